@@ -62,7 +62,7 @@ def command(
 def test_each_line_of_the_log_is_json_and_has_prompts_only_if_asked(prompts: bool, tmp_path: Path) -> None:
     with command(tmp_path, *["--log-prompts"] * prompts) as (process, url):
         with PatchStudy(url, KEY) as study:
-            study.complete(PROMPT, max_tokens=3)
+            study.complete(PROMPT, max_tokens=3, ignore_eos=True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     text = (tmp_path / "log").read_text()
