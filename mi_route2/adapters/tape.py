@@ -341,19 +341,18 @@ class RoutedFactor(torch.autograd.Function):
 class _Whole:
     """Gradient per rollout of the factors of both adapters, as one product over tokens that is computed at most once."""
 
-    def __init__(self, tape: Tape, h: Tensor, dy: Tensor):
-        self._pair = tape.pair(h, dy)
+    def __init__(self, tape: Tape, h: Tensor, dy: Tensor, ranks: list[int], axis: int):
+        self._pair, self._ranks, self._axis = tape.pair(h, dy), ranks, axis
         self.known = False
 
     @cached_property
-    def values(self) -> Tensor:
+    def _values(self) -> Tensor:
         self.known = True
         return self._pair.values()
 
-
-def _part(whole: _Whole, axis: int, ranks: list[int], i: int) -> Tensor:
-    """Return one adapter's part of the gradients of both: a copy, because a view would hold the other's until the step ends."""
-    return whole.values.split(ranks, axis + 1)[i].contiguous()
+    def part(self, i: int) -> Tensor:
+        """Return one adapter's part: a copy, because a view would hold the other's until the step ends."""
+        return self._values.split(self._ranks, self._axis + 1)[i].contiguous()
 
 
 class StackedFactors(torch.autograd.Function):
@@ -390,16 +389,15 @@ class StackedFactors(torch.autograd.Function):
         gates = [gate if one else None for gate, one in zip(ctx.gates, learn, strict=True)]
         hs, dys = ((h, h), dy.split(ranks, -1)) if name == "A" else (h.split(ranks, -1), (dy, dy))
         # A narrow product takes hardly less time than one of twice its width, so that of one adapter gives the other's too.
-        whole = _Whole(tape, h, dy) if tape.packing(h) is None else None
+        whole = _Whole(tape, h, dy, ranks, axis) if tape.packing(h) is None else None
         answers: list[Tensor | None] = [None, None]
         for i in sorted(range(2), key=lambda i: gates[i] is None):  # a gate first: it may need the product per rollout
-            gate, factor, product = gates[i], factors[i], None
-            if whole is not None:
-                product = partial(_part, whole, axis, ranks, i)
+            gate, factor = gates[i], factors[i]
             if gate is not None:
+                product = None if whole is None else partial(whole.part, i)
                 answers[i] = _answer(ctx, ("kept", "quarantine")[i], gate, factor, hs[i], dys[i], product)
-            elif learn[i] and product is not None and whole is not None and whole.known:
-                answers[i] = product().sum(dim=0).to(factor.dtype)
+            elif learn[i] and whole is not None and whole.known:
+                answers[i] = whole.part(i).sum(dim=0).to(factor.dtype)
             elif learn[i]:
                 answers[i] = (dys[i].flatten(0, -2).mT @ hs[i].flatten(0, -2)).to(factor.dtype)
         ctx.reported = True

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,8 +24,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mi_route2 import AdapterSpec, attach
 from mi_route2.adapters import save_pretrained
+from mi_route2.engine import Engine, Request, Sampling
 from mi_route2.serve.auth import ApiError, Keys
 from mi_route2.serve.client import PatchStudy, ServerError
+from mi_route2.serve.models import load
 
 KEY = "key-of-alice-for-these-tests"
 SLOW = """
@@ -134,9 +137,24 @@ def test_a_checkpoint_with_its_adapters_is_served_deployed(tmp_path: Path) -> No
     tokenizer = Tokenizer(WordLevel(letters, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(tmp_path / "model")
-    adapters = attach(model, "blocks.*", spec=AdapterSpec("lora", rank=2), generator=torch.Generator().manual_seed(0))
-    save_pretrained(adapters, tmp_path / "adapters")
-    given = ("--adapters", str(tmp_path / "adapters"), "--mode", "deployed")
-    with command(tmp_path, *given, model=str(tmp_path / "model")) as (_, url), PatchStudy(url, KEY) as study:
-        answer = study.complete("abc", max_tokens=3, ignore_eos=True)
-        assert len(answer["choices"][0]["mi_route2"]["token_ids"]) == 3
+    draw = torch.Generator().manual_seed(0)
+    adapters = attach(model, "blocks.*", spec=AdapterSpec("lora", rank=2), generator=draw)
+    with torch.no_grad():
+        for p in (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()):
+            p.add_(0.3 * torch.randn(p.shape, generator=draw, dtype=p.dtype))
+    save_pretrained(adapters, tmp_path / "adapters", "full")
+    asked: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+    with command(
+        tmp_path, "--adapters", str(tmp_path / "adapters"), "--mode", "deployed", model=str(tmp_path / "model")
+    ) as (_, url), PatchStudy(url, KEY) as study:  # fmt: skip
+        found = study.complete("abc", **asked)["choices"][0]["logprobs"]["token_logprobs"]
+        with pytest.raises(ServerError, match="--mode full"):
+            study.complete("abc", adapters="full")
+    expected = {}
+    for mode in ("full", "deployed", "reference"):
+        served = load(str(tmp_path / "model"), adapters=tmp_path / "adapters", mode=mode)
+        (result,) = Engine(served.host).generate([Request(tuple(served.encode("abc")), Sampling(max_new=3, logprobs=0))])
+        expected[mode] = result.logprobs
+        served.opened.close()
+    assert found == pytest.approx(expected["deployed"], abs=1e-4)
+    assert all(found != pytest.approx(expected[mode], abs=1e-3) for mode in ("full", "reference"))
