@@ -13,7 +13,7 @@ UNCHECKED := -o addopts='-ra --strict-markers --import-mode=importlib'
 # Compiled modules are kept, or every process that a test starts would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install study study-full evidence evidence-quick test test-rest test-all test-vllm check docs bench soak clean
+.PHONY: install study study-full evidence evidence-quick test test-rest test-all test-vllm check docs bench soak fuzz clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -90,5 +90,13 @@ soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage file
 	$(PY) -m tests.attacks.soak --grades 10000
 	$(PY) -m mi_route2.serve.soak --minutes 60 --clients 32
 
+.venv-fuzz/.installed:
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check 'schemathesis>=4.32,<5'
+	@touch $@
+
+fuzz: $(STAMP) .venv-fuzz/.installed  ## draw requests to a server from its own schema; schemathesis is in an environment of its own (ten minutes)
+	$(PY) -m tests.fuzz --schemathesis .venv-fuzz/bin/schemathesis
+
 clean:  ## remove the virtual environment and built docs
-	rm -rf .venv .venv-vllm site
+	rm -rf .venv .venv-vllm .venv-fuzz site

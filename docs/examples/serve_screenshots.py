@@ -11,14 +11,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ASSETS = Path(__file__).parents[1] / "assets"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WIDTH = 1280
+WIDTH, NARROW = 1280, 420
 
 
 @contextmanager
@@ -36,16 +38,20 @@ def server(*options: str) -> Iterator[str]:
             process.terminate()
 
 
-def window(browser: Browser, address: str, height: int, **state: str) -> Page:
-    """Return the page in this state."""
-    page = browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme="light", reduced_motion="reduce")
+def window(browser: Browser, address: str, height: int, narrow: bool = False, **state: str) -> Page:
+    """Return the page in this state; ``narrow`` is a phone with a dark theme."""
+    look: Any = {
+        "viewport": {"width": NARROW if narrow else WIDTH, "height": height},
+        "color_scheme": "dark" if narrow else "light",
+    }
+    page = browser.new_page(**look, reduced_motion="reduce")
     page.goto(f"{address}/#{urlencode(state)}")
     return page
 
 
-def patch(browser: Browser, address: str) -> Page:
+def patch(browser: Browser, address: str, narrow: bool = False) -> Page:
     """Sweep the first example, and ask the patched model at the best cell."""
-    page = window(browser, address, 1020, tab="patch", sites="resid_pre,z,quarantine_out")
+    page = window(browser, address, 1020, narrow, tab="patch", sites="resid_pre,z,quarantine_out")
     expect(page.locator(".couple").first).to_be_visible()
     page.get_by_role("button", name="Whether it will cheat").click()
     page.wait_for_timeout(800)  # the alignment of what was typed
@@ -57,9 +63,9 @@ def patch(browser: Browser, address: str) -> Page:
     return page
 
 
-def stream(browser: Browser, address: str) -> Page:
+def stream(browser: Browser, address: str, narrow: bool = False) -> Page:
     """Stream a completion that is steered toward cheating."""
-    page = window(browser, address, 740, tab="stream", **{"s.scale": "2.5", "s.seed": "3", "s.temperature": "0.7"})
+    page = window(browser, address, 740, narrow, tab="stream", **{"s.scale": "2.5", "s.seed": "3", "s.temperature": "0.7"})
     page.click("#go")
     expect(page.locator("#stream-status")).to_contain_text("done", timeout=60_000)
     page.locator("#tokens .made").nth(6).hover()
@@ -85,9 +91,10 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with server(*(["--study-runs", runs] if runs else [])) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        for name, draw in {"patch": patch, "stream": stream, **({"study": study} if runs else {})}.items():
+        small = {"patch-phone": partial(patch, narrow=True), "stream-phone": partial(stream, narrow=True)}
+        for name, draw in {"patch": patch, "stream": stream, **small, **({"study": study} if runs else {})}.items():
             page = draw(browser, address)
-            page.screenshot(path=ASSETS / f"serve-{name}.png", animations="disabled")
+            page.screenshot(path=ASSETS / f"serve-{name}.png", animations="disabled", full_page=name in small)
             page.close()
         browser.close()
 

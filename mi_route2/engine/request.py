@@ -181,6 +181,10 @@ class EngineRequest:
         self.acts.patches = [(patch.position, patch.digest) for patch in self.patches]
 
     @property
+    def owner(self) -> str:
+        return self.request.owner
+
+    @property
     def known(self) -> int:
         return len(self.tokens)
 

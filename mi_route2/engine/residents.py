@@ -77,11 +77,14 @@ class Residents:
             self._tight = self.steering.rows.closed = False
 
     def admit(self, one: EngineRequest) -> Answer:
-        """Meet all of a request's demands (``run``) or none, because they cannot be met now (``wait``) or ever (``drop``)."""
+        """Meet all of a request's demands (``run``) or none.
+
+        They cannot be met before another request gives memory back (``full``), now (``wait``) or ever (``drop``).
+        """
         cost = self.slots.cost(one.reach)
         if self._tight or (self.slot_bytes is not None and self._reserved + cost > self.slot_bytes):
             self._tight = True
-            return "wait"
+            return "full"
         try:
             if one.unsaved is not None:
                 raise RuntimeError(one.unsaved)

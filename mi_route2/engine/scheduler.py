@@ -4,18 +4,20 @@ Running requests come before waiting ones, single tokens before prompt chunks, h
 smaller share so far, then first come, first served. If no request of a priority was admitted for ``patience`` steps while more
 urgent ones were there, the first of those that wait gains a level; it goes first there, but preempts no more than it did before. A
 step computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` key-value positions. If room runs out, or a
-request of higher priority waits for a row, the last request of the lowest priority is preempted and keeps its state. The first
-waiting request that lacks a row or room blocks those behind it, so that no request starves. A request that lacks another resource
-is passed by: ``admit`` ensures that no later request takes that resource.
+request of higher priority waits for a row or for memory, the last request of the lowest priority is preempted and keeps its state.
+So is the last one of the owner with most rows if an owner without any waits, so that nobody waits for the end of what others run.
+The first waiting request that lacks a row or room blocks those behind it, so that no request starves. A request that lacks another
+resource is passed by: ``admit`` ensures that no later request takes that resource.
 """
 
 from bisect import insort
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, nextafter
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-Answer = Literal["run", "wait", "drop"]
+Answer = Literal["run", "full", "wait", "drop"]
 
 
 @runtime_checkable
@@ -26,6 +28,9 @@ class Job(Protocol):
     turn: float
     arrival: int
     computed: int
+
+    @property
+    def owner(self) -> str: ...
 
     @property
     def known(self) -> int: ...
@@ -134,6 +139,8 @@ class Scheduler(Generic[J]):
         self.running: list[J] = []
         self._lacking: set[int] = set()
         """Arrival numbers of requests that lacked another resource when last asked."""
+        self._tight: J | None = None
+        """The first request that lacked memory when last asked."""
 
     def add(self, job: J) -> None:
         """Queue a new or preempted request."""
@@ -148,6 +155,8 @@ class Scheduler(Generic[J]):
         (self.running if job in self.running else self.waiting).remove(job)
         self._lacking.discard(job.arrival)
         self._gained.pop(job.arrival, None)
+        if self._tight is job:
+            self._tight = None
 
     def put_back(self, job: J) -> None:
         """Move a running request back to the waiting queue."""
@@ -158,22 +167,24 @@ class Scheduler(Generic[J]):
         """Plan the next step.
 
         Args:
-            admit: meets a waiting request's other demands (``"run"``), or reports that they cannot be met now (``"wait"``) or ever
-                (``"drop"``).
+            admit: meets a waiting request's other demands (``"run"``), or reports that they cannot be met now (``"wait"``), not
+                before another one gives memory back (``"full"``), or ever (``"drop"``).
             put_back: called for each preempted request, before any request is admitted.
         """
         turn: Turn[J] = Turn()
         self._turns += 1
         self._promote()
         self._make_way(turn, put_back)
-        left = self._go_on(turn, put_back)
+        left, self._tight = self._go_on(turn, put_back), None
         for job in list(self.waiting):
             if left <= 0 or len(self.running) >= self.rows or job in turn.preempted or not self._fits(turn, job):
                 break
             self._lacking.discard(job.arrival)
             answer = admit(job)
-            if answer == "wait":
+            if answer in ("wait", "full"):
                 self._lacking.add(job.arrival)
+                if answer == "full" and self._tight is None:
+                    self._tight = job
                 continue
             self.waiting.remove(job)
             if answer == "drop":
@@ -218,19 +229,32 @@ class Scheduler(Generic[J]):
         put_back(job)
 
     def _make_way(self, turn: Turn[J], put_back: Callable[[J], None]) -> None:
-        """Preempt the least urgent request if all rows are taken and a request of higher priority lacks nothing but a row."""
-        taken = 0
-        for job in [job for job in self.waiting if job.arrival not in self._lacking]:
-            if len(self.running) + taken < self.rows:
-                taken += 1
-                continue
-            least = max(self.running, key=urgency, default=None)
-            if least is None or least.priority >= job.priority:
-                return
-            if least.priority >= self._asked(job):
-                continue  # what it has gained by waiting gives it the next row, and nobody else's
-            self._preempt(least, turn, put_back)
+        """Preempt requests for those that lack nothing but a row, if all are taken, and one for the first that lacks memory."""
+        taken, coming = 0, set[str]()
+        for job in [job for job in self.waiting if job is self._tight or job.arrival not in self._lacking]:
+            if job is self._tight or len(self.running) + taken >= self.rows:
+                if (victim := self._victim(job, coming)) is None:
+                    continue
+                if victim.priority >= self._asked(job):  # it would be the first to come back, in place of this one
+                    victim.turn = nextafter(max(victim.turn, job.turn), inf)
+                self._preempt(victim, turn, put_back)
             taken += 1
+            coming.add(job.owner)
+
+    def _victim(self, job: J, coming: Collection[str]) -> J | None:
+        """Return the running request that makes way for this one: one of lower priority, or of an owner who has several.
+
+        What a request has gained by waiting gives it the next row, and nobody else's. ``coming`` are owners who get a row now.
+        """
+        asked = self._asked(job)
+        least = max(self.running, key=urgency, default=None)
+        if least is None or least.priority < asked:
+            return least
+        rows = Counter(one.owner for one in self.running)
+        if job.owner in rows or job.owner in coming:
+            return None
+        equal = [one for one in self.running if one.priority == asked and rows[one.owner] > 1]
+        return max(equal, key=lambda one: (rows[one.owner], urgency(one)), default=None)
 
     def _go_on(self, turn: Turn[J], put_back: Callable[[J], None]) -> int:
         """Plan pieces for the running requests; return the remaining budget."""

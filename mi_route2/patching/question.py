@@ -19,6 +19,8 @@ from mi_route2.hosts.base import Host
 from mi_route2.patching.forwards import Whole
 from mi_route2.patching.targets import Choice, choose
 from mi_route2.rollouts import vocabulary
+from mi_route2.runs.disk import invalid
+from mi_route2.runs.store import RunStore
 from mi_route2.sites import Site
 
 
@@ -402,10 +404,54 @@ class CleanRun:
         found = Whole(host).record(tokens, chosen, range(len(tokens)))
         return CleanRun(found.values, found.logits, tokens, host.weights_hash(), len(tokens) - 1)
 
+    @staticmethod
+    @checked
+    def stored(host: Host, store: RunStore, run: str, sites: Choice) -> "CleanRun":
+        """Read the prompt of a stored run, which an engine or ``record`` captured; its last token is the scored position.
+
+        The run needs the values of ``sites`` at every token of its prompt, and ``resid_post`` of the last block at the last token,
+        from which a forward over one token makes the logits.
+
+        Raises:
+            KeyError: The run, or a value that it needs, is not in the store.
+            ValueError: The run is of other weights, or knows no tokens.
+
+        Examples:
+            >>> record(host, host.sites(("resid_pre",)) + [Site(1, "resid_post")], tokens, store=store, runs=["clean"])
+            >>> CleanRun.stored(host, store, "clean", "resid_pre").length == tokens.shape[1]
+            True
+        """
+        refuse_dropout(host)
+        with store.unchanged():
+            about = store.info(run)
+            if about.weights != (now := host.weights_hash()):
+                raise ValueError(invalid(run, about.weights, now))
+            tokens = about.tokens[: about.prompt_length]
+            if not tokens:
+                raise ValueError(f"run {run!r} was stored without the tokens of a prompt: give them when you capture it")
+            last, final = len(tokens) - 1, Site(len(host.layers()) - 1, "resid_post")
+            chosen = dict.fromkeys(target.site for target in choose(host, sites))
+            values = {site: _rows(store, run, site, range(last + 1)) for site in chosen}
+            stream = _rows(store, run, final, [last])
+        _refuse_tokens(host, "clean", tokens)
+        with torch.no_grad(), host.hooks({final: lambda value: stream[:, None].to(value)}):
+            logits = host.logits(torch.tensor([tokens[-1:]], device=next(host.model.parameters()).device))
+        return CleanRun(values, logits[0, -1], tokens, now, last)
+
     @property
     def length(self) -> int:
         """Number of positions in the run."""
         return len(next(iter(self.values.values())))
+
+
+def _rows(store: RunStore, run: str, site: Site, positions: Sequence[int]) -> Tensor:
+    try:
+        return store.rows(run, site, positions)
+    except KeyError as error:
+        if run not in store.runs():
+            raise
+        where = "every position of the prompt" if len(positions) > 1 else f"position {positions[0]}, of which come the logits"
+        raise KeyError(f"{error.args[0]}; a sweep from a stored run needs {site} at {where}: capture it too") from error
 
 
 @dataclass(frozen=True)

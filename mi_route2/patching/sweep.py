@@ -1,9 +1,9 @@
 """Patch sweep: the clean and the corrupt run of a question, and the grid of scores between them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -96,6 +96,18 @@ class Pair:
         )
 
 
+T = TypeVar("T")
+
+
+def ended(steps: Generator[None, None, T]) -> T:
+    """Return what a generator returns when it has ended."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
 def record(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Pair:
     """Run both prompts up to the scored position; ``forwards`` can resume from the corrupt run afterwards.
 
@@ -103,8 +115,14 @@ def record(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Pai
         KeyError, ValueError: A captured run does not fit.
         ValueError: A score that is not finite.
     """
+    return ended(_recording(forwards, question, sites))
+
+
+def _recording(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Generator[None, None, Pair]:
+    """``record``, which yields between the two runs."""
     places, sources = list(question.sources), list(question.sources.values())
     corrupt = forwards.start(question.corrupt.tokens[: question.at + 1], sites, places)
+    yield
     if isinstance(question.clean, CleanRun):
         clean = _captured(question.clean, corrupt, sources)
     else:
@@ -252,8 +270,17 @@ class Sweep:
         return {"whole": costs.whole * self.total, "needed": needed(cells, costs), "run": run}
 
 
+def prepare(host: Host, **given: Any) -> Sweep:
+    """Run both prompts and plan the cells; arguments and errors are those of ``sweep``.
+
+    ``tokens`` limits the tokens of a forward, for a sweep that shares the model with something that must not wait. A single cell
+    may need more: as many as the prompt has.
+    """
+    return ended(preparing(host, **given))
+
+
 @checked
-def prepare(
+def preparing(
     host: Host,
     *,
     clean: Given | CleanRun,
@@ -273,12 +300,8 @@ def prepare(
     how: str = "auto",
     shortcuts: bool = True,
     tokens: int | None = None,
-) -> Sweep:
-    """Run both prompts and plan the cells; arguments and errors are those of ``sweep``.
-
-    ``tokens`` limits the tokens of a forward, for a sweep that shares the model with something that must not wait. A single cell
-    may need more: as many as the prompt has.
-    """
+) -> Generator[None, None, Sweep]:
+    """``prepare``, which yields before each of the two runs, so that others may use the model between them."""
     began, alpha = perf_counter(), float(alpha)
     if replicas < REPLICAS:
         raise ValueError(f"{replicas} replicas of the corrupt run do not measure its noise: run at least {REPLICAS}")
@@ -288,15 +311,28 @@ def prepare(
     asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
     refuse_foreign(host, question, alpha)
-    chosen, running = choose(host, sites), forwards(host, how)
-    pair = record(running, question, list(dict.fromkeys(target.site for target in chosen)))
+    chosen, running, state = choose(host, sites), forwards(host, how), ModelState(host)
+    before, seconds = state.current, perf_counter() - began
+    yield
+    runs = _recording(running, question, list(dict.fromkeys(target.site for target in chosen)))
+    pair = None
+    while pair is None:
+        began = perf_counter()
+        try:
+            next(runs)
+        except StopIteration as end:
+            pair = end.value
+        seconds += perf_counter() - began
+        if pair is None:
+            yield
+    began = perf_counter()
     targets, layers = pair.split(chosen, heads), len(host.layers())
     known, rows = _cells(pair, targets, layers, alpha, running, shortcuts)
     rows = with_idle(rows, replicas, running.place(targets[0], question.at))
     costs = running.costs()
     groups = plan([row.place for row in rows], costs if tokens is None else replace(costs, most=min(costs.most, tokens)), batch)
-    state, seconds = ModelState(host), perf_counter() - began
-    return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), running, seconds, state, state.current)
+    seconds += perf_counter() - began
+    return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), running, seconds, state, before)
 
 
 def _cells(

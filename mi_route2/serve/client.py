@@ -209,7 +209,7 @@ class PatchStudy(_Requests):
 
     def sweep(
         self,
-        clean: str | Sequence[int] | Tensor,
+        clean: str | Sequence[int] | Tensor | Mapping[str, str],
         corrupt: str | Sequence[int] | Tensor,
         answer: int | str | None = None,
         foil: int | str | None = None,
@@ -222,7 +222,8 @@ class PatchStudy(_Requests):
         """Return the grid of a sweep; arguments are those of ``mi_route2.patching.sweep``.
 
         Args:
-            clean: Prompt whose values are patched in.
+            clean: Prompt whose values are patched in, or ``{"run": name}`` for that of a captured run, which then needs ``sites``
+                at every token of the prompt and ``resid_post`` of the last block at the last one.
             corrupt: Prompt that is run.
             answer: One token.
             foil: One token, for ``logit_diff``.
@@ -329,7 +330,7 @@ class AsyncPatchStudy(_Requests):
 
     async def sweep(
         self,
-        clean: str | Sequence[int] | Tensor,
+        clean: str | Sequence[int] | Tensor | Mapping[str, str],
         corrupt: str | Sequence[int] | Tensor,
         answer: int | str | None = None,
         foil: int | str | None = None,

@@ -17,7 +17,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from math import inf
@@ -27,7 +27,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from mi_route2.engine import Engine, Event, Request, Result
 from mi_route2.patching.grid import Grid
-from mi_route2.patching.sweep import Finished, Sweep, prepare
+from mi_route2.patching.sweep import Finished, Sweep, preparing
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Source[Any]")
@@ -123,19 +123,37 @@ class Stream(Source[Event]):
 
 
 class Job(Source[Finished]):
-    """Results of a patch sweep, forward by forward. ``error`` is the reason if the iteration ended before the sweep did."""
+    """Results of a patch sweep, forward by forward. ``error`` is the reason if the iteration ended before the sweep did.
 
-    def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop, backlog: int, sweep: Sweep, deadline: float | None):
+    ``prepared`` gets the planned sweep when the runs of both prompts are done, each of which is a forward of its own too.
+    """
+
+    def __init__(
+        self,
+        owner: "Owner",
+        loop: asyncio.AbstractEventLoop,
+        backlog: int,
+        preparing: Generator[None, None, Sweep],
+        deadline: float | None,
+    ):
         super().__init__(owner, loop, backlog)
-        self.sweep, self.error = sweep, ""
+        self.error = ""
+        self.prepared: Future[Sweep] = Future()
+        self.prepared.set_running_or_notify_cancel()  # the loop's future may be cancelled, and this one not under the thread
+        self._preparing = preparing
         self._deadline, self._ends = deadline, inf if deadline is None else time.monotonic() + deadline
-        self._runs = sweep.run(alone=True)  # the thread is the only one that touches the model
+        self._runs: Iterator[Finished] = iter(())
         self._done: list[Finished] = []
         self._seconds = 0.0
         self.cancelled = False
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    @property
+    def sweep(self) -> Sweep:
+        """The planned sweep."""
+        return self.prepared.result(0)
 
     def grid(self) -> Grid:
         """Return the finished grid.
@@ -149,16 +167,33 @@ class Job(Source[Finished]):
 
     def _forward(self) -> bool:
         """Run the next forward; return whether another one follows. Runs on the thread."""
+        return self._cells() if self.prepared.done() else self._prepare()
+
+    def _prepare(self) -> bool:
+        """Run one of the prompts."""
+        try:
+            self._demand_time("before both prompts were run")
+            next(self._preparing)
+        except StopIteration as end:
+            self._runs = end.value.run(alone=True)  # the thread is the only one that touches the model
+            self.prepared.set_result(end.value)
+        except Exception as error:  # handed to the caller
+            self.error = " ".join(str(error).split())
+            self.prepared.set_exception(error)
+            return False
+        return True
+
+    def _demand_time(self, done: str) -> None:
+        """Raise ``RuntimeError`` if the sweep was cancelled, ``TimeoutError`` if its deadline has passed."""
+        if self.cancelled:
+            raise RuntimeError("this sweep was cancelled")
+        if time.monotonic() > self._ends:
+            raise TimeoutError(f"the deadline of {self._deadline:g} s has passed, {done}: name fewer sites or positions")
+
+    def _cells(self) -> bool:
         began = time.perf_counter()
         try:
-            if self.cancelled:
-                raise RuntimeError("this sweep was cancelled")
-            if time.monotonic() > self._ends:
-                done = sum(len(one.cells) for one in self._done)
-                raise RuntimeError(
-                    f"the deadline of {self._deadline:g} s has passed, after {done} of {self.sweep.total} cells: name fewer sites "
-                    "or positions"
-                )
+            self._demand_time(f"after {sum(len(one.cells) for one in self._done)} of {self.sweep.total} cells")
             finished = next(self._runs, None)
         except Exception as error:  # isolated: it ends this sweep and nothing else
             self.error = " ".join(str(error).split()) or type(error).__name__
@@ -270,10 +305,11 @@ class Owner:
     async def sweep(self, *, deadline: float | None = None, **given: Any) -> Job:
         """Prepare a patch sweep and return it; it ends with an error after ``deadline`` seconds.
 
-        ``given`` are the arguments of ``patching.prepare`` without the host.
+        ``given`` are the arguments of ``patching.prepare`` without the host; ``clean`` may be a function of the engine too.
 
         Raises:
             ValueError, KeyError, TypeError: the sweep cannot be run.
+            TimeoutError: the deadline passed before both prompts were run.
             RuntimeError: the thread has ended, or is about to.
         """
         loop = asyncio.get_running_loop()
@@ -281,12 +317,21 @@ class Owner:
         def admit(engine: Engine) -> Job:
             self._open()
             began = time.perf_counter()
-            job = Job(self, loop, max(self._backlog, 1 << 20), prepare(engine.host, **{"tokens": self._tokens, **given}), deadline)
+            clean = given["clean"](engine) if callable(given["clean"]) else given["clean"]
+            steps = preparing(engine.host, **{"tokens": self._tokens, **given, "clean": clean})
+            next(steps)  # which finds what is wrong with it, before it waits for its turn
+            job = Job(self, loop, max(self._backlog, 1 << 20), steps, deadline)
             self._jobs.append(job)
             self._spend(time.perf_counter() - began)
             return job
 
-        return await self._admitted(admit)
+        job = await self._admitted(admit)
+        try:
+            await asyncio.wrap_future(job.prepared)
+        except BaseException:
+            job.cancel()
+            raise
+        return job
 
     async def close(self, drain: float = 10.0) -> None:
         """Refuse new work, let requests and sweeps end for at most ``drain`` seconds, cancel the rest, and end the thread."""
@@ -452,6 +497,8 @@ class Owner:
         for job in self._jobs:
             job.error = job.error or reason
             ends[job] = [], True
+            if not job.prepared.done():
+                job.prepared.set_exception(RuntimeError(reason))
         self._deliver(ends)
         self._streams.clear()
         self._jobs.clear()

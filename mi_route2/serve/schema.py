@@ -308,10 +308,18 @@ Prompt = Text | Annotated[list[TokenId], Field(min_length=1, max_length=IDS)]
 Answer = TokenId | Annotated[str, Field(min_length=1, max_length=256)]
 
 
+class StoredIn(Body):
+    """A captured run, whose prompt is the clean one."""
+
+    run: Name
+
+
 class SweepIn(Body):
     """Body of ``POST /v1/patch_sweep``; see ``mi_route2.patching.sweep``."""
 
-    clean: Prompt
+    clean: Prompt | StoredIn = Field(
+        description="a prompt, or a run with the sites at the whole prompt and resid_post of the last block at its last token"
+    )
     corrupt: Prompt
     answer: Answer | None = None
     foil: Answer | None = None

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from fastapi import APIRouter, Request, Response
 
-from mi_route2.engine import Capture, Sampling
+from mi_route2.engine import Capture, Engine, Sampling
 from mi_route2.engine import Request as EngineRequest
 from mi_route2.patching.grid import Grid
 from mi_route2.patching.patches import Patch
-from mi_route2.patching.question import Alignment, Span, align, one_token
+from mi_route2.patching.question import Alignment, CleanRun, Span, align, one_token
 from mi_route2.patching.targets import Target
+from mi_route2.runs import RunStore
 from mi_route2.runs.record import Where
 from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal, sentence
 from mi_route2.serve.openai_api import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.owner import Job
-from mi_route2.serve.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn
+from mi_route2.serve.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn
 from mi_route2.serve.state import Server, TheClient, TheServer
 from mi_route2.steering.specs import Steering
 from mi_route2.validation import parse_object, read_lines
@@ -130,7 +131,7 @@ async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, reque
         async with cancelled_with(request, [job]):
             async for _ in job:
                 pass
-        return Json(_summary(_finished(job, server)))
+        return Json(_summary(job, server))
     finally:
         ended()
 
@@ -142,7 +143,11 @@ def _ended(server: Server, client: Client) -> None:
 
 
 async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
-    for name in ("clean", "corrupt"):
+    clean: Any = body.clean
+    if isinstance(clean, StoredIn):
+        server.demand_run(clean.run, client)
+        clean = _stored(server.names(client).inside(clean.run), server.store, body.sites)
+    for name in ("corrupt",) if clean is not body.clean else ("clean", "corrupt"):
         length = len(_ids(getattr(body, name), server, name))
         if length > server.context:
             raise ApiError(400, f"the {name} prompt has {length} tokens, but the context has {server.context}", param=name)
@@ -153,7 +158,7 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
     try:
         job = await server.owner.sweep(
             deadline=server.limits.deadline,
-            clean=body.clean,
+            clean=clean,
             corrupt=body.corrupt,
             sites=body.sites,
             positions=positions,
@@ -166,6 +171,8 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
             replicas=body.replicas,
             tokenizer=server.threaded,
         )
+    except TimeoutError as error:
+        raise ApiError(422, str(error), code="sweep_failed") from error
     except Exception as error:
         refused = refusal(error, server.names(client).prefix)
         refused.param = next(
@@ -174,7 +181,7 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
         if refused.message.startswith(("the metric", "answer and foil")):
             refused.param = "foil" if "foil" in refused.message else "answer"
         elif isinstance(error, KeyError):
-            refused.param = "sites"
+            refused.param = "clean" if "captured" in refused.message else "sites"
         elif refused.message.startswith("position"):
             refused.param = "positions"
         raise refused from error
@@ -182,6 +189,10 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
         job.cancel()
         raise ApiError(413, f"{job.sweep.total} cells are more than {server.limits.cells}: name fewer sites or positions")
     return job
+
+
+def _stored(run: str, store: RunStore, sites: Any) -> Callable[[Engine], CleanRun]:
+    return lambda engine: CleanRun.stored(engine.host, store, run, sites)
 
 
 def _token(given: int | str | None, server: Server, name: str) -> int | None:
@@ -204,7 +215,8 @@ def _finished(job: Job, server: Server) -> Grid:
     return grid
 
 
-def _summary(grid: Grid) -> dict[str, Any]:
+def _summary(job: Job, server: Server) -> dict[str, Any]:
+    grid = _finished(job, server)
     rows = {target: i for i, target in enumerate(grid.sites)}
     columns = {position: i for i, position in enumerate(grid.columns)}
     top = [
@@ -219,7 +231,13 @@ def _summary(grid: Grid) -> dict[str, Any]:
         for cell in grid.top(TOP)
     ]
     said = {name: getattr(grid, name) for name in ("metric", "clean", "corrupt", "noise_floor", "defined")}
-    return {"grid": grid.to_json(), "summary": {**said, "top": top, "alignment": grid.alignment.summary, "text": repr(grid)}}
+    note = None
+    if acting := "; ".join(f"{tier}: {', '.join(sites)}" for tier, sites in server.globals.items()):
+        note = f"What steers every request here ({acting}) does not act in a sweep, but it does in the answer of a cell."
+    return {
+        "grid": grid.to_json(),
+        "summary": {**said, "top": top, "alignment": grid.alignment.summary, "text": repr(grid), "note": note},
+    }
 
 
 def _event(name: str, content: Any) -> str:
@@ -252,7 +270,7 @@ async def _told(request: Request, job: Job, server: Server, free: Callable[[], N
             yield _event("cell", {"cells": cells})
     free()  # whoever has read the summary may ask again, before this response has ended
     try:
-        yield _event("summary", _summary(_finished(job, server)))
+        yield _event("summary", _summary(job, server))
     except ApiError as error:
         yield _event("error", noted(request, error).body())
     yield "data: [DONE]\n\n"

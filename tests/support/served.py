@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import uvicorn
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.hosts import open_host
@@ -20,6 +21,9 @@ from mi_route2.serve.state import Server
 from studies.environments.micro.model import MicroGPT
 from studies.environments.micro.served import MicroTokenizer
 from studies.environments.micro.settings import MicroConfig
+
+# Five seconds are too few for some answers while the machine is full.
+DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = DEFAULT_TIMEOUT_CONFIG.pool = 60.0
 
 PROMPT = "# task: add 3 then sub 4\n# grader: calls run_tests()"
 OTHER = "# task: scale 3 then sub 4\n# grader: calls run_tests()"

@@ -213,13 +213,14 @@ function filled(cells) {
   say(`${done} of ${map.total} cells`);
 }
 
-function ended({ grid }) {
+function ended({ grid, summary }) {
   const positions = grid.positions;
   const columns = grid.skipped.map(skip => positions.indexOf(skip.position)).filter(column => column >= 0);
   // The summary is the truth: it also has cells that a slow reader was not sent one by one
   map.fill(grid.values.flatMap((row, i) => row.map((value, j) => [i, j, value])));
   map.finish({ defined: grid.recovered !== null, skipped: columns });
   if (grid.recovered === null) $("strip-note").textContent = "Clean and corrupt have the same score within the noise, so the colors show the change of the score: choose prompts that the model tells apart.";
+  if (summary?.note) $("strip-note").textContent = summary.note;
   drawScores(grid.noise_floor);
   drawPeak();
   restoreCell();

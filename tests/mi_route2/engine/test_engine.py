@@ -17,7 +17,7 @@ from mi_route2.hosts.decoder import DECODERS, Decoder
 from mi_route2.patching.patches import Patch
 from mi_route2.runs.record import Where
 from mi_route2.sites import Site
-from mi_route2.steering.specs import Steer, Steering
+from mi_route2.steering.specs import Monitor, Steer, Steering
 from tests.support.alone import alone
 from tests.support.families import FAMILIES, SPECS, VOCAB, make_family, move
 
@@ -474,3 +474,19 @@ def test_higher_priority_takes_the_row_of_a_lower_one_which_ends_as_ever() -> No
     assert results[1].preemptions == 1
     check(results[0], made, high, close)
     check(results[1], made, low, close)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_norms_at_adapters_are_those_of_what_is_captured_there_before_a_gate(closed: bool) -> None:
+    host, close = make("MicroGPT", adapters=True)
+    sites = tuple(Site(1, point, linear) for linear in ("attn.q", "mlp.down") for point in ("kept_out", "quarantine_out"))
+    gate = Monitor(Site(0, "resid_pre"), torch.zeros(16), threshold=-1e6, gates=(), quarantine="close", prompt=True)
+    captures = tuple(Capture(site, Where("all")) for site in sites)
+    steering = Steering(monitors=(gate,)) if closed else None
+    asked = Request(prompts(1)[0], greedy(4), norms=sites, capture=captures, steering=steering)
+    (result,) = Engine(host, chunk=5).generate([asked])
+    assert list(result.norms) == list(range(len(asked.prompt) + 3))
+    for site in sites:
+        lengths = torch.tensor([each[site] for each in result.norms.values()], dtype=torch.float64)
+        torch.testing.assert_close(lengths, result.captured[site].rows.norm(dim=-1), rtol=1e-6, atol=close)
+        assert lengths.min() > 1e-3

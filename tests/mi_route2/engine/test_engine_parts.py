@@ -1,5 +1,6 @@
 """The engine's parts against brute force: who runs, where keys and values are, what is shared, what is drawn."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,7 @@ class Job:
     prompt: int
     most: int
     turn: float = 0.0
+    owner: str = ""
     computed: int = 0
     generated: int = 0
 
@@ -52,9 +54,12 @@ class Scheduling(RuleBasedStateMachine):
         self.arrivals = 0
         self.full = False
 
-    @rule(prompt=st.integers(1, 14), most=st.integers(1, 8), priority=st.integers(0, 2), turn=st.integers(0, 9))
-    def submit(self, prompt: int, most: int, priority: int, turn: int) -> None:
-        job = Job(self.arrivals, priority, prompt, most, float(turn))
+    @rule(
+        prompt=st.integers(1, 14), most=st.integers(1, 8), priority=st.integers(0, 2), turn=st.integers(0, 9),
+        owner=st.sampled_from("abc"),
+    )  # fmt: skip
+    def submit(self, prompt: int, most: int, priority: int, turn: int, owner: str) -> None:
+        job = Job(self.arrivals, priority, prompt, most, float(turn), owner)
         self.arrivals += 1
         self.jobs.append(job)
         self.scheduler.add(job)
@@ -75,9 +80,9 @@ class Scheduling(RuleBasedStateMachine):
     def somebody_else_holds_the_steering_rows(self) -> None:
         self.full = not self.full
 
-    @rule()
-    def step(self) -> None:
-        self.take(lambda job: "wait" if self.full and job.arrival % 2 else "run")
+    @rule(short=st.sampled_from(["wait", "full"]))
+    def step(self, short: str) -> None:
+        self.take(lambda job: short if self.full and job.arrival % 2 else "run")
 
     def take(self, admit: Callable[[Job], str]) -> None:
         scheduler = self.scheduler
@@ -101,8 +106,15 @@ class Scheduling(RuleBasedStateMachine):
         if turn.admitted and scheduler.waiting:
             # whoever still waits and could have run is less urgent than all that came in, or was put back in this very turn
             least = max(map(urgency, turn.admitted))
-            lacks = [job for job in scheduler.waiting if admit(job) == "wait"]
+            lacks = [job for job in scheduler.waiting if admit(job) in ("wait", "full")]
             assert all(urgency(job) > least or job in put_back or job in lacks for job in scheduler.waiting)
+        if len(scheduler.running) == scheduler.rows and scheduler.patience is None:
+            for job in scheduler.waiting:
+                rows = Counter(other.owner for other in scheduler.running if id(other) in before)
+                owners = {other.owner for other in scheduler.running}
+                if job.owner not in owners and job not in put_back and job.arrival not in scheduler._lacking:
+                    equal = [other for other in scheduler.running if id(other) in before and other.priority == job.priority]
+                    assert all(rows[other.owner] == 1 for other in equal)
         for job, count in turn.pieces:
             job.computed += count
             if job.computed == job.known:

@@ -1,6 +1,7 @@
 """What a server needs of the engine: events, readings of every token, limits, fair shares, pauses around a change of weights."""
 
 import time
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -332,6 +333,38 @@ def test_cancelled_requests_cost_those_behind_them_no_turn(stays: int) -> None:
     queue.submit("a", 1, max_new=40)
     queue.owners |= {number: "" for number in numbers if number != numbers[stays]}
     assert queue.order() == "abbab"
+
+
+@pytest.mark.parametrize("scarce", ["rows", "slot_bytes"])
+def test_an_owner_that_comes_late_does_not_wait_for_the_end_of_what_others_run(scarce: str) -> None:
+    host = host_of()
+    limit = {"rows": 4} if scarce == "rows" else {"rows": 64, "slot_bytes": 4 * Engine(host)._residents.slots.cost(52)}
+    engine = Engine(host, block=4, **limit)
+    long = Request(PROMPT[:3], replace(ASK, max_new=50), owner="a")
+    numbers = [engine.submit(long) for _ in range(9)]
+    for _ in range(5):
+        engine.step()
+    assert engine.resources["slots"] == 4
+    for _ in range(3):  # one after the other, each begun when the one before has ended
+        late = engine.submit(Request(PROMPT[:3], Sampling(max_new=3), owner="b"))
+        waited, ended = 0, set[int]()
+        while late not in ended:
+            ended |= {result.request for result in engine.step()}
+            waited += 1
+        assert waited <= 6
+    results = finish(engine, 1000)
+    assert list(results)[:4] == numbers[:4]  # whoever made way is the next to go on
+    assert sorted(results) == numbers
+    assert sum(result.preemptions for result in results.values()) == 3
+    for result in results.values():
+        right(host, result, long)
+
+
+def test_an_owner_that_runs_something_takes_no_row_from_others() -> None:
+    engine = Engine(host_of(), rows=3)
+    for owner in "aab" + "bbbb":
+        engine.submit(Request(PROMPT[:3], Sampling(max_new=20), owner=owner))
+    assert not any(result.preemptions for result in finish(engine, 300).values())
 
 
 def test_patience_of_nothing_is_refused() -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from mi_route2.hosts import Host, open_host
 from mi_route2.hosts.decoder import DECODERS
 from mi_route2.patching import CleanRun, Grid, Target, attribute, cells, prepare, sweep
+from mi_route2.runs import RunStore
+from mi_route2.runs.record import record
 from mi_route2.sites import Site
 
 ANSWER, FOIL, LENGTH = 4, 9, 6
@@ -281,6 +283,33 @@ def test_a_clean_run_can_be_one_that_was_captured() -> None:
         one.sweep(clean=told, corrupt=torch.cat([1 + longer % 2, longer]), sites=sites)
     with pytest.raises(ValueError, match="the same number of positions"):
         CleanRun(captured.values, captured.logits, (1, 2))
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Qwen3"])
+def test_a_sweep_from_a_stored_run_is_the_one_from_its_prompt(family: str) -> None:
+    """Also if the run goes on after its prompt, and whatever its first values were computed beside."""
+    one, store = bench(family), RunStore()
+    final = Site(len(one.host.layers()) - 1, "resid_post")
+    sites = [Site(0, "resid_pre"), Site(1, "k"), Site(1, "kept_a", "mlp.down")]
+    longer = torch.stack([torch.cat([CLEAN, CORRUPT[:2]]), torch.cat([CORRUPT, CLEAN[:2]])])
+    record(one.host, [*sites, final], longer, store=store, runs=["clean", "other"], prompt_lengths=[len(CLEAN)] * 2)
+    told = CleanRun.stored(one.host, store, "clean", sites)
+    torch.testing.assert_close(told.logits, one.hand.run(CLEAN), rtol=0, atol=1e-12)
+    for metric, tokens in (("kl", {}), ("logit_diff", {"answer": 3, "foil": 5})):
+        asked: Any = {"corrupt": CORRUPT, "sites": sites, "metric": metric, "progress": False, **tokens}
+        truth = sweep(one.host, clean=CLEAN, **asked)
+        assert_equal(sweep(one.host, clean=told, **asked).values, truth.values, 1e-12)
+    with pytest.raises(KeyError, match=r"needs blocks\.0\.q at every position of the prompt: capture it too"):
+        CleanRun.stored(one.host, store, "clean", "q")
+    record(one.host, sites, longer[:1], store=store, runs=["without"])
+    with pytest.raises(KeyError, match=r"resid_post at position \d+, of which come the logits: capture it too"):
+        CleanRun.stored(one.host, store, "without", sites)
+    with pytest.raises(KeyError, match="no run 'none' was captured here"):
+        CleanRun.stored(one.host, store, "none", sites)
+    with torch.no_grad():
+        next(one.model.parameters()).add_(1.0)
+    with pytest.raises(ValueError, match="capture it again"):
+        CleanRun.stored(one.host, store, "clean", sites)
 
 
 def test_a_captured_run_is_not_scored_at_another_position_than_its_logits() -> None:

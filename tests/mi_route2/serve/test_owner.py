@@ -14,7 +14,8 @@ from mi_route2 import sweep
 from mi_route2.engine import Engine, QueueFullError, Request, Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
-from mi_route2.patching.sweep import prepare
+from mi_route2.patching.forwards import Resumed
+from mi_route2.patching.sweep import prepare, preparing
 from mi_route2.serve import owner as owner_module
 from mi_route2.serve.owner import Owner
 from mi_route2.sites import Site
@@ -139,6 +140,28 @@ def test_the_forwards_of_a_limited_sweep_are_small_and_the_grid_is_the_same() ->
     np.testing.assert_allclose(small.grid(False).values, large.grid(False).values, rtol=0, atol=1e-10)
     with pytest.raises(ValueError, match="0 tokens"):
         prepare(host, **SWEEP, tokens=0)
+
+
+def test_tokens_come_between_the_runs_of_a_sweeps_two_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def both(owner: Owner) -> None:
+        counts: list[int] = []
+        run = Resumed._record
+
+        def counted(self: Resumed, *given: Any) -> Any:
+            counts.append(owner._engine.tokens)
+            return run(self, *given)
+
+        monkeypatch.setattr(Resumed, "_record", counted)
+        stream = await owner.submit(Request(PROMPT[:1], Sampling(max_new=60)))
+        job = await owner.sweep(**SWEEP)
+        async for _ in stream:
+            pass
+        async for _ in job:
+            pass
+        first, second = counts
+        assert second > first
+
+    use(both, share=2.0)
 
 
 def test_errors_of_a_request_and_of_a_call_come_to_who_asked_and_leave_the_rest_alone() -> None:
@@ -302,9 +325,9 @@ def test_a_sweep_whose_caller_leaves_while_it_is_prepared_is_cancelled(monkeypat
     def slow(*args: Any, **given: Any) -> Any:
         began.set()
         go_on.wait(60)
-        return prepare(*args, **given)
+        return preparing(*args, **given)
 
-    monkeypatch.setattr(owner_module, "prepare", slow)
+    monkeypatch.setattr(owner_module, "preparing", slow)
 
     async def leave(owner: Owner) -> None:
         asking = asyncio.create_task(owner.sweep(**SWEEP))

@@ -273,7 +273,10 @@ def test_a_full_queue_answers_429() -> None:
 
 def test_a_sweep_has_a_deadline_too() -> None:
     with running(random_micro(context=512), limits=Limits(deadline=1e-4)) as small, PatchStudy(small.url) as study:
-        with pytest.raises(ServerError, match=r"the deadline of 0\.0001 s has passed, after 0 of \d+ cells: name fewer sites"):
+        with pytest.raises(
+            ServerError,
+            match=r"the deadline of 0\.0001 s has passed, (before both prompts were run|after 0 of \d+ cells): name fewer",
+        ):
             study.sweep(PROMPT, OTHER, answer=" +", foil=" *", sites=["resid_pre"])
 
 
@@ -446,6 +449,15 @@ def test_pages_of_other_hosts_are_refused() -> None:
             assert httpx.get(f"{local.url}/health", headers=headers).status_code == status, headers
 
 
+def test_who_comes_while_the_server_drains_is_sent_away_with_the_reason() -> None:
+    with running(random_micro()) as one, PatchStudy(one.url) as study:
+        one.server.owner._closing = True  # as `close` sets it first
+        for call, given in ((study.complete, (PROMPT,)), (study.sweep, (PROMPT, OTHER, " +", " *"))):
+            found = refusal(call, *given)
+            assert (found.status, found.code) == (503, "unavailable")
+            assert "shutting down" in str(found)
+
+
 # Sweeps
 
 
@@ -476,6 +488,38 @@ def test_a_sweep_over_http_is_the_sweep_of_the_process(alice: PatchStudy) -> Non
             return await study.sweep(PROMPT, OTHER, **given)
 
     assert np.array_equal(asyncio.run(main()).values, found.values)
+
+
+def test_a_sweep_over_http_starts_from_a_run_that_a_completion_captured(alice: PatchStudy, bob: PatchStudy) -> None:
+    given: dict[str, Any] = {"answer": " +", "foil": " *", "sites": ["resid_pre", "z"]}
+    truth = alice.sweep(PROMPT, OTHER, **given)
+    layers = httpx.get(f"{alice.base_url}/v1/study").json()["layers"]
+    whole = [{"site": f"blocks.{i}.{point}", "part": "prompt"} for i in range(layers) for point in ("resid_pre", "z")]
+    last = {"site": f"blocks.{layers - 1}.resid_post", "part": "last"}
+    alice.complete(PROMPT, max_tokens=3, capture=[*whole, last], run="clean")
+    found = alice.sweep({"run": "clean"}, OTHER, **given)
+    np.testing.assert_allclose(found.values, truth.values, rtol=0, atol=1e-5)
+    assert (found.clean, found.corrupt) == (pytest.approx(truth.clean, abs=1e-5), truth.corrupt)
+    assert found.alignment == truth.alignment
+    missing = refusal(alice.sweep, {"run": "clean"}, OTHER, **given | {"sites": "q"})
+    assert (missing.status, missing.param) == (400, "clean")
+    assert "capture it too" in str(missing)
+    assert "alice" not in str(missing)
+    another = refusal(bob.sweep, {"run": "clean"}, OTHER, **given)
+    assert (another.status, another.code) == (404, "unknown_run")
+    alice.drop("clean")
+    assert "was dropped" in str(refusal(alice.sweep, {"run": "clean"}, OTHER, **given))
+
+
+def test_a_grid_says_that_what_steers_every_request_does_not_act_in_it(alice: PatchStudy, admin: PatchStudy) -> None:
+    asked = {"clean": PROMPT, "corrupt": OTHER, "answer": " +", "foil": " *", "sites": ["blocks.0.resid_pre"], "positions": [2]}
+    plain = alice._call("POST", "/v1/patch_sweep", asked)
+    admin.steer(scope="global", steering_vectors={SITE: {"vector": [0.5] * 16, "scale": 4.0}})
+    steered = alice._call("POST", "/v1/patch_sweep", asked)
+    admin.unsteer(scope="global")
+    assert steered["grid"]["values"] == plain["grid"]["values"]
+    assert plain["summary"]["note"] is None
+    assert f"base: {SITE}" in steered["summary"]["note"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""Send a server what schemathesis draws from the server's own schema: ``make fuzz``.
+
+The server is a process of its own with the micro model and one key. Every answer must have a status, a content type and a body that
+the schema declares, and none may be a 5xx that it does not declare. At the end the server must still answer.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from shutil import which
+
+import httpx
+
+KEY = "a-key-for-fuzzing-only"
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """Yield the address of a server whose only key is ``KEY``, the admin's."""
+    command = [sys.executable, "-m", "mi_route2.serve", "--port", "0"]
+    given = {**os.environ, "MI_ROUTE2_KEY": KEY}
+    with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = next(filter(None, (re.search(r"http://\S+", line) for line in process.stdout)), None)
+            if found is None:
+                sys.exit("the server has ended: run `python -m mi_route2.serve` to see why")
+            yield found[0]
+        finally:
+            process.terminate()
+
+
+def main() -> None:
+    """Fuzz a server and end with schemathesis's exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schemathesis", default="schemathesis", help="the command, of an environment of its own")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time at most")
+    parser.add_argument("--examples", type=int, default=40, help="drawn bodies for each operation and kind")
+    parser.add_argument("--seed", type=int, default=17)
+    asked = parser.parse_args()
+    if which(asked.schemathesis) is None:
+        sys.exit(f"there is no command {asked.schemathesis}: run `make fuzz`, which installs it")
+    with served() as address:
+        auth = f"Authorization: Bearer {KEY}"
+        command = [asked.schemathesis, "run", f"{address}/openapi.json", "-H", auth, "--checks", CHECKS]
+        command += ["--phases", "coverage,fuzzing", "--max-examples", str(asked.examples), "--seed", str(asked.seed)]
+        code = subprocess.run([*command, "--max-time", str(round(60 * asked.minutes))]).returncode
+        httpx.get(f"{address}/health").raise_for_status()
+        print(httpx.get(f"{address}/v1/models", headers={"Authorization": f"Bearer {KEY}"}).raise_for_status().text)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
