@@ -2,6 +2,10 @@
 
 import gc
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,8 @@ from mi_route2.integrations import trl_vllm
 from mi_route2.rollouts import Rollouts
 from mi_route2.vllm.sampler import PolicyLora
 
+ROOT = Path(__file__).parents[3]
+SUPPORT = ROOT / "tests" / "support"
 CLOSE = 2e-5
 TEMPERATURE = 0.8
 
@@ -121,6 +127,21 @@ def test_each_step_samples_both_adapters_as_they_are_and_ships_the_kept_one(
     kept = trainer.adapters.tensors(quarantine=False)
     total = sum(float(value.double().sum()) for name, value in kept.items())
     assert sum(float(value.double().sum()) for value in written.values()) == pytest.approx(total, rel=1e-9)
+
+
+def test_each_process_samples_from_a_vllm_of_its_own_and_all_keep_the_same_adapters(base: Path, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(ROOT), str(SUPPORT)])
+    done = subprocess.run(
+        [*launch, str(SUPPORT / "vllm_ranks.py"), str(base), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert first["steps"] == second["steps"] == 2
+    assert first["digests"] == second["digests"]
+    assert len(set(first["digests"])) == 3  # before, after and between the steps
+    assert 0 < max(*first["gaps"], *second["gaps"]) <= CLOSE
 
 
 @pytest.mark.parametrize("corrected", [True, False])
