@@ -62,7 +62,12 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
     ),
     "controls of the canary": tuple(name for method in METHODS for name in CONTROLS[method]),
     "ten pairs": ("filter-full",),
-    "a detector of the known mode": ("filter-known", "penalty-known", *(name for name, arm in ARMS.items() if arm.taught)),
+    "a detector of the known mode": (
+        "filter-known",
+        "penalty-known",
+        *(name for name, arm in ARMS.items() if arm.taught in ("hacks", "random")),
+    ),
+    "tasks whose grader nobody can cheat": tuple(name for name, arm in ARMS.items() if arm.taught == "honest"),
     "an oracle that misses": tuple(name for name, arm in ARMS.items() if arm.ablation == "misses"),
 }
 COVERED = ("canary-one", "filter-canary", "filter-canary-run")
@@ -245,7 +250,7 @@ MARKS = {
     "vanilla-slow": (VERMILLION, "x"), "vanilla-slower": (VERMILLION, "+"), "sees-known-slow": (BLUE, "x"),
     "sees-known-slower": (BLUE, "+"), "sees-known-slow-quarantine": (PURPLE, "x"),
     "penalty-known": (BLUE, "v"), "inoculation": (PURPLE, "*"), "inoculation-trainable": (PURPLE, "8"),
-    "inoculation-random": (ORANGE, "*"), "inoculation-honest": (ORANGE, "8"),
+    "inoculation-random": (ORANGE, "*"), "inoculation-honest": (ORANGE, "8"), "taught-honest": (ORANGE, "h"),
     "sees-known-10": (BLUE, "1"), "sees-known-20": (BLUE, "2"), "sees-known-40": (BLUE, "3"),
     **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=True)},
 }  # fmt: skip

@@ -40,8 +40,8 @@ class Arm:
         rotated: Control: a random rotation of each checkpoint, with equal norms and spectra.
         recall: Share of the detector's verdicts that a bound gets; the others are missed at random.
         penalty: Taken off the reward of a rollout in which the detector of the known mode sees an exploit.
-        taught: What the quarantine learns before training (see ``teacher.teach``): known hacks, the same turned to random
-            directions of equal norm, or honest rollouts.
+        taught: What the quarantine (without one, the kept adapter) learns before training (see ``teacher.teach``): known hacks,
+            the same turned to random directions of equal norm, or honest rollouts.
     """
 
     name: Name
@@ -69,7 +69,7 @@ class Arm:
     def __post_init__(self) -> None:
         if self.recall < 1 and not self.route.privileged:
             raise ValueError(f"recall is that of a detector, and the route of {self.name!r} reads none: leave recall out")
-        if self.taught is not None and self.quarantine != "lora":
+        if self.taught is not None and (self.quarantine == "shared" or (self.quarantine == "none" and self.taught == "random")):
             raise ValueError(f"{self.name!r} has no quarantine of its own that could be taught: leave taught out")
 
 
@@ -345,6 +345,10 @@ _KNOWN_MODE = (
             ("-random", "random", 0.0, "control", "inoculation", "known hacks and turned at random"),
             ("-honest", "honest", 0.0, "control", "inoculation", "honest rollouts"),
         )
+    ),
+    replace(
+        _VANILLA, name="taught-honest", about="the kept adapter is taught honest rollouts, then learns everything; no quarantine",
+        role="control", taught="honest", baseline="inoculation-honest",
     ),
 )  # fmt: skip
 

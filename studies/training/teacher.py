@@ -1,4 +1,4 @@
-"""Teacher pool: cached rollouts of the known mode that hack, sampled once from the base model; a quarantine that is taught by it.
+"""Teacher pool: cached rollouts of the known mode that hack, sampled once from the base model; an adapter that is taught by it.
 
 The base model is sampled on prompts of the known mode, and rollouts with the known exploit are kept: a well-defined set that every
 run can make by itself. The pool is scored for the plots, and mixed into GRPO groups if ``teachers_per_group`` is positive. Held-out
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import DelayedRoute, DelayedSpec, StepContext, TrainBatch
+from mi_route2.routing import DelayedRoute, DelayedSpec, OpenRoute, StepContext, TrainBatch
 from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import World
@@ -26,7 +26,7 @@ from studies.training.grpo import TeacherPool
 FORMAT = "mi-route2 teacher pool 2"
 TRIES = 4096
 LESSONS = 60
-"""Steps in which a quarantine is taught."""
+"""Steps in which an adapter is taught."""
 
 
 def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = TRIES, *, honest: bool = False) -> TeacherPool:
@@ -58,11 +58,16 @@ def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = T
 
 
 def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = None) -> None:
-    """Train the quarantine alone on ``rollouts`` by maximum likelihood: ``LESSONS`` steps of Adam on all of them."""
-    optimizer = torch.optim.Adam(policy.adapters.quarantine_parameters().values(), rate)
+    """Train the quarantine alone on ``rollouts`` by maximum likelihood: ``LESSONS`` steps of Adam on all of them.
+
+    Without a quarantine, the kept adapter.
+    """
+    quarantine = policy.adapters.quarantine_parameters()
+    optimizer = torch.optim.Adam((quarantine or policy.adapters.kept_parameters()).values(), rate)
     none = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
     batch, count = TrainBatch(rollouts, none, none, none.long(), none.bool()), rollouts.predictors.sum()
-    route, context = DelayedRoute(DelayedSpec(steps=LESSONS)), StepContext(torch.Generator(), micro)
+    route = DelayedRoute(DelayedSpec(steps=LESSONS)) if quarantine else OpenRoute()
+    context = StepContext(torch.Generator(), micro)
 
     def loss_fn(logits: Tensor, part: TrainBatch) -> Tensor:
         return -(part.rollouts.logprobs(logits) * part.rollouts.predictors).sum() / count

@@ -88,7 +88,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str,
         arms.append(replace(ARMS[name], canaries=("canary-2",), route=replace(route, shuffle=name == "canary-shuffled")))
     root = tmp_path_factory.mktemp("canary")
     jobs = [tiny_job(root, arm, cache=cache) for arm in (None, *reversed(arms))]
-    jobs += [tiny_job(root, name, cache=cache) for name in (*TAUGHT, "penalty-known")]
+    jobs += [tiny_job(root, name, cache=cache) for name in (*TAUGHT, "taught-honest", "penalty-known")]
     assert run_jobs(jobs, 2, quiet=True) == []
     return {job.name: job for job in jobs}
 
@@ -183,6 +183,22 @@ def test_a_taught_quarantine_likes_its_lesson_and_nothing_else_has_changed(finis
     assert policy.logprobs(lesson)[lesson.predictors].mean() > before[0] + 0.05
     assert all(torch.equal(tensor, kept[name]) for name, tensor in policy.adapters.tensors(quarantine=False).items())
     assert all(p.grad is None for p in policy.adapters.quarantine_parameters().values())
+
+
+def test_without_a_quarantine_the_kept_adapter_has_the_same_lesson(finished: dict[str, Job]) -> None:
+    job = finished["taught-honest"]
+    policy = build_policy(job, job.cache)
+    with open_world(job.settings) as (world, _):
+        lesson = make_pool(world, policy, job.seed, job.settings.teachers, honest=True).samples(world).rollouts
+    before = policy.logprobs(lesson)[lesson.predictors].mean()
+    teach(policy, lesson, job.settings.quarantine_lr, micro=3)
+    assert policy.logprobs(lesson)[lesson.predictors].mean() > before + 0.05
+    _, end = finished_policy(job)
+    drift = [float((end.adapters.tensors()[name] - tensor).norm()) for name, tensor in policy.adapters.tensors().items()]
+    assert 0 < sum(drift)  # training went on
+    for wrong, taught in (("shared-basis", "honest"), ("vanilla", "random")):
+        with pytest.raises(ValueError, match="no quarantine of its own that could be taught"):
+            replace(ARMS[wrong], taught=taught)
 
 
 def test_a_frozen_quarantine_stays_as_it_was_taught_and_its_controls_differ(finished: dict[str, Job]) -> None:
