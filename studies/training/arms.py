@@ -346,9 +346,15 @@ _KNOWN_MODE = (
             ("-honest", "honest", 0.0, "control", "inoculation", "honest rollouts"),
         )
     ),
-    replace(
-        _VANILLA, name="taught-honest", about="the kept adapter is taught honest rollouts, then learns everything; no quarantine",
-        role="control", taught="honest", baseline="inoculation-honest",
+    *(
+        replace(_VANILLA, name=name, about=about, role=role, taught=taught, baseline=baseline, steps=steps)
+        for name, about, role, taught, baseline, steps in (
+            ("taught-honest", "the kept adapter is taught honest rollouts, then learns everything; no quarantine",
+             "method", "honest", "vanilla", None),
+            ("taught-honest-1", "taught-honest stopped after 1 step", "control", "honest", "taught-honest", 1),
+            ("taught-hacks", "the kept adapter is taught known hacks, then learns everything; no quarantine",
+             "control", "hacks", "taught-honest", None),
+        )
     ),
 )  # fmt: skip
 
