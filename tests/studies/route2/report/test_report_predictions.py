@@ -113,6 +113,8 @@ def test_a_contrast_is_paired_and_a_seed_without_all_of_its_arms_is_left_out() -
 
 
 CANARY = {
+    "taught": "0c521bbb9973725b30a8d60a4c0d19ed1c76adeb124ba6cef6209174362f9bdc",
+    "honest": "bc186a411444da3a7dd20361e2f6af4f0f2738cef4e52637e799caec804c214d",
     "kept": "3d2cc49074207a13398ec9c3048f10b45e6ad937757a0b8ab04ac72b9530a44c",
     "rates": "d9178081e3e6590406847abc3c9be3310064f3a9a526c32e8578c049b116e59d",
     "misses": "0a37f2af0a9e217946d40dd177972ea36de87e996e71684e3d943f4bef3890be",
