@@ -9,6 +9,7 @@ tensor, an array or a list of numbers may stand wherever the interface takes a v
 """
 
 import json
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -113,6 +114,8 @@ class _Gathered:
             self._progress([Cell(self._rows[i], self._positions[j], v) for i, j, v in value["cells"]], self._total)
         elif name == "summary":
             self.grid = Grid.from_json(value["grid"])
+            if note := value["summary"]["note"]:
+                warnings.warn(note, stacklevel=4)
 
     def result(self) -> Grid:
         if self.grid is None:

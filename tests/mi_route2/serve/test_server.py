@@ -516,6 +516,8 @@ def test_a_grid_says_that_what_steers_every_request_does_not_act_in_it(alice: Pa
     plain = alice._call("POST", "/v1/patch_sweep", asked)
     admin.steer(scope="global", steering_vectors={SITE: {"vector": [0.5] * 16, "scale": 4.0}})
     steered = alice._call("POST", "/v1/patch_sweep", asked)
+    with pytest.warns(UserWarning, match=f"base: {SITE}"):
+        alice.sweep(PROMPT, OTHER, " +", " *")
     admin.unsteer(scope="global")
     assert steered["grid"]["values"] == plain["grid"]["values"]
     assert plain["summary"]["note"] is None
