@@ -333,7 +333,7 @@ def recall_sentence(evidence: Evidence) -> str:
     return f"{evidence.preset}: {'; '.join(told)}."
 
 
-_DOTS = ((GREEN, "o"), (ORANGE, "v"), (BLUE, "P"), (PURPLE, "x"), (VERMILLION, "s"))
+_DOTS = ((GREEN, "o"), (ORANGE, "v"), (BLUE, "P"), (PURPLE, "x"), (ORANGE, "h"), (VERMILLION, "s"))
 
 
 def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
