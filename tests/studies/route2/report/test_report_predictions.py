@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timing import at_most
 
 from studies.route2.predictions import (
     FILE,
@@ -41,6 +42,22 @@ def enumerated(values: list[int], alternative: str) -> float:
 @given(COUNTS, st.sampled_from(["two-sided", "less", "greater"]))
 def test_the_sign_flip_is_exact(values: list[int], alternative: str) -> None:
     assert sign_flip([v / 128 for v in values], alternative) == pytest.approx(enumerated(values, alternative))  # pyright: ignore
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(-4, 4), min_size=2, max_size=10), st.sampled_from([3, 5, 7]), st.sampled_from([-1, 0, 1]))
+def test_rounding_breaks_no_tie(counts: list[int], modes: int, margins: int) -> None:
+    """Rates are means over modes, less a margin, so sums that are equal differ in their last bits as floats."""
+    rates = [(count + 7) / modes - 7 / modes - margins * 0.05 for count in counts]
+    exact = [20 * count - margins * modes for count in counts]
+    for alternative in ("two-sided", "less", "greater"):
+        assert sign_flip(rates, alternative) == enumerated(exact, alternative)  # pyright: ignore
+
+
+def test_twenty_seeds_take_a_second() -> None:
+    values = [1.0] * 19 + [-1.0]  # as or more extreme: at most one sign differs from the others
+    with at_most(2.0):
+        assert sign_flip(values) == 2 * 21 / 2**20
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
