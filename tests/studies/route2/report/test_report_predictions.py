@@ -83,7 +83,7 @@ def test_equivalence_is_a_difference_from_both_margins(values: list[int]) -> Non
 
 
 def named(*comparisons: Comparison) -> Predictions:
-    return Predictions(seeds=tuple(range(8)), alpha=0.05, arms=("a", "b"), presets={}, comparison=comparisons, sha256="0" * 64)
+    return Predictions(seeds=tuple(range(8)), alpha=0.05, arms=("a", "b", "c", "d"), presets={"p": ""}, comparison=comparisons, sha256="0" * 64)
 
 
 def one(expect: str, margin: float | None = None, metric: str = HACK) -> Comparison:
@@ -171,6 +171,12 @@ def test_the_committed_file_names_real_arms_settings_and_families_that_eight_see
         ("margin = 0.05", "", "needs a margin"),
         ('expect = "less"', 'expect = "fewer"', "less"),
         ("alpha = 0.05", "alpha = ", "is not a valid predictions file"),
+        ("alpha = 0.05", "alpha = " + "[" * 5000, "is not a valid predictions file"),
+        ("margin = 0.05", "margin = inf", "margin"),
+        ('preset = "weak"', 'preset = "week"', "comparisons of week, which is not among the presets strong, weak"),
+        ('plus = ["route2-full"]', 'plus = ["route2-ful"]', "route2-ful is compared, and not among the arms"),
+        ("seeds = [", "seeds = [301, ", "a seed is given twice"),
+        ("seeds = [", "seeds = [true, ", "seeds.0 Input should be a valid integer"),
     ],
 )
 def test_a_broken_file_is_refused_in_one_sentence(old: str, new: str, said: str, tmp_path: Path) -> None:
