@@ -83,7 +83,9 @@ def test_equivalence_is_a_difference_from_both_margins(values: list[int]) -> Non
 
 
 def named(*comparisons: Comparison) -> Predictions:
-    return Predictions(seeds=tuple(range(8)), alpha=0.05, arms=("a", "b", "c", "d"), presets={"p": ""}, comparison=comparisons, sha256="0" * 64)
+    return Predictions(
+        seeds=tuple(range(8)), alpha=0.05, arms=("a", "b", "c", "d"), presets={"p": ""}, comparison=comparisons, sha256="0" * 64
+    )
 
 
 def one(expect: str, margin: float | None = None, metric: str = HACK) -> Comparison:
