@@ -251,13 +251,16 @@ def read_pairs(path: Path | str) -> list[Pair]:
     if path.suffix.lower() == ".jsonl":
         return read_lines(path, lambda _index, row: _read(row))
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig")).get("pair")
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply: a file of pairs has [[pair]] tables with plain texts") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error.reason}, byte {error.start + 1}): save it as UTF-8") from error
     except ValueError as error:
         raise ValueError(f"{path} is not TOML: {error} (JSON lines are read from a file whose name ends in .jsonl)") from error
+    tables = content.pop("pair", None)
+    if content:
+        raise ValueError(f"{path} has {next(iter(content))!r} beside pair: write nothing but [[pair]] tables")
     if not isinstance(tables, list):
         raise ValueError(f"{path} is not a file of pairs: write [[pair]] tables of {', '.join(FIELDS)}")
     pairs = []

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from scipy.stats import permutation_test, ttest_1samp
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
+from scipy.stats import ttest_1samp
 
 from studies.common.stats import Summary, summary
 from studies.common.tables import interval, markdown_table, number
@@ -41,7 +41,7 @@ class Comparison(BaseModel):
     metric: str
     minus_metric: str | None = None
     expect: Literal["less", "more", "same"]
-    margin: float | None = Field(default=None, gt=0)
+    margin: float | None = Field(default=None, gt=0, strict=True, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _complete(self) -> "Comparison":
@@ -71,12 +71,23 @@ class Predictions(BaseModel):
     """Content of a predictions file: seeds, arms, the settings hash of each preset, and comparisons with their ``alpha``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    seeds: tuple[int, ...] = Field(min_length=2)
-    alpha: float = Field(gt=0, lt=1)
+    seeds: tuple[StrictInt, ...] = Field(min_length=2)
+    alpha: float = Field(gt=0, lt=1, strict=True)
     arms: tuple[str, ...]
     presets: Mapping[str, str]
     comparison: tuple[Comparison, ...]
     sha256: str
+
+    @model_validator(mode="after")
+    def _run_and_reported(self) -> "Predictions":
+        """Refuse a comparison that would never be run or reported."""
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError("a seed is given twice: remove one of them")
+        if unknown := sorted({c.preset for c in self.comparison} - self.presets.keys()):
+            raise ValueError(f"there are comparisons of {unknown[0]}, which is not among the presets {', '.join(self.presets)}")
+        if unknown := sorted({arm for c in self.comparison for arm in (*c.plus, *c.minus)} - set(self.arms)):
+            raise ValueError(f"{unknown[0]} is compared, and not among the arms {', '.join(self.arms)}")
+        return self
 
     @staticmethod
     def read(path: Path) -> "Predictions":
@@ -84,7 +95,7 @@ class Predictions(BaseModel):
         try:
             data = path.read_bytes()
             return Predictions(**tomllib.loads(data.decode()), sha256=hashlib.sha256(data).hexdigest())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError, TypeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is not a valid predictions file: {' '.join(str(error).split())}") from error
 
     def apply_to(self, preset: str, settings_hash: str, seeds: Sequence[int]) -> bool:
@@ -120,9 +131,13 @@ class Outcome:
 
 def sign_flip(values: Sequence[float], alternative: Alternative = "two-sided") -> float:
     """Return p of the exact sign-flip test that the mean is 0, over all ``2**n`` assignments of signs."""
-    every = 2 ** len(values)
-    test = permutation_test((np.asarray(values),), np.mean, permutation_type="samples", n_resamples=every, alternative=alternative)
-    return float(test.pvalue)
+    sums = np.zeros(1)
+    for value in values:
+        sums = np.concatenate([sums - value, sums + value])
+    # Equal sums differ by rounding; a bound relative to the observed sum, which may be near 0, would not make them equal.
+    observed, rounding = sum(values), 1e-12 * sum(map(abs, values))
+    less, greater = np.mean(sums <= observed + rounding), np.mean(sums >= observed - rounding)
+    return float({"less": less, "greater": greater, "two-sided": min(1.0, 2 * min(less, greater))}[alternative])
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -1,6 +1,5 @@
 """Limits and outcome of a job: plain data that both sides of the jail share."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -16,6 +15,9 @@ KERNEL_PROTECTIONS = PROTECTIONS[:4]
 Status = Literal["replied", "exited", "signalled", "timeout", "cpu", "output", "disk"]
 
 MIB = 1 << 20
+
+LONGEST = 1_000_000
+"""Maximum seconds of a job: eleven days, and as milliseconds within what a poll takes."""
 
 _MODULES = {
     "data": "array bisect collections collections.abc copy copyreg csv dataclasses enum graphlib heapq json queue struct weakref",
@@ -75,8 +77,8 @@ class Limits:
                 raise ValueError(f"{f.name} = {value!r} is not {wanted}: choose one")
         for name in ("seconds", "cpu_seconds"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} = {value} is not a time: choose a finite number of seconds above 0")
+            if not 0 < value <= LONGEST:
+                raise ValueError(f"{name} = {value} is not a time: choose a number of seconds above 0 and up to {LONGEST}")
         for name in ("file_size", "disk", "files", "output"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} is negative: choose 0 or more")

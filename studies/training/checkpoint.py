@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -155,7 +155,7 @@ def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpo
     return Checkpoint(tensors, int(header.step), marks, provenance)
 
 
-def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, identity: str, logs: Iterable[str]) -> int:
+def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, identity: str, logs: Collection[str]) -> int:
     """Restore the newest usable checkpoint in ``folder`` and cut the logs to it; return the number of finished steps.
 
     Without a checkpoint the result is 0 and ``logs`` are emptied. If the newest one is refused and the previous one is used, a
@@ -169,6 +169,8 @@ def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Rout
     for path in there:
         try:
             checkpoint = read_checkpoint(path, adapters, identity=identity)
+            if checkpoint.logs.keys() != set(logs):  # a path such as ../file would be cut
+                raise ValueError(f"{path} is of the logs {', '.join(checkpoint.logs)}, not of {', '.join(logs)}")
             for name, mark in checkpoint.logs.items():
                 refuse_changed(folder / name, mark, path.name)
         except ValueError as error:

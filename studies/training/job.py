@@ -203,6 +203,12 @@ class Job:
         return self.seed if self.arm is None or not self.arm.draw else derive(self.seed, "draw", self.arm.draw)
 
     @property
+    def pool(self) -> Path:
+        """File of the teacher pool in the cache; another host, precision or sampler draws other bytes."""
+        drawn = "-".join([base_key(self.settings, self.seed), *self.elsewhere.values()])
+        return self.cache / f"teachers-{self.settings.teachers}-{drawn}.safetensors"
+
+    @property
     def canaries(self) -> "list[Job]":
         """Jobs whose adapters are the canary's checkpoints."""
         return [] if self.arm is None else [replace(self, arm=arm) for arm in get_arms(self.arm.canaries or ())]
@@ -476,10 +482,8 @@ def _train(
     assert job.arm is not None
     settings, folder = job.settings, job.folder
     route, optimiser = build_route(job, world, policy), build_optimiser(job, policy)
-    drawn = "" if job.sampler == "torch" else f"-{job.sampler}"  # its bytes could not be drawn again by the other sampler
-    pool = job.cache / f"teachers-{settings.teachers}-{base_key(settings, job.seed)}{drawn}.safetensors"
     tries = TRIES if settings.chat is None else settings.chat.tries
-    teachers = cached_pool(world, policy, job.seed, settings.teachers, pool, tries)
+    teachers = cached_pool(world, policy, job.seed, settings.teachers, job.pool, tries)
     if job.arm.taught is not None:
         shown = teachers
         if job.arm.taught == "honest":

@@ -36,7 +36,7 @@ def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = T
     for in the honest mode.
 
     Raises:
-        ValueError: If the base model never hacks.
+        ValueError: If the base model never hacks, or never solves a task.
     """
     modes, fraction = ((), 1.0) if honest else (world.modes.known, 0.0)
     found: dict[Any, tuple[int, ...]] = {}
@@ -52,8 +52,9 @@ def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = T
         if len(found) == size:
             break
     if not found:
-        never = "solved a task in {tries} samples of the honest mode" if honest else f"hacked in {tries} samples of the known mode"
-        raise ValueError(f"the base model never {never}: set teachers=0 to run without a pool")
+        if honest:
+            raise ValueError(f"the base model never solved a task in {tries} honest samples: leave out the arm that it teaches")
+        raise ValueError(f"the base model never hacked in {tries} samples of the known mode: set teachers=0 to run without a pool")
     return TeacherPool(tuple(found), tuple(found.values()))
 
 

@@ -209,9 +209,12 @@ def _leaves(value: object) -> Iterator[tuple[str, object]]:
             case list() | tuple():
                 yield type(item).__name__, len(item)
                 todo.extend(reversed(item))
-            case set() | dict():
+            case set():
                 yield type(item).__name__, len(item)
-                todo.extend(sorted(item.items() if isinstance(item, dict) else item, key=_order, reverse=True))
+                todo.extend(sorted(item, key=_order, reverse=True))
+            case dict():  # by keys alone, which hold no dict: by values too, each level would double the work
+                yield type(item).__name__, len(item)
+                todo.extend((key, item[key]) for key in sorted(item, key=_order, reverse=True))
             case Linked(values=inner) | Tree(levels=inner):
                 yield type(item).__name__, len(inner)
                 todo.extend(reversed(inner))
@@ -220,7 +223,7 @@ def _leaves(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _order(member: object) -> list[tuple[str, str]]:
-    """Return a sort key of members of a set, or of a dict's items, in which an int and the equal float have the same place."""
+    """Return a sort key of members of a set, or of a dict's keys, in which an int and the equal float have the same place."""
     found = []
     for kind, content in _leaves(member):
         whole = isinstance(content, float) and content.is_integer()

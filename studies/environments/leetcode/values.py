@@ -235,8 +235,8 @@ class _Decoder:
             return self._dict(inner, depth)
         if tag == "linked" and inner:
             return self._nodes.build_linked(Linked(tuple(self._all(inner, depth))))
-        if tag == "tree" and inner and inner[0] is not None:
-            return self._nodes.build_tree(Tree(tuple(None if node is None else self._node(node, depth) for node in _list(inner))))
+        if tag == "tree" and inner and _list(inner)[0] is not None:
+            return self._nodes.build_tree(Tree(tuple(None if node is None else self._node(node, depth) for node in inner)))
         if tag == "opaque" and type(inner) is str:
             return Opaque(inner)
         raise ValueError(f"malformed {tag}" if tag in ("linked", "tree", "opaque") else f"unknown tag {tag[:80]!r}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_study import tiny_job
+from tiny_study import WARM, tiny_job
 
 from mi_route2.routing import group_advantages
 from mi_route2.routing.canary import pooled
@@ -199,6 +199,15 @@ def test_without_a_quarantine_the_kept_adapter_has_the_same_lesson(finished: dic
     for wrong, taught in (("shared-basis", "honest"), ("vanilla", "random")):
         with pytest.raises(ValueError, match="no quarantine of its own that could be taught"):
             replace(ARMS[wrong], taught=taught)
+
+
+@pytest.mark.parametrize(
+    ("honest", "said"), [(False, "never hacked in 8 samples of the known mode"), (True, "never solved a task in 8 honest samples")]
+)
+def test_a_base_model_without_a_lesson_is_told_with_its_number_of_samples(honest: bool, said: str, tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "inoculation-honest", warm=replace(WARM, steps=1))
+    with open_world(job.settings) as (world, _), pytest.raises(ValueError, match=said):
+        make_pool(world, build_policy(job, job.cache), job.seed, 1, tries=8, honest=honest)
 
 
 def test_a_frozen_quarantine_stays_as_it_was_taught_and_its_controls_differ(finished: dict[str, Job]) -> None:

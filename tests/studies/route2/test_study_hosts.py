@@ -69,6 +69,14 @@ def test_a_host_is_a_part_of_a_runs_identity(tmp_path: Path) -> None:
     assert len({job.identity for job in jobs}) == len(jobs)
 
 
+def test_teachers_are_shared_by_runs_that_draw_them_alike_and_by_no_others(tmp_path: Path) -> None:
+    """The base model in bfloat16 draws other rollouts, so a run would depend on what was run before beside the same cache."""
+    usual = tiny_job(tmp_path, "vanilla").pool
+    assert usual == tiny_job(tmp_path, "absorb").pool
+    others = [{"precision": "bfloat16"}, {"precision": "float64"}, {"host": "nnsight"}, {"host": "nnsight", "precision": "float64"}]
+    assert len({usual, *(tiny_job(tmp_path, "vanilla", **other).pool for other in others)}) == 5
+
+
 @pytest.mark.parametrize(("field", "valid"), [("host", "torch, transformer_lens, nnsight"), ("precision", "float32, float64")])
 def test_an_unknown_host_or_precision_is_one_sentence(field: str, valid: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"unknown {field} 'abacus': choose from {valid}"):

@@ -28,7 +28,7 @@ import studies.training.job as job_module
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimizer import RoutedAdamW
-from mi_route2.tensor_files import write_tensors
+from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import write_json
 from studies.environments.chat import make_tiny_model
 from studies.training.arms import ARMS
@@ -461,6 +461,18 @@ def test_with_no_checkpoint_a_run_begins_anew_and_its_logs_are_empty(
     assert resume(stopped.folder, policy.adapters, optimiser, route, identity=stopped.identity, logs=(METRICS, "none")) == 0
     assert (stopped.folder / METRICS).read_bytes() == b""
     assert not (stopped.folder / "none").exists()
+
+
+def test_a_checkpoint_cuts_no_file_but_the_runs_own_logs(stopped: Job, parts: tuple[Policy, RoutedAdamW, Route]) -> None:
+    (stopped.folder / PREVIOUS).unlink(missing_ok=True)
+    (other := stopped.folder.parent / "other").write_text("not a log")
+    tensors, meta = read_tensors(stopped.folder / CHECKPOINT)
+    logs = json.loads(meta["logs"]) | {"../other": 0}
+    write_tensors(stopped.folder / CHECKPOINT, tensors, meta | {"logs": json.dumps(logs)})
+    policy, optimiser, route = parts
+    with pytest.raises(ValueError, match=r"is of the logs metrics.jsonl, rollouts.jsonl.gz, ../other, not of"):
+        resume(stopped.folder, policy.adapters, optimiser, route, identity=stopped.identity, logs=(METRICS, ROLLOUTS))
+    assert other.read_text() == "not a log"
 
 
 # the manifest

@@ -187,8 +187,10 @@ def test_a_vessel_tells_nothing_yet_from_the_end() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seconds": 0.0}, "seconds = 0.0 is not a time: choose a finite number of seconds above 0"),
+        ({"seconds": 0.0}, "seconds = 0.0 is not a time: choose a number of seconds above 0 and up to 1000000"),
         ({"seconds": math.inf}, "seconds = inf is not a time"),
+        ({"seconds": 3e6}, "seconds = 3000000.0 is not a time"),  # more milliseconds than a poll takes
+        ({"cpu_seconds": 1e19}, r"cpu_seconds = 1e\+19 is not a time"),
         ({"cpu_seconds": math.nan}, "cpu_seconds = nan is not a time"),
         ({"cpu_seconds": -1.0}, "cpu_seconds = -1.0 is not a time"),
         ({"files": True}, "files = True is not a whole number"),

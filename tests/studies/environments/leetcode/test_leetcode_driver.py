@@ -263,7 +263,7 @@ def test_a_forged_reply_is_a_broken_program(reply: Any) -> None:
 
 
 def test_a_forged_value_is_opaque() -> None:
-    for value in ({"tuple": 3}, 1.5, {"float": []}, {"a": 1, "b": 2}, {"dict": [[[], 1]]}):
+    for value in ({"tuple": 3}, 1.5, {"float": []}, {"a": 1, "b": 2}, {"dict": [[[], 1]]}, {"tree": {"a": 1}}):
         (returned,) = read(Outcome("replied", reply=GOOD | {"returns": [["value", value, 1]]})).returns
         assert isinstance(returned.value, Opaque)
         assert not returned.overrides

@@ -219,9 +219,24 @@ def test_data_larger_than_a_value_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         {}, {"a": 1, "b": 2}, 1.5, {"nothing": 1}, {"float": 1.5}, {"float": "x"}, {"tuple": 3}, {"dict": [[1]]},
         {"dict": [[[], 1]]},
         {"set": [[]]}, {"linked": []}, {"linked": 3}, {"tree": []}, {"tree": [None]}, {"tree": [[1, 2]]}, {"tree": [3]},
-        {"opaque": 3},
+        {"opaque": 3}, {"tree": {"a": 1}}, {"tree": "a"}, {"linked": {"a": 1}}, {"tuple": {}},
     ],
 )  # fmt: skip
 def test_malformed_data_is_refused(data: Any) -> None:
     with pytest.raises(ValueError, match=r"malformed|unknown tag|neither plain|could not convert"):
         decode(data)
+
+
+TAGS = ("float", "tuple", "set", "dict", "linked", "tree", "opaque", "other")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.floats(-1, 1) | st.sampled_from(["", "nan", "1.0", "a"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(TAGS), inner, max_size=2),
+    max_leaves=8,
+)
+
+
+@given(JSON | st.builds(lambda tag, inner: {tag: inner}, st.sampled_from(TAGS), JSON))
+def test_whatever_a_program_forges_is_a_value_or_a_value_error(data: Any) -> None:
+    """Any other exception would end the grader of a whole batch."""
+    with contextlib.suppress(ValueError):
+        assert encode(decode(data)) is not None or data is None

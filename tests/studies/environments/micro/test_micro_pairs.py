@@ -160,6 +160,7 @@ GOOD = {"prompt": "a", "hack": "b", "clean": "c"}
         ("p.jsonl", json.dumps(GOOD | {"hack": "\ud800"}), "line 1: this JSON holds half a character"),
         ("p.toml", "[[pair", "is not TOML"),
         ("p.toml", "x = " + "[" * 100_000, "is nested too deeply"),
+        ("p.toml", "[[pair]]\nprompt = 'a'\nhack = 'b'\nclean = 'c'\n[[pairs]]\nprompt = 'a'", "p.toml has 'pairs' beside pair"),
         ("p.toml", "pair = 3", r"write [[pair]] tables of clean, hack, prompt"),
         (
             "p.toml",

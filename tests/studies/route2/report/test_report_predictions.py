@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timing import at_most
 
 from studies.route2.predictions import (
     FILE,
@@ -43,6 +44,22 @@ def test_the_sign_flip_is_exact(values: list[int], alternative: str) -> None:
     assert sign_flip([v / 128 for v in values], alternative) == pytest.approx(enumerated(values, alternative))  # pyright: ignore
 
 
+@settings(max_examples=30)
+@given(st.lists(st.integers(-4, 4), min_size=2, max_size=10), st.sampled_from([3, 5, 7]), st.sampled_from([-1, 0, 1]))
+def test_rounding_breaks_no_tie(counts: list[int], modes: int, margins: int) -> None:
+    """Rates are means over modes, less a margin, so sums that are equal differ in their last bits as floats."""
+    rates = [(count + 7) / modes - 7 / modes - margins * 0.05 for count in counts]
+    exact = [20 * count - margins * modes for count in counts]
+    for alternative in ("two-sided", "less", "greater"):
+        assert sign_flip(rates, alternative) == enumerated(exact, alternative)  # pyright: ignore
+
+
+def test_twenty_seeds_take_a_second() -> None:
+    values = [1.0] * 19 + [-1.0]  # as or more extreme: at most one sign differs from the others
+    with at_most(2.0):
+        assert sign_flip(values) == 2 * 21 / 2**20
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_rejects_what_the_step_down_procedure_rejects(ps: list[float]) -> None:
     """Smallest first, each against alpha over what is left; the first that fails ends it."""
@@ -66,7 +83,9 @@ def test_equivalence_is_a_difference_from_both_margins(values: list[int]) -> Non
 
 
 def named(*comparisons: Comparison) -> Predictions:
-    return Predictions(seeds=tuple(range(8)), alpha=0.05, arms=("a", "b"), presets={}, comparison=comparisons, sha256="0" * 64)
+    return Predictions(
+        seeds=tuple(range(8)), alpha=0.05, arms=("a", "b", "c", "d"), presets={"p": ""}, comparison=comparisons, sha256="0" * 64
+    )
 
 
 def one(expect: str, margin: float | None = None, metric: str = HACK) -> Comparison:
@@ -156,6 +175,12 @@ def test_the_committed_file_names_real_arms_settings_and_families_that_eight_see
         ("margin = 0.05", "", "needs a margin"),
         ('expect = "less"', 'expect = "fewer"', "less"),
         ("alpha = 0.05", "alpha = ", "is not a valid predictions file"),
+        ("alpha = 0.05", "alpha = " + "[" * 5000, "is not a valid predictions file"),
+        ("margin = 0.05", "margin = inf", "margin"),
+        ('preset = "weak"', 'preset = "week"', "comparisons of week, which is not among the presets strong, weak"),
+        ('plus = ["route2-full"]', 'plus = ["route2-ful"]', "route2-ful is compared, and not among the arms"),
+        ("seeds = [", "seeds = [301, ", "a seed is given twice"),
+        ("seeds = [", "seeds = [true, ", "seeds.0 Input should be a valid integer"),
     ],
 )
 def test_a_broken_file_is_refused_in_one_sentence(old: str, new: str, said: str, tmp_path: Path) -> None:
