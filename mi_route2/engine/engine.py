@@ -359,7 +359,7 @@ class Engine:
             self._move_up()
             turn = self._residents.plan(self.scheduler)
             for one in turn.admitted:
-                self._shares[one.request.priority].served(one.request.owner, one.id)
+                self._shares[one.request.priority].served(one.request.owner, one.id, one.turn)
             self._drop_failed()
             if turn.pieces:
                 self._run(turn.pieces)

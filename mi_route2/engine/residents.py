@@ -16,6 +16,7 @@ from mi_route2.engine.scheduler import Answer, Scheduler, Turn
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.hosts.state import ModelState
 from mi_route2.runs import RunStore
+from mi_route2.runs.rows import BEHIND
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Steering
 from mi_route2.steering.state import Full, SteeringState
@@ -231,9 +232,14 @@ class Residents:
 
     def _open(self, one: EngineRequest, store: RunStore) -> None:
         assert one.request.run is not None
+        changed = {patch.site for patch in one.patches}
+        if self.steering.content(one.id, decode=False):
+            changed |= self.steering.sites()
+        final = Site(self.decoder.layers - 1, "resid_post")
+        meta = {BEHIND: True} if any(site.layer is None or site == final for site in changed) else None
         try:
             one.writer = store.writing(
-                one.request.run, weights=self.state.weights(), tokens=one.request.prompt, prompt_length=one.prompt
+                one.request.run, weights=self.state.weights(), tokens=one.request.prompt, prompt_length=one.prompt, meta=meta
             )
             one.lost = self.lost.setdefault
         except (KeyError, ValueError, RuntimeError, OSError):

@@ -96,11 +96,11 @@ class Shares:
             last = asked.end
         return {request: asked.turn for request, asked in waiting.items()}
 
-    def served(self, owner: str, request: int) -> None:
-        """Note that a request runs now; owners who are behind its turn start here."""
+    def served(self, owner: str, request: int, turn: float = -inf) -> None:
+        """Note that a request runs now; owners who are behind its turn, or behind the earlier one that it was given, start here."""
         if (asked := self.left(owner, request)) is None:
             return  # it ran before and was preempted
-        self._now = max(self._now, asked.turn)
+        self._now = max(self._now, asked.turn if turn == -inf else min(asked.turn, turn))
         self._served[owner] = max(self._served.get(owner, 0.0), asked.end)
         self._served = {one: after for one, after in self._served.items() if after > self._now}
 
@@ -235,11 +235,19 @@ class Scheduler(Generic[J]):
             if job is self._tight or len(self.running) + taken >= self.rows:
                 if (victim := self._victim(job, coming)) is None:
                     continue
-                if victim.priority >= self._asked(job):  # it would be the first to come back, in place of this one
-                    victim.turn = nextafter(max(victim.turn, job.turn), inf)
+                if victim.priority >= self._asked(job):
+                    self._pull(job, victim)
                 self._preempt(victim, turn, put_back)
             taken += 1
             coming.add(job.owner)
+
+    def _pull(self, job: J, victim: J) -> None:
+        """Move a request before those that would take the row in its place: the victim, and what owners with rows have waiting."""
+        owners = {one.owner for one in self.running}
+        peers = [one for one in (victim, *self.waiting) if one.priority == job.priority and one.owner in owners and one.turn > -inf]
+        job.turn = min([job.turn, *(nextafter(one.turn, -inf) for one in peers)])
+        victim.turn = max(victim.turn, nextafter(job.turn, inf))
+        self.sort()
 
     def _victim(self, job: J, coming: Collection[str]) -> J | None:
         """Return the running request that makes way for this one: one of lower priority, or of an owner who has several.

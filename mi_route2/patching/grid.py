@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 
 from mi_route2.checks import checked
-from mi_route2.patching.question import Alignment, Grader, Skip
+from mi_route2.patching.question import Alignment, Grader, Skip, whole
 from mi_route2.patching.targets import Target
 from mi_route2.sites import Site
 from mi_route2.tensor_files import read_tensors, write_tensors
@@ -355,6 +355,8 @@ def read(path: Path) -> Grid:
 
 
 def _grid(said: dict[str, Any], values: np.ndarray) -> Grid:
+    for number in (said["at"], said["layers"], *said["positions"], *said["alignment"].values()):
+        whole(number)
     return Grid(
         **{name: said[name] for name in _NUMBERS},
         seconds=dict(said["seconds"]),

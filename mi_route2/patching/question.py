@@ -20,6 +20,7 @@ from mi_route2.patching.forwards import Whole
 from mi_route2.patching.targets import Choice, choose
 from mi_route2.rollouts import vocabulary
 from mi_route2.runs.disk import invalid
+from mi_route2.runs.rows import BEHIND
 from mi_route2.runs.store import RunStore
 from mi_route2.sites import Site
 
@@ -414,7 +415,7 @@ class CleanRun:
 
         Raises:
             KeyError: The run, or a value that it needs, is not in the store.
-            ValueError: The run is of other weights, or knows no tokens.
+            ValueError: The run is of other weights, knows no tokens, or was steered or patched where its logits are made.
 
         Examples:
             >>> record(host, host.sites(("resid_pre",)) + [Site(1, "resid_post")], tokens, store=store, runs=["clean"])
@@ -426,6 +427,11 @@ class CleanRun:
             about = store.info(run)
             if about.weights != (now := host.weights_hash()):
                 raise ValueError(invalid(run, about.weights, now))
+            if about.meta.get(BEHIND):
+                raise ValueError(
+                    f"run {run!r} was steered or patched at resid_post of the last block or behind it, which its values lack, so "
+                    "its logits are not known: capture it without that, or give the prompt"
+                )
             tokens = about.tokens[: about.prompt_length]
             if not tokens:
                 raise ValueError(f"run {run!r} was stored without the tokens of a prompt: give them when you capture it")

@@ -95,6 +95,10 @@ def demand_name(run: object) -> None:
         raise ValueError(f"{run!r:.40} cannot name a run: use 1 to {_LONGEST_NAME} printable characters")
 
 
+BEHIND = "changed behind the last captured value"
+"""Note of a run whose logits do not follow from its values: a capture is of a value before its steering or patch."""
+
+
 def described(run: str, weights: str, tokens: Sequence[int], prompt_length: int | None, meta: Mapping[str, Any] | None) -> About:
     """Return the description of a new run; ``ValueError`` if it is inconsistent or cannot be stored as JSON."""
     demand_name(run)

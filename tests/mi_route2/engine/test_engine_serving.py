@@ -21,8 +21,9 @@ from mi_route2.runs import RunStore
 from mi_route2.runs.record import Where
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
+from studies.environments.micro.model import MicroGPT
 from tests.support.alone import alone
-from tests.support.families import VOCAB, make_family
+from tests.support.families import FAMILIES, VOCAB, make_family
 
 SITE, PROMPT = Site(1, "resid_pre"), tuple(range(3, 15))
 DRAW = torch.Generator().manual_seed(2)
@@ -358,6 +359,35 @@ def test_an_owner_that_comes_late_does_not_wait_for_the_end_of_what_others_run(s
     assert sum(result.preemptions for result in results.values()) == 3
     for result in results.values():
         right(host, result, long)
+
+
+def test_who_asked_for_more_than_it_used_gets_one_row_for_one_preemption_and_costs_newcomers_no_turn() -> None:
+    """Its turn is far behind all that the other owner has queued, none of which may be begun in its place."""
+    micro = replace(FAMILIES["MicroGPT"], context=1024)
+    engine = Engine(open_host("torch", MicroGPT(micro, torch.Generator().manual_seed(0))), rows=4)
+    owners: dict[int, str] = {}
+
+    def submit(owner: str, most: int, count: int = 1) -> list[int]:
+        numbers = [engine.submit(Request(PROMPT[:3], Sampling(max_new=most), owner=owner)) for _ in range(count)]
+        owners.update(dict.fromkeys(numbers, owner))
+        return numbers
+
+    (large,) = submit("b", 600)
+    engine.step()
+    submit("a", 12, 20)
+    for _ in range(3):
+        engine.step()
+    engine.cancel(large)
+    results = {one.request: one for one in engine.step()}
+    (late,) = submit("b", 3)
+    for _ in range(4):
+        results |= {one.request: one for one in engine.step()}
+    assert results[late].finish == "length"
+    submit("c", 12, 6)
+    results |= finish(engine, 1000)
+    assert sum(one.preemptions for one in results.values()) == 2  # for b's and for the first of c's
+    ended = [owners[number] for number in results if owners[number] != "b"]
+    assert abs(ended[:12].count("a") - ended[:12].count("c")) <= 4  # the rows
 
 
 def test_an_owner_that_runs_something_takes_no_row_from_others() -> None:

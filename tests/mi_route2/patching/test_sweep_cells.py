@@ -10,12 +10,15 @@ from families import FAMILIES, HEADS, SPECS, VOCAB, make_family, move
 from patched_by_hand import ByHand
 from torch import Tensor
 
+from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.hosts import Host, open_host
 from mi_route2.hosts.decoder import DECODERS
 from mi_route2.patching import CleanRun, Grid, Target, attribute, cells, prepare, sweep
+from mi_route2.patching.patches import Patch
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import record
+from mi_route2.runs.record import Where, record
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Steer, Steering
 
 ANSWER, FOIL, LENGTH = 4, 9, 6
 ADAPTED = {"Qwen3": "lora", "Llama": "svd", "GPT2": "svd-low", "MicroGPT": "lora-shared"}
@@ -310,6 +313,34 @@ def test_a_sweep_from_a_stored_run_is_the_one_from_its_prompt(family: str) -> No
         next(one.model.parameters()).add_(1.0)
     with pytest.raises(ValueError, match="capture it again"):
         CleanRun.stored(one.host, store, "clean", sites)
+
+
+def test_the_logits_of_a_stored_run_are_those_of_its_request_or_it_is_refused() -> None:
+    """Captures are of values before their steering or patch: behind the last of them, the logits are made from others."""
+    one, store = bench("Llama"), RunStore()
+    vector, first, final = torch.ones(16), Site(0, "resid_post"), Site(1, "resid_post")
+    gate = Monitor(Site(0, "resid_pre"), torch.zeros(16), threshold=-1e6, gates=(), quarantine="close", prompt=True)
+    asked: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "early": {"steering": Steering(base=(Steer(first, vector),))},
+        "patched early": {"patch": (Patch(first, LENGTH - 1, vector),)},
+        "late": {"steering": Steering(base=(Steer(final, vector),))},
+        "patched late": {"patch": (Patch(final, LENGTH - 1, vector),)},
+        "closed": {"steering": Steering(monitors=(gate,))},  # at the unembedding too
+    }
+    ask = Sampling(max_new=1, logprob_token_ids=tuple(range(VOCAB)))
+    capture = (Capture(first, Where("prompt")), Capture(final, Where("last")))
+    tokens = tuple(CLEAN.tolist())
+    engine = Engine(one.host, store=store)
+    for run, given in asked.items():  # one by one: sites are those of all requests in the engine
+        (result,) = engine.generate([Request(tokens, ask, run=run, capture=capture, **given)])
+        if run in ("late", "patched late", "closed"):
+            with pytest.raises(ValueError, match="at resid_post of the last block or behind it"):
+                CleanRun.stored(one.host, store, run, first)
+            continue
+        truth = torch.tensor(result.tokens[0].asked, dtype=torch.float64)
+        found = CleanRun.stored(one.host, store, run, first).logits.double().log_softmax(-1)
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)
 
 
 def test_a_captured_run_is_not_scored_at_another_position_than_its_logits() -> None:
