@@ -612,6 +612,75 @@ def test_a_quarantine_does_more_than_slow_training() -> None:
     assert path[0] < float(mean_of("weak", "vanilla-slower")) < path[1]
 
 
+def test_a_lesson_before_training_is_what_its_pages_say() -> None:
+    page, misses, readme = (
+        " ".join((DOCS / name).read_text(encoding="utf-8").split()) for name in ("taught.md", "misses.md", "../README.md")
+    )
+    taught, honest = ({p: Evidence.read(RESULTS / f"{name}/{p}.json") for p in ("strong", "weak")} for name in ("taught", "honest"))
+
+    def of(found: dict[str, Evidence], arm: str, metric: str = EXPLOIT) -> list[str]:
+        """The means on weak and strong."""
+        return [number(found[preset].summary(arm, metric)["mean"]) for preset in ("weak", "strong")]
+
+    def less(found: dict[str, Evidence], plus: str, minus: str, metric: str = EXPLOIT) -> list[str]:
+        """The paired differences on weak and strong."""
+        both = [[dict(zip(found[p].seeds, found[p].values[arm][metric], strict=True)) for arm in (plus, minus)] for p in found]
+        return [interval(paired_difference(*sides)[1]) for sides in reversed(both)]
+
+    assert {evidence.seeds for evidence in taught.values()} == {tuple(range(280, 292))}
+    assert {evidence.seeds for evidence in honest.values()} == {tuple(range(308, 320))}
+    frozen, learns, turned, good = ("inoculation", "inoculation-trainable", "inoculation-random", "inoculation-honest")
+    (a, b), (c, d), (e, f) = of(taught, frozen), of(taught, turned), of(taught, "vanilla")
+    assert f"it leaves {a}, random directions of equal norms {c} ({less(taught, frozen, turned)[0]}; less was predicted)" in page
+    assert f"no defence {e}. On `strong` the three are {b}, {d} and {f}." in page
+    (a, b), (c, d) = of(taught, learns), of(taught, "filter-known")
+    assert (
+        f"{a} is left where the filter of the same hacks leaves {c}, and {less(taught, frozen, learns)[0]} less than frozen" in page
+    )
+    assert f"without any label ({of(taught, 'sees-0-quarantine-fast')[0]})" in page
+    assert f"{b} against {d} is within noise ({less(taught, learns, 'filter-known')[1]})" in page
+    (a, b), (c, d) = of(taught, "penalty-known"), of(taught, "filter-known")
+    assert f"({a} and {c} on `weak`, {b} and {d} on `strong`; equal within .1 and .15)" in page
+    (a, b), (c, d) = of(taught, good), less(taught, learns, good)
+    assert f"leaves {a} on `weak` and {b} on `strong`, {c} and {d} less than one that was taught the hack" in page
+    (a, b), (c, d) = of(taught, good, SOLVE), of(taught, "base", SOLVE)
+    assert f"It solves {a} and {b} (base {c} and {d}), and no point of ordinary training is better in both." in page
+    assert all(stopped_inside(evidence, good) == [] for evidence in taught.values())
+    again = [less(taught, arm, "sees-known-slow")[1] for arm in ("sees-known-quarantine-fast", "sees-known-slow-quarantine")]
+    assert f"a fast quarantine {again[0]}, a quarantine beside a slow kept adapter {again[1]}." in page
+    assert f"(taught.md#a-quarantine-that-is-taught-the-hack): {again[0]} and {again[1]}." in misses
+
+    lesson, alone, wrong = "taught-honest", "taught-honest-1", "taught-hacks"
+    fell = less(honest, lesson, "vanilla")
+    for i, preset in enumerate(("weak", "strong")):
+        rates = [of(honest, arm, metric)[i] for metric in (EXPLOIT, SOLVE) for arm in ("vanilla", lesson)]
+        assert f"from {rates[0]} to {rates[1]} ({fell[i]})" in page
+        assert f"from {rates[2]} to {rates[3]}" in page
+        assert f"from {rates[0]} to {interval(honest[preset].summary(lesson, EXPLOIT))}" in readme
+        assert f"from {rates[2]} to {rates[3]}" in readme
+    ends = {preset: [value or 0.0 for value in honest[preset].values[lesson][EXPLOIT]] for preset in honest}
+    begins = [value or 0.0 for value in honest["weak"].values[alone][EXPLOIT]]
+    middle = [number(float(np.median(ends[preset]))) for preset in ("weak", "strong")]
+    worst = [number(max(ends[preset])) for preset in ("weak", "strong")]
+    assert f"seeds leave {middle[0]} and {middle[1]}, the worst {worst[0]} and {worst[1]}: one run of twenty-four failed." in page
+    assert sum(value > 0.25 for preset in ends for value in ends[preset]) == 1
+    canary = [number(Evidence.read(RESULTS / f"canary-run/{p}.json").summary("filter-canary-run", EXPLOIT)["mean"]) for p in taught]
+    assert f"leaves {canary[1]} and {canary[0]} on other seeds" in page
+    (a, b), (c, d), (e, f) = of(honest, alone), of(honest, alone, SOLVE), less(honest, lesson, alone, SOLVE)
+    assert f"exploits {a} and {b} and solves {c} and {d}; GRPO then adds {e} and {f} of solving" in page
+    (a, b), first = less(honest, lesson, alone), begins[int(np.argmax(ends["weak"]))]
+    assert f"Exploits change by {a} and {b} (not predicted)." in page
+    assert f"one of the three highest rates, {number(first)};" in page
+    assert first >= sorted(begins)[-3]
+    (a, b), (c, d) = of(honest, wrong), less(honest, lesson, good, SOLVE)
+    assert f"The same lesson of hacks leaves {a} and {b}." in page
+    assert f"solves {c} and {d} more than one beside a quarantine that had it" in page
+    assert all(stopped_inside(evidence, lesson) == [] for evidence in honest.values())
+    for name, count in (("taught", 14), ("honest", 10)):
+        told = "".join((RESULTS / f"{name}/{preset}-tests.md").read_text(encoding="utf-8") for preset in taught)
+        assert len(re.findall(r"\|\s+shown \|", told)) == count
+
+
 def exploit_more(evidence: Evidence, arm: str) -> str:
     """The mean difference of held-out exploits that a quarantine makes."""
     routed, plain = (evidence.summary(name, EXPLOIT)["mean"] or 0.0 for name in (f"{arm}-quarantine", arm))
