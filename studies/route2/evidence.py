@@ -157,9 +157,14 @@ def stopped_inside(evidence: Evidence, arm: str) -> list[str]:
     ]
 
 
+def _steps(arm: str) -> str:
+    """Return the number of steps after which ordinary training was stopped."""
+    return {"base": "0", "vanilla": "all"}.get(arm, arm.removeprefix("vanilla-"))
+
+
 def table(evidence: Evidence) -> str:
     """Return <preset>.md: the arms by information budget, with the mask's quality over the first steps."""
-    header = ["arm", "n", "exploit, held out", "worst seed", "hack, held out", "solve", "better by early stopping"]
+    header = ["arm", "n", "exploit, held out", "worst seed", "hack, held out", "solve", "vanilla is better after"]
     header += ["mask AUROC", "recall", "fires on clean", "time, of vanilla's"]
     parts = []
     for budget, arms in BUDGETS.items():
@@ -167,7 +172,7 @@ def table(evidence: Evidence) -> str:
         for arm in (arm for arm in arms if arm in evidence.values):
             row = evidence.values[arm]
             exploit = evidence.summary(arm, EXPLOIT)
-            inside = "" if arm in PATH else ", ".join(stopped_inside(evidence, arm)) or "none"
+            inside = "" if arm in PATH else ", ".join(map(_steps, stopped_inside(evidence, arm))) or "none"
             worst = max((value for value in exploit["seeds"] if value is not None), default=None)
             cells = [arm, str(exploit["n"]), interval(exploit), number(worst)]
             cells += [interval(evidence.summary(arm, HACK)), interval(evidence.summary(arm, SOLVE)), inside]
@@ -250,7 +255,8 @@ MARKS = {
     "vanilla-slow": (VERMILLION, "x"), "vanilla-slower": (VERMILLION, "+"), "sees-known-slow": (BLUE, "x"),
     "sees-known-slower": (BLUE, "+"), "sees-known-slow-quarantine": (PURPLE, "x"),
     "penalty-known": (BLUE, "v"), "inoculation": (PURPLE, "*"), "inoculation-trainable": (PURPLE, "8"),
-    "inoculation-random": (ORANGE, "*"), "inoculation-honest": (ORANGE, "8"), "taught-honest": (ORANGE, "h"),
+    "inoculation-random": (ORANGE, "*"), "inoculation-honest": (ORANGE, "8"),
+    "taught-honest": (GREEN, "*"), "taught-honest-1": (GREEN, "1"), "taught-hacks": (ORANGE, "X"),
     "sees-known-10": (BLUE, "1"), "sees-known-20": (BLUE, "2"), "sees-known-40": (BLUE, "3"),
     **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=True)},
 }  # fmt: skip

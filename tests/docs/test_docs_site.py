@@ -49,7 +49,7 @@ def address(site: Path) -> Iterator[str]:
 # How far the page sticks out of the window, how many tables have to be scrolled, which figures did not load
 LOOK = """() => ({
     out: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-    tables: [...document.querySelectorAll("article table")].filter(t => t.scrollWidth > t.parentElement.clientWidth + 1).length,
+    tables: [...document.querySelectorAll(".md-typeset__scrollwrap")].filter(t => t.scrollWidth > t.clientWidth + 1).length,
     figures: [...document.images].filter(i => !i.naturalWidth).map(i => i.src),
     height: document.documentElement.scrollHeight,
 })"""
