@@ -92,9 +92,11 @@ def main() -> None:
     with server(*(["--study-runs", runs] if runs else [])) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         small = {"patch-phone": partial(patch, narrow=True), "stream-phone": partial(stream, narrow=True)}
+        cards = {"patch-phone": "#map-card", "stream-phone": "#stream-card"}
         for name, draw in {"patch": patch, "stream": stream, **small, **({"study": study} if runs else {})}.items():
             page = draw(browser, address)
-            page.screenshot(path=ASSETS / f"serve-{name}.png", animations="disabled", full_page=name in small)
+            what = page.locator(cards[name]) if name in small else page  # a phone shows one card at a time
+            what.screenshot(path=ASSETS / f"serve-{name}.png", animations="disabled")
             page.close()
         browser.close()
 
