@@ -126,7 +126,7 @@ def test_the_readme_counts_the_predictions_that_held_and_names_the_others(
         set_hack(root, "route2-full", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), rate))
     content = report(root)
     text = (
-        f'seeds = [0, 1, 2]\nalpha = 0.3\narms = []\npresets = {{ strong = "{content["settings_hash"]}" }}\n'
+        f'seeds = [0, 1, 2]\nalpha = 0.3\narms = ["absorb", "route2-full"]\npresets = {{ strong = "{content["settings_hash"]}" }}\n'
         '[[comparison]]\nname = "one"\npreset = "strong"\nplus = ["route2-full"]\nminus = ["absorb"]\n'
         'metric = "deploy_hack_held"\nexpect = "less"\n'
     )
