@@ -57,7 +57,7 @@ def test_an_arm_counts_only_outside_of_ordinary_training() -> None:
     lines = {line.split("|")[1].strip(): line.split("|") for line in table(found).splitlines() if line.startswith("| ")}
     assert lines["filter-canary"][4].strip() == ".500"
     assert lines["filter-canary"][7].strip() == "none"
-    assert lines["canary-rotated"][7].strip() == "vanilla-10"
+    assert lines["canary-rotated"][7].strip() == "10"
 
 
 def test_goals_are_compared_with_means_and_paired_differences() -> None:
