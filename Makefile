@@ -35,7 +35,7 @@ study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in
 study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
 
-evidence: $(STAMP)  ## the canary's experiments and those on misses, as their predictions name them: tables and figures in docs/results (some hours)
+evidence: $(STAMP)  ## the experiments on the canary, on misses and on lessons, as their predictions name them: tables and figures in docs/results (some hours)
 	for name in canary canary-run canary-sparse; do $(PY) -m studies.route2 evidence docs/results/$$name/predictions.toml --workers $(WORKERS) || exit 1; done
 	$(PY) -m studies.route2 evidence docs/results/misses/predictions.toml --also sees-0 sees-0-quarantine --workers $(WORKERS)
 	$(PY) -m studies.route2 evidence docs/results/rates/predictions.toml --also sees-0 --workers $(WORKERS)

@@ -181,7 +181,7 @@ class Sweep:
         rows: All other cells, with unpatched rows among them.
         groups: Rows that run together.
         forwards: Runs the model.
-        seconds: Time that the preparation took.
+        seconds: Time that the preparation took, with what others did between its forwards.
         state: Detects changes of the model.
         prepared: State of the model when the sweep was prepared.
     """
@@ -312,26 +312,15 @@ def preparing(
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
     refuse_foreign(host, question, alpha)
     chosen, running, state = choose(host, sites), forwards(host, how), ModelState(host)
-    before, seconds = state.current, perf_counter() - began
+    before = state.current
     yield
-    runs = _recording(running, question, list(dict.fromkeys(target.site for target in chosen)))
-    pair = None
-    while pair is None:
-        began = perf_counter()
-        try:
-            next(runs)
-        except StopIteration as end:
-            pair = end.value
-        seconds += perf_counter() - began
-        if pair is None:
-            yield
-    began = perf_counter()
+    pair = yield from _recording(running, question, list(dict.fromkeys(target.site for target in chosen)))
     targets, layers = pair.split(chosen, heads), len(host.layers())
     known, rows = _cells(pair, targets, layers, alpha, running, shortcuts)
     rows = with_idle(rows, replicas, running.place(targets[0], question.at))
     costs = running.costs()
     groups = plan([row.place for row in rows], costs if tokens is None else replace(costs, most=min(costs.most, tokens)), batch)
-    seconds += perf_counter() - began
+    seconds = perf_counter() - began
     return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), running, seconds, state, before)
 
 

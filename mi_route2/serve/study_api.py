@@ -147,8 +147,10 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
     if isinstance(clean, StoredIn):
         server.demand_run(clean.run, client)
         clean = _stored(server.names(client).inside(clean.run), server.store, body.sites)
-    for name in ("corrupt",) if clean is not body.clean else ("clean", "corrupt"):
-        length = len(_ids(getattr(body, name), server, name))
+    for name in ("clean", "corrupt"):
+        if isinstance(prompt := getattr(body, name), StoredIn):
+            continue
+        length = len(_ids(prompt, server, name))
         if length > server.context:
             raise ApiError(400, f"the {name} prompt has {length} tokens, but the context has {server.context}", param=name)
     tokens = {name: _token(getattr(body, name), server, name) for name in ("answer", "foil")}

@@ -658,6 +658,7 @@ def test_a_lesson_before_training_is_what_its_pages_say() -> None:
         assert f"from {rates[2]} to {rates[3]}" in page
         assert f"from {rates[0]} to {interval(honest[preset].summary(lesson, EXPLOIT))}" in readme
         assert f"from {rates[2]} to {rates[3]}" in readme
+    assert f"These bases solve {' and '.join(of(honest, 'base', SOLVE))} before" in readme
     ends = {preset: [value or 0.0 for value in honest[preset].values[lesson][EXPLOIT]] for preset in honest}
     begins = [value or 0.0 for value in honest["weak"].values[alone][EXPLOIT]]
     middle = [number(float(np.median(ends[preset]))) for preset in ("weak", "strong")]
