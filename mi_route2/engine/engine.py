@@ -350,10 +350,10 @@ class Engine:
         self._expire()
         if self._going if self.paused else self._sequences:
             self._state.glance()
-            if not self.alive:
+            if self._sequences and (what := self._state.changed):
                 raise RuntimeError(
-                    f"weights, adapters, modules or hooks changed while {len(self._sequences)} requests ran: let them "
-                    "end before, cancel them, or pause the engine around a change of weights"
+                    f"the model changed while {len(self._sequences)} requests ran ({what}): let them end before, cancel them, "
+                    "or pause the engine around a change of weights"
                 )
             self.controllers.before_step(self._steering)
             self._move_up()

@@ -27,6 +27,18 @@ SWITCHES = ("_disable_adapters", "_active_adapter")
 SCALES = "scaling"
 """The dict by which they scale them."""
 
+PARTS = (
+    "weights",
+    "the tree of modules and tensors",
+    "hooks",
+    "torch's global hooks",
+    "a module's class, forward, scale or setting",
+    "adapters' switches",
+    "autocast",
+    "the attention implementation",
+)
+"""What a quick check compares, in the order of ``ModelState._quick``."""
+
 _HELD = attrgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 _VALUES, _VERSION = methodcaller("values"), attrgetter("_version")
 
@@ -57,7 +69,8 @@ class ModelState:
         self._contents: dict[str, bytes] = {}
         self._turns: Iterator[str] = iter(())
         """Tensors, their hashes at the last ``look``, and their names in the order in which ``glance`` reads them, without end."""
-        self._written_to = False
+        self._written_to = ""
+        """The tensor in which ``glance`` found other bytes, in words."""
         self.opaque = False
         """True if somebody else's code acts (a hook, a module, a forward put on one or its class): its numbers are unknown."""
         self.current: tuple[object, ...] = ()
@@ -82,7 +95,7 @@ class ModelState:
         foreign = any(_package(kind) not in own or _given_forward(kind) for kind in self._classes)
         self.opaque = functions or foreign or any("forward" in vars(m) for m in self._modules)
         self._named, self._contents = named, checksums(named)
-        self._turns, self._written_to = cycle(named), False
+        self._turns, self._written_to = cycle(named), ""
         content = tuple(self._contents.values())
         self.current = (*self._quick(), content)
         self.digest = hashlib.sha256(repr(self.current).encode()).digest()
@@ -91,17 +104,17 @@ class ModelState:
         return self.current != before
 
     @property
-    def changed(self) -> bool:
-        """True if since the last ``look`` torch counted a write, or a tensor, module, setting, hook or switch is another one.
-
-        Also if ``glance`` found other bytes.
-        """
-        return self._written_to or self._quick() != self.current[:-1]
+    def changed(self) -> str:
+        """What differs since the last ``look``, or ``""``: one of ``PARTS``, or the bytes of a tensor that ``glance`` read."""
+        now = self._quick()
+        if now == self.current[:-1]:
+            return self._written_to
+        return next(part for part, was, one in zip(PARTS, self.current, now, strict=False) if was != one)
 
     def glance(self) -> None:
         """Read the next tensor again, in turn; ``changed`` from now on if something was written to it since the last ``look``."""
-        if (name := next(self._turns, None)) is not None:
-            self._written_to |= checksums({name: self._named[name]})[name] != self._contents[name]
+        if (name := next(self._turns, None)) is not None and checksums({name: self._named[name]})[name] != self._contents[name]:
+            self._written_to = f"the bytes of {name}"
 
     def weights(self) -> str:
         """Return ``Host.weights_hash``, cached until a ``look`` finds other weights."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from mi_route2.engine import Event, Result, Token
+from mi_route2.engine import Engine, Event, Result, Token
 from mi_route2.engine import Request as EngineRequest
 from mi_route2.engine.text import Growing
 from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal
@@ -30,7 +30,7 @@ from mi_route2.serve.schema import (
     request_of,
     sampling_of,
 )
-from mi_route2.serve.state import Open, Server, TheClient, TheServer
+from mi_route2.serve.state import Open, Server, TheClient, TheServer, called
 
 routes = APIRouter()
 GONE = 499
@@ -128,7 +128,7 @@ async def _answered(
     began = time.monotonic()
     words.server, words.wants = server, top is not None
     made = _requests(body, prompts, most, top, server, client)
-    refuse_captures(made, server)
+    await refuse_captures(made, server, client)
     choices = await submitted(made, server, client)
     server.metrics.prompted.inc(sum(map(len, prompts)))
     usage = Usage(prompts, choices)
@@ -184,15 +184,26 @@ def _requests(
     return made
 
 
-def refuse_captures(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server) -> None:
+async def refuse_captures(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> None:
     """``ApiError`` 413 if the captured values of an answer could be larger than the limit."""
-    need, limit = 0, server.limits.capture_bytes
-    for _, prompt, request in made:
-        length = len(prompt) + request.sampling.max_new - 1
-        for capture in request.capture if request.run is None else ():
+    wanted = [
+        (capture, len(prompt) + request.sampling.max_new - 1, len(prompt))
+        for _, prompt, request in made
+        if request.run is None
+        for capture in request.capture
+    ]
+    if not wanted:
+        return
+
+    def size(engine: Engine) -> int:
+        total = 0
+        for capture, length, prompt in wanted:
             with suppress(ValueError, KeyError):  # an unknown site, which the engine refuses
-                need += 4 * prod(server.shape(capture.site)) * capture.where.most(length, len(prompt))
-    if need > limit:
+                total += 4 * prod(engine.decoder.shape(capture.site)) * capture.where.most(length, prompt)
+        return total
+
+    # the first shape of a site takes a forward, with hooks
+    if (need := await called(server, client, size)) > (limit := server.limits.capture_bytes):
         raise ApiError(
             413,
             f"what this request captures may take {need:,} bytes, of {limit:,} that an answer may have: name fewer sites or "

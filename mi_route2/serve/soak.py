@@ -175,7 +175,7 @@ def asked(rng: random.Random, chat: bool = False) -> dict[str, Any]:
         (0.2, lambda: {"decode_steering_vectors": {site(rng): vector(rng)}}),
         (0.2, lambda: {"steering_clamps": [{"site": site(rng), "vector": vector(rng), "low": -1.0, "high": 1.0}]}),
         (0.3, lambda: {"monitors": [_monitor(rng)], "readings": rng.random() < 0.7}),
-        (0.2, lambda: {"adapters": rng.choice(["full", "deployed"])}),
+        (0.2, lambda: {"adapters": rng.choice(["full", "deployed", "reference"])}),
         (
             0.2,
             lambda: {
@@ -244,7 +244,7 @@ def malformed(rng: random.Random) -> tuple[str, Any]:
             ("/v1/completions", {**good, "prompt": [10**6]}),
             ("/v1/completions", {**good, "prompt": "x" * 250_000}),
             ("/v1/completions", {**good, "hold": "missing"}),
-            ("/v1/completions", {**good, "adapters": "reference"}),
+            ("/v1/completions", {**good, "adapters": "base"}),
             ("/v1/completions", {**good, "steering": [{"when": "never"}]}),
             ("/v1/chat/completions", {"messages": []}),
             ("/v1/chat/completions", {"messages": [{"role": "user"}]}),

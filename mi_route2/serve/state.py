@@ -41,7 +41,7 @@ class Server:
         self.vocabulary, self.context = engine.decoder.vocabulary, engine.decoder.context
         self.heads = engine.decoder.shape(Site(0, "z"))[0]  # query heads: those that a patch can name
         self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
-        self.sites, self.shape = served.host.sites(), engine.decoder.shape
+        self.sites = served.host.sites()
         self.adapter_sites = engine.decoder.adapters()
         self.owner = Owner(engine, backlog=limits.backlog)
         self.metrics = Metrics(lambda: self.owner.snapshot, self.held_bytes)

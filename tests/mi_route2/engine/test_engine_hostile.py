@@ -78,7 +78,7 @@ def test_a_parameter_that_is_replaced_while_a_request_runs_is_an_error() -> None
     engine.step()
     mlp: Any = host.model.get_submodule("model.layers.0.mlp")
     mlp.up_proj.weight = torch.nn.Parameter(3 * mlp.up_proj.weight)
-    with pytest.raises(RuntimeError, match="weights, adapters, modules or hooks changed"):
+    with pytest.raises(RuntimeError, match="the model changed while"):
         engine.step()
 
 
@@ -130,6 +130,13 @@ def replace_forward_of_the_class(host: Host) -> Callable[[], object]:
 
 
 CODE = [replace_forward, replace_class, replace_forward_of_the_class, replace_number]
+CHANGES = {
+    put_hook: "hooks",
+    put_global_hook: "torch's global hooks",
+    replace_buffer: "the tree of modules and tensors",
+    replace_module: "the tree of modules and tensors",
+    **dict.fromkeys(CODE, "a module's class, forward, scale or setting"),
+}
 
 
 @pytest.mark.parametrize("change", CODE)
@@ -147,11 +154,11 @@ def test_a_forward_a_class_or_a_number_that_changes_between_requests_leaves_noth
     assert far(generated(engine, Request(PROMPT, ASK))[0], before) < CLOSE
 
 
-@pytest.mark.parametrize("change", [put_hook, put_global_hook, replace_buffer, replace_module, *CODE])
+@pytest.mark.parametrize(("change", "part"), CHANGES.items())
 def test_a_hook_a_buffer_or_a_module_that_changes_while_a_request_runs_leaves_nothing_in_the_prefix_cache(
-    change: Callable[[Host], Callable[[], object]],
+    change: Callable[[Host], Callable[[], object]], part: str
 ) -> None:
-    """The change is an error, and later requests get nothing that was computed under it."""
+    """The change is an error that names it, and later requests get nothing that was computed under it."""
     host, _ = adapted()
     truth = generated(Engine(host), Request(PROMPT, ASK))[0]
     engine = Engine(host, block=4, chunk=8)
@@ -160,7 +167,7 @@ def test_a_hook_a_buffer_or_a_module_that_changes_while_a_request_runs_leaves_no
     undo = change(host)
     try:
         assert not engine.alive
-        with pytest.raises(RuntimeError, match="weights, adapters, modules or hooks changed while 1 requests"):
+        with pytest.raises(RuntimeError, match=rf"the model changed while 1 requests ran \({part}\): let them end before"):
             engine.step()
     finally:
         undo()
@@ -308,7 +315,7 @@ def test_they_are_an_error_within_as_many_steps_as_there_are_tensors_where_reque
 
     steps(tensors + 3)  # nothing is found where nothing was written
     write(weight)
-    with pytest.raises(RuntimeError, match="changed while 3 requests ran"):
+    with pytest.raises(RuntimeError, match=r"changed while 3 requests ran \((weights|the bytes of [^)]+)\)"):
         steps(tensors + 1)
     with pytest.raises(RuntimeError, match="changed while"):
         engine.step()  # it stays an error
@@ -822,7 +829,7 @@ def test_a_switch_or_scale_of_peft_while_a_request_or_a_sweep_runs_is_an_error(s
     engine.step()
     planned = prepare(host, clean=[3, 4, 5], corrupt=[6, 4, 7], sites="resid_pre", answer=3, foil=4)
     changes[switch]()
-    with pytest.raises(RuntimeError, match="weights, adapters, modules or hooks changed while 1 requests"):
+    with pytest.raises(RuntimeError, match="the model changed while 1 requests"):
         engine.step()
     with pytest.raises(RuntimeError, match="have changed since this sweep was prepared"):
         planned.grid(progress=False)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread
 from typing import Any
 
 import httpx
@@ -315,6 +315,23 @@ def test_captures_that_would_make_a_large_answer_are_refused_before_they_run() -
             assert "bytes, of 2,560 that an answer may have" in str(large)
         assert study.complete(PROMPT, max_tokens=100, capture=[SITE], run="r")["choices"]
         assert refusal(study.complete, PROMPT, capture=["blocks.9.resid_pre"]).status == 400
+
+
+def test_only_the_engines_thread_hooks_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, hooking = random_micro(context=512), list[str]()
+    hooks = type(served.host).hooks
+    with running(served) as server, PatchStudy(server.url) as study:
+        monkeypatch.setattr(type(served.host), "hooks", lambda *given: hooking.append(current_thread().name) or hooks(*given))
+        study.complete(PROMPT, capture=["blocks.1.z"], max_tokens=2)  # whose size takes a forward
+        study.complete(PROMPT, capture=["blocks.0.q"], run="r", max_tokens=2)
+        study.complete(
+            PROMPT, patch=[{"site": "blocks.0.mlp_out", "position": 1, "source": "zeros"}], norms=["blocks.0.v"], max_tokens=2
+        )
+        study.cell(PROMPT, OTHER, "blocks.1.z[1]", 2, max_tokens=2)
+        study.steer(vectors={"v": [0.0] * server.server.width}, name="held", steering_vectors={"blocks.1.attn_out": "v"})
+        study.sweep(clean=PROMPT, corrupt=OTHER, answer=5, foil=6, sites=["attn_out"])
+    assert len(hooking) > 6
+    assert set(hooking) == {"engine"}
 
 
 def test_no_key_fills_the_queue() -> None:
