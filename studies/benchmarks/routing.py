@@ -74,6 +74,8 @@ SMOLLM2_ROWS = (
     Row(f"{STACKED}: {POOLED}", STACKED, 1.05, 1.10),
     Row(f"{LORA}: {POOLED}", PEFT, 1.00),
     Row(f"{STACKED}: {POOLED}", PEFT, 1.00),
+    Row(f"{STACKED}: {ACT}", STACKED, 1.05, 1.10),
+    Row(f"{STACKED}: {ACT}", PEFT, 1.00),
 )
 # Beside a model in bfloat16, PEFT's factors are float32 and so are its products with them, unless it is asked for bfloat16. Ours
 # are float32, their products bfloat16. So the last rows compare equal arithmetic, but not equal precision of what is learned.
@@ -139,6 +141,7 @@ def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
         f"{LORA}: {MODULE}": lambda name: bench.routed(name, lora, module, work[LORA]),
         f"{SVD_STACKED}: {POOLED}": lambda name: bench.routed(name, svd_stacked, grad, work[SVD]),
         f"{STACKED}: {POOLED}": lambda name: bench.routed(name, stacked, grad, work[STACKED]),
+        f"{STACKED}: {ACT}": lambda name: bench.routed(name, stacked, act, work[STACKED] + flops.act_score(size, r)),
         f"{SVD}: {VMAP}": lambda name: bench.vmap(name, svd, work[SVD]),
         f"{PEFT}: {OPACUS}": lambda name: bench.opacus(name, bench.peft(r + k), work[PEFT]),
     }
