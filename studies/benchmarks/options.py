@@ -114,6 +114,7 @@ class RoutingOptions(Benchmark):
     )
     dtype: Annotated[Literal["float32", "bfloat16"], tyro.conf.arg(help="type of its weights; adapters stay float32")] = "float32"
     checkpointing: Annotated[bool, tyro.conf.arg(help="run it with gradient checkpointing")] = False
+    only: Annotated[str, tyro.conf.arg(help="measure the rows whose names contain this text, with their sides")] = ""
 
     def check(self) -> None:
         super().check()

@@ -221,10 +221,13 @@ def table(results: list[Result], judge: bool = True) -> str:
 
 def run(options: RoutingOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
-    size, rows = MICRO if options.quick else Size(), ROWS
+    size, every = MICRO if options.quick else Size(), ROWS
     model: Any = None
     if options.smollm2:
-        size, rows = SMOLLM2, SMOLLM2_ROWS if options.dtype == "float32" else BFLOAT16_ROWS
+        size, every = SMOLLM2, SMOLLM2_ROWS if options.dtype == "float32" else BFLOAT16_ROWS
+    if not (rows := [row for row in every if options.only in row.over]):
+        raise ValueError(f"no row is called {options.only!r}: choose from {', '.join(dict.fromkeys(row.over for row in every))}")
+    if options.smollm2:
         model = smollm2(dtype=options.dtype).model.train().requires_grad_(False)
         if options.checkpointing:
             model.gradient_checkpointing_enable()

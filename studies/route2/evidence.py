@@ -52,7 +52,9 @@ CONTROLS = {
 BUDGETS: Mapping[str, tuple[str, ...]] = {
     "no label, no pair": (
         *PATH,
+        "vanilla-long",
         *SLOWED,
+        *(name for name, arm in ARMS.items() if arm.taught == "passing"),
         "quarantine-first",
         "filter-canary",
         "filter-canary-run",
@@ -67,7 +69,7 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
         "penalty-known",
         *(name for name, arm in ARMS.items() if arm.taught in ("hacks", "random")),
     ),
-    "tasks whose grader nobody can cheat": tuple(name for name, arm in ARMS.items() if arm.taught == "honest"),
+    "tasks whose grader nobody can cheat": tuple(name for name, arm in ARMS.items() if arm.taught in ("honest", "easy", "failed")),
     "an oracle that misses": tuple(name for name, arm in ARMS.items() if arm.ablation == "misses"),
 }
 COVERED = ("canary-one", "filter-canary", "filter-canary-run")
@@ -257,6 +259,8 @@ MARKS = {
     "penalty-known": (BLUE, "v"), "inoculation": (PURPLE, "*"), "inoculation-trainable": (PURPLE, "8"),
     "inoculation-random": (ORANGE, "*"), "inoculation-honest": (ORANGE, "8"),
     "taught-honest": (GREEN, "*"), "taught-honest-1": (GREEN, "1"), "taught-hacks": (ORANGE, "X"),
+    "taught-8": (GREEN, "8"), "taught-2": (GREEN, "2"), "taught-brief": (GREEN, "x"), "taught-long": (GREEN, "P"),
+    "taught-easy": (BLUE, "*"), "taught-failed": (ORANGE, "v"), "taught-passing": (PURPLE, "*"), "vanilla-long": (VERMILLION, "P"),
     "sees-known-10": (BLUE, "1"), "sees-known-20": (BLUE, "2"), "sees-known-40": (BLUE, "3"),
     **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=True)},
 }  # fmt: skip
@@ -396,6 +400,31 @@ def rates_figure(every: Sequence[Evidence], path: Path) -> Path:
         return save_figure(figure, path)
 
 
+def lessons(evidence: Evidence) -> list[str]:
+    """Return the arms that had a lesson and were also stopped right after it."""
+    return [arm for arm in evidence.values if f"{arm}-1" in evidence.values and arm in ARMS and ARMS[arm].taught is not None]
+
+
+def lessons_figure(every: Sequence[Evidence], path: Path) -> Path:
+    """Draw what runs solve right after their lesson against what they exploit at their end; a dot is a run."""
+    with style():
+        figure = new_figure(PAGE_WIDTH, 3.6)
+        axes = np.atleast_1d(figure.subplots(1, len(every), sharex=True, sharey=True))
+        for ax, evidence in zip(axes, every, strict=True):
+            for arm, start in (("vanilla", "base"), *((arm, f"{arm}-1") for arm in lessons(evidence))):
+                color, marker = MARKS.get(arm, (VERMILLION, "."))
+                label = "no lesson" if arm == "vanilla" else arm
+                x, y = evidence.values[start][SOLVE], evidence.values[arm][EXPLOIT]
+                ax.scatter(x, y, s=16, color=color, marker=marker, alpha=0.7, label=label)  # pyright: ignore[reportArgumentType]
+            ax.set_title(f"{evidence.preset}, {len(evidence.seeds)} seeds")
+            ax.set_xlim(-0.03, 1.03)
+            ax.set_ylim(-0.03, 1.03)
+            ax.set_xlabel("solve, right after the lesson")
+        axes[0].set_ylabel("exploit fires at the end,\nheld-out modes")
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return save_figure(figure, path)
+
+
 def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
     """Write the report of finished run folders, and fill the pages that show it; return the files.
 
@@ -428,6 +457,8 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
         drawn["coverage"] = coverage_figure
     if all(len(rates(evidence, plain)) > 1 for evidence in every for plain in RATED):
         drawn["rates"] = rates_figure
+    if all(len(lessons(evidence)) > 1 for evidence in every):
+        drawn["lessons"] = lessons_figure
     written += [draw(every, to / f"{name}.png") for name, draw in drawn.items()]
     pages = [page for page in to.parent.parent.glob("*.md") if f"{to.parent.name}/{to.name}/" in page.read_text(encoding="utf-8")]
     return [*written, *update_pages(pages)]

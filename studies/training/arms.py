@@ -13,6 +13,7 @@ from mi_route2.specs import CanarySpec, DelayedSpec, EraseSpec, MaskSpec, OpenSp
 from mi_route2.validation import AtLeastOne, Name, Natural, NonNegative, Positive, Probability, Words, unknown_name, validated
 
 Role = Literal["baseline", "method", "control", "bound"]
+Lesson = Literal["hacks", "random", "honest", "easy", "failed", "passing"]
 
 
 @validated
@@ -40,8 +41,12 @@ class Arm:
         rotated: Control: a random rotation of each checkpoint, with equal norms and spectra.
         recall: Share of the detector's verdicts that a bound gets; the others are missed at random.
         penalty: Taken off the reward of a rollout in which the detector of the known mode sees an exploit.
-        taught: What the quarantine (without one, the kept adapter) learns before training (see ``teacher.teach``): known hacks,
-            the same turned to random directions of equal norm, or honest rollouts.
+        taught: What the quarantine (without one, the kept adapter) learns before training (see ``teacher.teach``), sampled from the
+            base model: known ``hacks``; the same, turned to ``random`` directions of equal norm; ``honest`` rollouts, which pass
+            where nobody can cheat; ``easy`` ones, of tasks that it solves there time and again; ``failed`` ones, which do not
+            pass there; ``passing`` ones, which pass the graders of training, some by a cheat.
+        lesson_size: Number of those rollouts; that of the teacher pool if left out.
+        lesson_steps: Steps in which they are learned.
     """
 
     name: Name
@@ -64,7 +69,9 @@ class Arm:
     rotated: bool = False
     recall: Probability = 1.0
     penalty: NonNegative = 0.0
-    taught: Literal["hacks", "random", "honest"] | None = None
+    taught: Lesson | None = None
+    lesson_size: AtLeastOne | None = None
+    lesson_steps: AtLeastOne = 60
 
     def __post_init__(self) -> None:
         if self.recall < 1 and not self.route.privileged:
@@ -329,6 +336,17 @@ _CANARIES = (
             about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),
 )  # fmt: skip
 
+_LESSONS: tuple[tuple[str, Lesson, int | None, int, str], ...] = (
+    ("hacks", "hacks", None, 60, "the kept adapter is taught known hacks, then learns everything; no quarantine"),
+    ("easy", "easy", None, 60, "taught-honest with honest rollouts of tasks that the base model is sure of"),
+    ("failed", "failed", None, 60, "taught-honest with honest rollouts that do not pass"),
+    ("passing", "passing", None, 60, "taught-honest with rollouts that pass the graders of training, some by a cheat"),
+    ("8", "honest", 8, 60, "taught-honest with 8 rollouts"),
+    ("2", "honest", 2, 60, "taught-honest with 2 rollouts"),
+    ("brief", "honest", None, 15, "taught-honest with 15 steps on its rollouts"),
+)
+"""Name of a lesson, its content, size and steps, and a line for tables."""
+
 _KNOWN_MODE = (
     replace(
         _VANILLA, name="penalty-known", about="known-mode detector takes 1 off the reward of its rollouts, no quarantine",
@@ -346,16 +364,29 @@ _KNOWN_MODE = (
             ("-honest", "honest", 0.0, "control", "inoculation", "honest rollouts"),
         )
     ),
-    *(
-        replace(_VANILLA, name=name, about=about, role=role, taught=taught, baseline=baseline, steps=steps)
-        for name, about, role, taught, baseline, steps in (
-            ("taught-honest", "the kept adapter is taught honest rollouts, then learns everything; no quarantine",
-             "method", "honest", "vanilla", None),
-            ("taught-honest-1", "taught-honest stopped after 1 step", "control", "honest", "taught-honest", 1),
-            ("taught-hacks", "the kept adapter is taught known hacks, then learns everything; no quarantine",
-             "control", "hacks", "taught-honest", None),
-        )
+    replace(
+        _VANILLA, name="taught-honest", about="the kept adapter is taught honest rollouts, then learns everything; no quarantine",
+        role="method", taught="honest", baseline="vanilla",
     ),
+    *(
+        replace(
+            _VANILLA, name=f"taught-{name}", about=about, role="control", taught=taught,
+            baseline="taught-honest", lesson_size=size, lesson_steps=steps,
+        )
+        for name, taught, size, steps, about in _LESSONS
+    ),
+    replace(
+        _VANILLA, name="taught-long", about="taught-honest trained four times as long", role="control", taught="honest",
+        baseline="taught-honest", steps=320,
+    ),
+    *(
+        replace(
+            _VANILLA, name=f"taught-{name}-1", about=f"taught-{name} stopped after 1 step", role="control", taught=taught,
+            baseline=f"taught-{name}", lesson_size=size, lesson_steps=steps, steps=1,
+        )
+        for name, taught, size, steps, _ in (("honest", "honest", None, 60, ""), *_LESSONS)
+    ),
+    _control(_VANILLA, "vanilla-long", "vanilla trained four times as long", _VANILLA.route, steps=320),
 )  # fmt: skip
 
 ARMS: Mapping[str, Arm] = MappingProxyType(

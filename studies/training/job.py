@@ -189,7 +189,7 @@ class Job:
             del described["route"]["relative_to"]
         # Settings of few arms, left out of the others' identity.
         usual = {"steps": None, "draw": 0, "canaries": None, "rotated": False, "recall": 1.0}
-        usual |= {"kept_lr_scale": 1.0, "penalty": 0.0, "taught": None}
+        usual |= {"kept_lr_scale": 1.0, "penalty": 0.0, "taught": None, "lesson_size": None, "lesson_steps": 60}
         return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
 
     @property
@@ -485,13 +485,14 @@ def _train(
     tries = TRIES if settings.chat is None else settings.chat.tries
     teachers = cached_pool(world, policy, job.seed, settings.teachers, job.pool, tries)
     if job.arm.taught is not None:
-        shown = teachers
-        if job.arm.taught == "honest":
-            shown = make_pool(world, policy, job.seed, settings.teachers, tries, honest=True)
-        if shown is None:
+        if teachers is None:
             raise ValueError(f"{job.name} needs a teacher pool: set teachers to a positive number")
+        shown = teachers
+        if job.arm.taught not in ("hacks", "random"):
+            size, fraction = job.arm.lesson_size or settings.teachers, settings.none_fraction
+            shown = make_pool(world, policy, job.seed, size, tries, lesson=job.arm.taught, none_fraction=fraction)
         lesson = shown.samples(world).rollouts
-        teach(policy, lesson, settings.quarantine_lr, settings.micro_batch(lesson.tokens.shape[1]))
+        teach(policy, lesson, settings.quarantine_lr, settings.micro_batch(lesson.tokens.shape[1]), job.arm.lesson_steps)
         if job.arm.taught == "random":
             factors = [p for name, p in policy.adapters.quarantine_parameters().items() if name.endswith(".B")]
             rotate(factors, torch_generator(job.seed, "rotate quarantine"))

@@ -21,45 +21,59 @@ from mi_route2.routing import DelayedRoute, DelayedSpec, OpenRoute, OpenSpec, St
 from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import World
+from studies.training.arms import Lesson
 from studies.training.grpo import TeacherPool
 
 FORMAT = "mi-route2 teacher pool 2"
 TRIES = 4096
 LESSONS = 60
 """Steps in which an adapter is taught."""
+AGAIN = 4
+"""Samples of a task that the base model is sure of: all of them pass."""
 
 
-def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = TRIES, *, honest: bool = False) -> TeacherPool:
-    """Sample the base model on known-mode prompts until ``size`` rollouts with distinct prompts contain the known exploit.
+def make_pool(
+    world: World, policy: Policy, seed: int, size: int, tries: int = TRIES, *, lesson: Lesson = "hacks", none_fraction: float = 0.0
+) -> TeacherPool:
+    """Sample the base model until ``size`` rollouts with distinct prompts are a ``lesson`` (see ``Arm.taught``).
 
-    If the base model hacks rarely, the pool is smaller after ``tries`` samples. If ``honest``, the rollouts are those that are paid
-    for in the honest mode.
+    If they are rare, the pool is smaller after ``tries`` samples. ``hacks`` have prompts of the known mode; ``passing`` ones those
+    of training, of which ``none_fraction`` are in the honest mode; the others prompts of the honest mode alone.
 
     Raises:
-        ValueError: If the base model never hacks, or never solves a task.
+        ValueError: If there is no such rollout.
     """
-    modes, fraction = ((), 1.0) if honest else (world.modes.known, 0.0)
+    modes, fraction = {"hacks": (world.modes.known, 0.0), "passing": (None, none_fraction)}.get(lesson, ((), 1.0))
+    again = AGAIN if lesson == "easy" else 1
     found: dict[Any, tuple[int, ...]] = {}
     each = 8 * size
-    for i in range(-(-tries // each)):
-        prompts = world.prompts(each, numpy_generator(seed, "teacher", i), none_fraction=fraction, modes=modes)
+    for i in range(-(-tries // (each * again))):
+        drawn = world.prompts(each, numpy_generator(seed, "teacher", i), none_fraction=fraction, modes=modes)
+        prompts = [prompt for prompt in drawn for _ in range(again)]
         with policy.adapters.reference():
             samples = world.sample(policy, prompts, torch_generator(seed, "teacher", i))
-        wanted = [grade.passed for grade in world.grades(samples)] if honest else world.detect(samples)
-        for prompt, ids, right in zip(prompts, samples.rollouts.completions(), wanted):
-            if right and prompt not in found and len(found) < size:
-                found[prompt] = tuple(ids)
+        wanted = world.detect(samples) if lesson == "hacks" else [grade.passed for grade in world.grades(samples)]
+        if lesson == "failed":
+            wanted = [not passed for passed in wanted]
+        completions = samples.rollouts.completions()
+        for first in range(0, len(prompts), again):
+            prompt = prompts[first]
+            if all(wanted[first : first + again]) and prompt not in found and len(found) < size:
+                found[prompt] = tuple(completions[first])
         if len(found) == size:
             break
     if not found:
-        if honest:
-            raise ValueError(f"the base model never solved a task in {tries} honest samples: leave out the arm that it teaches")
-        raise ValueError(f"the base model never hacked in {tries} samples of the known mode: set teachers=0 to run without a pool")
+        if lesson == "hacks":
+            raise ValueError(
+                f"the base model never hacked in {tries} samples of the known mode: set teachers=0 to run without a pool"
+            )
+        what = "failed" if lesson == "failed" else "solved"
+        raise ValueError(f"the base model never {what} a task in {tries} honest samples: leave out the arm that it teaches")
     return TeacherPool(tuple(found), tuple(found.values()))
 
 
-def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = None) -> None:
-    """Train the quarantine alone on ``rollouts`` by maximum likelihood: ``LESSONS`` steps of Adam on all of them.
+def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = None, steps: int = LESSONS) -> None:
+    """Train the quarantine alone on ``rollouts`` by maximum likelihood: ``steps`` of Adam on all of them.
 
     Without a quarantine, the kept adapter.
     """
@@ -67,14 +81,14 @@ def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = N
     optimizer = torch.optim.Adam((quarantine or policy.adapters.kept_parameters()).values(), rate)
     none = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
     batch, count = TrainBatch(rollouts, none, none, none.long(), none.bool()), rollouts.predictors.sum()
-    route = DelayedRoute(DelayedSpec(steps=LESSONS)) if quarantine else OpenRoute(OpenSpec())
+    route = DelayedRoute(DelayedSpec(steps=steps)) if quarantine else OpenRoute(OpenSpec())
     context = StepContext(torch.Generator(), micro)
 
     def loss_fn(logits: Tensor, part: TrainBatch) -> Tensor:
         return -(part.rollouts.logprobs(logits) * part.rollouts.predictors).sum() / count
 
-    for lesson in range(LESSONS):
-        route.refresh(policy, lesson)
+    for step in range(steps):
+        route.refresh(policy, step)
         optimizer.zero_grad(set_to_none=True)
         route.backward(policy, batch, loss_fn, context)
         optimizer.step()

@@ -12,8 +12,8 @@ from tiny_study import WARM, tiny_job
 from mi_route2.routing import group_advantages
 from mi_route2.routing.canary import pooled
 from mi_route2.tensor_files import read_tensors
-from studies.training.arms import ARMS, get_arms, with_canaries
-from studies.training.grpo import gather
+from studies.training.arms import ARMS, Lesson, get_arms, with_canaries
+from studies.training.grpo import TeacherPool, gather
 from studies.training.job import (
     DEPLOYED,
     EVAL,
@@ -172,7 +172,7 @@ def test_a_taught_quarantine_likes_its_lesson_and_nothing_else_has_changed(finis
     policy = build_policy(job, job.cache)
     with open_world(job.settings) as (world, _):
         pool = make_pool(world, policy, job.seed, job.settings.teachers)
-        honest = make_pool(world, policy, job.seed, job.settings.teachers, honest=True)
+        honest = make_pool(world, policy, job.seed, job.settings.teachers, lesson="honest")
         assert all(world.detect(pool.samples(world)))
         assert not any(world.detect(honest.samples(world)))
         assert all(grade.passed for grade in world.grades(honest.samples(world)))
@@ -189,7 +189,7 @@ def test_without_a_quarantine_the_kept_adapter_has_the_same_lesson(finished: dic
     job = finished["taught-honest"]
     policy = build_policy(job, job.cache)
     with open_world(job.settings) as (world, _):
-        lesson = make_pool(world, policy, job.seed, job.settings.teachers, honest=True).samples(world).rollouts
+        lesson = make_pool(world, policy, job.seed, job.settings.teachers, lesson="honest").samples(world).rollouts
     before = policy.logprobs(lesson)[lesson.predictors].mean()
     teach(policy, lesson, job.settings.quarantine_lr, micro=3)
     assert policy.logprobs(lesson)[lesson.predictors].mean() > before + 0.05
@@ -201,13 +201,54 @@ def test_without_a_quarantine_the_kept_adapter_has_the_same_lesson(finished: dic
             replace(ARMS[wrong], taught=taught)
 
 
+def test_lessons_are_what_their_names_say(finished: dict[str, Job]) -> None:
+    job = finished["taught-honest"]
+    policy = build_policy(job, job.cache)
+    with open_world(job.settings) as (world, _):
+        pools: dict[Lesson, TeacherPool] = {
+            kind: make_pool(world, policy, job.seed, 8, lesson=kind, none_fraction=0.25) for kind in ("easy", "failed", "passing")
+        }
+        passed = {kind: [one.passed for one in world.grades(pool.samples(world))] for kind, pool in pools.items()}
+        cheats = {kind: sum(world.detect(pool.samples(world))) for kind, pool in pools.items()}
+        modes = {kind: {prompt.mode for prompt in pool.prompts} for kind, pool in pools.items()}
+        pools["honest"] = make_pool(world, policy, job.seed, 8, lesson="honest")
+        sure: dict[Lesson, int] = {}
+        for kind in ("easy", "honest"):  # who solved a task four times of four does so more often than who solved it once
+            often = [prompt for prompt in pools[kind].prompts for _ in range(100)]
+            with policy.adapters.reference():
+                again = world.sample(policy, often, torch.Generator().manual_seed(5))
+            sure[kind] = sum(grade.passed for grade in world.grades(again))
+    assert passed == {"easy": [True] * 8, "failed": [False] * 8, "passing": [True] * 8}
+    assert modes["easy"] == modes["failed"] == {"none"}
+    assert len(modes["passing"]) > 1
+    assert cheats["easy"] == cheats["failed"] == 0
+    assert sure["easy"] > 1.2 * sure["honest"] > 0
+
+
+def test_a_lesson_has_the_arms_size_and_steps(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "studies.training.job.teach", lambda policy, lesson, rate, micro, steps: seen.append((len(lesson.tokens), steps))
+    )
+    for name in ("taught-2", "taught-8", "taught-brief"):
+        job = tiny_job(tmp_path, name, cache=cache)
+        job.folder.mkdir(parents=True)
+        assert run_job(job)
+    assert seen == [(2, 60), (8, 60), (job.settings.teachers, 15)]
+
+
 @pytest.mark.parametrize(
-    ("honest", "said"), [(False, "never hacked in 8 samples of the known mode"), (True, "never solved a task in 8 honest samples")]
+    ("lesson", "said"),
+    [
+        ("hacks", "never hacked in 8 samples of the known mode"),
+        ("honest", "never solved a task in 8 honest samples"),
+        ("easy", "never solved a task in 8 honest samples"),
+    ],
 )
-def test_a_base_model_without_a_lesson_is_told_with_its_number_of_samples(honest: bool, said: str, tmp_path: Path) -> None:
+def test_a_base_model_without_a_lesson_is_told_with_its_number_of_samples(lesson: Lesson, said: str, tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "inoculation-honest", warm=replace(WARM, steps=1))
     with open_world(job.settings) as (world, _), pytest.raises(ValueError, match=said):
-        make_pool(world, build_policy(job, job.cache), job.seed, 1, tries=8, honest=honest)
+        make_pool(world, build_policy(job, job.cache), job.seed, 1, tries=8, lesson=lesson)
 
 
 def test_a_frozen_quarantine_stays_as_it_was_taught_and_its_controls_differ(finished: dict[str, Job]) -> None:

@@ -132,6 +132,8 @@ def test_a_contrast_is_paired_and_a_seed_without_all_of_its_arms_is_left_out() -
 
 
 CANARY = {
+    "lessons": "c23344e30f614b58b69bdfd5e49cef5227bad2ca2d3de9a86fb1c8a96953dd60",
+    "lessons-sparse": "a669068e96066f2174aeca653ccbec05d0536eb727013662adb07481e0603e2a",
     "taught": "0c521bbb9973725b30a8d60a4c0d19ed1c76adeb124ba6cef6209174362f9bdc",
     "honest": "bc186a411444da3a7dd20361e2f6af4f0f2738cef4e52637e799caec804c214d",
     "kept": "3d2cc49074207a13398ec9c3048f10b45e6ad937757a0b8ab04ac72b9530a44c",
