@@ -3,7 +3,7 @@
 import hashlib
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -270,21 +270,29 @@ class Acts:
 class Prefixes:
     """Prefix cache: blocks of ``block`` tokens within ``budget`` bytes. ``hits`` and ``misses`` count blocks.
 
-    The least recently used blocks are evicted first, and the end of a chain before its beginning: a block is useless without those
+    Evicted are the blocks of the salt that holds most bytes, so that no salt loses any to others while it holds at most an equal
+    share; of these the least recently used first, and the end of a chain before its beginning: a block is useless without those
     before it.
     """
 
     def __init__(self, block: int, budget: int):
         self.block, self.budget = block, budget
-        self.bytes = self.hits = self.misses = 0
-        self._held: OrderedDict[bytes, Saved] = OrderedDict()
+        self.hits = self.misses = 0
+        self._held: dict[str, OrderedDict[bytes, Saved]] = {}
+        self._sizes: Counter[str] = Counter()
+        """Blocks of each salt, and their bytes."""
 
     def __len__(self) -> int:
-        return len(self._held)
+        return sum(map(len, self._held.values()))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all cached blocks."""
+        return self._sizes.total()
 
     def blocks(self) -> list[Saved]:
         """Return all cached blocks."""
-        return list(self._held.values())
+        return [block for held in self._held.values() for block in held.values()]
 
     def extend(
         self, keys: list[bytes], salt: bytes, tokens: Sequence[int], acts: Acts, blocks: int, prompt: int | None = None
@@ -303,26 +311,33 @@ class Prefixes:
                 data.update(b"%d" % max(min(prompt - start, self.block), 0))
             keys.append(data.digest())
 
-    def find(self, keys: Sequence[bytes]) -> list[Saved]:
-        """Return the longest cached chain of blocks from the first."""
-        count = next((i for i, key in enumerate(keys) if key not in self._held), len(keys))
+    def find(self, keys: Sequence[bytes], salt: str) -> list[Saved]:
+        """Return the salt's longest cached chain of blocks from the first."""
+        held = self._held.get(salt, OrderedDict())
+        count = next((i for i, key in enumerate(keys) if key not in held), len(keys))
         for key in reversed(keys[:count]):
-            self._held.move_to_end(key)
+            held.move_to_end(key)
         self.hits += count
         self.misses += len(keys) - count
-        return [self._held[key] for key in keys[:count]]
+        return [held[key] for key in keys[:count]]
 
-    def keep(self, keys: Sequence[bytes], copy: Callable[[int], Saved]) -> None:
+    def keep(self, keys: Sequence[bytes], salt: str, copy: Callable[[int], Saved]) -> None:
         """Store the chain of blocks named by ``keys``, as far as it fits; ``copy(i)`` is called for blocks that are not cached."""
         for i in reversed(range(len(keys))):
-            if keys[i] in self._held:
-                self._held.move_to_end(keys[i])
+            if (held := self._held.get(salt)) is not None and keys[i] in held:
+                held.move_to_end(keys[i])
                 continue
-            block = self._held[keys[i]] = copy(i)
-            self.bytes += block.data.nbytes
+            block = copy(i)
+            self._held.setdefault(salt, OrderedDict())[keys[i]] = block
+            self._sizes[salt] += block.data.nbytes
             while self.bytes > self.budget:
-                self.bytes -= self._held.popitem(last=False)[1].data.nbytes
+                self._evict(max(self._sizes, key=self._sizes.__getitem__))
+
+    def _evict(self, salt: str) -> None:
+        self._sizes[salt] -= self._held[salt].popitem(last=False)[1].data.nbytes
+        if not self._held[salt]:
+            del self._held[salt], self._sizes[salt]
 
     def clear(self) -> None:
         self._held.clear()
-        self.bytes = 0
+        self._sizes.clear()

@@ -187,7 +187,7 @@ class Residents:
             return
         self._name(one, blocks)
         with suppress(RuntimeError):  # no memory for a copy: prefixes only save time
-            self.prefixes.keep(one.keys, lambda i: self.slots.save(one.row, (i + 1) * size, i * size))
+            self.prefixes.keep(one.keys, one.request.salt, lambda i: self.slots.save(one.row, (i + 1) * size, i * size))
         one.published = blocks
 
     def _reserve(self, one: EngineRequest) -> bool:
@@ -259,7 +259,7 @@ class Residents:
             return []
         one.acts.steered(0, self.steering.content(one.id, decode=False))
         self._name(one, blocks)
-        found = self.prefixes.find(one.keys)
+        found = self.prefixes.find(one.keys, one.request.salt)
         del one.keys[len(found) :]  # later keys are computed once the interventions at their positions are known
         return found
 

@@ -656,8 +656,8 @@ def test_the_least_recently_used_end_of_a_chain_leaves_first() -> None:
     held = Prefixes(4, 4 * block.data.nbytes)
     first, second = [b"stem", b"a1", b"a2"], [b"stem", b"b1", b"b2"]
     for chain in (first, second):
-        held.keep(chain, lambda _i: block)
-    assert [len(held.find(chain)) for chain in (first, second)] == [2, 3]
+        held.keep(chain, "", lambda _i: block)
+    assert [len(held.find(chain, "")) for chain in (first, second)] == [2, 3]
 
 
 def test_a_capture_of_which_no_token_came_is_named() -> None:

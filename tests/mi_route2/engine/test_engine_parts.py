@@ -286,14 +286,39 @@ def test_prefixes_hold_what_they_may_and_lose_the_oldest() -> None:
     block = Saved(torch.zeros(1, 2, 1, 4, 1))
     held = Prefixes(4, 3 * block.data.nbytes)
     for key in (b"a", b"b", b"c"):
-        held.keep([key], lambda _: block)
-    assert len(held.find([b"a", b"x", b"b"])) == 1
+        held.keep([key], "", lambda _: block)
+    assert len(held.find([b"a", b"x", b"b"], "")) == 1
     assert (held.hits, held.misses) == (1, 2)
-    held.keep([b"d"], lambda _: block)  # b is the oldest: a was used since
-    assert [len(held.find([key])) for key in (b"a", b"b", b"c", b"d")] == [1, 0, 1, 1]
+    held.keep([b"d"], "", lambda _: block)  # b is the oldest: a was used since
+    assert [len(held.find([key], "")) for key in (b"a", b"b", b"c", b"d")] == [1, 0, 1, 1]
     assert (len(held), held.bytes) == (3, 3 * block.data.nbytes)
     held.clear()
     assert (len(held), held.bytes) == (0, 0)
+
+
+@settings(deadline=None)
+@given(
+    turns=st.lists(st.tuples(st.sampled_from("ABC"), st.integers(0, 6), st.integers(1, 9)), max_size=30), room=st.integers(0, 12)
+)
+def test_no_salt_within_an_equal_share_loses_prefixes_to_others(turns: list[tuple[str, int, int]], room: int) -> None:
+    block = Saved(torch.zeros(1, 2, 1, 4, 1))
+    held, every = Prefixes(4, room * block.data.nbytes), {salt: set[bytes]() for salt in "ABC"}
+
+    def those(salt: str) -> set[bytes]:
+        return {key for key in every[salt] if held.find([key], salt)}
+
+    for salt, stem, length in turns:
+        before = {other: those(other) for other in "ABC"}
+        keys = [f"{salt} {stem} {i}".encode() for i in range(length)]
+        every[salt] |= {*keys}
+        held.keep(keys, salt, lambda _: block)
+        after = {other: those(other) for other in "ABC"}
+        holding = sum(bool(before[other] or other == salt) for other in "ABC")
+        for other in set("ABC") - {salt}:
+            assert after[other] <= before[other]
+            assert after[other] == before[other] or len(before[other]) * holding > room
+        assert sum(map(len, after.values())) == len(held) <= room
+        assert held.bytes == len(held) * block.data.nbytes
 
 
 LOGITS = torch.randn(5, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
