@@ -325,6 +325,11 @@ def recalls(evidence: Evidence, budget: str) -> list[tuple[float, float]]:
     return [(recall, own) for recall, own in pairs if recall is not None and own is not None]
 
 
+def flagged(evidence: Evidence) -> bool:
+    """Return whether any run flagged anything."""
+    return any(recalls(evidence, budget) for budget in BUDGETS)
+
+
 def recall_sentence(evidence: Evidence) -> str:
     """Return a sentence on the held-out exploits of runs that flagged most of their hacks, and of the others."""
     points = [point for budget in BUDGETS for point in recalls(evidence, budget)]
@@ -440,8 +445,9 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
         texts = {
             f"{evidence.preset}.json": compact(json.loads(json.dumps(evidence.as_dict()))),
             f"{evidence.preset}.md": table(evidence),
-            f"{evidence.preset}-recall.md": f"- {recall_sentence(evidence)}\n",
         }
+        if flagged(evidence):
+            texts[f"{evidence.preset}-recall.md"] = f"- {recall_sentence(evidence)}\n"
         if judged := [arm for arm in METHODS if arm in evidence.values]:
             texts[f"{evidence.preset}-goals.md"] = goals(evidence, judged[-1])
         if covered := [coverage_sentence(evidence, arm) for arm in COVERED if coverage(evidence, arm)]:
@@ -452,7 +458,9 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
                 found = outcomes(predictions, evidence.preset, evidence.seeded())
                 texts[f"{evidence.preset}-tests.md"] = predictions_markdown(predictions, found)
         written += write_texts(to, texts)
-    drawn = {"fronts": fronts_figure, "recall": recall_figure}
+    drawn = {"fronts": fronts_figure}
+    if any(map(flagged, every)):
+        drawn["recall"] = recall_figure
     if any(coverage(evidence, arm) for evidence in every for arm in COVERED):
         drawn["coverage"] = coverage_figure
     if all(len(rates(evidence, plain)) > 1 for evidence in every for plain in RATED):

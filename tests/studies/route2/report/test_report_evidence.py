@@ -15,7 +15,10 @@ from studies.route2.evidence import (
     collect,
     coverage,
     coverage_sentence,
+    flagged,
     goals,
+    lessons,
+    lessons_figure,
     rates,
     rates_figure,
     recall_sentence,
@@ -103,6 +106,17 @@ def test_a_quarantines_rate_is_that_of_its_arm_and_preset_over_the_kept_one(tmp_
     assert [arm for _, arm in (slow, usual, fast)] == [names[2], names[1], names[0]]
     assert np.allclose([slow[0], usual[0], fast[0]], [1.7 / 9, 1.7 / 3, 1.7])
     assert rates_figure([found, replace(found, preset="strong")], tmp_path / "rates.png").stat().st_size > 10_000
+
+
+def test_lessons_are_drawn_from_their_first_step_to_their_end(tmp_path: Path) -> None:
+    """An arm that had no lesson, or was not stopped right after it, is no dot."""
+    row = {**evidence().values["vanilla"], "recall": [None, None]}
+    names = ("base", "vanilla", "vanilla-5", "taught-honest", "taught-honest-1", "taught-8", "taught-8-1", "taught-2")
+    found = replace(evidence(), values=dict.fromkeys(names, row))
+    assert lessons(found) == ["taught-honest", "taught-8"]
+    assert lessons_figure([found, found], tmp_path / "lessons.png").stat().st_size > 10_000
+    assert not flagged(found)
+    assert flagged(replace(found, values={**found.values, "filter-canary": {**row, "recall": [None, 0.5]}}))
 
 
 def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:
