@@ -410,6 +410,24 @@ def lessons(evidence: Evidence) -> list[str]:
     return [arm for arm in evidence.values if f"{arm}-1" in evidence.values and arm in ARMS and ARMS[arm].taught is not None]
 
 
+def lessons_sentence(evidence: Evidence) -> str:
+    """Return how what runs exploit at their end goes with what they solve and exploit right after their lesson, over all runs."""
+    rhos, count = [], 0
+    for metric in (SOLVE, EXPLOIT):
+        pairs = [
+            pair
+            for arm in lessons(evidence)
+            for pair in zip(evidence.values[f"{arm}-1"][metric], evidence.values[arm][EXPLOIT], strict=True)
+            if None not in pair
+        ]
+        rhos.append(number(float(spearmanr(*zip(*pairs, strict=True)).statistic)))
+        count = len(pairs)
+    return (
+        f"{evidence.preset}: over {count} runs with a lesson, Spearman's correlation of held-out exploits at the end is {rhos[0]} "
+        f"with what is solved right after the lesson, and {rhos[1]} with what is exploited then."
+    )
+
+
 def lessons_figure(every: Sequence[Evidence], path: Path) -> Path:
     """Draw what runs solve right after their lesson against what they exploit at their end; a dot is a run."""
     with style():
@@ -452,6 +470,8 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
             texts[f"{evidence.preset}-goals.md"] = goals(evidence, judged[-1])
         if covered := [coverage_sentence(evidence, arm) for arm in COVERED if coverage(evidence, arm)]:
             texts[f"{evidence.preset}-coverage.md"] = "".join(f"- {said}\n" for said in covered)
+        if len(lessons(evidence)) > 1:
+            texts[f"{evidence.preset}-lessons.md"] = f"- {lessons_sentence(evidence)}\n"
         if (path := to / FILE).exists():
             predictions = Predictions.read(path)
             if predictions.apply_to(evidence.preset, evidence.provenance["settings_hash"], evidence.seeds):

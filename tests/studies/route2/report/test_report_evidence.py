@@ -11,6 +11,7 @@ from studies.route2 import cli
 from studies.route2.evidence import (
     EXPLOIT,
     ON_EXPLOIT,
+    SOLVE,
     Evidence,
     collect,
     coverage,
@@ -19,6 +20,7 @@ from studies.route2.evidence import (
     goals,
     lessons,
     lessons_figure,
+    lessons_sentence,
     rates,
     rates_figure,
     recall_sentence,
@@ -115,6 +117,13 @@ def test_lessons_are_drawn_from_their_first_step_to_their_end(tmp_path: Path) ->
     found = replace(evidence(), values=dict.fromkeys(names, row))
     assert lessons(found) == ["taught-honest", "taught-8"]
     assert lessons_figure([found, found], tmp_path / "lessons.png").stat().st_size > 10_000
+    starts = {"taught-honest-1": (0.9, 0.8), "taught-8-1": (0.7, 0.1)}  # of what it solves, from the least to the most exploits
+    ends = {"taught-honest": (0.1, 0.2), "taught-8": (0.3, 0.4)}
+    values = {**found.values, **{arm: {**row, SOLVE: [*solve], EXPLOIT: [0.5, 0.6]} for arm, solve in starts.items()}}
+    values |= {arm: {**row, EXPLOIT: [*exploit]} for arm, exploit in ends.items()}
+    said = lessons_sentence(replace(found, values=values))
+    assert "over 4 runs with a lesson, Spearman's correlation of held-out exploits at the end is -1.000 with what" in said
+    assert "and .447 with what is exploited then." in said  # ranks 1.5, 3.5, 1.5, 3.5 against 1, 2, 3, 4
     assert not flagged(found)
     assert flagged(replace(found, values={**found.values, "filter-canary": {**row, "recall": [None, 0.5]}}))
 
