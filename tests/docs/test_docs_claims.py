@@ -11,7 +11,7 @@ import pytest
 from studies.common.stats import mean, paired_difference, summary
 from studies.common.tables import interval, number
 from studies.route2.evidence import CONTROLS as CANARY_CONTROLS
-from studies.route2.evidence import MOST_EXPLOIT, Evidence, coverage, coverage_sentence, stopped_inside, times
+from studies.route2.evidence import MOST_EXPLOIT, Evidence, coverage, coverage_sentence, lessons, stopped_inside, times
 from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, Result
 from studies.route2.predictions import FILE, Comparison, Outcome, Predictions, outcomes, sign_flip
 from studies.training.settings import PRESETS
@@ -680,6 +680,92 @@ def test_a_lesson_before_training_is_what_its_pages_say() -> None:
     for name, count in (("taught", 14), ("honest", 10)):
         told = "".join((RESULTS / f"{name}/{preset}-tests.md").read_text(encoding="utf-8") for preset in taught)
         assert len(re.findall(r"\|\s+shown \|", told)) == count
+
+
+def test_what_lessons_do_is_what_the_pages_say() -> None:
+    page, canary, readme = (
+        " ".join((DOCS / name).read_text(encoding="utf-8").split()) for name in ("lessons.md", "canary.md", "../README.md")
+    )
+    found = {preset: Evidence.read(RESULTS / f"lessons/{preset}.json") for preset in ("weak", "strong")}
+    found["sparse"] = Evidence.read(RESULTS / "lessons-sparse/sparse.json")
+    full, easy, failed, passing, long, unlearned = (
+        f"taught-{name}" for name in ("honest", "easy", "failed", "passing", "long", "2")
+    )
+    both = "filter-canary-run"
+
+    def values(preset: str, arm: str, metric: str = EXPLOIT) -> list[float]:
+        return [value for value in found[preset].values[arm][metric] if value is not None]
+
+    def of(arm: str, metric: str = EXPLOIT, presets: tuple[str, ...] = ("weak", "strong")) -> list[str]:
+        return [number(found[preset].summary(arm, metric)["mean"]) for preset in presets]
+
+    def less(plus: str, minus: str, metric: str = EXPLOIT, preset: str = "weak") -> str:
+        sides = (dict(zip(found[preset].seeds, found[preset].values[arm][metric], strict=True)) for arm in (plus, minus))
+        return interval(paired_difference(*sides)[1])
+
+    assert {preset: evidence.seeds for preset, evidence in found.items()} == {
+        **dict.fromkeys(("weak", "strong"), tuple(range(320, 332))),
+        "sparse": tuple(range(332, 344)),
+    }
+    told = [
+        path.read_text(encoding="utf-8")
+        for folder in ("lessons", "lessons-sparse")
+        for path in (RESULTS / folder).glob("*-tests.md")
+    ]
+    verdicts = [len(re.findall(rf"\|\s+{verdict} \|", "".join(told))) for verdict in ("shown", "not shown")]
+    assert verdicts == [20, 4]
+    assert "Of twenty-four comparisons, twenty are shown." in page
+
+    (a, _), (b, _) = of(f"{easy}-1"), of(f"{full}-1")
+    (c, _), (d, _) = of(f"{easy}-1", SOLVE), of(f"{full}-1", SOLVE)
+    assert f"({a} and {b} after one step; equal within .05), and less skill (solve {c} and {d})" in page
+    (e, f), (g, h) = of(easy), of(full)
+    assert f"it exploits {e}, the full one {g} ({less(easy, full)})" in page
+    assert f"the model cheats as little and solves {c} in place of {d} ends at {e} in place of {g}" in readme
+    (a, b), (none, other) = of(failed), of("vanilla")
+    assert f"leave {a} and {b}, as much as no lesson on `weak` ({none}, equal within .1)" in page
+    assert f"and {less(failed, full, preset='strong')} more than the full lesson on `strong`" in page
+    (a, _), (b, brief), (c, two) = of("taught-8"), of("taught-brief"), of(unlearned)
+    assert f"8 rollouts leave {a} ({less('taught-8', full)}), 15 steps {b} ({less('taught-brief', full)}), 2 rollouts {c}." in page
+    assert f"({two} and {h}, equal within .1), tasks that the base is sure of leave {f} and 15 steps {brief} of {other}." in page
+    pairs = [
+        pair for arm in lessons(found["weak"]) for pair in zip(values("weak", f"{arm}-1", SOLVE), values("weak", arm), strict=True)
+    ]
+    low, high = ([end for solved, end in pairs if solved < 0.55], [end for solved, end in pairs if solved >= 0.7])
+    assert f"Of the {len(pairs)} runs with a lesson, all {len(low)} that solve less than .55" in page
+    assert min(low) > 0.6
+    assert f"of {len(high)} that solve at least .7, {sum(end < 0.2 for end in high)} exploit less than .2." in page
+    (_, a), (_, b) = of(f"{unlearned}-1", SOLVE), of("taught-brief-1", SOLVE)
+    (_, c), (_, d) = of(f"{unlearned}-1"), of("taught-brief-1")
+    assert f"(solve {a} and {b}) and exploits of {c} and {d} (not predicted)" in page
+    a, b = of(passing)
+    assert f"leave {a} on `weak` ({less(passing, full)} more than honest ones) and {b} on `strong`" in page
+    assert f"({less(passing, 'vanilla', preset='strong')} against no lesson)" in page
+    (_, a), (b, c), (d, e) = of(long), of("vanilla-long"), of(long, SOLVE)
+    left = interval(found["weak"].summary(long, EXPLOIT))
+    assert f"{left} and {a} are left, without the lesson {b} and {c}, and {d} and {e} is solved." in page
+    assert f"The median seed of `weak` leaves {number(float(np.median(values('weak', long))))}." in page
+    for preset in ("weak", "sparse"):
+        ends = list(zip(values(preset, full), values(preset, long), strict=True))
+        assert [sum(usual > 0.25 for usual, _ in ends), sum(usual > 0.25 and late > 0.25 for usual, late in ends)] == [2, 2]
+        assert max(late for usual, late in ends if usual <= 0.25) < 0.1
+    worst = [number(max(values(preset, long))) for preset in ("weak", "sparse")]
+    assert f"still do (the worst {worst[0]} and {worst[1]}), all others end below .1." in page
+    assert f"was predicted on `weak` and is not shown ({less(long, full)})" in page
+    a, b = of(both)
+    assert f"{a} against {g} ({less(both, full)}), for a second run" in page
+    assert f"is not shown ({less(both, long)})" in page
+    worst = number(max(values("strong", both)))
+    assert f"equal within .05 ({b}, {h}); one of the canary's twelve runs leaves {worst}." in page
+    left = [interval(found[preset].summary(both, EXPLOIT)) for preset in ("strong", "weak")]
+    assert f"{left[0]} is left on `strong`, {worst} in that run, and {left[1]} on `weak`." in canary
+    assert f"it leaves {b} (one run {worst}) and {a}." in readme
+    a, b, c = (of(arm, presets=("sparse",))[0] for arm in ("vanilla", full, long))
+    worst = number(max(values("sparse", full)))
+    assert f"fall from {a} to {b} ({less(full, 'vanilla', preset='sparse')}; the worst seed {worst})" in page
+    assert f"rises by {less(full, 'vanilla', SOLVE, 'sparse')}. A long training leaves {c}" in page
+    assert f"not shown: {less(long, full, preset='sparse')})" in page
+    assert f"In a third world exploits fall from {a} to {interval(found['sparse'].summary(full, EXPLOIT))}." in readme
 
 
 def exploit_more(evidence: Evidence, arm: str) -> str:
