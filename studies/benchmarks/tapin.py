@@ -26,10 +26,10 @@ from torch import Tensor
 from studies.benchmarks import command
 from studies.benchmarks.options import TapInOptions
 from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
-from studies.lanes.bpb import window_starts
 from studies.lanes.config import BOS, VOCABULARY
-from studies.lanes.tapin import MOST, Hints, find_hints
-from studies.lanes.tapin_index import LEAST
+from studies.lanes.scoring.bpb import window_starts
+from studies.lanes.scoring.tapin import MOST, Hints, find_hints
+from studies.lanes.scoring.tapin_index import LEAST
 from studies.lanes.text import standard_library
 
 OWN, COMPILED, PLAIN = "runs and automaton", "linked lists, compiled", "linked lists, plain Python"

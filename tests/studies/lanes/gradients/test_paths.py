@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from studies.lanes.config import BOS, WIRINGS, LanesConfig, Loop
+from studies.lanes.gradients.paths import Paths, Sublayer, coefficients, decompose, ratios, sublayers
 from studies.lanes.model import LanesModel, kinds_of
-from studies.lanes.paths import Paths, Sublayer, coefficients, decompose, ratios, sublayers
 
 pytestmark = pytest.mark.study
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_reader import tiny_reader, tiny_stream
 
-from studies.lanes.bpb import PRIOR, bpb, byte_targets, in_eval, plan_windows, score, table_bpb, window_starts
 from studies.lanes.config import BOS
+from studies.lanes.scoring.bpb import PRIOR, bpb, byte_targets, in_eval, plan_windows, score, table_bpb, window_starts
 
 pytestmark = pytest.mark.study
 

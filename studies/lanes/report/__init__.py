@@ -15,9 +15,9 @@ from studies.common.publishing import compact, nested, published, write_texts
 from studies.common.stats import Value, mean, paired_difference
 from studies.common.tables import markdown_table
 from studies.lanes.arms import ARMS
-from studies.lanes.claims import CLAIMS, VERDICTS, Row, judge
-from studies.lanes.estimates import Estimate
-from studies.lanes.figures import FIGURES
+from studies.lanes.report.claims import CLAIMS, VERDICTS, Row, judge
+from studies.lanes.report.estimates import Estimate
+from studies.lanes.report.figures import FIGURES
 from studies.lanes.settings import FILE, Settings
 from studies.lanes.study import Found, load
 

@@ -24,8 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
+from studies.lanes.gradients.symmetry import SUBLAYERS
 from studies.lanes.model import LanesModel
-from studies.lanes.symmetry import SUBLAYERS
 
 
 class Sublayer(NamedTuple):

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from studies.lanes.config import LanesConfig, Loop
-from studies.lanes.gptq import (
+from studies.lanes.model import LanesModel
+from studies.lanes.optim import LanesOptimizer, OptimSettings
+from studies.lanes.quantization.gptq import (
     GPTQSettings,
     collect_hessians,
     dequantized,
@@ -21,9 +23,7 @@ from studies.lanes.gptq import (
     row_importance,
     row_scales,
 )
-from studies.lanes.model import LanesModel
-from studies.lanes.optim import LanesOptimizer, OptimSettings
-from studies.lanes.size import sizes
+from studies.lanes.quantization.size import sizes
 
 pytestmark = pytest.mark.study
 

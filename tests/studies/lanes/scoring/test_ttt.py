@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tiny_reader import tiny_reader, tiny_stream
 from torch import nn
 
-from studies.lanes.bpb import bpb, plan_windows, score
-from studies.lanes.ttt import SweepRow, TTTSettings, adapt, best, borrowed, cosine, plan_chunks, sweep, trained
+from studies.lanes.scoring.bpb import bpb, plan_windows, score
+from studies.lanes.scoring.ttt import SweepRow, TTTSettings, adapt, best, borrowed, cosine, plan_chunks, sweep, trained
 
 pytestmark = pytest.mark.study
 

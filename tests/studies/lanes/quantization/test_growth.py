@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from studies.lanes.config import BOS, LanesConfig, Loop
-from studies.lanes.growth import CLAIMED, CLAIMED_RHO, ERRORS, accumulated, amplification, entries, growth, rate, spread
 from studies.lanes.model import LanesModel, kinds_of
+from studies.lanes.quantization.growth import (
+    CLAIMED,
+    CLAIMED_RHO,
+    ERRORS,
+    accumulated,
+    amplification,
+    entries,
+    growth,
+    rate,
+    spread,
+)
 
 pytestmark = pytest.mark.study
 

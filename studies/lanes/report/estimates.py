@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from studies.common.stats import Value, mean, paired_difference, summary
-from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
+from studies.lanes.gradients.symmetry import SUBLAYERS
+from studies.lanes.quantization.growth import CLAIMED, CLAIMED_RHO, amplification
 from studies.lanes.settings import BEFORE
 from studies.lanes.study import Content, Found
-from studies.lanes.symmetry import SUBLAYERS
 
 ZERO = 1e-12
 """Tolerance of identities in float64."""

@@ -1,4 +1,4 @@
-"""The verdict is a function of rule and interval, and the table of claims is one of the artifacts."""
+"""The verdict is a function of rule and interval, and the table of claims and every figure are functions of the artifacts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from scipy.stats import ttest_1samp
 from tiny_lanes import tiny_settings, write_texts
 
+from mi_route2.plots import save_figure, style
 from studies.lanes.arms import ARMS
-from studies.lanes.claims import CLAIMS, VERDICTS, Claim, Rule, deviation, floor, judge, needed, power, verdict
-from studies.lanes.estimates import Estimate, bpb, combined, controls, extraction, gains, gauge_share, worst
 from studies.lanes.measures import measured
+from studies.lanes.report.claims import CLAIMS, VERDICTS, Claim, Rule, deviation, floor, judge, needed, power, verdict
+from studies.lanes.report.estimates import Estimate, bpb, combined, controls, extraction, gains, gauge_share, worst
+from studies.lanes.report.figures import FIGURES
 from studies.lanes.study import Found, load
 
 pytestmark = pytest.mark.study
@@ -390,3 +393,24 @@ def test_every_number_is_the_one_that_its_sentence_names(settings: Any) -> None:
         assert (claim.rule, claim.reference) == (rule, reference), claim.id
         assert estimate.each == pytest.approx(tuple(expected), rel=1e-12, abs=1e-12), claim.id
         assert estimate.value == pytest.approx(np.mean(expected), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_shows_its_data_inside_of_its_page(name: str, study: Path, tmp_path: Path) -> None:
+    with style():
+        figure = FIGURES[name](study, load(study))
+        save_figure(figure, tmp_path / "a.png", dpi=40)
+        save_figure(FIGURES[name](study, load(study)), tmp_path / "b.png", dpi=40)
+        figure.set_dpi(40)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        page = figure.bbox
+        for axes in figure.axes:
+            assert axes.has_data()
+            box = axes.get_tightbbox(canvas.get_renderer())
+            assert box is not None
+            assert page.x0 - 1 <= box.x0
+            assert page.y0 - 1 <= box.y0
+            assert box.x1 <= page.x1 + 1
+            assert box.y1 <= page.y1 + 1
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()

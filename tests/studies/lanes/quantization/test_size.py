@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 from torch import Tensor
 
-from studies.lanes import size
-from studies.lanes.gptq import QuantizedMatrix, QuantizedWeights, row_scales
-from studies.lanes.size import (
+from studies.lanes.quantization import size
+from studies.lanes.quantization.gptq import QuantizedMatrix, QuantizedWeights, row_scales
+from studies.lanes.quantization.size import (
     GAUSSIAN,
     HEADER,
     byte_shuffle,

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mi_route2.validation import Fraction, NonNegative, validated
 from studies.lanes.config import BOS
-from studies.lanes.tapin_index import LEAST, automaton, match, table_size
+from studies.lanes.scoring.tapin_index import LEAST, automaton, match, table_size
 
 MOST = 100
 _NOTHING = np.iinfo(np.uint16).max

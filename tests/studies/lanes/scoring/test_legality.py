@@ -12,8 +12,8 @@ from legality import Audit, Leak, audit, changed
 from tiny_reader import tiny_reader, tiny_stream
 from torch import nn
 
-from studies.lanes.bpb import plan_windows, score, score_windows, window_starts
-from studies.lanes.ttt import TTTSettings, adapt, borrowed, plan_chunks, train_chunk
+from studies.lanes.scoring.bpb import plan_windows, score, score_windows, window_starts
+from studies.lanes.scoring.ttt import TTTSettings, adapt, borrowed, plan_chunks, train_chunk
 
 pytestmark = pytest.mark.study
 
@@ -114,7 +114,7 @@ def test_every_distribution_of_what_is_legal_adds_up_to_1(scorer: Callable) -> N
 def test_tap_in_on_top_of_training_is_legal() -> None:
     """The study's own hints, mixed into a model that learns as it reads."""
     pytest.importorskip("numba")
-    from studies.lanes.tapin import Mixing, find_hints
+    from studies.lanes.scoring.tapin import Mixing, find_hints
 
     few = torch.where(torch.arange(45) % 13 == 0, 5, FEW)
 

@@ -10,8 +10,7 @@ from torch.func import functional_call, grad
 
 from mi_route2.adapters import attach
 from studies.lanes.config import BOS, LanesConfig
-from studies.lanes.model import LanesModel, byte_loss
-from studies.lanes.quarantine_symmetry import (
+from studies.lanes.gradients.quarantine_symmetry import (
     PAIRS,
     AdapterPair,
     QuarantineSettings,
@@ -20,7 +19,7 @@ from studies.lanes.quarantine_symmetry import (
     train_quarantine,
     written,
 )
-from studies.lanes.symmetry import (
+from studies.lanes.gradients.symmetry import (
     TWO_LANES,
     SymmetrySettings,
     Trace,
@@ -35,6 +34,7 @@ from studies.lanes.symmetry import (
     trace_wirings,
     train_symmetry,
 )
+from studies.lanes.model import LanesModel, byte_loss
 
 pytestmark = pytest.mark.study
 

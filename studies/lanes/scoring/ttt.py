@@ -22,9 +22,9 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from mi_route2.validation import AtLeastOne, Fraction, NonNegative, Positive, validated
-from studies.lanes.bpb import Watch, Window, bpb, in_eval, plan_windows, score_windows, unscored
 from studies.lanes.config import BOS
 from studies.lanes.model import kinds_of
+from studies.lanes.scoring.bpb import Watch, Window, bpb, in_eval, plan_windows, score_windows, unscored
 
 Scope = Literal["all", "controls", "none"]
 

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from studies.lanes.gptq import QuantizedWeights
+from studies.lanes.quantization.gptq import QuantizedWeights
 
 Compressor = Literal["lzma", "brotli"]
 HEADER = 41

@@ -26,8 +26,8 @@ from mi_route2.validation import AtLeastOne, Positive, validated
 from studies.environments.micro.model import MicroGPT
 from studies.environments.micro.settings import MicroConfig
 from studies.lanes.config import VOCABULARY
+from studies.lanes.gradients.symmetry import Reading, Trace, relative, rows_at
 from studies.lanes.model import byte_loss
-from studies.lanes.symmetry import Reading, Trace, relative, rows_at
 
 PATTERN = "blocks.*"
 

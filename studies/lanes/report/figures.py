@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from mi_route2.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
 from studies.common.stats import interval, mean
-from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
+from studies.lanes.gradients.symmetry import TWO_LANES
+from studies.lanes.quantization.growth import CLAIMED, CLAIMED_RHO, amplification
 from studies.lanes.settings import BEFORE
 from studies.lanes.study import Found, tensors
-from studies.lanes.symmetry import TWO_LANES
 from studies.lanes.text import BOS
 
 WIRING_COLOURS: Mapping[str, str] = MappingProxyType(dict(zip(TWO_LANES, (VERMILLION, ORANGE, BLUE, GREEN), strict=True)))

@@ -12,10 +12,10 @@ from timing import at_most
 
 from studies.benchmarks import tapin as benchmark
 from studies.benchmarks.options import TapInOptions
-from studies.lanes.bpb import window_starts
 from studies.lanes.config import BOS
-from studies.lanes.tapin import Hints, find_hints
-from studies.lanes.tapin_index import automaton
+from studies.lanes.scoring.bpb import window_starts
+from studies.lanes.scoring.tapin import Hints, find_hints
+from studies.lanes.scoring.tapin_index import automaton
 from studies.lanes.text import Document, standard_library
 
 pytestmark = pytest.mark.study

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from studies.lanes.tapin import Hints, Mixing, mixed_nll
+from studies.lanes.scoring.tapin import Hints, Mixing, mixed_nll
 
 pytestmark = pytest.mark.study
 

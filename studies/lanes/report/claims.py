@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 from scipy.optimize import brentq
 from scipy.stats import nct, norm, t
 
-from studies.lanes import estimates
-from studies.lanes.estimates import Estimate, Measure
+from studies.lanes.report import estimates
+from studies.lanes.report.estimates import Estimate, Measure
 from studies.lanes.study import Found
 
 Verdict = Literal["exact", "supported", "claimed size excluded", "not testable here", "null", "contradicted"]
