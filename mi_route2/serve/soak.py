@@ -18,17 +18,14 @@ import itertools
 import json
 import os
 import random
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -37,11 +34,12 @@ import httpx
 import tyro
 from tqdm import tqdm
 
+from mi_route2.serve.process import Process, serving
 from mi_route2.validation import write_json
 
 WIDTH, LAYERS, CONTEXT, FIRST = 32, 2, 1024, 3
 """Size of the model, and the id of the byte 0."""
-MODEL = "mi_route2.serve.soak_model:model"
+MODEL = "mi_route2.serve.soak:model"
 KEYS = {"alice": "soak-alice-soak-alice", "bob": "soak-bob-soak-bob-soak", "admin": "soak-admin-soak-admin"}
 LIMITS = {"rows": 16, "queue": 24, "per-key": 40, "sweeps": 3, "backlog": 64, "max-body": 200_000}
 LIMITS |= {"store": 4 << 20, "prefix-bytes": 16 << 20}
@@ -86,58 +84,38 @@ class Bytes:
         return "".join(f"{one['role']}: {one['content']}\n" for one in messages)
 
 
-# The server
+def model() -> Any:
+    """Return what the soak serves: a random Qwen3 with grouped queries, and adapters of both lanes."""
+    import torch  # here, because the clients need none of it
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    from mi_route2.hosts import open_host
+    from mi_route2.serve.models import Served
+    from mi_route2.specs import AdapterSpec
 
-@dataclass
-class Process:
-    """A server in a process of its own."""
-
-    process: subprocess.Popen[str]
-    log: Path
-
-    @cached_property
-    def url(self) -> str:
-        """The address that it prints once it listens; ``RuntimeError`` if it did not start."""
-        assert self.process.stdout is not None
-        said = self.process.stdout.readline().split()
-        if not said:
-            raise RuntimeError(f"the server did not start: {self.log.read_text()[-2000:]}")
-        return said[-1]
-
-    @property
-    def seconds(self) -> float:
-        """Processor time so far, of user and system."""
-        words = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-
-    def seen(self) -> dict[str, int]:
-        """Return the resident bytes, open files and threads."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        lines = dict(line.split(":", 1) for line in status.splitlines())
-        files = len(os.listdir(f"/proc/{self.process.pid}/fd"))
-        return {"rss": int(lines["VmRSS"].split()[0]) << 10, "files": files, "threads": int(lines["Threads"])}
-
-
-@contextlib.contextmanager
-def serving(model: str, log: Path, *options: str) -> Iterator[Process]:
-    """Run ``python -m mi_route2.serve`` with these options on a free port until the block is left; its log goes to a file.
-
-    Raises:
-        RuntimeError: It did not start, or did not end well by SIGTERM.
-    """
-    command = [sys.executable, "-m", "mi_route2.serve", "--model", model, "--port", "0", "--threads", "1", *options]
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True)
-    try:
-        yield (server := Process(process, log))
-        assert server.url  # a signal that comes before would find no handler
-        process.send_signal(signal.SIGTERM)
-        if (status := process.wait(60)) != 0:
-            raise RuntimeError(f"the server ended with status {status}")
-    finally:
-        process.kill()
-        process.wait()
+    config = Qwen3Config(
+        vocab_size=FIRST + 256,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=CONTEXT,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=0,
+    )
+    draw = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        host = open_host("torch", Qwen3ForCausalLM(config).eval())
+    adapters = host.attach("blocks.*.mlp.*", spec=AdapterSpec("lora", rank=2, quarantine_rank=2), generator=draw)
+    with torch.no_grad():
+        for p in (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()):
+            p.add_(0.1 * torch.randn(p.shape, generator=draw))
+    vectors = {name: torch.randn(WIDTH, generator=draw) for name in ("probe", "push")}
+    return Served("soak", host, Bytes(), adapters, vectors=vectors)
 
 
 # What clients ask

@@ -51,7 +51,7 @@ from mi_route2.engine.request import Request
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
 from mi_route2.serve.models import Served, load
-from mi_route2.serve.soak import Process, serving
+from mi_route2.serve.process import Process, serving
 from studies.benchmarks import command
 from studies.benchmarks.engine import LAYERS, VOCABULARY, WIDTH, measure, random_model
 from studies.benchmarks.options import ServeOptions

@@ -14,8 +14,8 @@ import torch
 
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.patching.patches import Patch
+from mi_route2.serve.api.schema import packed, unpacked
 from mi_route2.serve.models import Readable
-from mi_route2.serve.schema import packed, unpacked
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried

@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +27,7 @@ from mi_route2.serve.auth import Events, Keys
 from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
 from mi_route2.serve.models import load
 from mi_route2.serve.options import Limits
+from mi_route2.serve.process import serving
 from mi_route2.sites import Site
 from studies.environments.micro.served import MicroTokenizer
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
@@ -663,46 +661,27 @@ def test_a_dead_engine_ends_every_stream_with_a_reason_and_health_says_so() -> N
         assert found.status == 503
 
 
-@pytest.mark.process
 def test_the_command_prints_its_address_serves_and_drains(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "mi_route2.serve",
-        "--model",
-        "tests.support.served:random_micro",
-        "--port",
-        "0",
-        "--threads",
-        "1",
-    ]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env={**os.environ, "MI_ROUTE2_KEY": ALICE}, **pipes)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("micro is served at http://127.0.0.1:"), line + (process.stderr.read() if process.stderr else "")
+    with serving(MODEL, tmp_path / "log", MI_ROUTE2_KEY=ALICE) as server:
+        assert server.url.startswith("http://127.0.0.1:")
         # a client forgets an idle connection after 5 seconds: a server that closed it at that moment would cut off a request
-        idle = HTTPConnection(line.split()[-1].removeprefix("http://"))
+        idle = HTTPConnection(server.url.removeprefix("http://"))
         for pause in (httpx.Limits().keepalive_expiry or 0.0, 0.0):
             idle.request("GET", "/health")
             assert idle.getresponse().read()
             time.sleep(1.1 * pause)
         idle.close()
-        with PatchStudy(line.split()[-1], ALICE) as study:
+        with PatchStudy(server.url, ALICE) as study:
             chunks = study.stream(PROMPT, max_tokens=20, ignore_eos=True)
             first = next(chunks)
-            process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             rest = list(chunks)
         assert sum(len(one["mi_route2"]["token_ids"]) for one in (first, *rest)) == 20
-        assert process.wait(20) == 0
-        log = process.stderr.read() if process.stderr else ""
-        assert '"path": "/v1/completions", "status": 200' in log
-        assert "task" not in log
-        assert ALICE not in log
-    finally:
-        process.kill()
-        process.wait()
+        assert server.process.wait(20) == 0
+    log = (tmp_path / "log").read_text()
+    assert '"path": "/v1/completions", "status": 200' in log
+    assert "task" not in log
+    assert ALICE not in log
 
 
 def test_another_address_needs_a_key() -> None:

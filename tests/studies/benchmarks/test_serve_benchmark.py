@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mi_route2.serve.soak import serving
+from mi_route2.serve.process import serving
 from studies.benchmarks import serve
 from studies.benchmarks.paired import Ratio
 

@@ -16,10 +16,10 @@ from mi_route2.patching.question import Alignment, CleanRun, Span, align, one_to
 from mi_route2.patching.targets import Target
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import Where
+from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
+from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn
 from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal, sentence
-from mi_route2.serve.openai_api import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.owner import Job
-from mi_route2.serve.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn
 from mi_route2.serve.state import Server, TheClient, TheServer
 from mi_route2.steering.specs import Steering
 from mi_route2.validation import parse_object, read_lines

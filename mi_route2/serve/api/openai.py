@@ -17,10 +17,7 @@ from fastapi import APIRouter, Request, Response
 from mi_route2.engine import Engine, Event, Result, Token
 from mi_route2.engine import Request as EngineRequest
 from mi_route2.engine.text import Growing
-from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal
-from mi_route2.serve.models import CLOSED
-from mi_route2.serve.owner import Stream
-from mi_route2.serve.schema import (
+from mi_route2.serve.api.schema import (
     CHOICES,
     ChatCompletion,
     Completion,
@@ -30,6 +27,9 @@ from mi_route2.serve.schema import (
     request_of,
     sampling_of,
 )
+from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal
+from mi_route2.serve.models import CLOSED
+from mi_route2.serve.owner import Stream
 from mi_route2.serve.state import Open, Server, TheClient, TheServer, called
 
 routes = APIRouter()
