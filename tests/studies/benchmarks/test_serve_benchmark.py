@@ -8,7 +8,7 @@ import pytest
 
 from mi_route2.serve.process import serving
 from studies.benchmarks import serve
-from studies.benchmarks.paired import Ratio
+from studies.benchmarks.measurement.paired import Ratio
 
 pytestmark = pytest.mark.study
 

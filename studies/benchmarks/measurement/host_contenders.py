@@ -21,9 +21,9 @@ from mi_route2.models import smollm2
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec
 from mi_route2.sites import Site
-from studies.benchmarks.contenders import SITES, Bench, move
-from studies.benchmarks.flops import MICRO, Size
-from studies.benchmarks.paired import Contender
+from studies.benchmarks.measurement.contenders import SITES, Bench, move
+from studies.benchmarks.measurement.flops import MICRO, Size
+from studies.benchmarks.measurement.paired import Contender
 
 BARE, EAGER = "torch hooks", "torch hooks, eager"
 TORCH, BRIDGE, NNSIGHT = "TorchHost", "BridgeHost", "NNsightHost"

@@ -32,14 +32,14 @@ from mi_route2.routing import (
 )
 from mi_route2.routing.directions import FeatureKind, Provenance, coordinates, feature_shapes, unit
 from mi_route2.routing.routes import RouteStep
-from studies.benchmarks.flops import Size
-from studies.benchmarks.paired import Contender
+from studies.benchmarks.measurement.flops import Size
+from studies.benchmarks.measurement.paired import Contender
 
 SITES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def decoder(size: Size, seed: int, attention: str) -> nn.Module:
-    """Return a random, frozen decoder. ``attention`` is Hugging Face's name of an attention implementation."""
+def random_qwen3(size: Size, seed: int, **more: Any) -> Any:
+    """Return a random Qwen3, the same for the same seed. ``more`` are further fields of its configuration."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -51,14 +51,11 @@ def decoder(size: Size, seed: int, attention: str) -> nn.Module:
         num_key_value_heads=size.heads if size.kv is None else size.heads * size.kv // size.d,
         head_dim=size.d // size.heads,
         max_position_embeddings=size.tokens,
-        use_cache=False,
-        tie_word_embeddings=False,
-        attn_implementation=attention,  # pyright: ignore[reportCallIssue]
+        **more,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    return model.train().requires_grad_(False)  # in eval mode Opacus records nothing; there is no dropout
+        return Qwen3ForCausalLM(config)
 
 
 class Bench:
@@ -67,7 +64,9 @@ class Bench:
     def __init__(self, size: Size, seed: int, cache_dir: Path, attention: str = "sdpa", model: nn.Module | None = None):
         self.size, self._seed, self._cache_dir = size, seed, cache_dir
         self.batch = make_batch(size, torch.Generator().manual_seed(seed))
-        self._decoder: Any = decoder(size, seed, attention) if model is None else model
+        if model is None:  # in eval mode Opacus records nothing; there is no dropout
+            model = random_qwen3(size, seed, use_cache=False, attn_implementation=attention).train().requires_grad_(False)
+        self._decoder: Any = model
 
     def embed(self, tokens: Tensor) -> Float[Tensor, "b s d"]:
         """Return the embeddings as a leaf, so that every backward reaches the bottom. Every side starts here."""
@@ -124,12 +123,14 @@ class Bench:
 
     def route(self, policy: Policy, spec: MaskSpec | None) -> Callable[[], RouteStep]:
         """Return a function that begins a step under ``spec`` with random directions; ``None`` for no route."""
-        route, context = self._route(policy, spec), StepContext(torch.Generator().manual_seed(self._seed))
+        route = random_route(spec or OpenSpec(), policy.adapters, self._seed)
+        context = StepContext(torch.Generator().manual_seed(self._seed))
         return lambda: route.begin(policy, self.batch, context)
 
     def whole(self, policy: Policy, spec: MaskSpec, micro: int | None) -> Callable[[], object]:
         """Return a whole step under ``spec`` in one call, in micro-batches."""
-        route, context = self._route(policy, spec), StepContext(torch.Generator().manual_seed(self._seed), micro=micro)
+        route = random_route(spec, policy.adapters, self._seed)
+        context = StepContext(torch.Generator().manual_seed(self._seed), micro=micro)
         size = self.batch.rollouts.tokens.numel()
         return lambda: route.backward(
             policy,
@@ -137,14 +138,6 @@ class Bench:
             lambda out, part: weigh(out, part.rollouts.tokens, part.rollouts.completion, part.advantages) / size,
             context,
         )
-
-    def _route(self, policy: Policy, spec: MaskSpec | None) -> Route:
-        if spec is None:
-            return OpenRoute(OpenSpec())
-        assert spec.score in ("act", "grad", "full")
-        route = MaskRoute(spec, NoFitter())
-        route.directions = random_directions(policy.adapters, spec.score, self._seed)
-        return route
 
     def backward(self, policy: Policy, routing: RouteStep) -> None:
         """Run the forward and backward of every part of a step."""
@@ -190,6 +183,16 @@ class NoFitter:
 
     def fit(self, policy: Policy, step: int) -> Directions:
         raise RuntimeError("the benchmark never refits")
+
+
+def random_route(spec: MaskSpec | OpenSpec, adapters: Adapters, seed: int) -> Route:
+    """Return the route of a spec, under random directions if it has any."""
+    if isinstance(spec, OpenSpec):
+        return OpenRoute(spec)
+    assert spec.score in ("act", "grad", "full")
+    route = MaskRoute(spec, NoFitter())
+    route.directions = random_directions(adapters, spec.score, seed)
+    return route
 
 
 def random_directions(adapters: Adapters, kind: FeatureKind, seed: int) -> Directions:

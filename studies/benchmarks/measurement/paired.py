@@ -12,9 +12,10 @@ resident set of a fresh process grows by the same amount to within 1% if every t
 
 import gc
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from time import process_time
 
 import numpy as np
@@ -72,15 +73,19 @@ class Result:
     time: Ratio
 
 
-def peak_bytes(step: Callable[[], object]) -> int:
-    """Return the maximum memory that ``step`` held at one time, in bytes, above what was allocated before it."""
+def allocations(step: Callable[[], object]) -> list[int]:
+    """Return the bytes of every allocation during ``step``, in order; those of a release are negative."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         step()
     result = record.profiler and record.profiler.kineto_results
     assert result is not None
     events = [e for e in result.events() if e.name() == "[memory]"]
-    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]  # pyright: ignore[reportAttributeAccessIssue]
-    return int(max(np.cumsum(changes), default=0))
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """Return the maximum memory that ``step`` held at one time, in bytes, above what was allocated before it."""
+    return int(max(np.cumsum(allocations(step)), default=0))
 
 
 @contextmanager
@@ -116,6 +121,28 @@ def measure(contenders: Sequence[Contender], rounds: int, rng: np.random.Generat
     return {c.name: Measured(tuple(seconds[c.name]), peaks[c.name]) for c in contenders}
 
 
+def timed(call: Callable[[], object]) -> float:
+    """Return the processor seconds of a call."""
+    began = process_time()
+    call()
+    return process_time() - began
+
+
+def take_turns(sides: dict[str, Callable[[], dict[str, float]]], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
+    """Return the processor seconds of every side in every round, after a warm-up turn."""
+    seconds: dict[str, list[float]] = {}
+    with tqdm(total=(rounds + 1) * len(sides), desc="taking turns", unit="turn", leave=False) as bar:
+        for side in sides.values():
+            side()
+            bar.update()
+        with collected():
+            for name in (name for _ in range(rounds) for name in rng.permutation(list(sides))):
+                for side, took in sides[name]().items():
+                    seconds.setdefault(side, []).append(took)
+                bar.update()
+    return seconds
+
+
 def ratio(over: Sequence[float], under: Sequence[float], rng: np.random.Generator, draws: int = 4000) -> Ratio:
     """Return ``median(over) / median(under)``; both sequences are aligned by round.
 
@@ -129,6 +156,27 @@ def ratio(over: Sequence[float], under: Sequence[float], rng: np.random.Generato
     top, bottom = np.median(drawn, axis=-1)
     lo, hi = np.quantile(top / bottom, [0.025, 0.975])
     return Ratio(float(np.median(over) / np.median(under)), float(lo), float(hi))
+
+
+def compared(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], rng: np.random.Generator) -> list[Result]:
+    """Return the rows, measured."""
+    return [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in rows]
+
+
+def side_table(results: Sequence[Result], shown: Callable[[str], str], head: str) -> str:
+    """Return a Markdown table of rows: what is ``shown`` of both sides, and the ratio."""
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for r in results:
+        most = "" if r.limit is None else f"{r.limit:.2f}"
+        spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
+        lines.append(f"| {r.over} | {shown(r.over)} | {r.under} | {shown(r.under)} | {r.time.value:.3f} | {spread} | {most} |")
+    return "\n".join(lines)
+
+
+def token_table(results: Sequence[Result], seconds: Mapping[str, Sequence[float]], tokens: Mapping[str, int]) -> str:
+    """Return a Markdown table: generated tokens per second of processor time on both sides, and the ratio of times."""
+    head = "| what | tokens/s | against | tokens/s | time | 95% | at most |"
+    return side_table(results, lambda name: f"{tokens[name] / median(seconds[name]):,.0f}", head)
 
 
 def machine() -> dict[str, str | int]:
