@@ -92,7 +92,7 @@ def test_a_stream_longer_than_the_drain_ends_with_its_reason_and_newcomers_are_r
     (tmp_path / "slow_model.py").write_text(SLOW)
     given = {"MI_ROUTE2_KEY": KEY, "PYTHONPATH": str(tmp_path)}
     with serving("slow_model:slow", tmp_path / "log", "--drain", "2", **given) as server, PatchStudy(server.url, KEY) as study:
-        with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as other:
+        with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as other:
             assert other.get("/v1/models").status_code == 200  # its connection stays open
             chunks = study.stream(PROMPT, max_tokens=20, ignore_eos=True)
             next(chunks)
