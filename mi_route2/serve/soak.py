@@ -39,7 +39,7 @@ from mi_route2.validation import write_json
 
 WIDTH, LAYERS, CONTEXT, FIRST = 32, 2, 1024, 3
 """Size of the model, and the id of the byte 0."""
-MODEL = "mi_route2.serve.soak:model"
+MODEL = "mi_route2.serve.soak_model:model"
 KEYS = {"alice": "soak-alice-soak-alice", "bob": "soak-bob-soak-bob-soak", "admin": "soak-admin-soak-admin"}
 LIMITS = {"rows": 16, "queue": 24, "per-key": 40, "sweeps": 3, "backlog": 64, "max-body": 200_000}
 LIMITS |= {"store": 4 << 20, "prefix-bytes": 16 << 20}
@@ -82,40 +82,6 @@ class Bytes:
     def apply_chat_template(self, messages: Any, **_: object) -> str:
         """Return the text of a conversation."""
         return "".join(f"{one['role']}: {one['content']}\n" for one in messages)
-
-
-def model() -> Any:
-    """Return what the soak serves: a random Qwen3 with grouped queries, and adapters of both lanes."""
-    import torch  # here, because the clients need none of it
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from mi_route2.hosts import open_host
-    from mi_route2.serve.models import Served
-    from mi_route2.specs import AdapterSpec
-
-    config = Qwen3Config(
-        vocab_size=FIRST + 256,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=CONTEXT,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=0,
-    )
-    draw = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        host = open_host("torch", Qwen3ForCausalLM(config).eval())
-    adapters = host.attach("blocks.*.mlp.*", spec=AdapterSpec("lora", rank=2, quarantine_rank=2), generator=draw)
-    with torch.no_grad():
-        for p in (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()):
-            p.add_(0.1 * torch.randn(p.shape, generator=draw))
-    vectors = {name: torch.randn(WIDTH, generator=draw) for name in ("probe", "push")}
-    return Served("soak", host, Bytes(), adapters, vectors=vectors)
 
 
 # What clients ask
