@@ -77,6 +77,6 @@ def test_a_soak_tells_a_leak_from_a_high_water_mark(load: Callable[[int], int], 
         answers, most = answers + load(i), max(most, load(i))
         rss = (512 << 20) + leak * answers + most * (256 << 10)
         tally.samples.append({"second": 10.0 * i, "answers": answers, "rss": rss, "files": 14, "threads": 7})
-    judge(tally, {"files": 14, "threads": 7}, minutes=60)
+    judge(tally, {"files": 14, "threads": 7}, minutes=60.0)
     assert len(tally.failures) == fails
     assert all("memory grew steadily" in one for one in tally.failures)
