@@ -5,36 +5,18 @@ the schema declares, and none may be a 5xx that it does not declare. At the end 
 """
 
 import argparse
-import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from shutil import which
 
 import httpx
 
+from mi_route2.serve.process import serving
+
 KEY = "a-key-for-fuzzing-only"
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-
-
-@contextmanager
-def served() -> Iterator[str]:
-    """Yield the address of a server whose only key is ``KEY``, the admin's."""
-    command = [sys.executable, "-m", "mi_route2.serve", "--port", "0"]
-    given = {**os.environ, "MI_ROUTE2_KEY": KEY}
-    with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            found = next(filter(None, (re.search(r"http://\S+", line) for line in process.stdout)), None)
-            if found is None:
-                sys.exit("the server has ended: run `python -m mi_route2.serve` to see why")
-            yield found[0]
-        finally:
-            process.terminate()
 
 
 def main() -> None:
@@ -47,13 +29,16 @@ def main() -> None:
     asked = parser.parse_args()
     if (found := which(asked.schemathesis)) is None:
         sys.exit(f"there is no command {asked.schemathesis}: run `make fuzz`, which installs it")
-    with served() as address, tempfile.TemporaryDirectory() as folder:  # schemathesis keeps what it finds where it runs
+    with (
+        tempfile.TemporaryDirectory() as folder,  # schemathesis keeps what it finds where it runs
+        serving("micro", Path(folder) / "log", MI_ROUTE2_KEY=KEY) as server,
+    ):
         auth = f"Authorization: Bearer {KEY}"
-        command = [str(Path(found).absolute()), "run", f"{address}/openapi.json", "-H", auth, "--checks", CHECKS]
+        command = [str(Path(found).absolute()), "run", f"{server.url}/openapi.json", "-H", auth, "--checks", CHECKS]
         command += ["--phases", "coverage,fuzzing", "--max-examples", str(asked.examples), "--seed", str(asked.seed)]
         code = subprocess.run([*command, "--max-time", str(round(60 * asked.minutes))], cwd=folder).returncode
-        httpx.get(f"{address}/health").raise_for_status()
-        print(httpx.get(f"{address}/v1/models", headers={"Authorization": f"Bearer {KEY}"}).raise_for_status().text)
+        httpx.get(f"{server.url}/health").raise_for_status()
+        print(httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {KEY}"}).raise_for_status().text)
     sys.exit(code)
 
 

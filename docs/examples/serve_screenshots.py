@@ -4,13 +4,9 @@ The Study tab is drawn if a study's runs are given: ``--study-runs runs/strong-8
 """
 
 import argparse
-import os
-import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,24 +14,11 @@ from urllib.parse import urlencode
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from mi_route2.serve.process import serving
+
 ASSETS = Path(__file__).parents[1] / "assets"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTH, NARROW = 1280, 420
-
-
-@contextmanager
-def server(*options: str) -> Iterator[str]:
-    """Serve the micro model and yield the address."""
-    command = [sys.executable, "-m", "mi_route2.serve", "--port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            found = next(filter(None, (re.search(r"http://\S+", line) for line in process.stdout)), None)
-            if found is None:
-                raise RuntimeError("the server has ended: run `python -m mi_route2.serve` to see why")
-            yield found[0]
-        finally:
-            process.terminate()
 
 
 def window(browser: Browser, address: str, height: int, narrow: bool = False, **state: str) -> Page:
@@ -88,13 +71,17 @@ def main() -> None:
     if path is None:
         sys.exit("no Chromium on this machine: install the system's package 'chromium'")
     ASSETS.mkdir(exist_ok=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with server(*(["--study-runs", runs] if runs else [])) as address, sync_playwright() as playwright:
+    options = ["--study-runs", runs] if runs else []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving("micro", Path(folder) / "log", *options) as server,
+        sync_playwright() as playwright,
+    ):
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         small = {"patch-phone": partial(patch, narrow=True), "stream-phone": partial(stream, narrow=True)}
         cards = {"patch-phone": "#map-card", "stream-phone": "#stream-card"}
         for name, draw in {"patch": patch, "stream": stream, **small, **({"study": study} if runs else {})}.items():
-            page = draw(browser, address)
+            page = draw(browser, server.url)
             what = page.locator(cards[name]) if name in small else page  # a phone shows one card at a time
             what.screenshot(path=ASSETS / f"serve-{name}.png", animations="disabled")
             page.close()

@@ -22,12 +22,9 @@ from starlette.exceptions import HTTPException
 from mi_route2.engine import Engine
 from mi_route2.runs import RunStore
 from mi_route2.runs.rows import automatic, available
-from mi_route2.serve import openai_api, study_api
-from mi_route2.serve.auth import ApiError, Client, Front, Json, Keys, answer, invalid, log, needs_admin, noted, refusal
-from mi_route2.serve.models import CLOSED, Readable, Served
-from mi_route2.serve.options import Limits
-from mi_route2.serve.reference import reference
-from mi_route2.serve.schema import (
+from mi_route2.serve.api import openai, study
+from mi_route2.serve.api.reference import reference
+from mi_route2.serve.api.schema import (
     ClearSteering,
     Names,
     ScaleIn,
@@ -38,6 +35,9 @@ from mi_route2.serve.schema import (
     steering_of,
     vector_of,
 )
+from mi_route2.serve.auth import ApiError, Client, Front, Json, Keys, answer, invalid, log, needs_admin, noted, refusal
+from mi_route2.serve.models import CLOSED, Readable, Served
+from mi_route2.serve.options import Limits
 from mi_route2.serve.state import Server, TheClient, TheServer, called
 from mi_route2.steering.specs import TIERS, ZEROS, Vector
 
@@ -92,7 +92,7 @@ def create_app(
 
     app = FastAPI(title="mi-route2", lifespan=life, default_response_class=Json, responses=ERRORS, docs_url=None, redoc_url=None)
     app.state.server = server
-    for router in (openai_api.routes, study_api.routes, routes):
+    for router in (openai.routes, study.routes, routes):
         app.include_router(router)
     _pages(app)
     app.add_exception_handler(ApiError, lambda request, error: answer(noted(request, error)))  # pyright: ignore[reportArgumentType]

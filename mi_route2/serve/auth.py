@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mi_route2.engine import QueueFullError
-from mi_route2.serve.schema import UnknownNameError
+from mi_route2.serve.api.schema import UnknownNameError
 
 LONGEST, SHORTEST = 512, 16
 """Characters of a key."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from mi_route2.patching.grid import Cell, Grid
 from mi_route2.patching.question import Span
 from mi_route2.patching.targets import Target
-from mi_route2.serve.schema import packed, unpacked
+from mi_route2.serve.api.schema import packed, unpacked
 from mi_route2.sites import Site
 
 ENDS = "[DONE]"

@@ -18,17 +18,14 @@ import itertools
 import json
 import os
 import random
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -37,6 +34,7 @@ import httpx
 import tyro
 from tqdm import tqdm
 
+from mi_route2.serve.process import Process, serving
 from mi_route2.validation import write_json
 
 WIDTH, LAYERS, CONTEXT, FIRST = 32, 2, 1024, 3
@@ -84,60 +82,6 @@ class Bytes:
     def apply_chat_template(self, messages: Any, **_: object) -> str:
         """Return the text of a conversation."""
         return "".join(f"{one['role']}: {one['content']}\n" for one in messages)
-
-
-# The server
-
-
-@dataclass
-class Process:
-    """A server in a process of its own."""
-
-    process: subprocess.Popen[str]
-    log: Path
-
-    @cached_property
-    def url(self) -> str:
-        """The address that it prints once it listens; ``RuntimeError`` if it did not start."""
-        assert self.process.stdout is not None
-        said = self.process.stdout.readline().split()
-        if not said:
-            raise RuntimeError(f"the server did not start: {self.log.read_text()[-2000:]}")
-        return said[-1]
-
-    @property
-    def seconds(self) -> float:
-        """Processor time so far, of user and system."""
-        words = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-
-    def seen(self) -> dict[str, int]:
-        """Return the resident bytes, open files and threads."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        lines = dict(line.split(":", 1) for line in status.splitlines())
-        files = len(os.listdir(f"/proc/{self.process.pid}/fd"))
-        return {"rss": int(lines["VmRSS"].split()[0]) << 10, "files": files, "threads": int(lines["Threads"])}
-
-
-@contextlib.contextmanager
-def serving(model: str, log: Path, *options: str) -> Iterator[Process]:
-    """Run ``python -m mi_route2.serve`` with these options on a free port until the block is left; its log goes to a file.
-
-    Raises:
-        RuntimeError: It did not start, or did not end well by SIGTERM.
-    """
-    command = [sys.executable, "-m", "mi_route2.serve", "--model", model, "--port", "0", "--threads", "1", *options]
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True)
-    try:
-        yield (server := Process(process, log))
-        assert server.url  # a signal that comes before would find no handler
-        process.send_signal(signal.SIGTERM)
-        if (status := process.wait(60)) != 0:
-            raise RuntimeError(f"the server ended with status {status}")
-    finally:
-        process.kill()
-        process.wait()
 
 
 # What clients ask

@@ -9,12 +9,12 @@ from fastapi import Depends, Request
 
 from mi_route2.engine import Engine
 from mi_route2.runs import RunStore
+from mi_route2.serve.api.schema import Names
 from mi_route2.serve.auth import ApiError, Client, Keys, note, refusal
 from mi_route2.serve.metrics import Metrics
 from mi_route2.serve.models import Readable, Served
 from mi_route2.serve.options import Limits
 from mi_route2.serve.owner import Owner, Stream
-from mi_route2.serve.schema import Names
 from mi_route2.sites import Site
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@
 
 With ``P`` the parameters of the kept adapter, ``Q`` those of the quarantine and ``b`` rollouts in a micro-batch of one process:
 
-    FLOPs     those of ``studies.benchmarks.flops``: the training pass, what gates add to it, and a scoring pass if there is one
+    FLOPs     those of ``measurement.flops``: the training pass, what gates add to it, and a scoring pass if there is one
     held      bytes after the backward of a micro-batch, beyond the gradients of the quarantine:
                   4 P                    a flag that is known by then (activations, one per module, or a scoring pass)
                   4 b P                  a pooled gradient flag (LoRA; a pair of sides where that is smaller)
@@ -29,18 +29,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.routing import MaskSpec
 from mi_route2.routing.optimizer import sum_over_ranks
-from studies.benchmarks import command, flops
-from studies.benchmarks.contenders import Bench
-from studies.benchmarks.flops import Size
+from studies.benchmarks.measurement import flops
+from studies.benchmarks.measurement.contenders import Bench
+from studies.benchmarks.measurement.flops import Size
+from studies.benchmarks.measurement.paired import allocations, machine
 from studies.benchmarks.options import CostOptions
-from studies.benchmarks.paired import machine
 
 Kept = Literal["svd", "lora"]
 SMALL = Size(layers=2, d=96, heads=4, mlp=160, vocab=128, rollouts=4, tokens=48, prompt=16, kept_rank=8, quarantine_rank=4)
@@ -162,11 +161,7 @@ def measure(size: Size, kept: Kept, spec: MaskSpec | None, seed: int, cache_dir:
         routing.finish()
     policy.model.zero_grad()
     routing = begin()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        bench.backward(policy, routing)
-    result = record.profiler and record.profiler.kineto_results
-    assert result is not None
-    left = sum(e.nbytes() for e in result.events() if e.name() == "[memory]")  # pyright: ignore[reportAttributeAccessIssue]
+    left = sum(allocations(lambda: bench.backward(policy, routing)))
     quarantine = sum(p.numel() for p in policy.adapters.quarantine_parameters().values())
     return Cost(counter.get_total_flops(), left - 4 * quarantine)
 
@@ -373,7 +368,3 @@ def compare(sizes: Mapping[str, Size], ranks: Sequence[int], seed: int) -> list[
                 rows.append(Compared(f"bytes sent, {one.kept}", f"{case}, {count} processes", route, own, found))
             bar.update()
     return rows
-
-
-if __name__ == "__main__":
-    sys.exit(command.main(CostOptions, "cost"))

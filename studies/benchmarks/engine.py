@@ -19,18 +19,16 @@ that has a limit shows it. If vLLM's CPU build is installed (``pip install vllm-
 """
 
 import importlib.util
-import sys
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from statistics import median
 from time import process_time
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Request
@@ -39,9 +37,10 @@ from mi_route2.hosts import Host, open_host
 from mi_route2.models import smollm2
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
-from studies.benchmarks import command
+from studies.benchmarks.measurement.contenders import random_qwen3
+from studies.benchmarks.measurement.flops import Size
+from studies.benchmarks.measurement.paired import Row, compared, machine, take_turns, timed, token_table
 from studies.benchmarks.options import EngineOptions
-from studies.benchmarks.paired import Result, Row, collected, machine, ratio
 
 REQUESTS, PROMPT, NEW, SHORTEST, LONGEST, SINGLES = 64, 32, 64, 8, 128, 2
 VOCABULARY, WIDTH, LAYERS = 1024, 128, 4
@@ -63,22 +62,8 @@ HALF = Row("engine, bfloat16", "engine")
 
 def random_model(seed: int) -> Any:
     """Return the benchmark's model: a random Qwen3."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=3 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=WIDTH // 4,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,  # pyright: ignore[reportArgumentType]
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config).eval()
+    size = Size(LAYERS, WIDTH, 4, 3 * WIDTH, VOCABULARY, tokens=512, kv=WIDTH // 2)
+    return random_qwen3(size, seed, pad_token_id=0, bos_token_id=1, eos_token_id=None).eval()
 
 
 class Sides:
@@ -181,67 +166,47 @@ class Sides:
         return {**timers, "one by one": one_by_one, "in turn": self.in_turn}
 
     def _vllm(self) -> dict[str, Callable[[], object]]:
+        """Return vLLM's engine, in this process, if its CPU build is installed; the model's folder is not deleted."""
         if importlib.util.find_spec("vllm") is None or self.half is not None:
             return {}
-        from studies.benchmarks.vllm_engine import vllm_side
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
-        return {"vLLM": vllm_side(self.model, self.prompts, self.new)}
+        folder = tempfile.mkdtemp(prefix="vllm-")
+        self.model.save_pretrained(folder)
+        llm = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=512,
+            block_size=32,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+        )
+        how = SamplingParams(temperature=0.0, max_tokens=self.new, min_tokens=self.new, ignore_eos=True, detokenize=False)
+        given = [{"prompt_token_ids": prompt} for prompt in self.prompts.tolist()]
 
+        def generate() -> None:
+            found = llm.generate(given, how, use_tqdm=False)
+            assert all(len(one.outputs[0].token_ids) == self.new for one in found)
 
-def timed(call: Callable[[], object]) -> float:
-    """Return the processor seconds of a call."""
-    began = process_time()
-    call()
-    return process_time() - began
-
-
-def measure(sides: dict[str, Callable[[], dict[str, float]]], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
-    """Return the processor seconds of every side in every round, after a warm-up turn."""
-    seconds: dict[str, list[float]] = {}
-    with tqdm(total=(rounds + 1) * len(sides), desc="taking turns", unit="turn", leave=False) as bar:
-        for side in sides.values():
-            side()
-            bar.update()
-        with collected():
-            for name in (name for _ in range(rounds) for name in rng.permutation(list(sides))):
-                for side, took in sides[name]().items():
-                    seconds.setdefault(side, []).append(took)
-                bar.update()
-    return seconds
-
-
-def table(results: list[Result], seconds: dict[str, list[float]], tokens: dict[str, int]) -> str:
-    """Return a Markdown table: generated tokens per second of processor time on both sides, and the ratio of times."""
-
-    def rate(name: str) -> str:
-        return f"{tokens[name] / median(seconds[name]):,.0f}"
-
-    lines = ["| what | tokens/s | against | tokens/s | time | 95% | at most |", "|---|---|---|---|---|---|---|"]
-    for r in results:
-        most = "" if r.limit is None else f"{r.limit:.2f}"
-        spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
-        lines.append(f"| {r.over} | {rate(r.over)} | {r.under} | {rate(r.under)} | {r.time.value:.3f} | {spread} | {most} |")
-    return "\n".join(lines)
+        return {"vLLM": generate}
 
 
 def run(options: EngineOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
     sides = Sides(options.seed, options.quick, options.smollm2)
-    seconds = measure(sides.all(), options.turns, np.random.default_rng(options.seed))
+    seconds = take_turns(sides.all(), options.turns, np.random.default_rng(options.seed))
     rows = [*ROWS, *([HALF] if HALF.over in seconds else []), *([Row("engine", "vLLM")] if "vLLM" in seconds else [])]
     if options.smollm2:  # the limits are those of many requests to a small model
         rows = [replace(row, limit=None) for row in rows]
     rng = np.random.default_rng(options.seed)
-    results = [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in rows]
+    results = compared(rows, seconds, rng)
     useful = sum(sides.lengths)
     tokens = {name: useful if "ragged" in name or "longest" in name else sides.requests * sides.new for name in seconds}
     shape = f"{sides.layers} layers, d = {sides.width}"
     print(f"{options.turns} rounds, {sides.requests} requests of {PROMPT} tokens, {shape}, one thread")
     print("so small a load shows that every side runs, and no more\n" if options.quick else "")
-    print(table(results, seconds, tokens))
+    print(token_table(results, seconds, tokens))
     document = {"machine": machine(), "rounds": options.turns, "requests": sides.requests, "new": sides.new, "tokens": tokens}
     options.write(document | {"rows": [asdict(r) for r in results], "seconds": seconds})
-
-
-if __name__ == "__main__":
-    sys.exit(command.main(EngineOptions, "engine"))

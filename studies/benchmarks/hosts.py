@@ -15,7 +15,6 @@ those to bare hooks on fused attention is a row of its own. Importing nnsight ma
 microseconds longer, on all sides alike.
 """
 
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -25,8 +24,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from studies.benchmarks import command
-from studies.benchmarks.host_contenders import (
+from studies.benchmarks.measurement.host_contenders import (
     BARE,
     BRIDGE,
     EAGER,
@@ -40,8 +38,8 @@ from studies.benchmarks.host_contenders import (
     HostBench,
     Setting,
 )
+from studies.benchmarks.measurement.paired import Measured, Ratio, machine, measure, ratio
 from studies.benchmarks.options import HostsOptions
-from studies.benchmarks.paired import Measured, Ratio, machine, measure, ratio
 
 ROWS = ((TORCH, BARE), (NNSIGHT, BARE), (BRIDGE, EAGER), (EAGER, BARE), (BRIDGE, BARE))
 """(side, the side that it is compared with)."""
@@ -125,7 +123,3 @@ def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Meas
         "rows": [asdict(row) for rows, _ in runs.values() for row in rows],
         "sides": {setting.name: {name: asdict(m) for name, m in sides.items()} for setting, (_, sides) in runs.items()},
     }
-
-
-if __name__ == "__main__":
-    sys.exit(command.main(HostsOptions, "hosts"))

@@ -30,9 +30,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from studies.benchmarks import command
+from studies.benchmarks.measurement.paired import Ratio, machine, ratio
 from studies.benchmarks.options import JailOptions
-from studies.benchmarks.paired import Ratio, machine, ratio
 from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, filters
 from studies.sandbox.checks import DRIVER
 from studies.sandbox.jail import search_paths
@@ -202,7 +201,3 @@ def run(options: JailOptions) -> None:
     print(table(results, measured))
     document = {"machine": machine() | {"processors": os.cpu_count()}, "rounds": options.turns, "grades": grades}
     options.write(document | {"rows": [asdict(r) for r in results], "sides": {name: asdict(m) for name, m in measured.items()}})
-
-
-if __name__ == "__main__":
-    sys.exit(command.main(JailOptions, "jail"))

@@ -1,16 +1,50 @@
 """Options of every benchmark. Nothing here needs torch, so that ``--help`` waits for none of what is timed."""
 
 import importlib.util
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
 
 import tyro
 
+from mi_route2.files import write_whole
 from mi_route2.specs import MaskSpec, OpenSpec
 from mi_route2.validation import unknown_name
-from studies.benchmarks.command import Benchmark
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Options of every benchmark. The docstring of a subclass is its help text."""
+
+    quick: Annotated[bool, tyro.conf.arg(help="a tiny model and three rounds: shows that every row runs, not how fast")] = False
+    rounds: Annotated[int | None, tyro.conf.arg(help="turns per side; default: 15, or 3 with --quick")] = None
+    seed: Annotated[int, tyro.conf.arg(help="seed of the weights, the adapters, the tokens and the order of turns")] = 0
+    out: Annotated[Path | None, tyro.conf.arg(help="write all measurements to this JSON file")] = None
+
+    @property
+    def turns(self) -> int:
+        """Number of rounds."""
+        return self.rounds or (3 if self.quick else 15)
+
+    def check(self) -> None:
+        """Check the options before anything is measured.
+
+        Raises:
+            ValueError: If an option cannot work.
+        """
+        if self.rounds is not None and self.rounds < 3:
+            raise ValueError(f"a median of {self.rounds} rounds is meaningless: --rounds must be at least 3")
+        if self.out is not None and not self.out.parent.is_dir():
+            raise ValueError(f"there is no folder {self.out.parent} to write {self.out.name} into")
+
+    def write(self, document: Mapping[str, object]) -> None:
+        """Write ``document`` to ``out``, if given."""
+        if self.out is not None:
+            write_whole(self.out, (json.dumps(document, indent=1) + "\n").encode())
+            print(f"\nwrote {self.out}")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@
 blocks. One forward and backward each, one thread, sides in turns; gradients of both sides are compared before.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -18,12 +17,11 @@ from torch import Tensor
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.models import smollm2
 from mi_route2.rollouts import Policy, Rollouts, packed_forward, vocabulary
-from mi_route2.routing import MaskRoute, OpenRoute, OpenSpec, Route, StepContext, TrainBatch
-from studies.benchmarks import command
-from studies.benchmarks.contenders import NoFitter, move, random_directions
+from mi_route2.routing import Route, StepContext, TrainBatch
 from studies.benchmarks.engine import random_model
+from studies.benchmarks.measurement.contenders import move, random_route
+from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, machine, measure, ratio
 from studies.benchmarks.options import SPECS, PackedOptions
-from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
 
 PROMPT, MEDIAN, SPREAD = 32, 48, 1.0
 
@@ -77,12 +75,7 @@ def run(options: PackedOptions) -> None:
     batch = batch_of(lengths, vocabulary(model) or 100, generator)
     sides = []
     for name in options.routes:
-        route_spec = SPECS[name]
-        if isinstance(route_spec, OpenSpec):
-            route: Route = OpenRoute(route_spec)
-        else:
-            route = MaskRoute(route_spec, NoFitter())
-            route.directions = random_directions(padded.adapters, route_spec.score, options.seed)  # pyright: ignore[reportArgumentType]
+        route = random_route(SPECS[name], padded.adapters, options.seed)
         steps = {layout: step_of(policy, route, batch) for layout, policy in (("padded", padded), ("packed", packed))}
         demand_equal(padded, steps["padded"], steps["packed"])
         sides += [Contender(f"{name}, {layout}", 0, step, model.zero_grad) for layout, step in steps.items()]
@@ -132,7 +125,3 @@ def table(results: list[Result], measured: dict[str, Measured]) -> str:
             f"| {r.route} | {' | '.join(seconds)} | {r.time.value:.3f} | {spread} | {' | '.join(sizes)} | {r.memory:.3f} |"
         )
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(command.main(PackedOptions, "packed"))

@@ -5,7 +5,6 @@
 One thread, all sides interleaved in one process.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,11 +18,11 @@ from tqdm import tqdm
 from mi_route2.adapters import AdapterSpec
 from mi_route2.models import smollm2
 from mi_route2.routing import MaskSpec
-from studies.benchmarks import command, flops
-from studies.benchmarks.contenders import Bench
-from studies.benchmarks.flops import MICRO, Size
+from studies.benchmarks.measurement import flops
+from studies.benchmarks.measurement.contenders import Bench
+from studies.benchmarks.measurement.flops import MICRO, Size
+from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, machine, measure, ratio
 from studies.benchmarks.options import RoutingOptions
-from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
 
 FROZEN = "frozen"
 SVD, LORA = "svd + quarantine", "LoRA + quarantine"
@@ -259,7 +258,3 @@ def document(
         "rows": [asdict(r) | {"verdict": r.verdict} for r in results],
         "sides": {name: asdict(m) | {"flops": work[name]} for name, m in measured.items()},
     }
-
-
-if __name__ == "__main__":
-    sys.exit(command.main(RoutingOptions, "routing"))

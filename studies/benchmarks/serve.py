@@ -51,11 +51,10 @@ from mi_route2.engine.request import Request
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
 from mi_route2.serve.models import Served, load
-from mi_route2.serve.soak import Process, serving
-from studies.benchmarks import command
-from studies.benchmarks.engine import LAYERS, VOCABULARY, WIDTH, measure, random_model
+from mi_route2.serve.process import Process, serving
+from studies.benchmarks.engine import LAYERS, VOCABULARY, WIDTH, random_model
+from studies.benchmarks.measurement.paired import Result, Row, compared, machine, side_table, take_turns
 from studies.benchmarks.options import ServeOptions
-from studies.benchmarks.paired import Result, Row, machine, ratio
 
 STREAMS, LOAD, FEW, PROMPT = 32, 24, 8, 32
 """Streams at once, streams that are the load, streams beside a sweep, and tokens of a prompt."""
@@ -353,12 +352,7 @@ def table(results: list[Result], seconds: dict[str, list[float]]) -> str:
         one = median(seconds[name])
         return f"{1e3 * one:,.1f} ms" if one < 0.1 else f"{one:.2f} s"
 
-    lines = ["| what | | against | | ratio | 95% | at most |", "|---|---|---|---|---|---|---|"]
-    for r in results:
-        most = "" if r.limit is None else f"{r.limit:.2f}"
-        spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
-        lines.append(f"| {r.over} | {shown(r.over)} | {r.under} | {shown(r.under)} | {r.time.value:.3f} | {spread} | {most} |")
-    return "\n".join(lines)
+    return side_table(results, shown, "| what | | against | | ratio | 95% | at most |")
 
 
 # Memory
@@ -431,11 +425,11 @@ def run(options: ServeOptions) -> None:
             size = SIZES["quick" if options.quick else "smollm2" if options.smollm2 else "random"]
             sides = Sides(served, server, size, options.seed)
             began = perf_counter()
-            seconds = measure(sides.turns(), options.turns, np.random.default_rng(options.seed))
+            seconds = take_turns(sides.turns(), options.turns, np.random.default_rng(options.seed))
             busy = sides.client / (perf_counter() - began)
         started = starts(1 if options.quick else STARTS, folder)
     rng = np.random.default_rng(options.seed)
-    results = [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in ROWS]
+    results = compared(ROWS, seconds, rng)
     print(f"{options.turns} rounds, load of the machine before {before[0]:.1f}, one thread of torch in each process")
     print("so small a load shows that every side runs, and no more\n" if options.quick else "")
     print(table(results, seconds))
@@ -469,7 +463,3 @@ def memory_line(samples: list[tuple[int, int]]) -> str:
         f"{samples[-1][0]:,} requests: {samples[-1][1] / 2**20:.0f} MiB at the end, growth of {grown:.2f} MiB per 1,000 requests "
         f"(standard error {error:.2f}; at most {FLAT:g})"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(command.main(ServeOptions, "serve"))

@@ -7,7 +7,6 @@ A batch of requests decodes one token each, in float32 on one thread. Every side
 step except for the last side, in which an action changes a request's scale before every step, so that each step is laid out again.
 """
 
-import sys
 from collections.abc import Callable, Iterable
 from statistics import median
 
@@ -19,9 +18,8 @@ from mi_route2.sites import Site
 from mi_route2.steering.plan import Layout, Piece
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.steering.state import SteeringState
-from studies.benchmarks import command
+from studies.benchmarks.measurement.paired import Contender, machine, measure
 from studies.benchmarks.options import SteeringOptions
-from studies.benchmarks.paired import Contender, machine, measure
 
 WIDTHS, REQUESTS, CALLS = (128, 512, 2048), 64, 200
 EARLY, SITE = Site(0, "resid_post"), Site(1, "resid_post")
@@ -116,7 +114,3 @@ def run(options: SteeringOptions) -> None:
     found = {width: microseconds(width, requests, calls, options.turns, options.seed) for width in widths}
     print("\n".join(table(found)))
     options.write({"machine": machine(), "requests": requests, "microseconds": found})
-
-
-if __name__ == "__main__":
-    sys.exit(command.main(SteeringOptions, "steering"))

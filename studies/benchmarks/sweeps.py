@@ -16,23 +16,23 @@ All sides run both prompts first, within the timed region, and nothing keeps gra
 
 import contextlib
 import io
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import nn
 
 from mi_route2.hosts import open_host
 from mi_route2.models import smollm2
 from mi_route2.patching import Grid, sweep
-from studies.benchmarks import command
+from studies.benchmarks.measurement.contenders import random_qwen3
+from studies.benchmarks.measurement.flops import Size
+from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, machine, measure, ratio
 from studies.benchmarks.options import SweepsOptions
-from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
 
 LENS, RESUMED, BRIDGED, WHOLE = "TransformerLens", "resumed", "on a bridge", "whole"
 SIDES = (RESUMED, BRIDGED, WHOLE)
@@ -96,28 +96,6 @@ class Result:
         return Result(**{**row, "times": Ratio(**row["times"])})
 
 
-def decoder(setting: Setting, seed: int) -> nn.Module:
-    """Return a random Qwen3; the same for the same seed."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=setting.vocab,
-        hidden_size=setting.d,
-        intermediate_size=setting.mlp,
-        num_hidden_layers=setting.layers,
-        num_attention_heads=setting.heads,
-        num_key_value_heads=setting.heads,
-        head_dim=setting.d // setting.heads,
-        max_position_embeddings=setting.tokens,
-        initializer_range=SPREAD,
-        pad_token_id=None,
-        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config).eval()
-
-
 class SweepBench:
     """The prompts of one setting, TransformerLens's side, and the sweep's. Both have the same weights."""
 
@@ -127,7 +105,14 @@ class SweepBench:
         # Another token at every position: shifted by this much, modulo the vocabulary.
         shift = torch.randint(1, setting.vocab - 3, (setting.tokens,), generator=generator)
         self.corrupt = 3 + (self.clean - 3 + shift) % (setting.vocab - 3)
-        self.host, self.bridged = (_open(name, setting, seed) for name in ("torch", "transformer_lens"))
+        self.host, self.bridged = (self._open(name, setting, seed) for name in ("torch", "transformer_lens"))
+
+    @staticmethod
+    def _open(host: str, setting: Setting, seed: int) -> Any:
+        if setting.pretrained:
+            return smollm2(host)
+        size = Size(setting.layers, setting.d, setting.heads, setting.mlp, setting.vocab, tokens=setting.tokens)
+        return open_host(host, random_qwen3(size, seed, initializer_range=SPREAD, pad_token_id=None).eval())
 
     def lens(self) -> Float[np.ndarray, "layers positions"]:
         """Return TransformerLens's own grid."""
@@ -156,16 +141,12 @@ class SweepBench:
         )
 
 
-def _open(host: str, setting: Setting, seed: int) -> Any:
-    return smollm2(host) if setting.pretrained else open_host(host, decoder(setting, seed))
-
-
 def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[Result], dict[str, Measured]]:
     """Return one row per side, and the measurements of each."""
     rounds = rounds if setting.most is None else min(rounds, setting.most)
     bench = SweepBench(setting, seed)
     expected, grids = bench.lens(), {side: bench.own(side) for side in SIDES}
-    turns: dict[str, Callable[[], object]] = {LENS: bench.lens, **{side: _turn(bench, side) for side in SIDES}}
+    turns: dict[str, Callable[[], object]] = {LENS: bench.lens, **{side: partial(bench.own, side) for side in SIDES}}
     contenders = [Contender(name, 0, turn, lambda: None) for name, turn in turns.items()]
     measured = measure(contenders, rounds, np.random.default_rng(seed), memory=False)
     rng, lens, flops = np.random.default_rng(seed), measured[LENS].seconds, grids[RESUMED].flops
@@ -186,10 +167,6 @@ def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[Result], dic
         )
 
     return [result(side) for side in SIDES], measured
-
-
-def _turn(bench: SweepBench, side: str) -> Callable[[], object]:
-    return lambda: bench.own(side)
 
 
 def table(results: list[Result]) -> str:
@@ -226,7 +203,3 @@ def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Meas
         "rows": [asdict(row) for rows, _ in runs.values() for row in rows],
         "sides": {setting.name: {name: asdict(m) for name, m in sides.items()} for setting, (_, sides) in runs.items()},
     }
-
-
-if __name__ == "__main__":
-    sys.exit(command.main(SweepsOptions, "sweeps"))

@@ -11,7 +11,6 @@ Growth is measured on the standard library's sources, on the same bytes as one d
 Points at which the lists would take more than 5 seconds per round are left out. Compilation is not timed.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -23,13 +22,12 @@ from jaxtyping import Int64
 from numba import njit
 from torch import Tensor
 
-from studies.benchmarks import command
+from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, machine, measure, ratio
 from studies.benchmarks.options import TapInOptions
-from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
-from studies.lanes.bpb import window_starts
 from studies.lanes.config import BOS, VOCABULARY
-from studies.lanes.tapin import MOST, Hints, find_hints
-from studies.lanes.tapin_index import LEAST
+from studies.lanes.scoring.bpb import window_starts
+from studies.lanes.scoring.tapin import MOST, Hints, find_hints
+from studies.lanes.scoring.tapin_index import LEAST
 from studies.lanes.text import standard_library
 
 OWN, COMPILED, PLAIN = "runs and automaton", "linked lists, compiled", "linked lists, plain Python"
@@ -209,7 +207,3 @@ def run(options: TapInOptions) -> None:
     document = {"machine": machine(), "rounds": options.turns, "window": WINDOW, "stride": STRIDE, "paired": paired}
     rows = {name: {"speed": asdict(speeds[name]), "ratio": asdict(ratios[name])} for name in speeds}
     options.write(document | {"sides": rows, "long": asdict(long), "growth": [asdict(point) for point in points]})
-
-
-if __name__ == "__main__":
-    sys.exit(command.main(TapInOptions, "tapin"))

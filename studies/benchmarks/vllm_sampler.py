@@ -17,7 +17,6 @@ Sides take turns; a ratio is one of medians of processor time, with a 95% bootst
 """
 
 import itertools
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -36,10 +35,9 @@ from mi_route2.models import smollm2, smollm2_folder
 from mi_route2.rollouts import Policy
 from mi_route2.vllm import VllmSampler
 from mi_route2.vllm.facts import imported
-from studies.benchmarks import command
-from studies.benchmarks.engine import FEW, NEW, PROMPT, REQUESTS, SHORT, VOCABULARY, measure, random_model, table, timed
+from studies.benchmarks.engine import FEW, NEW, PROMPT, REQUESTS, SHORT, VOCABULARY, random_model
+from studies.benchmarks.measurement.paired import Row, compared, machine, take_turns, timed, token_table
 from studies.benchmarks.options import VllmSamplerOptions
-from studies.benchmarks.paired import Result, Row, machine, ratio
 from studies.environments.chat import generate
 
 RANK = 8
@@ -132,16 +130,12 @@ def run(options: VllmSamplerOptions) -> None:
     with tempfile.TemporaryDirectory() as folder:
         sides = Sides(options.seed, options.quick, options.smollm2, Path(folder))
         with sides.sampler:
-            seconds = measure(sides.all(), options.turns, np.random.default_rng(options.seed))
+            seconds = take_turns(sides.all(), options.turns, np.random.default_rng(options.seed))
     rng = np.random.default_rng(options.seed)
-    results = [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in ROWS]
+    results = compared(ROWS, seconds, rng)
     tokens = dict.fromkeys(seconds, sides.requests * sides.new)
     print(f"{options.turns} rounds, {sides.requests} prompts of {PROMPT} tokens, {sides.new} new tokens each, one thread")
     print("so small a load shows that every side runs, and no more\n" if options.quick else "")
-    print(table(results, seconds, tokens))
+    print(token_table(results, seconds, tokens))
     document = {"machine": machine(), "rounds": options.turns, "requests": sides.requests, "new": sides.new, "tokens": tokens}
     options.write(document | {"rows": [asdict(r) for r in results], "seconds": seconds})
-
-
-if __name__ == "__main__":
-    sys.exit(command.main(VllmSamplerOptions, "vllm_sampler"))

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from studies.common.artifacts import Part
 from studies.common.seeds import torch_generator
-from studies.lanes.bpb import table_bpb
 from studies.lanes.config import LanesConfig, StartName, WiringName
+from studies.lanes.gradients.paths import coefficients, decompose, ratios
+from studies.lanes.gradients.quarantine_symmetry import trace_quarantines
+from studies.lanes.gradients.symmetry import TWO_LANES, compared, exchange_gap, gauge_gap, live, partials, slopes, trace_wirings
 from studies.lanes.measures import excerpt, training_tokens
 from studies.lanes.model import LanesModel
-from studies.lanes.paths import coefficients, decompose, ratios
-from studies.lanes.quarantine_symmetry import trace_quarantines
+from studies.lanes.scoring.bpb import table_bpb
 from studies.lanes.settings import Settings
-from studies.lanes.symmetry import TWO_LANES, compared, exchange_gap, gauge_gap, live, partials, slopes, trace_wirings
 from studies.lanes.text import Corpus, batches
 
 PATHS: Mapping[str, tuple[WiringName, StartName]] = MappingProxyType(

@@ -16,18 +16,18 @@ from torch import Tensor
 from studies.common.artifacts import Part
 from studies.common.seeds import torch_generator
 from studies.lanes.arms import Arm
-from studies.lanes.bpb import bpb, score, window_starts
 from studies.lanes.config import STARTS
-from studies.lanes.gptq import QuantizedWeights, collect_hessians, dequantized, distortion, quantize
-from studies.lanes.growth import growth
+from studies.lanes.gradients.paths import ratios
+from studies.lanes.gradients.symmetry import SUBLAYERS, compared
 from studies.lanes.model import LanesModel
-from studies.lanes.paths import ratios
+from studies.lanes.quantization.gptq import QuantizedWeights, collect_hessians, dequantized, distortion, quantize
+from studies.lanes.quantization.growth import growth
+from studies.lanes.quantization.size import sizes
+from studies.lanes.scoring.bpb import bpb, score, window_starts
+from studies.lanes.scoring.tapin import Hints, Mixing, find_hints, mixed_nll
+from studies.lanes.scoring.ttt import Scope, SweepRow, adapt, best, sweep
 from studies.lanes.settings import Evaluation, Settings, check_enough
-from studies.lanes.size import sizes
-from studies.lanes.symmetry import SUBLAYERS, compared
-from studies.lanes.tapin import Hints, Mixing, find_hints, mixed_nll
 from studies.lanes.text import BOS, Corpus, batches
-from studies.lanes.ttt import Scope, SweepRow, adapt, best, sweep
 
 GROWTH_DRAWS = 3
 

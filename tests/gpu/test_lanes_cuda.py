@@ -11,8 +11,8 @@ import torch
 
 from studies.lanes.arms import ARMS, Size
 from studies.lanes.config import LanesConfig
+from studies.lanes.gradients.paths import decompose
 from studies.lanes.model import LanesModel
-from studies.lanes.paths import decompose
 from studies.lanes.train import Training, train
 
 DEVICE = os.environ.get("ROUTE2_TEST_DEVICE", "cuda")

@@ -20,11 +20,11 @@ from mi_route2.routing import EraseSpec, MaskSpec
 from mi_route2.validation import AtLeastOne, Positive, parse_words, read_lines, read_record, validated
 from studies.environments.micro.settings import MicroConfig, WarmStartConfig, WorldConfig
 from studies.lanes.config import LanesConfig, Loop
-from studies.lanes.gptq import GPTQSettings
 from studies.lanes.optim import OptimSettings
+from studies.lanes.quantization.gptq import GPTQSettings
+from studies.lanes.scoring.ttt import TTTSettings
 from studies.lanes.settings import Settings as LanesSettings
 from studies.lanes.train import Training
-from studies.lanes.ttt import TTTSettings
 from studies.steering.settings import Settings as SteeringSettings
 from studies.tracing.settings import Settings as TracingSettings
 from studies.training.arms import ARMS, Arm

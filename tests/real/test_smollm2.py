@@ -1,8 +1,6 @@
 """The toolkit on a real pretrained model: SmolLM2-135M, in float32 on whatever device the machine has."""
 
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from mi_route2.patching import sweep
 from mi_route2.patching.patches import Patch
 from mi_route2.routing import MaskRoute, MaskSpec, PairBatch, PersonaFitter, StepContext, TrainBatch, group_advantages
 from mi_route2.serve.client import PatchStudy
+from mi_route2.serve.process import serving
 from mi_route2.sites import Site
 
 pytestmark = [
@@ -174,17 +173,10 @@ def test_the_page_s_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.process
 def test_the_server_answers_with_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mi_route2.serve", "--model", "smollm2", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().split()[-1]
-            with PatchStudy(address) as study:
-                turns = [{"role": "user", "content": "What is the capital of France?"}]
-                chat = {"model": "smollm2", "messages": turns, "max_tokens": 7, "temperature": 0}
-                answer = study._call("POST", "/v1/chat/completions", chat)
-                grid = study.sweep(TO_MARY, TO_JOHN, " Mary", " John", sites=["blocks.29.resid_pre"], positions=[3])
-        finally:
-            process.terminate()
+    with serving("smollm2", tmp_path / "log") as server, PatchStudy(server.url) as study:
+        turns = [{"role": "user", "content": "What is the capital of France?"}]
+        chat = {"model": "smollm2", "messages": turns, "max_tokens": 7, "temperature": 0}
+        answer = study._call("POST", "/v1/chat/completions", chat)
+        grid = study.sweep(TO_MARY, TO_JOHN, " Mary", " John", sites=["blocks.29.resid_pre"], positions=[3])
     assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
     assert grid.clean > 0 > grid.corrupt

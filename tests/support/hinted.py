@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from studies.lanes.bpb import Watch
-from studies.lanes.tapin import Hints, Mixing
+from studies.lanes.scoring.bpb import Watch
+from studies.lanes.scoring.tapin import Hints, Mixing
 
 
 def mix(logits: Tensor, hints: Hints, mixing: Mixing) -> Tensor:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 import uvicorn
-from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.hosts import open_host
@@ -21,9 +21,6 @@ from mi_route2.serve.state import Server
 from studies.environments.micro.model import MicroGPT
 from studies.environments.micro.served import MicroTokenizer
 from studies.environments.micro.settings import MicroConfig
-
-# Five seconds are too few for some answers while the machine is full.
-DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = DEFAULT_TIMEOUT_CONFIG.pool = 60.0
 
 PROMPT = "# task: add 3 then sub 4\n# grader: calls run_tests()"
 OTHER = "# task: scale 3 then sub 4\n# grader: calls run_tests()"
@@ -46,9 +43,10 @@ def random_micro(mode: Mode = "full", context: int = 32, dtype: torch.dtype = to
 
 @dataclass
 class Running:
-    """A server that runs: its address, and its state for looking at."""
+    """A server that runs: its address, a client of it, and its state for looking at."""
 
     url: str
+    http: httpx.Client
     server: Server
     uvicorn: uvicorn.Server
 
@@ -66,9 +64,12 @@ def running(served: Served, study_runs: Path | None = None, **given: Any) -> Ite
         assert thread.is_alive(), "the server did not start"
         assert time.monotonic() < until
         time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    # httpx's own five seconds are too few for some answers while the machine is full
+    once = httpx.Limits(max_keepalive_connections=0)
     try:
-        yield Running(f"http://127.0.0.1:{port}", app.state.server, server)
+        with httpx.Client(base_url=url, timeout=60, limits=once) as http:
+            yield Running(url, http, app.state.server, server)
     finally:
         server.should_exit = True
         thread.join(20)

@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from studies.lanes.arms import Size
-from studies.lanes.gptq import GPTQSettings
-from studies.lanes.quarantine_symmetry import QuarantineSettings
+from studies.lanes.gradients.quarantine_symmetry import QuarantineSettings
+from studies.lanes.gradients.symmetry import SymmetrySettings
+from studies.lanes.quantization.gptq import GPTQSettings
+from studies.lanes.scoring.ttt import TTTSettings
 from studies.lanes.settings import Evaluation, Instruments, Settings, open_text
-from studies.lanes.symmetry import SymmetrySettings
 from studies.lanes.train import Training
-from studies.lanes.ttt import TTTSettings
 
 SIZE = Size(d_model=8, heads=2, mlp=1)
 TRAINING = Training(steps=4, batch=2, length=24)

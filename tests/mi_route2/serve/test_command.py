@@ -2,13 +2,8 @@
 
 import hmac
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +23,9 @@ from mi_route2.engine import Engine, Request, Sampling
 from mi_route2.serve.auth import ApiError, Keys
 from mi_route2.serve.client import PatchStudy, ServerError
 from mi_route2.serve.models import load
+from mi_route2.serve.process import serving
 
-KEY = "key-of-alice-for-these-tests"
+KEY, MODEL = "key-of-alice-for-these-tests", "tests.support.served:random_micro"
 SLOW = """
 import time
 from tests.support.served import random_micro
@@ -42,32 +38,14 @@ def slow():
 """
 
 
-@contextmanager
-def command(
-    folder: Path, *given: str, model: str = "tests.support.served:random_micro", path: Path | None = None
-) -> Iterator[tuple[subprocess.Popen, str]]:
-    """Run the server as a user does; its process and address. What it writes to stderr is in ``folder / "log"``."""
-    line = [sys.executable, "-m", "mi_route2.serve", "--model", model, "--port", "0", "--threads", "1", *given]
-    with (folder / "log").open("w") as log:
-        more = {"MI_ROUTE2_KEY": KEY} | ({"PYTHONPATH": str(path)} if path else {})
-        process = subprocess.Popen(line, env={**os.environ, **more}, stdout=subprocess.PIPE, stderr=log, text=True)
-    try:
-        said = process.stdout.readline()
-        assert " is served at " in said, (folder / "log").read_text()
-        yield process, said.split()[-1]
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("prompts", [False, True])
 def test_each_line_of_the_log_is_json_and_has_prompts_only_if_asked(prompts: bool, tmp_path: Path) -> None:
-    with command(tmp_path, *["--log-prompts"] * prompts) as (process, url):
-        with PatchStudy(url, KEY) as study:
-            study.complete(PROMPT, max_tokens=3, ignore_eos=True)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+    with (
+        serving(MODEL, tmp_path / "log", *["--log-prompts"] * prompts, MI_ROUTE2_KEY=KEY) as server,
+        PatchStudy(server.url, KEY) as study,
+    ):
+        study.complete(PROMPT, max_tokens=3, ignore_eos=True)
     text = (tmp_path / "log").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     (line,) = (line for line in lines if line.get("path") == "/v1/completions")
@@ -99,25 +77,26 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.process
 def test_ctrl_c_lets_a_stream_end(tmp_path: Path) -> None:
-    with command(tmp_path) as (process, url), PatchStudy(url, KEY) as study:
+    with serving(MODEL, tmp_path / "log", MI_ROUTE2_KEY=KEY) as server, PatchStudy(server.url, KEY) as study:
         chunks = study.stream(PROMPT, max_tokens=20, ignore_eos=True)
         first = next(chunks)
-        process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGINT)
         rest = list(chunks)
         assert sum(len(one["mi_route2"]["token_ids"]) for one in (first, *rest)) == 20
-        assert process.wait(20) == 130
+        assert server.process.wait(20) == 130
 
 
 @pytest.mark.process
 def test_a_stream_longer_than_the_drain_ends_with_its_reason_and_newcomers_are_refused(tmp_path: Path) -> None:
     """The model's steps wait, so that the stream outlives the drain on any machine."""
     (tmp_path / "slow_model.py").write_text(SLOW)
-    with command(tmp_path, "--drain", "2", model="slow_model:slow", path=tmp_path) as (process, url), PatchStudy(url, KEY) as study:
-        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}) as other:
+    given = {"MI_ROUTE2_KEY": KEY, "PYTHONPATH": str(tmp_path)}
+    with serving("slow_model:slow", tmp_path / "log", "--drain", "2", **given) as server, PatchStudy(server.url, KEY) as study:
+        with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as other:
             assert other.get("/v1/models").status_code == 200  # its connection stays open
             chunks = study.stream(PROMPT, max_tokens=20, ignore_eos=True)
             next(chunks)
-            process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             time.sleep(0.5)
             try:
                 status = other.post("/v1/completions", json={"model": "micro", "prompt": PROMPT}).status_code
@@ -126,7 +105,7 @@ def test_a_stream_longer_than_the_drain_ends_with_its_reason_and_newcomers_are_r
             assert status in (503, None)
             with pytest.raises(ServerError, match="shut"):
                 list(chunks)
-        assert process.wait(20) == 0
+        assert server.process.wait(20) == 0
 
 
 @pytest.mark.process
@@ -144,9 +123,8 @@ def test_a_checkpoint_with_its_adapters_is_served_deployed(tmp_path: Path) -> No
             p.add_(0.3 * torch.randn(p.shape, generator=draw, dtype=p.dtype))
     save_pretrained(adapters, tmp_path / "adapters", "full")
     asked: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "logprobs": 0, "ignore_eos": True}
-    with command(
-        tmp_path, "--adapters", str(tmp_path / "adapters"), "--mode", "deployed", model=str(tmp_path / "model")
-    ) as (_, url), PatchStudy(url, KEY) as study:  # fmt: skip
+    options = ("--adapters", str(tmp_path / "adapters"), "--mode", "deployed")
+    with serving(str(tmp_path / "model"), tmp_path / "log", *options) as server, PatchStudy(server.url) as study:
         found = study.complete("abc", **asked)["choices"][0]["logprobs"]["token_logprobs"]
         with pytest.raises(ServerError, match="--mode full"):
             study.complete("abc", adapters="full")

@@ -14,8 +14,8 @@ import torch
 
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.patching.patches import Patch
+from mi_route2.serve.api.schema import packed, unpacked
 from mi_route2.serve.models import Readable
-from mi_route2.serve.schema import packed, unpacked
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
@@ -54,8 +54,8 @@ def test_models_and_health(server: Running, client: openai.OpenAI) -> None:
     assert client.models.retrieve("micro").id == "micro"
     with pytest.raises(openai.NotFoundError, match="this server has 'micro'"):
         client.models.retrieve("gpt")
-    assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
-    assert "mi_route2_requests_total" in httpx.get(f"{server.url}/metrics").text
+    assert server.http.get("/health").json()["status"] == "ok"
+    assert "mi_route2_requests_total" in server.http.get("/metrics").text
 
 
 def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine) -> None:
@@ -179,7 +179,7 @@ def test_the_mode_of_one_request_is_that_of_switched_adapters_bit_for_bit(client
 
 def test_a_mode_that_is_not_served_is_refused() -> None:
     with running(random_micro("deployed", context=512)) as small:
-        answer = httpx.post(f"{small.url}/v1/completions", json={"prompt": PROMPT, "adapters": "full"})
+        answer = small.http.post("/v1/completions", json={"prompt": PROMPT, "adapters": "full"})
     assert answer.status_code == 400
     assert "start a server with --mode full" in answer.json()["error"]["message"]
 
@@ -272,7 +272,7 @@ def test_errors_come_before_the_first_byte_in_openais_shape(
     server: Running, body: dict[str, Any], status: int, sentence: str, stream: bool
 ) -> None:
     content = json.dumps({"max_tokens": 8, **body, "stream": stream})
-    response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    response = server.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     if sentence == "not finite" and stream:  # known only when the forward has run
         error = json.loads(response.text.split("data: ")[-2])["error"]
         assert response.text.endswith("data: [DONE]\n\n")
@@ -286,11 +286,11 @@ def test_errors_come_before_the_first_byte_in_openais_shape(
 
 def test_what_is_no_json_and_what_has_no_address(server: Running) -> None:
     for content in (b"{", b"", b"[" * 100_000, b"\xff\xfe"):
-        response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        response = server.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
         assert response.status_code in (400, 422)
         assert response.json()["error"]["message"]
-    assert httpx.get(f"{server.url}/v1/nothing").json()["error"]["code"] is None
-    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+    assert server.http.get("/v1/nothing").json()["error"]["code"] is None
+    assert server.http.get("/v1/completions").status_code == 405
 
 
 # Clients that go
@@ -309,11 +309,11 @@ def test_a_client_that_goes_cancels_its_requests(server: Running, stream: bool) 
     body = {"prompt": PROMPT, "max_tokens": 500, "n": 4, "stream": stream, "ignore_eos": True}
     with unhurried(server):
         if stream:
-            with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            with server.http.stream("POST", "/v1/completions", json=body) as response:
                 next(response.iter_lines())
         else:
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(5.0, read=0.1))
+                server.http.post("/v1/completions", json=body, timeout=httpx.Timeout(5.0, read=0.1))
         wait(server)
     assert server.server.owner.snapshot["tokens"] - tokens < 1500
     assert server.server.owner.alive
@@ -329,23 +329,23 @@ def test_sliders_act_on_the_running_stream(server: Running, client: openai.OpenA
     asked: dict[str, Any] = {"model": "micro", "prompt": PROMPT, "max_tokens": 100, "temperature": 0, "stream": True}
     gates: list[float] = []
     number = None
-    with httpx.Client(base_url=server.url) as http, unhurried(server):
+    with unhurried(server):
         for chunk in client.completions.create(**asked, extra_body={**body, "ignore_eos": True}):
             extra = chunk.model_extra["mi_route2"]
             gates += [one["watch"]["gate"] for one in extra.get("readings", {}).values()]
             if number is None:
                 number = extra["request"]
                 url = f"/v1/streams/{number}"
-                assert http.post(f"{url}/threshold", json={"monitor": "watch", "threshold": 1e6}).status_code == 200
-                assert http.post(f"{url}/scale", json={"scale": 0.0}).status_code == 200
-                answer = http.post(f"{url}/threshold", json={"monitor": "other", "threshold": 1.0})
+                assert server.http.post(f"{url}/threshold", json={"monitor": "watch", "threshold": 1e6}).status_code == 200
+                assert server.http.post(f"{url}/scale", json={"scale": 0.0}).status_code == 200
+                answer = server.http.post(f"{url}/threshold", json={"monitor": "other", "threshold": 1.0})
                 assert answer.status_code == 400
                 assert "no monitor 'other'" in answer.json()["error"]["message"]
-                dynamic = http.get("/v1/steering/dynamic").json()
+                dynamic = server.http.get("/v1/steering/dynamic").json()
                 assert dynamic["requests"][str(number)]["scale"] == 0.0
     assert gates[0] > 0
     assert set(gates[-20:]) == {0.0}
-    assert httpx.post(f"{server.url}/v1/streams/{number}/scale", json={"scale": 1.0}).status_code == 404
+    assert server.http.post(f"/v1/streams/{number}/scale", json={"scale": 1.0}).status_code == 404
 
 
 def test_a_deadline_ends_a_request_with_a_sentence(client: openai.OpenAI) -> None:

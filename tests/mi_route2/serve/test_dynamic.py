@@ -29,7 +29,7 @@ def server() -> Iterator[Running]:
 
 
 def asked(server: Running, key: str, path: str = "/v1/steering/dynamic") -> httpx.Response:
-    return httpx.get(server.url + path, headers={"Authorization": f"Bearer {key}"})
+    return server.http.get(path, headers={"Authorization": f"Bearer {key}"})
 
 
 def until(true: Any, seconds: float = 10.0) -> None:
@@ -129,7 +129,7 @@ def test_what_is_watched_parses_while_requests_come_and_go(server: Running) -> N
 def test_a_sweep_is_freed_after_its_reader_has_gone(server: Running) -> None:
     body = {"clean": [5, 6] * 40, "corrupt": [6, 5] * 40, "answer": 5, "foil": 6, "stream": True}
     owner = server.server.owner
-    with httpx.stream("POST", f"{server.url}/v1/patch_sweep", json=body, headers={"Authorization": f"Bearer {ALICE}"}) as response:
+    with server.http.stream("POST", "/v1/patch_sweep", json=body, headers={"Authorization": f"Bearer {ALICE}"}) as response:
         assert next(response.iter_lines()) == "event: start"
         swept: list[Any] = []
         owner._post(lambda: swept.extend(weakref.ref(job.sweep) for job in owner._jobs))  # on the thread, between two forwards

@@ -57,7 +57,7 @@ def test_one_key_sweeps_as_often_as_the_limit_says_and_another_key_still_may(ser
         assert time.monotonic() < until
         time.sleep(0.01)
     try:
-        response = httpx.post(f"{server.url}/v1/patch_sweep", json=body, headers=headers)
+        response = server.http.post("/v1/patch_sweep", json=body, headers=headers)
     finally:
         held.set()
         first.join(20)
@@ -224,7 +224,7 @@ def test_every_bound_of_every_field_is_kept_and_the_sentence_names_the_field(ser
     """The bounds are those of the published schema, so that a new field is tested as soon as it is there."""
     found: set[tuple[str, str]] = set()
     seen: set[str] = set()
-    schema = httpx.get(f"{server.url}/openapi.json").json()
+    schema = server.http.get("/openapi.json").json()
     with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {ALICE}"}, timeout=60) as http:
         for path, methods in schema["paths"].items():
             if "requestBody" not in methods.get("post", {}):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from mi_route2.serve.client import PatchStudy
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.process
 
 def test_a_reader_that_does_not_read_is_cancelled_and_stalls_nobody() -> None:
     with running(model(), limits=Limits(backlog=8)) as server, PatchStudy(server.url) as study:
-        assert httpx.get(f"{server.url}/v1/study").json()["heads"] == 4  # of queries; there are two of keys and values
+        assert server.http.get("/v1/study").json()["heads"] == 4  # of queries; there are two of keys and values
         ids = [*range(FIRST, FIRST + 256)] * 16  # of 80,000 bytes for each token, so that the system's buffers are full soon
         lazy: dict[str, Any] = {"prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "logprob_token_ids": ids, "stream": True}
         body = json.dumps(lazy).encode()
@@ -39,7 +38,7 @@ def test_a_reader_that_does_not_read_is_cancelled_and_stalls_nobody() -> None:
             while server.server.owner.snapshot["running"]:
                 assert time.monotonic() < until
                 time.sleep(0.01)
-            assert b"mi_route2_slow_readers_total 1.0" in httpx.get(f"{server.url}/metrics").content
+            assert b"mi_route2_slow_readers_total 1.0" in server.http.get("/metrics").content
             connection.settimeout(20)
             told = b""
             while b"[DONE]" not in told:  # whoever reads at last is told the reason
@@ -78,6 +77,6 @@ def test_a_soak_tells_a_leak_from_a_high_water_mark(load: Callable[[int], int], 
         answers, most = answers + load(i), max(most, load(i))
         rss = (512 << 20) + leak * answers + most * (256 << 10)
         tally.samples.append({"second": 10.0 * i, "answers": answers, "rss": rss, "files": 14, "threads": 7})
-    judge(tally, {"files": 14, "threads": 7}, minutes=60)
+    judge(tally, {"files": 14, "threads": 7}, minutes=60.0)
     assert len(tally.failures) == fails
     assert all("memory grew steadily" in one for one in tally.failures)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import httpx
 import pytest
 from browser import chromium
 from playwright.sync_api import Browser, BrowserContext, Page, expect
@@ -79,9 +78,9 @@ def browser() -> Iterator[Browser]:
 class Seen:
     """A window on the page, and everything that went wrong in it."""
 
-    def __init__(self, context: BrowserContext, address: str):
+    def __init__(self, context: BrowserContext, server: Running):
         self.page: Page = context.new_page()
-        self.address, self.wrong, self.refused = address, [], 0
+        self.address, self.http, self.wrong, self.refused = server.url, server.http, [], 0
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("console", lambda message: self._said(message.type, message.text))
         self.page.on("request", lambda request: self._asked(request.url))
@@ -106,7 +105,7 @@ class Seen:
 def seen(browser: Browser, server: Running) -> Iterator[Seen]:
     """Return a window; at the end, nothing was written to the console and no request has left the host."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-    window = Seen(context, server.url)
+    window = Seen(context, server)
     yield window
     context.close()
     assert window.wrong == []
@@ -188,7 +187,7 @@ def test_the_keyboard_moves_in_the_grid_and_enter_asks_the_patched_model(seen: S
     # The whole difference is patched in, so the patched model on the corrupt prompt is the clean one
     one = served.examples[0]
     asked = {"prompt": one.clean, "max_tokens": 16, "temperature": 0, "logprobs": 1}
-    clean = httpx.post(f"{seen.address}/v1/completions", json=asked).json()["choices"][0]
+    clean = seen.http.post("/v1/completions", json=asked).json()["choices"][0]
     expect(page.locator(".answered")).to_have_text(clean["text"] or "(nothing)", use_inner_text=False)
     likely = page.locator(".top code").first.text_content()
     assert likely is not None
@@ -263,7 +262,7 @@ def test_each_token_has_the_color_and_the_readings_of_its_position(seen: Seen, s
     stream(page)
     expect(page.locator("#stream-status")).to_contain_text("done")
     asked = {"prompt": page.input_value("#prompt"), "max_tokens": 16, "seed": 5, "readings": True, "monitors": [served.monitor]}
-    whole = httpx.post(f"{seen.address}/v1/completions", json=asked).json()["choices"][0]["mi_route2"]
+    whole = seen.http.post("/v1/completions", json=asked).json()["choices"][0]["mi_route2"]
     told = labels(page, "#tokens .token")
     assert len(told) == len(whole["prompt_tokens"]) + len(whole["tokens"])
     threshold, name = served.monitor["threshold"], served.monitor["name"]  # pyright: ignore[reportOptionalSubscript]
@@ -339,15 +338,15 @@ def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: See
             page.locator("#scale").press("End")
         assert answered.value.ok
         request = answered.value.json()["request"]
-        now = httpx.get(f"{seen.address}/v1/steering/dynamic").json()["requests"][str(request)]
+        now = seen.http.get("/v1/steering/dynamic").json()["requests"][str(request)]
         assert now["scale"] == pytest.approx(4e6)  # 4 times, of a vector that was sent at a millionth: it started at 0
         page.click("#stop")
         expect(page.locator("#stream-status")).to_contain_text("stopped")
     for _ in range(100):
-        if not httpx.get(f"{seen.address}/v1/steering/dynamic").json()["requests"]:
+        if not seen.http.get("/v1/steering/dynamic").json()["requests"]:
             break
         time.sleep(0.05)
-    assert httpx.get(f"{seen.address}/v1/steering/dynamic").json()["requests"] == {}  # the server has noticed
+    assert seen.http.get("/v1/steering/dynamic").json()["requests"] == {}  # the server has noticed
 
 
 def test_the_study_shows_the_last_steps_of_each_arm_and_follows_its_files(seen: Seen, runs: Path) -> None:
@@ -428,7 +427,7 @@ def test_every_text_has_the_contrast_of_wcag_aa(seen: Seen, theme: Any) -> None:
 def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, served: Served) -> None:
     with running(served, keys=Keys([(KEY, False)])) as found:
         context = browser.new_context()
-        seen = Seen(context, found.url)
+        seen = Seen(context, found)
         seen.refused = 1
         page = seen.go(tab="patch")
         page.get_by_label("This server needs a key").fill("another-key-than-it-has")

@@ -99,7 +99,7 @@ def test_the_sweep_of_a_planted_circuit_peaks_at_its_cell(browser: Browser) -> N
             block.attn.o.weight[:, : width if layer else None] = 0.0
     with running(made) as found:
         context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-        window = Seen(context, found.url)
+        window = Seen(context, found)
         page = window.go(tab="patch", sites="z", clean=PROMPT, corrupt=OTHER, answer=" +", foil=" *")
         expect(page.locator("#strip .couple").first).to_be_visible()
         page.click("#sweep")

@@ -104,7 +104,7 @@ def test_what_nginx_refuses_looks_like_what_the_server_refuses(proxy: str) -> No
         with pytest.raises(ServerError, match="larger than 4 MiB") as refused:
             study.complete("x" * (5 << 20))
         assert (refused.value.status, refused.value.code) == (413, "too_large")
-        assert httpx.get(f"{proxy}/metrics", headers={"Authorization": f"Bearer {KEY}"}).status_code == 403
+        assert httpx.get(f"{proxy}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=60).status_code == 403
         calls = (study.runs for _ in range(400))
         with pytest.raises(ServerError, match="too many requests in a second") as refused:
             deque((call() for call in calls), 0)

@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +27,7 @@ from mi_route2.serve.auth import Events, Keys
 from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
 from mi_route2.serve.models import load
 from mi_route2.serve.options import Limits
+from mi_route2.serve.process import serving
 from mi_route2.sites import Site
 from studies.environments.micro.served import MicroTokenizer
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
@@ -99,11 +97,11 @@ def test_nobody_gets_in_without_a_key(server: Running, header: str | None) -> No
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
     for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/runs"), ("GET", "/metrics")):
         body = {"prompt": PROMPT} if method == "POST" else None
-        response = httpx.request(method, server.url + path, headers=headers, json=body)
+        response = server.http.request(method, path, headers=headers, json=body)
         assert response.status_code == 401, path
         assert "Authorization: Bearer KEY" in response.json()["error"]["message"]
-    assert httpx.get(f"{server.url}/health").status_code == 200
-    assert httpx.get(f"{server.url}/v1/study").json()["key_needed"] is True
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/v1/study").json()["key_needed"] is True
 
 
 def test_vectors_configurations_runs_and_conversations_belong_to_a_key(server: Running, alice: PatchStudy, bob: PatchStudy) -> None:
@@ -247,7 +245,7 @@ def test_limits_answer_with_a_sentence(server: Running, alice: PatchStudy) -> No
     assert "--max-body" in str(large)
     headers = {"Authorization": f"Bearer {ALICE}"}
     for n, status in ((8, 200), (9, 429)):
-        response = httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT, "n": n, "max_tokens": 1}, headers=headers)
+        response = server.http.post("/v1/completions", json={"prompt": PROMPT, "n": n, "max_tokens": 1}, headers=headers)
         assert response.status_code == status
     assert response.headers["Retry-After"] == "1"
     assert "wait for some to end" in response.json()["error"]["message"]
@@ -284,7 +282,7 @@ def test_one_keys_many_runs_evict_no_run_within_anothers_share() -> None:
     given = {"prompt": PROMPT, "capture": [SITE], "max_tokens": 1}
     with running(random_micro(context=512), keys=Keys(KEYS), limits=Limits(store=20_000)) as small:
         clients = {key: PatchStudy(small.url, key) for key in (ALICE, BOB)}
-        post = {key: httpx.Client(base_url=small.url, headers={"Authorization": f"Bearer {key}"}) for key in clients}
+        post = {key: httpx.Client(base_url=small.url, headers={"Authorization": f"Bearer {key}"}, timeout=60) for key in clients}
         assert post[ALICE].post("/v1/completions", json={**given, "run": "mine"}).status_code == 200
         for i in range(20):
             assert post[BOB].post("/v1/completions", json={**given, "run": f"r{i}"}).status_code == 200
@@ -352,21 +350,21 @@ def test_without_a_number_an_eighth_of_the_free_memory_is_for_keys_and_values() 
 
 
 def test_a_run_larger_than_the_store_is_an_error_with_the_sizes() -> None:
-    with running(random_micro(context=512), limits=Limits(store=20_000)) as small, httpx.Client(base_url=small.url) as http:
+    with running(random_micro(context=512), limits=Limits(store=20_000)) as small:
         given = {"prompt": PROMPT, "capture": [{"site": SITE, "part": "all"}], "ignore_eos": True}
-        assert http.post("/v1/completions", json={**given, "max_tokens": 2, "run": "short"}).status_code == 200
-        answer = http.post("/v1/completions", json={**given, "max_tokens": 450, "run": "long"})
+        assert small.http.post("/v1/completions", json={**given, "max_tokens": 2, "run": "short"}).status_code == 200
+        answer = small.http.post("/v1/completions", json={**given, "max_tokens": 450, "run": "long"})
         assert answer.status_code == 422
         assert re.search(r"run 'long' needs [\d,]+ bytes or more, and the store holds 20,000", answer.json()["error"]["message"])
-        assert http.get("/v1/runs/long").status_code == 404
-        assert http.post("/v1/completions", json={**given, "max_tokens": 2, "run": "again"}).status_code == 200
+        assert small.http.get("/v1/runs/long").status_code == 404
+        assert small.http.post("/v1/completions", json={**given, "max_tokens": 2, "run": "again"}).status_code == 200
 
 
 def test_metrics_count_reasons_within_streams_too_and_bytes_by_key() -> None:
     with running(random_micro(context=512), keys=Keys(KEYS), limits=Limits(store=20_000)) as small:
 
         def metrics() -> dict[str, float]:
-            text = httpx.get(f"{small.url}/metrics", headers={"Authorization": f"Bearer {ADMIN}"}).text
+            text = small.http.get("/metrics", headers={"Authorization": f"Bearer {ADMIN}"}).text
             lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
             return {name: float(value) for name, _, value in lines}
 
@@ -378,15 +376,15 @@ def test_metrics_count_reasons_within_streams_too_and_bytes_by_key() -> None:
         assert errors("request_failed") == 1
         assert metrics()['mi_route2_requests_total{path="/v1/completions",status="200"}'] == 1
         given = {"headers": {"Authorization": f"Bearer {BOB}"}}
-        assert httpx.post(f"{small.url}/v1/completions", json={"prompt": "a", "n": -1}, **given).status_code == 422
+        assert small.http.post("/v1/completions", json={"prompt": "a", "n": -1}, **given).status_code == 422
         assert errors("invalid_field") == 1
-        assert httpx.post(f"{small.url}/v1/completions", json={"prompt": "a"}).status_code == 401
+        assert small.http.post("/v1/completions", json={"prompt": "a"}).status_code == 401
         assert errors("invalid_api_key") == 1
-        assert httpx.get(f"{small.url}/nowhere", **given).status_code == 404
+        assert small.http.get("/nowhere", **given).status_code == 404
         assert errors("404", "other") == 1
         body = {"prompt": PROMPT, "capture": [SITE], "max_tokens": 1, "run": "mine"}
-        assert httpx.post(f"{small.url}/v1/completions", json=body, **given).status_code == 200
-        assert httpx.post(f"{small.url}/v1/steering/set", json={"vectors": {"v": [1.0] * 16}}, **given).status_code == 200
+        assert small.http.post("/v1/completions", json=body, **given).status_code == 200
+        assert small.http.post("/v1/steering/set", json={"vectors": {"v": [1.0] * 16}}, **given).status_code == 200
         held = {name: value for name, value in metrics().items() if name.startswith("mi_route2_held_bytes")}
         kinds = {name.split('"')[1]: value for name, value in held.items() if value}
         assert kinds == {"runs": small.server.store.stats().memory_bytes, "vectors": 16 * 8.0}
@@ -396,14 +394,14 @@ def test_metrics_count_reasons_within_streams_too_and_bytes_by_key() -> None:
 
 
 def test_no_page_names_another_host_and_the_reference_has_every_address_and_field(server: Running) -> None:
-    schema = httpx.get(f"{server.url}/openapi.json").json()
+    schema = server.http.get("/openapi.json").json()
     for path in ("/", "/docs", "/static/page.js", "/static/page.css"):
-        answer = httpx.get(f"{server.url}{path}")
+        answer = server.http.get(path)
         if path in ("/", "/docs"):
             assert answer.status_code == 200
             assert "default-src 'self'" in answer.headers["content-security-policy"]
         assert not re.search(r"(?:src|href|url)\s*[=(]\s*[\"']?(?:https?:)?//", answer.text), path
-    page = httpx.get(f"{server.url}/docs").text
+    page = server.http.get("/docs").text
     for path, methods in schema["paths"].items():
         assert all(f"<code>{method.upper()} {path}</code>" in page for method in methods)
     fields = {name for model in schema["components"]["schemas"].values() for name in model.get("properties", {})}
@@ -463,7 +461,7 @@ def test_pages_of_other_hosts_are_refused() -> None:
             ({"Origin": "http://evil.example"}, 400),
             ({"Origin": local.url}, 200),
         ):
-            assert httpx.get(f"{local.url}/health", headers=headers).status_code == status, headers
+            assert local.http.get("/health", headers=headers).status_code == status, headers
 
 
 def test_who_comes_while_the_server_drains_is_sent_away_with_the_reason() -> None:
@@ -507,10 +505,12 @@ def test_a_sweep_over_http_is_the_sweep_of_the_process(alice: PatchStudy) -> Non
     assert np.array_equal(asyncio.run(main()).values, found.values)
 
 
-def test_a_sweep_over_http_starts_from_a_run_that_a_completion_captured(alice: PatchStudy, bob: PatchStudy) -> None:
+def test_a_sweep_over_http_starts_from_a_run_that_a_completion_captured(
+    server: Running, alice: PatchStudy, bob: PatchStudy
+) -> None:
     given: dict[str, Any] = {"answer": " +", "foil": " *", "sites": ["resid_pre", "z"]}
     truth = alice.sweep(PROMPT, OTHER, **given)
-    layers = httpx.get(f"{alice.base_url}/v1/study").json()["layers"]
+    layers = server.http.get("/v1/study").json()["layers"]
     whole = [{"site": f"blocks.{i}.{point}", "part": "prompt"} for i in range(layers) for point in ("resid_pre", "z")]
     last = {"site": f"blocks.{layers - 1}.resid_post", "part": "last"}
     alice.complete(PROMPT, max_tokens=3, capture=[*whole, last], run="clean")
@@ -566,7 +566,7 @@ def test_a_sweep_is_refused_before_it_starts(alice: PatchStudy, given: Any, stat
 def test_a_reader_that_goes_cancels_its_sweep(server: Running) -> None:
     body = {"clean": [5, 6] * 40, "corrupt": [6, 5] * 40, "answer": 5, "foil": 6, "stream": True}
     headers = {"Authorization": f"Bearer {ALICE}"}
-    with httpx.stream("POST", f"{server.url}/v1/patch_sweep", json=body, headers=headers) as response:
+    with server.http.stream("POST", "/v1/patch_sweep", json=body, headers=headers) as response:
         assert next(response.iter_lines()) == "event: start"
     until = time.monotonic() + 10
     while server.server.sweeping or server.server.owner._jobs:
@@ -630,13 +630,13 @@ def test_the_runs_of_a_study_are_those_of_its_files(alice: PatchStudy) -> None:
 
 
 def test_the_page_and_its_parts_are_served(server: Running) -> None:
-    page = httpx.get(f"{server.url}/")
+    page = server.http.get("/")
     assert page.status_code == 200
     assert "default-src 'self'" in page.headers["Content-Security-Policy"]
     for name in re.findall(r'(?:src|href)="(/[^"]+)"', page.text):
-        assert httpx.get(server.url + name).status_code == 200, name
-    assert len(httpx.get(f"{server.url}/plotly.min.js").content) > 1_000_000
-    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+        assert server.http.get(name).status_code == 200, name
+    assert len(server.http.get("/plotly.min.js").content) > 1_000_000
+    paths = server.http.get("/openapi.json").json()["paths"]
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/patch_sweep"):
         assert set(paths[path]["post"]["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert list(paths["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
@@ -656,53 +656,34 @@ def test_a_dead_engine_ends_every_stream_with_a_reason_and_health_says_so() -> N
         doomed.server.owner._post(die)
         with pytest.raises(ServerError, match="thread failed with SystemExit"):
             list(chunks)
-        response = httpx.get(f"{doomed.url}/health")
+        response = doomed.http.get("/health")
         assert response.status_code == 503
         assert "SystemExit" in response.json()["error"]["message"]
         found = refusal(study.complete, PROMPT)
         assert found.status == 503
 
 
-@pytest.mark.process
 def test_the_command_prints_its_address_serves_and_drains(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "mi_route2.serve",
-        "--model",
-        "tests.support.served:random_micro",
-        "--port",
-        "0",
-        "--threads",
-        "1",
-    ]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env={**os.environ, "MI_ROUTE2_KEY": ALICE}, **pipes)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("micro is served at http://127.0.0.1:"), line + (process.stderr.read() if process.stderr else "")
+    with serving(MODEL, tmp_path / "log", MI_ROUTE2_KEY=ALICE) as server:
+        assert server.url.startswith("http://127.0.0.1:")
         # a client forgets an idle connection after 5 seconds: a server that closed it at that moment would cut off a request
-        idle = HTTPConnection(line.split()[-1].removeprefix("http://"))
+        idle = HTTPConnection(server.url.removeprefix("http://"))
         for pause in (httpx.Limits().keepalive_expiry or 0.0, 0.0):
             idle.request("GET", "/health")
             assert idle.getresponse().read()
             time.sleep(1.1 * pause)
         idle.close()
-        with PatchStudy(line.split()[-1], ALICE) as study:
+        with PatchStudy(server.url, ALICE) as study:
             chunks = study.stream(PROMPT, max_tokens=20, ignore_eos=True)
             first = next(chunks)
-            process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             rest = list(chunks)
         assert sum(len(one["mi_route2"]["token_ids"]) for one in (first, *rest)) == 20
-        assert process.wait(20) == 0
-        log = process.stderr.read() if process.stderr else ""
-        assert '"path": "/v1/completions", "status": 200' in log
-        assert "task" not in log
-        assert ALICE not in log
-    finally:
-        process.kill()
-        process.wait()
+        assert server.process.wait(20) == 0
+    log = (tmp_path / "log").read_text()
+    assert '"path": "/v1/completions", "status": 200' in log
+    assert "task" not in log
+    assert ALICE not in log
 
 
 def test_another_address_needs_a_key() -> None:

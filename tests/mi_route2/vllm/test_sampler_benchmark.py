@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from studies.benchmarks.engine import table
+from studies.benchmarks.measurement.paired import Ratio, Result, token_table
 from studies.benchmarks.options import VllmSamplerOptions
-from studies.benchmarks.paired import Ratio, Result
 from studies.benchmarks.vllm_sampler import ROWS, run
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -19,7 +18,7 @@ HERE = importlib.util.find_spec("vllm") is not None
 
 def printed(document: dict[str, Any]) -> str:
     rows = [Result(**(row | {"time": Ratio(**row["time"])})) for row in document["rows"]]
-    return table(rows, document["seconds"], document["tokens"])
+    return token_table(rows, document["seconds"], document["tokens"])
 
 
 @pytest.mark.skipif(not HERE, reason="vLLM is not installed here: make test-vllm runs these tests")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from studies.benchmarks import command
+from studies.benchmarks import __main__ as command
 from studies.benchmarks.options import BENCHMARKS, HostsOptions
 
 benchmarks = pytest.mark.parametrize("name", [name for name in BENCHMARKS if name not in ("cost", "vllm_sampler")])
@@ -14,8 +14,8 @@ benchmarks = pytest.mark.parametrize("name", [name for name in BENCHMARKS if nam
 
 
 def main(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
-    return command.main(BENCHMARKS[name], name)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", name, *arguments])
+    return command.main()
 
 
 def test_every_benchmark_is_in_the_table() -> None:

@@ -12,10 +12,10 @@ import torch
 from mi_route2.adapters import AdapterSpec
 from mi_route2.routing import MaskSpec
 from studies.benchmarks import cost
-from studies.benchmarks.contenders import Bench
 from studies.benchmarks.cost import LARGE, ROUTES, SIZES, Compared, run, table
+from studies.benchmarks.measurement.contenders import Bench
+from studies.benchmarks.measurement.paired import peak_bytes
 from studies.benchmarks.options import CostOptions
-from studies.benchmarks.paired import peak_bytes
 
 pytestmark = pytest.mark.study
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mi_route2.engine import Engine, Request, Sampling
-from studies.benchmarks.engine import ROWS, Result, Sides, run, table
+from studies.benchmarks.engine import ROWS, Sides, run
+from studies.benchmarks.measurement.paired import Ratio, Result, token_table
 from studies.benchmarks.options import EngineOptions
-from studies.benchmarks.paired import Ratio
 
 pytestmark = pytest.mark.study
 
@@ -37,14 +37,14 @@ def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: py
     results = [read(row) for row in document["rows"]]
     assert [(r.over, r.under) for r in results if r.under != "vLLM"] == [(row.over, row.under) for row in ROWS]
     assert all(r.time.lo <= r.time.value <= r.time.hi for r in results)
-    assert table(results, document["seconds"], document["tokens"]) in printed
+    assert token_table(results, document["seconds"], document["tokens"]) in printed
     assert all(len(seconds) == 3 for seconds in document["seconds"].values())
 
 
 @pytest.mark.parametrize(("name", "rounds", "requests"), [("engine", 9, 64), ("engine_again", 15, 64), ("engine_smollm2", 3, 8)])
 def test_the_page_prints_what_was_measured(name: str, rounds: int, requests: int) -> None:
     document = json.loads((DOCS / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
-    expected = table([read(row) for row in document["rows"]], document["seconds"], document["tokens"]) + "\n"
+    expected = token_table([read(row) for row in document["rows"]], document["seconds"], document["tokens"]) + "\n"
     found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", (DOCS / "engine.md").read_text(encoding="utf-8"))
     assert found
     assert found[1] == expected, f"docs/engine.md must have, below <!-- table: {name} -->:\n\n{expected}"

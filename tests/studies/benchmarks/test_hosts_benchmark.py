@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from studies.benchmarks.flops import Size
-from studies.benchmarks.host_contenders import (
+from studies.benchmarks.hosts import ROWS, Result, run, table
+from studies.benchmarks.measurement.flops import Size
+from studies.benchmarks.measurement.host_contenders import (
     BARE,
     BRIDGE,
     EAGER,
@@ -27,9 +28,8 @@ from studies.benchmarks.host_contenders import (
     HostBench,
     Setting,
 )
-from studies.benchmarks.hosts import ROWS, Result, run, table
+from studies.benchmarks.measurement.paired import Ratio
 from studies.benchmarks.options import HostsOptions
-from studies.benchmarks.paired import Ratio
 
 pytestmark = pytest.mark.study
 

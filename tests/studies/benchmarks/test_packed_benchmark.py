@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from studies.benchmarks.measurement.paired import Measured, Ratio
 from studies.benchmarks.options import PackedOptions
 from studies.benchmarks.packed import SPECS, Result, describe, run, table, tail
-from studies.benchmarks.paired import Measured, Ratio
 
 pytestmark = pytest.mark.study
 

@@ -14,11 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.routing import MaskSpec
-from studies.benchmarks import flops, paired, routing
-from studies.benchmarks.contenders import SITES, Bench
-from studies.benchmarks.flops import MICRO, Size
+from studies.benchmarks import routing
+from studies.benchmarks.measurement import flops, paired
+from studies.benchmarks.measurement.contenders import SITES, Bench
+from studies.benchmarks.measurement.flops import MICRO, Size
+from studies.benchmarks.measurement.paired import Ratio
 from studies.benchmarks.options import RoutingOptions
-from studies.benchmarks.paired import Ratio
 from studies.benchmarks.routing import LORA, OPACUS, PEFT, ROWS, STACKED, SVD, SVD_STACKED, VMAP, Result, Row, run
 
 pytestmark = pytest.mark.study

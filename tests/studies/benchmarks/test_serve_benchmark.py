@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mi_route2.serve.soak import serving
+from mi_route2.serve.process import serving
 from studies.benchmarks import serve
-from studies.benchmarks.paired import Ratio
+from studies.benchmarks.measurement.paired import Ratio
 
 pytestmark = pytest.mark.study
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from studies.benchmarks.measurement.paired import Ratio
 from studies.benchmarks.options import SweepsOptions
-from studies.benchmarks.paired import Ratio
 from studies.benchmarks.sweeps import (
     BRIDGED,
     LENS,

@@ -10,8 +10,8 @@ import pytest
 
 from studies.lanes import cli
 from studies.lanes.arms import ARMS
-from studies.lanes.claims import CLAIMS
 from studies.lanes.report import publish
+from studies.lanes.report.claims import CLAIMS
 from studies.lanes.settings import Settings
 
 pytestmark = pytest.mark.study

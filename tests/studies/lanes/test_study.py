@@ -22,16 +22,16 @@ from tiny_lanes import FEW, with_steps, write_texts
 
 from studies.common.seeds import torch_generator
 from studies.lanes.arms import ARMS
-from studies.lanes.bpb import bpb, score
-from studies.lanes.gptq import QuantizedWeights, collect_hessians, dequantized, quantize
 from studies.lanes.measures import Noted, Subject, excerpt, routing, usual_weights
+from studies.lanes.quantization.gptq import QuantizedWeights, collect_hessians, dequantized, quantize
+from studies.lanes.quantization.size import HEADER, pack
+from studies.lanes.scoring.bpb import bpb, score
+from studies.lanes.scoring.tapin import Mixing
+from studies.lanes.scoring.ttt import adapt
+from studies.lanes.scoring.ttt import trained as trained_by
 from studies.lanes.settings import Settings, open_text, quick
-from studies.lanes.size import HEADER, pack
 from studies.lanes.study import Job, jobs_of, load, run_job, run_jobs, run_study, trained
-from studies.lanes.tapin import Mixing
 from studies.lanes.text import BOS
-from studies.lanes.ttt import adapt
-from studies.lanes.ttt import trained as trained_by
 
 pytestmark = pytest.mark.process
 

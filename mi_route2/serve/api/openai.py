@@ -1,0 +1,519 @@
+"""Completions and chat completions as OpenAI's clients ask for them, whole or streamed, with interventions in extra fields.
+
+A whole answer and a stream are made of the same events: the same tokens, texts, log-probabilities and readings.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from math import isfinite, prod
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from mi_route2.engine import Engine, Event, Result, Token
+from mi_route2.engine import Request as EngineRequest
+from mi_route2.engine.text import Growing
+from mi_route2.serve.api.schema import (
+    CHOICES,
+    ChatCompletion,
+    Completion,
+    Generation,
+    RunSource,
+    packed,
+    request_of,
+    sampling_of,
+)
+from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal
+from mi_route2.serve.models import CLOSED
+from mi_route2.serve.owner import Stream
+from mi_route2.serve.state import Open, Server, TheClient, TheServer, called
+
+routes = APIRouter()
+GONE = 499
+"""Status in the log and the metrics for a client that went away, as nginx has it: nobody gets this answer."""
+DEFAULT_CHAT = 256
+"""Tokens of a chat completion that names no number."""
+
+
+@dataclass
+class Choice:
+    """One completion while it is made: its request, its stream, and its text so far."""
+
+    index: int
+    prompt: list[int]
+    request: EngineRequest
+    stream: Stream
+    growing: Growing
+    tokens: int = 0
+    offset: int = 0
+
+    @property
+    def result(self) -> Result:
+        """The engine's result, after the last event."""
+        assert self.stream.result is not None
+        return self.stream.result
+
+
+@routes.get("/v1/models", tags=["completions"])
+async def models(server: TheServer, _: TheClient) -> Response:
+    """Return the served model."""
+    return Json({"object": "list", "data": [_model(server)]})
+
+
+@routes.get("/v1/models/{name}", tags=["completions"])
+async def model(name: str, server: TheServer, _: TheClient) -> Response:
+    """Return the served model."""
+    _demand(name, server)
+    return Json(_model(server))
+
+
+def _model(server: Server) -> dict[str, Any]:
+    return {"id": server.served.name, "object": "model", "created": 0, "owned_by": "mi-route2", "max_model_len": server.context}
+
+
+def _demand(name: str | None, server: Server) -> None:
+    if name not in (None, server.served.name):
+        raise ApiError(404, f"there is no model {name!r} here: this server has {server.served.name!r}", code="model_not_found")
+
+
+@routes.post("/v1/completions", tags=["completions"], responses=EITHER)
+async def completions(body: Completion, server: TheServer, client: TheClient, request: Request) -> Response:
+    """Continue prompts, with interventions per request."""
+    _demand(body.model, server)
+    try:
+        prompts = [server.served.encode(one) if isinstance(one, str) else one for one in body.prompts]
+    except ValueError as error:
+        raise ApiError(400, str(error), param="prompt") from error
+    if not prompts:
+        raise ApiError(400, "there is no prompt: give a text, or token ids", param="prompt")
+    # the default number of tokens must fit, one that was asked for is refused if it does not
+    most = [body.max_tokens if "max_tokens" in body.model_fields_set else _fitting(server, one, 16) for one in prompts]
+    return await _answered(body, prompts, most, body.top, server, client, request, Wording("cmpl", "text_completion", False))
+
+
+@routes.post("/v1/chat/completions", tags=["completions"], responses=EITHER)
+async def chat_completions(body: ChatCompletion, server: TheServer, client: TheClient, request: Request) -> Response:
+    """Answer a conversation in the model's chat template, with interventions per request."""
+    _demand(body.model, server)
+    try:
+        prompt = server.served.chat([message.plain() for message in body.messages])
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from error
+    most = body.max_completion_tokens or body.max_tokens or _fitting(server, prompt, DEFAULT_CHAT)
+    return await _answered(body, [prompt], [most], body.top, server, client, request, Wording("chatcmpl", "chat.completion", True))
+
+
+def _fitting(server: Server, prompt: Sequence[int], most: int) -> int:
+    return max(1, min(most, server.context - len(prompt) + 1))
+
+
+async def _answered(
+    body: Generation,
+    prompts: list[list[int]],
+    most: list[int],
+    top: int | None,
+    server: Server,
+    client: Client,
+    request: Request,
+    words: "Wording",
+) -> Response:
+    if len(prompts) * body.n > CHOICES:
+        raise ApiError(
+            400, f"{len(prompts)} prompts times n = {body.n} is more than {CHOICES} completions: ask for fewer", param="n"
+        )
+    began = time.monotonic()
+    words.server, words.wants = server, top is not None
+    made = _requests(body, prompts, most, top, server, client)
+    await refuse_captures(made, server, client)
+    choices = await submitted(made, server, client)
+    server.metrics.prompted.inc(sum(map(len, prompts)))
+    usage = Usage(prompts, choices)
+
+    def ended() -> None:
+        for one in choices:
+            one.stream.cancel()
+        closed(choices, server)
+        note(request, tokens=usage.completion)
+
+    if body.stream:
+        options = body.stream_options
+        return Events(_told(request, choices, server, words, usage, options is not None and options.include_usage, began), ended)
+    try:
+        async with cancelled_with(request, [one.stream for one in choices]):
+            parts = await asyncio.gather(*(_whole(one, server, words) for one in choices))
+    finally:
+        ended()
+    for one in choices:
+        if (error := failure(one.result, server)) is not None:
+            raise error
+    return Json({**words.head(), "choices": parts, "usage": usage.to_json()})
+
+
+def _requests(
+    body: Generation, prompts: list[list[int]], most: list[int], top: int | None, server: Server, client: Client
+) -> list[tuple[int, list[int], EngineRequest]]:
+    """Return the engine's request of each choice; ``ApiError`` if one cannot be made."""
+    served, names = server.served, server.names(client)
+    if body.adapters is not None and (why := served.refusal(body.adapters)) is not None:
+        raise ApiError(400, why, param="adapters", code="mode_not_served")
+    refuse_runs(body, len(prompts) * body.n, server, client)
+    closing = served.closing(body.adapters, server.width, server.adapter_sites)
+    made = []
+    try:
+        for i, prompt in enumerate(prompts):
+            for j in range(body.n):
+                index = i * body.n + j
+                sampling = sampling_of(body, served, most[i], index, top)
+                request = request_of(
+                    body,
+                    prompt,
+                    sampling,
+                    names,
+                    owner=client.owner,
+                    salt=client.salt,
+                    closing=closing,
+                    deadline=server.limits.deadline,
+                )
+                made.append((index, prompt, request))
+    except Exception as error:
+        raise refusal(error, names.prefix) from error
+    return made
+
+
+async def refuse_captures(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> None:
+    """``ApiError`` 413 if the captured values of an answer could be larger than the limit."""
+    wanted = [
+        (capture, len(prompt) + request.sampling.max_new - 1, len(prompt))
+        for _, prompt, request in made
+        if request.run is None
+        for capture in request.capture
+    ]
+    if not wanted:
+        return
+
+    def size(engine: Engine) -> int:
+        total = 0
+        for capture, length, prompt in wanted:
+            with suppress(ValueError, KeyError):  # an unknown site, which the engine refuses
+                total += 4 * prod(engine.decoder.shape(capture.site)) * capture.where.most(length, prompt)
+        return total
+
+    # the first shape of a site takes a forward, with hooks
+    if (need := await called(server, client, size)) > (limit := server.limits.capture_bytes):
+        raise ApiError(
+            413,
+            f"what this request captures may take {need:,} bytes, of {limit:,} that an answer may have: name fewer sites or "
+            "positions, ask for fewer completions or tokens, or capture into a run",
+            param="capture",
+            code="too_large",
+        )
+
+
+def refuse_runs(body: Generation, count: int, server: Server, client: Client) -> None:
+    """Raise ``ApiError`` for a run that the key does not have, or one that is written already."""
+    wanted = {one.source.run for one in body.patch if isinstance(one.source, RunSource)}
+    if body.run is None and not wanted:
+        return
+    for run in sorted(wanted):
+        server.demand_run(run, client)
+    if body.run is None:
+        return
+    if count > 1:
+        raise ApiError(400, f"{count} completions cannot write one run: ask for one", param="run")
+    if body.run in server.runs(client) or server.names(client).inside(body.run) in server.writing:
+        raise ApiError(409, f"there is a run {body.run!r} already: delete it, or use another name", param="run", code="run_exists")
+
+
+async def submitted(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> list[Choice]:
+    """Submit all requests or none; ``ApiError`` if one is refused."""
+    running = sum(one.owner == client.owner for one in server.open.values())
+    if running + len(made) > server.per_key:
+        raise ApiError(
+            429,
+            f"{running} requests of yours are in the server, of {server.per_key} that a key may have: wait for some to end",
+            code="too_many_requests",
+            headers={"Retry-After": "1"},
+        )
+    choices: list[Choice] = []
+    for index, prompt, request in made:
+        try:
+            if request.run is not None:
+                server.writing.add(request.run)
+            stream = await server.owner.submit(request)
+        except BaseException as error:
+            for one in choices:
+                one.stream.cancel()
+            closed(choices, server)
+            if request.run is not None:
+                server.writing.discard(request.run)
+            if isinstance(error, Exception):
+                raise refusal(error, server.names(client).prefix) from error
+            raise
+        server.open[stream.number] = Open(client.owner, stream)
+        choices.append(Choice(index, prompt, request, stream, Growing(server.readable, request.sampling.stop)))
+    return choices
+
+
+def closed(choices: Iterable[Choice], server: Server) -> None:
+    """Forget choices that have ended."""
+    for one in choices:
+        server.open.pop(one.stream.number, None)
+        if one.request.run is not None:
+            server.writing.discard(one.request.run)
+
+
+@asynccontextmanager
+async def cancelled_with(request: Request, sources: Sequence[Any]) -> AsyncIterator[None]:
+    """Cancel ``sources`` if the client goes away, and when the block is left."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        for one in sources:
+            one.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+        if watching.done():
+            raise ApiError(GONE, "the client went away before its answer was ready", code="client_gone")
+    finally:
+        watching.cancel()
+        for one in sources:
+            one.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+
+
+def failure(result: Result, server: Server) -> ApiError | None:
+    """Return the answer to a request that failed while it ran; ``None`` if it did not."""
+    if result.finish == "cancelled":
+        return ApiError(503, "the server ended this request: it is shutting down", code="cancelled", headers={"Retry-After": "5"})
+    if result.finish != "error":
+        return None
+    if server.owner.failure is not None:
+        return ApiError(503, server.owner.failure, code="engine_dead")
+    message = result.error or "the request failed"
+    for one in server._names.values():
+        message = message.replace(one.prefix, "")
+    return ApiError(422, message, code="deadline" if "deadline" in message else "request_failed")
+
+
+class Usage:
+    """Tokens that were read and written; a prompt counts once for all its completions."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]):
+        self._prompts, self._choices = sum(map(len, prompts)), choices
+
+    @property
+    def completion(self) -> int:
+        """Generated tokens."""
+        return sum(one.tokens for one in self._choices)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the usage as OpenAI's clients read it."""
+        cached = sum(one.stream.result.cached for one in self._choices if one.stream.result is not None)
+        return {
+            "prompt_tokens": self._prompts,
+            "completion_tokens": self.completion,
+            "total_tokens": self._prompts + self.completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+class Wording:
+    """How an answer is worded: the objects of completions, or those of chat completions."""
+
+    server: Server
+    wants: bool
+    """Whether log-probabilities were asked for."""
+
+    def __init__(self, prefix: str, kind: str, chat: bool):
+        self.id, self.kind, self.chat, self.created = f"{prefix}-{secrets.token_hex(12)}", kind, chat, int(time.time())
+
+    def head(self, *, chunk: bool = False) -> dict[str, Any]:
+        """Return what every object begins with."""
+        kind = f"{self.kind}.chunk" if chunk and self.chat else self.kind
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.server.served.name}
+
+    def whole(self, index: int, text: str, logprobs: Any, finish: str) -> dict[str, Any]:
+        """Return a finished choice."""
+        said: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
+
+    def piece(self, index: int, text: str, logprobs: Any, finish: str | None, first: bool) -> dict[str, Any]:
+        """Return a choice of a chunk."""
+        role = {"role": "assistant"} if first else {}
+        said: dict[str, Any] = {"delta": {**role, "content": text}} if self.chat else {"text": text}
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
+
+    def logprobs(self, tokens: Sequence[Token], offset: int) -> Any:
+        """Return the log-probabilities of tokens, of which the first begins at character ``offset``."""
+        if not self.wants:
+            return None
+        texts = self.server.served.tokens([one.token for one in tokens])
+        tops = [dict(zip(self.server.served.tokens(list(one.top)), one.top.values(), strict=True)) for one in tokens]
+        if not self.chat:
+            offsets = [offset]
+            for text in texts:
+                offsets.append(offsets[-1] + len(text))
+            return {
+                "tokens": texts,
+                "token_logprobs": [number(one.logprob) for one in tokens],
+                "top_logprobs": [{text: number(value) for text, value in top.items()} for top in tops],
+                "text_offset": offsets[:-1],
+            }
+        return {
+            "content": [
+                {**_worded(text, one.logprob), "top_logprobs": [_worded(other, value) for other, value in top.items()]}
+                for text, one, top in zip(texts, tokens, tops, strict=True)
+            ],
+            "refusal": None,
+        }
+
+
+def _worded(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": number(logprob), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def number(value: float) -> float | None:
+    """Return a number that JSON has; ``None`` for NaN and infinity."""
+    return value if isfinite(value) else None
+
+
+def _readings(of: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    found = {
+        str(position): {
+            name: {"score": number(one.score), "gate": number(one.gate)} for name, one in each.items() if name != CLOSED
+        }
+        for position, each in of.items()
+    }
+    return {position: each for position, each in found.items() if each}
+
+
+def _norms(of: Mapping[int, Mapping[Any, float]]) -> dict[str, Any]:
+    return {str(position): {str(site): number(value) for site, value in each.items()} for position, each in of.items()}
+
+
+def _first(choice: Choice, server: Server) -> dict[str, Any]:
+    """Return what is said once about a choice."""
+    tokens = server.served.tokens(choice.prompt)
+    return {"prompt_token_ids": choice.prompt, "prompt_tokens": tokens, "seed": choice.request.sampling.seed}
+
+
+def _last(choice: Choice) -> dict[str, Any]:
+    """Return what is known about a choice at its end."""
+    result = choice.result
+    captured = {str(site): {"positions": list(one.positions), "rows": packed(one.rows)} for site, one in result.captured.items()}
+    return {"finish": result.finish, "cached": result.cached, "unfired": result.unfired, "captured": captured}
+
+
+def _extra(choice: Choice, server: Server, tokens: Sequence[Token]) -> dict[str, Any]:
+    """Return the tokens of a choice with the log-probabilities that were asked for by id."""
+    ids = [one.token for one in tokens]
+    asked = choice.request.sampling.logprob_token_ids
+    logprobs = {"logprob_token_ids": list(asked), "asked": [[number(v) for v in one.asked] for one in tokens]} if asked else {}
+    return {"request": choice.stream.number, "token_ids": ids, "tokens": server.served.tokens(ids), **logprobs}
+
+
+async def _whole(choice: Choice, server: Server, words: Wording) -> dict[str, Any]:
+    """Read a choice to its end and return it."""
+    while events := await choice.stream.batch():
+        choice.tokens += sum(event.token is not None for event in events)
+    result = choice.result
+    extra = {
+        **_first(choice, server),
+        **_extra(choice, server, result.tokens),
+        "readings": _readings(result.readings),
+        "norms": _norms(result.norms),
+        **_last(choice),
+    }
+    finish = "length" if result.finish == "length" else "stop"
+    return {**words.whole(choice.index, result.text or "", words.logprobs(result.tokens, 0), finish), "mi_route2": extra}
+
+
+async def _told(
+    request: Request, choices: list[Choice], server: Server, words: Wording, usage: Usage, counted: bool, began: float
+) -> AsyncGenerator[str, None]:
+    """Yield the chunks of all choices as they come, each as one event of a stream."""
+    empty: dict[str, Any] = {"usage": None} if counted else {}
+    head = words.head(chunk=True)
+    started: set[int] = set()
+    async with _batches(choices) as batches:
+        left = len(choices)
+        while left:
+            choice, events = await batches()
+            first = choice.index not in started
+            if first:
+                started.add(choice.index)
+            if not events:
+                left -= 1
+                if (error := failure(choice.result, server)) is not None:
+                    yield f"data: {dumps(noted(request, error).body())}\n\n"
+                    break
+                said, extra = _ending(choice, server, words, first)
+            else:
+                if choice.tokens == 0 and any(event.token is not None for event in events):
+                    server.metrics.first.observe(time.monotonic() - began)
+                said, extra = _going(choice, events, server, words, first)
+            yield f"data: {dumps({**head, 'choices': [said], **empty, 'mi_route2': extra})}\n\n"
+        else:
+            if counted:
+                yield f"data: {dumps({**head, 'choices': [], 'usage': usage.to_json()})}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+@asynccontextmanager
+async def _batches(choices: list[Choice]) -> AsyncIterator[Callable[[], Awaitable[tuple[Choice, list[Event]]]]]:
+    """Context: a function that waits for the next events of any choice; none at its end."""
+    if len(choices) == 1:
+        (only,) = choices
+
+        async def next_of_one() -> tuple[Choice, list[Event]]:
+            return only, await only.stream.batch()
+
+        yield next_of_one
+        return
+    # of one entry, so that the streams notice a client that does not read
+    chunks: asyncio.Queue[tuple[Choice, list[Event]]] = asyncio.Queue(1)
+
+    async def read(choice: Choice) -> None:
+        while events := await choice.stream.batch():
+            await chunks.put((choice, events))
+        await chunks.put((choice, []))
+
+    readers = [asyncio.create_task(read(one)) for one in choices]
+    try:
+        yield chunks.get
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+def _going(
+    choice: Choice, events: Sequence[Event], server: Server, words: Wording, first: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return choice and extras of a chunk for some events."""
+    tokens = [event.token for event in events if event.token is not None]
+    text = choice.growing.extend([one.token for one in tokens])
+    choice.tokens += len(tokens)
+    extra = {
+        **(_first(choice, server) if first else {}),
+        **_extra(choice, server, tokens),
+        "readings": _readings({at: one for event in events for at, one in event.readings.items()}),
+        "norms": _norms({at: one for event in events for at, one in event.norms.items()}),
+    }
+    logprobs = words.logprobs(tokens, choice.offset) if tokens else None
+    choice.offset += sum(map(len, extra["tokens"]))
+    return words.piece(choice.index, text, logprobs, None, first), extra
+
+
+def _ending(choice: Choice, server: Server, words: Wording, first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return choice and extras of the last chunk: the text that was held back, and how it ended."""
+    finish = "length" if choice.result.finish == "length" else "stop"
+    extra = {**(_first(choice, server) if first else {}), **_extra(choice, server, ()), **_last(choice)}
+    return words.piece(choice.index, choice.growing.end(), None, finish, first), extra

@@ -1,0 +1,410 @@
+"""Routes of the study page: tokenization, alignment, patch sweeps cell by cell, one patched answer, and the runs of studies."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastapi import APIRouter, Request, Response
+
+from mi_route2.engine import Capture, Engine, Sampling
+from mi_route2.engine import Request as EngineRequest
+from mi_route2.patching.grid import Grid
+from mi_route2.patching.patches import Patch
+from mi_route2.patching.question import Alignment, CleanRun, Span, align, one_token
+from mi_route2.patching.targets import Target
+from mi_route2.runs import RunStore
+from mi_route2.runs.record import Where
+from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
+from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn
+from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal, sentence
+from mi_route2.serve.owner import Job
+from mi_route2.serve.state import Server, TheClient, TheServer
+from mi_route2.steering.specs import Steering
+from mi_route2.validation import parse_object, read_lines
+
+routes = APIRouter(tags=["study"])
+TOP = 10
+"""Most likely tokens of a patched answer, and largest cells of a summary."""
+
+
+@routes.get("/v1/study")
+async def study(server: TheServer) -> Response:
+    """Return what a page needs to draw itself, and whether it needs a key for the rest."""
+    served = server.served
+    points = list(dict.fromkeys(site.point for site in server.sites))
+    return Json(
+        {
+            "model": served.name,
+            "layers": server.layers,
+            "heads": server.heads,
+            "context": server.context,
+            "sites": points,
+            "mode": served.mode,
+            "modes": served.modes,
+            "monitors_example": served.monitor,
+            "steering_example": served.steering,
+            "vectors": sorted(served.vectors),
+            "examples": [one.to_json() for one in served.examples],
+            "prompts": list(served.prompts),
+            "study_runs": server.study_runs is not None,
+            "key_needed": bool(server.keys),
+        }
+    )
+
+
+def _ids(prompt: str | list[int], server: Server, name: str) -> list[int]:
+    try:
+        ids = server.served.encode(prompt) if isinstance(prompt, str) else prompt
+    except ValueError as error:
+        raise ApiError(400, f"the {name} prompt: {error}", param=name) from error
+    if wrong := [one for one in ids if one >= server.vocabulary]:
+        raise ApiError(400, f"the {name} prompt's {wrong[0]} is not a token: the ids are 0..{server.vocabulary - 1}", param=name)
+    return ids
+
+
+def _aligned(body: AlignIn | CellIn, server: Server) -> tuple[list[int], list[int], Alignment]:
+    clean, corrupt = _ids(body.clean, server, "clean"), _ids(body.corrupt, server, "corrupt")
+    try:
+        return clean, corrupt, align(clean, corrupt)
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
+
+
+@routes.post("/v1/tokenize")
+async def tokenize(body: TokenizeIn, server: TheServer, _: TheClient) -> Response:
+    """Return the tokens of a prompt."""
+    ids = _ids(body.text, server, "text")
+    return Json({"ids": ids, "tokens": server.served.tokens(ids)})
+
+
+@routes.post("/v1/align")
+async def aligned(body: AlignIn, server: TheServer, _: TheClient) -> Response:
+    """Return the tokens of two prompts, and for each position of the corrupt one its partner in the clean one."""
+    clean, corrupt, found = _aligned(body, server)
+    return Json(
+        {
+            "clean": server.served.tokens(clean),
+            "corrupt": server.served.tokens(corrupt),
+            "partner": [found.source(position) for position in range(len(corrupt))],
+            "summary": found.summary,
+        }
+    )
+
+
+# Sweeps
+
+
+@routes.post("/v1/patch_sweep", responses=EITHER)
+async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, request: Request) -> Response:
+    """Patch every selected site at every position, and score each; whole, or cell by cell as a stream."""
+    running = server.sweeping.get(client.owner, 0)
+    if running >= server.limits.sweeps:
+        raise ApiError(
+            429,
+            f"{running} sweeps of yours are running, which is the limit: wait for one to end",
+            code="too_many_sweeps",
+            headers={"Retry-After": "2"},
+        )
+    server.sweeping[client.owner] = running + 1
+    try:
+        job = await _prepared(body, server, client)
+    except BaseException:
+        _ended(server, client)
+        raise
+
+    left: list[Client] = [client]
+
+    def free() -> None:
+        while left:
+            _ended(server, left.pop())
+
+    def ended() -> None:
+        job.cancel()
+        free()
+        note(request, cells=job.sweep.total)
+
+    if body.stream:
+        return Events(_told(request, job, server, free), ended)
+    try:
+        async with cancelled_with(request, [job]):
+            async for _ in job:
+                pass
+        return Json(_summary(job, server))
+    finally:
+        ended()
+
+
+def _ended(server: Server, client: Client) -> None:
+    server.sweeping[client.owner] -= 1
+    if not server.sweeping[client.owner]:
+        del server.sweeping[client.owner]
+
+
+async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
+    clean: Any = body.clean
+    if isinstance(clean, StoredIn):
+        server.demand_run(clean.run, client)
+        clean = _stored(server.names(client).inside(clean.run), server.store, body.sites)
+    for name in ("clean", "corrupt"):
+        if isinstance(prompt := getattr(body, name), StoredIn):
+            continue
+        length = len(_ids(prompt, server, name))
+        if length > server.context:
+            raise ApiError(400, f"the {name} prompt has {length} tokens, but the context has {server.context}", param=name)
+    tokens = {name: _token(getattr(body, name), server, name) for name in ("answer", "foil")}
+    positions = None
+    if body.positions is not None:
+        positions = [Span(one.text, one.occurrence) if isinstance(one, SpanIn) else one for one in body.positions]
+    try:
+        job = await server.owner.sweep(
+            deadline=server.limits.deadline,
+            clean=clean,
+            corrupt=body.corrupt,
+            sites=body.sites,
+            positions=positions,
+            **tokens,
+            metric=body.metric,
+            alpha=body.alpha,
+            heads=body.heads,
+            together=body.together,
+            at=body.at,
+            replicas=body.replicas,
+            tokenizer=server.threaded,
+        )
+    except TimeoutError as error:
+        raise ApiError(422, str(error), code="sweep_failed") from error
+    except Exception as error:
+        refused = refusal(error, server.names(client).prefix)
+        refused.param = next(
+            (name for name in ("answer", "foil", "clean", "corrupt") if f"the {name}" in refused.message[:24]), None
+        )
+        if refused.message.startswith(("the metric", "answer and foil")):
+            refused.param = "foil" if "foil" in refused.message else "answer"
+        elif isinstance(error, KeyError):
+            refused.param = "clean" if "captured" in refused.message else "sites"
+        elif refused.message.startswith("position"):
+            refused.param = "positions"
+        raise refused from error
+    if job.sweep.total > server.limits.cells:
+        job.cancel()
+        raise ApiError(413, f"{job.sweep.total} cells are more than {server.limits.cells}: name fewer sites or positions")
+    return job
+
+
+def _stored(run: str, store: RunStore, sites: Any) -> Callable[[Engine], CleanRun]:
+    return lambda engine: CleanRun.stored(engine.host, store, run, sites)
+
+
+def _token(given: int | str | None, server: Server, name: str) -> int | None:
+    try:
+        return one_token(given, server.served.tokenizer, name)
+    except Exception as error:  # tokenizers raise errors of their own kinds
+        message = sentence(error)
+        raise ApiError(400, message if message.startswith(f"the {name}") else f"the {name}: {message}", param=name) from error
+
+
+def _finished(job: Job, server: Server) -> Grid:
+    """Return the grid of a job that has ended; ``ApiError`` if it failed."""
+    try:
+        grid = job.grid()
+    except Exception as error:
+        if server.owner.failure is not None:
+            raise ApiError(503, server.owner.failure, code="engine_dead") from error
+        raise ApiError(422, str(error), code="sweep_failed") from error
+    server.metrics.cells.inc(grid.values.size)
+    return grid
+
+
+def _summary(job: Job, server: Server) -> dict[str, Any]:
+    grid = _finished(job, server)
+    rows = {target: i for i, target in enumerate(grid.sites)}
+    columns = {position: i for i, position in enumerate(grid.columns)}
+    top = [
+        {
+            "row": rows[cell.target],
+            "column": columns[cell.position],
+            "site": str(cell.target),
+            "position": cell.position,
+            "value": cell.value,
+            "recovered": (cell.value - grid.corrupt) / (grid.clean - grid.corrupt) if grid.defined else None,
+        }
+        for cell in grid.top(TOP)
+    ]
+    said = {name: getattr(grid, name) for name in ("metric", "clean", "corrupt", "noise_floor", "defined")}
+    note = None
+    if acting := "; ".join(f"{tier}: {', '.join(sites)}" for tier, sites in server.globals.items()):
+        note = f"What steers every request here ({acting}) does not act in a sweep, but it does in the answer of a cell."
+    return {
+        "grid": grid.to_json(),
+        "summary": {**said, "top": top, "alignment": grid.alignment.summary, "text": repr(grid), "note": note},
+    }
+
+
+def _event(name: str, content: Any) -> str:
+    return f"event: {name}\ndata: {dumps(content)}\n\n"
+
+
+async def _told(request: Request, job: Job, server: Server, free: Callable[[], None]) -> AsyncGenerator[str, None]:
+    """Yield the events of a sweep: start, cells as they come, the summary, before which the client may begin the next one."""
+    sweep = job.sweep
+    question = sweep.pair.question
+    rows = {target: i for i, target in enumerate(sweep.targets)}
+    places = [None] if question.together else list(question.positions)
+    columns: dict[int | None, int] = {position: i for i, position in enumerate(places)}
+    clean, corrupt = sweep.pair.scores
+    yield _event(
+        "start",
+        {
+            "rows": [str(target) for target in sweep.targets],
+            "columns": ["all"] if question.together else [question.corrupt.labels[i] for i in question.positions],
+            "positions": places,
+            "skipped": [one.position for one in question.skipped],
+            "clean": number(clean),
+            "corrupt": number(corrupt),
+            "total": sweep.total,
+        },
+    )
+    async for finished in job:
+        cells = [[rows[cell.target], columns[cell.position], number(cell.value)] for cell in finished.cells]
+        if cells:
+            yield _event("cell", {"cells": cells})
+    free()  # whoever has read the summary may ask again, before this response has ended
+    try:
+        yield _event("summary", _summary(job, server))
+    except ApiError as error:
+        yield _event("error", noted(request, error).body())
+    yield "data: [DONE]\n\n"
+
+
+@routes.post("/v1/patch_cell")
+async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request: Request) -> Response:
+    """Return what the model answers to the corrupt prompt with one clean value patched in, and its most likely tokens."""
+    clean, corrupt, alignment = _aligned(body, server)
+    try:
+        target = Target.parse(body.site)
+        wanted = range(len(corrupt)) if body.position is None else [body.position]
+        sources = {position: alignment.source(position) for position in wanted}
+        pairs = {position: source for position, source in sources.items() if source is not None}
+        if not pairs:
+            raise ValueError(f"position {body.position} has no partner in the clean prompt ({alignment.summary}): choose another")
+        shape = await server.owner.call(lambda engine: engine.decoder.shape(target.site))
+        alpha = _share(target, shape, body.alpha)
+    except Exception as error:
+        raise refusal(error) from error
+    if body.adapters is not None and (why := server.served.refusal(body.adapters)) is not None:
+        raise ApiError(400, why, param="adapters", code="mode_not_served")
+    closing = server.served.closing(body.adapters, server.width, server.adapter_sites)
+    steering = None if closing is None else Steering(monitors=(closing,))
+    shared = {"steering": steering, "owner": client.owner, "salt": client.salt, "deadline": server.limits.deadline}
+
+    async def run(prompt: Sequence[int], sampling: Sampling, **given: Any) -> Any:
+        try:
+            asked = EngineRequest(tuple(prompt), sampling, **shared, **given)
+        except Exception as error:
+            raise refusal(error) from error
+        (choice,) = await submitted([(0, list(prompt), asked)], server, client)
+        try:
+            async with cancelled_with(request, [choice.stream]):
+                async for _ in choice.stream:
+                    pass
+        finally:
+            closed([choice], server)
+        if (error := failure(choice.result, server)) is not None:
+            raise error
+        return choice.result
+
+    places = sorted(set(pairs.values()))
+    captured = await run(clean, Sampling(max_new=1), capture=(Capture(target.site, Where(positions=places)),))
+    found = captured.captured[target.site]
+    value = dict(zip(found.positions, found.rows, strict=True))
+    patches = tuple(Patch(target.site, position, value[source], alpha) for position, source in pairs.items())
+    most = max(1, min(body.max_tokens, server.context - len(corrupt) + 1))
+    top = min(TOP, server.vocabulary)
+    sampling = Sampling(max_new=most, logprobs=top, stop_tokens=server.served.stop_tokens)
+    result = await run(corrupt, sampling, patch=patches)
+    best = result.tokens[0].top
+    texts = server.served.tokens(list(best))
+    return Json(
+        {
+            "text": result.text,
+            "token_ids": result.ids,
+            "top": [{"token": text, "id": one, "logprob": number(best[one])} for text, one in zip(texts, best, strict=True)],
+        }
+    )
+
+
+def _share(target: Target, shape: tuple[int, ...], alpha: float) -> float | torch.Tensor:
+    """Return the alpha of a patch of one head: 0 at the others."""
+    if target.head is None:
+        return alpha
+    if target.head >= shape[0]:
+        raise ValueError(f"{target} is outside the model: {target.site} has the heads 0..{shape[0] - 1}")
+    share = torch.zeros(shape, dtype=torch.float64)
+    share[target.head] = alpha
+    return share
+
+
+# Runs of studies
+
+
+MOST_RUNS, MOST_ROWS = 512, 2000
+
+
+@routes.get("/v1/study_runs")
+async def study_runs(server: TheServer, client: TheClient) -> Response:
+    """Return the runs of a study as far as they have come: rates by mode, and what each step recorded."""
+    if server.study_runs is None:
+        return Json({"path": None, "modes": {}, "runs": []})
+    return Json({"modes": server.served.modes_of_study, **await asyncio.to_thread(read_study, server.study_runs)})
+
+
+def read_study(folder: Path) -> dict[str, Any]:
+    """Return the runs below ``folder``, read from their files: ``eval.json``, ``metrics.jsonl`` and ``manifest.json``.
+
+    A file that is missing or half written is as if the run had not come that far.
+    """
+    found = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})[:MOST_RUNS]
+    return {"path": folder.name, "runs": [_run(path) for path in found]}
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    manifest, report = _object(folder / "manifest.json"), _object(folder / "eval.json")
+    settings = next((read for up in folder.parents[:3] if (read := _object(up / "settings.json"))), {})
+    curve = [_finite(row) for row in _rows(folder / "metrics.jsonl")]
+    stride = max(1, -(-len(curve) // MOST_ROWS))
+    about = manifest.get("arm_spec", {})
+    return {
+        "arm": str(manifest.get("arm", report.get("arm", folder.name))),
+        "seed": manifest.get("seed", folder.parent.name.removeprefix("seed-")),
+        "role": about.get("role") if isinstance(about, dict) else None,
+        "finished": manifest.get("status") == "finished",
+        "step": curve[-1].get("step") if curve else None,
+        "steps": settings.get("steps"),
+        "rates": _finite(report.get("modes")),
+        "curve": [row for i, row in enumerate(curve) if i % stride == 0 or i == len(curve) - 1],
+    }
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        return parse_object(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [row for row in read_lines(path, lambda _, value: value, []) if isinstance(row, dict)]
+    except OSError:
+        return []
+
+
+def _finite(value: Any) -> Any:
+    """Return plain data in which numbers that JSON lacks are ``None``."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return number(value) if isinstance(value, float) else value

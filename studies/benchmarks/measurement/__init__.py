@@ -1,0 +1,1 @@
+"""Paired measurement, floors in FLOPs, and the builders of the sides of several benchmarks."""

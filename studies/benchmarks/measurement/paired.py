@@ -1,0 +1,189 @@
+"""Paired measurement: contenders take turns in one process, and the result is the ratio of their medians.
+
+Time is processor time, user and system (``time.process_time``): with one thread it equals wall-clock time on a quiet machine, and
+on a busy one it does not include waiting. The order of turns is shuffled every round. The interval is a bootstrap over rounds that
+keeps a round's turns together, so that whatever slows a whole round cancels.
+
+Memory is the peak of torch's allocations during one step above what was allocated before (activations, gradients and scratch
+tensors, but not the weights), from the profiler's record of every allocation and release. It is the same number at every run. The
+resident set of a fresh process grows by the same amount to within 1% if every tensor has its own mapping
+(``MALLOC_MMAP_THRESHOLD_=32768``); with glibc's heap, holes between tensors hide the difference of interest.
+"""
+
+import gc
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from time import process_time
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A side of a benchmark.
+
+    ``step`` is one forward and backward, ``flops`` its floor; ``reset`` drops the gradients, outside of the timed region.
+    """
+
+    name: str
+    flops: int
+    step: Callable[[], object]
+    reset: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of every round, and the step's peak memory in bytes."""
+
+    seconds: tuple[float, ...]
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of medians with its 95% bootstrap interval."""
+
+    value: float
+    lo: float
+    hi: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """Time of ``over`` relative to ``under``; ``limit`` is the maximum allowed ratio."""
+
+    over: str
+    under: str
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A measured row."""
+
+    over: str
+    under: str
+    limit: float | None
+    time: Ratio
+
+
+def allocations(step: Callable[[], object]) -> list[int]:
+    """Return the bytes of every allocation during ``step``, in order; those of a release are negative."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        step()
+    result = record.profiler and record.profiler.kineto_results
+    assert result is not None
+    events = [e for e in result.events() if e.name() == "[memory]"]
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """Return the maximum memory that ``step`` held at one time, in bytes, above what was allocated before it."""
+    return int(max(np.cumsum(allocations(step)), default=0))
+
+
+@contextmanager
+def collected() -> Iterator[None]:
+    """Collect garbage, and exclude all that is alive from later collections: one of everything takes half a second of a turn."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def measure(contenders: Sequence[Contender], rounds: int, rng: np.random.Generator, *, memory: bool = True) -> dict[str, Measured]:
+    """Measure ``rounds`` turns of each contender, after a warm-up turn and one under the memory record (0 without ``memory``)."""
+    peaks: dict[str, int] = {}
+    seconds: dict[str, list[float]] = {c.name: [] for c in contenders}
+    with tqdm(total=len(contenders) * (rounds + 1), desc="taking turns", unit="step", leave=False) as bar:
+        for c in contenders:
+            c.step()
+            c.reset()
+            peaks[c.name] = peak_bytes(c.step) if memory else 0
+            c.reset()
+            bar.update()
+        with collected():
+            for i in (i for _ in range(rounds) for i in rng.permutation(len(contenders))):
+                c = contenders[i]
+                start = process_time()
+                c.step()
+                seconds[c.name].append(process_time() - start)
+                c.reset()
+                bar.update()
+    return {c.name: Measured(tuple(seconds[c.name]), peaks[c.name]) for c in contenders}
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Return the processor seconds of a call."""
+    began = process_time()
+    call()
+    return process_time() - began
+
+
+def take_turns(sides: dict[str, Callable[[], dict[str, float]]], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
+    """Return the processor seconds of every side in every round, after a warm-up turn."""
+    seconds: dict[str, list[float]] = {}
+    with tqdm(total=(rounds + 1) * len(sides), desc="taking turns", unit="turn", leave=False) as bar:
+        for side in sides.values():
+            side()
+            bar.update()
+        with collected():
+            for name in (name for _ in range(rounds) for name in rng.permutation(list(sides))):
+                for side, took in sides[name]().items():
+                    seconds.setdefault(side, []).append(took)
+                bar.update()
+    return seconds
+
+
+def ratio(over: Sequence[float], under: Sequence[float], rng: np.random.Generator, draws: int = 4000) -> Ratio:
+    """Return ``median(over) / median(under)``; both sequences are aligned by round.
+
+    Raises:
+        ValueError: If the sequences differ in length, or are empty.
+    """
+    if len(over) != len(under) or not over:
+        raise ValueError(f"{len(over)} and {len(under)} rounds do not pair: give equally many, at least one")
+    sides = np.array([over, under])
+    drawn = sides[:, rng.integers(len(over), size=(draws, len(over)))]
+    top, bottom = np.median(drawn, axis=-1)
+    lo, hi = np.quantile(top / bottom, [0.025, 0.975])
+    return Ratio(float(np.median(over) / np.median(under)), float(lo), float(hi))
+
+
+def compared(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], rng: np.random.Generator) -> list[Result]:
+    """Return the rows, measured."""
+    return [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in rows]
+
+
+def side_table(results: Sequence[Result], shown: Callable[[str], str], head: str) -> str:
+    """Return a Markdown table of rows: what is ``shown`` of both sides, and the ratio."""
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for r in results:
+        most = "" if r.limit is None else f"{r.limit:.2f}"
+        spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
+        lines.append(f"| {r.over} | {shown(r.over)} | {r.under} | {shown(r.under)} | {r.time.value:.3f} | {spread} | {most} |")
+    return "\n".join(lines)
+
+
+def token_table(results: Sequence[Result], seconds: Mapping[str, Sequence[float]], tokens: Mapping[str, int]) -> str:
+    """Return a Markdown table: generated tokens per second of processor time on both sides, and the ratio of times."""
+    head = "| what | tokens/s | against | tokens/s | time | 95% | at most |"
+    return side_table(results, lambda name: f"{tokens[name] / median(seconds[name]):,.0f}", head)
+
+
+def machine() -> dict[str, str | int]:
+    """Return the properties of the machine on which the numbers depend."""
+    return {
+        "torch": torch.__version__,
+        "architecture": platform.machine(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,156 @@
+"""Paths add up to the gradient; each is what patching that path alone would do; the direct one has a closed form."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+from torch import Tensor
+
+from studies.lanes.config import BOS, WIRINGS, LanesConfig, Loop
+from studies.lanes.gradients.paths import Paths, Sublayer, coefficients, decompose, ratios, sublayers
+from studies.lanes.model import LanesModel, kinds_of
+
+pytestmark = pytest.mark.study
+
+PLAIN = LanesConfig(layers=5, d_model=8, heads=2, mlp=1, lane_start=3, zero_init=False)
+LOOPED = replace(PLAIN, loop=Loop(1, 2, 1), loop_embeddings=True)
+READ_AS_ONE = [name for name in WIRINGS if name != "z2"]
+
+
+def draw(rows: int = 2, length: int = 7, seed: int = 1) -> Tensor:
+    return torch.randint(0, BOS, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make(config: LanesConfig) -> LanesModel:
+    """In float64, every control moved off its start."""
+    generator = torch.Generator().manual_seed(0)
+    model = LanesModel(config, generator).double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if kinds_of(model)[name] == "control":
+                p += 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    return model
+
+
+def by_sublayer(model: LanesModel) -> dict[Sublayer, Paths]:
+    return {paths.sublayer: paths for paths in decompose(model, draw())}
+
+
+def at_final(model: LanesModel) -> Tensor:
+    """dL / d hook_final."""
+    seen = []
+    with model.hooks(fwd_hooks=[("hook_final", lambda x, hook: seen.append(x))]):
+        loss = model.loss(draw())
+    return torch.autograd.grad(loss, seen)[0]
+
+
+@pytest.mark.parametrize("config", [PLAIN, LOOPED], ids=["plain", "looped"])
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_direct_and_terms_add_up_to_the_total(wiring: str, config: LanesConfig) -> None:
+    model = make(replace(config, wiring=wiring))
+    paths = decompose(model, draw())
+    assert [one.sublayer for one in paths] == list(sublayers(model))
+    assert len(paths) == 2 * len(model.schedule)
+    assert max(one.missing for one in paths) < 1e-12
+    assert paths[0].missing < 1e-12 < float(paths[0].cascade.abs().max()), "the first sublayer has later ones to pass through"
+    last = paths[-1]
+    assert not last.terms
+    assert torch.allclose(last.direct, last.total, rtol=0, atol=1e-15)
+    for hook in model.hook_dict.values():
+        assert not hook.fwd_hooks
+        assert not hook.bwd_hooks
+
+
+@pytest.mark.parametrize("wiring", ["sequential", "shipped", "z2"])
+def test_paths_are_what_patching_them_alone_does(wiring: str) -> None:
+    """Finite differences: push one output, hold every other sublayer but the path's at what it was, read the loss."""
+    model = make(replace(LOOPED, wiring=wiring))
+    all_paths, order = by_sublayer(model), sublayers(model)
+    source, through = order[3], order[6]
+    _, cache = model.run_with_cache(draw()[:, :-1])
+    push = torch.randn(cache[source.out].shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+    def losses(size: float) -> tuple[float, float]:
+        """With the push seen by lanes alone; and with it seen by the read of `through` alone, which then is all that moved."""
+        held = [(s.out, lambda x, hook: cache[hook.name]) for s in order if s != source]
+        moved = (source.out, lambda x, hook: cache[hook.name] + size * push)
+        reads: list[Tensor] = []
+        reader = (through.read, lambda x, hook: reads.append(x))
+        with model.hooks(fwd_hooks=[moved, *held, reader]):
+            direct = float(model.loss(draw()))
+        with model.hooks(fwd_hooks=[(through.read, lambda x, hook: reads[0])]):
+            return direct, float(model.loss(draw()))
+
+    with torch.no_grad():
+        up, down = losses(1e-4), losses(-1e-4)
+    slopes = [(a - b) / 2e-4 for a, b in zip(up, down, strict=True)]
+    paths = all_paths[source]
+    assert slopes[0] == pytest.approx(float((paths.direct * push).sum()), rel=1e-5)
+    assert slopes[1] == pytest.approx(float((paths.terms[through] * push).sum()), rel=1e-5)
+    assert abs(slopes[1]) > 1e-6
+
+
+@pytest.mark.parametrize("config", [PLAIN, LOOPED], ids=["plain", "looped"])
+@pytest.mark.parametrize("wiring", READ_AS_ONE)
+def test_the_direct_path_is_a_coefficient(wiring: str, config: LanesConfig) -> None:
+    model = make(replace(config, wiring=wiring, start="asymmetric"))
+    final, found = at_final(model), coefficients(model)
+    assert list(found) == list(sublayers(model))
+    for sublayer, paths in by_sublayer(model).items():
+        assert torch.allclose(paths.direct, found[sublayer] * final, rtol=0, atol=1e-12 * float(final.abs().max())), sublayer
+
+
+@pytest.mark.parametrize("wiring", ["shipped", "simultaneous", "gptj", "sequential"])
+def test_the_coefficient_behind_the_fork_is_a_product(wiring: str) -> None:
+    model = make(replace(PLAIN, layers=6, wiring=wiring))
+    found, resid = coefficients(model), model.resid.detach() if wiring in ("shipped", "simultaneous") else torch.empty(0)
+    for layer in range(3, 6):
+        later = range(layer + 1, 6)
+        if wiring in ("gptj", "sequential"):
+            gates = [model.skip_gate[s.skip].sigmoid() for s in model.steps_plan[layer + 1 :] if s.skip is not None]
+            attn = mlp = prod(gates, start=torch.ones(8, dtype=torch.float64))
+        elif wiring == "shipped":
+            kept = prod(float(resid[i].prod()) for i in later)
+            attn, mlp = model.post[layer, 0, 1] * resid[layer, 1] * kept, model.post[layer, 1, 1] * kept
+        else:
+            kept = prod(float(resid[i, 1]) for i in later)
+            attn, mlp = model.post[layer, 0, 1] * kept, model.post[layer, 1, 1] * kept
+        assert torch.allclose(found[Sublayer(layer, "attn")], attn.expand(8), rtol=0, atol=1e-14)
+        assert torch.allclose(found[Sublayer(layer, "mlp")], mlp.expand(8), rtol=0, atol=1e-14)
+    direct = by_sublayer(model)[Sublayer(3, "attn")].direct
+    assert torch.allclose(direct, found[Sublayer(3, "attn")] * at_final(model), rtol=0, atol=1e-12)
+
+
+def test_norms_of_each_lane_have_no_coefficient() -> None:
+    with pytest.raises(ValueError, match="z2 norms each lane"):
+        coefficients(make(replace(PLAIN, wiring="z2")))
+
+
+def test_ratios_have_a_row_a_sublayer_and_seed() -> None:
+    for wiring in ("sequential", "gptj", "shipped"):
+        models = {seed: LanesModel(replace(PLAIN, wiring=wiring), generator(seed)).double() for seed in range(2)}
+        rows = [row for seed, model in models.items() for row in ratios(model, draw(), seed)]
+        assert [(row.seed, row.step, row.sublayer) for row in rows] == [
+            (seed, k, name) for seed in range(2) for k in range(5) for name in ("attn", "mlp")
+        ]
+        assert all(row.layer == row.step and row.missing < 1e-12 for row in rows)
+        last = {(row.seed, row.sublayer): row for row in rows if row.layer == 4}
+        assert all(last[seed, "mlp"].direct == pytest.approx(1.0, abs=1e-12) for seed in range(2))
+        # of two sublayers that read before either writes, neither passes through the other
+        assert (last[0, "attn"].direct == pytest.approx(1.0, abs=1e-12)) == (wiring != "sequential")
+        assert all(abs(1 - row.direct) <= row.cascade + 1e-12 for row in rows)
+        assert rows[0].cascade != rows[10].cascade
+
+
+def test_frozen_and_looped_models_have_ratios_too() -> None:
+    model = make(replace(LOOPED, learned=False)).requires_grad_(True)
+    model.post.requires_grad_(False)
+    rows = ratios(model, draw(), seed=7)
+    assert [row.layer for row in rows][::2] == list(model.schedule)
+    assert {row.seed for row in rows} == {7}
+    assert not model.post.requires_grad

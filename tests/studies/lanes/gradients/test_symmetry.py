@@ -1,0 +1,287 @@
+"""Partials, dead scalars and gaps against torch.func; what equal and unequal starts become; the same of two adapters."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad
+
+from mi_route2.adapters import attach
+from studies.lanes.config import BOS, LanesConfig
+from studies.lanes.gradients.quarantine_symmetry import (
+    PAIRS,
+    AdapterPair,
+    QuarantineSettings,
+    base,
+    factors,
+    train_quarantine,
+    written,
+)
+from studies.lanes.gradients.symmetry import (
+    TWO_LANES,
+    SymmetrySettings,
+    Trace,
+    compared,
+    exchange_gap,
+    gauge_gap,
+    live,
+    partials,
+    relative,
+    rows_at,
+    slopes,
+    trace_wirings,
+    train_symmetry,
+)
+from studies.lanes.model import LanesModel, byte_loss
+
+pytestmark = pytest.mark.study
+
+SMALL = LanesConfig(layers=4, d_model=8, heads=2, mlp=1, lane_start=2, zero_init=False)
+ELEVEN = replace(SMALL, layers=11, lane_start=8)
+SMALLEST = LanesConfig(layers=3, d_model=4, heads=1, mlp=1, lane_start=1, skips=False)
+
+
+def draw(rows: int = 2, length: int = 9, seed: int = 1) -> Tensor:
+    return torch.randint(0, BOS, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def make(config: LanesConfig, seed: int = 0) -> LanesModel:
+    return LanesModel(config, torch.Generator().manual_seed(seed)).double()
+
+
+def by_torch_func(model: LanesModel, tokens: Tensor) -> dict[str, Tensor]:
+    """Gradients of a loss that is written down here, by every parameter."""
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        logits = functional_call(model, parameters, (tokens[:, :-1],))
+        return -logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
+
+    return grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+
+
+# ---- partials
+
+
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("wiring", TWO_LANES)
+def test_partials_are_the_gradients_and_leave_the_model_as_it_was(wiring: str, learned: bool) -> None:
+    model = make(replace(SMALL, wiring=wiring, start="asymmetric", learned=learned))
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
+    rows, expected = partials(model, draw()), by_torch_func(model, draw())
+    assert [(row.layer, row.sublayer) for row in rows] == [(i, name) for i in range(4) for name in ("attn", "mlp")]
+    found = torch.tensor([[row.lane0, row.lane1] for row in rows], dtype=torch.float64)
+    assert torch.allclose(found.view(4, 2, 2), expected["post"], rtol=0, atol=1e-14)
+    for row, (g0, g1) in zip(rows, found.tolist(), strict=True):
+        larger = max(abs(g0), abs(g1))
+        assert row.difference == pytest.approx(abs(g0 - g1) / larger if larger else 0.0, abs=1e-12)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name][0])
+        assert p.requires_grad == before[name][1]
+        assert p.grad is None
+
+
+@pytest.mark.parametrize("wiring", TWO_LANES)
+def test_projections_of_zero_leave_no_partial_by_a_weight_of_a_sublayer(wiring: str) -> None:
+    rows = partials(make(replace(SMALL, wiring=wiring, zero_init=True)), draw())
+    assert all(row.lane0 == row.lane1 == row.difference == 0.0 for row in rows)
+
+
+def test_partials_of_lanes_of_equal_weight() -> None:
+    """Bit for bit equal under an exchange symmetry; in the gauge wherever the weights are; else not at all."""
+    for wiring in TWO_LANES:
+        for start in ("symmetric", "asymmetric"):
+            model = make(replace(SMALL, wiring=wiring, start=start))
+            rows = [row for row in partials(model, draw()) if row.layer in compared(model.config)]
+            assert all(row.lane0 and row.lane1 for row in rows), "the instrument must see something"
+            if wiring == "gauge" or (wiring, start) == ("z2", "symmetric"):
+                assert all(row.difference == 0.0 for row in rows), (wiring, start)
+            else:
+                assert all(row.difference > 1e-3 for row in rows), (wiring, start)
+
+
+def test_the_relative_difference() -> None:
+    a, b = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.0])
+    assert relative(a, a) == relative(b, b) == 0.0
+    assert relative(a, b) == relative(b, a) == 1.0
+    assert relative(a, -a) == 2.0
+    assert relative(a, a / 2) == 0.5
+
+
+# ---- what is dead
+
+
+@pytest.mark.parametrize(("wiring", "expected"), [("shipped", 16), ("simultaneous", 15), ("gauge", 18), ("z2", 18)])
+def test_of_66_scalars_few_live(wiring: str, expected: int) -> None:
+    """Three layers of six behind the fork; a lane that is thrown away loses its last two weights, at once also what it keeps."""
+    alive = live(make(replace(ELEVEN, wiring=wiring)), draw())
+    assert sum(mask.numel() for mask in alive.values()) == 66
+    assert sum(int(mask.sum()) for mask in alive.values()) == expected
+    assert not any(mask[:8].any() for mask in alive.values())
+    assert bool(alive["post"][10, :, 0].any()) != (wiring in ("shipped", "simultaneous"))
+
+
+@pytest.mark.parametrize("zero_init", [True, False])
+def test_what_lives_is_what_torch_func_finds(zero_init: bool) -> None:
+    model = make(replace(SMALL, zero_init=zero_init))
+    gradients = by_torch_func(model, draw())
+    for name, mask in live(model, draw()).items():
+        assert torch.equal(mask, gradients[name] != 0)
+    assert live(model, draw())["post"].any() == (not zero_init)
+
+
+# ---- gaps
+
+
+def test_gaps_are_zero_where_there_is_the_symmetry() -> None:
+    gaps = {}
+    for wiring in TWO_LANES:
+        model = make(replace(SMALL, wiring=wiring))
+        with torch.no_grad():
+            model.post += 0.3 * torch.randn(model.post.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        before = model.post.detach().clone()
+        gaps[wiring] = exchange_gap(model, draw()), gauge_gap(model, draw())
+        assert torch.equal(model.post, before)
+    assert gaps["gauge"][0] == gaps["z2"][0] == 0.0
+    assert abs(gaps["gauge"][1]) < 1e-13
+    for gap in (*gaps["shipped"], *gaps["simultaneous"], gaps["z2"][1]):
+        assert abs(gap) > 1e-8
+
+
+def test_a_small_gauge_gap_is_the_difference_of_the_partials() -> None:
+    model = make(SMALL)
+    slope = sum(row.lane0 - row.lane1 for row in partials(model, draw()))
+    assert gauge_gap(model, draw(), 1e-6) / 1e-6 == pytest.approx(slope, rel=1e-4)
+
+
+# ---- along training
+
+
+@cache
+def trained(wiring: str, start: str, steps: int = 40, learned: bool = True) -> Trace:
+    layers = SMALLEST.layers if wiring == "shipped" else 2  # in two, no lane of `shipped` lives on behind its writes
+    config = replace(SMALLEST, layers=layers, wiring=wiring, start=start, learned=learned)
+    tokens = draw(4, 7)
+    return train_symmetry(config, tokens, torch.Generator().manual_seed(0), steps=steps, every=20, batch=1, rate=1e-2)
+
+
+def test_lanes_that_can_be_exchanged_stay_exactly_equal_for_300_steps() -> None:
+    trace = trained("z2", "symmetric", 300)
+    assert trace.steps == tuple(range(0, 301, 20))
+    assert set(trace.differences) == {0.0}
+    assert set(trace.partials) == {0.0}
+    assert trace.losses[-1] < trace.losses[0] - 0.5
+
+
+def test_unequal_lanes_keep_apart_and_others_come_apart() -> None:
+    unequal = trained("z2", "asymmetric")
+    assert unequal.differences[0] == pytest.approx(0.6, abs=1e-6)
+    assert min(unequal.differences) > 0.3
+    assert max(unequal.partials) > 1e-3
+    shipped = trained("shipped", "symmetric")
+    assert shipped.differences[0] == 0.0
+    assert min(shipped.differences[1:]) > 1e-3
+    gauge = trained("gauge", "asymmetric")
+    assert gauge.differences == pytest.approx([0.6] * len(gauge.steps), abs=1e-6)
+    assert set(gauge.partials) == {0.0}
+
+
+def test_frozen_lanes_stay_and_the_model_learns() -> None:
+    frozen = trained("shipped", "asymmetric", learned=False)
+    assert len(set(frozen.differences)) == 1
+    assert set(frozen.partials) == {0.0}
+    assert frozen.losses[-1] < frozen.losses[0]
+
+
+def test_a_trace_is_the_same_again_and_says_what_it_is() -> None:
+    again = trained.__wrapped__("shipped", "symmetric")
+    assert again == trained("shipped", "symmetric")
+    assert (again.name, again.kind, again.start) == ("shipped", "lanes", "symmetric")
+    assert len(again.steps) == len(again.differences) == len(again.partials) == len(again.losses) == 3
+
+
+def test_all_wirings_are_traced_from_the_same_weights() -> None:
+    settings = SymmetrySettings(layers=3, d_model=4, heads=1, mlp=1, lane_start=1, batch=1, length=6, steps=1)
+    traces = trace_wirings(settings, draw(2, 7), 0)
+    assert [(t.name, t.start) for t in traces] == [(w, s) for w in TWO_LANES for s in ("symmetric", "asymmetric")]
+    assert all(trace.steps == (0, 1) for trace in traces)
+    assert max(t.losses[0] for t in traces) - min(t.losses[0] for t in traces) < 1e-6
+
+
+def test_rows_go_round() -> None:
+    tokens = torch.arange(5)[:, None]
+    assert [rows_at(tokens, step, 2)[:, 0].tolist() for step in range(4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
+
+
+def test_what_cannot_be_traced_is_refused() -> None:
+    with pytest.raises(ValueError, match="lower lane_start"):
+        train_symmetry(replace(SMALLEST, lane_start=2), draw(4), torch.Generator(), steps=1)
+    assert list(compared(replace(SMALLEST, lane_start=2, wiring="z2"))) == [2]
+
+
+# ---- a quarantine beside a kept adapter
+
+QUARANTINES = QuarantineSettings(layers=1, d_model=8, heads=2, mlp=8, rank=2, batch=1, length=6, steps=20, every=5, rate=1e-2)
+
+
+@cache
+def quarantined(pair: AdapterPair) -> Trace:
+    return train_quarantine(pair, QUARANTINES, draw(4, 7), torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.name}, {pair.start}")
+def test_in_one_basis_both_adapters_receive_one_gradient(pair: AdapterPair) -> None:
+    trace = quarantined(pair)
+    assert (trace.kind, trace.steps) == ("quarantine", (0, 5, 10, 15, 20))
+    assert trace.losses[-1] < trace.losses[0]
+    if pair.quarantine == "shared":
+        assert set(trace.partials) == {0.0}
+        assert trace.differences == pytest.approx([trace.differences[0]] * 5, abs=1e-12)
+        assert (trace.differences[0] == 0.0) == (pair.start == "equal")
+    else:
+        assert min(trace.partials) > 0.1
+        assert trace.differences[0] == 0.0
+        assert min(trace.differences[1:]) > 1e-3
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.name}, {pair.start}")
+def test_partials_of_adapters_are_gradients_written_into_the_weight(pair: AdapterPair) -> None:
+    """Against the matrices that the adapters say they add: a factor's gradient step moves them by this."""
+    model = base(QUARANTINES, 7, torch.Generator().manual_seed(0))
+    adapters = attach(model, "blocks.*", spec=pair.spec(2), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for p in (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()):
+            p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype)
+    with adapters.unrouted():
+        byte_loss(model(draw(2, 7)[:, :-1]), draw(2, 7)).backward()
+    assert len(adapters.sites) == 6
+    for branch in adapters.sites.values():
+        own = factors(branch)
+        for matrix, adapter in zip(written(branch, own), (branch.kept, branch.quarantine), strict=True):
+            assert torch.allclose(matrix, adapter.delta(), rtol=0, atol=1e-14)
+        before = [adapter.delta() for adapter in (branch.kept, branch.quarantine)]
+        found = relative(*written(branch, {name: p.grad for name, p in own.items()}))
+        with torch.no_grad():
+            for p in own.values():
+                p += p.grad
+        kept, quarantine = (
+            adapter.delta() - delta for adapter, delta in zip((branch.kept, branch.quarantine), before, strict=True)
+        )
+        assert found == pytest.approx(relative(kept, quarantine), abs=1e-9)
+        assert (found == 0.0) == (pair.quarantine == "shared")
+
+
+@pytest.mark.parametrize("wiring", TWO_LANES)
+def test_slopes_are_the_rank_of_the_gradients_of_many_texts(wiring: str) -> None:
+    """Where the lanes are exchangeable, no text tells a sublayer's two weights apart: a direction without a slope for each."""
+    model, texts = make(replace(SMALL, wiring=wiring)), draw(16, 7)
+    by_text = [by_torch_func(model, text[None]) for text in texts]
+    gradients = torch.stack([torch.cat((g["post"][2:].flatten(), g["resid"][2:].flatten())) for g in by_text])
+    singular = torch.linalg.svdvals(gradients)
+    found = slopes(model, texts)
+    assert found == {"used": 12, "sloped": int((singular > 1e-10 * singular[0]).sum())}
+    if wiring in ("gauge", "z2"):
+        assert found["used"] - found["sloped"] >= 4
+    with pytest.raises(ValueError, match="11 texts cannot show 12 directions"):
+        slopes(model, texts[:11])

@@ -1,0 +1,416 @@
+"""The verdict is a function of rule and interval, and the table of claims and every figure are functions of the artifacts."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from scipy.stats import ttest_1samp
+from tiny_lanes import tiny_settings, write_texts
+
+from mi_route2.plots import save_figure, style
+from studies.lanes.arms import ARMS
+from studies.lanes.measures import measured
+from studies.lanes.report.claims import CLAIMS, VERDICTS, Claim, Rule, deviation, floor, judge, needed, power, verdict
+from studies.lanes.report.estimates import Estimate, bpb, combined, controls, extraction, gains, gauge_share, worst
+from studies.lanes.report.figures import FIGURES
+from studies.lanes.study import Found, load
+
+pytestmark = pytest.mark.study
+
+numbers = st.floats(-1e3, 1e3)
+spread = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=8)
+
+
+def interval(low: float, high: float) -> Estimate:
+    return Estimate((low + high) / 2, low, high, 3, "BPB")
+
+
+@given(numbers, numbers, numbers)
+def test_a_verdict_follows_from_where_the_interval_lies(a: float, b: float, reference: float) -> None:
+    low, high = sorted((a, b))
+    found = {rule: verdict(rule, interval(low, high), reference) for rule in ("higher", "lower")}
+    if low <= reference <= high:
+        assert set(found.values()) == {"null"}
+    else:
+        right: Rule = "higher" if low > reference else "lower"
+        assert found.pop(right) == "supported"
+        assert set(found.values()) == {"contradicted"}
+
+
+@given(numbers, numbers, numbers)
+def test_turning_everything_round_leaves_the_verdict(a: float, b: float, reference: float) -> None:
+    low, high = sorted((a, b))
+    assert verdict("higher", interval(low, high), reference) == verdict("lower", interval(-high, -low), -reference)
+
+
+@given(spread)
+def test_a_verdict_on_values_is_that_of_a_t_test(values: list[float]) -> None:
+    estimate = Estimate.of(values, "BPB")
+    if len(set(values)) > 1:
+        p = float(ttest_1samp(values, 0.0).pvalue)
+        if abs(p - 0.05) > 1e-6:
+            assert (verdict("lower", estimate) == "null") == (p > 0.05)
+
+
+@pytest.mark.parametrize(("holds", "expected"), [(True, "exact"), (False, "contradicted")])
+def test_an_identity_holds_or_is_contradicted(holds: bool, expected: str) -> None:
+    assert verdict("identity", Estimate.identity(0.0, holds, 1, "nats")) == expected
+
+
+def test_one_seed_shows_nothing_and_a_quantity_is_no_identity() -> None:
+    assert verdict("lower", Estimate.of([-5.0], "BPB")) == "null"
+    assert verdict("lower", Estimate.of([-5.0], "BPB"), size=0.1) == "not testable here"
+    with pytest.raises(ValueError, match="set to True or False"):
+        verdict("identity", interval(0.0, 1.0))
+
+
+@given(numbers, numbers, numbers, st.floats(0.01, 1e3), st.sampled_from(["higher", "lower"]))
+def test_what_the_interval_rules_out_decides_on_a_claim_with_a_size(
+    a: float, b: float, reference: float, size: float, rule: Rule
+) -> None:
+    """Three effects are in question: none, the claimed one, and one of the other sign. The verdict names what is left of them."""
+    low, high = sorted((a, b))
+    claimed = reference + size if rule == "higher" else reference - size
+    found = verdict(rule, interval(low, high), reference, size)
+    wrong_side = high < reference if rule == "higher" else low > reference
+    reaches = high >= claimed if rule == "higher" else low <= claimed
+    if wrong_side:
+        assert found == "contradicted"
+    elif not reaches:
+        assert found == "claimed size excluded"
+    elif low <= reference <= high:
+        assert found == "not testable here"  # an estimate without values has no floor to show
+    else:
+        assert found == "supported"
+
+
+def test_an_effect_above_the_floor_that_is_not_seen_is_null_and_one_below_is_not_testable() -> None:
+    estimate = Estimate.of([-1.0, 1.0, -1.1, 1.2, 0.9, -0.8], "BPB")
+    smallest = floor(estimate)
+    assert smallest is not None
+    assert estimate.high is not None
+    assert verdict("higher", estimate, 0.0, estimate.high) == "not testable here"
+    assert smallest > estimate.high  # the interval is narrower than what would be found in four runs of five
+    assert verdict("higher", Estimate.of([5.0], "BPB"), 0.0, 1.0) == "not testable here"
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 12])
+def test_the_floor_is_found_in_four_studies_of_five(n: int) -> None:
+    """By drawing the studies."""
+    values = [float(i % 3) for i in range(n)]
+    estimate = Estimate.of(values, "BPB")
+    smallest = floor(estimate)
+    assert smallest is not None
+    drawn = np.random.default_rng(n).normal(smallest, np.std(values, ddof=1), (40_000, n))
+    found = (ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05) & (drawn.mean(1) > 0)
+    assert float(found.mean()) == pytest.approx(0.8, abs=0.01)
+
+
+@given(spread, st.floats(0.05, 10))
+def test_needed_is_the_fewest_values_that_put_the_floor_at_the_size(values: list[float], size: float) -> None:
+    estimate = Estimate.of(values, "BPB")
+    found, spread_of = needed(estimate, size), deviation(estimate)
+    assert found is not None
+    assert spread_of is not None
+    if spread_of:
+        assert power(found, math.sqrt(found) * size / spread_of) >= 0.8
+        assert found == 2 or power(found - 1, math.sqrt(found - 1) * size / spread_of) < 0.8
+    assert needed(estimate, None) is None
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny_settings(write_texts(tmp_path_factory.mktemp("claims")))
+
+
+def synthetic(settings: Any, shipped: Sequence[float], partial: float = 0.0) -> Found:
+    """Artifacts of two arms whose sequential one has 4 bits per byte and a seed's own offset, and of one wiring."""
+    contents: dict[tuple[str, int, str], Any] = {}
+    for seed, difference in enumerate(shipped):
+        contents["sequential", seed, "bpb"] = {"bpb": 4.0 + seed}
+        contents["shipped", seed, "bpb"] = {"bpb": 4.0 + seed + difference}
+        contents["symmetry", seed, "symmetry"] = {"wirings": [{"wiring": "z2", "largest": partial}]}
+    return Found(settings, contents)
+
+
+@pytest.mark.parametrize(
+    ("differences", "partial", "expected"),
+    [
+        ([-0.010, -0.011, -0.012], 0.0, ("supported", "exact")),
+        ([0.010, 0.011, 0.012], 1e-3, ("contradicted", "contradicted")),
+        ([-0.02, 0.02, 0.001], 1e-14, ("not testable here", "exact")),
+        ([-0.001, -0.002, -0.003], 0.0, ("claimed size excluded", "exact")),
+    ],
+)
+def test_artifacts_come_to_their_verdicts(
+    settings: Any, differences: list[float], partial: float, expected: tuple[str, str]
+) -> None:
+    """Seeds differ by whole bits, so that only a paired difference can tell these arms apart."""
+    claims = (
+        Claim("a", "lanes", "better", "-.01", "lower", bpb("shipped", "sequential"), size=0.01),
+        Claim("b", "lanes", "equal", "", "identity", worst("z2", "largest", "relative")),
+    )
+    rows = judge(synthetic(settings, differences, partial), claims)
+    assert tuple(row.verdict for row in rows) == expected
+    assert rows[0].estimate.value == pytest.approx(sum(differences) / 3)
+
+
+TTT_ARMS = [arm for arm in ARMS if "ttt" in measured(arm)]
+
+
+def adapted(settings: Any) -> Found:
+    """Two seeds; at the second one training of all parameters diverged in the arm `wide`."""
+    contents: dict[tuple[str, int, str], Any] = {}
+    for seed in (0, 1):
+        for arm in TTT_ARMS:
+            costs = {"plain": 4.0, "all": 3.8 - seed, "controls": 3.85, "shared": 3.95}
+            hinted = {name: cost - 0.5 for name, cost in costs.items()}
+            if (arm, seed) == ("wide", 1):
+                costs["all"] = hinted["all"] = None
+            edges = {"all": arm == "wide", "controls": False}
+            contents[arm, seed, "bpb"] = {"bpb": 4.0}
+            contents[arm, seed, "ttt"] = {"bpb": costs, "hinted": hinted, "edges": edges, "share": 0.01}
+    return Found(settings, contents)
+
+
+def test_gains_are_what_a_run_is_below_the_plain_one_and_none_where_it_diverged(settings: Any) -> None:
+    found = adapted(settings)
+    assert gains(found, "shipped", "all") == pytest.approx({0: 0.2, 1: 1.2})
+    assert gains(found, "shipped", "shared") == pytest.approx({0: 0.05, 1: 0.05})
+    assert gains(found, "wide", "all")[1] is None
+    assert controls("controls")(found).each == pytest.approx((0.15 - 0.1, None))
+    assert controls("shared")(found).note.endswith(f"2 of {4 * len(TTT_ARMS)} tuned rates at an edge of the sweep")
+    assert extraction("shipped", "gptj")(found).value == 0
+    assert combined(found).each == pytest.approx((-0.7, -1.7))
+    assert combined(found).note == "of which -0.5000 by hints alone"
+
+
+@pytest.mark.parametrize(
+    ("used", "sloped", "scalars", "holds"),
+    [(18, 9, 66, True), (18, 13, 66, False), (18, 13, 26, True), (20, 14, 66, False), (20, 12, 66, True), (20, 8, 66, True)],
+)
+def test_roughly_half_is_two_to_three_fifths_of_the_scalars_in_use_or_of_all(
+    settings: Any, used: int, sloped: int, scalars: int, holds: bool
+) -> None:
+    row = {"wiring": "shipped", "used": used, "sloped": sloped, "scalars": scalars}
+    estimate = gauge_share("shipped")(Found(settings, {("symmetry", 0, "symmetry"): {"wirings": [row]}}))
+    assert estimate.holds is holds
+    assert estimate.value == pytest.approx(1 - sloped / used)
+
+
+def test_a_claim_about_what_was_not_measured_says_so(settings: Any) -> None:
+    with pytest.raises(ValueError, match="no part 'bpb' of 'wide': run it again"):
+        bpb("wide", "sequential")(synthetic(settings, [0.0]))
+
+
+def test_every_claim_is_judged_from_a_study(study: Path) -> None:
+    rows = judge(load(study), CLAIMS)
+    assert [row.claim.id for row in rows] == [claim.id for claim in CLAIMS if not claim.full]
+    assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
+    assert {row.verdict for row in rows} <= set(VERDICTS)
+    for row in rows:
+        assert (row.claim.rule == "identity") == (row.estimate.holds is not None)
+
+
+def test_what_theory_says_is_exact_at_every_size(study: Path) -> None:
+    rows = {row.claim.id: row.verdict for row in judge(load(study), CLAIMS)}
+    controls = ("z2", "z2-exchange", "z2-stays", "gauge", "zero-init", "gptj", "path-sum", "closed-form")
+    assert {name: rows[name] for name in controls} == dict.fromkeys(controls, "exact")
+    refuted = ("symmetry", "amplification-2", "amplification-3")
+    assert {name: rows[name] for name in refuted} == dict.fromkeys(refuted, "contradicted")
+
+
+# Every measured number, by its sentence -------------------------------------------------------------------------------
+
+Get = Callable[[str, str], Any]
+
+
+def b(g: Get, arm: str, part: str = "bpb") -> float:
+    return g(arm, part)["bpb"]
+
+
+def q(g: Get, arm: str) -> float:
+    return b(g, arm, "quantised")
+
+
+def gain(g: Get, arm: str, run: str) -> float:
+    costs = g(arm, "ttt")["bpb"]
+    return costs["plain"] - costs[run]
+
+
+def with_hints(g: Get, arm: str) -> float:
+    return g(arm, "ttt")["hinted"]["all"]
+
+
+def at_fork(rows: Sequence[Any], layer: int) -> float:
+    return float(np.mean([row["direct"] for row in rows if row["layer"] == layer]))
+
+
+def clip(g: Get, k: float) -> Any:
+    return {point["k"]: point for point in g("shipped", "calibrations")["points"]}[k]
+
+
+def few_less(g: Get, other: str) -> float:
+    content = g("shipped", "calibrations")
+    return content["few"] - content[other]
+
+
+def hints_less(g: Get, other: str) -> float:
+    costs = g("shipped", "tapin")["bpb"]
+    return costs["new"] - costs[other]
+
+
+def some_controls(g: Get, run: str) -> float:
+    return float(np.mean([gain(g, arm, run) - 0.5 * gain(g, arm, "all") for arm in TTT_ARMS]))
+
+
+SENTENCES: dict[str, tuple[str, float, Callable[[Get], float]]] = {
+    "unigram": ("lower", 0, lambda g: b(g, "shipped") - g("tables", "tables")["unigram"]),
+    "bigram": ("lower", 0, lambda g: b(g, "shipped") - g("tables", "tables")["bigram"]),
+    "stays": ("lower", 0.1, lambda g: g("shipped", "routing")["apart"]),
+    "direct": ("higher", 0.5, lambda g: at_fork(g("paths", "paths")["rows"]["shipped"], 4)),
+    "direct-more": (
+        "higher",
+        0,
+        lambda g: at_fork(g("paths", "paths")["rows"]["shipped"], 4) - at_fork(g("paths", "paths")["rows"]["gptj"], 4),
+    ),
+    "direct-trained": (
+        "higher",
+        0,
+        lambda g: at_fork(g("shipped", "paths")["rows"], 4) - at_fork(g("gptj", "paths")["rows"], 4),
+    ),
+    "lanes": ("lower", 0, lambda g: b(g, "shipped") - b(g, "gptj")),
+    "lanes-quantised": ("lower", 0, lambda g: q(g, "shipped") - q(g, "gptj")),
+    "before-quantisation": (
+        "higher",
+        0,
+        lambda g: (b(g, "gptj") - b(g, "shipped")) - 0.5 * (q(g, "gptj") - q(g, "shipped")),
+    ),
+    "frozen": ("lower", 0, lambda g: b(g, "frozen") - b(g, "gptj")),
+    "length": (
+        "higher",
+        0,
+        lambda g: (b(g, "gptj-short") - b(g, "shipped-short")) - (b(g, "gptj") - b(g, "shipped")),
+    ),
+    "learned": ("lower", 0, lambda g: b(g, "shipped") - b(g, "frozen")),
+    "learned-asymmetric": ("lower", 0, lambda g: b(g, "asymmetric") - b(g, "asymmetric-frozen")),
+    "persists": ("higher", 0, lambda g: g("asymmetric", "routing")["pattern"]),
+    "pattern": ("higher", 0, lambda g: g("shipped", "routing")["pattern"]),
+    "asymmetric": ("lower", 0, lambda g: b(g, "asymmetric") - b(g, "shipped")),
+    "simultaneous": ("lower", 0, lambda g: b(g, "simultaneous") - b(g, "shipped")),
+    "sequential": ("lower", 0, lambda g: b(g, "shipped") - b(g, "sequential")),
+    "halves": ("lower", 0, lambda g: gain(g, "shipped", "all") - gain(g, "gptj", "all")),
+    "controls": ("higher", 0, lambda g: some_controls(g, "controls")),
+    "controls-shared": ("higher", 0, lambda g: some_controls(g, "shared")),
+    "early": ("lower", 0, lambda g: gain(g, "wide-early", "all") - gain(g, "wide", "all")),
+    "combined": ("lower", 0, lambda g: with_hints(g, "shipped") - g("shipped", "ttt")["bpb"]["plain"]),
+    "lanes-combined": ("lower", 0, lambda g: with_hints(g, "shipped") - with_hints(g, "gptj")),
+    "contraction": ("lower", 1, lambda g: float(np.mean([row["rho"] for row in g("wide", "growth")["draws"]]))),
+    "contraction-alone": (
+        "lower",
+        1,
+        lambda g: float(np.mean([row["spreads"][0]["passes"][1] for row in g("wide", "growth")["draws"]])),
+    ),
+    "wide": ("lower", 0, lambda g: q(g, "wide") - q(g, "narrow")),
+    "wide-gap": ("lower", 0, lambda g: (q(g, "wide") - b(g, "wide")) - (q(g, "narrow") - b(g, "narrow"))),
+    "wide-embeddings": ("lower", 0, lambda g: q(g, "wide-embeddings") - q(g, "narrow")),
+    "narrow-embeddings": ("lower", 0, lambda g: q(g, "narrow-embeddings") - q(g, "narrow")),
+    "embeddings-gap": (
+        "lower",
+        0,
+        lambda g: (q(g, "wide-embeddings") - b(g, "wide-embeddings")) - (q(g, "wide") - b(g, "wide")),
+    ),
+    "head-bias": ("lower", 0, lambda g: b(g, "wide-head-bias") - b(g, "wide")),
+    "decay": ("lower", 0, lambda g: (q(g, "shipped") - b(g, "shipped")) - (q(g, "low-decay") - b(g, "low-decay"))),
+    "momentum": ("lower", 0, lambda g: b(g, "momentum-98") - b(g, "momentum-99")),
+    "momentum-95": ("lower", 0, lambda g: b(g, "momentum-98") - b(g, "shipped")),
+    "clip-lambda": ("lower", 0, lambda g: few_less(g, "clipped")),
+    "batches": ("lower", 0.0006, lambda g: few_less(g, "many")),
+    "clip": ("lower", 0, lambda g: clip(g, 13.1)["bytes"] - clip(g, 12.85)["bytes"]),
+    "bytes": ("lower", 0.05, lambda g: abs(clip(g, 13.1)["bytes"] - clip(g, 13.1)["by_gaussian"]) / clip(g, 13.1)["by_gaussian"]),
+    "gptq": ("lower", 0, lambda g: few_less(g, "nearest")),
+    "tapin": ("lower", 0, lambda g: hints_less(g, "plain")),
+    "cross": ("lower", 0, lambda g: hints_less(g, "old")),
+    "dropped-decay": ("higher", 0, lambda g: with_hints(g, "low-decay") - with_hints(g, "shipped")),
+    "dropped-early": ("higher", 0, lambda g: with_hints(g, "wide-early") - with_hints(g, "wide")),
+    "dropped-early-raw": (
+        "lower",
+        0,
+        lambda g: g("wide-early", "ttt")["bpb"]["plain"] - g("wide", "ttt")["bpb"]["plain"],
+    ),
+    "dropped-wider": ("higher", 0, lambda g: with_hints(g, "wider") - with_hints(g, "wide")),
+    "dropped-fork": ("higher", 0, lambda g: with_hints(g, "early-fork") - with_hints(g, "shipped")),
+}
+"""Claim -> the side on which it puts the number, its reference, and the number, written out from the sentence."""
+
+
+def drawn(settings: Any, seeds: Sequence[int]) -> Found:
+    """Artifacts of every arm and instrument with a random number in each place."""
+    rng = np.random.default_rng(0)
+
+    def some(*names: str) -> dict[str, float]:
+        return {name: float(rng.uniform(1, 2)) for name in names}
+
+    def rows() -> list[dict[str, Any]]:
+        return [{"layer": layer, **some("direct", "cascade", "missing")} for layer in (4, 4, 5, 5)]
+
+    contents: dict[tuple[str, int, str], Any] = {}
+    for seed in seeds:
+        for arm in ARMS:
+            made: dict[str, Any] = {
+                "bpb": some("bpb"),
+                "quantised": some("bpb"),
+                "calibrations": some("few", "many", "clipped", "nearest")
+                | {"points": [{"k": k, **some("bytes", "by_gaussian", "by_entropy")} for k in (13.1, 6.0, 12.85)]},
+                "ttt": {key: some("plain", "all", "controls", "shared") for key in ("bpb", "hinted")}
+                | {"edges": {"all": False, "controls": True}, "share": 0.01},
+                "tapin": {"bpb": some("plain", "within", "old", "new"), "hints": some("offered", "right")},
+                "routing": some("pattern", "apart") | {"by_sublayer": some("attn", "mlp")},
+                "paths": {"rows": rows()},
+                "growth": {"draws": [some("rho") | {"spreads": [{"passes": rng.uniform(1, 2, 3).tolist()}]} for _ in range(3)]},
+            }
+            contents |= {(arm, seed, part): made[part] for part in measured(arm)}
+        contents["tables", seed, "tables"] = some("unigram", "bigram")
+        contents["paths", seed, "paths"] = {"rows": {name: rows() for name in ("sequential", "gptj", "shipped", "asymmetric")}}
+    return Found(settings, contents)
+
+
+def test_every_number_is_the_one_that_its_sentence_names(settings: Any) -> None:
+    """Of every claim that is no identity; seeds in the order of their numbers, in whatever order they were run."""
+    seeds = (16, 8, 7)
+    found = drawn(settings, seeds)
+    assert {claim.id for claim in CLAIMS if claim.rule != "identity"} == set(SENTENCES)
+    for claim in (claim for claim in CLAIMS if claim.rule != "identity"):
+        rule, reference, number = SENTENCES[claim.id]
+        expected = [number(lambda name, part, seed=seed: found.contents[name, seed, part]) for seed in sorted(seeds)]
+        estimate = claim.measure(found)
+        assert (claim.rule, claim.reference) == (rule, reference), claim.id
+        assert estimate.each == pytest.approx(tuple(expected), rel=1e-12, abs=1e-12), claim.id
+        assert estimate.value == pytest.approx(np.mean(expected), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_shows_its_data_inside_of_its_page(name: str, study: Path, tmp_path: Path) -> None:
+    with style():
+        figure = FIGURES[name](study, load(study))
+        save_figure(figure, tmp_path / "a.png", dpi=40)
+        save_figure(FIGURES[name](study, load(study)), tmp_path / "b.png", dpi=40)
+        figure.set_dpi(40)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        page = figure.bbox
+        for axes in figure.axes:
+            assert axes.has_data()
+            box = axes.get_tightbbox(canvas.get_renderer())
+            assert box is not None
+            assert page.x0 - 1 <= box.x0
+            assert page.y0 - 1 <= box.y0
+            assert box.x1 <= page.x1 + 1
+            assert box.y1 <= page.y1 + 1
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()

@@ -1,0 +1,246 @@
+"""The audit passes what is legal and finds each way of cheating: it is the instrument, so these are its controls."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hinted import changed_scores, mix
+from hypothesis import given
+from hypothesis import strategies as st
+from legality import Audit, Leak, audit, changed
+from tiny_reader import tiny_reader, tiny_stream
+from torch import nn
+
+from studies.lanes.scoring.bpb import plan_windows, score, score_windows, window_starts
+from studies.lanes.scoring.ttt import TTTSettings, adapt, borrowed, plan_chunks, train_chunk
+
+pytestmark = pytest.mark.study
+
+TINY = TTTSettings(rate=0.1, epochs=1, window=16, stride=8, chunk=16, batch=4, train_batch=1)
+TOKENS = tiny_stream(45)
+AFTER = (0, 7, 15, 16, 17, 31, 32, 43)  # ends of windows and chunks, and what lies beside them
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def slide(tokens: torch.Tensor) -> torch.Tensor:
+    return score(tiny_reader(), tokens, window=16, stride=8)
+
+
+def scored_first(tokens: torch.Tensor) -> torch.Tensor:
+    return adapt(tiny_reader(), tokens, TINY).nll
+
+
+LETTERS = 11
+FEW = torch.arange(45) * 7 % 10
+
+
+def bigram() -> nn.Embedding:
+    """Logits of the next of eleven letters from the last one: small enough to add up every distribution of a stream."""
+    table = nn.Embedding(LETTERS, LETTERS, dtype=torch.float64)
+    with torch.no_grad():
+        table.weight.copy_(torch.randn(LETTERS, LETTERS, generator=generator(), dtype=torch.float64))
+    return table
+
+
+def slide_few(tokens: torch.Tensor) -> torch.Tensor:
+    return score(bigram(), tokens, window=16, stride=8)
+
+
+def scored_first_few(tokens: torch.Tensor) -> torch.Tensor:
+    return adapt(bigram(), tokens, TINY).nll
+
+
+def trained_first(tokens: torch.Tensor) -> torch.Tensor:
+    """Illegal: each chunk is scored after it was trained on."""
+    model, nll = tiny_reader(), torch.zeros(len(tokens), dtype=torch.float64)
+    with borrowed(model, "all") as chosen:
+        optimiser = torch.optim.SGD(chosen, 0.1, 0.9)
+        for plan in plan_chunks(len(tokens) - 1, TINY):
+            if plan.sequences:
+                train_chunk(model, tokens, plan, optimiser, TINY)
+            score_windows(model, tokens, plan.windows, nll)
+    return nll
+
+
+def peeking(tokens: torch.Tensor) -> torch.Tensor:
+    """Illegal: the score of a token depends on the one behind it."""
+    nll = slide(tokens)
+    nll[1:-1] += 1e-9 * tokens[2:]
+    return nll
+
+
+def repeating(early: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Mix in what followed the last time that this token was read. `early` (illegal): a pair is known before it was predicted."""
+
+    def scorer(tokens: torch.Tensor) -> torch.Tensor:
+        follows: dict[int, int] = {}
+
+        def mix(log_probs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            p = log_probs.exp()
+            for row, at in zip(p, positions.tolist(), strict=True):
+                if early:
+                    follows[int(tokens[at])] = int(tokens[at + 1])
+                if (hint := follows.get(int(tokens[at]))) is not None:
+                    row *= 0.9
+                    row[hint] += 0.1
+                follows[int(tokens[at])] = int(tokens[at + 1])
+            return p.log()
+
+        return changed_scores(lambda watch: score(bigram(), tokens, window=16, stride=8, watch=watch), tokens, mix)
+
+    return scorer
+
+
+@pytest.mark.parametrize("scorer", [slide, scored_first])
+def test_what_is_legal_passes(scorer: Callable) -> None:
+    found = audit(scorer, TOKENS, after=AFTER, generator=generator())
+    assert found.legal
+    assert found.first is None
+    assert str(found) == "nothing illegal found: 8 futures changed, 0 distributions added up"
+
+
+@pytest.mark.parametrize("scorer", [slide_few, scored_first_few, repeating(early=False)])
+def test_every_distribution_of_what_is_legal_adds_up_to_1(scorer: Callable) -> None:
+    targets = (1, 2, 15, 16, 17, 32, 33, 44)
+    found = audit(scorer, FEW, after=AFTER, targets=targets, generator=generator(), vocabulary=LETTERS)
+    assert found.legal
+    assert found.masses == pytest.approx(dict.fromkeys(targets, 1.0), abs=1e-12)
+
+
+def test_tap_in_on_top_of_training_is_legal() -> None:
+    """The study's own hints, mixed into a model that learns as it reads."""
+    pytest.importorskip("numba")
+    from studies.lanes.scoring.tapin import Mixing, find_hints
+
+    few = torch.where(torch.arange(45) % 13 == 0, 5, FEW)
+
+    def tapped(tokens: torch.Tensor) -> torch.Tensor:
+        hints = find_hints(tokens, TINY.window, window_starts(len(tokens), TINY.window, TINY.stride))
+        run = lambda watch: adapt(bigram(), tokens, TINY, watch=watch)  # noqa: E731
+        return changed_scores(run, tokens, lambda log_probs, positions: mix(log_probs, hints.at(positions), Mixing()))
+
+    assert (tapped(few) != scored_first_few(few)).sum() > 5
+    found = audit(tapped, few, after=(16, 23, 40), targets=(25, 32), generator=generator(), vocabulary=LETTERS)
+    assert found.legal
+    assert found.masses == pytest.approx(dict.fromkeys(found.masses, 1.0), abs=1e-12)
+
+
+def test_training_before_scoring_is_found() -> None:
+    """The first position of the first chunk is the first that knows what it should not; the last chunk is not trained."""
+    found = audit(trained_first, TOKENS, after=AFTER, generator=generator())
+    assert not found.legal
+    assert found.first == 1
+    assert str(found) == "illegal: the score of position 1 changes with tokens after position 7"
+    # Behind 16, the end of chunk 0, chunk 1 was trained too late for positions up to 16, and too early for its own.
+    assert [leak.after for leak in found.leaks] == [7, 15, 17, 31]
+    assert [leak.position for leak in found.leaks] == [1, 1, 17, 17]
+
+
+def test_a_look_at_the_next_token_is_found_at_the_position_that_took_it() -> None:
+    found = audit(peeking, TOKENS, after=(7, 20), generator=generator())
+    assert found.leaks == (Leak(7, 7), Leak(20, 20))
+    assert found.first == 7
+
+
+def test_a_pair_that_is_indexed_before_it_is_predicted_is_found_by_its_mass() -> None:
+    """No change of the future tells: the score of a token may depend on that token. Its probabilities add up to far more than 1."""
+    found = audit(repeating(early=True), FEW, after=AFTER, targets=(20,), generator=generator(), vocabulary=LETTERS)
+    assert found.leaks == ()
+    assert not found.legal
+    assert found.first == 20
+    assert found.masses[20] == pytest.approx(0.9 + LETTERS * 0.1, abs=1e-12)
+    assert str(found) == "illegal: at position 20 the probabilities of all tokens add up to 2"
+
+
+def test_a_scorer_that_keeps_what_it_learnt_cannot_be_audited() -> None:
+    model = tiny_reader()
+
+    def learns_for_good(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            model.embed.weight.mul_(1.01)
+        return score(model, tokens, window=16, stride=8)
+
+    with pytest.raises(ValueError, match="other scores on the same stream"):
+        audit(learns_for_good, TOKENS, after=AFTER, generator=generator())
+
+
+def test_a_scorer_cannot_write_into_the_audited_stream() -> None:
+    tokens = TOKENS.clone()
+
+    def writes(own: torch.Tensor) -> torch.Tensor:
+        own.fill_(0)
+        return torch.ones(len(own)).double()
+
+    audit(writes, tokens, after=(3,), generator=generator())
+    assert torch.equal(tokens, TOKENS)
+
+
+@given(st.integers(2, 60), st.data())
+def test_all_of_the_future_changes_and_nothing_else(n: int, data: st.DataObject) -> None:
+    tokens, after = torch.randint(0, 7, (n,), generator=generator()), data.draw(st.integers(0, n - 2))
+    other = changed(tokens, after, 7, generator())
+    assert torch.equal(other[: after + 1], tokens[: after + 1])
+    assert (other[after + 1 :] != tokens[after + 1 :]).all()
+    assert 0 <= int(other.min()) <= int(other.max()) < 7
+
+
+@given(st.integers(0, 28), st.integers(0, 28))
+def test_one_reader_of_one_later_token_is_found_exactly_where_it_reads(position: int, after: int) -> None:
+    """A score that depends on the token `after + 1`: a leak where that lies behind the position, none where it does not."""
+
+    def scorer(tokens: torch.Tensor) -> torch.Tensor:
+        nll = torch.ones(len(tokens), dtype=torch.float64)
+        nll[position] = float(tokens[after + 1])
+        return nll
+
+    found = audit(scorer, TOKENS[:30], after=tuple(range(29)), generator=generator())
+    assert {(leak.position, leak.after) for leak in found.leaks} == {(position, t) for t in range(position, after + 1)}
+    assert found.legal == (position > after)
+
+
+def test_a_score_that_is_no_number_is_not_legal() -> None:
+    found = audit(lambda tokens: torch.full(tokens.shape, torch.nan), TOKENS, targets=(4,), generator=generator())
+    assert found.overfull == (4,)
+    assert not found.legal
+
+
+def test_a_leak_before_an_overfull_position_is_told_first() -> None:
+    found = Audit((5, 9), (Leak(5, 9), Leak(4, 5)), {3: 1.0, 4: 2.0, 6: 3.0}, 1e-9)
+    assert (found.first, found.overfull) == (4, (4, 6))
+    assert replace(found, masses={6: 3.0}).first == 4
+    assert str(replace(found, masses={6: 3.0})) == "illegal: the score of position 4 changes with tokens after position 5"
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({}, "nothing to check"),
+        ({"after": (44,)}, "choose 0 to 43"),
+        ({"after": (-1,)}, "choose 0 to 43"),
+        ({"targets": (0,)}, "choose 1 to 44"),
+        ({"targets": (45,)}, "choose 1 to 44"),
+    ],
+)
+def test_positions_that_cannot_be_checked_are_refused(asked: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        audit(slide, TOKENS, generator=generator(), **asked)
+    with pytest.raises(ValueError, match="give one for each"):
+        audit(lambda tokens: slide(tokens)[1:], TOKENS, after=(3,), generator=generator())
+
+
+@pytest.mark.parametrize("vocabulary", [1, 9, 10])
+def test_tokens_outside_of_the_vocabulary_are_refused(vocabulary: int) -> None:
+    """Taken modulo the vocabulary the past would change w the future, and what the missing tokens weigh would not count."""
+    few = torch.cat([FEW, torch.tensor([10])])
+    assert int(few.max()) == 10
+    with pytest.raises(ValueError, match=f"has the token 10, and the vocabulary is 0 to {vocabulary - 1}"):
+        audit(repeating(early=True), few, after=(20,), targets=(20,), generator=generator(), vocabulary=vocabulary)
+    assert not audit(repeating(early=True), few, targets=(20,), generator=generator(), vocabulary=LETTERS).legal
+
+
+def test_the_plan_of_this_file_has_a_shifted_tail() -> None:
+    assert plan_windows(44, 16, 8)[-1] == (28, 44, 40)
