@@ -70,7 +70,8 @@ def _random_band(axes: Axes, rows: list[TransferRow], layers: list[str]) -> None
     if not known:
         return
     x, mean, p95 = zip(*known)
-    axes.fill_between(x, mean, p95, color=GREY, alpha=0.25, linewidth=0, label="random, up to 95th percentile")
+    place, least, most = (x, mean, p95) if len(x) > 1 else ((x[0] - 0.4, x[0] + 0.4), mean * 2, p95 * 2)  # one has no width
+    axes.fill_between(place, least, most, color=GREY, alpha=0.25, linewidth=0, label="random, up to 95th percentile")
     axes.plot(x, mean, color=GREY, linestyle="--", marker="_", label="random, mean")
 
 
