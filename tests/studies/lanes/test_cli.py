@@ -11,9 +11,12 @@ import pytest
 from studies.lanes import cli
 from studies.lanes.arms import ARMS
 from studies.lanes.claims import CLAIMS
+from studies.lanes.estimates import Estimate
+from studies.lanes.measures import Subject, routing
 from studies.lanes.report import command, publish
 from studies.lanes.settings import Settings, open_text, settings_of
 from studies.lanes.study import load
+from studies.lanes.train import build
 
 pytestmark = pytest.mark.study
 
@@ -97,6 +100,13 @@ def test_a_folder_that_is_no_seed_is_not_read(tiny: Settings, tmp_path: Path) ->
     tiny.write(folder)
     with pytest.raises(ValueError, match="contains no finished study"):
         load(folder)
+
+
+def test_routing_that_never_moved_is_nowhere_apart(tiny: Settings, texts: Path) -> None:
+    model = build(ARMS["shipped"].config(tiny.size), 0)
+    content, _ = routing(Subject(tiny, open_text(texts), ARMS["shipped"], 0, model))
+    assert (content["apart"], content["pattern"]) == (None, 0.0)
+    assert Estimate.of([content["apart"]], "weight").value is None
 
 
 def test_a_study_has_one_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
