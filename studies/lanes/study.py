@@ -243,7 +243,7 @@ def load(folder: Path) -> Found:
         for part in job.parts:
             found = job.read(part)
             if found is None:
-                raise ValueError(f"{job.path(part)} is missing because the run was interrupted: the same command resumes it")
+                raise ValueError(f"{job.path(part)} is missing because the run was interrupted: a run of its seed resumes it")
             contents[job.name, job.seed, part] = found[0]
     return Found(settings, contents)
 
