@@ -70,7 +70,10 @@ def _random_band(axes: Axes, rows: list[TransferRow], layers: list[str]) -> None
     if not known:
         return
     x, mean, p95 = zip(*known)
-    axes.fill_between(x, mean, p95, color=GREY, alpha=0.25, linewidth=0, label="random, up to 95th percentile")
+    one = len(known) == 1  # a band over one place has no width
+    place = (known[0][0] - 0.4, known[0][0] + 0.4) if one else x
+    least, most = (mean * 2, p95 * 2) if one else (mean, p95)
+    axes.fill_between(place, least, most, color=GREY, alpha=0.25, linewidth=0, label="random, up to 95th percentile")
     axes.plot(x, mean, color=GREY, linestyle="--", marker="_", label="random, mean")
 
 

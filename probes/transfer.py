@@ -61,6 +61,10 @@ class TransferSettings:
     bins: AtLeastOne = 10
     seed: Natural = 0
 
+    def __post_init__(self) -> None:
+        if len(set(self.levels)) < len(self.levels):
+            raise ValueError(f"levels must be given once each, not {', '.join(self.levels)}")
+
 
 @dataclass(frozen=True)
 class TransferRow:

@@ -23,9 +23,16 @@ def write_part(path: Path, identity: str, content: Mapping[str, Any], tensors: M
         identity: A hash of everything except the code that the artifact depends on.
         content: Plain data.
         tensors: Tensors by name; no file is written if there are none.
+
+    Raises:
+        ValueError: If a number of the content is not finite.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    plain, own = json.loads(json.dumps(content, allow_nan=False)), {n: t.contiguous() for n, t in (tensors or {}).items()}
+    try:
+        plain = json.loads(json.dumps(content, allow_nan=False))
+    except ValueError as error:
+        raise ValueError(f"{path} is not written: a number in it is NaN or infinite; change the settings behind it") from error
+    own = {name: tensor.contiguous() for name, tensor in (tensors or {}).items()}
     values = path.with_suffix(".safetensors")
     if own:
         write_tensors(values, own, {"identity": identity})

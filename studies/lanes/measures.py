@@ -235,7 +235,7 @@ def routing(subject: Subject) -> Part:
     """Return the weights with which attention and MLP are routed after training, in the layers whose lanes can be compared.
 
     `pattern`: how strongly each sublayer prefers the lane that the asymmetric start gives it, relative to that start's preference.
-    `apart`: the mean distance of a sublayer's two weights, relative to the mean distance of a weight from 1.
+    `apart`: the mean distance of a sublayer's two weights, relative to the mean distance of a weight from 1; None if none moved.
     """
     post = subject.model.post.detach().double()[list(compared(subject.model.config))]
     given = STARTS["asymmetric"]
@@ -244,7 +244,7 @@ def routing(subject: Subject) -> Part:
     return {
         "pattern": float((apart / preferred).mean()),
         "by_sublayer": dict(zip(SUBLAYERS, (apart / preferred).mean(0).tolist(), strict=True)),
-        "apart": float(apart.abs().mean() / moved),
+        "apart": float(apart.abs().mean() / moved) if moved else None,
     }, {}
 
 

@@ -233,7 +233,8 @@ def load(folder: Path) -> Found:
     """
     settings = Settings.read(folder)
     places = sorted((folder / "arms").glob("*/seed-*"))
-    seeds = sorted({int(place.name.partition("-")[2]) for place in places})
+    named = {place.name.removeprefix("seed-") for place in places}
+    seeds = sorted(int(name) for name in named if name.isdecimal())  # a copy under another name is no seed
     if folder.name != settings.folder or not seeds:
         raise ValueError(f"{folder} contains no finished study: `run` creates one, or resumes an interrupted one")
     arms = [name for name in ARMS if (folder / "arms" / name).is_dir()]
@@ -242,7 +243,7 @@ def load(folder: Path) -> Found:
         for part in job.parts:
             found = job.read(part)
             if found is None:
-                raise ValueError(f"{job.path(part)} is missing because the run was interrupted: the same command resumes it")
+                raise ValueError(f"{job.path(part)} is missing because the run was interrupted: a run of its seed resumes it")
             contents[job.name, job.seed, part] = found[0]
     return Found(settings, contents)
 

@@ -15,6 +15,7 @@ that was never run has a placeholder with the same files, so that the site alway
 
 import json
 import re
+import shlex
 import shutil
 import tomllib
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import train_rate
 from studies.route2.report.table import table, table_json
 from studies.training.arms import ARMS
-from studies.training.settings import PRESETS
+from studies.training.settings import PRESETS, changes
 
 REPORTS = ("table.md", "leakage.md", "ablations.md", "probes.md")
 TEXTS = (*REPORTS, "headline.md", "tables.md", "figures.md")
@@ -240,20 +241,8 @@ def command(runs: RunSet) -> str:
     arms = [arm for arm in ARMS if arm in found] + sorted(found - ARMS.keys())
     preset = runs.settings["preset"]
     changed = changes(runs.settings, PRESETS[preset].as_dict())
-    override = f" --override {' '.join(changed)}" if changed else ""
+    override = f" --override {shlex.join(changed)}" if changed else ""
     return f"python -m studies.route2 run --preset {preset} --seeds {seeds_argument(runs.seeds)} --arms {' '.join(arms)}{override}"
-
-
-def changes(settings: Mapping[str, Any], preset: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return ``name=value`` for each setting that differs from the preset's, in the syntax of ``--override``."""
-    found = []
-    for name in sorted(settings.keys() | preset.keys()):
-        own, other = settings.get(name), preset.get(name)
-        if isinstance(own, dict) and isinstance(other, dict):
-            found += changes(own, other, f"{prefix}{name}.")
-        elif own != other:
-            found.append(f"{prefix}{name}={'none' if own is None else own}")
-    return found
 
 
 def packed(runs: RunSet) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from studies.steering.cells import DELETED, ON
-from studies.steering.results import Estimate, Study
+from studies.steering.results import ROUNDING, Estimate, Study
 
 MECHANISMS = ("forward", "early", "next token", "latch")
 """Ways in which a probe may close a quarantine; ``open`` is the reverse, a control."""
@@ -66,15 +66,14 @@ def against_random(study: Study) -> list[dict[str, Any]]:
 def frontier_counts(study: Study) -> dict[str, dict[str, int]]:
     """Return, by subject, how many thresholds and mechanisms of the real probe were tried, and how many look better than deletion.
 
-    They look better if they hack less and solve more by their means, or by both intervals.
+    They look better if by their means they hack no more and solve no less, and are not equal in both; or by their intervals.
     """
     found = {}
     for subject in SUBJECTS:
         tried = [c for c in study.cells(subject, "quarantine") if c["how"] in MECHANISMS and c["probe"] == "probe"]
         rows = [study.estimates(subject, "quarantine", c["name"], minus=DELETED) for c in tried]
-        by_mean = sum(
-            row["hack_held"].mean <= 0 <= row["solve"].mean and (row["hack_held"].mean, row["solve"].mean) != (0, 0) for row in rows
-        )
+        means = [(row["hack_held"].mean, row["solve"].mean) for row in rows]
+        by_mean = sum(hack <= ROUNDING and solve >= -ROUNDING and max(-hack, solve) > ROUNDING for hack, solve in means)
         sure = sum(verdict(row) == "better" for row in rows)
         found[subject] = {"tried": len(tried), "better_by_means": by_mean, "better_by_intervals": sure}
     return found

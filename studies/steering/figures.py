@@ -137,7 +137,7 @@ def latency_figure(study: Study, results: Results) -> Figure:
             for places, keys in ((late, late), ([never], [None])):
                 found = [by_delay[key] for key in keys]
                 y = [each["mean"] for each in found]
-                bars = [[each["mean"] - each["low"] for each in found], [each["high"] - each["mean"] for each in found]]
+                bars = np.transpose([_reach(each["mean"], each["low"], each["high"]) for each in found])
                 look = {"color": colour, "marker": marker, "markersize": 3.5, "elinewidth": 0.6}
                 axes.errorbar([place + shift for place in places], y, bars, label=None if None in keys else name, **look)
         axes.set_xticks([*late, never], [*map(str, late), "never"])
@@ -223,8 +223,13 @@ def _end(axes: Axes, row: Mapping[str, Any], marker: str, label: str) -> None:
 
 def _bars(axes: Axes, row: Mapping[str, Any], **look: Any) -> None:
     solve, hack = row["solve"], row["hack_held"]
-    bars = [[[each.mean - each.low], [each.high - each.mean]] for each in (solve, hack)]
+    bars = [np.transpose([_reach(each.mean, each.low, each.high)]) for each in (solve, hack)]
     axes.errorbar([solve.mean], [hack.mean], xerr=bars[0], yerr=bars[1], elinewidth=0.6, linestyle="none", **look)
+
+
+def _reach(mean: float, low: float, high: float) -> tuple[float, float]:
+    """Return how far a bar reaches below and above the mean: a bound may lie beyond it, if only by rounding."""
+    return max(0.0, mean - low), max(0.0, high - mean)
 
 
 def _legend(figure: Figure, axes: Axes, columns: int = 4) -> None:

@@ -93,10 +93,10 @@ class Fitted:
             site = Site.parse(place)
             values = tensors[f"{place}/{probe}/thresholds"].tolist()
             gates.setdefault(site, {})[probe] = Gate(
-                site, tensors[name].float(), dict(zip(settings.quantiles, values, strict=True))
+                site, tensors[name].float(), dict(zip(sorted(settings.quantiles), values, strict=True))
             )
         directions = {name.partition("/")[2]: v.float() for name, v in tensors.items() if name.startswith(f"{DIRECTION}/")}
-        ceilings = dict(zip(settings.quantiles, tensors["ceilings"].tolist(), strict=True))
+        ceilings = dict(zip(sorted(settings.quantiles), tensors["ceilings"].tolist(), strict=True))
         return Fitted(gates, directions, float(tensors["gap"]), ceilings, counts)
 
 
@@ -246,4 +246,5 @@ def _permuted(examples: Examples, seed: int) -> Bool[Tensor, " b"]:
 
 
 def _numbers(values: Mapping[float, float]) -> Float[Tensor, " n"]:
+    """Return the values in the order of their keys."""
     return torch.tensor([values[key] for key in sorted(values)], dtype=torch.float64)

@@ -110,7 +110,8 @@ def load_study(folder: Path) -> Study:
     settings, found = Settings.read(folder), {}
     if folder.name != settings.folder:
         raise ValueError(f"the settings in {folder} are those of {settings.folder}: do not rename or edit a study folder")
-    seeds = tuple(sorted(int(path.name.removeprefix("seed-")) for path in folder.glob("seed-*") if path.is_dir()))
+    named = [path.name.removeprefix("seed-") for path in folder.glob("seed-*") if path.is_dir()]
+    seeds = tuple(sorted(int(name) for name in named if name.isdecimal()))  # a copy under another name is no seed
     for subject in SUBJECTS:
         for part in parts_of(subject):
             by_seed = {seed: read_part(folder / f"seed-{seed}" / subject / f"{part}.json") for seed in seeds}

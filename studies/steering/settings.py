@@ -79,6 +79,12 @@ class Settings:
 
         for name in ("site", "early", "late"):
             Site.parse(getattr(self, name))
+        for name in ("quantiles", "gains", "late_gains", "delays"):
+            said = [f"{value:g}" for value in getattr(self, name)]  # as in the names of cells
+            if len(set(said)) < len(said):
+                raise ValueError(f"{name} must be given once each, not {', '.join(said)}")
+        if not self.late_gains:
+            raise ValueError("late_gains must have at least one gain")
         if self.operating not in self.quantiles or self.gain not in self.gains:
             raise ValueError(f"operating={self.operating} must be one of quantiles, and gain={self.gain} one of gains")
         if not set(self.late_gains) <= set(self.gains):
@@ -114,5 +120,6 @@ class Settings:
         Raises:
             ValueError: If the folder has none.
         """
-        run = RunSettings.read(folder / RUN)
-        return read_settings(Settings, folder / OWN, "give a folder that `run` created", optional=("run.chat",), run=run.as_dict())
+        remedy = "give a folder that `run` created"
+        run = read_settings(RunSettings, folder / RUN, remedy, optional=("chat",))
+        return read_settings(Settings, folder / OWN, remedy, optional=("run.chat",), run=run.as_dict())

@@ -5,6 +5,7 @@ from pathlib import Path
 from mi_route2.validation import write_json
 from studies.common.cluster import Cluster, run_each
 from studies.common.processes import exclusive
+from studies.environments.micro.language import all_tasks
 from studies.steering.job import SteeringJob, parts_of, run_steering
 from studies.steering.report import write_report
 from studies.steering.settings import OWN, SUBJECTS, Settings
@@ -18,10 +19,12 @@ def run_study(
 
     Raises:
         RuntimeError: If a job failed; the message names it.
-        ValueError: If ``workers`` is less than 1, or if a file belongs to another study.
+        ValueError: If ``workers`` is less than 1, if there are too few test tasks, or if a file belongs to another study.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")
+    if settings.tasks > (there := len(all_tasks("test"))):
+        raise ValueError(f"there are {there} test tasks: choose fewer tasks than {settings.tasks}")
     jobs = [SteeringJob(settings, out, seed, subject) for seed in seeds for subject in SUBJECTS]
     runs = list(dict.fromkeys(job.run for job in jobs))
     runs = [run for run in runs if run.arm is None] + [run for run in runs if run.arm is not None]

@@ -40,6 +40,7 @@ class Run:
     place: Annotated[Executor, tyro.conf.OmitArgPrefixes] = field(default_factory=Executor)
 
     def __call__(self) -> None:
+        from studies.environments.micro.language import all_tasks
         from studies.tracing.report import write_report
         from studies.tracing.study import trace_jobs, train
 
@@ -47,6 +48,10 @@ class Run:
         settings = Settings(training.digest, self.arms, self.prompts, self.answers, self.pairs, self.draws, self.rated)
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
+        there = len(all_tasks("test"))
+        for name in ("prompts", "rated"):
+            if (asked := getattr(settings, name)) > there:
+                raise ValueError(f"there are {there} test tasks: choose fewer {name} than {asked}")
         cluster = self.place.cluster()
         jobs = train(training, read_seeds(self.seeds), self.arms, self.workers, self.out, cluster, live=self.live)
         root = self.out / settings.folder

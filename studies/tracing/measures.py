@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.stats import spearmanr
 
+from mi_route2.validation import read_settings
 from studies.common.artifacts import read_part
 from studies.common.stats import Summary, summary
 from studies.tracing.pairs import CONTRASTS, SIDES
@@ -92,7 +93,7 @@ def load(root: Path) -> Found:
         ValueError: If it is not a tracing folder, if a file is damaged or was changed, or if a seed lacks an arm.
     """
     settings = Settings.read(root / "settings.json")
-    training = Training.read(root / "training.json")
+    training = read_settings(Training, root / "training.json", "give a folder of this study", optional=("chat",))
     if training.digest != settings.training:
         raise ValueError(f"{root} does not match its settings (training.json was changed): run the study again")
     contents, effects = {}, {}
@@ -101,7 +102,7 @@ def load(root: Path) -> Found:
         found = read_part(path)
         assert found is not None  # it was listed above
         content, tensors = found
-        if content["arm"] in wanted:
+        if content["arm"] in wanted and path.parent.name == f"seed-{content['seed']}":  # a copy under another name is no seed
             key = content["arm"], int(content["seed"])
             contents[key] = content
             effects[key] = {name: tensor.double().numpy() for name, tensor in tensors.items()}

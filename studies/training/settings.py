@@ -217,6 +217,19 @@ def override(settings: Settings, changes: tuple[str, ...], config: Path | None =
     return parse_words(settings, words)
 
 
+def changes(settings: Mapping[str, Any], preset: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return ``name=value`` for each setting that differs from the preset's, in the syntax of ``--override``."""
+    found = []
+    for name in sorted(settings.keys() | preset.keys()):
+        own, other = settings.get(name), preset.get(name)
+        if isinstance(own, dict) and isinstance(other, dict):
+            found += changes(own, other, f"{prefix}{name}.")
+        elif own != other:
+            word = ",".join(map(str, own)) if isinstance(own, list) else "none" if own is None else own
+            found.append(f"{prefix}{name}={word}")
+    return found
+
+
 def read_changes(path: Path | None) -> tuple[str, ...]:
     """Return the settings in a TOML file as `override` takes them; none if ``path`` is None.
 

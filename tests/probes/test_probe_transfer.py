@@ -399,6 +399,20 @@ def test_the_figure_draws_every_row_next_to_its_control(result):
     assert len(set(colours)) == len(PROBES)
 
 
+def test_the_control_of_a_single_layer_is_drawn(result):
+    alone = TransferResult(FAST, [row for row in result.rows if row.layer == "signal"], {name: {} for name in PROBES})
+    for axes, mode in zip(transfer_figure(alone).axes, ("known", "alike", "other")):
+        row = pick(result, layer="signal", probe="lda", mode=mode, level="rollout")
+        box = axes.collections[0].get_paths()[0].get_extents()
+        assert box.width > 0.1
+        assert (box.y0, box.y1) == pytest.approx(sorted((row.random_mean, row.random_p95)))
+
+
+def test_a_level_is_given_once():
+    with pytest.raises(ValueError, match="rollout, rollout"):
+        dataclasses.replace(FAST, levels=("rollout", "rollout"))
+
+
 def test_reliability_curves_show_the_rows_bins(result):
     figure = reliability_figure(result, "signal")
     line = figure.axes[1].lines[1 + PROBES.index("lda")]

@@ -48,6 +48,12 @@ def test_a_part_of_other_settings_is_refused(tmp_path: Path) -> None:
         read_part(tmp_path / "part.json", "you")
 
 
+def test_a_number_that_is_not_finite_is_said_and_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"p\.json is not written: a number in it is NaN or infinite"):
+        write_part(tmp_path / "p.json", "a", {"x": float("nan")}, {"t": torch.ones(2)})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_part_without_tensors_takes_the_place_of_one_with_them(tmp_path: Path) -> None:
     write_part(tmp_path / "p.json", "a", {"x": 1}, {"t": torch.ones(2)})
     write_part(tmp_path / "p.json", "a", {"x": 2})

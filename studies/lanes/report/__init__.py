@@ -4,6 +4,7 @@ import json
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from typing import Any
 
 from mi_route2.plots import save_figure, style
 from mi_route2.validation import read_object
+from studies.common.command_line import seeds_argument
 from studies.common.publishing import compact, nested, published, write_texts
 from studies.common.stats import Value, mean, paired_difference
 from studies.common.tables import markdown_table
@@ -18,7 +20,7 @@ from studies.lanes.arms import ARMS
 from studies.lanes.report.claims import CLAIMS, VERDICTS, Row, judge
 from studies.lanes.report.estimates import Estimate
 from studies.lanes.report.figures import FIGURES
-from studies.lanes.settings import FILE, Settings
+from studies.lanes.settings import FILE, Settings, open_text, settings_of
 from studies.lanes.study import Found, load
 
 TABLE, ARMS_TABLE, JSON = "claims.md", "arms.md", "claims.json"
@@ -158,7 +160,7 @@ def publish(root: Path, to: Path) -> Path:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("mi-route2", "torch")},
         "seeds": list(found.seeds),
-        "command": f"{COMMANDS[profile]} --seeds {','.join(map(str, found.seeds))}",
+        "command": command(found.settings, found.seeds),
     }
     with published(to / NAME, provenance) as folder:
         for path in (path for path in paths if path.suffix == ".png"):
@@ -170,3 +172,16 @@ def publish(root: Path, to: Path) -> Path:
             page = (root / text).read_text(encoding="utf-8").partition("\n")[2].lstrip()  # without the title
             (folder / name).write_text(nested(page), encoding="utf-8")
     return to / NAME
+
+
+def command(settings: Settings, seeds: Sequence[int]) -> str:
+    """Return the command line that makes a study, or what does if it has settings that no command line can change.
+
+    ``FOLDER`` stands for the user's text, whose hash is in the provenance.
+    """
+    usual = settings_of("full" if settings.full else "default", settings.text, {})
+    machine = {"compressor": settings.evaluation.compressor}  # as in ``runtime``, what is installed chooses
+    if settings != replace(usual, runtime=settings.runtime, evaluation=replace(usual.evaluation, **machine)):
+        return f"studies.lanes.study.run_study, with the settings in {FILE}"
+    given = "" if open_text(None).sha256 == settings.text else " --text FOLDER"
+    return f"{COMMANDS[settings.profile]} --seeds {seeds_argument(seeds)}{given}"

@@ -10,9 +10,13 @@ import pytest
 
 from studies.lanes import cli
 from studies.lanes.arms import ARMS
-from studies.lanes.report import publish
+from studies.lanes.measures import Subject, routing
+from studies.lanes.report import command, publish
 from studies.lanes.report.claims import CLAIMS
-from studies.lanes.settings import Settings
+from studies.lanes.report.estimates import Estimate
+from studies.lanes.settings import Settings, open_text, settings_of
+from studies.lanes.study import load
+from studies.lanes.train import build
 
 pytestmark = pytest.mark.study
 
@@ -80,6 +84,29 @@ def test_publishing_copies_a_whole_study_and_refuses_a_trial(study: Path, tiny: 
     assert listed.keys() == {path.name for path in place.iterdir()} - {"provenance.json"}
     assert {"headline.md", "tables.md", "claims.json", "growth.png", "symmetry.png"} <= listed.keys()
     assert (place / "headline.md").read_text().startswith("6 blocks of 8 features")
+
+
+def test_the_published_command_makes_the_study(texts: Path) -> None:
+    own, usual = open_text(texts).sha256, open_text(None).sha256
+    assert command(settings_of("full", usual, {}), [0, 1]) == "python -m studies.lanes run --full --seeds 0-1"
+    assert command(settings_of("default", own, {}), [3]) == "python -m studies.lanes run --seeds 3-3 --text FOLDER"
+    changed = replace(settings_of("default", own, {}), train_bytes=7)
+    assert command(changed, [3]) == "studies.lanes.study.run_study, with the settings in settings.json"
+
+
+def test_a_folder_that_is_no_seed_is_not_read(tiny: Settings, tmp_path: Path) -> None:
+    folder = tmp_path / tiny.folder
+    (folder / "arms" / "gptj" / "seed-0-old").mkdir(parents=True)
+    tiny.write(folder)
+    with pytest.raises(ValueError, match="contains no finished study"):
+        load(folder)
+
+
+def test_routing_that_never_moved_is_nowhere_apart(tiny: Settings, texts: Path) -> None:
+    model = build(ARMS["shipped"].config(tiny.size), 0)
+    content, _ = routing(Subject(tiny, open_text(texts), ARMS["shipped"], 0, model))
+    assert (content["apart"], content["pattern"]) == (None, 0.0)
+    assert Estimate.of([content["apart"]], "weight").value is None
 
 
 def test_a_study_has_one_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,3 +143,14 @@ def test_bf16_rounds_the_forward_and_leaves_weights_and_optimiser_as_they_are(na
 def test_an_unknown_precision_is_refused_with_the_ones_that_there_are() -> None:
     with pytest.raises(ValueError, match=r"precision must be one of float32, bf16, not .fp8."):
         replace(TRAINING, precision="fp8")
+
+
+def test_a_training_that_ends_before_its_loop_runs_still_gives_the_looped_model() -> None:
+    one = replace(TRAINING, steps=1)
+    found, without = (train(ARMS[name], SIZE, one, TOKENS, 0).model for name in ("wide-embeddings", "shipped"))
+    assert found.config == ARMS["wide-embeddings"].config(SIZE)
+    fresh = build(found.config, 0)
+    fresh.load_state_dict(found.state_dict())  # as measurements do
+    for name, value in without.named_parameters():
+        if value.shape == found.get_parameter(name).shape:
+            assert torch.equal(value, found.get_parameter(name)), name

@@ -1,7 +1,9 @@
 """The study from nothing to its figures, what it may not know, and that it can be ended at any part."""
 
 import json
+import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +14,20 @@ from hypothesis import strategies as st
 from on_cluster import HERE, preempted
 from tiny_steering import TINY, Made
 
+from mi_route2.sites import Site
 from studies.environments.micro.language import split
 from studies.environments.micro.world import MicroWitness
 from studies.environments.protocol import Samples
-from studies.steering.answer import comparisons, verdict
-from studies.steering.cells import DELETED, ON, Bench, quarantine, sweep
-from studies.steering.fitting import collect, fit, threshold
+from studies.steering.answer import comparisons, frontier_counts, verdict
+from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, quarantine, sweep
+from studies.steering.figures import frontier_figure, latency_figure
+from studies.steering.fitting import Fitted, Gate, collect, fit, threshold
 from studies.steering.job import parts_of, run_steering
-from studies.steering.report import publish
-from studies.steering.results import Draws, Estimate, load_study, metrics
+from studies.steering.report import command, publish
+from studies.steering.results import MODES, Draws, Estimate, Study, load_study, metrics
 from studies.steering.settings import SUBJECTS, Settings
 from studies.steering.study import run_study
+from studies.training.settings import get_settings, override
 
 pytestmark = pytest.mark.study
 
@@ -103,9 +108,51 @@ def test_settings_that_cannot_be_are_refused() -> None:
         {"late_gains": (3.0,)},
         {"tasks": 0},
         {"exact": 99},
+        {"quantiles": (0.95, 0.95)},
+        {"gains": (1.0, 1.0000001)},  # one name for two cells
+        {"delays": (1, 1)},
+        {"late_gains": (1.0, 1.0)},
+        {"late_gains": ()},
     ):
         with pytest.raises(ValueError, match=r"\w+ .*\w+"):
             Settings(**wrong)
+
+
+def test_thresholds_keep_their_quantiles_in_any_order() -> None:
+    site, by = Site.parse(TINY.site), {0.95: 2.0, 0.5: 1.0}
+    fitted = Fitted({site: {"probe": Gate(site, torch.ones(2), by)}}, {"away": torch.ones(2)}, 1.0, by)
+    again = Fitted.of(replace(TINY, quantiles=(0.95, 0.5)), fitted.tensors(), {})
+    assert again.gates[site]["probe"].thresholds == again.ceilings == by
+
+
+def test_what_cannot_be_made_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there are 819 test tasks: choose fewer tasks"):
+        run_study(replace(TINY, tasks=820), [0], tmp_path, workers=1, quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_something_else_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give a folder that `run` created"):
+        load_study(tmp_path)
+    folder = tmp_path / TINY.folder
+    (folder / "seed-0-old").mkdir(parents=True)
+    TINY.write(folder)
+    with pytest.raises(ValueError, match="is not finished"):
+        load_study(folder)
+
+
+def test_the_published_command_makes_the_study() -> None:
+    usual = Settings()
+    start = "python -m studies.steering run --preset strong --seeds 0-2"
+    assert command(usual, [0, 1, 2]) == start
+    run = override(usual.run, ("steps=40", "warm.steps=7", "adapt=blocks.0.*,unembed"))
+    text = command(replace(usual, run=run, tasks=8, train=64), [4])
+    assert text == "python -m studies.steering run --preset strong --seeds 4-4 --tasks 8 --train 64 " + (
+        "--override 'adapt=blocks.0.*,unembed' steps=40 warm.steps=7"
+    )
+    given = shlex.split(text)
+    assert override(get_settings("strong"), tuple(given[given.index("--override") + 1 :])) == run
+    assert command(replace(usual, draws=4), [0]) == "studies.steering.study.run_study, with the settings in results.json"
 
 
 # what the probes are told
@@ -211,6 +258,42 @@ def test_the_interval_is_that_of_resampling_rows_and_columns(seeds: int, tasks: 
     estimate = draws.estimate(values)
     low, high = np.quantile(means, [0.025, 0.975])
     np.testing.assert_allclose([estimate.low, estimate.high, estimate.mean], [low, high, values.mean()])
+
+
+def test_means_that_are_equal_up_to_rounding_do_not_differ() -> None:
+    """Deletion and a gate hack equally often, on other tasks, and the gate solves more: it looks better by its means."""
+
+    def outcomes(hacks: tuple[int, ...], honest: int) -> torch.Tensor:
+        found = torch.zeros(len(MODES.names), len(hacks), 2, dtype=torch.uint8)
+        for task, count in enumerate(hacks):
+            for mode in MODES.held_out[:count]:
+                found[MODES.names.index(mode), task, 1] = 1
+        found[MODES.names.index(MODES.honest), :honest, 0] = 1
+        return found
+
+    gate = {"name": "gate", "how": "forward", "probe": "probe", "quantile": 0.95}
+    cells = {"cells": [{"name": DELETED, "how": DELETED}, gate]}
+    part = {0: (cells, {DELETED: outcomes((3, 1, 0), 0), "gate": outcomes((0, 3, 1), 1)})}
+    both = {(subject, "quarantine"): part for subject in ("absorb", "route2-full")}
+    study = Study(replace(TINY, tasks=3), (0,), both, Draws.of(1, 3))
+    assert 0 < study.estimates("absorb", "quarantine", "gate", minus=DELETED)["hack_held"].mean < 1e-15  # exactly, it is 0
+    assert frontier_counts(study)["absorb"]["better_by_means"] == 1
+
+
+def test_bounds_that_rounding_puts_beyond_their_mean_are_drawn() -> None:
+    """Every task is solved in one mode of five, without exception."""
+    solved = torch.zeros(len(MODES.names), 32, 2, dtype=torch.uint8)
+    solved[MODES.names.index(MODES.honest), :, 0] = 1
+    own = {ON: solved, DELETED: torch.zeros_like(solved), CLOSED: solved, BEHIND: solved}
+    part = dict.fromkeys((0, 1), ({"cells": [{"name": name, "how": name, "probe": None} for name in own]}, own))
+    parts = {(subject, "quarantine"): part for subject in ("absorb", "route2-full")}
+    study = Study(replace(TINY, tasks=32), (0, 1), parts, Draws.of(2, 32))
+    estimate = study.estimates("absorb", "quarantine", ON)["solve"]
+    assert estimate.mean < estimate.low
+    frontier_figure(study, {})
+    same = dict.fromkeys(("hack_held", "exploit_held", "solve"), estimate.as_dict())
+    about = [{"how": ON}, {"how": "steer", "gain": 1.0}, *({"how": "policy", "gain": 1.0, "delay": d} for d in (1, 3))]
+    latency_figure(study, {"cells": [{"subject": "vanilla", "part": "latency", **each, **same} for each in about]})
 
 
 def test_verdicts() -> None:

@@ -12,7 +12,8 @@ from on_cluster import HERE, preempted
 from tiny_study import tiny_settings
 
 from mi_route2.tensor_files import read_tensors
-from studies.common.artifacts import read_part
+from mi_route2.validation import write_json
+from studies.common.artifacts import read_part, write_part
 from studies.environments.micro.language import LOOPHOLES, MODES, NONE
 from studies.environments.micro.settings import WarmStartConfig
 from studies.environments.micro.world import MicroWorld
@@ -241,6 +242,32 @@ def test_settings_are_refused_in_one_sentence() -> None:
     with pytest.raises(ValueError, match="once each"):
         Settings("x", arms=("vanilla", "vanilla"))
     assert Settings("x").digest == Settings("x", arms=("vanilla",)).digest != Settings("y").digest
+
+
+def test_more_prompts_than_test_tasks_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("prompts", "rated"):
+        monkeypatch.setattr(sys, "argv", ["tracing", "run", "--out", str(tmp_path), f"--{option}", "820"])
+        assert main() == 2
+        assert capsys.readouterr().err == f"error: there are 819 test tasks: choose fewer {option} than 820\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_copy_of_a_seeds_folder_is_not_read(tmp_path: Path) -> None:
+    training = tiny_training()
+    settings = Settings(training.digest, ("vanilla",))
+    write_json(tmp_path / "settings.json", settings.as_dict())
+    with pytest.raises(ValueError, match="give a folder of this study"):
+        load(tmp_path)  # and no folder of another study
+    write_json(tmp_path / "training.json", training.as_dict())
+    for folder, draw in (("seed-0", 1), ("seed-0-old", 2)):
+        for arm in (UNTRAINED, "vanilla"):
+            write_part(tmp_path / folder / f"{arm}.json", "", {"arm": arm, "seed": 0, "draw": draw})
+    assert {content["draw"] for content in load(tmp_path).contents.values()} == {1}
+    (tmp_path / "seed-0").rename(tmp_path / "seed-1")
+    with pytest.raises(ValueError, match="contains no traces"):
+        load(tmp_path)
 
 
 def test_deletion_and_question_are_of_every_lane(study: Path) -> None:

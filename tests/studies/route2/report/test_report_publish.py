@@ -26,7 +26,6 @@ from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, headline
 from studies.route2.predictions import FILE, Predictions
 from studies.route2.publish import (
     TEXTS,
-    changes,
     command,
     figure_list,
     placeholder,
@@ -36,7 +35,7 @@ from studies.route2.publish import (
 from studies.route2.report import write_leakage, write_tables
 from studies.route2.report.load import load_runs
 from studies.training.arms import ARMS as REAL_ARMS
-from studies.training.settings import get_settings, override
+from studies.training.settings import changes, get_settings, override
 
 pytestmark = pytest.mark.study
 
