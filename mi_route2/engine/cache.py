@@ -277,18 +277,13 @@ class Prefixes:
 
     def __init__(self, block: int, budget: int):
         self.block, self.budget = block, budget
-        self.hits = self.misses = 0
+        self.bytes = self.hits = self.misses = 0
         self._held: dict[str, OrderedDict[bytes, Saved]] = {}
         self._sizes: Counter[str] = Counter()
         """Blocks of each salt, and their bytes."""
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all cached blocks."""
-        return self._sizes.total()
 
     def blocks(self) -> list[Saved]:
         """Return all cached blocks."""
@@ -330,14 +325,18 @@ class Prefixes:
             block = copy(i)
             self._held.setdefault(salt, OrderedDict())[keys[i]] = block
             self._sizes[salt] += block.data.nbytes
+            self.bytes += block.data.nbytes
             while self.bytes > self.budget:
                 self._evict(max(self._sizes, key=self._sizes.__getitem__))
 
     def _evict(self, salt: str) -> None:
-        self._sizes[salt] -= self._held[salt].popitem(last=False)[1].data.nbytes
+        nbytes = self._held[salt].popitem(last=False)[1].data.nbytes
+        self._sizes[salt] -= nbytes
+        self.bytes -= nbytes
         if not self._held[salt]:
             del self._held[salt], self._sizes[salt]
 
     def clear(self) -> None:
         self._held.clear()
         self._sizes.clear()
+        self.bytes = 0

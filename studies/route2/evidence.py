@@ -420,7 +420,8 @@ def lessons_sentence(evidence: Evidence) -> str:
             for pair in zip(evidence.values[f"{arm}-1"][metric], evidence.values[arm][EXPLOIT], strict=True)
             if None not in pair
         ]
-        rhos.append(number(float(spearmanr(*zip(*pairs, strict=True)).statistic)))
+        starts, ends = zip(*pairs, strict=True)
+        rhos.append(number(float(spearmanr(starts, ends)[0])))  # pyright: ignore[reportArgumentType]
         count = len(pairs)
     return (
         f"{evidence.preset}: over {count} runs with a lesson, Spearman's correlation of held-out exploits at the end is {rhos[0]} "
