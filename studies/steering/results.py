@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from probes.auroc import auroc, cluster_draws
-from studies.common.artifacts import Part, read_part
+from studies.common.artifacts import Part
 from studies.common.stats import Summary, summary
 from studies.environments.micro.language import MICRO_MODES
-from studies.steering.job import parts_of
+from studies.steering.job import SteeringJob, parts_of
 from studies.steering.settings import SUBJECTS, Settings
 
 ROUNDING = 1e-9
@@ -105,7 +105,7 @@ def load_study(folder: Path) -> Study:
     """Read all parts of all seeds.
 
     Raises:
-        ValueError: If a part is missing or damaged, or belongs to another study.
+        ValueError: If a part is missing or damaged, or was made from another run than the one that lies beside the study.
     """
     settings, found = Settings.read(folder), {}
     if folder.name != settings.folder:
@@ -114,7 +114,7 @@ def load_study(folder: Path) -> Study:
     seeds = tuple(sorted(int(name) for name in named if name.isdecimal()))  # a copy under another name is no seed
     for subject in SUBJECTS:
         for part in parts_of(subject):
-            by_seed = {seed: read_part(folder / f"seed-{seed}" / subject / f"{part}.json") for seed in seeds}
+            by_seed = {seed: SteeringJob(settings, folder.parent, seed, subject).read(part) for seed in seeds}
             missing = [seed for seed, each in by_seed.items() if each is None]
             if missing or not seeds:
                 raise ValueError(f"{folder} is not finished: {part} of {subject} is missing at seeds {missing}; `run` resumes it")

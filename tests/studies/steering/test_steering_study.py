@@ -100,6 +100,14 @@ def test_artifacts_are_checked(made: Made, tmp_path: Path) -> None:
         load_study(folder)
 
 
+def test_a_copy_of_a_seed_under_another_number_is_no_seed(made: Made, tmp_path: Path) -> None:
+    shutil.copytree(made.out, tmp_path / "out")
+    for folder in (made.settings.run.folder, made.folder.name):
+        shutil.copytree(tmp_path / "out" / folder / "seed-0", tmp_path / "out" / folder / "seed-1")
+    with pytest.raises(ValueError, match=r"was made from other settings or another run; delete .* to have it made again"):
+        load_study(tmp_path / "out" / made.folder.name)
+
+
 def test_settings_that_cannot_be_are_refused() -> None:
     for wrong in (
         {"operating": 0.7},
