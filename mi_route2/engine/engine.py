@@ -512,11 +512,6 @@ class Engine:
             if one.id in self._sequences:
                 self.scheduler.add(one)
 
-    @property
-    def alive(self) -> bool:
-        """True if a step can run: no weight, module, hook or switch changed while requests are in the engine."""
-        return not (self._sequences and self._state.changed)
-
     @unbroken()
     def close(self) -> None:
         """Cancel all remaining requests."""

@@ -105,11 +105,11 @@ class ModelState:
 
     @property
     def changed(self) -> str:
-        """What differs since the last ``look``, or ``""``: one of ``PARTS``, or the bytes of a tensor that ``glance`` read."""
+        """The part that differs since the last ``look``: of ``PARTS``, or a tensor that ``glance`` read; ``""`` if none does."""
         now = self._quick()
         if now == self.current[:-1]:
             return self._written_to
-        return next(part for part, was, one in zip(PARTS, self.current, now, strict=False) if was != one)
+        return next(part for part, was, one in zip(PARTS, self.current[:-1], now, strict=True) if was != one)
 
     def glance(self) -> None:
         """Read the next tensor again, in turn; ``changed`` from now on if something was written to it since the last ``look``."""

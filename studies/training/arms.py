@@ -14,6 +14,8 @@ from mi_route2.validation import AtLeastOne, Name, Natural, NonNegative, Positiv
 
 Role = Literal["baseline", "method", "control", "bound"]
 Lesson = Literal["hacks", "random", "honest", "easy", "failed", "passing"]
+LESSON_STEPS = 60
+"""Steps in which a lesson is learned, unless an arm says otherwise."""
 
 
 @validated
@@ -71,7 +73,7 @@ class Arm:
     penalty: NonNegative = 0.0
     taught: Lesson | None = None
     lesson_size: AtLeastOne | None = None
-    lesson_steps: AtLeastOne = 60
+    lesson_steps: AtLeastOne = LESSON_STEPS
 
     def __post_init__(self) -> None:
         if self.recall < 1 and not self.route.privileged:
@@ -337,12 +339,12 @@ _CANARIES = (
 )  # fmt: skip
 
 _LESSONS: tuple[tuple[str, Lesson, int | None, int, str], ...] = (
-    ("hacks", "hacks", None, 60, "the kept adapter is taught known hacks, then learns everything; no quarantine"),
-    ("easy", "easy", None, 60, "taught-honest with honest rollouts of tasks that the base model is sure of"),
-    ("failed", "failed", None, 60, "taught-honest with honest rollouts that do not pass"),
-    ("passing", "passing", None, 60, "taught-honest with rollouts that pass the graders of training, some by a cheat"),
-    ("8", "honest", 8, 60, "taught-honest with 8 rollouts"),
-    ("2", "honest", 2, 60, "taught-honest with 2 rollouts"),
+    ("hacks", "hacks", None, LESSON_STEPS, "the kept adapter is taught known hacks, then learns everything; no quarantine"),
+    ("easy", "easy", None, LESSON_STEPS, "taught-honest with honest rollouts of tasks that the base model is sure of"),
+    ("failed", "failed", None, LESSON_STEPS, "taught-honest with honest rollouts that do not pass"),
+    ("passing", "passing", None, LESSON_STEPS, "taught-honest with rollouts that pass the graders of training, some by a cheat"),
+    ("8", "honest", 8, LESSON_STEPS, "taught-honest with 8 rollouts"),
+    ("2", "honest", 2, LESSON_STEPS, "taught-honest with 2 rollouts"),
     ("brief", "honest", None, 15, "taught-honest with 15 steps on its rollouts"),
 )
 """Name of a lesson, its content, size and steps, and a line for tables."""
@@ -384,7 +386,7 @@ _KNOWN_MODE = (
             _VANILLA, name=f"taught-{name}-1", about=f"taught-{name} stopped after 1 step", role="control", taught=taught,
             baseline=f"taught-{name}", lesson_size=size, lesson_steps=steps, steps=1,
         )
-        for name, taught, size, steps, _ in (("honest", "honest", None, 60, ""), *_LESSONS)
+        for name, taught, size, steps, _ in (("honest", "honest", None, LESSON_STEPS, ""), *_LESSONS)
     ),
     _control(_VANILLA, "vanilla-long", "vanilla trained four times as long", _VANILLA.route, steps=320),
 )  # fmt: skip

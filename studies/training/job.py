@@ -46,7 +46,7 @@ from studies.common.seeds import derive, numpy_generator, torch_generator
 from studies.environments.chat import Sampler
 from studies.environments.micro.model import MicroGPT
 from studies.environments.protocol import Forgetful, Pair, Samples, TrainingGrade, Verdict, Witness, World, read_pairs, write_pairs
-from studies.training.arms import Arm, get_arms
+from studies.training.arms import LESSON_STEPS, Arm, get_arms
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
 from studies.training.grpo import train
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
@@ -189,7 +189,7 @@ class Job:
             del described["route"]["relative_to"]
         # Settings of few arms, left out of the others' identity.
         usual = {"steps": None, "draw": 0, "canaries": None, "rotated": False, "recall": 1.0}
-        usual |= {"kept_lr_scale": 1.0, "penalty": 0.0, "taught": None, "lesson_size": None, "lesson_steps": 60}
+        usual |= {"kept_lr_scale": 1.0, "penalty": 0.0, "taught": None, "lesson_size": None, "lesson_steps": LESSON_STEPS}
         return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
 
     @property

@@ -21,13 +21,11 @@ from mi_route2.routing import DelayedRoute, DelayedSpec, OpenRoute, OpenSpec, St
 from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import World
-from studies.training.arms import Lesson
+from studies.training.arms import LESSON_STEPS, Lesson
 from studies.training.grpo import TeacherPool
 
 FORMAT = "mi-route2 teacher pool 2"
 TRIES = 4096
-LESSONS = 60
-"""Steps in which an adapter is taught."""
 AGAIN = 4
 """Samples of a task that the base model is sure of: all of them pass."""
 
@@ -72,7 +70,7 @@ def make_pool(
     return TeacherPool(tuple(found), tuple(found.values()))
 
 
-def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = None, steps: int = LESSONS) -> None:
+def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = None, steps: int = LESSON_STEPS) -> None:
     """Train the quarantine alone on ``rollouts`` by maximum likelihood: ``steps`` of Adam on all of them.
 
     Without a quarantine, the kept adapter.

@@ -724,6 +724,7 @@ def test_what_lessons_do_is_what_the_pages_say() -> None:
     assert f"the model cheats as little and solves {c} in place of {d} ends at {e} in place of {g}" in readme
     (a, b), (none, other) = of(failed), of("vanilla")
     assert f"leave {a} and {b}, as much as no lesson on `weak` ({none}, equal within .1)" in page
+    assert f"and honest failures at {a} (none: {none})." in readme
     assert f"and {less(failed, full, preset='strong')} more than the full lesson on `strong`" in page
     (a, _), (b, brief), (c, two) = of("taught-8"), of("taught-brief"), of(unlearned)
     assert f"8 rollouts leave {a} ({less('taught-8', full)}), 15 steps {b} ({less('taught-brief', full)}), 2 rollouts {c}." in page

@@ -1,1 +1,1 @@
-"""Whether equal starts receive equal gradients, of lanes and of this project's adapters, and gradients by path."""
+"""Gradients by path, and a test of whether equal starts receive equal ones: lanes, and this project's adapters."""

@@ -166,7 +166,6 @@ def test_a_hook_a_buffer_or_a_module_that_changes_while_a_request_runs_leaves_no
     engine.step()
     undo = change(host)
     try:
-        assert not engine.alive
         with pytest.raises(RuntimeError, match=rf"the model changed while 1 requests ran \({part}\): let them end before"):
             engine.step()
     finally:
@@ -319,7 +318,6 @@ def test_they_are_an_error_within_as_many_steps_as_there_are_tensors_where_reque
         steps(tensors + 1)
     with pytest.raises(RuntimeError, match="changed while"):
         engine.step()  # it stays an error
-    assert not engine.alive
     engine.close()
     (found,) = generated(engine, Request(PROMPT, ASK))
     assert torch.equal(found, generated(Engine(host), Request(PROMPT, ASK))[0])
