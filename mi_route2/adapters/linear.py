@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as every_module
 
 from mi_route2.adapters.gradients import wide
 from mi_route2.adapters.svd import SVD
@@ -254,7 +255,7 @@ class Branch(nn.Module):
         if y is None:
             y = self._folded_kept(x, tape)
         elif stacked:
-            y = y + self._stacked(x, tape)
+            y = self._stacked(x, y, tape)
         elif board.kept:
             y = y + self.hook_kept(self.kept(x, tape, self._gate("kept"), self.site, self.hook_kept_a))
         if board.quarantine and self.quarantine is not None and not stacked:
@@ -308,16 +309,26 @@ class Branch(nn.Module):
         penalized = tape is not None and tape.l1 > 0  # what the quarantine alone adds
         return not penalized and not any(module is not None and watched(module) for module in own)
 
-    def _stacked(self, x: Tensor, tape: Tape | None) -> Tensor:
+    def _stacked(self, x: Tensor, y: Tensor, tape: Tape | None) -> Tensor:
+        """Return the base's output ``y`` with both adapters added, in its own memory if nobody else can hold it."""
+        if y.dtype != x.dtype or torch.is_autocast_enabled(y.device.type):
+            return y + self._product(x, tape)
+        base = self._slot[0].module
+        plain = type(base).forward is nn.Linear.forward and not watched(base) and not every_module._global_forward_hooks
+        fresh = y._base is None and y.is_contiguous()  # torch would send a view's gradient to another input
+        return self._product(x, tape, y, overwrite=plain and fresh and tape is not None)
+
+    def _product(self, x: Tensor, tape: Tape | None, onto: Tensor | None = None, overwrite: bool = False) -> Tensor:
         kept, quarantine, gates = self.kept, self.quarantine, (self._gate("kept"), self._gate("quarantine"))
         assert isinstance(quarantine, LoRA)
+        apply = partial(apply_factors, tape=tape, gates=gates, site=self.site)
         if isinstance(kept, LoRA):
-            a = apply_factors(x, (kept.A, quarantine.A), tape, gates, self.site, "A")
-            return apply_factors(a, (kept.B, quarantine.B), tape, gates, self.site, "B")
-        both = apply_factors(x, (kept.Vh, quarantine.A), tape, gates, self.site, "A")
+            a = apply(x, (kept.A, quarantine.A), name="A")
+            return apply(a, (kept.B, quarantine.B), name="B", onto=onto, overwrite=overwrite)
+        both = apply(x, (kept.Vh, quarantine.A), name="A")
         a, a_q = both.split([kept.rank, quarantine.rank], -1)
         scaled = torch.cat([apply_factor(a, kept.dS, tape, gates[0], self.site, "dS"), a_q], -1)
-        return apply_factors(scaled, (kept.U, quarantine.B), tape, gates, self.site, "B")
+        return apply(scaled, (kept.U, quarantine.B), name="B", onto=onto, overwrite=overwrite)
 
     def _folded_kept(self, x: Tensor, tape: Tape | None) -> Tensor:
         kept, gate = self.kept, self._gate("kept")

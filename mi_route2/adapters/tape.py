@@ -283,6 +283,11 @@ def multiply(h: Tensor, factor: Tensor) -> Tensor:
     return h * factor if factor.ndim == 1 else h @ factor.mT
 
 
+def _operands(h: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what ``addmm`` multiplies, ``h`` as rows and ``F^T``."""
+    return h.reshape(-1, h.shape[-1]), factor.to(h.dtype).mT
+
+
 def report(ctx: Any, tape: Tape, site: str, what: str) -> None:
     """Tell ``tape`` of a gradient; a retained graph (``retain_graph``) would report it again in a second backward."""
     tape.saw_backward(site, what, again=ctx.reported)
@@ -360,6 +365,8 @@ class StackedFactors(torch.autograd.Function):
 
     ``A`` and ``A_q`` read one input and are stacked over their outputs; ``B`` and ``B_q`` add to one output and are stacked over
     their inputs. An SVD adapter's ``Vh`` and ``U`` take the places of ``A`` and ``B``: they learn nothing, its gate acts at ``dS``.
+
+    The product may be added ``onto`` the base's output, in its own memory with ``overwrite``: two passes over it less.
     """
 
     @staticmethod
@@ -368,6 +375,8 @@ class StackedFactors(torch.autograd.Function):
         h: Tensor,
         kept: Tensor,
         quarantine: Tensor,
+        onto: Tensor | None,
+        overwrite: bool,
         tape: Tape,
         gates: tuple[Gate | None, Gate | None],
         site: str,
@@ -375,7 +384,15 @@ class StackedFactors(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(h, kept, quarantine)
         ctx.routing, ctx.gates, ctx.reported = (tape, site, name), gates, False
-        return multiply(h, stack((kept, quarantine), name))
+        factor = stack((kept, quarantine), name)
+        if onto is None:
+            return multiply(h, factor)
+        if overwrite:
+            ctx.mark_dirty(onto)
+        else:  # not ``addmm(...).view``, because nobody may write into a view that a Function returns
+            onto = onto.clone(memory_format=torch.contiguous_format)
+        onto.view(-1, onto.shape[-1]).addmm_(*_operands(h, factor))
+        return onto
 
     @staticmethod
     @once_differentiable
@@ -412,7 +429,7 @@ class StackedFactors(torch.autograd.Function):
 
             dh = (passed(dy) if detaches and name == "A" else dy) @ cast
             dh = passed(dh) if detaches and name == "B" else dh
-        return dh, *answers, None, None, None, None
+        return dh, *answers, dy if ctx.needs_input_grad[3] else None, None, None, None, None, None
 
 
 class ReadOutput(torch.autograd.Function):
@@ -494,14 +511,24 @@ def stack(factors: Sequence[Tensor], name: str) -> Tensor:
 
 
 def apply_factors(
-    h: Tensor, factors: tuple[Tensor, Tensor], tape: Tape | None, gates: tuple[Gate | None, Gate | None], site: str, name: str
+    h: Tensor,
+    factors: tuple[Tensor, Tensor],
+    tape: Tape | None,
+    gates: tuple[Gate | None, Gate | None],
+    site: str,
+    name: str,
+    onto: Tensor | None = None,
+    overwrite: bool = False,
 ) -> Tensor:
-    """Apply the factors ``A`` or ``B`` of both adapters in one matmul, each as ``apply_factor`` would."""
+    """Apply the factors ``A`` or ``B`` of both adapters in one matmul, each as ``apply_factor`` would, and add it ``onto`` another."""
     if torch.is_grad_enabled() and (gates != (None, None) or not all(factor.requires_grad for factor in factors)):
         if tape is not None:
-            out = StackedFactors.apply(h, *factors, tape, gates, site, name)
+            out = StackedFactors.apply(h, *factors, onto, overwrite, tape, gates, site, name)
             assert isinstance(out, Tensor)
             return out
         kept, quarantine = (f if gate is None else _asking(f, gate, site, name) for f, gate in zip(factors, gates, strict=True))
         factors = kept, quarantine
-    return multiply(h, stack(factors, name))
+    if onto is None:
+        return multiply(h, stack(factors, name))
+    # One BLAS call as with a tape, so that a pass which is recorded has the bits of one that is not.
+    return torch.addmm(onto.reshape(-1, onto.shape[-1]), *_operands(h, stack(factors, name))).view(onto.shape)

@@ -6,12 +6,15 @@ Every legal combination of a mask is in ``routing/test_mask_route.py``, against 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from families import make_batch, make_policy, make_tokens
 from mask_oracle import assert_same, erase_route, mask_route, run
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 from mi_route2.adapters import AdapterSpec, linear
@@ -30,9 +33,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The stacked matmuls so far: without it, a test would pass if nothing was ever stacked."""
     noted: list[str] = []
 
-    def noting(*given: object) -> Tensor:
-        noted.append(f"{given[-2]}.{given[-1]}")
-        return real(*given)  # pyright: ignore[reportArgumentType]
+    def noting(*given: object, **named: object) -> Tensor:
+        noted.append(f"{named['site']}.{named['name']}")
+        return real(*given, **named)  # pyright: ignore[reportArgumentType]
 
     real = linear.apply_factors
     monkeypatch.setattr(linear, "apply_factors", noting)
@@ -144,6 +147,49 @@ def test_a_hook_at_an_adapters_own_module_fires(calls: list[str]) -> None:
     assert len(seen) == 1
     assert f"{site}.A" not in calls
     assert len(set(calls)) == 2 * (len(stacked.adapters.sites) - 1)
+
+
+WATCHES: dict[str, Callable[[nn.Module, Callable[..., None]], object]] = {
+    "nobody": lambda base, keep: None,
+    "a hook": lambda base, keep: base.register_forward_hook(keep),
+    "a hook of every module": lambda base, keep: register_module_forward_hook(keep),
+    "its own forward": lambda base, keep: base.__dict__.update(forward=partial(_kept, base, keep)),
+}
+
+
+def _kept(base: nn.Module, keep: Callable[..., None], x: Tensor) -> Tensor:
+    out = type(base).forward(base, x)
+    keep(base, (x,), out)
+    return out
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_adapters_are_added_in_the_memory_of_a_base_that_nobody_watches(watch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, site = pair()[1], "blocks.0.mlp.up"  # without a bias, whose sum torch returns as a view
+    branch = policy.adapters.sites[site]
+    base, added, held = branch._slot[0].module, set[str](), list[tuple[Tensor, Tensor]]()
+
+    def noting(*given: object, **named: object) -> Tensor:
+        if named.get("overwrite"):
+            added.add(str(named["site"]))
+        return real(*given, **named)  # pyright: ignore[reportArgumentType]
+
+    def keep(module: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
+        if module is base:
+            held.append((out, functional.linear(given[0], branch.weight)))
+
+    real = linear.apply_factors
+    monkeypatch.setattr(linear, "apply_factors", noting)
+    handle: Any = WATCHES[watch](base, keep)
+    try:
+        run(policy, OpenRoute(OpenSpec()), make_batch())
+    finally:
+        if hasattr(handle, "remove"):
+            handle.remove()
+    assert (site in added) is (watch == "nobody")
+    assert bool(added) is (watch != "a hook of every module")
+    assert bool(held) is (watch != "nobody")
+    assert all(torch.allclose(out, expected, **EXACT) for out, expected in held)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
