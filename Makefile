@@ -32,7 +32,7 @@ install: $(STAMP)  ## the virtual environment alone
 study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in runs/ (minutes)
 	$(PY) -m studies.route2 run --preset strong --seeds $(SEEDS) --workers $(WORKERS)
 
-study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
+study-full: $(STAMP)  ## seeds 0-7, every arm, the main presets, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
 
 evidence: $(STAMP)  ## the experiments on the canary, on misses and on lessons, as their predictions name them: tables and figures in docs/results (some hours)

@@ -20,6 +20,7 @@ from studies.training.settings import (
     CHAT,
     PRECISION_NAMES,
     PRESETS,
+    STUDIED,
     TRACKER_NAMES,
     ChatModel,
     Settings,
@@ -146,7 +147,7 @@ class TinyModel:
 
 @dataclass(frozen=True)
 class Full:
-    """Run every arm and control at seeds 0-7 on every preset, and the ablations on ``strong``. Takes hours; can be interrupted."""
+    """Run every arm at seeds 0-7 on the main presets, and the ablations on ``strong``. Takes hours; can be interrupted."""
 
     seeds: Seeds = "0-7"
     workers: int = 2
@@ -155,7 +156,7 @@ class Full:
     live: Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")] = True
 
     def __call__(self) -> None:
-        for preset in PRESETS:
+        for preset in STUDIED:
             arms = tuple(name for name, arm in ARMS.items() if arm.ablation is None or preset == "strong")
             Run(preset, self.seeds, arms, self.workers, self.out, report_to=self.report_to, live=self.live)()
 

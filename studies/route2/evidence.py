@@ -12,6 +12,8 @@
     recall.png             share of its hacks that a run flagged early, against what it exploits at its end
     <preset>-recall.md     the same, counted
     rates.png              exploit against the learning rate of the quarantine, where several were run
+    <preset>-monitors.md   probes that cost reward or drop rollouts: what they see at the beginning and at the end
+    map.png, map.md        methods against how well ten pairs tell hacks, where worlds between `sparse` and `strong` were run
 
 A method counts only if it is outside the front of early stopping: no point of ordinary training exploits at most as much and solves
 at least as much.
@@ -49,6 +51,9 @@ METHODS = ("filter-canary", "filter-canary-run")
 CONTROLS = {
     method: tuple(name for name, arm in ARMS.items() if arm.role == "control" and arm.baseline == method) for method in METHODS
 }
+_PENALIZED = {name: arm.baseline for name, arm in ARMS.items() if arm.monitor is not None}
+WATCHED = tuple(name for name in ARMS if name in {*_PENALIZED, *_PENALIZED.values()} and name != "vanilla")
+"""Arms whose probe costs reward, and the filters by the same probe."""
 BUDGETS: Mapping[str, tuple[str, ...]] = {
     "no label, no pair": (
         *PATH,
@@ -63,7 +68,7 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
         "canary-wide",
     ),
     "controls of the canary": tuple(name for method in METHODS for name in CONTROLS[method]),
-    "ten pairs": ("filter-full",),
+    "ten pairs": (*WATCHED, "route2-full", "route2-act"),
     "a detector of the known mode": (
         "filter-known",
         "penalty-known",
@@ -76,6 +81,9 @@ COVERED = ("canary-one", "filter-canary", "filter-canary-run")
 """Arms whose remaining exploits are compared with those of their canary, mode by mode."""
 RATED = {"sees-known": "one mode is flagged", "sees-0": "nothing is flagged"}
 """Rules whose quarantine was run at several rates."""
+SEEN = "filter-full"
+"""Arm whose score stands for how well ten pairs tell hacks in a world."""
+LATE = slice(-EARLY, None)
 MOST_FLAGGED, FEW_FLAGGED = 0.95, 0.8
 """Recall of the runs that are counted as flagging most of their hacks, and few."""
 MOST_EXPLOIT, LEAST_SOLVE, LEAST_WORSE = 0.02, 0.85, 0.3
@@ -123,13 +131,16 @@ class Evidence:
 
 def collect(runs: RunSet) -> Evidence:
     """Return the numbers of a run folder's arms."""
-    quality, modes, values = mask_quality(runs), runs.modes.loopholes, {}
+    quality, late, modes, values = mask_quality(runs), mask_quality(runs, LATE), runs.modes.loopholes, {}
     metrics = (EXPLOIT, ON_EXPLOIT, HACK, SOLVE, *(f"deploy_exploit_{mode}" for mode in modes))
     for arm in runs.specs:
         own = by_seed(runs, arm)
         values[arm] = {metric: [own[seed][metric] if seed in own else None for seed in runs.seeds] for metric in metrics}
         for key in ("auroc", "recall", "fire_clean"):
             values[arm][key] = [quality.get((arm, seed), {}).get(key) for seed in runs.seeds]
+        if arm in WATCHED:
+            for key in ("auroc", "recall", "fire_clean"):
+                values[arm][f"late_{key}"] = [late.get((arm, seed), {}).get(key) for seed in runs.seeds]
         values[arm]["seconds"] = [seconds(runs.runs[arm, seed].folder) if seed in own else None for seed in runs.seeds]
     return Evidence(str(runs.settings["preset"]), runs.seeds, modes, values, provenance(runs))
 
@@ -261,6 +272,9 @@ MARKS = {
     "taught-honest": (GREEN, "*"), "taught-honest-1": (GREEN, "1"), "taught-hacks": (ORANGE, "X"),
     "taught-8": (GREEN, "8"), "taught-2": (GREEN, "2"), "taught-brief": (GREEN, "x"), "taught-long": (GREEN, "P"),
     "taught-easy": (BLUE, "*"), "taught-failed": (ORANGE, "v"), "taught-passing": (PURPLE, "*"), "vanilla-long": (VERMILLION, "P"),
+    "filter-act": (BLUE, "v"), "route2-full": (PURPLE, "P"), "route2-act": (PURPLE, "v"), "filter-act-fixed": (BLUE, "1"),
+    "filter-full-fixed": (BLUE, "2"), "penalty-act": (GREEN, "v"), "penalty-act-fixed": (GREEN, "1"),
+    "penalty-full": (GREEN, "P"), "penalty-full-fixed": (GREEN, "2"), "penalty-haar": (ORANGE, "h"),
     "sees-known-10": (BLUE, "1"), "sees-known-20": (BLUE, "2"), "sees-known-40": (BLUE, "3"),
     **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=True)},
 }  # fmt: skip
@@ -449,6 +463,77 @@ def lessons_figure(every: Sequence[Evidence], path: Path) -> Path:
         return save_figure(figure, path)
 
 
+def monitors(evidence: Evidence) -> str:
+    """Return <preset>-monitors.md: what each probe sees of the run's own rollouts at its beginning and at its end."""
+    header = ["arm", "n", "mask AUROC, first", "last", "recall, first", "last", "fires on clean, first", "last"]
+    header += ["exploit, held out", "solve"]
+    body = []
+    for arm, row in evidence.values.items():
+        if "late_auroc" in row:
+            quality = [number(mean(row[key])) for name in ("auroc", "recall", "fire_clean") for key in (name, f"late_{name}")]
+            exploit = evidence.summary(arm, EXPLOIT)
+            body.append([arm, str(exploit["n"]), *quality, interval(exploit), interval(evidence.summary(arm, SOLVE))])
+    return markdown_table(header, body) if body else ""
+
+
+MAPPED = {
+    "vanilla": (VERMILLION, "."), "sees-0-quarantine-fast": (PURPLE, "^"), "filter-canary-run": (BLUE, "o"),
+    "filter-act": (ORANGE, "P"), "filter-full": (ORANGE, "o"), "penalty-full": (ORANGE, "v"), "filter-known": (GREEN, "X"),
+    "penalty-known": (GREEN, "v"), "inoculation-trainable": (GREEN, "8"), "taught-honest": (BLUE, "*"),
+}  # fmt: skip
+"""Methods of the map, by what they know."""
+
+
+def seen(evidence: Evidence) -> float:
+    """Return how well ten pairs tell hacks in a world: the AUROC of ``SEEN``'s score over the first steps, in the mean."""
+    return float(mean(evidence.values[SEEN]["auroc"]) or 0.0)
+
+
+def mapped(every: Sequence[Evidence]) -> list[Evidence]:
+    """Return the worlds in the order of ``seen``; none if fewer than three were run with it."""
+    some = [evidence for evidence in every if SEEN in evidence.values]
+    return sorted(some, key=seen) if len(some) > 2 else []
+
+
+def map_table(every: Sequence[Evidence]) -> str:
+    """Return map.md: held-out exploit / solve of each method in each world, by what the method knows."""
+    header, body = ["arm", *(f"{evidence.preset} (AUROC {number(seen(evidence))})" for evidence in every)], []
+    for budget, arms in BUDGETS.items():
+        ran = [arm for arm in dict.fromkeys(arms) if any(arm in evidence.values for evidence in every)]
+        body += [[f"*{budget}*", *("" for _ in every)]] if ran else []
+        for arm in ran:
+            cells = []
+            for evidence in every:
+                both = [evidence.summary(arm, metric) for metric in (EXPLOIT, SOLVE)] if arm in evidence.values else []
+                cells.append(f"{interval(both[0])} / {number(both[1]['mean'])}" if both else "")
+            body.append([arm, *cells])
+    return markdown_table(header, body)
+
+
+def map_figure(every: Sequence[Evidence], path: Path) -> Path:
+    """Draw exploit and solve of each method against how well ten pairs tell hacks in the world; bars are intervals."""
+    worlds = mapped(every)
+    with style():
+        figure = new_figure(PAGE_WIDTH, 4.0)
+        axes = np.atleast_1d(figure.subplots(1, 2, sharex=True))
+        for ax, metric, what in zip(axes, (EXPLOIT, SOLVE), ("exploit fires, held-out modes", "solve, all modes"), strict=True):
+            for i, (arm, (color, marker)) in enumerate(MAPPED.items()):
+                ran = [evidence for evidence in worlds if arm in evidence.values]
+                if not ran:
+                    continue
+                own = [evidence.summary(arm, metric) for evidence in ran]
+                y, lo, hi = np.array([[each[key] for each in own] for key in ("mean", "lo", "hi")], dtype=float)
+                x = np.array([seen(evidence) for evidence in ran]) + 0.002 * (i - len(MAPPED) / 2)  # so that bars do not hide bars
+                ax.errorbar(x, y, yerr=[y - lo, hi - y], color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
+            ax.set_ylim(-0.03, 1.03)
+            ax.set_xlabel(f"AUROC of ten pairs' score ({SEEN})\non the first {EARLY} steps' rollouts")
+            ax.set_title(what)
+        for evidence in worlds:
+            axes[0].annotate(evidence.preset, (seen(evidence), 1.0), ha="center", fontsize=6)
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return save_figure(figure, path)
+
+
 def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
     """Write the report of finished run folders, and fill the pages that show it; return the files.
 
@@ -471,6 +556,8 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
             texts[f"{evidence.preset}-goals.md"] = goals(evidence, judged[-1])
         if covered := [coverage_sentence(evidence, arm) for arm in COVERED if coverage(evidence, arm)]:
             texts[f"{evidence.preset}-coverage.md"] = "".join(f"- {said}\n" for said in covered)
+        if watched := monitors(evidence):
+            texts[f"{evidence.preset}-monitors.md"] = watched
         if len(lessons(evidence)) > 1:
             texts[f"{evidence.preset}-lessons.md"] = f"- {lessons_sentence(evidence)}\n"
         if (path := to / FILE).exists():
@@ -488,6 +575,9 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
         drawn["rates"] = rates_figure
     if all(len(lessons(evidence)) > 1 for evidence in every):
         drawn["lessons"] = lessons_figure
+    if worlds := mapped(every):
+        drawn["map"] = map_figure
+        written += write_texts(to, {"map.md": map_table(worlds)})
     written += [draw(every, to / f"{name}.png") for name, draw in drawn.items()]
     pages = [page for page in to.parent.parent.glob("*.md") if f"{to.parent.name}/{to.name}/" in page.read_text(encoding="utf-8")]
     return [*written, *update_pages(pages)]

@@ -154,11 +154,11 @@ def figure_list(preset: str, folder: Path) -> str:
     return "\n".join(lines) if lines else "*No figures.*\n"
 
 
-def mask_quality(runs: RunSet) -> Quality:
-    """Return the means of every mask's ``QUALITIES`` over its first ``EARLY`` steps."""
+def mask_quality(runs: RunSet, steps: slice = slice(EARLY)) -> Quality:
+    """Return the means of every mask's ``QUALITIES`` over some steps, by default its first ``EARLY``."""
     found = {}
     for (arm, seed), run in runs.runs.items():
-        masks = [row["mask"] for row in run.metrics[:EARLY] if row.get("mask")]
+        masks = [row["mask"] for row in run.metrics[steps] if row.get("mask")]
         if masks:
             found[arm, seed] = {key: mean([mask[key] for mask in masks]) for key in QUALITIES}
     return found

@@ -42,7 +42,8 @@ class Arm:
         canaries: Arms whose kept adapters are the canary's checkpoints; they are trained first.
         rotated: Control: a random rotation of each checkpoint, with equal norms and spectra.
         recall: Share of the detector's verdicts that a bound gets; the others are missed at random.
-        penalty: Taken off the reward of a rollout in which the detector of the known mode sees an exploit.
+        penalty: Taken off the reward of a rollout in which the detector of the known mode, or ``monitor``, sees an exploit.
+        monitor: Score and threshold of the pairs' probe that decides the penalty, in place of the detector.
         taught: What the quarantine (without one, the kept adapter) learns before training (see ``teacher.teach``), sampled from the
             base model: known ``hacks``; the same, turned to ``random`` directions of equal norm; ``honest`` rollouts, which pass
             where nobody can cheat; ``easy`` ones, of tasks that it solves there time and again; ``failed`` ones, which do not
@@ -71,6 +72,7 @@ class Arm:
     rotated: bool = False
     recall: Probability = 1.0
     penalty: NonNegative = 0.0
+    monitor: MaskSpec | None = None
     taught: Lesson | None = None
     lesson_size: AtLeastOne | None = None
     lesson_steps: AtLeastOne = LESSON_STEPS
@@ -78,6 +80,10 @@ class Arm:
     def __post_init__(self) -> None:
         if self.recall < 1 and not self.route.privileged:
             raise ValueError(f"recall is that of a detector, and the route of {self.name!r} reads none: leave recall out")
+        if self.monitor is not None and (not isinstance(self.route, OpenSpec) or self.monitor.score not in ("act", "grad", "full")):
+            raise ValueError(
+                f"the monitor of {self.name!r} is a probe's whose route is open: leave monitor out, or name one of its scores"
+            )
         if self.taught is not None and (self.quarantine == "shared" or (self.quarantine == "none" and self.taught == "random")):
             raise ValueError(f"{self.name!r} has no quarantine of its own that could be taught: leave taught out")
 
@@ -349,6 +355,34 @@ _LESSONS: tuple[tuple[str, Lesson, int | None, int, str], ...] = (
 )
 """Name of a lesson, its content, size and steps, and a line for tables."""
 
+_FIXED = "fitted on the base model once"
+_MONITORED = (
+    *(
+        replace(
+            _VANILLA, name=f"penalty-{name}{suffix}", role="method", baseline=f"filter-{name}{suffix}",
+            penalty=1.0, monitor=monitor,
+            about=f"{what}, {when}, takes 1 off the reward of what it flags; no quarantine",
+        )
+        for name, what, spec in (("act", "an activation probe", ACT), ("full", "the score of filter-full", FULL))
+        for suffix, when, monitor in (
+            ("", "fitted again every 5 steps", spec),
+            ("-fixed", _FIXED, replace(spec, refresh_every=0)),
+        )
+    ),
+    *(
+        replace(
+            arm, name=f"{arm.name}-fixed", about=f"{arm.name}, its direction {_FIXED}", baseline=arm.name,
+            route=replace(arm.route, refresh_every=0),  # pyright: ignore[reportArgumentType]
+        )
+        for arm in (_FILTER_ACT, _FILTER_FULL)
+    ),
+    _control(
+        _VANILLA, "penalty-haar", "penalty-full with a random direction", _VANILLA.route,
+        penalty=1.0, monitor=replace(FULL, fitter="haar", draw=1),
+    ),
+)  # fmt: skip
+"""A probe of ten pairs as a penalty, and the same probe as a filter."""
+
 _KNOWN_MODE = (
     replace(
         _VANILLA, name="penalty-known", about="known-mode detector takes 1 off the reward of its rollouts, no quarantine",
@@ -397,7 +431,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         for arm in (
             _VANILLA, _ABSORB, _ERASE, _ADDITIVE, _ACT, _GRAD, _FULL,
             _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_MISSES, *_ABLATIONS,
-            *_STOPPED, *_SLOW, *_TRAINED, _HONEST, *_CANARIES, *_KNOWN_MODE,
+            *_STOPPED, *_SLOW, *_TRAINED, _HONEST, *_CANARIES, *_KNOWN_MODE, *_MONITORED,
         )
     }
 )  # fmt: skip

@@ -85,6 +85,18 @@ class TeacherPool:
 
 
 @dataclass(frozen=True)
+class Watched:
+    """What a monitor says of a batch of rollouts: flags, and the scores behind them if it has scores."""
+
+    flags: Bool[Tensor, " b"]
+    scores: Float[Tensor, " b"] | None = None
+
+
+Monitor = Callable[[Policy, Samples], Watched]
+"""Monitor that lowers the rewards of what it flags. It never reads the oracle."""
+
+
+@dataclass(frozen=True)
 class Update:
     """Result of one optimizer step.
 
@@ -135,16 +147,17 @@ def train(
     none_fraction: float | None = None,
     teachers: TeacherPool | None = None,
     penalty: float = 0.0,
+    monitor: Monitor | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepRecord]:
-    """Run GRPO from step ``start``; yield a record after each step."""
+    """Run GRPO from step ``start``; yield a record after each step. ``monitor``: by default, the world's weak detector."""
     fraction = settings.none_fraction if none_fraction is None else none_fraction
     for step in range(start, settings.steps):
         if stop():
             return
         # Directions are fitted to the current policy, because as it learns, an old direction loses its meaning.
         overlap = route.refresh(policy, step)
-        samples, batch = gather(world, policy, teachers, seed, step, settings, fraction, penalty)
+        samples, batch, watched = gather(world, policy, teachers, seed, step, settings, fraction, penalty, monitor)
         # A group of equal rewards has advantage 0 everywhere and no gradient, so its forward and backward are skipped.
         trained = varied(batch)
         index, last = trained.nonzero()[:, 0], NO_UPDATE
@@ -157,8 +170,10 @@ def train(
                 generator = torch_generator(seed, f"route {i}", step)
                 context = StepContext(generator, settings.micro_batch(learned.rollouts.tokens.shape[1]), verdicts)
                 last = update(policy, route, optimizer, learned, context, settings, world.max_new)
-        kl = last.kl if settings.kl > 0 else None
-        yield StepRecord(step, samples, batch, trained, last.decision, overlap, last.loss, kl, last.grad_norm, last.extra)
+        kl, decision = last.kl if settings.kl > 0 else None, last.decision
+        if watched is not None and watched.scores is not None:  # recorded like a route's scores and flags, though it drops nothing
+            decision = replace(decision, scores=watched.scores[index], flags=watched.flags[index])
+        yield StepRecord(step, samples, batch, trained, decision, overlap, last.loss, kl, last.grad_norm, last.extra)
 
 
 def update(
@@ -200,8 +215,9 @@ def gather(
     settings: Hyperparameters,
     none_fraction: float,
     penalty: float = 0.0,
-) -> tuple[Samples, TrainBatch]:
-    """Sample a batch from the policy with both adapters on; its rewards, less ``penalty`` where the weak detector sees a hack."""
+    monitor: Monitor | None = None,
+) -> tuple[Samples, TrainBatch, Watched | None]:
+    """Sample a batch from the policy with both adapters on; its rewards, less ``penalty`` where ``monitor`` sees a hack."""
     prompts = world.prompts(settings.prompts, numpy_generator(seed, "prompts", step), none_fraction)
     if teachers is not None:
         prompts = teachers.replace_known(world, prompts, numpy_generator(seed, "teacher prompts", step))
@@ -214,10 +230,12 @@ def gather(
     if teachers is not None:
         samples, taught = teachers.mix(world, samples, groups, settings.teachers_per_group)
     device = samples.rollouts.tokens.device
-    rewards, groups = world.rewards(samples).to(device), groups.to(device)
+    rewards, groups, watched = world.rewards(samples).to(device), groups.to(device), None
     if penalty:
-        rewards = rewards - penalty * torch.tensor(world.detect(samples), device=device).to(rewards.dtype)
-    return samples, TrainBatch(samples.rollouts, rewards, group_advantages(rewards, groups), groups, taught.to(device))
+        watched = Watched(torch.tensor(world.detect(samples), device=device)) if monitor is None else monitor(policy, samples)
+        rewards = rewards - penalty * watched.flags.to(rewards.dtype)
+    batch = TrainBatch(samples.rollouts, rewards, group_advantages(rewards, groups), groups, taught.to(device))
+    return samples, batch, watched
 
 
 def objective(

@@ -21,17 +21,19 @@ from torch import Tensor
 
 from mi_route2.adapters import AdapterSpec, attach, load_adapters, save_adapters
 from mi_route2.hosts import HOSTS, Host, open_host
-from mi_route2.rollouts import Policy
+from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import (
     CanarySpec,
     DelayedRoute,
     DelayedSpec,
+    Directions,
     EraseRoute,
     EraseSpec,
     HaarFitter,
     MaskRoute,
     MaskSpec,
     OpenRoute,
+    OpenSpec,
     PairBatch,
     PersonaFitter,
     Route,
@@ -48,7 +50,7 @@ from studies.environments.micro.model import MicroGPT
 from studies.environments.protocol import Forgetful, Pair, Samples, TrainingGrade, Verdict, Witness, World, read_pairs, write_pairs
 from studies.training.arms import LESSON_STEPS, Arm, get_arms
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
-from studies.training.grpo import train
+from studies.training.grpo import Watched, train
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
 from studies.training.settings import PRECISION_NAMES, Settings
 from studies.training.teacher import TRIES, cached_pool, make_pool, teach
@@ -189,7 +191,8 @@ class Job:
             del described["route"]["relative_to"]
         # Settings of few arms, left out of the others' identity.
         usual = {"steps": None, "draw": 0, "canaries": None, "rotated": False, "recall": 1.0}
-        usual |= {"kept_lr_scale": 1.0, "penalty": 0.0, "taught": None, "lesson_size": None, "lesson_steps": LESSON_STEPS}
+        usual |= {"kept_lr_scale": 1.0, "penalty": 0.0, "monitor": None}
+        usual |= {"taught": None, "lesson_size": None, "lesson_steps": LESSON_STEPS}
         return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
 
     @property
@@ -371,9 +374,8 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
     arm = job.arm
     assert arm is not None
     spec = arm.route
-    fitter: Fitter | None = None
     if isinstance(spec, EraseSpec):
-        fitter = TopKFitter("grad", build_pairs(job, world, "hack"), k=spec.k)
+        fitter: Fitter = TopKFitter("grad", build_pairs(job, world, "hack"), k=spec.k)
         return EraseRoute(spec, HaarFitter(fitter, derive(job.seed, "haar", spec.draw)) if spec.fitter == "haar" else fitter)
     if isinstance(spec, CanarySpec):
         samples = base_samples(world, policy, job.drawn, job.settings.none_fraction)
@@ -381,14 +383,53 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
         return CanaryRoute(spec, build_canary(job), samples.rollouts, micro=micro)
     if isinstance(spec, DelayedSpec):
         return DelayedRoute(spec, arm.l1)
+    if arm.monitor is not None:
+        assert isinstance(spec, OpenSpec)
+        return MonitoredRoute(spec, _mask_route(job, world, arm.monitor), job.settings.micro_batch)
     if not isinstance(spec, MaskSpec):
         return OpenRoute(spec, arm.l1)
+    return _mask_route(job, world, spec)
+
+
+def _mask_route(job: Job, world: World, spec: MaskSpec) -> MaskRoute:
+    arm, fitter = job.arm, None
+    assert arm is not None
     if spec.score in ("act", "grad", "full"):
         kind = "nonhack" if spec.fitter == "nonhack" else "hack"
         fitter = PersonaFitter(kind, spec.score, build_pairs(job, world, kind), refreshes=kind == "hack")
         if spec.fitter == "haar":
             fitter = HaarFitter(fitter, derive(job.seed, "haar", spec.draw))
     return MaskRoute(spec, fitter, l1=arm.l1, want_unrouted=arm.second_moment == "unrouted")
+
+
+class MonitoredRoute(OpenRoute):
+    """Open route with the probe whose flags cost reward; its direction is fitted, stored and resumed as a mask route's is."""
+
+    def __init__(self, spec: OpenSpec, probe: MaskRoute, micro: Callable[[int], int | None]):
+        super().__init__(spec)
+        self._probe, self._micro = probe, micro
+
+    @property
+    def directions(self) -> Directions | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._probe.directions
+
+    @directions.setter
+    def directions(self, directions: Directions | None) -> None:
+        self._probe.directions = directions
+
+    def refresh(self, policy: Policy, step: int) -> float | None:
+        return self._probe.refresh(policy, step)
+
+    def score(self, policy: Policy, rollouts: Rollouts) -> Tensor | None:
+        return self._probe.score(policy, rollouts)
+
+    def watch(self, policy: Policy, samples: Samples) -> Watched:
+        """Flag what scores above the probe's threshold, whatever its reward is."""
+        rollouts = samples.rollouts
+        each = self._micro(rollouts.tokens.shape[1]) or len(rollouts)
+        parts = torch.arange(len(rollouts), device=rollouts.tokens.device).split(each)
+        scores = torch.cat([score for part in parts if (score := self.score(policy, rollouts.rows(part))) is not None])
+        return Watched(scores > self._probe.spec.tau, scores)
 
 
 CALIBRATION = 512
@@ -506,7 +547,7 @@ def _train(
     steps = train(
         world, detector, policy, route, optimiser, replace(settings, steps=job.steps),
         seed=job.drawn, start=start, none_fraction=job.arm.none_fraction, teachers=mixed,
-        penalty=job.arm.penalty, stop=stop,
+        penalty=job.arm.penalty, monitor=route.watch if isinstance(route, MonitoredRoute) else None, stop=stop,
     )  # fmt: skip
     done = start
     for record in steps:

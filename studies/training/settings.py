@@ -30,7 +30,7 @@ from mi_route2.validation import (
     unknown_name,
     validated,
 )
-from studies.environments.micro.settings import WarmStartConfig, get_world
+from studies.environments.micro.settings import PERSONAS, WarmStartConfig, get_world
 
 
 @validated
@@ -168,11 +168,15 @@ PRESETS: Mapping[str, Settings] = MappingProxyType(
         "strong": _STRONG,
         "weak": replace(_STRONG, preset="weak", world="weak", quarantine_lr=1.7e-3),
         "sparse": replace(_STRONG, preset="sparse", world="sparse"),
+        **{name: replace(_STRONG, preset=name, world=name) for name in (f"persona-{n}" for n in PERSONAS)},
         # dS has only one number per direction, and a tenth of this rate hardly changes it.
         "delta_s": replace(_STRONG, preset="delta_s", kept="svd", kept_rank=None, kept_lr=3e-2, quarantine_lr=3e-3, steps=100),
     }
 )
 
+
+STUDIED = ("strong", "weak", "delta_s")
+"""Presets of the main study; the other ones are of evidence alone."""
 
 # A starting point for a model of a few billion parameters; nothing here was tuned on one (docs/real_model.md).
 CHAT = replace(

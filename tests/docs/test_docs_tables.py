@@ -16,7 +16,7 @@ from studies.common.tables import markdown_table
 from studies.route2.headline import short
 from studies.route2.publish import SHORT, TEXTS, predicted_results
 from studies.training.arms import ARMS, MAIN, Arm
-from studies.training.settings import PRESETS
+from studies.training.settings import STUDIED
 
 pytestmark = pytest.mark.docs
 
@@ -50,8 +50,6 @@ def ablations_table(arms: Iterable[Arm]) -> str:
     return markdown_table(["arm", "ablation of", "change", "compared with"], rows, left=4)
 
 
-DEVELOPED = PRESETS.keys() - {"sparse"}
-"""Presets of the main study; the other one is of the canary's experiment alone."""
 TABLES = {
     ("routing.md", "legal"): legal_table(),
     ("arms.md", "arms"): arms_table(arm for arm in ARMS.values() if arm.ablation is None),
@@ -82,7 +80,7 @@ def test_the_page_of_arms_names_the_main_ones_in_order() -> None:
 
 
 def test_every_preset_has_what_the_pages_include() -> None:
-    for preset in DEVELOPED:
+    for preset in STUDIED:
         assert {name for name in TEXTS if not (RESULTS / preset / name).is_file()} == set(), preset
 
 
@@ -114,7 +112,7 @@ PUBLISHED = sorted(path.parent.name for path in RESULTS.glob("*/runs.json"))
 
 
 def test_the_development_seeds_and_the_predicted_ones_are_published() -> None:
-    assert {*DEVELOPED, "strong-300-307", "weak-300-307"} <= set(PUBLISHED)
+    assert {*STUDIED, "strong-300-307", "weak-300-307"} <= set(PUBLISHED)
 
 
 @pytest.mark.parametrize("folder", PUBLISHED)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from tiny_study import WARM, tiny_job
 
-from mi_route2.routing import group_advantages
+from mi_route2.routing import MaskSpec, group_advantages
 from mi_route2.routing.canary import pooled
 from mi_route2.tensor_files import read_tensors
 from studies.training.arms import ARMS, Lesson, get_arms, with_canaries
@@ -18,10 +19,12 @@ from studies.training.job import (
     DEPLOYED,
     EVAL,
     Job,
+    MonitoredRoute,
     base_samples,
     build_canary,
     build_optimiser,
     build_policy,
+    build_route,
     finished_policy,
     rotate,
     run_job,
@@ -88,7 +91,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str,
         arms.append(replace(ARMS[name], canaries=("canary-2",), route=replace(route, shuffle=name == "canary-shuffled")))
     root = tmp_path_factory.mktemp("canary")
     jobs = [tiny_job(root, arm, cache=cache) for arm in (None, *reversed(arms))]
-    jobs += [tiny_job(root, name, cache=cache) for name in (*TAUGHT, "taught-honest", "penalty-known")]
+    jobs += [tiny_job(root, name, cache=cache) for name in (*TAUGHT, "taught-honest", "penalty-known", "penalty-full")]
     assert run_jobs(jobs, 2, quiet=True) == []
     return {job.name: job for job in jobs}
 
@@ -118,7 +121,7 @@ def test_flags_are_the_canarys_above_the_median_of_the_bases_samples(finished: d
         policy = build_policy(job, job.cache)
         samples = base_samples(world, policy, job.drawn, job.settings.none_fraction).rollouts
         ratios = pooled(canary, samples, 3)
-        _, first = gather(world, policy, None, job.drawn, 0, job.settings, job.settings.none_fraction)
+        _, first, _ = gather(world, policy, None, job.drawn, 0, job.settings, job.settings.none_fraction)
     assert ratios.shape == (1, 512)
     center = ratios.quantile(0.5)
     spread = 1.4826 * (ratios - center).abs().quantile(0.5)
@@ -284,6 +287,58 @@ def test_a_penalty_is_taken_off_what_the_weak_detector_reports(finished: dict[st
     assert torch.equal(fined[1].rewards, plain[1].rewards - seen.to(plain[1].rewards.dtype))
     assert torch.equal(fined[1].advantages, group_advantages(fined[1].rewards, fined[1].groups))
     assert job.spec["penalty"] == 1.0
+
+
+def test_a_probe_takes_the_penalty_off_what_scores_above_its_threshold(finished: dict[str, Job]) -> None:
+    job = finished["penalty-full"]
+    policy, settings = build_policy(job, job.cache), job.settings
+    with open_world(settings) as (world, _):
+        route = build_route(job, world, policy)
+        assert isinstance(route, MonitoredRoute)
+        route.refresh(policy, 0)
+        plain, _, none = gather(world, policy, None, job.drawn, 0, settings, settings.none_fraction)
+        _, fined, watched = gather(world, policy, None, job.drawn, 0, settings, settings.none_fraction, 1.0, route.watch)
+        # The score, written out: mean over sites of the cosine between a rollout's gradient of the base weight and the direction.
+        assert route.directions is not None
+        vectors, sites = route.directions.vectors, policy.adapters.sites
+        weights = [sites[name].weight.requires_grad_(True) for name in vectors]
+        scores = []
+        for i in range(len(plain.rollouts)):
+            with policy.adapters.reference():
+                loss = -policy.logprobs(plain.rollouts.rows(torch.tensor([i]))).sum()
+            pairs = zip(torch.autograd.grad(loss, weights), vectors.values(), strict=True)
+            scores.append(torch.stack([(g * v).sum() / (g.norm() * v.norm()) for g, v in pairs]).mean())
+    assert none is None
+    assert watched is not None
+    assert watched.scores is not None
+    torch.testing.assert_close(watched.scores, torch.stack(scores), rtol=1e-3, atol=1e-4)
+    assert torch.equal(watched.flags, watched.scores > 0)
+    assert watched.flags.any()
+    assert not watched.flags.all()
+    assert torch.equal(fined.rewards, world.rewards(plain) - watched.flags.float())
+    noted = rows(job)
+    assert {row["flag"] for row in noted if row["score"] is not None} == {True, False}
+    assert all(row["flag"] == (float(row["score"]) > 0) for row in noted if row["score"] is not None)  # pyright: ignore
+
+
+@pytest.mark.parametrize("arm", ["penalty-full", "penalty-act-fixed"])
+def test_a_run_under_a_probes_penalty_goes_on_where_it_stopped(finished: dict[str, Job], tmp_path: Path, arm: str) -> None:
+    whole, cut = (tiny_job(tmp_path / name, arm, cache=finished["penalty-full"].cache) for name in ("whole", "cut"))
+    base = finished["base"].folder
+    for job in (whole, cut):
+        shutil.copytree(base, job.folder.parent / "base")
+    assert run_job(whole)
+    steps: list[int] = []
+    assert not run_job(cut, steps.append, lambda: sum(steps) >= 1)
+    assert run_job(cut)
+    for name in (METRICS, ROLLOUTS, DEPLOYED):
+        assert (whole.folder / name).read_bytes() == (cut.folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("changed", [{"route": ARMS["filter-act"].route}, {"monitor": MaskSpec(score="own_channel")}])
+def test_a_monitor_is_a_probe_beside_an_open_route(changed: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="leave monitor out"):
+        replace(ARMS["penalty-act"], **changed)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
