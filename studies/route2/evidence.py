@@ -465,6 +465,8 @@ def lessons_figure(every: Sequence[Evidence], path: Path) -> Path:
 
 def monitors(evidence: Evidence) -> str:
     """Return <preset>-monitors.md: what each probe sees of the run's own rollouts at its beginning and at its end."""
+    if not _PENALIZED.keys() & evidence.values.keys():
+        return ""
     header = ["arm", "n", "mask AUROC, first", "last", "recall, first", "last", "fires on clean, first", "last"]
     header += ["exploit, held out", "solve"]
     body = []
@@ -473,7 +475,7 @@ def monitors(evidence: Evidence) -> str:
             quality = [number(mean(row[key])) for name in ("auroc", "recall", "fire_clean") for key in (name, f"late_{name}")]
             exploit = evidence.summary(arm, EXPLOIT)
             body.append([arm, str(exploit["n"]), *quality, interval(exploit), interval(evidence.summary(arm, SOLVE))])
-    return markdown_table(header, body) if body else ""
+    return markdown_table(header, body)
 
 
 MAPPED = {

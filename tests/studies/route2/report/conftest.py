@@ -29,6 +29,7 @@ ARMS: dict[str, tuple[str, str | None, str | None, str | None, float, float, flo
     "filter-grad": ("baseline", "vanilla", None, None, 0.055, 0.85, 0.055),
     "filter-full": ("baseline", "vanilla", None, None, 0.01, 0.9, 0.01),
     "filter-known": ("baseline", "vanilla", None, None, 0.75, 0.15, 0.75),
+    "penalty-act": ("method", "filter-act", None, None, 0.5, 0.4, 0.5),
     "haar-full": ("control", "route2-full", None, None, 0.77, 0.23, 0.9),
     "haar-full-2": ("control", "route2-full", None, None, 0.7, 0.25, 0.9),
     "haar-full-3": ("control", "route2-full", None, None, 0.74, 0.22, 0.9),

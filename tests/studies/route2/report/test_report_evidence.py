@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from studies.common.tables import number
 from studies.route2 import cli
 from studies.route2.evidence import (
     EXPLOIT,
@@ -21,6 +22,10 @@ from studies.route2.evidence import (
     lessons,
     lessons_figure,
     lessons_sentence,
+    map_figure,
+    map_table,
+    mapped,
+    monitors,
     rates,
     rates_figure,
     recall_sentence,
@@ -126,6 +131,39 @@ def test_lessons_are_drawn_from_their_first_step_to_their_end(tmp_path: Path) ->
     assert "and .447 with what is exploited then." in said  # ranks 1.5, 3.5, 1.5, 3.5 against 1, 2, 3, 4
     assert not flagged(found)
     assert flagged(replace(found, values={**found.values, "filter-canary": {**row, "recall": [None, 0.5]}}))
+
+
+def test_a_probes_sight_is_told_at_the_beginning_and_at_the_end(study: Callable[..., Path], tmp_path: Path) -> None:
+    root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-act", "penalty-act"), seeds=(0, 1), steps=80)
+    found, runs = collect(load_runs(root)), load_runs(root)
+    lines = {line.split("|")[1].strip(): line.split("|") for line in monitors(found).splitlines()}
+    assert lines.keys() - {"arm", "---", "-" * len("penalty-act")} == {"filter-act", "penalty-act"}
+    for arm in ("filter-act", "penalty-act"):
+        masks = {seed: [row["mask"] for row in runs.runs[arm, seed].metrics] for seed in (0, 1)}
+        for place, rows in ((5, slice(30)), (6, slice(50, 80))):
+            means = [np.mean([m["recall"] for m in own[rows] if m and m["recall"] is not None]) for own in masks.values()]
+            assert lines[arm][place].strip() == number(float(np.mean(means)))
+    bare = {arm: row for arm, row in found.values.items() if arm != "penalty-act"}
+    assert monitors(replace(found, values=bare)) == ""
+
+
+def test_the_map_orders_worlds_by_what_ten_pairs_see(tmp_path: Path) -> None:
+    worlds = []
+    for preset, auroc, exploit in (("strong", 0.9, 0.1), ("sparse", 0.6, 0.7), ("persona-20", 0.75, 0.4)):
+        row = {**evidence().values["vanilla"], "auroc": [auroc, auroc], EXPLOIT: [exploit, exploit]}
+        worlds.append(replace(evidence(), preset=preset, values=dict.fromkeys(("vanilla", "filter-full", "taught-honest"), row)))
+    ordered = mapped(worlds)
+    assert [world.preset for world in ordered] == ["sparse", "persona-20", "strong"]
+    head, _, *lines = map_table(ordered).splitlines()
+    assert [cell.strip() for cell in head.split("|")[2:-1]] == [
+        "sparse (AUROC .600)", "persona-20 (AUROC .750)", "strong (AUROC .900)",
+    ]  # fmt: skip
+    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines}
+    assert [cell.partition(" ")[0] for cell in cells["filter-full"]] == [".700", ".400", ".100"]
+    assert all(cell.endswith("/ .100") for cell in cells["taught-honest"])
+    assert map_figure(worlds, tmp_path / "map.png").stat().st_size > 10_000
+    assert mapped(worlds[:2]) == []  # two worlds are no map
+    assert mapped([replace(world, values={"vanilla": world.values["vanilla"]}) for world in worlds]) == []
 
 
 def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:
