@@ -28,11 +28,12 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
-from mi_route2.plots import BLUE, GREEN, ORANGE, PAGE_WIDTH, PURPLE, VERMILLION, new_figure, save_figure, style
+from mi_route2.plots import BLUE, GREEN, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure, save_figure, style
 from mi_route2.validation import read_object
 from studies.common.publishing import compact, update_pages, write_texts
 from studies.common.stats import Summary, mean, median, summary
 from studies.common.tables import interval, markdown_table, number
+from studies.environments.micro.settings import PERSONAS
 from studies.route2.headline import EXPLOIT, HACK, SOLVE
 from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown, sign_flip
 from studies.route2.publish import EARLY, mask_quality, provenance
@@ -83,6 +84,8 @@ RATED = {"sees-known": "one mode is flagged", "sees-0": "nothing is flagged"}
 """Rules whose quarantine was run at several rates."""
 SEEN = "filter-full"
 """Arm whose score stands for how well ten pairs tell hacks in a world."""
+DIAL = ("sparse", *(f"persona-{n}" for n in PERSONAS), "strong")
+"""Worlds that differ only in how often a cheat shows the persona."""
 LATE = slice(-EARLY, None)
 MOST_FLAGGED, FEW_FLAGGED = 0.95, 0.8
 """Recall of the runs that are counted as flagging most of their hacks, and few."""
@@ -480,8 +483,8 @@ def monitors(evidence: Evidence) -> str:
 
 MAPPED = {
     "vanilla": (VERMILLION, "."), "sees-0-quarantine-fast": (PURPLE, "^"), "filter-canary-run": (BLUE, "o"),
-    "filter-act": (ORANGE, "P"), "filter-full": (ORANGE, "o"), "penalty-full": (ORANGE, "v"), "filter-known": (GREEN, "X"),
-    "penalty-known": (GREEN, "v"), "inoculation-trainable": (GREEN, "8"), "taught-honest": (BLUE, "*"),
+    "filter-act": (ORANGE, "P"), "penalty-act": (ORANGE, "v"), "filter-full": (GREEN, "P"), "penalty-full": (GREEN, "v"),
+    "filter-known": (SKY, "P"), "sees-known-quarantine-fast": (PURPLE, "X"), "taught-honest": (BLUE, "*"),
 }  # fmt: skip
 """Methods of the map, by what they know."""
 
@@ -492,8 +495,8 @@ def seen(evidence: Evidence) -> float:
 
 
 def mapped(every: Sequence[Evidence]) -> list[Evidence]:
-    """Return the worlds in the order of ``seen``; none if fewer than three were run with it."""
-    some = [evidence for evidence in every if SEEN in evidence.values]
+    """Return the worlds that differ in the persona alone, in the order of ``seen``; none if fewer than three were run with it."""
+    some = [evidence for evidence in every if evidence.preset in DIAL and SEEN in evidence.values]
     return sorted(some, key=seen) if len(some) > 2 else []
 
 
