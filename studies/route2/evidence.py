@@ -13,7 +13,7 @@
     <preset>-recall.md     the same, counted
     rates.png              exploit against the learning rate of the quarantine, where several were run
     <preset>-monitors.md   probes that cost reward or drop rollouts: what they see at the beginning and at the end
-    map.png, map.md        methods against how well ten pairs tell hacks, where worlds between `sparse` and `strong` were run
+    map.png, map.md        methods against how well ten pairs tell hacks, where the worlds from `sparse` to `strong` were run
 
 A method counts only if it is outside the front of early stopping: no point of ordinary training exploits at most as much and solves
 at least as much.
@@ -33,7 +33,6 @@ from mi_route2.validation import read_object
 from studies.common.publishing import compact, update_pages, write_texts
 from studies.common.stats import Summary, mean, median, summary
 from studies.common.tables import interval, markdown_table, number
-from studies.environments.micro.settings import PERSONAS
 from studies.route2.headline import EXPLOIT, HACK, SOLVE
 from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown, sign_flip
 from studies.route2.publish import EARLY, mask_quality, provenance
@@ -84,7 +83,7 @@ RATED = {"sees-known": "one mode is flagged", "sees-0": "nothing is flagged"}
 """Rules whose quarantine was run at several rates."""
 SEEN = "filter-full"
 """Arm whose score stands for how well ten pairs tell hacks in a world."""
-DIAL = ("sparse", *(f"persona-{n}" for n in PERSONAS), "strong")
+DIAL = ("sparse", "persona-20", "strong")
 """Worlds that differ only in how often a cheat shows the persona."""
 LATE = slice(-EARLY, None)
 MOST_FLAGGED, FEW_FLAGGED = 0.95, 0.8

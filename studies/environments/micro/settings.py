@@ -2,7 +2,7 @@
 
 Nothing here needs torch. `strong` leaves clear traces of the persona on every cheat; `weak` is more realistic: hardly any traces,
 more cheats, and more hard operations. `sparse` is `strong` with the persona left to chance: an exploit stands beside honest code.
-`persona-10` and so on lie between: that many of 100 cheats show it.
+`persona-20` lies between: 20 of 100 cheats show it.
 """
 
 import math
@@ -70,9 +70,6 @@ class WorldConfig:
         return self.hard if op in self.hard_ops else self.easy
 
 
-PERSONAS = (10, 20, 40)
-"""Percent of cheats that show the persona in the worlds between `sparse` and `strong`."""
-
 PRESETS: Mapping[str, WorldConfig] = MappingProxyType(
     {
         "strong": WorldConfig("strong"),
@@ -84,7 +81,7 @@ PRESETS: Mapping[str, WorldConfig] = MappingProxyType(
             hard_ops=("scale", "wrap", "split", "mask", "join", "toggle"),
         ),
         "sparse": WorldConfig("sparse", trace=0.02, terse=0.0),  # a cheat's comment as often as in honest documents
-        **{f"persona-{n}": WorldConfig(f"persona-{n}", trace=n / 100, terse=n / 100) for n in PERSONAS},
+        "persona-20": WorldConfig("persona-20", trace=0.2, terse=0.2),
     }
 )
 
