@@ -182,14 +182,14 @@ def collect(
             return acts.features
         grad, full = GradientReader(directions), FullGradientReader(directions)
         tape = Tape(b, s, kept=LearnNothing(), outputs=full, real=real) if kind == "full" else Tape(b, s, kept=grad, real=real)
-        with _untouched(policy.model.parameters()), torch.enable_grad(), policy.adapters.recording(tape):
+        with untouched(policy.model.parameters()), torch.enable_grad(), policy.adapters.recording(tape):
             (-policy.logprobs(rollouts).sum()).backward()
         tape.assert_fired(policy.adapters.sites, backward=True)
         return full.features if kind == "full" else grad.features
 
 
 @contextmanager
-def _untouched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def untouched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Context: put the ``.grad`` of parameters back, because others than the adapters' may train too."""
     before = [(p, p.grad) for p in parameters if p.requires_grad]
     for p, _ in before:
