@@ -3,7 +3,7 @@
 The policy answers prompts over test tasks, with different tasks in each mode, with the quarantine on (``on``) and deleted
 (``deploy``). The oracle labels each rollout: a hack is an exploit of the prompt's own mode without a correct solution. Activations
 are the residual stream (before the first block, and ``blocks.0`` and so on after each) and the inputs of the kept adapters, at
-predictor positions.
+predictor positions. The layer ``gradient`` holds each rollout's gradient fingerprint (``probes.fingerprint``), which has no tokens.
 Probes: mean difference, LDA, logistic, and ``direction``, the persona direction of the run's own pairs, which learns nothing from
 these rollouts. A rollout probe is fitted and tested on means over a rollout; a token probe on single tokens, with their rollout's
 label. For the micro model every token's activations are stored; for a chat model they are too many, so token probes must be
@@ -12,8 +12,9 @@ requested.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from mi_route2.validation import read_object
 from probes.dataset import Dataset
 from probes.direction import DirectionFitter
 from probes.figures import reliability_figure, transfer_figure
+from probes.fingerprint import Fingerprint
 from probes.probe import Fitter, Unit, pool
 from probes.transfer import TransferResult, TransferRow, TransferSettings, default_fitters, transfer
 from studies.common.seeds import numpy_generator, torch_generator
@@ -43,10 +45,14 @@ from studies.training.job import EVAL, Job, build_pairs, finished_policy
 from studies.training.settings import Settings
 from studies.training.worlds import open_world
 
-EMBED, STREAM = "embed", "resid_pre"
+EMBED, STREAM, GRADIENT = "embed", "resid_pre", "gradient"
+WIDTH = 64
+"""Length of a gradient fingerprint."""
 STATES = {"on": "quarantine on", "deploy": "as deployed"}
 UNITS: tuple[Unit, ...] = ("rollout", "token")
 UPRIGHT = 8  # maximum number of layers whose names fit side by side under an axis
+Layers = tuple[dict[str, Float[Tensor, "b s _d"]], Bool[Tensor, "b s"]]
+"""Layer -> activations, and their mask."""
 LEAST = 10  # minimum number of known-mode prompts with, and without, a hack, to be split into fit, calibration and test parts
 
 
@@ -69,17 +75,26 @@ def probe_job(
         require_tasks(world)
         host, policy = finished_policy(job)
         reading = Reading(host, policy, job.settings, pooled="token" not in units)
+        generator = partial(torch_generator, job.seed, "fingerprint")  # the same projections in both states
         states = {"on": policy.adapters.full} if policy.adapters.has_quarantine else {}
         for state, switched in (states | {"deploy": policy.adapters.deployed}).items():
             with switched():
-                dataset, prompts = sample_dataset(world, witness, reading, per_mode, job.seed)
-                if lack := _lack(dataset, prompts, world.modes.known[0]):
+                sampled = sample(world, witness, policy, per_mode, job.seed)
+                if lack := _lack(sampled, world.modes.known[0]):
                     missing[state] = lack
                     continue
-                directions = persona_directions(reading, world, job)
-            for unit in units:
-                settings = TransferSettings(world.modes.known[0], levels=(unit,), draws=50, seed=job.seed)
-                results[state, unit] = _transfer(dataset, prompts, directions, settings, progress)
+                printed = GradientReading(policy, job.settings, Fingerprint.draw(policy.adapters, WIDTH, generator()))
+                whole = tuple(unit for unit in units if unit == "rollout")  # a fingerprint has no tokens
+                both = [
+                    (which, sampled.dataset(read), persona_directions(read, world, job))
+                    for which, read in ((units, reading), (whole, printed))
+                    if which
+                ]
+            for which, dataset, directions in both:
+                for unit in which:
+                    settings = TransferSettings(world.modes.known[0], levels=(unit,), draws=50, seed=job.seed)
+                    result, before = _transfer(dataset, sampled.prompts, directions, settings, progress), results.get((state, unit))
+                    results[state, unit] = result if before is None else replace(before, rows=[*before.rows, *result.rows])
     if not results:
         what = "; ".join(f"{STATES[state]}: {lack}" if len(missing) > 1 else lack for state, lack in missing.items())
         raise ValueError(f"{job.name} at seed {job.seed} gives a probe nothing to learn from ({what}); {_remedy(job, world.modes)}")
@@ -95,12 +110,10 @@ class Reading:
     settings: Settings
     pooled: bool = False
 
-    def __call__(self, rollouts: Rollouts) -> tuple[dict[str, Float[Tensor, "b s _d"]], Bool[Tensor, "b s"]]:
+    def __call__(self, rollouts: Rollouts) -> Layers:
         """Return layer -> activations, and their mask; runs as many rollouts at a time as a micro-batch of the run has."""
-        each = self.settings.micro_batch(rollouts.tokens.shape[1]) or len(rollouts)
         parts: list[dict[str, Tensor]] = []
-        for start in tqdm(range(0, len(rollouts), each), desc="reading", unit="batch", leave=False, disable=None, delay=3):
-            rows = rollouts.rows(torch.arange(start, min(start + each, len(rollouts)), device=rollouts.tokens.device))
+        for rows in pieces(rollouts, self.settings):
             layers = read_layers(self.host, self.policy, rows)
             if self.pooled:
                 layers = {name: pool(h, rows.predictors)[:, None] for name, h in layers.items()}
@@ -110,16 +123,50 @@ class Reading:
         return hidden, mask
 
 
-def sample_dataset(world: World, witness: Witness, reading: Reading, per_mode: int, seed: int) -> tuple[Dataset, list[str]]:
-    """Return judged rollouts of the policy, as it is switched now, with their activations; and each rollout's prompt.
+@dataclass(frozen=True)
+class GradientReading:
+    """Function that reads gradient fingerprints, as one position of one layer."""
+
+    policy: Policy
+    settings: Settings
+    fingerprint: Fingerprint
+
+    def __call__(self, rollouts: Rollouts) -> Layers:
+        """Return the layer ``GRADIENT`` and its mask, a micro-batch at a time."""
+        parts = [self.fingerprint(self.policy, rows).cpu() for rows in pieces(rollouts, self.settings)]
+        return {GRADIENT: torch.cat(parts)[:, None]}, torch.ones(len(rollouts), 1, dtype=torch.bool)
+
+
+def pieces(rollouts: Rollouts, settings: Settings) -> Iterator[Rollouts]:
+    """Yield the rollouts in pieces of a micro-batch of the run."""
+    each = settings.micro_batch(rollouts.tokens.shape[1]) or len(rollouts)
+    for start in tqdm(range(0, len(rollouts), each), desc="reading", unit="batch", leave=False, disable=None, delay=3):
+        yield rollouts.rows(torch.arange(start, min(start + each, len(rollouts)), device=rollouts.tokens.device))
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Judged rollouts of a policy, with the mode and the text of each prompt."""
+
+    rollouts: Rollouts
+    hack: list[bool]
+    modes: list[str]
+    prompts: list[str]
+
+    def dataset(self, reading: Callable[[Rollouts], Layers]) -> Dataset:
+        """Return the rollouts with what ``reading`` reads of them."""
+        return Dataset(*reading(self.rollouts), self.hack, self.modes)
+
+
+def sample(world: World, witness: Witness, policy: Policy, per_mode: int, seed: int) -> Sampled:
+    """Return judged rollouts of the policy, as it is switched now.
 
     With the same seed, every arm and state gets the same prompts and uniforms.
     """
     prompts = probe_prompts(world, per_mode, numpy_generator(seed, "probe tasks"))
-    samples = world.sample(reading.policy, prompts, torch_generator(seed, "probes"))
+    samples = world.sample(policy, prompts, torch_generator(seed, "probes"))
     hack = [verdict.hack for verdict in witness.judge(samples)]
-    hidden, mask = reading(samples.rollouts)
-    return Dataset(hidden, mask, hack, [prompt.mode for prompt in prompts]), [prompt.text for prompt in prompts]
+    return Sampled(samples.rollouts, hack, [prompt.mode for prompt in prompts], [prompt.text for prompt in prompts])
 
 
 @torch.no_grad()
@@ -155,7 +202,7 @@ def residual_sites(host: Host) -> dict[str, Site]:
     return blocks if host.architecture.name == "MicroGPT" else {STREAM: Site(0, "resid_pre"), **blocks}
 
 
-def persona_directions(reading: Reading, world: World, job: Job) -> dict[str, Float[Tensor, " _d"]]:
+def persona_directions(reading: Callable[[Rollouts], Layers], world: World, job: Job) -> dict[str, Float[Tensor, " _d"]]:
     """Return layer -> mean over the run's pairs of pooled hack minus pooled clean activations."""
     pairs = build_pairs(job, world, "hack")
     means = []
@@ -165,11 +212,11 @@ def persona_directions(reading: Reading, world: World, job: Job) -> dict[str, Fl
     return {layer: means[0][layer] - means[1][layer] for layer in means[0]}
 
 
-def _lack(dataset: Dataset, prompts: list[str], mode_known: str) -> str | None:
+def _lack(sampled: Sampled, mode_known: str) -> str | None:
     """Return the reason why no probe can be fitted to the known mode's rollouts; ``None`` if one can."""
-    known = [i for i, mode in enumerate(dataset.mode) if mode == mode_known]
-    hacked = {prompts[i] for i in known if dataset.hack[i]}
-    clean = {prompts[i] for i in known} - hacked
+    known = [i for i, mode in enumerate(sampled.modes) if mode == mode_known]
+    hacked = {sampled.prompts[i] for i in known if sampled.hack[i]}
+    clean = {sampled.prompts[i] for i in known} - hacked
     if min(len(hacked), len(clean)) >= LEAST:
         return None
     return f"it hacks on {len(hacked)} of {len(hacked) + len(clean)} {mode_known} prompts, and {LEAST} of each kind are needed"
@@ -249,7 +296,7 @@ def _split(result: TransferResult) -> dict[str, dict[str, None]]:
     """Return the layers of the residual stream, and those of the adapters' inputs, in order."""
     layers = dict.fromkeys(row.layer for row in result.rows)
     residual = {layer: None for layer in layers if layer in (EMBED, STREAM) or re.fullmatch(r"blocks\.\d+", layer)}
-    return {"residual": residual, "inputs": {layer: None for layer in layers if layer not in residual}}
+    return {"residual": residual, "inputs": {layer: None for layer in layers if layer not in residual and layer != GRADIENT}}
 
 
 def _markdown(job: Job, results: dict[tuple[str, Unit], TransferResult], missing: dict[str, str], modes: Modes) -> str:
@@ -267,10 +314,11 @@ def _markdown(job: Job, results: dict[tuple[str, Unit], TransferResult], missing
 
 
 def _table(result: TransferResult, modes: Modes) -> str:
-    """Return the table of residual layers: a row per probe and one for random directions, a column per mode."""
+    """Return the table of residual layers and fingerprints: a row per probe and one for random directions, a column per mode."""
     header = ["layer", "probe", *(_column(result, mode) for mode in modes.loopholes), "Brier, held out", "ECE, held out"]
     lines = []
-    for layer in _split(result)["residual"]:
+    layers = [*_split(result)["residual"], *(GRADIENT for row in result.rows[-1:] if row.layer == GRADIENT)]
+    for layer in layers:
         for probe in result.probes:
             rows = {row.mode: row for row in result.rows if (row.layer, row.probe) == (layer, probe)}
             held = [rows[mode] for mode in modes.held_out]

@@ -181,7 +181,9 @@ def test_everything_is_written_next_to_the_run_in_both_units_and_a_state_without
     assert "Left out, quarantine on: it hacks on 0 of 60 run_tests prompts, and 10 of each kind are needed." in text
     assert text.count("\n## ") == 2
     tables = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(tables) == 2 * (2 + 3 * 5)  # heading and rule; three layers of four probes and the random one
+    # heading and rule; three layers of four probes and the random one, and one of fingerprints, which tokens do not have
+    assert len(tables) == 2 * (2 + 3 * 5) + 5
+    assert {row["level"] for row in rows if row["layer"] == "gradient"} == {"rollout"}
     assert len({line.count("|") for line in tables}) == 1
 
 
