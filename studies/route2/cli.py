@@ -258,6 +258,30 @@ class Probes:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Fit the same probes on several arms over their seeds: a table and a figure of what they see of held-out modes."""
+
+    root: tyro.conf.Positional[Path]
+    arms: Annotated[tuple[str, ...], tyro.conf.arg(help="in the order of the figure")] = (
+        "vanilla-10", "vanilla-20", "vanilla-40", "vanilla",
+    )  # fmt: skip
+    seeds: Seeds = "3"
+    per_mode: Annotated[int, tyro.conf.arg(help="rollouts sampled in each mode")] = 512
+    workers: int = 2
+    to: Annotated[Path | None, tyro.conf.arg(help="folder of table and figure; the run folder if not given")] = None
+
+    def __call__(self) -> None:
+        from studies.route2.probing import LEAST
+        from studies.route2.watching import write_watch
+        from studies.training.job import Job
+
+        if self.per_mode < 4 * LEAST:
+            raise ValueError(f"per-mode must be at least {4 * LEAST}, not {self.per_mode}: a probe needs hacks and clean rollouts")
+        jobs = [Job.of(self.root, seed, arm) for arm in get_arms(self.arms) for seed in read_seeds(self.seeds)]
+        show_paths(write_watch(jobs, self.per_mode, self.workers, self.to or self.root))
+
+
+@dataclass(frozen=True)
 class Publish:
     """Copy a run folder's tables, figures and records into the docs, with the sentences that quote them."""
 
@@ -329,6 +353,7 @@ COMMANDS = {
     "show": Show,
     "probes": Probes,
     "publish": Publish,
+    "watch": Watch,
     "evidence": Evidence,
     "arms": Arms,
 }

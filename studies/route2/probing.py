@@ -67,8 +67,34 @@ def probe_job(
     Raises:
         ValueError: The job is not finished, or no state has both hacks and clean rollouts; nothing is written then.
     """
+    probed = probe(job, per_mode, progress, UNITS if units is None else units)
+    if not probed.results:
+        what = "; ".join(f"{STATES[state]}: {lack}" if len(probed.missing) > 1 else lack for state, lack in probed.missing.items())
+        remedy = _remedy(job, probed.modes)
+        raise ValueError(f"{job.name} at seed {job.seed} gives a probe nothing to learn from ({what}); {remedy}")
+    return _write(job, probed, job.folder if out is None else out)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Results of a job's probes by state and unit, and the reason for each state that gives nothing to learn from."""
+
+    results: dict[tuple[str, Unit], TransferResult]
+    missing: dict[str, str]
+    modes: Modes
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all rows as JSON values, each with its state."""
+        return [{"state": state, **row} for (state, _), result in self.results.items() for row in result.json_rows()]
+
+
+def probe(job: Job, per_mode: int, progress: bool, units: Sequence[Unit]) -> Probed:
+    """Fit and test the probes of a finished job in each state; nothing is written.
+
+    Raises:
+        ValueError: The job is not finished, or its world has too few tasks.
+    """
     torch.set_num_threads(1)
-    units = UNITS if units is None else units
     results: dict[tuple[str, Unit], TransferResult] = {}
     missing: dict[str, str] = {}
     with open_world(job.settings) as (world, witness):
@@ -84,7 +110,7 @@ def probe_job(
                     missing[state] = lack
                     continue
                 printed = GradientReading(policy, job.settings, Fingerprint.draw(policy.adapters, WIDTH, generator()))
-                whole = tuple(unit for unit in units if unit == "rollout")  # a fingerprint has no tokens
+                whole: Sequence[Unit] = ("rollout",) if "rollout" in units else ()  # a fingerprint has no tokens
                 both = [
                     (which, sampled.dataset(read), persona_directions(read, world, job))
                     for which, read in ((units, reading), (whole, printed))
@@ -95,10 +121,7 @@ def probe_job(
                     settings = TransferSettings(world.modes.known[0], levels=(unit,), draws=50, seed=job.seed)
                     result, before = _transfer(dataset, sampled.prompts, directions, settings, progress), results.get((state, unit))
                     results[state, unit] = result if before is None else replace(before, rows=[*before.rows, *result.rows])
-    if not results:
-        what = "; ".join(f"{STATES[state]}: {lack}" if len(missing) > 1 else lack for state, lack in missing.items())
-        raise ValueError(f"{job.name} at seed {job.seed} gives a probe nothing to learn from ({what}); {_remedy(job, world.modes)}")
-    return _write(job, results, missing, world.modes, job.folder if out is None else out)
+    return Probed(results, missing, world.modes)
 
 
 @dataclass(frozen=True)
@@ -254,18 +277,14 @@ def _transfer(
     return transfer(dataset, prompts, fitters, settings, progress)
 
 
-def _write(
-    job: Job, results: dict[tuple[str, Unit], TransferResult], missing: dict[str, str], modes: Modes, out: Path
-) -> list[Path]:
-    rows = [
-        {"arm": job.name, "seed": job.seed, "state": state, **row} for (state, _), r in results.items() for row in r.json_rows()
-    ]
+def _write(job: Job, probed: Probed, out: Path) -> list[Path]:
+    rows = [{"arm": job.name, "seed": job.seed, **row} for row in probed.rows()]
     out.mkdir(parents=True, exist_ok=True)
     paths = [
         write_whole(out / "probes.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()),
-        write_whole(out / "probes.md", _markdown(job, results, missing, modes).encode()),
+        write_whole(out / "probes.md", _markdown(job, probed).encode()),
     ]
-    for (state, unit), result in results.items():
+    for (state, unit), result in probed.results.items():
         with style():
             for name, figure in _figures(result, unit).items():
                 paths.append(save_figure(figure, out / f"probes-{state}-{unit}-{name}.png"))
@@ -299,7 +318,8 @@ def _split(result: TransferResult) -> dict[str, dict[str, None]]:
     return {"residual": residual, "inputs": {layer: None for layer in layers if layer not in residual and layer != GRADIENT}}
 
 
-def _markdown(job: Job, results: dict[tuple[str, Unit], TransferResult], missing: dict[str, str], modes: Modes) -> str:
+def _markdown(job: Job, probed: Probed) -> str:
+    modes = probed.modes
     text = [
         f"# Probes of {job.name}, seed {job.seed}",
         f"Fitted and calibrated on rollouts of {modes.known[0]}, tested on others of it and on the held-out modes. AUROC with its "
@@ -307,8 +327,8 @@ def _markdown(job: Job, results: dict[tuple[str, Unit], TransferResult], missing
         "nothing. Brier score and expected calibration error are means over held-out modes, under a calibration from the known "
         "mode. Other layers are in probes.jsonl and in the figures.",
     ]
-    text += [f"Left out, {STATES[state]}: {lack}." for state, lack in missing.items()]
-    for (state, unit), result in results.items():
+    text += [f"Left out, {STATES[state]}: {lack}." for state, lack in probed.missing.items()]
+    for (state, unit), result in probed.results.items():
         text += [f"## {STATES[state].capitalize()}, one score a {unit}", _table(result, modes).rstrip()]
     return "\n\n".join(text) + "\n"
 

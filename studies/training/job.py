@@ -26,7 +26,6 @@ from mi_route2.routing import (
     CanarySpec,
     DelayedRoute,
     DelayedSpec,
-    Directions,
     EraseRoute,
     EraseSpec,
     HaarFitter,
@@ -409,16 +408,11 @@ class MonitoredRoute(OpenRoute):
         super().__init__(spec)
         self._probe, self._micro = probe, micro
 
-    @property
-    def directions(self) -> Directions | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._probe.directions
-
-    @directions.setter
-    def directions(self, directions: Directions | None) -> None:
-        self._probe.directions = directions
-
     def refresh(self, policy: Policy, step: int) -> float | None:
-        return self._probe.refresh(policy, step)
+        self._probe.directions = self.directions  # a resumed run has put the stored ones here
+        overlap = self._probe.refresh(policy, step)
+        self.directions = self._probe.directions
+        return overlap
 
     def score(self, policy: Policy, rollouts: Rollouts) -> Tensor | None:
         return self._probe.score(policy, rollouts)

@@ -1,0 +1,193 @@
+"""Probes over training: what the same probes see in several arms of a run folder, over its seeds.
+
+    python -m studies.route2 watch runs/persona-20-dbae6649 --arms vanilla-10 vanilla-20 vanilla-40 vanilla --seeds 352-359
+
+    <preset>-watch.json   of the deployed model, per arm, layer and probe the value of each seed: AUROC in the known mode and over
+                          the held-out ones, their random band, expected calibration error
+    <preset>-watch.md     the means as one table
+    <preset>-watch.png    AUROC over the held-out modes against the step at which the run was stopped
+
+Every policy is probed by fresh probes, fitted on its own rollouts of the known mode, except for ``direction``, which knows the ten
+pairs alone. A seed whose policy hacks too rarely or too often for a fit is left out, and counted.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mi_route2.files import write_whole
+from mi_route2.plots import BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, new_figure, save_figure, style
+from mi_route2.validation import read_object
+from studies.common.processes import run_pool
+from studies.common.publishing import compact, update_pages, write_texts
+from studies.common.stats import Summary, mean, summary
+from studies.common.tables import interval, markdown_table, number
+from studies.route2.probing import GRADIENT, probe
+from studies.training.job import Job
+
+COLUMNS = ("known", "held", "random", "ece")
+STYLES = {"direction": (ORANGE, "v"), "mean_difference": (GREEN, "P"), "lda": (PURPLE, "^"), "logistic": (BLUE, "o")}
+AGAIN = "delete it, and run `python -m studies.route2 watch` again"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One policy to probe: a finished job, rollouts a mode, and where its numbers go."""
+
+    job: Job
+    per_mode: int
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.job.name}-{self.job.seed}.json"
+
+    @property
+    def label(self) -> dict[str, Any]:
+        """Everything that the numbers depend on."""
+        return {"identity": self.job.identity, "per_mode": self.per_mode}
+
+    @property
+    def numbers(self) -> dict[str, dict[str, float | None]] | None:
+        """The numbers by layer and probe, from the file; ``None`` if there is none of these settings."""
+        if not self.path.exists():
+            return None
+        stored = read_object(self.path, AGAIN)
+        return stored["probes"] if all(stored.get(name) == value for name, value in self.label.items()) else None
+
+
+def measure(part: Part) -> None:
+    """Probe one policy and write its numbers; there are none if nothing can be fitted to it."""
+    rows = [row for row in probe(part.job, part.per_mode, False, ("rollout",)).rows() if row["state"] == "deploy"]
+    probes: dict[str, dict[str, float | None]] = {}
+    for layer, name in dict.fromkeys((row["layer"], row["probe"]) for row in rows):
+        same = [row for row in rows if (row["layer"], row["probe"]) == (layer, name)]
+        known, held = ([row for row in same if row["known"] is side] for side in (True, False))
+        probes[f"{layer} {name}"] = {
+            "known": known[0]["auroc"],
+            "held": mean([row["auroc"] for row in held]),
+            "random": mean([row["random_p95"] for row in held]),
+            "ece": mean([row["ece"] for row in held]),
+        }
+    part.folder.mkdir(parents=True, exist_ok=True)
+    write_whole(part.path, json.dumps(part.label | {"probes": probes}, allow_nan=False).encode())
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Content of watch.json: ``values[arm][layer and probe][column]`` by seed; ``None`` if nothing could be fitted."""
+
+    preset: str
+    per_mode: int
+    seeds: tuple[int, ...]
+    values: Mapping[str, Mapping[str, Mapping[str, list[float | None]]]]
+
+    @staticmethod
+    def read(path: Path) -> "Watch":
+        """Read what ``write_watch`` wrote; ``ValueError`` in one sentence if the file is not of that kind."""
+        stored = read_object(path, AGAIN)
+        try:
+            return Watch(stored["preset"], stored["per_mode"], tuple(stored["seeds"]), stored["values"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} lacks {error}: {AGAIN}") from error
+
+    def summary(self, arm: str, probe: str, column: str) -> Summary:
+        return summary(self.values[arm][probe][column])
+
+
+def write_watch(jobs: Sequence[Job], per_mode: int, workers: int, to: Path) -> list[Path]:
+    """Probe finished jobs of one run folder, as far as that is still to be done, and write the report into ``to``.
+
+    Raises:
+        ValueError: A job is not finished, or no policy hacks at times.
+    """
+    parts = [Part(job, per_mode, job.root / "watch") for job in jobs]
+    left = [part for part in parts if part.numbers is None]
+    run_pool(measure, left, workers, [part.path for part in parts], "probing", quiet=False)
+    arms, seeds = (list(dict.fromkeys(own)) for own in ([job.name for job in jobs], [job.seed for job in jobs]))
+    numbers = {(part.job.name, part.job.seed): part.numbers or {} for part in parts}
+    if not any(numbers.values()):
+        raise ValueError(f"no policy of {', '.join(arms)} hacks at times: choose other arms or seeds, or a larger --per-mode")
+    probes = sorted({name for measured in numbers.values() for name in measured}, key=_order)
+    values = {
+        arm: {
+            name: {column: [numbers[arm, seed].get(name, {}).get(column) for seed in seeds] for column in COLUMNS}
+            for name in probes
+        }
+        for arm in arms
+    }
+    watch = Watch(jobs[0].settings.preset, per_mode, tuple(seeds), values)
+    to.mkdir(parents=True, exist_ok=True)
+    stem = f"{watch.preset}-watch"
+    written = write_texts(to, {f"{stem}.json": compact(json.loads(json.dumps(asdict(watch)))), f"{stem}.md": table(watch)})
+    written.append(figure(watch, to / f"{stem}.png"))
+    pages = [page for page in to.parent.parent.glob("*.md") if f"{to.parent.name}/{to.name}/" in page.read_text(encoding="utf-8")]
+    return [*written, *update_pages(pages)]
+
+
+def _order(name: str) -> tuple[bool, str, int]:
+    """Order layers by name with fingerprints last, and the probes of a layer as ``STYLES`` does."""
+    layer, _, kind = name.partition(" ")
+    return layer == GRADIENT, layer, list(STYLES).index(kind)
+
+
+def shown(watch: Watch) -> dict[str, list[str]]:
+    """Return the layers that are shown with their probes: the residual stream after the last block, and fingerprints."""
+    every = next(iter(watch.values.values()))
+    blocks = [int(match[1]) for name in every if (match := re.match(r"blocks\.(\d+) ", name))]
+    layers = [f"blocks.{max(blocks)}"] * bool(blocks) + [GRADIENT]
+    return {layer: [name for name in every if name.startswith(f"{layer} ")] for layer in layers}
+
+
+def table(watch: Watch) -> str:
+    """Return the means as a table: per arm AUROC in the known mode and over the held-out ones, and ECE in the last arm."""
+    arms, body = list(watch.values), []
+    for layer, probes in shown(watch).items():
+        for name in probes:
+            cells: list[str] = []
+            for arm in arms:
+                cells += [number(watch.summary(arm, name, "known")["mean"]), interval(watch.summary(arm, name, "held"))]
+            body.append([layer, name.partition(" ")[2], *cells, number(watch.summary(arms[-1], name, "ece")["mean"])])
+        for name in probes[:1]:  # random directions are the same for all of them
+            bands = [["", number(watch.summary(arm, name, "random")["mean"])] for arm in arms]
+            body.append([layer, "random, 95th percentile", *(cell for band in bands for cell in band), ""])
+    header = ["layer", "probe"]
+    for arm in arms:
+        n = watch.summary(arm, next(iter(shown(watch).values()))[0], "held")["n"]
+        header += [f"{arm}, n {n}: known", "held out"]
+    return markdown_table([*header, f"{arms[-1]}: ECE, held out"], body, left=2)
+
+
+def figure(watch: Watch, path: Path) -> Path:
+    """Draw AUROC over held-out modes against the step at which the arm was stopped; bars are intervals over seeds."""
+    arms, layers = list(watch.values), shown(watch)
+    ordinary = all(arm == "base" or arm.startswith("vanilla") for arm in arms)
+    with style():
+        drawn = new_figure(PAGE_WIDTH, 3.4)
+        for ax, (layer, probes) in zip(np.atleast_1d(drawn.subplots(1, len(layers), sharey=True)), layers.items(), strict=True):
+            for name in probes:
+                kind = name.partition(" ")[2]
+                color, marker = STYLES[kind]
+                own = [watch.summary(arm, name, "held") for arm in arms]
+                y, lo, hi = np.array([[each[key] for each in own] for key in ("mean", "lo", "hi")], dtype=float)
+                bars = [y - lo, hi - y]
+                ax.errorbar(range(len(arms)), y, yerr=bars, color=color, marker=marker, markersize=4, linewidth=0.8, label=kind)
+            band = np.array([watch.summary(arm, probes[0], "random")["mean"] for arm in arms], dtype=float)
+            ax.plot(range(len(arms)), band, color=GREY, linestyle=":", label="random, 95th percentile")
+            ax.set_xticks(range(len(arms)), [_steps(arm) for arm in arms])
+            ax.set_title(f"{watch.preset}, {'fingerprints' if layer == GRADIENT else f'stream after {layer}'}")
+            ax.set_xlabel("steps of ordinary training" if ordinary else "arm")
+        ax.set_ylim(0.4, 1.02)
+        drawn.axes[0].set_ylabel("AUROC, held-out modes")
+        drawn.axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return save_figure(drawn, path)
+
+
+def _steps(arm: str) -> str:
+    """Return the number of steps after which ordinary training was stopped, or the arm's name."""
+    return {"base": "0", "vanilla": "all"}.get(arm, arm.removeprefix("vanilla-"))

@@ -1,0 +1,99 @@
+"""Probes over training: one table and figure of several policies, each probed once, from what the probe command measures."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_study import tiny_job
+
+from studies.common.tables import interval, number
+from studies.environments.micro.world import MicroWitness
+from studies.environments.protocol import Samples, Verdict
+from studies.route2 import watching
+from studies.route2.cli import Watch as Command
+from studies.route2.probing import probe
+from studies.route2.watching import Watch, shown, table, write_watch
+from studies.training.arms import ARMS
+from studies.training.job import Job, run_job
+
+pytestmark = pytest.mark.study
+PER_MODE = 60
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> list[Job]:
+    folder = tmp_path_factory.mktemp("watched")
+    jobs = [tiny_job(folder, replace(ARMS[name], steps=2), cache=cache) for name in ("vanilla-5", "vanilla")]
+    for job in jobs:
+        run_job(job)
+    return jobs
+
+
+@pytest.fixture(autouse=True)
+def labelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other rollout is a hack: the tiny policy itself hacks too rarely."""
+
+    def judge(self: MicroWitness, samples: Samples) -> list[Verdict]:
+        return [Verdict(False, hack, hack, {}) for hack in (len(text) % 2 == 0 for text in samples.completions)]
+
+    monkeypatch.setattr(MicroWitness, "judge", judge)
+
+
+def test_the_table_and_the_figure_are_what_the_probes_measured(jobs: list[Job], tmp_path: Path) -> None:
+    to, preset = tmp_path / "out", jobs[0].settings.preset
+    written = {path.name for path in write_watch(jobs, PER_MODE, 1, to)}
+    assert written == {f"{preset}-watch.{kind}" for kind in ("json", "md", "png")}
+    watch = Watch.read(to / f"{preset}-watch.json")
+    rows = probe(jobs[0], PER_MODE, False, ("rollout",)).rows()
+    for layer, name in (("blocks.1", "lda"), ("gradient", "logistic"), ("gradient", "direction")):
+        same = [row for row in rows if (row["layer"], row["probe"]) == (layer, name)]
+        held = [row for row in same if not row["known"]]
+        assert len(held) == 3
+        values = watch.values["vanilla-5"][f"{layer} {name}"]
+        assert values["known"] == [next(row["auroc"] for row in same if row["known"])]
+        for column, key in (("held", "auroc"), ("random", "random_p95"), ("ece", "ece")):
+            assert values[column] == [pytest.approx(np.mean([row[key] for row in held]))]
+    assert list(shown(watch)) == ["blocks.1", "gradient"]
+    line = next(line for line in table(watch).splitlines() if "gradient" in line and "lda" in line)
+    cells = [cell.strip() for cell in line.split("|")[3:-1]]
+    assert cells == [
+        text
+        for arm in ("vanilla-5", "vanilla")
+        for text in (
+            number(watch.summary(arm, "gradient lda", "known")["mean"]),
+            interval(watch.summary(arm, "gradient lda", "held")),
+        )
+    ] + [number(watch.summary("vanilla", "gradient lda", "ece")["mean"])]
+
+
+def test_what_was_measured_is_not_measured_again_unless_it_is_of_other_settings(
+    jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    measure = watching.measure
+    monkeypatch.setattr(watching, "measure", lambda part: (calls.append(part.job.name), measure(part)))
+    write_watch(jobs[:1], PER_MODE + 1, 1, tmp_path / "a")
+    write_watch(jobs, PER_MODE + 1, 1, tmp_path / "b")
+    assert calls == ["vanilla-5", "vanilla"]
+    write_watch(jobs[:1], PER_MODE + 2, 1, tmp_path / "c")
+    assert calls == ["vanilla-5", "vanilla", "vanilla-5"]
+
+
+def test_a_seed_without_a_hack_is_counted_out_and_wrong_input_is_one_sentence(
+    jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest: Callable[..., list[Verdict]] = lambda self, samples: [Verdict(True, False, False, {}) for _ in samples.completions]  # noqa: E731
+    monkeypatch.setattr(MicroWitness, "judge", honest)
+    with pytest.raises(ValueError, match="no policy of vanilla hacks at times: choose other arms or seeds, or a larger --per-mode"):
+        write_watch(jobs[1:], PER_MODE + 3, 1, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="per-mode must be at least 40, not 39"):
+        Command(jobs[0].root, per_mode=39)()
+    with pytest.raises(ValueError, match="is not finished: run the arm to its end first"):
+        write_watch([replace(jobs[0], arm=ARMS["absorb"])], PER_MODE, 1, tmp_path / "out")
+    (tmp_path / "watch.json").write_text(json.dumps({"preset": "strong"}))
+    with pytest.raises(ValueError, match="lacks 'per_mode'"):
+        Watch.read(tmp_path / "watch.json")
