@@ -250,8 +250,8 @@ _NATIVE_POINTS = {
     "z": At("attn.o", "input"),
     "mlp_in": At("ln2"),
 }
-_ATTENTION_ALONE = "its blocks are attention alone, so there is no MLP: use resid_pre, attn_out or resid_post"
-_WITHOUT_MLP: dict[str, str] = dict.fromkeys(("resid_mid", "mlp_in", "mlp_out"), _ATTENTION_ALONE)
+_ATTENTION_ONLY = "its blocks are attention alone, so there is no MLP: use resid_pre, attn_out or resid_post"
+_WITHOUT_MLP: dict[str, str] = dict.fromkeys(("resid_mid", "mlp_in", "mlp_out"), _ATTENTION_ONLY)
 
 
 def _llama_like(name: str, **changes: object) -> Architecture:

@@ -170,26 +170,26 @@ class Tape:
         Raises:
             ValueError: ``t`` has another layout than ``[b, s, d]``, ``[b * s, d]`` or such a row, or than other calls had.
         """
-        found = None
+        packing = None
         if t.shape[:-1] not in ((self.rollouts, self.tokens), (self.rollouts * self.tokens,)):
             if self._packing is None and self.real is not None:
                 self._packing = Packing(self.real.to(t.device))
-            found = self._packing
-            if found is None or t.shape[:-1] not in ((1, found.tokens), (found.tokens,)):
-                packed = "" if found is None else f" (or {found.tokens} real tokens in one row)"
+            packing = self._packing
+            if packing is None or t.shape[:-1] not in ((1, packing.tokens), (packing.tokens,)):
+                packed = "" if packing is None else f" (or {packing.tokens} real tokens in one row)"
                 raise ValueError(
                     f"this tape was made for {self.rollouts} rollouts of {self.tokens} tokens{packed}, but a Linear saw "
                     f"{tuple(t.shape)}; give the tape the layout of the batch that the model runs"
                 )
-        if self._packed not in (None, found is not None):
+        if self._packed not in (None, packing is not None):
             # some tokens that happen to be as many as the real ones would be taken for all of them
             layout = "packed" if self._packed else "padded"
             raise ValueError(
                 f"a Linear saw {tuple(t.shape)}, and others the {layout} layout: leave it out of the patterns of attach if it gets "
                 "some tokens only"
             )
-        self._packed = found is not None
-        return found
+        self._packed = packing is not None
+        return packing
 
     def rows(self, t: Tensor) -> Tensor:
         """Return ``t`` as ``[b, s, d]``, 0 on the padding of a packed batch; ``ValueError`` for any other layout."""
@@ -520,7 +520,7 @@ def apply_factors(
     onto: Tensor | None = None,
     overwrite: bool = False,
 ) -> Tensor:
-    """Apply the factors ``A`` or ``B`` of both adapters in one matmul, each as ``apply_factor`` would, and add it ``onto`` another."""
+    """Apply the factors ``A`` or ``B`` of both adapters in one matmul, each as ``apply_factor`` would, added ``onto`` a tensor."""
     if torch.is_grad_enabled() and (gates != (None, None) or not all(factor.requires_grad for factor in factors)):
         if tape is not None:
             out = StackedFactors.apply(h, *factors, onto, overwrite, tape, gates, site, name)
