@@ -16,7 +16,7 @@ from torch import Tensor
 from mi_route2.checks import checked
 from mi_route2.sites import Site
 from mi_route2.steering.specs import GLOBAL, Monitor, Number, Steer, Vector, VectorLike, score
-from mi_route2.steering.state import Held, Reading, SteeringState
+from mi_route2.steering.state import NamedConfig, Reading, SteeringState
 from mi_route2.steering.table import demand_fit
 
 
@@ -133,7 +133,7 @@ def apply_all(state: SteeringState, actions: Iterable[object], source: str = "")
     override that is rejected on the request's own vectors. So both fail closed: a rejected ``SetMonitor`` or ``Override`` of a
     request restores the row and scale that it had before this call, and a later override or scale of that request is rejected.
     """
-    before: dict[int, tuple[Held | None, float]] = {}
+    before: dict[int, tuple[NamedConfig | None, float]] = {}
     closed: dict[int, str] = {}
     outcomes: list[Outcome] = []
     for action in actions:
@@ -226,12 +226,12 @@ class RequestView:
 class StepView:
     """All requests that ran in one step.
 
-    ``living`` are the numbers of all requests in the engine now, those that wait or are preempted included; ``None`` if unknown.
+    ``unfinished`` are the numbers of all requests in the engine now, waiting and preempted ones included; ``None`` if unknown.
     """
 
     step: int
     requests: tuple[RequestView, ...] = ()
-    living: Collection[int] | None = None
+    unfinished: Collection[int] | None = None
 
 
 @runtime_checkable
@@ -277,10 +277,10 @@ class AsyncController:
     def drain(self) -> list[tuple[Action, ...]]:
         """Remove and return all queued actions, in order."""
         with self._lock:
-            found = list(self._queue)
+            queued = list(self._queue)
             self._queue.clear()
             self._waiting = 0
-            return found
+            return queued
 
     def lost(self) -> int:
         """Return the number of actions dropped since the last call."""
@@ -318,7 +318,7 @@ class Controllers:
 
         Sites for which ``shape`` raises are left out and recorded in the ledger with the reason.
         """
-        found: set[Site] = set()
+        wanted: set[Site] = set()
         for controller in self.sync:
             try:
                 sites = tuple(getattr(controller, "wants", ()))
@@ -328,10 +328,10 @@ class Controllers:
             for site in sites:
                 try:
                     shape(site)
-                    found.add(site)
+                    wanted.add(site)
                 except Exception as error:  # as in after_step
                     self.ledger.note(controller.name, "failed", f"it wants {site!s:.60}: {error}", self.step)
-        return frozenset(found)
+        return frozenset(wanted)
 
     def policies(self, monitors: Collection[str]) -> list[str]:
         """Return the names of the policies that set the scale and the row of a request with ``monitors``."""
@@ -361,9 +361,9 @@ class Controllers:
             except Exception as error:  # a controller is the user's code, whose errors must not end requests
                 self.ledger.note(controller.name, "failed", f"{type(error).__name__}: {error}", view.step)
                 continue
-            found = apply_all(state, actions, controller.name)
-            self.ledger.record(found, view.step)
-            outcomes += found
+            controller_outcomes = apply_all(state, actions, controller.name)
+            self.ledger.record(controller_outcomes, view.step)
+            outcomes += controller_outcomes
         self._times.append(time.perf_counter() - start)
         return outcomes
 
@@ -497,8 +497,8 @@ class ProbePolicy:
                 follow.unread += 1
                 if follow.unread > UNREAD and self.follows.pop(request.request).engaged and self.gain:
                     actions += (ClearOverride(request.request), SetScale(1.0, request.request))
-        if view.living is not None:
-            for number in [number for number in self.follows if number not in view.living]:
+        if view.unfinished is not None:
+            for number in [number for number in self.follows if number not in view.unfinished]:
                 del self.follows[number]
         return actions
 

@@ -293,7 +293,7 @@ class Engine:
         if self.paused:
             raise RuntimeError("the engine is paused, so that no request would run: call resume() before")
         most: dict[int, int] = {}
-        found: dict[int, Result] = {}
+        results: dict[int, Result] = {}
         others: list[Result] = []
         untold: list[Event] = []
         owners = set(self._owners)
@@ -303,7 +303,7 @@ class Engine:
                     most[self.submit(request)] = request.sampling.max_new
                     let_through()
                 with tqdm(total=sum(most.values()), unit="token", delay=3, leave=False, disable=None if progress else True) as bar:
-                    while len(found) < len(most):
+                    while len(results) < len(most):
                         if not self.busy:
                             raise RuntimeError(
                                 "the engine was paused while these requests ran: call resume() and submit them again"
@@ -313,7 +313,7 @@ class Engine:
                         untold += [event for event in self.events if event.request not in most]
                         ended = {one.request: one for one in done if one.request in most}
                         others += [one for one in done if one.request not in most]
-                        found |= ended
+                        results |= ended
                         # a request that stopped early counts as complete
                         bar.update(self.tokens - before + sum(most[number] - len(one.tokens) for number, one in ended.items()))
                         let_through()
@@ -322,7 +322,7 @@ class Engine:
                 raise
             finally:
                 self._done, self._untold = others + self._done, untold + self._untold
-        return [found[number] for number in most]
+        return [results[number] for number in most]
 
     @torch.no_grad()
     def step(self) -> list[Result]:
@@ -525,21 +525,21 @@ class Engine:
             self.prefixes.clear()
             self.decoder.forget()
             self._runner.forget()
-            self._steering.found(self.decoder.adapters())
+            self._steering.set_adapter_sites(self.decoder.adapters())
             self._refit = True
 
     def _withdraw(self, requests: Iterable[int], owners: Set[str]) -> None:
         """Remove requests as if they had never been submitted; ``owners`` are those that had other requests before."""
-        gone = set(requests)
-        for number in gone & self._sequences.keys():
+        withdrawn = set(requests)
+        for number in withdrawn & self._sequences.keys():
             one = self._sequences[number]
             new = {one.request.owner} - owners
             self._owners.update(new)  # so that what the owner held before does not end with this request
             self._end(one, "error", "withdrawn")  # its unfinished run is not kept
             self._owners.subtract(new)
         self._owners = +self._owners
-        self._residents.rules.withdraw(gone)
-        self._done = [one for one in self._done if one.request not in gone]
+        self._residents.rules.withdraw(withdrawn)
+        self._done = [one for one in self._done if one.request not in withdrawn]
 
     def _find(self, request: int) -> EngineRequest:
         if isinstance(request, bool) or not isinstance(request, int | np.integer) or request not in self._sequences:
@@ -607,11 +607,11 @@ class Engine:
         """Raise ``ValueError`` if a monitor of this name would set a policy on a request beside its rules or another policy."""
         if len(self.controllers.policies({name})) == len(self.controllers.policies(())):
             return  # no policy reads it
-        rules, found = self._residents.rules, self._sequences
-        for one in found.values() if request is None else [found[request]] if request in found else []:
+        rules, sequences = self._residents.rules, self._sequences
+        for one in sequences.values() if request is None else [sequences[request]] if request in sequences else []:
             asked = one.request
-            own = {*(monitor.name for monitor in (asked.steering or Steering()).monitors), *self._steering.watching(one.id)}
-            policies = self.controllers.policies({name, *own, *self._steering.monitors})
+            names = {*(monitor.name for monitor in (asked.steering or Steering()).monitors), *self._steering.watching(one.id)}
+            policies = self.controllers.policies({name, *names, *self._steering.monitors})
             told = asked.rules, asked.steering, asked.conversation, one.named
             if len(policies) > 1 or rules.switches(self._steering, one.id, *told):
                 raise ValueError(

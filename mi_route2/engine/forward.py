@@ -38,8 +38,8 @@ class Work:
     def take(self, h: Tensor) -> list[tuple[Sink, Tensor]]:
         """Return copies of the captured values with their sinks."""
         places = [place for _, some in self.captures for place in some]
-        found = h[_index(places, 0, h), _index(places, 1, h)]
-        return list(zip((sink for sink, _ in self.captures), found.split([len(some) for _, some in self.captures]), strict=True))
+        values = h[_index(places, 0, h), _index(places, 1, h)]
+        return list(zip((sink for sink, _ in self.captures), values.split([len(some) for _, some in self.captures]), strict=True))
 
     def put(self, h: Tensor) -> Tensor:
         """Return ``h`` with the patches applied; other tokens are unchanged."""
@@ -213,8 +213,8 @@ class Runner:
                 _watch(work.setdefault(site, Work()), site, group, ran.seen)
             ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == sequence.known]
             try:
-                found, read = self._one(group, work)
-                due = found if len(ends) == len(group) else found[ends] if ends else None
+                group_logits, read = self._one(group, work)
+                due = group_logits if len(ends) == len(group) else group_logits[ends] if ends else None
             except Exception as error:  # isolated: out of memory, a hook that did not fire, or any error of the model
                 if len(group) == 1:
                     ran.failed[group[0][0]] = failure("a forward of this request", error)

@@ -52,7 +52,7 @@ class Growing:
             self._ahead = max(self._ahead, len(certain))
         else:
             self._finish(piece)
-        return self._give(self._held())
+        return self._give(self._withheld())
 
     def extend(self, tokens: Sequence[int]) -> str:
         """Add tokens and return the text that is certain now, as ``push`` of each would, with as few decodings as possible."""
@@ -88,13 +88,13 @@ class Growing:
         if places:
             self._whole, self.stopped = self._whole[: min(places)], True
 
-    def _held(self) -> int:
+    def _withheld(self) -> int:
         """Return the length of the longest end of the text that begins a stop text."""
         if self.stopped:
             return 0
         return max((n for stop in self._stop for n in range(1, len(stop)) if self._whole.endswith(stop[:n])), default=0)
 
-    def _give(self, held: int) -> str:
-        new = self._whole[self._given : len(self._whole) - held]
+    def _give(self, withheld: int) -> str:
+        new = self._whole[self._given : len(self._whole) - withheld]
         self._given += len(new)
         return new

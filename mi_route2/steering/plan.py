@@ -367,7 +367,7 @@ class Planner:
         for site, values in self.tier.items():
             self._dynamic(site, values)
         for slot in self.gating:
-            self._own(slot)
+            self._monitor_vectors(slot)
         for slot in self.quarantining:
             slot.used = True
             for site in slot.watch.quarantined:
@@ -414,13 +414,13 @@ class Planner:
 
     def _gates(self, site: Site, pieces: Iterable[int], rows: bool) -> tuple[int, ...]:
         """Return the slots that gate, at ``site``, a term of the generated tokens of ``pieces``."""
-        found, pieces = [], set(pieces)
+        numbers, pieces = [], set(pieces)
         for slot in self.gating:
             monitor = slot.watch.monitor
             if monitor.gating(site) and (monitor.gate_rows or not rows) and any(i in pieces for i, *_ in slot.members):
                 slot.used = True
-                found.append(slot.number)
-        return tuple(found)
+                numbers.append(slot.number)
+        return tuple(numbers)
 
     # Terms, in the order of the formula
 
@@ -459,7 +459,7 @@ class Planner:
             cells = self.cells.index(tuple(self.cells.phases[i][1] for i in pieces))
             self._step(site).terms.append(Term(cells, Spread(values[None], None), self._gates(site, pieces, rows=False)))
 
-    def _own(self, slot: Slot) -> None:
+    def _monitor_vectors(self, slot: Slot) -> None:
         """Add the monitors' own vectors of a slot."""
         for site in sorted({site for _, watch, *_ in slot.members for site in watch.adds}):
             here = [(cells, watch.adds[site]) for _, watch, cells, _ in slot.members if site in watch.adds]
@@ -469,13 +469,13 @@ class Planner:
             self._step(site).terms.append(Term(self.cells.index(ranges), values, (slot.number,)))
 
     def _clamps(self) -> None:
-        found: dict[tuple[Site, int], list[tuple[range, Band]]] = {}
+        by_site: dict[tuple[Site, int], list[tuple[range, Band]]] = {}
         for i, acting in enumerate(self.acting):
             for cells, bands in zip(self.cells.phases[i], acting.bands, strict=True):
                 for site, several in bands.items() if cells else ():
                     for k, band in enumerate(several):
-                        found.setdefault((site, k), []).append((cells, band))
-        for (site, _), here in sorted(found.items(), key=lambda item: item[0]):
+                        by_site.setdefault((site, k), []).append((cells, band))
+        for (site, _), here in sorted(by_site.items(), key=lambda item: item[0]):
             ranges, bands = tuple(cells for cells, _ in here), [band for _, band in here]
             unit, kind = Spread.of(self.cells, ranges, [band.unit for band in bands]), bands[0].unit.dtype
             low, high, strength = (
@@ -526,10 +526,10 @@ def digest(acting: Acting, rows: Rows, tier: Mapping[Site, Tensor], gain: float,
     It includes a row's scale, the tier's gain and the monitors that gate something, but not monitors that only watch.
     """
     row, scale = acting.rows[decode], acting.scales[decode]
-    parts = [rows.content(row, decode, scale)]
+    effects = [rows.fingerprint(row, decode, scale)]
     dynamic = tier if decode and gain else {}
     for site, values in sorted(dynamic.items()):
-        parts.append(f"tier {site} {gain!r} ".encode() + values.cpu().view(torch.uint8).numpy().tobytes())
+        effects.append(f"tier {site} {gain!r} ".encode() + values.cpu().view(torch.uint8).numpy().tobytes())
     line = 2 * row + decode
     static = {site for site, table in rows.tables.items() if line in table.acts} if scale else set()
     for watch in acting.watches:
@@ -538,8 +538,8 @@ def digest(acting: Acting, rows: Rows, tier: Mapping[Site, Tensor], gain: float,
         steers = decode and (monitor.adds or any(monitor.gating(site) for site in gated))
         if steers or (monitor.quarantine is not None and (decode or monitor.prompt)):
             quarantined = " ".join(sorted(map(str, watch.quarantined)))
-            parts.append(b"monitor " + monitor.content() + quarantined.encode())
-    acts = [hashlib.sha256(part).digest() for part in parts if part]
+            effects.append(b"monitor " + monitor.fingerprint() + quarantined.encode())
+    acts = [hashlib.sha256(effect).digest() for effect in effects if effect]
     return hashlib.sha256(b"".join(acts)).digest() if acts else b""
 
 
@@ -577,11 +577,11 @@ class Readings:
 
     def of(self, request: int) -> dict[str, Track]:
         """Return monitor -> scores and gates of the request's tokens in this forward, in their order."""
-        found: dict[str, Track] = {}
+        tracks: dict[str, Track] = {}
         for watched, scores, piece, name, start, stop in self._entries():
             if self.layout is not None and self.layout.pieces[piece].request == request:
-                found[name] = Track(scores[start:stop], watched.gate(scores)[start:stop])
-        return found
+                tracks[name] = Track(scores[start:stop], watched.gate(scores)[start:stop])
+        return tracks
 
     def each(self) -> Iterator[tuple[int, str, int, Track]]:
         """Yield request, monitor, and the position of the first token that the track is about."""
@@ -593,10 +593,10 @@ class Readings:
 
     def last(self) -> Mapping[int, Mapping[str, Reading]]:
         """Return request -> monitor -> its reading at the last token of the request in this forward."""
-        found: dict[int, dict[str, Reading]] = {}
+        readings: dict[int, dict[str, Reading]] = {}
         numbers = {id(scores): (scores.tolist(), watched.gate(scores).tolist()) for watched, scores in self.scores}
         for _, scores, piece, name, _, stop in self._entries():
             assert self.layout is not None
             values, gates = numbers[id(scores)]
-            found.setdefault(self.layout.pieces[piece].request, {})[name] = Reading(values[stop - 1], gates[stop - 1])
-        return found
+            readings.setdefault(self.layout.pieces[piece].request, {})[name] = Reading(values[stop - 1], gates[stop - 1])
+        return readings

@@ -56,7 +56,7 @@ class Row:
     refs: int = 0
     bands: tuple[Mapping[Site, tuple[Band, ...]], ...] = ({}, {})
     """Clamps of a prefill and of a decode token."""
-    contents: dict[tuple[bool, bool], bytes] = field(default_factory=dict)
+    fingerprints: dict[tuple[bool, bool], bytes] = field(default_factory=dict)
 
 
 @dataclass
@@ -152,13 +152,13 @@ class Rows:
                 self._store(site, index, (None, None))
 
     def _bands(self, clamps: Sequence[Clamp], phase: str) -> dict[Site, tuple[Band, ...]]:
-        found: dict[Site, tuple[Band, ...]] = {}
+        by_site: dict[Site, tuple[Band, ...]] = {}
         for clamp in clamps:
             if clamp.phase in ("both", phase):
                 unit = clamp.unit().to(self.device, self.kind)
                 band = Band(unit, *clamp.bounds, clamp.strength)
-                found[clamp.site] = (*found.get(clamp.site, ()), band)
-        return found
+                by_site[clamp.site] = (*by_site.get(clamp.site, ()), band)
+        return by_site
 
     # Content of the table
 
@@ -175,7 +175,7 @@ class Rows:
     def _set(self, tier: str, entries: dict[Site, Tensor], sites: set[Site]) -> None:
         self.globals[tier] = entries
         for index, row in self.rows.items():
-            row.contents.clear()
+            row.fingerprints.clear()
             self._write(index, sites)
 
     def effective(self, row: Row, site: Site, phase: str) -> Tensor | None:
@@ -215,31 +215,31 @@ class Rows:
         """Return the sites with a table line or a clamp."""
         return set(self.tables).union(*(bands for row in self.rows.values() if row.spec.clamps for bands in row.bands))
 
-    def content(self, index: int, decode: bool, scale: float) -> bytes:
+    def fingerprint(self, index: int, decode: bool, scale: float) -> bytes:
         """Return a digest of a row's effect on a token of a phase, with its vectors times ``scale``; ``b""`` if it has none."""
         row = self.rows[index]
         key = (decode, scale != 0)
-        if key not in row.contents:
-            row.contents[key] = self._digest(row, index, decode, scale != 0)
-        found = row.contents[key]
-        if not found or scale in (0, 1):
-            return found
-        return hashlib.sha256(found + repr(scale).encode()).digest()
+        if key not in row.fingerprints:
+            row.fingerprints[key] = self._digest(row, index, decode, scale != 0)
+        fingerprint = row.fingerprints[key]
+        if not fingerprint or scale in (0, 1):
+            return fingerprint
+        return hashlib.sha256(fingerprint + repr(scale).encode()).digest()
 
     def _digest(self, row: Row, index: int, decode: bool, vectors: bool) -> bytes:
-        found, line, some = hashlib.sha256(), 2 * index + decode, False
+        hasher, line, some = hashlib.sha256(), 2 * index + decode, False
         for site in sorted(site for site, table in self.tables.items() if line in table.acts) if vectors else ():
-            found.update(f"vector {site} ".encode() + self.tables[site].values[line].cpu().view(torch.uint8).numpy().tobytes())
+            hasher.update(f"vector {site} ".encode() + self.tables[site].values[line].cpu().view(torch.uint8).numpy().tobytes())
             some = True
         for site, bands in sorted(row.bands[decode].items()):
             for band in bands:
-                found.update(f"clamp {site} {band.low!r} {band.high!r} {band.strength!r} ".encode())
-                found.update(band.unit.cpu().view(torch.uint8).numpy().tobytes())
+                hasher.update(f"clamp {site} {band.low!r} {band.high!r} {band.strength!r} ".encode())
+                hasher.update(band.unit.cpu().view(torch.uint8).numpy().tobytes())
                 some = True
-        return found.digest() if some else b""
+        return hasher.digest() if some else b""
 
 
 def row_key(spec: Steering) -> bytes:
-    """Return the content by which a row is shared; ``b""`` if the row would be empty."""
+    """Return the fingerprint by which a row is shared; ``b""`` if the row would be empty."""
     empty = not (spec.base or spec.prefill or spec.decode or spec.clamps)
-    return b"" if empty else spec.rows.content()
+    return b"" if empty else spec.rows.fingerprint()

@@ -135,11 +135,11 @@ def salt(request: Request, patches: Sequence[Resolved], steering: Steering, stat
         request: The request.
         patches: Its patches.
         steering: Its steering, without names.
-        state: A state without requests, whose ``content`` says what acts on prompt tokens and on generated ones.
+        state: A state without requests, whose ``fingerprint`` says what acts on prompt tokens and on generated ones.
     """
     state.admit(0, steering)
     try:
-        prefill, decode = (state.content(0, decode=phase) for phase in (False, True))
+        prefill, decode = (state.fingerprint(0, decode=phase) for phase in (False, True))
     finally:
         state.release(0)
     if not (prefill or decode or patches or request.salt):
@@ -147,5 +147,5 @@ def salt(request: Request, patches: Sequence[Resolved], steering: Steering, stat
     # A token that one request generates may be in the prompt of another: where the phases differ, it is not the same token.
     prompt = len(request.prompt) if prefill != decode else None
     placed = sorted((one.position, one.digest.hex()) for one in patches)
-    content = json.dumps([request.salt, prefill.hex(), decode.hex(), prompt, placed])
-    return f"mi-route2-{hashlib.sha256(content.encode()).hexdigest()}"
+    data = json.dumps([request.salt, prefill.hex(), decode.hex(), prompt, placed])
+    return f"mi-route2-{hashlib.sha256(data.encode()).hexdigest()}"

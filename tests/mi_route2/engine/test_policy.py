@@ -120,7 +120,7 @@ def test_what_is_not_read_any_more_is_put_back_and_what_has_ended_is_forgotten()
         assert not policy.on_step(seen(step, 0.0, request=7, readings={}))
     assert policy.on_step(seen(UNREAD + 1, 0.0, request=7, readings={})) == [ClearOverride(7), SetScale(1.0, 7)]
     assert set(policy.follows) == {0, 8}
-    assert not policy.on_step(StepView(UNREAD + 2, (), living=(0, 1)))  # 8 was cancelled while it waited
+    assert not policy.on_step(StepView(UNREAD + 2, (), unfinished=(0, 1)))  # 8 was cancelled while it waited
     assert set(policy.follows) == {0}
     policy.on_step(seen(UNREAD + 3, 0.0, finished=True))
     assert not policy.follows
@@ -181,11 +181,11 @@ def test_a_configuration_that_is_not_held_leaves_the_requests_own_vectors_alone(
     if when == "dropped":
         state.hold("c", Steering(decode=(Steer(LATE, direction(2)),)))
     state.admit(0, Steering(decode=(Steer(LATE, direction(3)),), monitors=(watch,)))
-    before, controllers = state.content(0, decode=True), Controllers([policy])
+    before, controllers = state.fingerprint(0, decode=True), Controllers([policy])
     for step, score in enumerate((0.5, -2.0, -3.0)):
         controllers.after_step(seen(step, score), state)
         if when == "never":
-            assert state.content(0, decode=True) == before
+            assert state.fingerprint(0, decode=True) == before
         else:
             assert (state.routing(0).name, state.scale_of(0)) == ("c", policy.decisions[-1].gain)
             if step == 0:

@@ -75,7 +75,7 @@ def test_interventions_survive_the_wire() -> None:
     assert json.dumps(json.loads(text)) == text
     got = read(text, FACTS.kind, torch.device("cpu"))
     assert got.steering == steering.resolved(named.__getitem__)
-    assert got.steering.content() == steering.resolved(named.__getitem__).content()
+    assert got.steering.fingerprint() == steering.resolved(named.__getitem__).fingerprint()
     assert [one.name for one in got.steering.monitors] == ["m", str(LATER)]
     assert (got.key, got.prompt, got.readings, got.captures) == ("key", 4, True, captures)
     _, _, one = encoded(0, request, request.sampling, FACTS, named, "key")
