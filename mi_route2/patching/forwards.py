@@ -209,10 +209,10 @@ def with_idle(rows: list[Row], count: int, otherwise: tuple[int, int]) -> list[R
     """Return ``rows`` with ``count`` unpatched rows among them, spread evenly, each at the place of a neighboring cell."""
     if not rows:
         return [Row(otherwise)] * count
-    found = sorted(rows, key=lambda row: row.place[::-1])  # groups are cut in order of position
+    mixed = sorted(rows, key=lambda row: row.place[::-1])  # groups are cut in order of position
     for i in np.linspace(0, len(rows) - 1, count).round().astype(int)[::-1]:
-        found.insert(int(i), Row(found[i].place))
-    return found
+        mixed.insert(int(i), Row(mixed[i].place))
+    return mixed
 
 
 _OVERHEAD, _MOST = {"cpu": 5e7}, {"cpu": 2**12}
@@ -268,10 +268,10 @@ class Resumed:
 
     def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
         entries = sorted({self.place(Target(site), 0)[0] for site in sites} - {0})
-        found, self._kept, self._streams = self._record(tokens, sites, places, entries)
+        record, self._kept, self._streams = self._record(tokens, sites, places, entries)
         self._tokens = torch.tensor(tokens, device=self.decoder.device)
         self._costs = self._count()
-        return found
+        return record
 
     def _record(
         self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int], entries: Sequence[int]
@@ -326,19 +326,19 @@ class Resumed:
         """
         columns, first = len(self._tokens) - group.start, rows[0].place[0]
         tokens = self._tokens[None, group.start :]
-        found: list[Tensor] = []
+        logits: list[Tensor] = []
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for entry in sorted({row.place[0] for row in rows}):
                 stack.callback(self._joining(rows, entry, group.start).remove)
-            for handle in self._scored_column(found, columns, alone=all(self._seen(row) for row in rows)):
+            for handle in self._scored_column(logits, columns, last_only=all(self._seen(row) for row in rows)):
                 stack.callback(handle.remove)
             stack.enter_context(self.host.hooks(writing(rows, group.start, columns, apart=self._in_stream)))
             stack.enter_context(self.host.fused())
             entering = (first, self._streams[first][None, group.start :]) if first else None
             cache = _Prefixed(self._kept, group.start)
             self.decoder(tokens, *_causal(group.start, columns, tokens.device), cache, entry=entering)
-        return found[0]
+        return logits[0]
 
     def _in_stream(self, row: Row) -> bool:
         """Return whether a row's value is patched into the residual stream with which the row enters."""
@@ -361,14 +361,14 @@ class Resumed:
         behind = row.target is not None and not seen_by(row.target.site, self.decoder.layers)
         return not behind or row.positions == (len(self._tokens) - 1,)
 
-    def _scored_column(self, found: list[Tensor], columns: int, alone: bool) -> list[RemovableHandle]:
+    def _scored_column(self, logits: list[Tensor], columns: int, last_only: bool) -> list[RemovableHandle]:
         """Register hooks that read the rows' logits at the last column, and return logits of a single sequence to the model.
 
-        With ``alone``, the last block's MLP and the unembedding see the last column only. The block adds that MLP output to every
-        column of the stream, so the columns before the last one are wrong, but nothing reads them.
+        With ``last_only``, the last block's MLP and the unembedding see the last column only. The block adds that MLP output to
+        every column of the stream, so the columns before the last one are wrong, but nothing reads them.
         """
-        handles = [self.decoder.unembed.register_forward_hook(partial(_find, found, columns))]
-        if alone and columns > 1:
+        handles = [self.decoder.unembed.register_forward_hook(partial(_keep_scored, logits, columns))]
+        if last_only and columns > 1:
             handles += [module.register_forward_pre_hook(_last_column) for module in (self._mlp(), self.decoder.unembed)]
         return handles
 
@@ -411,8 +411,8 @@ def _last_column(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (args[0][:, -1:], *args[1:])
 
 
-def _find(found: list[Tensor], columns: int, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    found.append(output[:, -1])
+def _keep_scored(logits: list[Tensor], columns: int, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    logits.append(output[:, -1])
     return output[:1, -1:].expand(1, columns, -1)
 
 
@@ -455,9 +455,9 @@ class Whole:
         return Record(values, logits[0, -1])
 
     def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
-        found = self.record(tokens, sites, places)
-        self._tokens, self._vocabulary = torch.tensor(tokens, device=self._device), len(found.logits)
-        return found
+        record = self.record(tokens, sites, places)
+        self._tokens, self._vocabulary = torch.tensor(tokens, device=self._device), len(record.logits)
+        return record
 
     def place(self, target: Target, position: int) -> tuple[int, int]:
         return 0, 0

@@ -431,9 +431,9 @@ def to_html(grid: Grid) -> str:
         f"<tr><th>{html.escape(str(grid.sites[row]))}</th>{''.join(cell(row, column) for column in columns)}</tr>"
         for row in reversed(rows)  # upwards, as in the heatmap
     )
-    parts = [f"{len(rows)} of {len(grid.sites)} sites"] if len(rows) < len(grid.sites) else []
-    parts += [f"{len(columns)} of {len(grid.columns)} positions"] if len(columns) < len(grid.columns) else []
-    most = f"; those with the largest effects, {' and '.join(parts)}" if parts else ""
+    counts = [f"{len(rows)} of {len(grid.sites)} sites"] if len(rows) < len(grid.sites) else []
+    counts += [f"{len(columns)} of {len(grid.columns)} positions"] if len(columns) < len(grid.columns) else []
+    most = f"; those with the largest effects, {' and '.join(counts)}" if counts else ""
     caption = html.escape(f"{_title(grid)}; cells: {what}{most}")
     return f'<table style="font-size:80%"><caption>{caption}</caption>{lines}<tr><th></th>{heads}</tr></table>'
 

@@ -126,10 +126,10 @@ def tokens_of(text: str, part: str, offsets: Sequence[tuple[int, int]], occurren
             f"{part!r} appears in the text {len(starts)} times, so there is no occurrence {occurrence} (they count from 0)"
         )
     low = starts[occurrence]
-    found = tuple(i for i, (a, b) in enumerate(offsets) if a < b and a < low + len(part) and low < b)
-    if not found:
+    indices = tuple(i for i, (a, b) in enumerate(offsets) if a < b and a < low + len(part) and low < b)
+    if not indices:
         raise ValueError(f"no token overlaps {part!r} at character {low}: the tokenizer drops these characters")
-    return found
+    return indices
 
 
 METRICS: Mapping[str, tuple[str, ...]] = MappingProxyType({"logit_diff": ("answer", "foil"), "logprob": ("answer",), "kl": ()})
@@ -167,11 +167,11 @@ class Grader:
         return Grader(metric, answer, foil)
 
     def __post_init__(self) -> None:
-        own = self.metric.startswith(_FUNCTION)
-        if self.metric not in METRICS and not own:
+        custom = self.metric.startswith(_FUNCTION)
+        if self.metric not in METRICS and not custom:
             raise ValueError(f"unknown metric {self.metric!r}: choose among {', '.join(METRICS)}, or give a function of the logits")
         for name in ("answer", "foil"):
-            token, takes = getattr(self, name), not own and name in METRICS[self.metric]
+            token, takes = getattr(self, name), not custom and name in METRICS[self.metric]
             if takes != (token is not None):
                 raise ValueError(
                     f"the metric {self.metric} {'needs' if takes else 'takes no'} {name}{'' if takes else ': leave it out'}"
@@ -190,7 +190,7 @@ class Grader:
         """Return every row's score, in nats or logits; ``clean`` are the clean run's logits."""
         wide = widened(logits)
         if self.metric.startswith(_FUNCTION):
-            return torch.stack([self._own(row) for row in wide])
+            return torch.stack([self._custom(row) for row in wide])
         if self.metric == "logit_diff":
             return wide[:, self.answer] - wide[:, self.foil]
         chances = wide.log_softmax(-1)
@@ -199,7 +199,7 @@ class Grader:
         target = widened(clean).log_softmax(-1)
         return torch.where(target.isfinite(), target.exp() * (target - chances), 0.0).sum(-1)  # 0 log 0 = 0
 
-    def _own(self, logits: Float[Tensor, " v"]) -> Float[Tensor, ""]:
+    def _custom(self, logits: Float[Tensor, " v"]) -> Float[Tensor, ""]:
         """Return the function's score of one run; ``ValueError`` if it is not one finite number."""
         if self.function is None:
             raise ValueError(f"the {self.metric} was saved by name only: sweep again with the function itself")
@@ -331,18 +331,18 @@ def places(given: Positions, prompt: Prompt) -> tuple[int, ...]:
     """Return the selected positions in order, without repetition; ``ValueError`` outside of the prompt, or for none."""
     if given is None:
         return tuple(range(len(prompt.tokens)))
-    found: set[int] = set()
+    positions: set[int] = set()
     for one in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
         if isinstance(one, str | Span):
-            found.update(prompt.spans(Span(one) if isinstance(one, str) else one))
+            positions.update(prompt.spans(Span(one) if isinstance(one, str) else one))
             continue
         try:
-            found.add(inside(whole(one), prompt))
+            positions.add(inside(whole(one), prompt))
         except TypeError as error:
             raise ValueError(f"{one!r:.60} is not a position: give a number, a text in the prompt, or a Span") from error
-    if not found:
+    if not positions:
         raise ValueError("no positions: name at least one, or leave them out for all")
-    return tuple(sorted(found))
+    return tuple(sorted(positions))
 
 
 def whole(number: Any) -> int:
@@ -402,8 +402,8 @@ class CleanRun:
         refuse_dropout(host)
         _refuse_tokens(host, "clean", tokens)
         chosen = list(dict.fromkeys(target.site for target in choose(host, sites)))
-        found = Whole(host).record(tokens, chosen, range(len(tokens)))
-        return CleanRun(found.values, found.logits, tokens, host.weights_hash(), len(tokens) - 1)
+        record = Whole(host).record(tokens, chosen, range(len(tokens)))
+        return CleanRun(record.values, record.logits, tokens, host.weights_hash(), len(tokens) - 1)
 
     @staticmethod
     @checked
@@ -456,8 +456,8 @@ def _rows(store: RunStore, run: str, site: Site, positions: Sequence[int]) -> Te
     except KeyError as error:
         if run not in store.runs():
             raise
-        where = "every position of the prompt" if len(positions) > 1 else f"position {positions[0]}, of which come the logits"
-        raise KeyError(f"{error.args[0]}; a sweep from a stored run needs {site} at {where}: capture it too") from error
+        needed = "every position of the prompt" if len(positions) > 1 else f"position {positions[0]}, of which come the logits"
+        raise KeyError(f"{error.args[0]}; a sweep from a stored run needs {site} at {needed}: capture it too") from error
 
 
 @dataclass(frozen=True)

@@ -203,10 +203,10 @@ class Sweep:
         """Number of cells."""
         return len(self.targets) * len(self.pair.question.columns)
 
-    def run(self, *, alone: bool = False) -> Iterator[Finished]:
+    def run(self, *, exclusive: bool = False) -> Iterator[Finished]:
         """Yield the results forward by forward, first those that need no forward. Leaving the loop early skips the rest.
 
-        The model is compared by content before each forward; ``alone`` promises that nothing else runs between two of them.
+        The model is compared by content before each forward; ``exclusive`` promises that nothing else runs between two of them.
 
         Raises:
             RuntimeError: The model was changed since the sweep was prepared, also between two forwards: the keys, values and
@@ -217,7 +217,7 @@ class Sweep:
         if self.known:
             yield Finished(self.known)
         for group in self.groups:
-            if self.state.changed or (not alone and self._moved()):
+            if self.state.changed or (not exclusive and self._moved()):
                 raise self._stale()
             rows = [self.rows[i] for i in group.cells]
             scores = self.pair.question.grader(self.forwards.run(group, rows), self.pair.clean.logits).tolist()
@@ -238,7 +238,7 @@ class Sweep:
         """Run all cells and return the grid, with a progress bar if ``progress`` and on a terminal."""
         began, done = perf_counter(), []
         with tqdm(total=self.total, desc="patching", unit="cell", leave=False, disable=None if progress else True) as bar:
-            for finished in self.run(alone=True):
+            for finished in self.run(exclusive=True):
                 done.append(finished)
                 bar.update(len(finished.cells))
         return self.collect(done, perf_counter() - began)
@@ -329,16 +329,16 @@ def _cells(
 ) -> tuple[list[Cell], list[Row]]:
     """Return the cells that certainly have the corrupt score, and rows for the others."""
     known, rows, question = [], [], pair.question
-    where = list(question.sources)
+    positions = list(question.sources)
     for target in targets:
         here, source = pair.values(target)
         values = patch(here, source, alpha)
         there = (values == here).flatten(1).all(1).tolist()
-        every = [question.at] if shortcuts and not seen_by(target.site, layers) else where
+        every = [question.at] if shortcuts and not seen_by(target.site, layers) else positions
         for column, places in question.columns:
-            acting = [i for i in places if where[i] in every and not (shortcuts and there[i])]
+            acting = [i for i in places if positions[i] in every and not (shortcuts and there[i])]
             if acting:
-                chosen = tuple(where[i] for i in acting)
+                chosen = tuple(positions[i] for i in acting)
                 rows.append(Row(running.place(target, chosen[0]), target, chosen, values[acting]))
             else:
                 known.append(Cell(target, column, pair.scores[1]))
