@@ -183,8 +183,8 @@ def check_directions(
     """
     check_kind(directions, kind)
     again = "set route.directions = None and fit them with route.refresh(policy, step)"
-    if (fitted := directions.provenance.base_hash) != (own := adapters.base_hash):
-        raise ValueError(f"the directions belong to base weights {fitted[:12]!r}, but this policy has {own[:12]!r}: {again}")
+    if (fitted := directions.provenance.base_hash) != (current := adapters.base_hash):
+        raise ValueError(f"the directions belong to base weights {fitted[:12]!r}, but this policy has {current[:12]!r}: {again}")
     shapes = feature_shapes(adapters, kind, basis)
     for names, others, what in (
         (shapes, directions.vectors, "there is no direction at"),
