@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from mi_route2.runs.disk import Disk, Stored
-from mi_route2.runs.rows import A_RUN, DTYPES, About, Chunk, Growing, Held, held, is_position, token_ids
+from mi_route2.runs.rows import A_RUN, DTYPES, About, Chunk, FinishedRun, Growing, in_memory, is_position, token_ids
 from mi_route2.sites import Site, demand_site
 
 
@@ -30,7 +30,7 @@ class Home:
 
     disk: Disk | None
     grown: Callable[["Writer", int, int], tuple[int, bool]]
-    finish: Callable[["Writer", Held | None, Sequence[Stored]], None]
+    finish: Callable[["Writer", FinishedRun | None, Sequence[Stored]], None]
     forget: Callable[["Writer", Iterable[int]], None]
 
 
@@ -89,7 +89,7 @@ class Writer:
                     self._spill(self._disk)
                 else:
                     self._copy = {site: growing.chunks() for site, growing in self._sites.items()}
-                self._home.finish(self, self._held(), self._stored)
+                self._home.finish(self, self._finished_run(), self._stored)
                 self._end("was closed")
 
     def abort(self, why: str = "was aborted") -> None:
@@ -183,14 +183,14 @@ class Writer:
         self._waiting, self._bytes = 0, sum(growing.nbytes for growing in self._sites.values())
         if self._copy is not None:
             for site, (places, rows) in taken.items():
-                self._copy.setdefault(site, []).append(held(places, rows))
+                self._copy.setdefault(site, []).append(in_memory(places, rows))
                 self._copy_bytes += rows.nbytes
         self._grown()
 
-    def _held(self) -> Held | None:
+    def _finished_run(self) -> FinishedRun | None:
         """Return the run for the memory tier; ``None`` if not all of it is in memory."""
         if self._copy is None:
             return None
         sites = {site: (self._sites[site].kind, tuple(chunks)) for site, chunks in self._copy.items()}
         nbytes = sum(kind.nbytes + 8 * kind.rows for kind, _ in sites.values()) + len(self.about.text()) + A_RUN
-        return Held(self.about, sites, nbytes)
+        return FinishedRun(self.about, sites, nbytes)
