@@ -142,8 +142,8 @@ def asked(rng: random.Random, chat: bool = False) -> dict[str, Any]:
 def _patches(rng: random.Random, length: int) -> list[dict[str, Any]]:
     places = {(site(rng), rng.randrange(length)) for _ in range(rng.randint(1, 3))}
     return [
-        {"site": where, "position": position, "source": rng.choice(["zeros", vector(rng)]), "alpha": rng.choice([0.5, 1.0])}
-        for where, position in sorted(places)
+        {"site": at, "position": position, "source": rng.choice(["zeros", vector(rng)]), "alpha": rng.choice([0.5, 1.0])}
+        for at, position in sorted(places)
     ]
 
 
@@ -162,11 +162,11 @@ def _rule(rng: random.Random) -> dict[str, Any]:
 
 def substance(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what must not depend on other requests: the choices without numbers that count requests and cached tokens."""
-    found = []
+    choices = []
     for choice in sorted(answer["choices"], key=lambda one: one["index"]):
         extra = {name: value for name, value in choice["mi_route2"].items() if name not in ("request", "cached")}
-        found.append({**choice, "mi_route2": extra})
-    return found
+        choices.append({**choice, "mi_route2": extra})
+    return choices
 
 
 def malformed(rng: random.Random) -> tuple[str, Any]:
@@ -282,9 +282,9 @@ class Caller:
     async def _post(self, path: str, body: Any, *allowed: int, **given: Any) -> httpx.Response:
         """Post a body; ``FailedError`` for a status that is not allowed, or a refusal without a sentence."""
         self.last = body
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **given}
-        response = await self.http.post(path, content=content, headers=headers)
+        response = await self.http.post(path, content=data, headers=headers)
         return self._judged(response, path, body, allowed)
 
     def _judged(self, response: httpx.Response, path: str, body: Any, allowed: tuple[int, ...]) -> httpx.Response:
@@ -332,19 +332,19 @@ class Caller:
         """Read a stream, and ask for the same whole: both answers must agree, here up to the tokens and the text."""
         body = asked(self.rng)
         texts, ids = Counter[int](), dict[int, list[int]]()
-        found: dict[int, str] = {}
+        words: dict[int, str] = {}
         async for chunk in self._streamed("/v1/completions", body):
             if "error" in chunk:
                 raise FailedError(f"a stream failed: {chunk['error']['message']} for {str(body)[:400]}")
             for choice in chunk["choices"]:
                 index = choice["index"]
-                found[index] = found.get(index, "") + choice["text"]
+                words[index] = words.get(index, "") + choice["text"]
                 ids.setdefault(index, []).extend(chunk["mi_route2"]["token_ids"])
                 texts[index] += choice["finish_reason"] is not None
-        if found and any(texts[index] != 1 for index in range(body.get("n", 1))):
+        if words and any(texts[index] != 1 for index in range(body.get("n", 1))):
             raise FailedError(f"a stream has not ended every choice once for {str(body)[:400]}")
-        if found:
-            told = [{"text": found[index], "token_ids": ids[index]} for index in sorted(found)]
+        if words:
+            told = [{"text": words[index], "token_ids": ids[index]} for index in sorted(words)]
             self.tally.keep(self.rng, (self.who, "stream", body, told))
 
     async def sweep(self) -> None:
@@ -374,15 +374,15 @@ class Caller:
 
     async def run(self) -> None:
         """Capture a run, patch from it, drop it."""
-        name, where = f"r{self.rng.randrange(6)}", site(self.rng, "resid_pre")
+        name, captured = f"r{self.rng.randrange(6)}", site(self.rng, "resid_pre")
         allowed = (200, 400, 404, 409, 422, 429)
         await self._post(
-            "/v1/completions", {"prompt": prompt(self.rng), "capture": [where], "run": name, "max_tokens": 4}, *allowed
+            "/v1/completions", {"prompt": prompt(self.rng), "capture": [captured], "run": name, "max_tokens": 4}, *allowed
         )
         source = {"run": name, "position": 2}
-        patch = [{"site": where, "position": 1, "source": source}]
+        patch = [{"site": captured, "position": 1, "source": source}]
         await self._post("/v1/completions", {"prompt": "abcdef", "patch": patch, "max_tokens": 4}, *allowed)
-        response = await self.http.get(f"/v1/runs/{name}", params={"site": where})
+        response = await self.http.get(f"/v1/runs/{name}", params={"site": captured})
         self._judged(response, "/v1/runs", name, (200, 404))
         if self.rng.random() < 0.7:
             response = await self.http.delete(f"/v1/runs/{name}")
@@ -511,10 +511,10 @@ def prepare(url: str) -> None:
     for number, who in enumerate(("alice", "bob")):
         rng = random.Random(number)
         mine = [rng.gauss(0, 1) for _ in range(WIDTH)]
-        held = {"decode_steering_vectors": {"blocks.1.resid_pre": "mine"}}
+        steering = {"decode_steering_vectors": {"blocks.1.resid_pre": "mine"}}
         with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEYS[who]}"}, timeout=PATIENCE) as http:
             for name in ("held", f"of-{who}"):
-                http.post("/v1/steering/set", json={"vectors": {"mine": mine}, "name": name, **held}).raise_for_status()
+                http.post("/v1/steering/set", json={"vectors": {"mine": mine}, "name": name, **steering}).raise_for_status()
 
 
 async def _watched(server: Process, tally: Tally, until: float, every: float) -> None:
@@ -601,13 +601,13 @@ def compare(server: Process, tally: Tally, exact: bool) -> None:
     }
     for who, path, body, answer in tqdm(tally.kept, desc="solo runs", unit="answer"):
         response = http[who].post("/v1/completions" if path == "stream" else path, json=body)
-        alone = substance(response.json()) if response.status_code == 200 else response.text
-        if path == "stream" and isinstance(alone, list):
-            alone = [{"text": one["text"], "token_ids": one["mi_route2"]["token_ids"]} for one in alone]
+        solo = substance(response.json()) if response.status_code == 200 else response.text
+        if path == "stream" and isinstance(solo, list):
+            solo = [{"text": one["text"], "token_ids": one["mi_route2"]["token_ids"]} for one in solo]
         tally.compared += 1
-        same = alone == answer if exact or path == "stream" or isinstance(alone, str) else _near(alone, answer)
+        same = solo == answer if exact or path == "stream" or isinstance(solo, str) else _near(solo, answer)
         if not same and (exact or path != "stream"):
-            tally.fail(f"an answer is another alone, for {who} {path} {json.dumps(body)[:600]}: {_first(answer, alone)}")
+            tally.fail(f"an answer is another alone, for {who} {path} {json.dumps(body)[:600]}: {_first(answer, solo)}")
 
 
 def _near(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
@@ -676,14 +676,14 @@ class Soak:
             options = ("--keys", str(keys), *limits, *(() if self.batched else ("--exact",)))
             with (
                 serving(MODEL, Path(scratch) / "loaded.log", *options) as server,
-                serving(MODEL, Path(scratch) / "alone.log", *options) as alone,
+                serving(MODEL, Path(scratch) / "alone.log", *options) as solo,
             ):
-                for one in (server, alone):
+                for one in (server, solo):
                     prepare(one.url)
                 asyncio.run(_load(server, tally, self.clients, 60 * self.minutes, self.seed))
                 left, idle = drained(server, tally), server.seen()
                 judge(tally, idle, self.minutes)
-                compare(alone, tally, not self.batched)
+                compare(solo, tally, not self.batched)
             log = server.log.read_text()
             if "Traceback" in log:
                 tally.fail(f"the server's log has a traceback: {log[log.index('Traceback') :][:2000]}")

@@ -44,7 +44,7 @@ class Server:
         self.sites = served.host.sites()
         self.adapter_sites = engine.decoder.adapters()
         self.owner = Owner(engine, backlog=limits.backlog)
-        self.metrics = Metrics(lambda: self.owner.snapshot, self.held_bytes)
+        self.metrics = Metrics(lambda: self.owner.snapshot, self.stored_bytes)
         self.open: dict[int, Open] = {}
         self.writing: set[str] = set()
         self.sweeping: dict[str, int] = {}
@@ -66,22 +66,22 @@ class Server:
 
     def find(self, number: int, client: Client) -> Open:
         """Return a running request of the client; ``ApiError`` 404 for another's, or none."""
-        found = self.open.get(number)
-        if found is None or found.owner != client.owner:
+        running = self.open.get(number)
+        if running is None or running.owner != client.owner:
             raise ApiError(404, f"no request {number} of yours is running: it has ended, or was never sent", code="unknown_request")
-        return found
+        return running
 
     def runs(self, client: Client) -> list[str]:
         """Return the names of the client's runs."""
         prefix = self.names(client).prefix
         return sorted(run.removeprefix(prefix) for run in self.store.runs() if run.startswith(prefix))
 
-    def held_bytes(self) -> dict[tuple[str, str], int]:
+    def stored_bytes(self) -> dict[tuple[str, str], int]:
         """Return the bytes of the runs and of the vectors of each key, by ``(kind, owner)``."""
-        found = {("runs", owner): nbytes for owner, nbytes in self.store.bytes_by_owner().items()}
+        sizes = {("runs", owner): nbytes for owner, nbytes in self.store.bytes_by_owner().items()}
         for owner, names in list(self._names.items()):
-            found["vectors", owner] = sum(vector.data.nbytes for vector in list(names.vectors.values()))
-        return found
+            sizes["vectors", owner] = sum(vector.data.nbytes for vector in list(names.vectors.values()))
+        return sizes
 
     def demand_run(self, run: str, client: Client) -> None:
         """``ApiError`` 404 if the client has no such run, with the reason if it had one."""

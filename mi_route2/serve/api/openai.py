@@ -33,7 +33,7 @@ from mi_route2.serve.owner import Stream
 from mi_route2.serve.state import Open, Server, TheClient, TheServer, called
 
 routes = APIRouter()
-GONE = 499
+CLIENT_CLOSED = 499
 """Status in the log and the metrics for a client that went away, as nginx has it: nobody gets this answer."""
 DEFAULT_CHAT = 256
 """Tokens of a chat completion that names no number."""
@@ -144,13 +144,13 @@ async def _answered(
         return Events(_told(request, choices, server, words, usage, options is not None and options.include_usage, began), ended)
     try:
         async with cancelled_with(request, [one.stream for one in choices]):
-            parts = await asyncio.gather(*(_whole(one, server, words) for one in choices))
+            answers = await asyncio.gather(*(_whole(one, server, words) for one in choices))
     finally:
         ended()
     for one in choices:
         if (error := failure(one.result, server)) is not None:
             raise error
-    return Json({**words.head(), "choices": parts, "usage": usage.to_json()})
+    return Json({**words.head(), "choices": answers, "usage": usage.to_json()})
 
 
 def _requests(
@@ -280,7 +280,7 @@ async def cancelled_with(request: Request, sources: Sequence[Any]) -> AsyncItera
     try:
         yield
         if watching.done():
-            raise ApiError(GONE, "the client went away before its answer was ready", code="client_gone")
+            raise ApiError(CLIENT_CLOSED, "the client went away before its answer was ready", code="client_gone")
     finally:
         watching.cancel()
         for one in sources:
@@ -386,13 +386,13 @@ def number(value: float) -> float | None:
 
 
 def _readings(of: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    found = {
+    by_position = {
         str(position): {
             name: {"score": number(one.score), "gate": number(one.gate)} for name, one in each.items() if name != CLOSED
         }
         for position, each in of.items()
     }
-    return {position: each for position, each in found.items() if each}
+    return {position: each for position, each in by_position.items() if each}
 
 
 def _norms(of: Mapping[int, Mapping[Any, float]]) -> dict[str, Any]:

@@ -271,8 +271,8 @@ class Message(BaseModel):
 
     def plain(self) -> dict[str, str]:
         """Return the message as a chat template reads it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
 
 
 class ChatCompletion(Generation):
@@ -398,7 +398,7 @@ class Names:
     prefix: str
     shared: Mapping[str, Tensor]
     vectors: dict[str, Vector] = field(default_factory=dict)
-    held: dict[str, SteeringIn] = field(default_factory=dict)
+    configurations: dict[str, SteeringIn] = field(default_factory=dict)
 
     def inside(self, name: str) -> str:
         """Return the engine's name for a vector, run or conversation of this key."""
@@ -415,10 +415,10 @@ class Names:
 
     def configuration(self, name: str) -> SteeringIn:
         """Return a held configuration; ``UnknownNameError`` if the key has none of this name."""
-        if name not in self.held:
-            known = ", ".join(sorted(self.held)) or "none"
+        if name not in self.configurations:
+            known = ", ".join(sorted(self.configurations)) or "none"
             raise UnknownNameError(f"no configuration is held as {name!r}; there are: {known}: hold it with /v1/steering/set")
-        return self.held[name]
+        return self.configurations[name]
 
 
 def site_of(name: str) -> Site:
@@ -492,11 +492,11 @@ def patch_of(given: PatchIn, names: Names) -> Patch:
     """Return the engine's patch."""
     source: Any = given.source
     if isinstance(source, RunSource):
-        found: Any = FromRun(names.inside(source.run), source.position, None if source.site is None else site_of(source.site))
+        resolved: Any = FromRun(names.inside(source.run), source.position, None if source.site is None else site_of(source.site))
     else:
-        found = ZEROS if source == ZEROS else vector_of(source, names)
+        resolved = ZEROS if source == ZEROS else vector_of(source, names)
     alpha = given.alpha if isinstance(given.alpha, int | float) else numbers_of(given.alpha)
-    return Patch(site_of(given.site), given.position, found, alpha)
+    return Patch(site_of(given.site), given.position, resolved, alpha)
 
 
 def capture_of(given: CaptureIn | str) -> Capture:

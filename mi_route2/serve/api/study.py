@@ -82,13 +82,13 @@ async def tokenize(body: TokenizeIn, server: TheServer, _: TheClient) -> Respons
 @routes.post("/v1/align")
 async def aligned(body: AlignIn, server: TheServer, _: TheClient) -> Response:
     """Return the tokens of two prompts, and for each position of the corrupt one its partner in the clean one."""
-    clean, corrupt, found = _aligned(body, server)
+    clean, corrupt, alignment = _aligned(body, server)
     return Json(
         {
             "clean": server.served.tokens(clean),
             "corrupt": server.served.tokens(corrupt),
-            "partner": [found.source(position) for position in range(len(corrupt))],
-            "summary": found.summary,
+            "partner": [alignment.source(position) for position in range(len(corrupt))],
+            "summary": alignment.summary,
         }
     )
 
@@ -242,8 +242,8 @@ def _summary(job: Job, server: Server) -> dict[str, Any]:
     }
 
 
-def _event(name: str, content: Any) -> str:
-    return f"event: {name}\ndata: {dumps(content)}\n\n"
+def _event(name: str, data: Any) -> str:
+    return f"event: {name}\ndata: {dumps(data)}\n\n"
 
 
 async def _told(request: Request, job: Job, server: Server, free: Callable[[], None]) -> AsyncGenerator[str, None]:
@@ -317,8 +317,8 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
 
     places = sorted(set(pairs.values()))
     captured = await run(clean, Sampling(max_new=1), capture=(Capture(target.site, Where(positions=places)),))
-    found = captured.captured[target.site]
-    value = dict(zip(found.positions, found.rows, strict=True))
+    at_site = captured.captured[target.site]
+    value = dict(zip(at_site.positions, at_site.rows, strict=True))
     patches = tuple(Patch(target.site, position, value[source], alpha) for position, source in pairs.items())
     most = max(1, min(body.max_tokens, server.context - len(corrupt) + 1))
     top = min(TOP, server.vocabulary)
@@ -365,8 +365,8 @@ def read_study(folder: Path) -> dict[str, Any]:
 
     A file that is missing or half written is as if the run had not come that far.
     """
-    found = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})[:MOST_RUNS]
-    return {"path": folder.name, "runs": [_run(path) for path in found]}
+    folders = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})[:MOST_RUNS]
+    return {"path": folder.name, "runs": [_run(path) for path in folders]}
 
 
 def _run(folder: Path) -> dict[str, Any]:
