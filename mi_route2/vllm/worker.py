@@ -33,7 +33,7 @@ those of one reading."""
 
 
 @dataclass(eq=False)
-class Found:
+class Collected:
     """Values of a request that wait at its worker: captured rows by capture and position, readings by position, or an error."""
 
     captured: dict[int, dict[int, Tensor]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Running:
 
     number: int
     orders: Orders
-    found: Found
+    collected: Collected
     admitted: bool = False
 
 
@@ -106,7 +106,7 @@ class Interventions:
         for point in facts.points.values():
             module_at(self.model, architecture, f"{self._blocks[0]}.{point.path}".rstrip("."))
         self.steering = SteeringState(facts.shape, rows=facts.rows, dtype=facts.kind, device=device)
-        self.results: dict[str, Found] = {}
+        self.results: dict[str, Collected] = {}
         self.budget = BUDGET
         self._running: dict[str, Running | None] = {}
         self._batch: Batch | None = None
@@ -158,7 +158,7 @@ class Interventions:
             tokens = ids[first : first + count].tolist()
             for number, capture in enumerate(one.orders.captures):
                 if columns := capture.where.rows(tokens, start, one.orders.prompt):
-                    sink = partial(one.found.keep, number, [start + column for column in columns])
+                    sink = partial(one.collected.keep, number, [start + column for column in columns])
                     places = [(row, column) for column in columns]
                     work.setdefault(capture.site, Work()).captures.append((sink, places))
         return Batch(layout, [one for one, *_ in here], index, work, self.steering.begin(layout))
@@ -175,7 +175,7 @@ class Interventions:
             one = by_number[number]
             if one.orders.readings:
                 for at, (score, gate) in enumerate(zip(track.scores.tolist(), track.gates.tolist(), strict=True), start):
-                    one.found.note(at, name, score, gate)
+                    one.collected.note(at, name, score, gate)
         for sink, rows in batch.taken:
             sink(rows)
         self._check(batch, output)
@@ -187,13 +187,13 @@ class Interventions:
         for one, piece, finite in zip(batch.running, batch.layout.pieces, last.isfinite().all(-1).tolist(), strict=True):
             if not finite:
                 at = piece.start + piece.count - 1
-                one.found.fail(f"the activations at position {at} are not finite: is an intervention too strong?")
-            if one.found.size or one.found.error:  # requests that leave nothing need not be collected
-                self.results[one.orders.key] = one.found
-        if sum(found.size for found in self.results.values()) > self.budget:
+                one.collected.fail(f"the activations at position {at} are not finite: is an intervention too strong?")
+            if one.collected.size or one.collected.error:  # requests that leave nothing need not be collected
+                self.results[one.orders.key] = one.collected
+        if sum(collected.size for collected in self.results.values()) > self.budget:
             for one in batch.running:
-                if one.found.size:
-                    one.found.fail(f"captures and readings exceed {self.budget:,} bytes: collect results, or capture less")
+                if one.collected.size:
+                    one.collected.fail(f"captures and readings exceed {self.budget:,} bytes: collect results, or capture less")
 
     # Sites
 
@@ -218,13 +218,13 @@ class Interventions:
         values, *rest = output if isinstance(output, tuple) else (output,)
         if at.part:
             sizes = [count * self._facts.head for count in (self._facts.heads, self._facts.kv_heads, self._facts.kv_heads)]
-            parts = list(values.split(sizes, dim=-1))
+            qkv = list(values.split(sizes, dim=-1))
             number = "qkv".index(at.part)
-            new = self._edited(site, parts[number])
+            new = self._edited(site, qkv[number])
             if new is None:
                 return None
-            parts[number] = new
-            new = torch.cat(parts, dim=-1)
+            qkv[number] = new
+            new = torch.cat(qkv, dim=-1)
         else:
             new = self._edited(site, values)
         return None if new is None else (new, *rest) if isinstance(output, tuple) else new
@@ -280,7 +280,7 @@ class Interventions:
     def _started(self, text: str) -> Running:
         orders = read(text, self._facts.kind, self._device)
         self._numbers += 1
-        return Running(self._numbers, orders, Found())
+        return Running(self._numbers, orders, Collected())
 
     def _forget(self, batch: Sequence[str]) -> None:
         """Release the rows of requests that are not in this batch, and forget those that have ended."""
