@@ -55,7 +55,7 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "Steer": "write [Steer(Site(3, 'resid_mid'), vector)]",
         "Steering": "write Steering(base=(Steer(Site(3, 'resid_mid'), vector),))",
         "Monitor": "give the Monitor itself, the one that requests carry: a name could be misspelt, and would never be read",
-        "Where": "write Where('prompt') or Where(positions=(3, 40))",
+        "TokenSelection": "write TokenSelection('prompt') or TokenSelection(positions=(3, 40))",
         "Site": "write [Site(3, 'resid_mid')], or Site.parse({text!r}) for a name",
         "Callable": "give a function",
     }

@@ -303,7 +303,7 @@ class Runner:
             for column, placed in firing(one.patches, start, count) if one.patches else ():
                 work.setdefault(placed.site, Work()).patches.append((row, column, placed))
             for number, capture in enumerate(one.request.capture):
-                columns = capture.where.rows(one.tokens[start : start + count], start, one.prompt)
+                columns = capture.selection.rows(one.tokens[start : start + count], start, one.prompt)
                 if columns:
                     sink = partial(one.keep, number, [start + column for column in columns])
                     work.setdefault(capture.site, Work()).captures.append((sink, [(row, column) for column in columns]))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mi_route2.engine.request import Capture, Request
 from mi_route2.patching.patches import Resolved
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
 from mi_route2.steering.state import SteeringState
@@ -79,7 +79,7 @@ def write(orders: Orders) -> str:
                 for one in orders.patches
             ],
             "steering": {kind: [_plain(entry) for entry in getattr(orders.steering, kind)] for kind in _ENTRIES},
-            "captures": [{"site": str(one.site), "where": _plain(one.where)} for one in orders.captures],
+            "captures": [{"site": str(one.site), "where": _plain(one.selection)} for one in orders.captures],
             "readings": orders.readings,
         }
     )
@@ -91,7 +91,7 @@ def read(text: str, dtype: torch.dtype, device: torch.device) -> Orders:
         raw = json.loads(text)
         patches = tuple(_patch(one, dtype, device) for one in raw["patches"])
         steering = Steering(**{kind: tuple(_entry(made, one) for one in raw["steering"][kind]) for kind, made in _ENTRIES.items()})
-        captures = tuple(Capture(Site.parse(one["site"]), Where(**one["where"])) for one in raw["captures"])
+        captures = tuple(Capture(Site.parse(one["site"]), TokenSelection(**one["where"])) for one in raw["captures"])
         return Orders(str(raw["key"]), int(raw["prompt"]), patches, steering, captures, bool(raw["readings"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"extra_args[{KEY!r}] of a request is not what this version of mi-route2 writes: {error}") from error
@@ -108,7 +108,7 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Vector):
         return pack(value.data)
-    if isinstance(value, Steer | Clamp | Monitor | Where):
+    if isinstance(value, Steer | Clamp | Monitor | TokenSelection):
         return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [_plain(one) for one in value]

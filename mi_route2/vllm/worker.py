@@ -157,7 +157,7 @@ class Interventions:
                 raise RuntimeError("a request with captures runs on embeddings in place of tokens: give token ids")
             tokens = ids[first : first + count].tolist()
             for number, capture in enumerate(one.orders.captures):
-                if columns := capture.where.rows(tokens, start, one.orders.prompt):
+                if columns := capture.selection.rows(tokens, start, one.orders.prompt):
                     sink = partial(one.collected.keep, number, [start + column for column in columns])
                     places = [(row, column) for column in columns]
                     work.setdefault(capture.site, Work()).captures.append((sink, places))

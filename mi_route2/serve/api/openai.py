@@ -199,7 +199,7 @@ async def refuse_captures(made: Sequence[tuple[int, list[int], EngineRequest]], 
         total = 0
         for capture, length, prompt in wanted:
             with suppress(ValueError, KeyError):  # an unknown site, which the engine refuses
-                total += 4 * prod(engine.decoder.shape(capture.site)) * capture.where.most(length, prompt)
+                total += 4 * prod(engine.decoder.shape(capture.site)) * capture.selection.most(length, prompt)
         return total
 
     # the first shape of a site takes a forward, with hooks

@@ -21,7 +21,7 @@ from torch import Tensor
 from mi_route2.engine import Capture, Request, Sampling
 from mi_route2.engine.rules import RULES, Rule, parse_rules
 from mi_route2.patching.patches import ZEROS, FromRun, Patch
-from mi_route2.runs.record import Part, Where
+from mi_route2.runs.record import SequencePart, TokenSelection
 from mi_route2.serve.models import MODES, Served
 from mi_route2.serve.options import Mode
 from mi_route2.sites import Site
@@ -119,7 +119,7 @@ class CaptureIn(Body):
     """A site to capture, at a part of the sequence or at positions, optionally of certain tokens only."""
 
     site: SiteName
-    part: Part = "all"
+    part: SequencePart = "all"
     positions: Annotated[list[Position], Field(max_length=IDS)] | None = None
     token_ids: Ids | None = None
 
@@ -503,7 +503,7 @@ def capture_of(given: CaptureIn | str) -> Capture:
     """Return the engine's capture."""
     if isinstance(given, str):
         return Capture(site_of(given))
-    return Capture(site_of(given.site), Where(given.part, given.positions, given.token_ids))
+    return Capture(site_of(given.site), TokenSelection(given.part, given.positions, given.token_ids))
 
 
 def rules_of(given: Sequence[dict[str, Any]], names: Names) -> tuple[Rule, ...]:

@@ -15,7 +15,7 @@ from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, CleanRun, Span, align, one_token
 from mi_route2.patching.targets import Target
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn
 from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal, sentence
@@ -316,7 +316,7 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
         return choice.result
 
     places = sorted(set(pairs.values()))
-    captured = await run(clean, Sampling(max_new=1), capture=(Capture(target.site, Where(positions=places)),))
+    captured = await run(clean, Sampling(max_new=1), capture=(Capture(target.site, TokenSelection(positions=places)),))
     at_site = captured.captured[target.site]
     value = dict(zip(at_site.positions, at_site.rows, strict=True))
     patches = tuple(Patch(target.site, position, value[source], alpha) for position, source in pairs.items())

@@ -26,7 +26,7 @@ from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from mi_route2.steering.table import Full
@@ -287,7 +287,7 @@ def test_a_run_is_kept_and_read_by_a_later_request() -> None:
     host = host_of()
     with RunStore(budget=1 << 20) as store:
         engine = Engine(host, store=store, chunk=4)
-        keep = (Capture(SITE, Where("prompt")), Capture(Site(0, "z"), Where("generated")))
+        keep = (Capture(SITE, TokenSelection("prompt")), Capture(Site(0, "z"), TokenSelection("generated")))
         (kept,) = engine.generate([Request(PROMPT, greedy(4), capture=keep, run="clean")], progress=False)
         whole = host.capture([SITE, Site(0, "z")], torch.tensor([[*PROMPT, *kept.ids]]))
         assert kept.captured == {}

@@ -591,7 +591,7 @@ from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.engine.controllers import AsyncController, Controllers, Override, SetMonitor, apply_all
 from mi_route2.hosts import open_host
 from mi_route2.patching.patches import FromRun, Patch
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.sites import Site
 from studies.environments.micro.model import MicroGPT
@@ -633,7 +633,7 @@ for row in ([3, 5], np.array([3, 5]), torch.tensor([3, 5]), [np.int64(3), torch.
     assert Request(row).prompt == (3, 5) and {type(token) for token in Request((*P, np.int64(7))).prompt} == {int}
 assert set(Sampling(stop_tokens={3, 5}).stop_tokens) == {3, 5}
 for rows in (np.array([5, 3]), torch.tensor([5, 3]), [np.int32(5), 3], {3, 5}):
-    assert Where(positions=rows).positions == (3, 5) and Where(token_ids=rows).token_ids == {3, 5}
+    assert TokenSelection(positions=rows).positions == (3, 5) and TokenSelection(token_ids=rows).token_ids == {3, 5}
 
 class Plain:
     name = "plain"
@@ -653,8 +653,9 @@ no_ids = "prompt is one row of token ids, as (5, 17), not"
 refused = [
     *((lambda row=row: Request(row), no_ids) for row in (b"abc", bytearray(b"a"), {17, 5}, {5: 1}, [torch.tensor(True)], None)),
     *((lambda row=row: Request(row), no_ids) for row in ([np.True_], np.array([True]), np.array([[3]]), 2.5, [[3, 4]])),
-    *((lambda rows=rows: Where(positions=rows), "whole number") for rows in (b"ab", "ab", {3: 1}, np.array([True]), np.array(3))),
-    *((lambda rows=rows: Where(positions=rows), "whole number") for rows in (np.array([0.5]), torch.tensor([[3]]), 3)),
+    *((lambda rows=rows: TokenSelection(positions=rows), "whole number") for rows in (b"ab", "ab", {3: 1}, np.array([True]))),
+    *((lambda rows=rows: TokenSelection(positions=rows), "whole number") for rows in (np.array(3),)),
+    *((lambda rows=rows: TokenSelection(positions=rows), "whole number") for rows in (np.array([0.5]), torch.tensor([[3]]), 3)),
     (lambda: Engine(host, tokenizer=5), "the tokenizer must have decode(ids), but int has none"),
     (lambda: Controllers(AsyncController()), "sync is a list of controllers, not one AsyncController"),
     (lambda: Controllers(Plain()), "write Controllers(sync=[controller])"),
