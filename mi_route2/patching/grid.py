@@ -385,9 +385,9 @@ def _colored(grid: Grid) -> tuple[np.ndarray, str, float]:
 def _colors() -> "Colormap":
     import matplotlib
 
-    from mi_route2.plots import GREY
+    from mi_route2.plots import GRAY
 
-    return matplotlib.colormaps["RdBu"].with_extremes(bad=GREY)  # white is no effect
+    return matplotlib.colormaps["RdBu"].with_extremes(bad=GRAY)  # white is no effect
 
 
 def _title(grid: Grid) -> str:

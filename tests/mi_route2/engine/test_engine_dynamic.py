@@ -226,7 +226,7 @@ def test_a_quarantine_that_is_shut_on_every_token_is_deleted_and_one_that_is_ope
     assert float((generated - deleted).abs().max()) > 0.01
 
 
-def test_neighbours_of_a_gated_request_keep_every_bit_and_so_does_a_shadow() -> None:
+def test_neighbors_of_a_gated_request_keep_every_bit_and_so_does_a_shadow() -> None:
     """In exact mode: beside steering, gates and patches, and under a monitor that watches and gates nothing."""
     host, _ = with_quarantine(torch.float32)
     plain = table(Engine(host, exact=True).generate([Request(PROMPT, greedy())], progress=False)[0])

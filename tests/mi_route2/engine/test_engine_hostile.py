@@ -436,7 +436,7 @@ def test_the_unembeddings_adapters_are_captured_patched_and_steered_at_every_pos
         assert far(table(result), truth) < CLOSE
 
 
-def test_angles_that_depend_on_the_longest_neighbour_are_refused() -> None:
+def test_angles_that_depend_on_the_longest_neighbor_are_refused() -> None:
     model = make_family("Llama")
     config: Any = model.config
     config.rope_parameters = {**config.rope_parameters, "rope_type": "longrope"}
@@ -503,7 +503,7 @@ def test_a_controller_that_begins_a_step_within_a_step_is_told_so_and_no_request
 
 
 def test_a_controller_may_cancel_a_request_that_ends_in_this_very_step() -> None:
-    class Canceller:
+    class Canceler:
         name = "canceller"
 
         def on_step(self, view: StepView) -> list[Action]:
@@ -512,7 +512,7 @@ def test_a_controller_may_cancel_a_request_that_ends_in_this_very_step() -> None
             return []
 
     host, _ = adapted()
-    engine = Engine(host, controllers=Controllers([Canceller()]))
+    engine = Engine(host, controllers=Controllers([Canceler()]))
     results = engine.generate([Request(PROMPT, Sampling(max_new=1)), Request(PROMPT, ASK)], progress=False)
     assert [(one.finish, len(one.ids)) for one in results] == [("cancelled", 1), ("cancelled", 1)]
 
@@ -654,8 +654,8 @@ refused = [
     *((lambda row=row: Request(row), no_ids) for row in (b"abc", bytearray(b"a"), {17, 5}, {5: 1}, [torch.tensor(True)], None)),
     *((lambda row=row: Request(row), no_ids) for row in ([np.True_], np.array([True]), np.array([[3]]), 2.5, [[3, 4]])),
     *((lambda rows=rows: TokenSelection(positions=rows), "whole number") for rows in (b"ab", "ab", {3: 1}, np.array([True]))),
-    *((lambda rows=rows: TokenSelection(positions=rows), "whole number") for rows in (np.array(3),)),
-    *((lambda rows=rows: TokenSelection(positions=rows), "whole number") for rows in (np.array([0.5]), torch.tensor([[3]]), 3)),
+    *((lambda rows=rows: TokenSelection(positions=rows), "whole number") for rows in (np.array(3), np.array([0.5]))),
+    *((lambda rows=rows: TokenSelection(positions=rows), "whole number") for rows in (torch.tensor([[3]]), 3)),
     (lambda: Engine(host, tokenizer=5), "the tokenizer must have decode(ids), but int has none"),
     (lambda: Controllers(AsyncController()), "sync is a list of controllers, not one AsyncController"),
     (lambda: Controllers(Plain()), "write Controllers(sync=[controller])"),

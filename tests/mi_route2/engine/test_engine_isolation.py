@@ -186,7 +186,7 @@ def test_a_request_for_whose_row_there_is_no_memory_ends_alone(grows: bool, monk
     engine._residents.slots = engine._runner.slots = slots
     asked = replace(steered(0), sampling=Sampling(max_new=30 if grows else 4), patch=(Patch(SITE, 2, VECTORS[0]),))
     short = Request(PROMPT[:3], ASK)
-    neighbour, other = engine.submit(short), engine.submit(asked)  # both wait, but there is memory for the first one alone
+    neighbor, other = engine.submit(short), engine.submit(asked)  # both wait, but there is memory for the first one alone
     resize, full = slots._resize, int(grows)
 
     def without_memory(shelf: int, rows: int) -> None:
@@ -199,7 +199,7 @@ def test_a_request_for_whose_row_there_is_no_memory_ends_alone(grows: bool, monk
     assert results[other].finish == "error"
     assert "no memory for its keys and values" in (results[other].error or "")
     assert len(results[other].tokens) == 5 * full
-    right(host, results[neighbour], short)
+    right(host, results[neighbor], short)
     assert (engine._residents._reserved, slots.used, engine.steering.requests) == (0, 0, ())
     monkeypatch.undo()
     again = replace(asked, sampling=ASK)

@@ -156,7 +156,7 @@ def test_what_only_decodes_leaves_the_prompt_alone_and_acts_behind_it(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_neighbours_keep_every_bit(model, dtype):
+def test_neighbors_keep_every_bit(model, dtype):
     """Those on which nothing acts, in a batch in which everything acts on another."""
     h = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     h[0, 0, :4] = torch.tensor([-0.0, 0.0, float("inf"), float("nan")])
@@ -406,7 +406,7 @@ def rich(model: Model, seed: int) -> Steering:
 
 @given(st.lists(st.integers(0, 5), min_size=3, max_size=3), st.integers(1, 4), st.integers(0, 3))
 @settings(max_examples=12)
-def test_neither_chunks_nor_neighbours_change_a_bit(seeds, at, extra):
+def test_neither_chunks_nor_neighbors_change_a_bit(seeds, at, extra):
     """Each token of each request comes out the same: whole or in two pieces, alone or with others, in any order of the rows."""
     state, shapes = SteeringState(lambda site: (16,), dtype=torch.float32), {MID: (16,), LATE: (16,)}
     small = Model.__new__(Model)

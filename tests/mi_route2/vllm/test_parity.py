@@ -147,7 +147,7 @@ def test_tiers_clamps_and_several_layers_equal_those_of_our_engine(pair: Pair) -
     )
 
 
-def test_a_neighbour_of_an_intervention_keeps_its_bits(pair: Pair) -> None:
+def test_a_neighbor_of_an_intervention_keeps_its_bits(pair: Pair) -> None:
     """The same batch twice, in which only the others' interventions differ."""
     plain = Request(PROMPT, FULL, salt="apart")
     push = Steering(base=(Steer(MID, row(WIDTH), 3.0),), monitors=(Monitor(Site(0, "mlp_out"), row(WIDTH), gate_rows=True),))
