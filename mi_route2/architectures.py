@@ -124,7 +124,7 @@ class Architecture:
     points: Mapping[str, At | str]
     unembed: str = "lm_head"
     bridge_points: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Hook names under ``blocks.<layer>.`` that differ from ``BRIDGE_POINTS``; an entry with a space says why there is none."""
+    """Hook names under ``blocks.<layer>.`` that differ from ``BRIDGE_POINTS``; an entry with a space says why none exists."""
     bridge_linears: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Component paths under ``blocks.<layer>.`` that differ from ``BRIDGE_LINEARS``."""
     positions: bool = True

@@ -105,7 +105,7 @@ def read_lines(file: Path, read: Callable[[int, Any], T], left_out: list[str] | 
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the object in a JSON file; ``ValueError`` names the file, what is wrong with it and the remedy."""
+    """Return the object in a JSON file; ``ValueError`` names the file, the error and the remedy."""
     try:
         return parse_object(path.read_bytes())
     except FileNotFoundError as error:

@@ -136,7 +136,7 @@ class Adapters:
         return self._gathered[1]
 
     def file_hash(self) -> str:
-        """Return ``base_hash`` for a file, which one process may write alone.
+        """Return ``base_hash``, for a file that a single process writes.
 
         Raises:
             RuntimeError: The base is sharded, and its hash was not read by all processes since a weight changed.

@@ -45,7 +45,7 @@ class Gate(Protocol):
     """True if flagged rollouts or tokens (mask 0) also send no gradient through the adapter to its input."""
 
     def called(self, site: str, point: Hooks) -> None:
-        """Note a call of the site in the forward, after the readers got its input; ``point`` runs the hooks at its mask."""
+        """Record a call of the site in the forward, after the readers got its input; ``point`` runs the hooks at its mask."""
         ...
 
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
@@ -204,7 +204,7 @@ class Tape:
         return Packed(h.reshape(-1, h.shape[-1]), dy.reshape(-1, dy.shape[-1]), packing, kind)
 
     def saw_forward(self, site: str) -> bool:
-        """Note that ``site`` runs; return True for a call, and False for a replay under gradient checkpointing.
+        """Record a forward of ``site``; return True for a call, and False for a replay under gradient checkpointing.
 
         Raises:
             RuntimeError: A forward after the backward.
@@ -217,7 +217,7 @@ class Tape:
         return True
 
     def saw_backward(self, site: str, what: str, again: bool = False) -> None:
-        """Note that ``site`` reported the gradient of ``what``.
+        """Record that ``site`` reported the gradient of ``what``.
 
         Raises:
             RuntimeError: A call reports twice: ``again`` from the same graph, or from more replays than there were calls.
@@ -284,12 +284,12 @@ def multiply(h: Tensor, factor: Tensor) -> Tensor:
 
 
 def _operands(h: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what ``addmm`` multiplies, ``h`` as rows and ``F^T``."""
+    """Return the operands of ``addmm``: ``h`` as a matrix of rows, and ``F^T`` in its dtype."""
     return h.reshape(-1, h.shape[-1]), factor.to(h.dtype).mT
 
 
 def report(ctx: Any, tape: Tape, site: str, what: str) -> None:
-    """Tell ``tape`` of a gradient; a retained graph (``retain_graph``) would report it again in a second backward."""
+    """Report a gradient to ``tape``, marked as repeated if it comes from a second backward of a retained graph."""
     tape.saw_backward(site, what, again=ctx.reported)
     ctx.reported = True
 
@@ -472,7 +472,7 @@ class L1(torch.autograd.Function):
 
 
 def _ask(gate: Gate, site: str, name: str, leaf: Any, gradient: Tensor) -> None:
-    """Tell ``gate`` of a gradient that this backward adds to a ``.grad``; ``torch.autograd.grad`` only reads and is allowed."""
+    """Pass ``gate`` a gradient that this backward adds to a ``.grad``; ``torch.autograd.grad`` only reads and is allowed."""
     try:
         stored = torch._C._will_engine_execute_node(leaf)  # pyright: ignore[reportAttributeAccessIssue]
     except RuntimeError:  # torch's answer for a leaf under autograd.grad

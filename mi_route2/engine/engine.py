@@ -52,7 +52,7 @@ from mi_route2.steering.state import SteeringState
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait as the engine lets wait."""
+    """Error for a request beyond the maximum number of waiting requests."""
 
 
 @checked
@@ -173,11 +173,11 @@ class Engine:
         self.queue, self.paused = queue, False
         self.events: list[Event] = []
         self._shares: defaultdict[int, Shares] = defaultdict(Shares)
-        """By priority, because what waits or runs at one of them costs nobody a turn at another."""
+        """Fair queues by priority: a request at one priority costs no owner a turn at another."""
         self._moved: set[tuple[int, str]] = set()
         """Priorities and owners of requests that have left without having run."""
         self._refit = False
-        """Whether the model changed, and what acts on all requests or is held was not compared with it."""
+        """True if the model changed and the steering of all requests and of held configurations was not checked against it."""
         self._kept = False
         self._late: list[EngineRequest] = []
         """Requests that came while the engine is paused."""
@@ -411,7 +411,7 @@ class Engine:
             raise ran.interrupt
 
     def _move_up(self) -> None:
-        """Give waiting requests the turns of those of their owner that have left without having run."""
+        """Give waiting requests the turns of requests of the same owner that left without having run."""
         moved = {number: turn for priority, owner in self._moved for number, turn in self._shares[priority].turns(owner).items()}
         self._moved.clear()
         for number, turn in moved.items():
@@ -481,7 +481,7 @@ class Engine:
 
     @unbroken()
     def resume(self) -> None:
-        """Go on after ``pause``. If the model has changed, whatever depended on it is dropped.
+        """Resume after ``pause``. If the model has changed, everything that depends on it is dropped.
 
         Requests that were kept then compute their keys and values, captures and readings anew, from the tokens that they have. One
         that writes a run or patches from one ends with an error, because these belong to the model before.

@@ -125,7 +125,7 @@ class Forward:
         self._prepared[wanted] = hooks
 
     def forget(self) -> None:
-        """Drop what was prepared for the model's modules, after a change of the model."""
+        """Drop all state that belongs to the model's modules, after a change of the model."""
         self._prepared.clear()
 
     def _edit(self, site: Site) -> Edit:

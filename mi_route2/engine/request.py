@@ -90,7 +90,7 @@ class Token(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Outcome of one step for one request: the new token, if any, and what was read at each position that was computed."""
+    """Outcome of one step for one request: the new token, if any, and the readings at each computed position."""
 
     request: int
     token: Token | None

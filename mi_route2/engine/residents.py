@@ -53,7 +53,7 @@ class Residents:
         self._rows: dict[int, EngineRequest] = {}
         self._reserved = 0
         self._tight = False
-        """Whether a request waits for bytes of keys and values in this turn."""
+        """True if a request waits for bytes of keys and values in this turn."""
         self._patches: Counter[Site] = Counter()
 
     @property
@@ -78,9 +78,9 @@ class Residents:
             self._tight = self.steering.rows.closed = False
 
     def admit(self, one: EngineRequest) -> Answer:
-        """Meet all of a request's demands (``run``) or none.
+        """Reserve everything that a request needs (``run``), or nothing.
 
-        They cannot be met before another request gives memory back (``full``), now (``wait``) or ever (``drop``).
+        Nothing is reserved until another request frees memory (``full``), yet (``wait``), or ever (``drop``).
         """
         cost = self.slots.cost(one.reach)
         if self._tight or (self.slot_bytes is not None and self._reserved + cost > self.slot_bytes):
@@ -122,7 +122,7 @@ class Residents:
         )
 
     def fit(self, pieces: Iterable[tuple[EngineRequest, int]]) -> list[tuple[EngineRequest, int]]:
-        """Give each request a row that is long enough for its piece; return the pieces without those that get none."""
+        """Move each request to a row that is long enough for its piece; return the pieces whose requests have one."""
         fitting = []
         for one, count in pieces:
             if one.computed + count > self.slots.capacity(one.row):

@@ -395,7 +395,7 @@ class RuleBook:
         return [latch.rule for latch in latches.values()]
 
     def withdraw(self, requests: Set[int]) -> None:
-        """Forget the rules that hold in a conversation because of ``requests`` alone."""
+        """Forget the rules that hold in a conversation only because of ``requests``."""
         for conversation, latches in list(self._latches.items()):
             for key, latch in list(latches.items()):
                 if latch.requests and latch.requests <= requests:

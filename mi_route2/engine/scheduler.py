@@ -97,7 +97,7 @@ class Shares:
         return {request: asked.turn for request, asked in waiting.items()}
 
     def served(self, owner: str, request: int, turn: float = -inf) -> None:
-        """Note that a request runs now; owners who are behind its turn, or behind the earlier one that it was given, start here."""
+        """Record the start of a request; owners behind its turn, or behind the earlier one that it was given, start here."""
         if (asked := self.left(owner, request)) is None:
             return  # it ran before and was preempted
         self._now = max(self._now, asked.turn if turn == -inf else min(asked.turn, turn))
@@ -105,7 +105,7 @@ class Shares:
         self._served = {one: after for one, after in self._served.items() if after > self._now}
 
     def left(self, owner: str, request: int) -> Asked | None:
-        """Note that a request waits no more; return what it asked for, ``None`` if it ran before."""
+        """Remove a request from the waiting ones and return its entry; ``None`` if it ran before."""
         waiting = self._waiting.get(owner, {})
         asked = waiting.pop(request, None)
         if not waiting:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 SPLIT = "\ufffd"
-"""What a tokenizer decodes the bytes of an unfinished character to."""
+"""Replacement character, to which a tokenizer decodes the bytes of an unfinished character."""
 WAITS = 8
 """Tokens without a new character after which bytes are taken as they are: a character of UTF-8 has at most four bytes."""
 
@@ -76,7 +76,7 @@ class Growing:
         return after[len(before) :]
 
     def _finish(self, piece: str) -> None:
-        """Add what is new in ``piece``, and take its tokens as read."""
+        """Add the new characters of ``piece``, and count its tokens as read."""
         self._add(piece[self._ahead :])
         self._from, self._read, self._ahead = self._read, len(self._ids), 0
         self._grew = self._read

@@ -49,7 +49,7 @@ Edit = Callable[[Tensor], Tensor | None]
 
 
 Entering = Callable[[], AbstractContextManager[None]]
-"""Begins a context."""
+"""Function that begins a context."""
 
 Names = Site | str | Iterable[Site | str] | Callable[[str], bool]
 """Selection of sites: a ``Site``, a point of all layers (``"resid_pre"``), a name or glob of this project (``"blocks.*.z"``) or of

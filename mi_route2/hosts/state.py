@@ -37,7 +37,7 @@ COMPONENTS = (
     "autocast",
     "the attention implementation",
 )
-"""What a quick check compares, in the order of ``ModelState._quick``."""
+"""Components that a quick check compares, in the order of ``ModelState._quick``."""
 
 _REGISTERED = attrgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 _VALUES, _VERSION = methodcaller("values"), attrgetter("_version")

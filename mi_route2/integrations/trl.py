@@ -202,7 +202,7 @@ class _Watch(TrainerCallback):
 
 
 class RoutedGRPOTrainer(GRPOTrainer):
-    """``GRPOTrainer`` whose kept adapter learns what a route lets through; the arguments that are not listed are GRPOTrainer's.
+    """``GRPOTrainer`` whose kept adapter learns as a route decides; the arguments that are not listed are GRPOTrainer's.
 
     The model is frozen, and gets adapters. Completions are sampled from both adapters; evaluation runs on the deployed model, with
     the quarantine off. With a ``beta``, the reference is the base model (both adapters off).
@@ -727,7 +727,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     @contextmanager
     def _unsharded(self) -> Iterator[None]:
-        """Context: TRL sees no FSDP, because the optimizer holds replicated adapters alone, and the base needs no copy."""
+        """Context: TRL sees no FSDP, because the optimizer holds only replicated adapters, and the base needs no copy."""
         enabled, self.is_fsdp_enabled = self.is_fsdp_enabled, False
         try:
             yield

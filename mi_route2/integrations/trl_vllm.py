@@ -63,7 +63,7 @@ class PolicyGeneration(VLLMGeneration):
         self.accelerator.wait_for_everyone()
 
     def sync_weights(self) -> None:
-        """Let everything that ``llm.generate`` is asked for from now on run under the adapters as they are now."""
+        """Run all later requests of ``llm.generate`` under the adapters as they are now."""
         request = self._lora.request()
         self.llm.generate = lambda *given, **named: self._generate(*given, **{"lora_request": request, **named})
 

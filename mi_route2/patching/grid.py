@@ -320,7 +320,7 @@ def describe(grid: Grid) -> dict[str, Any]:
 
 
 def _said(grid: Grid) -> dict[str, Any]:
-    """Return everything except for the values of the cells."""
+    """Return all fields of the grid as JSON values, except for the cells."""
     return {
         **{name: getattr(grid, name) for name in _NUMBERS},
         "seconds": dict(grid.seconds),

@@ -498,7 +498,7 @@ class Question:
 
     @property
     def columns(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
-        """For each cell of a row: its position (``None`` for all at once), and the indices that it patches among ``sources``."""
+        """Cells of a row: the position of each (``None`` for all at once), and the indices of ``sources`` that it patches."""
         every = tuple(range(len(self.sources)))
         return ((None, every),) if self.together else tuple((position, (i,)) for i, position in zip(every, self.sources))
 

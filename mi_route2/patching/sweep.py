@@ -100,7 +100,7 @@ T = TypeVar("T")
 
 
 def ended(steps: Generator[None, None, T]) -> T:
-    """Return what a generator returns when it has ended."""
+    """Run a generator to its end and return its return value."""
     while True:
         try:
             next(steps)

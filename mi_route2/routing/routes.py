@@ -1,4 +1,4 @@
-"""Routes decide what the kept adapter may learn from one batch.
+"""Routes: which gradients of one batch reach the kept adapter.
 
     decision = route.backward(policy, batch, loss_fn, context)     # now every .grad is final
 
@@ -102,7 +102,7 @@ class RouteStep(Protocol):
     parts: list[Part]
 
     def settle(self, part: Part) -> None:
-        """Release what is held of ``part`` after its backward, if its flags need no other part; optional, it saves memory."""
+        """Release the stored tensors of ``part`` after its backward, if its flags need no other part; optional, to save memory."""
         ...
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
@@ -305,7 +305,7 @@ class Once:
         return None
 
     def _start(self, adapters: Adapters) -> None:
-        """Note the gradients that are there before the step; the backward of the step adds to these very tensors."""
+        """Record the gradients before the step; the backward of the step adds to these very tensors."""
         adapters.demand_replicated()
         trained = (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values())
         self._before = {p: p.grad for p in trained if p.grad is not None and bool(p.grad.any())}

@@ -307,7 +307,7 @@ class RunStore:
             return self._limit(), nbytes <= self._memory.budget and self._evict(quiet=True)
 
     def _limit(self) -> int:
-        """Return how many bytes of one writer may wait for the disk."""
+        """Return the maximum number of bytes of one writer that wait for the disk."""
         fair = WAITING * self._shard_bytes // max(1, len(self._writing))
         return max(min(self._shard_bytes, fair), self._shard_bytes // 16, 1)
 
@@ -370,7 +370,7 @@ class RunStore:
         raise KeyError(self._removals.why(run) or f"no run {run!r} was captured here: the nearest are {nearest(run, known)}")
 
     def why_gone(self, run: str) -> str | None:
-        """Return why a run no longer exists: it was dropped, evicted or invalidated; ``None`` if it exists or never did."""
+        """Return the reason for which a run was removed (dropped, evicted or invalidated); ``None`` if it exists or never did."""
         with self._lock:
             return self._removals.why(run)
 

@@ -93,7 +93,7 @@ class Writer:
                 self._end("was closed")
 
     def abort(self, why: str = "was aborted") -> None:
-        """Give the run up, so that nothing of it is kept; no effect after it was closed or aborted."""
+        """Abandon the run and keep nothing of it; no effect after it was closed or aborted."""
         with self._lock:
             if self._over is None:
                 self._home.forget(self, {stored.shard for stored in self._stored})
@@ -153,7 +153,7 @@ class Writer:
         return ValueError(f"run {self.run!r} at {site} was given {what}")
 
     def _at_once(self, growing: Growing) -> int:
-        """Return how many rows may go to disk as one tensor, because later reads load the whole tensor."""
+        """Return the maximum number of rows per tensor on disk: a read loads the whole tensor."""
         return max(1, (self._limit or self._grown()) // max(1, growing.row_bytes))
 
     def _add(self, growing: Growing, places: Sequence[int], values: Shaped[Tensor, " n *row"]) -> None:

@@ -309,7 +309,7 @@ def _unknown(names: Names, name: str) -> None:
 
 
 def _registered(names: Names) -> dict[str, Any]:
-    """Return what a key has registered, without numbers."""
+    """Return the vectors and configurations of a key, without their numbers."""
     configurations = {
         name: {
             "steering_vectors": sorted(one.steering_vectors),
@@ -332,7 +332,7 @@ async def get_steering(server: TheServer, client: TheClient) -> Response:
 
 @routes.get("/v1/steering/dynamic", tags=["steering"])
 async def dynamic(server: TheServer, client: TheClient) -> Response:
-    """Return what steering does now: queue, rows, counts of actions, times, and the key's own requests (an admin sees all)."""
+    """Return the current state of steering: queue, rows, counts of actions, times, and the key's requests (an admin sees all)."""
     state: dict[str, Any] = await called(server, client, lambda engine: engine.steering.snapshot())
     snapshot: dict[str, Any] = server.owner.snapshot
     controllers: dict[str, Any] = dict(snapshot.get("steering", {}))
@@ -401,7 +401,7 @@ async def list_runs(server: TheServer, client: TheClient) -> Response:
 async def get_run(
     run: str, server: TheServer, client: TheClient, site: Annotated[str | None, Query(max_length=128)] = None
 ) -> Response:
-    """Return what a run holds, and the values of one site if it is named."""
+    """Return the description of a run, and the values of one site if it is named."""
     name = _run(run, server, client)
     try:
         info = await asyncio.to_thread(server.store.info, name)

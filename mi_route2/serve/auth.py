@@ -51,7 +51,7 @@ class ApiError(Exception):
 
     @property
     def reason(self) -> str:
-        """The error's code; its status if it has none."""
+        """Code of the error, or its HTTP status if it has no code."""
         return self.code or str(self.status)
 
     def body(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Json(JSONResponse):
 
 
 EITHER: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
-"""What the schema says of a route that answers whole or as a stream."""
+"""Responses in the schema of a route that answers with one object or with a stream."""
 
 
 class Events(StreamingResponse):
@@ -107,7 +107,7 @@ def sentence(error: BaseException) -> str:
 
 
 _OTHERS = re.compile(r"'?\b[0-9a-f]{16}/[\w.:-]+'?(?:, )?")
-"""Names of other keys in the engine, which its errors list among those that there are."""
+"""Names that belong to other keys, which the engine lists in its errors."""
 
 
 def refusal(error: Exception, prefix: str = "") -> ApiError:
@@ -216,7 +216,7 @@ class Keys:
         return Keys(keys)
 
     def client(self, authorization: str | None) -> Client:
-        """Return who sent the header ``Authorization``; ``ApiError`` 401 for nobody."""
+        """Return the client of the header ``Authorization``; ``ApiError`` 401 for an unknown key."""
         if not self._clients:
             return Client(LOCAL, "", True)
         kind, _, key = (authorization or "").partition(" ")

@@ -69,5 +69,5 @@ class Metrics:
         yield gauge
 
     def text(self) -> bytes:
-        """Return everything in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)

@@ -151,7 +151,7 @@ class Served:
             raise ValueError(f"the tokenizer cannot read this text ({' '.join(str(error).split()):.200})") from error
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; a replacement character if it has none of its own."""
+        """Return the text of each token; a replacement character for a token that is a part of a character."""
         for token in ids:
             if token not in self._texts:
                 self._texts[token] = str(self.tokenizer.decode([token]))

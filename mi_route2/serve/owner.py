@@ -38,11 +38,11 @@ IDLE, FRESH = 0.5, 0.05
 PACE, LONGEST_PACE = 0.003, 0.1
 """Seconds between two deliveries to the clients, for each stream and at most: a delivery takes as long as several tokens do."""
 LONG = 256
-"""Tokens from which on a step takes so long that what was held back is delivered before it."""
+"""Number of tokens from which on a step takes so long that undelivered events are delivered before it."""
 
 
 class Source(Generic[T]):
-    """Asynchronous iterator over what the thread produces for one client, in order; see ``Stream`` and ``Job``.
+    """Asynchronous iterator over the items that the thread produces for one client, in order; see ``Stream`` and ``Job``.
 
     Leaving an ``async with`` block cancels what has not been produced.
     """
@@ -65,7 +65,7 @@ class Source(Generic[T]):
         return self._items.popleft()
 
     async def batch(self) -> list[T]:
-        """Return everything that waits, at least one; nothing at the end."""
+        """Return all waiting items, at least one; an empty list at the end."""
         while not self._items and not self._ended:
             self._news.clear()
             await self._news.wait()
@@ -84,7 +84,7 @@ class Source(Generic[T]):
         raise NotImplementedError
 
     def _put(self, items: list[T], ended: bool) -> None:
-        """Take what the thread produced; runs on the client's loop."""
+        """Append items of the thread to the queue, on the client's loop; cancel a client whose backlog is full."""
         # What comes now is not counted: one delivery may be larger than the backlog, which is no fault of the reader's.
         if len(self._items) > self._backlog and not ended:
             self.slow = True
@@ -344,7 +344,7 @@ class Owner:
             await asyncio.sleep(0.01)
 
     async def _admitted(self, admit: Callable[[Engine], S]) -> S:
-        """Return what ``admit`` begins; if the caller is cancelled meanwhile, so is what it may have begun."""
+        """Return the stream or job that ``admit`` begins; it is cancelled if the caller is cancelled meanwhile."""
         begun: list[S] = []
         try:
             await self.call(lambda engine: begun.append(admit(engine)))
@@ -436,7 +436,7 @@ class Owner:
 
     @staticmethod
     def _deliver(items: Mapping["Source[Any]", tuple[list[Any], bool]]) -> None:
-        """Hand items to the clients, and whether these are the last, waking each of their loops once."""
+        """Deliver items to the clients, with True for the last ones; wake each event loop once."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Source[Any], list[Any], bool]]] = {}
         for source, (some, ended) in items.items():
             loops.setdefault(source._loop, []).append((source, some, ended))
@@ -458,7 +458,7 @@ class Owner:
         self._spend(time.perf_counter() - began)
 
     def _spend(self, seconds: float) -> None:
-        """Note what sweeps took; running requests are owed it."""
+        """Charge the time of a sweep's forward, which running requests get back first."""
         self._credit = self._credit - seconds if self._engine.busy else 0.0
         self._sweep_seconds += seconds
 

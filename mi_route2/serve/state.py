@@ -37,7 +37,7 @@ class Server:
         self.served, self.keys, self.limits, self.study_runs = served, keys, limits, study_runs
         self.store = store
         self.readable, self.threaded = Readable(served.tokenizer), threaded
-        """The tokenizer that answers are decoded by here, and the one of the engine's thread."""
+        """Tokenizers: the one for answers on the server's thread, and that of the engine's thread."""
         self.vocabulary, self.context = engine.decoder.vocabulary, engine.decoder.context
         self.heads = engine.decoder.shape(Site(0, "z"))[0]  # query heads: those that a patch can name
         self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
@@ -59,7 +59,7 @@ class Server:
         return min(self.limits.per_key, max(1, share)) if len(self.keys) > 1 else self.limits.per_key
 
     def names(self, client: Client) -> Names:
-        """Return what the client's key has registered."""
+        """Return the registered names of the client's key."""
         if client.owner not in self._names:
             self._names[client.owner] = Names(f"{client.owner}/", self.served.vectors)
         return self._names[client.owner]
@@ -99,7 +99,7 @@ async def server_of(request: Request) -> Server:  # a dependency that is no coro
 
 
 async def client_of(request: Request) -> Client:
-    """Return who asks; ``ApiError`` 401 for nobody."""
+    """Return the client of a request; ``ApiError`` 401 for an unknown key."""
     client = request.app.state.server.keys.client(request.headers.get("authorization"))
     note(request, owner=client.owner)
     return client

@@ -105,7 +105,7 @@ def watch_of(monitor: Monitor, name: str, rows: Rows, adapters: tuple[Site, ...]
 
 
 def requarantined(watch: Watch, adapters: tuple[Site, ...]) -> Watch:
-    """Return the monitor for the quarantines that there are now; unchanged if it names its own, or none is there any more."""
+    """Return the monitor for the current quarantines; unchanged if it names its own, or if none is left."""
     monitor = watch.monitor
     there = gated(monitor, adapters)
     every = monitor.quarantine is not None and monitor.quarantined is None

@@ -275,7 +275,7 @@ def _params(arguments: Mapping[str, Any]) -> Any:
 
 
 def _result(one: EngineRequest, answer: Any, left: Mapping[str, Any] | None) -> Result:
-    """Return vLLM's answer, and what the worker kept, as our own result."""
+    """Return vLLM's output and the values that the worker collected, as a ``Result``."""
     result, output = one.result, answer.outputs[0]
     details = output.logprobs or [None] * len(output.token_ids)
     result.tokens = [_token(token, detail, one.sampling) for token, detail in zip(output.token_ids, details, strict=True)]

@@ -54,7 +54,7 @@ class Collected:
             self.size += READING
 
     def fail(self, error: str) -> None:
-        """Forget everything and store an error, if there is none."""
+        """Store an error in place of all values, unless there is an earlier error."""
         self.captured.clear()
         self.readings.clear()
         self.error, self.size = self.error or error, 0
@@ -181,7 +181,7 @@ class Interventions:
         self._check(batch, output)
 
     def _check(self, batch: Batch, output: Any) -> None:
-        """Store what there is to collect; fail the requests whose stream is not finite, and those that keep too much."""
+        """Store values for collection; fail the requests whose stream is not finite, and those that keep too much."""
         ends = torch.tensor([piece.count - 1 for piece in batch.layout.pieces], device=self._device)
         last = output[batch.index.gather(1, ends[:, None])[:, 0]]
         for one, piece, finite in zip(batch.running, batch.layout.pieces, last.isfinite().all(-1).tolist(), strict=True):
@@ -230,7 +230,7 @@ class Interventions:
         return None if new is None else (new, *rest) if isinstance(output, tuple) else new
 
     def _stream(self, site: Site, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-        """Act on ``hidden + residual``. A token that changes becomes the pair of its new value and 0."""
+        """Run the interventions on ``hidden + residual``; a token that changes becomes the pair of its new value and 0."""
         changed = self._changed(site, hidden, residual)
         if changed is None:
             return None
@@ -313,7 +313,7 @@ class WorkerExtension:
             return {"refused": str(error)}
 
     def mi_route2_collect(self, keys: list[str]) -> dict[str, Any]:
-        """Return and forget what the requests of these keys left."""
+        """Return and forget the values of the requests of these keys."""
         results = self._mi_route2[0].results
         return {key: results.pop(key).plain() for key in keys if key in results}
 

@@ -326,17 +326,17 @@ class Usage:
 
 
 class Wording:
-    """How an answer is worded: the objects of completions, or those of chat completions."""
+    """Format of an answer: the objects of completions, or those of chat completions."""
 
     server: Server
     wants: bool
-    """Whether log-probabilities were asked for."""
+    """True if log-probabilities were requested."""
 
     def __init__(self, prefix: str, kind: str, chat: bool):
         self.id, self.kind, self.chat, self.created = f"{prefix}-{secrets.token_hex(12)}", kind, chat, int(time.time())
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
-        """Return what every object begins with."""
+        """Return the fields that all objects of an answer share."""
         kind = f"{self.kind}.chunk" if chunk and self.chat else self.kind
         return {"id": self.id, "object": kind, "created": self.created, "model": self.server.served.name}
 
@@ -400,13 +400,13 @@ def _norms(of: Mapping[int, Mapping[Any, float]]) -> dict[str, Any]:
 
 
 def _first(choice: Choice, server: Server) -> dict[str, Any]:
-    """Return what is said once about a choice."""
+    """Return the fields of a choice that a stream sends once, with its first event."""
     tokens = server.served.tokens(choice.prompt)
     return {"prompt_token_ids": choice.prompt, "prompt_tokens": tokens, "seed": choice.request.sampling.seed}
 
 
 def _last(choice: Choice) -> dict[str, Any]:
-    """Return what is known about a choice at its end."""
+    """Return the fields of a choice that are known at its end."""
     result = choice.result
     captured = {str(site): {"positions": list(one.positions), "rows": packed(one.rows)} for site, one in result.captured.items()}
     return {"finish": result.finish, "cached": result.cached, "unfired": result.unfired, "captured": captured}

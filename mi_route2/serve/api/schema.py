@@ -527,7 +527,7 @@ def rules_of(given: Sequence[dict[str, Any]], names: Names) -> tuple[Rule, ...]:
 
 
 def sampling_of(body: Generation, served: Served, max_new: int, index: int, top: int | None) -> Sampling:
-    """Return the sampling of choice ``index``; a given seed is counted up, so that choices differ and each can be had alone.
+    """Return the sampling of choice ``index``; a given seed is counted up, so that choices differ and each can be repeated.
 
     Drawn seeds have 53 bits, so that JavaScript can read them in an answer and give them again.
     """

@@ -31,7 +31,7 @@ TOP = 10
 
 @routes.get("/v1/study")
 async def study(server: TheServer) -> Response:
-    """Return what a page needs to draw itself, and whether it needs a key for the rest."""
+    """Return the settings of the page, and whether its other requests need a key."""
     served = server.served
     points = list(dict.fromkeys(site.point for site in server.sites))
     return Json(
@@ -280,7 +280,7 @@ async def _told(request: Request, job: Job, server: Server, free: Callable[[], N
 
 @routes.post("/v1/patch_cell")
 async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request: Request) -> Response:
-    """Return what the model answers to the corrupt prompt with one clean value patched in, and its most likely tokens."""
+    """Return the completion of the corrupt prompt with one clean value patched in, and its most likely first tokens."""
     clean, corrupt, alignment = _aligned(body, server)
     try:
         target = Target.parse(body.site)
