@@ -126,7 +126,7 @@ def resolve(
         if not isinstance(patch.source, FromRun) and not bool(torch.isfinite(source).all()):
             raise ValueError(f"the source of the patch at {patch.site} is beyond the range of {dtype}: scale it down")
         alpha = patch.alpha
-        if isinstance(alpha, Tensor):
+        if isinstance(alpha, Tensor):  # in the dtype in which ``steering.specs.patch`` computes
             alpha = float(alpha) if alpha.ndim == 0 else _fit(alpha, size, patch, "alpha").to(device, wide(dtype))
         resolved[place] = Resolved(*place, source, alpha, _digest(patch, source, alpha))
     return tuple(sorted(resolved.values(), key=lambda one: one.position))
@@ -165,6 +165,7 @@ def _fit(value: Tensor, size: tuple[int, ...], patch: Patch, what: str) -> Tenso
 
 def _digest(patch: Patch, source: Tensor, alpha: float | Tensor) -> bytes:
     """Return a digest of the patch's effect, which does not depend on the name of its source."""
+    # Of values and not of names: the prefix cache compares digests, and a name may stand for another vector later.
     data = hashlib.sha256(f"{patch.site}|{alpha if isinstance(alpha, float) else 'masked'}|".encode())
     for tensor in (source, *([alpha] if isinstance(alpha, Tensor) else [])):
         data.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

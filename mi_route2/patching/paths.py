@@ -89,6 +89,7 @@ def gradients(host: Host, pair: Pair, sites: list[Site]) -> dict[Site, Tensor]:
             raise ValueError(
                 f"the metric {question.grader.metric} has no gradient: compute it with torch from the logits, or call sweep"
             )
+        # not ``backward``, which would add to the parameters' ``.grad``; a value that the score does not depend on has no slope
         slopes = torch.autograd.grad(score, [exposed[site] for site in sites], allow_unused=True)
     index = torch.tensor(list(question.sources), device=device)
     return {
@@ -152,7 +153,7 @@ def paths(
     pair = record(running, question, list(dict.fromkeys(target.site for target in given)))
     targets = pair.split(given, heads)
     base = _Base.of(running, question.corrupt.tokens[: question.at + 1], into, host.sites())
-    columns = [p for p in places(received, question.corrupt) if p <= question.at]
+    columns = [p for p in places(received, question.corrupt) if p <= question.at]  # nothing after the scored position runs
     if not columns:
         raise ValueError(f"nothing can be received: every position comes after position {question.at}, which is scored")
     rows = with_idle(_rows(pair, targets, float(alpha)), replicas, (0, 0))
@@ -206,6 +207,7 @@ class _Base:
     def _receive(self, running: Whole, rows: Sequence[Row]) -> dict[Site, Tensor]:
         """Return the values ``[n s ...]`` at the receivers' sites in run 1."""
         taken: dict[Site, Tensor] = {}
+        # Edits of a site run in order: a receiver that is itself an output is recorded before it is held at its corrupt value.
         edits: dict[Site, list[Edit]] = {target.site: [partial(_take, taken, target.site)] for target in self.into}
         for output, value in self.corrupt.items():
             which = [row.target is not None and frozen(row.target.site, output) for row in rows]

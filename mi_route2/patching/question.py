@@ -87,7 +87,7 @@ def align(clean: Sequence[int] | None, corrupt: Sequence[int], *, clean_length: 
         raise ValueError("give the clean prompt's tokens, or at least their number as clean_length")
     if not length or not len(corrupt):
         raise ValueError(f"a prompt is empty: the clean one has {length} tokens and the corrupt one {len(corrupt)}")
-    if length == len(corrupt):
+    if length == len(corrupt):  # positions are partners then whatever their tokens are
         return Alignment(length, length, length, 0)
     if clean is None:
         raise ValueError(
@@ -95,7 +95,7 @@ def align(clean: Sequence[int] | None, corrupt: Sequence[int], *, clean_length: 
         )
     shorter = min(length, len(corrupt))
     prefix = _common(clean, corrupt, shorter)
-    suffix = _common(clean[::-1], corrupt[::-1], shorter - prefix)
+    suffix = _common(clean[::-1], corrupt[::-1], shorter - prefix)  # of "a a" and "a a a" a token would count in both
     if not prefix and not suffix:
         raise ValueError(
             f"the clean prompt ({length} tokens) and the corrupt one ({len(corrupt)}) share neither their beginning nor their end: "
@@ -188,7 +188,7 @@ class Grader:
 
     def __call__(self, logits: Float[Tensor, "n v"], clean: Float[Tensor, " v"]) -> Float[Tensor, " n"]:
         """Return every row's score, in nats or logits; ``clean`` are the clean run's logits."""
-        wide = widened(logits)
+        wide = widened(logits)  # the difference of two logits in half precision would lose its digits
         if self.metric.startswith(_FUNCTION):
             return torch.stack([self._custom(row) for row in wide])
         if self.metric == "logit_diff":
@@ -232,6 +232,7 @@ def one_token(given: Any, tokenizer: Any, name: str) -> int | None:
             raise ValueError(f"the {name} {given!r:.60} is neither a token id nor a text: give one of the two") from error
     if tokenizer is None:
         raise ValueError(f"the {name} {given!r} is a text, but there is no tokenizer: pass one, or give the token id")
+    # tokenizers of transformers can be called, and add special tokens unless told otherwise; others have no such argument
     ids = list(tokenizer.encode(given, add_special_tokens=False) if callable(tokenizer) else tokenizer.encode(given))
     if len(ids) != 1:
         raise ValueError(f"the {name} {given!r} is {len(ids)} tokens {ids}: choose a text of one (a leading space often matters)")
@@ -436,10 +437,12 @@ class CleanRun:
             if not tokens:
                 raise ValueError(f"run {run!r} was stored without the tokens of a prompt: give them when you capture it")
             last, final = len(tokens) - 1, Site(len(host.layers()) - 1, "resid_post")
+            # the lock of ``unchanged`` is held until all rows are read, or an eviction could come between two sites
             chosen = dict.fromkeys(target.site for target in choose(host, sites))
             values = {site: _rows(store, run, site, range(last + 1)) for site in chosen}
             stream = _rows(store, run, final, [last])
         _refuse_tokens(host, "clean", tokens)
+        # The last block's output is replaced, so it does not matter that this forward has one token, or at which position.
         with torch.no_grad(), host.hooks({final: lambda value: stream[:, None].to(value)}):
             logits = host.logits(torch.tensor([tokens[-1:]], device=next(host.model.parameters()).device))
         return CleanRun(values, logits[0, -1], tokens, now, last)
@@ -592,6 +595,7 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "context")
 def refuse_dropout(host: Host) -> None:
     """Raise ``ValueError`` for a model with active dropout, for which no two runs are comparable."""
     for path, module in host.model.named_modules():
+        # attention in transformers keeps its share as a number and hands it to a function
         share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
         if module.training and isinstance(share, float) and share > 0:
             raise ValueError(f"{path} has active dropout, because the model is in training mode: call host.model.eval() first")

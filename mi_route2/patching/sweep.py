@@ -217,6 +217,7 @@ class Sweep:
         if self.known:
             yield Finished(self.known)
         for group in self.groups:
+            # ``changed`` is quick but misses writes through ``p.data``; ``_moved`` reads the whole model to see them
             if self.state.changed or (not exclusive and self._moved()):
                 raise self._stale()
             rows = [self.rows[i] for i in group.cells]
@@ -312,7 +313,7 @@ def preparing(
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
     refuse_foreign(host, question, alpha)
     chosen, running, state = choose(host, sites), forwards(host, how), ModelState(host)
-    before = state.current
+    before = state.current  # of before the first pause, in which others may change the model: ``run`` then refuses to go on
     yield
     pair = yield from _recording(running, question, list(dict.fromkeys(target.site for target in chosen)))
     targets, layers = pair.split(chosen, heads), len(host.layers())
@@ -333,7 +334,7 @@ def _cells(
     for target in targets:
         here, source = pair.values(target)
         values = patch(here, source, alpha)
-        there = (values == here).flatten(1).all(1).tolist()
+        there = (values == here).flatten(1).all(1).tolist()  # bit for bit: another value may change the score
         every = [question.at] if shortcuts and not seen_by(target.site, layers) else positions
         for column, places in question.columns:
             acting = [i for i in places if positions[i] in every and not (shortcuts and there[i])]

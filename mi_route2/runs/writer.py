@@ -24,7 +24,7 @@ class Home:
         disk: The disk tier, if any.
         grown: ``grown(writer, nbytes, waiting)`` reports the writer's memory, and the bytes of rows in it; returns how many bytes
             may wait for the disk, and whether rows that are on disk may stay in memory too.
-        finish: ``finish(writer, held, stored)`` publishes the run.
+        finish: ``finish(writer, finished, stored)`` publishes the run.
         forget: ``forget(writer, shards)`` gives the run up and deletes shards that belong to no run.
     """
 
