@@ -1,4 +1,4 @@
-"""Controllers that change steering between steps: actions, queues, the ledger, and a ready-made probe policy."""
+"""Controllers that change steering between steps: actions, queues, the ledger, and a ready-made probe controller."""
 
 import math
 import time
@@ -333,9 +333,9 @@ class Controllers:
                     self.ledger.note(controller.name, "failed", f"it wants {site!s:.60}: {error}", self.step)
         return frozenset(wanted)
 
-    def policies(self, monitors: Collection[str]) -> list[str]:
-        """Return the names of the policies that set the scale and the row of a request with ``monitors``."""
-        return [one.name for one in self.sync if isinstance(one, ProbePolicy) and one.steers(monitors)]
+    def probe_controllers(self, monitors: Collection[str]) -> list[str]:
+        """Return the names of the probe controllers that set the scale and the row of a request with ``monitors``."""
+        return [one.name for one in self.sync if isinstance(one, ProbeController) and one.steers(monitors)]
 
     def before_step(self, state: SteeringState) -> list[Outcome]:
         """Apply the queued actions."""
@@ -402,7 +402,7 @@ STEP, UNREAD = 0.05, 16
 
 
 class Decision(NamedTuple):
-    """One decision of the policy: ``score`` is smoothed, ``gain`` is the one applied if the request is engaged."""
+    """One decision of a probe controller: ``score`` is smoothed, ``gain`` is the one applied if the request is engaged."""
 
     step: int
     request: int
@@ -413,7 +413,7 @@ class Decision(NamedTuple):
 
 @dataclass
 class Follow:
-    """The policy's state of one request."""
+    """A probe controller's state of one request."""
 
     score: float
     engaged: bool = False
@@ -423,7 +423,7 @@ class Follow:
 
 
 @checked
-class ProbePolicy:
+class ProbeController:
     """Route requests to a held configuration while a smoothed probe score is high, with hysteresis.
 
         s_0 = score_0,   s_t = (1 - smoothing) * s_{t-1} + smoothing * score_t
@@ -464,7 +464,7 @@ class ProbePolicy:
         keep: int = 4096,
     ):
         if (monitor is None) == (site is None) or (site is None) != (probe is None):
-            raise ValueError("the policy reads a monitor, or a probe at a site: give monitor, or site and probe")
+            raise ValueError("a probe controller reads a monitor, or a probe at a site: give monitor, or site and probe")
         if not (math.isfinite(threshold) and math.isfinite(hysteresis) and hysteresis >= 0 and math.isfinite(gain) and gain >= 0):
             raise ValueError("threshold, hysteresis and gain must be finite, and hysteresis and gain not negative")
         if proportional and hysteresis == 0:
@@ -478,7 +478,7 @@ class ProbePolicy:
         self._site, self._generated = site, generated
         self._probe = None if probe is None else Vector(probe)
         if self._probe is not None and self._probe.values is None:
-            raise ValueError(f"the policy's probe is the name {self._probe.name!r}: give its numbers")
+            raise ValueError(f"the controller's probe is the name {self._probe.name!r}: give its numbers")
         self._shape: tuple[int, ...] | None = None
         """The shape of the site's value with which the probe was compared."""
         self.follows: dict[int, Follow] = {}
@@ -508,7 +508,7 @@ class ProbePolicy:
             demand_fit(shape(self._site), self._site, self._probe, f"the probe of {self.name!r}")
 
     def steers(self, monitors: Collection[str]) -> bool:
-        """Return whether the policy acts on a request with ``monitors`` (names as in readings); one with a site acts on all."""
+        """Return whether the controller acts on a request with ``monitors`` (names as in readings); one with a site acts on all."""
         return self.gain > 0 and (not self._readings or any(name in monitors for name in self._readings))
 
     def _score(self, request: RequestView) -> float | None:

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from mi_route2.checks import checked
 from mi_route2.engine.cache import Prefixes, Slots
-from mi_route2.engine.controllers import Controllers, ProbePolicy, RequestView, StepView
+from mi_route2.engine.controllers import Controllers, ProbeController, RequestView, StepView
 from mi_route2.engine.forward import Ran, Runner, failure
 from mi_route2.engine.interrupts import unbroken
 from mi_route2.engine.request import EngineRequest, Event, Finish, Request, Result, Token, refuse
@@ -157,7 +157,7 @@ class Engine:
             patch_slots=patch_slots,
             slot_bytes=slot_bytes,
             exact=exact,
-            rivals=self._policies,
+            rivals=self._rivals,
         )
         self.controllers = Controllers() if controllers is None else controllers
         if any(isinstance(one, RuleBook) for one in self.controllers.sync):
@@ -166,7 +166,7 @@ class Engine:
         for one in (*self.controllers.sync, *self.controllers.queues):
             if one.name == book.name:
                 raise ValueError(f"a controller is called {book.name!r}, which is the name of the engine's own: call it otherwise")
-            if isinstance(one, ProbePolicy):
+            if isinstance(one, ProbeController):
                 one.demand_fit(model.shape)
                 one.follows.clear()  # requests of another engine that had it before have the same numbers
         self.controllers.sync.insert(0, book)
@@ -576,9 +576,9 @@ class Engine:
         named = self._steering.vectors
         steering = request.steering and request.steering.resolved(looker(named))
         asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
-        if len(policies := self._policies(steering or Steering())) > 1:
+        if len(rivals := self._rivals(steering or Steering())) > 1:
             raise ValueError(
-                f"the policies {policies[0]!r} and {policies[1]!r} would both set the scale and the row of this request: give each "
+                f"the controllers {rivals[0]!r} and {rivals[1]!r} would both set the scale and the row of this request: give each "
                 "a monitor of its own"
             )
         if asked.rules or asked.conversation is not None:
@@ -604,24 +604,24 @@ class Engine:
         return None
 
     def _refuse_second_hand(self, name: str, request: int | None) -> None:
-        """Raise ``ValueError`` if a monitor of this name would set a policy on a request beside its rules or another policy."""
-        if len(self.controllers.policies({name})) == len(self.controllers.policies(())):
-            return  # no policy reads it
+        """Raise ``ValueError`` if a monitor of this name would set a probe controller on a request beside rules or another one."""
+        if len(self.controllers.probe_controllers({name})) == len(self.controllers.probe_controllers(())):
+            return  # no probe controller reads it
         rules, sequences = self._residents.rules, self._sequences
         for one in sequences.values() if request is None else [sequences[request]] if request in sequences else []:
             asked = one.request
             names = {*(monitor.name for monitor in (asked.steering or Steering()).monitors), *self._steering.watching(one.id)}
-            policies = self.controllers.policies({name, *names, *self._steering.monitors})
+            rivals = self.controllers.probe_controllers({name, *names, *self._steering.monitors})
             told = asked.rules, asked.steering, asked.conversation, one.named
-            if len(policies) > 1 or rules.switches(self._steering, one.id, *told):
+            if len(rivals) > 1 or rules.switches(self._steering, one.id, *told):
                 raise ValueError(
-                    f"the policy {policies[0]!r} would read this monitor on request {one.id}, whose scale and row a rule or "
-                    "another policy sets: set it on other requests, or when this one has ended"
+                    f"the controller {rivals[0]!r} would read this monitor on request {one.id}, whose scale and row a rule or "
+                    "another controller sets: set it on other requests, or when this one has ended"
                 )
 
-    def _policies(self, steering: Steering) -> list[str]:
-        """Return the names of the policies that set the scale and the row of a request with this steering."""
-        return self.controllers.policies({*(monitor.name for monitor in steering.monitors), *self._steering.monitors})
+    def _rivals(self, steering: Steering) -> list[str]:
+        """Return the names of the probe controllers that set the scale and the row of a request with this steering."""
+        return self.controllers.probe_controllers({*(monitor.name for monitor in steering.monitors), *self._steering.monitors})
 
     def _refuse_runs(self, request: Request, store: RunStore | None) -> None:
         """Raise if a run cannot be read by this model or cannot be written."""

@@ -224,7 +224,7 @@ class RuleBook:
     Args:
         conversations: how many conversations may have rules for their rest; then the least recently used one of the owner that has
             most of them is forgotten.
-        rivals: names of the policies that set the scale and the row of a request with this steering.
+        rivals: names of the probe controllers that set the scale and the row of a request with this steering.
     """
 
     def __init__(self, conversations: int = CONVERSATIONS, rivals: Callable[[Steering], Sequence[str]] = lambda _: ()):
@@ -253,7 +253,7 @@ class RuleBook:
         ``vectors`` are those that names in the rules stood for when the request came (``None``: those of now).
 
         Raises the errors of ``state.admit``, and ``ValueError`` for conversation rules without a conversation, more than ``RULES``
-        of them in one, or rules beside a policy that sets the same scale; nothing is stored then.
+        of them in one, or rules beside a probe controller that sets the same scale; nothing is stored then.
         """
         run = self._runs.get(request)
         if run is None:
@@ -315,8 +315,8 @@ class RuleBook:
         run = self._run(state, rules, spec, owner, conversation, vectors)
         if run.switches and (rivals := self._rivals(spec)):
             raise ValueError(
-                f"the policy {rivals[0]!r} and the rules that hold here would both set the scale and the row of this request: give "
-                "it one of them"
+                f"the controller {rivals[0]!r} and the rules that hold here would both set the scale and the row of this request: "
+                "give it one of them"
             )
         return run
 
