@@ -120,6 +120,7 @@ def read_shard(path: Path, stored: Stored) -> Tensor:
         if (size := os.fstat(file.fileno()).st_size) != stored.size:
             raise damaged(path, stored, f"it has {size} bytes, not {stored.size}")
         try:
+            # a damaged header may give any length or place: never more is read than the file has
             length = int.from_bytes(file.read(8), "little")
             start, stop = json.loads(file.read(min(length, size)))[str(stored.site)]["data_offsets"]
             file.seek(8 + length + start)
@@ -220,6 +221,7 @@ class Disk:
             db.executemany("DELETE FROM runs WHERE run = ?", [(run,) for run in reasons])
             db.executemany("INSERT OR REPLACE INTO gone (run, reason) VALUES (?, ?)", list(reasons.items()))
             db.execute("DELETE FROM gone WHERE number <= (SELECT max(number) FROM gone) - ?", (REMEMBERED,))
+        # After the index: files that a crash leaves here belong to no run, and the next opening deletes them.
         self.discard(shards)
 
     def removals(self) -> dict[str, str]:

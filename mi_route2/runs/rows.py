@@ -179,7 +179,7 @@ class Growing:
         """Return a position that appears twice in ``ordered`` (sorted), or was appended before; ``None`` if there is none."""
         if twice := [one for one, other in pairwise(ordered) if one == other]:
             return twice[0]
-        if ordered[0] > self._last:
+        if ordered[0] > self._last:  # the usual case, positions in order, which costs no look at the earlier ones
             return None
         new = torch.tensor(ordered, dtype=torch.int64, device="cpu")
         seen = new[torch.isin(new, _tensor(self._positions))]
@@ -218,6 +218,7 @@ class Growing:
         """Return all rows since the last ``take``, by block and without unused rows."""
         filled = self._filled()
         positions = _tensor(self._positions[len(self._positions) - self.fresh :]).split([len(block) for block in filled])
+        # a view of a block that is not full would keep the unused rows in memory, which nobody counts
         full = [rows if len(rows) == len(block) else rows.clone() for rows, block in zip(filled, self._blocks, strict=True)]
         return [in_memory(places, rows) for places, rows in zip(positions, full, strict=True)]
 
@@ -228,6 +229,7 @@ class Growing:
 def _tensor(numbers: "array[int]") -> Int[Tensor, " n"]:
     if not numbers:
         return torch.empty(0, dtype=torch.int64, device="cpu")
+    # of a copy, because an array cannot grow while a tensor shares its buffer
     return torch.frombuffer(bytearray(numbers.tobytes()), dtype=torch.int64)
 
 

@@ -315,7 +315,7 @@ class RunStore:
         with self._lock:
             self._demand_written(writer)
             self._demand_room(writer, finished.nbytes if finished else 0)
-            if self._disk:
+            if self._disk:  # first: if it fails, memory must not serve a run that is not in the index
                 self._disk.commit(writer.run, writer.about, stored)
             self._through(writer)
             if finished and (self._disk is None or finished.nbytes <= self._memory.budget):
@@ -324,10 +324,11 @@ class RunStore:
 
     def _forget(self, writer: Writer, shards: Iterable[int]) -> None:
         with self._lock:
-            if self._writing.get(writer.run) is writer:
+            if self._writing.get(writer.run) is writer:  # otherwise the id may be that of a new run by now, whose leases stay
                 self._leases.forget(writer.run)
             self._through(writer)
             if self._disk:
+                # an interrupt after the commit aborts the writer too, when its shards are already those of a run
                 self._disk.discard([shard for shard in shards if not self._disk.has(shard)])
 
     def _through(self, writer: Writer) -> None:
@@ -384,7 +385,7 @@ class RunStore:
         went = self._memory.evict(self._leases.holds)
         self._evictions += len(went)
         budget = self._memory.budget
-        if not self._disk:
+        if not self._disk:  # with a disk the run still exists there
             self._removals.put({run: evicted(run, nbytes, budget) for run, nbytes in went.items()})
         fits = self._memory.nbytes <= budget
         if fits:
@@ -424,6 +425,7 @@ class RunStore:
                 raise KeyError(f"run {run!r} has no rows at {site}: the nearest sites that were captured are {close}")
             finished = self._memory.get(run)
             stored = [] if finished or not self._disk else self._disk.stored(run, site)
+        # Rows on disk are read later, without the lock, so that a slow disk does not hold up writers.
         chunks = (
             finished.sites[site][1] if finished else [Chunk(each.positions, lambda each=each: self._load(each)) for each in stored]
         )

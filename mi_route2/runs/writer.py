@@ -112,7 +112,7 @@ class Writer:
     def _or_nothing(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException:  # a run that lacks rows would read as one that was captured without them
             self.abort()
             raise
 
@@ -161,7 +161,7 @@ class Writer:
         growing.append(places, values)
         self._bytes += growing.nbytes - taken
         self._waiting += values.nbytes
-        if growing.room != room:
+        if growing.room != room:  # not at every row: a report waits for the store's lock
             self._grown()
         if self._disk is not None and self._waiting >= self._limit:
             self._spill(self._disk)
@@ -171,6 +171,7 @@ class Writer:
         self._limit, keep = self._home.grown(self, self._bytes + self._copy_bytes, self._waiting)
         if not keep and self._copy is not None:
             self._copy, self._copy_bytes = None, 0
+            # the store has counted the copy, and would evict other runs for it
             self._home.grown(self, self._bytes, self._waiting)
         return self._limit
 
