@@ -56,7 +56,7 @@ class Layout:
             raise ValueError(f"pieces {pieces} are not valid: each needs at least one token, and no number may be negative")
         start, prompt = torch.tensor(starts, device=device)[:, None], torch.tensor(prompts, device=device)[:, None]
         longest = max(counts)
-        if longest == 1:
+        if longest == 1:  # a step of generation, in which nothing is padded
             decode = start >= prompt
             return Layout(tuple(pieces), start, torch.ones_like(decode), decode)
         count = torch.tensor(counts, device=device)[:, None]
@@ -289,7 +289,7 @@ class SiteStep:
                 f"a value of shape {list(h.shape)} in a forward over {list(forward.shape)} tokens: begin with its layout"
             )
         x = flat = h.reshape(forward.count, -1)
-        if self.watched is not None:
+        if self.watched is not None:  # before the steering of this site, which the score may gate
             scores = self.watched.scores(flat)
             forward.scores.append((self.watched, scores))
             if self.watched.gates:
@@ -408,6 +408,7 @@ class Planner:
                         slots.setdefault((*reach, seen[reach]), []).append((i, watch, cells, factor))
         number = 0
         for slots, into in ((gating, self.gating), (quarantining, self.quarantining)):
+            # by what they gate and not by who comes first: a request's factors are then multiplied in one order in every batch
             for _, members in sorted(slots.items()):
                 into.append(Slot(number, members))
                 number += 1
@@ -473,6 +474,7 @@ class Planner:
         for i, acting in enumerate(self.acting):
             for cells, bands in zip(self.cells.phases[i], acting.bands, strict=True):
                 for site, several in bands.items() if cells else ():
+                    # a request's clamps act one after another, so only the k-th ones of all requests run together
                     for k, band in enumerate(several):
                         by_site.setdefault((site, k), []).append((cells, band))
         for (site, _), here in sorted(by_site.items(), key=lambda item: item[0]):
@@ -497,6 +499,7 @@ class Planner:
     def _watched(self, site: Site, entries: tuple[tuple[int, Watch, range], ...]) -> Watched:
         ranges = tuple(cells for *_, cells in entries)
         watches = [watch for _, watch, _ in entries]
+        # each request compiled a tensor of its own from the same probe; ``Spread`` stores a vector once if it is one object
         kind, shared = watches[0].probe.dtype, {watch.monitor.probe: watch.probe for watch in watches}
         probes = Spread.of(self.cells, ranges, [shared[watch.monitor.probe] for watch in watches])
         threshold = self.cells.each(ranges, [watch.monitor.threshold for watch in watches], kind)
@@ -539,6 +542,7 @@ def digest(acting: Acting, rows: Rows, tier: Mapping[Site, Tensor], gain: float,
         if steers or (monitor.quarantine is not None and (decode or monitor.prompt)):
             quarantined = " ".join(sorted(map(str, watch.quarantined)))
             effects.append(b"monitor " + monitor.fingerprint() + quarantined.encode())
+    # hashed one by one, because different effects could join to the same bytes
     acts = [hashlib.sha256(effect).digest() for effect in effects if effect]
     return hashlib.sha256(b"".join(acts)).digest() if acts else b""
 

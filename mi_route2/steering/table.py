@@ -182,7 +182,7 @@ class Rows:
         """Return the vector of a line in float64; ``None`` if no tier has one."""
         tiers = (self.globals["base"], self.globals[phase], row.tiers["base"], row.tiers[phase])
         total = None
-        for tier in tiers:
+        for tier in tiers:  # always in this order, on which the last bit of a sum depends
             if site in tier:
                 total = tier[site] if total is None else total + tier[site]
         return total
@@ -198,6 +198,7 @@ class Rows:
         table = self.tables.get(site)
         for line, values in enumerate(pair, start=2 * index):
             values = None if values is None else values.to(self.kind)
+            # A line of zeros would act on nobody, but keep the site's table and with it a hook in every forward.
             if values is not None and bool(values.any()):
                 if table is None:
                     shape = 2 * (self.capacity + 1), len(values)
@@ -218,7 +219,7 @@ class Rows:
     def fingerprint(self, index: int, decode: bool, scale: float) -> bytes:
         """Return a digest of a row's effect on a token of a phase, with its vectors times ``scale``; ``b""`` if it has none."""
         row = self.rows[index]
-        key = (decode, scale != 0)
+        key = (decode, scale != 0)  # a scale of 0 leaves only the clamps; the other scales go into the digest below
         if key not in row.fingerprints:
             row.fingerprints[key] = self._digest(row, index, decode, scale != 0)
         fingerprint = row.fingerprints[key]
