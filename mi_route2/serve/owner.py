@@ -296,6 +296,7 @@ class Owner:
 
         def admit(engine: Engine) -> Stream:
             self._open()
+            # on the thread, between two steps: no event of the request can come before its stream is known
             stream.number = engine.submit(request)
             self._streams[stream.number] = stream
             return stream

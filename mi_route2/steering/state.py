@@ -588,7 +588,7 @@ class SteeringState:
         routed = active.row if active.routed is None else active.routed
         prompt_row, decode_row = self.rows.rows[active.row], self.rows.rows[routed]
         config_scale = 1.0 if active.override is None else active.override.scale
-        # overrides and scales act on generated tokens only, so that the prompt's keys and values stay valid
+        # an override and a scale act on generated tokens only
         scales, bands = (1.0, config_scale * active.scale), (prompt_row.bands[0], decode_row.bands[1])
         return Acting((active.row, routed), scales, bands, self._watches(active))
 
