@@ -39,7 +39,7 @@ def demand_penalty(l1: float) -> None:
 
 @runtime_checkable
 class Gate(Protocol):
-    """Decides which gradients pass to the factors of one adapter in one forward and backward."""
+    """Filter of the gradients that reach the factors of one adapter in one forward and backward."""
 
     detach: bool
     """True if flagged rollouts or tokens (mask 0) also send no gradient through the adapter to its input."""

@@ -411,7 +411,7 @@ class Engine:
             raise ran.interrupt
 
     def _move_up(self) -> None:
-        """Give waiting requests the turns of requests of the same owner that left without having run."""
+        """Move waiting requests up to the turns of requests of the same owner that left without having run."""
         moved = {number: turn for priority, owner in self._moved for number, turn in self._shares[priority].turns(owner).items()}
         self._moved.clear()
         for number, turn in moved.items():

@@ -145,7 +145,7 @@ class Forward:
 
 
 class _ClosedError(Exception):
-    """Exits the hooks' context."""
+    """Exception that leaves the hooks' context early."""
 
 
 Group = list[tuple[EngineRequest, int, int]]

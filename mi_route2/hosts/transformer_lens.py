@@ -271,7 +271,7 @@ def refuse_left_padding(bridge: TransformerBridge, attention: Tensor) -> None:
 
 
 def list_points(bridge: TransformerBridge, adapters: Adapters, places: Mapping[str, Place]) -> None:
-    """Give the adapters TransformerLens hook points and register them under their component; ``adapters.detach()`` removes them.
+    """Add TransformerLens hook points to the adapters and register them under their component; ``adapters.detach()`` removes them.
 
     The scan adds to the hook registry. If the registry were cleared and scanned again, shared points would get the names of their
     aliases: ``hook.name`` of ``blocks.0.attn.hook_out`` would become ``blocks.0.hook_attn_out``.

@@ -312,7 +312,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         return attach(self.model, *adapt, spec=adapters, generator=generator, cache_dir=cache_dir)
 
     def _replicate(self) -> None:
-        """Leave the adapters out of what FSDP2 will shard: a shard's flags would be wrong, and gradients are averaged here."""
+        """Exclude the adapters from sharding by FSDP2: a shard's flags would be wrong, and gradients are averaged here."""
         branches = list(self.adapters.sites.values())
         for branch in branches:
             branch.to(self.accelerator.device)  # FSDP2 moves what it shards

@@ -119,7 +119,7 @@ def record(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Pai
 
 
 def _recording(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Generator[None, None, Pair]:
-    """``record``, which yields between the two runs."""
+    """Run ``record`` as a generator that yields between the two runs."""
     places, sources = list(question.sources), list(question.sources.values())
     corrupt = forwards.start(question.corrupt.tokens[: question.at + 1], sites, places)
     yield
@@ -302,7 +302,7 @@ def preparing(
     shortcuts: bool = True,
     tokens: int | None = None,
 ) -> Generator[None, None, Sweep]:
-    """``prepare``, which yields before each of the two runs, so that others may use the model between them."""
+    """Run ``prepare`` as a generator that yields before each of the two runs, so that others may use the model between them."""
     began, alpha = perf_counter(), float(alpha)
     if replicas < REPLICAS:
         raise ValueError(f"{replicas} replicas of the corrupt run do not measure its noise: run at least {REPLICAS}")

@@ -34,7 +34,7 @@ class Leases:
         self._swept = clock()
 
     def take(self, run: str, owner: str) -> None:
-        """Give ``owner`` a lease of ``run``, or renew it."""
+        """Add a lease of ``run`` for ``owner``, or renew it."""
         now = self._clock()
         owners = self._ends.setdefault(run, {})
         if owners.get(owner, now) - now <= self._seconds / 2:

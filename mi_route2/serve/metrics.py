@@ -27,9 +27,9 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Counts and times of requests, and numbers that are read when somebody asks.
+    """Counts and times of requests, and gauges that are read at each scrape.
 
-    Those are the engine's own, from ``snapshot``, and the bytes that each key holds, by kind and key, from ``held``.
+    Those are the engine's own, from ``snapshot``, and the bytes that each key holds, by kind and key, from ``stored_bytes``.
     """
 
     def __init__(self, snapshot: Callable[[], Mapping[str, Any]], stored_bytes: Callable[[], Mapping[tuple[str, str], int]]):

@@ -84,7 +84,7 @@ class Server:
         return sizes
 
     def demand_run(self, run: str, client: Client) -> None:
-        """``ApiError`` 404 if the client has no such run, with the reason if it had one."""
+        """Raise ``ApiError`` 404 if the client has no such run, with the reason if it had one."""
         names = self.runs(client)
         if run not in names:
             prefix = self.names(client).prefix

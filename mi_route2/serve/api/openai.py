@@ -185,7 +185,7 @@ def _requests(
 
 
 async def refuse_captures(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> None:
-    """``ApiError`` 413 if the captured values of an answer could be larger than the limit."""
+    """Raise ``ApiError`` 413 if the captured values of an answer could be larger than the limit."""
     wanted = [
         (capture, len(prompt) + request.sampling.max_new - 1, len(prompt))
         for _, prompt, request in made

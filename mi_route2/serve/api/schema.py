@@ -385,7 +385,7 @@ class ThresholdIn(Body):
 
 
 class UnknownNameError(KeyError):
-    """No vector, run or configuration has this name; the message lists those that the client has."""
+    """Error for a name that no vector, run or configuration of the client has; the message lists those that exist."""
 
 
 @dataclass
