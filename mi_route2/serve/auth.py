@@ -192,6 +192,7 @@ class Keys:
                     f"a key has {len(key)} characters: give {SHORTEST} to {LONGEST} printable ASCII characters without spaces, as "
                     "of python -c 'import secrets; print(secrets.token_urlsafe(24))'"
                 )
+            # without this process's secret, so that a key still owns its runs on disk after a restart
             owner = hmac.new(key.encode(), b"mi-route2 owner", hashlib.sha256).hexdigest()[:16]
             if any(client.owner == owner for _, client in self._clients):
                 raise ValueError("a key is given twice: give each client its own")
@@ -220,6 +221,7 @@ class Keys:
         if not self._clients:
             return Client(LOCAL, "", True)
         kind, _, key = (authorization or "").partition(" ")
+        # digests have one length, without which a comparison takes a time that depends on it; a long header is cut
         given = self._digest(key.strip()[: LONGEST + 1])
         sender = None
         for digest, client in self._clients:  # all of them, so that the time says nothing
@@ -327,7 +329,7 @@ class Front:
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._limit:
             raise large
-        body = bytearray()
+        body = bytearray()  # counted too, because the header may be missing or wrong
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":

@@ -131,6 +131,7 @@ class Interventions:
         if here:
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
             self._batch = self._made(here, ids)
+        # hooks only where somebody intervenes now: each one costs time in the forwards of all requests
         wanted = set() if self._batch is None else self._batch.work.keys() | self.steering.sites()
         for site in self._hooks.keys() - wanted:
             self._hooks.pop(site).remove()
@@ -264,6 +265,7 @@ class Interventions:
         if new is old:
             return None
         new = new.reshape(-1, width)
+        # Other tokens keep their pair of hidden and residual, whose sum may be rounded otherwise here than in vLLM's kernels.
         # A new NaN differs from everything, so it counts as a change.
         acts = (new != h).any(-1) & batch.layout.real.flatten()
         return flat[acts], new[acts]
