@@ -336,7 +336,7 @@ class PlacedBranch:
 
 
 @dataclass
-class Place:
+class AdaptedModule:
     """Module of the torch tree with ``width`` outputs, and the adapters on its outputs."""
 
     width: int
@@ -367,20 +367,20 @@ def _torch_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def places(adapters: Adapters) -> dict[str, Place]:
+def places(adapters: Adapters) -> dict[str, AdaptedModule]:
     """Return every adapted module by its path in the Hugging Face (or plain torch) tree, independent of the host."""
     model = _torch_model(adapters.model)
     row = architecture_of(model)
-    by_path: dict[str, Place] = {}
+    by_path: dict[str, AdaptedModule] = {}
     if row is None:  # the Linears of a torch model without a row are named by their paths
         for path, module in adapters.modules.items():
             branches = [PlacedBranch(branch.site, branch.kept, branch.quarantine, rows) for branch, rows in module.branches]
-            by_path[path] = Place(module.out_features, False, branches)
+            by_path[path] = AdaptedModule(module.out_features, False, branches)
         return by_path
     for site, branch in adapters.sites.items():
         path, at = _path(row, site)
         width = branch.shape[0] * (at.fused[1] if at.fused else 1)
-        place = by_path.setdefault(path, Place(width, at.transposed))
+        place = by_path.setdefault(path, AdaptedModule(width, at.transposed))
         rows = fused_rows(at, width, heads(model, "q") if at.fused else 1)
         place.branches.append(PlacedBranch(site, branch.kept, branch.quarantine, rows))
     return by_path

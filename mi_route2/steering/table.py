@@ -47,8 +47,8 @@ class Band:
 
 
 @dataclass
-class Row:
-    """Configuration in the table."""
+class SharedRow:
+    """Row of the table: a configuration, which all requests of equal steering share, and the number of its references."""
 
     spec: Steering
     key: bytes
@@ -77,7 +77,7 @@ class Rows:
         self.widths = widths
         self.tables: dict[Site, Table] = {}
         self.globals: dict[str, dict[Site, Tensor]] = {tier: {} for tier in TIERS}
-        self.rows: dict[int, Row] = {0: Row(Steering(), b"", {tier: {} for tier in TIERS}, refs=1)}
+        self.rows: dict[int, SharedRow] = {0: SharedRow(Steering(), b"", {tier: {} for tier in TIERS}, refs=1)}
         self._by_key: dict[bytes, int] = {b"": 0}
         self._free = list(range(capacity, 0, -1))
         self.closed = False
@@ -127,7 +127,7 @@ class Rows:
         if key not in self._by_key:
             if not self._free:
                 raise Full(f"all {self.capacity} steering rows are in use: wait for a request to end")
-            row = Row(spec, key, spec.sums, refs=1, bands=tuple(self._bands(spec.clamps, phase) for phase in PHASES))
+            row = SharedRow(spec, key, spec.sums, refs=1, bands=tuple(self._bands(spec.clamps, phase) for phase in PHASES))
             index = self._free.pop()
             self.rows[index], self._by_key[key] = row, index
             try:
@@ -178,7 +178,7 @@ class Rows:
             row.fingerprints.clear()
             self._write(index, sites)
 
-    def effective(self, row: Row, site: Site, phase: str) -> Tensor | None:
+    def effective(self, row: SharedRow, site: Site, phase: str) -> Tensor | None:
         """Return the vector of a line in float64; ``None`` if no tier has one."""
         tiers = (self.globals["base"], self.globals[phase], row.tiers["base"], row.tiers[phase])
         total = None
@@ -227,7 +227,7 @@ class Rows:
             return fingerprint
         return hashlib.sha256(fingerprint + repr(scale).encode()).digest()
 
-    def _digest(self, row: Row, index: int, decode: bool, vectors: bool) -> bytes:
+    def _digest(self, row: SharedRow, index: int, decode: bool, vectors: bool) -> bytes:
         hasher, line, some = hashlib.sha256(), 2 * index + decode, False
         for site in sorted(site for site, table in self.tables.items() if line in table.acts) if vectors else ():
             hasher.update(f"vector {site} ".encode() + self.tables[site].values[line].cpu().view(torch.uint8).numpy().tobytes())
