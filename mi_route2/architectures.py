@@ -124,7 +124,7 @@ class Architecture:
     points: Mapping[str, At | str]
     unembed: str = "lm_head"
     bridge_points: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Hook names under ``blocks.<layer>.`` that differ from ``BRIDGE_POINTS``; an entry with a space says why there is none."""
+    """Hook names under ``blocks.<layer>.`` that differ from ``BRIDGE_POINTS``; an entry with a space says why none exists."""
     bridge_linears: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Component paths under ``blocks.<layer>.`` that differ from ``BRIDGE_LINEARS``."""
     positions: bool = True
@@ -250,8 +250,8 @@ _NATIVE_POINTS = {
     "z": At("attn.o", "input"),
     "mlp_in": At("ln2"),
 }
-_ATTENTION_ALONE = "its blocks are attention alone, so there is no MLP: use resid_pre, attn_out or resid_post"
-_WITHOUT_MLP: dict[str, str] = dict.fromkeys(("resid_mid", "mlp_in", "mlp_out"), _ATTENTION_ALONE)
+_ATTENTION_ONLY = "its blocks are attention alone, so there is no MLP: use resid_pre, attn_out or resid_post"
+_WITHOUT_MLP: dict[str, str] = dict.fromkeys(("resid_mid", "mlp_in", "mlp_out"), _ATTENTION_ONLY)
 
 
 def _llama_like(name: str, **changes: object) -> Architecture:

@@ -55,7 +55,7 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "Steer": "write [Steer(Site(3, 'resid_mid'), vector)]",
         "Steering": "write Steering(base=(Steer(Site(3, 'resid_mid'), vector),))",
         "Monitor": "give the Monitor itself, the one that requests carry: a name could be misspelt, and would never be read",
-        "Where": "write Where('prompt') or Where(positions=(3, 40))",
+        "TokenSelection": "write TokenSelection('prompt') or TokenSelection(positions=(3, 40))",
         "Site": "write [Site(3, 'resid_mid')], or Site.parse({text!r}) for a name",
         "Callable": "give a function",
     }
@@ -87,8 +87,8 @@ def _guarded(fn: Callable[..., Any], name: str) -> Any:
 
     @cache
     def hints() -> Mapping[str, Any]:  # on the first call, when the names in quoted annotations are defined
-        found = get_type_hints(fn, include_extras=True)
-        return {key: hint for key, hint in found.items() if key in signature.parameters and hint is not Any}
+        resolved = get_type_hints(fn, include_extras=True)
+        return {key: hint for key, hint in resolved.items() if key in signature.parameters and hint is not Any}
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -112,10 +112,12 @@ def _guarded(fn: Callable[..., Any], name: str) -> Any:
 
 
 def _refusal(name: str, key: str, hint: Any, value: object, several: bool, given: Mapping[str, object]) -> Exception:
-    parts = _parts(hint)
-    arrays = [part for part in parts if inspect.isclass(part) and issubclass(part, AbstractArray)]
-    chosen = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
-    sentence = f"{name}: {key} must be {_expected(parts)}, not {_told(value)}"
+    alternatives = _alternatives(hint)
+    arrays = [
+        alternative for alternative in alternatives if inspect.isclass(alternative) and issubclass(alternative, AbstractArray)
+    ]
+    chosen = [choice for alternative in alternatives if get_origin(alternative) is Literal for choice in get_args(alternative)]
+    sentence = f"{name}: {key} must be {_expected(alternatives)}, not {_told(value)}"
     if several and isinstance(value, list | tuple):
         return TypeError(f"{sentence}: give each as an argument of its own, as in {name.rpartition('.')[2]}(..., *{key})")
     if arrays and isinstance(value, Tensor | np.ndarray):
@@ -140,7 +142,7 @@ def _of_arrays(arrays: list[Any], value: Tensor | np.ndarray, given: Mapping[str
     return f", where {', '.join(beside)}" if beside else ""
 
 
-def _parts(hint: Any) -> list[Any]:
+def _alternatives(hint: Any) -> list[Any]:
     """Return the alternatives of a union, or the type itself."""
     return list(get_args(hint)) if get_origin(hint) not in (None, Literal) and _is_union(hint) else [hint]
 
@@ -149,8 +151,8 @@ def _is_union(hint: Any) -> bool:
     return str(get_origin(hint)) in ("typing.Union", "<class 'types.UnionType'>", "<class 'typing.Union'>")
 
 
-def _expected(parts: list[Any]) -> str:
-    words = list(dict.fromkeys(_word(part) for part in parts))
+def _expected(alternatives: list[Any]) -> str:
+    words = list(dict.fromkeys(_word(alternative) for alternative in alternatives))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 

@@ -79,7 +79,7 @@ class Rollouts:
 
     def completions(self) -> list[list[int]]:
         """Return the token ids of each completion."""
-        return [row[own].tolist() for row, own in zip(self.tokens, self.completion)]
+        return [row[mask].tolist() for row, mask in zip(self.tokens, self.completion)]
 
     def to(self, device: torch.device) -> "Rollouts":
         """Return a copy on ``device``."""
@@ -213,9 +213,9 @@ def packed_forward(model: nn.Module) -> Forward:
     Examples:
         >>> policy = Policy(model, adapters, forward=packed_forward(model))
     """
-    alone, behind = _packed_logits(model, [4]), _packed_logits(model, [3, 4])
-    tolerance = 0.0 if alone is None else max(1e-4, 16 * torch.finfo(alone.dtype).eps) * float(alone.abs().max())
-    if alone is None or behind is None or not torch.allclose(behind[3:], alone, rtol=0, atol=tolerance):
+    single, behind = _packed_logits(model, [4]), _packed_logits(model, [3, 4])
+    tolerance = 0.0 if single is None else max(1e-4, 16 * torch.finfo(single.dtype).eps) * float(single.abs().max())
+    if single is None or behind is None or not torch.allclose(behind[3:], single, rtol=0, atol=tolerance):
         raise ValueError(
             f"{type(model).__name__} does not keep the rollouts of one row apart by their positions, so they would attend to each "
             "other: use the padded forward, call_with_mask"

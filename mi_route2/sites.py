@@ -114,10 +114,10 @@ class Site:
     @checked
     def parse(text: str) -> "Site":
         """Return the site whose ``str`` is ``text``; ``ValueError`` for a text of another form."""
-        if found := _SITE.fullmatch(text):
-            return Site(int(found[1]), found[3], found[2] or "")
-        if found := _UNEMBED.fullmatch(text):
-            return Site(None, found[1], "unembed")
+        if match := _SITE.fullmatch(text):
+            return Site(int(match[1]), match[3], match[2] or "")
+        if match := _UNEMBED.fullmatch(text):
+            return Site(None, match[1], "unembed")
         raise ValueError(f"{text!r} is not a site: write blocks.3.resid_mid, blocks.3.mlp.down.kept_a or unembed.kept_a")
 
 
@@ -173,9 +173,9 @@ def fused_rows(at: LinearAt, width: int, head_count: int) -> Int[Tensor, " d_out
     """Return the outputs of a fused module of ``width`` outputs that belong to a part; ``None`` if it is not fused."""
     if at.fused is None:
         return None
-    part, parts, how = at.fused
+    part, count, how = at.fused
     index = torch.arange(width)
-    rows = index.view(parts, -1)[part] if how == "thirds" else index.view(head_count, parts, -1)[:, part].flatten()
+    rows = index.view(count, -1)[part] if how == "thirds" else index.view(head_count, count, -1)[:, part].flatten()
     return rows.clone()  # a view would keep the whole index in memory
 
 
@@ -200,8 +200,8 @@ def block_paths(model: nn.Module, architecture: Architecture) -> list[str]:
 def refuse_shared(model: nn.Module, architecture: Architecture) -> None:
     """Raise ``ValueError`` if one module stands at two places at which sites are read: its values would be those of either."""
     points = {at.path for at in architecture.points.values() if not isinstance(at, str) and not at.linear}
-    parts = sorted((points | {at.path for at in architecture.linears.values()}) - {""})
-    paths = [f"{block}.{part}" for block in block_paths(model, architecture) for part in parts]
+    suffixes = sorted((points | {at.path for at in architecture.linears.values()}) - {""})
+    paths = [f"{block}.{suffix}" for block in block_paths(model, architecture) for suffix in suffixes]
     _refuse_shared(model, ((path, _part(model, path)) for path in (*paths, architecture.unembed)))
 
 
@@ -269,8 +269,8 @@ def slots(model: nn.Module) -> dict[str, Slot]:
         return {name: Slot(name, name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     refuse_shared(model, row)
     layers = range(len(block_paths(model, row)))
-    found = [slot_at(model, row, layer, linear) for layer in layers for linear in row.linears]
-    return {slot.name: slot for slot in (*found, slot_at(model, row, None, "unembed"))}
+    in_blocks = [slot_at(model, row, layer, linear) for layer in layers for linear in row.linears]
+    return {slot.name: slot for slot in (*in_blocks, slot_at(model, row, None, "unembed"))}
 
 
 def renamed(pattern: str, known: Mapping[str, object]) -> str:

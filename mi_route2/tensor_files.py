@@ -18,12 +18,12 @@ CHECKSUM = "checksum"
 
 def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """Return the SHA-256 of the metadata and of every tensor's name, type, shape and bytes."""
-    found = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    hasher = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
     for name in sorted(tensors):
         t = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name} {t.dtype} {tuple(t.shape)} ".encode())
-        found.update(t.view(-1).view(torch.uint8).numpy().data)  # a view: tensors may be large
-    return found.hexdigest()
+        hasher.update(f"{name} {t.dtype} {tuple(t.shape)} ".encode())
+        hasher.update(t.view(-1).view(torch.uint8).numpy().data)  # a view: tensors may be large
+    return hasher.hexdigest()
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -105,7 +105,7 @@ def read_lines(file: Path, read: Callable[[int, Any], T], left_out: list[str] | 
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the object in a JSON file; ``ValueError`` names the file, what is wrong with it and the remedy."""
+    """Return the object in a JSON file; ``ValueError`` names the file, the error and the remedy."""
     try:
         return parse_object(path.read_bytes())
     except FileNotFoundError as error:
@@ -134,9 +134,11 @@ def read_record(kind: type[T], data: str | bytes | Mapping[str, Any], *, optiona
 def _missing(record: Any, raw: Any, before: str = "") -> list[str]:
     if not dataclasses.is_dataclass(record) or not isinstance(raw, Mapping):
         return []
-    own = [field.name for field in dataclasses.fields(record)]
-    found = [before + name for name in own if name not in raw]
-    return found + [each for name in own if name in raw for each in _missing(getattr(record, name), raw[name], f"{before}{name}.")]
+    field_names = [field.name for field in dataclasses.fields(record)]
+    missing = [before + name for name in field_names if name not in raw]
+    return missing + [
+        each for name in field_names if name in raw for each in _missing(getattr(record, name), raw[name], f"{before}{name}.")
+    ]
 
 
 def read_settings(kind: type[T], path: Path, remedy: str, *, optional: Sequence[str] = (), **more: Any) -> T:
@@ -206,10 +208,10 @@ def _worded(kind: type, loc: tuple[int | str, ...], problem: Mapping[str, Any]) 
         return f"this is not JSON ({problem['ctx']['error']})"
     if problem["type"] in _UNKNOWN:
         _, record = _at(kind, loc[:-1])
-        own = [field.name for field in dataclasses.fields(_record(record) or kind)]
+        field_names = [field.name for field in dataclasses.fields(_record(record) or kind)]
         if problem["type"] == "unexpected_positional_argument":
-            return f"{kind.__name__} takes at most {len(own)} values: {', '.join(own)}"
-        return unknown_name(str(loc[-1]), own, "setting")
+            return f"{kind.__name__} takes at most {len(field_names)} values: {', '.join(field_names)}"
+        return unknown_name(str(loc[-1]), field_names, "setting")
     name, annotation = _at(kind, loc)
     if problem["type"] in ("missing", "missing_argument"):
         return f"{name} is missing"
@@ -237,8 +239,8 @@ def _at(kind: type, loc: tuple[int | str, ...]) -> tuple[str, Any]:
         annotation = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
         record = _record(annotation)
         if record is not None:
-            own = [field.name for field in dataclasses.fields(record) if field.init]
-            names.append(own[part] if isinstance(part, int) and part < len(own) else str(part))
+            field_names = [field.name for field in dataclasses.fields(record) if field.init]
+            names.append(field_names[part] if isinstance(part, int) and part < len(field_names) else str(part))
             annotation = get_type_hints(record, include_extras=True).get(names[-1])
         else:
             names.append(str(part))

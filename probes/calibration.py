@@ -76,13 +76,13 @@ def fit_platt(scores: Float[np.ndarray, " n"], hack: Labels) -> Platt:
     exponent = _exponent(scores)
     scaled = np.ldexp(scores.astype(np.float64), -exponent)
     # equal scores have no spread but that of rounding, which is no unit to read other scores in
-    centre, scale = scaled.mean(), (scaled.std() or 1.0) if np.ptp(scaled) else 1.0
-    x = np.tile((scaled - centre) / scale, 2)[:, None]
+    center, scale = scaled.mean(), (scaled.std() or 1.0) if np.ptp(scaled) else 1.0
+    x = np.tile((scaled - center) / scale, 2)[:, None]
     # A soft target t is the pair (label 1, weight t), (label 0, weight 1 - t).
     y, weight = np.repeat([1, 0], len(scores)), np.concatenate([target, 1 - target])
     model = LogisticRegression(C=np.inf, tol=1e-8, max_iter=1000).fit(x, y, sample_weight=weight)
     slope = float(model.coef_[0, 0] / scale)
-    intercept = float(model.intercept_[0] - slope * centre)
+    intercept = float(model.intercept_[0] - slope * center)
     try:
         return Platt(math.ldexp(slope, -exponent), intercept)
     except OverflowError:

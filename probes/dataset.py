@@ -100,13 +100,13 @@ def split_groups(
     if not (all(fraction > 0 for fraction in fractions) and abs(sum(fractions) - 1) <= 1e-9):  # negated, so that NaN fails too
         raise ValueError(f"Fractions must be positive and sum to 1, not {fractions}.")
     with_hack = np.unique(group[hack])
-    parts = [np.zeros(len(group), dtype=bool) for _ in fractions]
+    masks = [np.zeros(len(group), dtype=bool) for _ in fractions]
     for kind, ids in (("hack", with_hack), ("clean", np.setdiff1d(group, with_hack))):
-        if len(ids) < len(parts):
-            raise ValueError(f"The known mode has {len(ids)} {kind} groups; a split into {len(parts)} parts needs as many.")
-        for part, chosen in zip(parts, _cut(rng.permutation(ids), fractions)):
-            part |= np.isin(group, chosen)
-    return parts
+        if len(ids) < len(masks):
+            raise ValueError(f"The known mode has {len(ids)} {kind} groups; a split into {len(masks)} parts needs as many.")
+        for mask, chosen in zip(masks, _cut(rng.permutation(ids), fractions)):
+            mask |= np.isin(group, chosen)
+    return masks
 
 
 def _cut(ids: Int[np.ndarray, " n"], fractions: tuple[float, ...]) -> list[Int[np.ndarray, " _k"]]:

@@ -55,7 +55,7 @@ class DirectionProbe:
 
 
 def _scaled(h: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
-    """`h` over a power of two, so that no square vanishes or overflows; a cosine has the same bits as without."""
+    """Return `h` over a power of two, so that no square vanishes or overflows; a cosine has the same bits as without."""
     exponent = torch.frexp(h.abs().amax(dim=-1, keepdim=True)).exponent
     half = exponent // 2  # 2^exponent itself may be beyond the type
     return h * torch.ldexp(torch.ones_like(h[..., :1]), -half) * torch.ldexp(torch.ones_like(h[..., :1]), half - exponent)

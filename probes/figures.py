@@ -7,11 +7,11 @@ inside the gray band has found nothing. Create and save figures inside `mi_route
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mi_route2.plots import BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure, style
+from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure, style
 from probes.probe import Unit
 from probes.transfer import TransferResult, TransferRow
 
-COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
+COLORS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
@@ -36,7 +36,7 @@ def reliability_figure(result: TransferResult, layer: str, level: Unit = "rollou
     with style():
         figure, panels = _panels(result, level)
         for mode, (axes, rows) in panels.items():
-            axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=0.8, label="perfect")
+            axes.plot([0, 1], [0, 1], color=GRAY, linestyle="--", linewidth=0.8, label="perfect")
             at_layer = [row for row in rows if row.layer == layer]
             if not at_layer:
                 raise ValueError(f"No layer {layer!r}; layers: {', '.join(dict.fromkeys(row.layer for row in rows))}.")
@@ -73,8 +73,8 @@ def _random_band(axes: Axes, rows: list[TransferRow], layers: list[str]) -> None
     one = len(known) == 1  # a band over one place has no width
     place = (known[0][0] - 0.4, known[0][0] + 0.4) if one else x
     least, most = (mean * 2, p95 * 2) if one else (mean, p95)
-    axes.fill_between(place, least, most, color=GREY, alpha=0.25, linewidth=0, label="random, up to 95th percentile")
-    axes.plot(x, mean, color=GREY, linestyle="--", marker="_", label="random, mean")
+    axes.fill_between(place, least, most, color=GRAY, alpha=0.25, linewidth=0, label="random, up to 95th percentile")
+    axes.plot(x, mean, color=GRAY, linestyle="--", marker="_", label="random, mean")
 
 
 def _line(axes: Axes, rows: list[TransferRow], layers: list[str], index: int, probes: int) -> None:
@@ -91,7 +91,7 @@ def _line(axes: Axes, rows: list[TransferRow], layers: list[str], index: int, pr
 
 
 def _look(index: int) -> dict:
-    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 3.5}
+    return {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 3.5}
 
 
 def _title(mode: str, rows: list[TransferRow]) -> str:

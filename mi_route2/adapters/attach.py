@@ -136,7 +136,7 @@ class Adapters:
         return self._gathered[1]
 
     def file_hash(self) -> str:
-        """Return ``base_hash`` for a file, which one process may write alone.
+        """Return ``base_hash``, for a file that a single process writes.
 
         Raises:
             RuntimeError: The base is sharded, and its hash was not read by all processes since a weight changed.
@@ -165,14 +165,14 @@ class Adapters:
         ``kept`` and ``quarantine`` are the trainable parameters, ``factors`` the frozen SVD factors, ``rows`` the output indices of
         fused modules, and ``merged`` the merged weights (only inside of that context). The base's weights are not counted.
         """
-        held: dict[str, list[Tensor | None]] = {
+        by_kind: dict[str, list[Tensor | None]] = {
             "kept": [*self.kept_parameters().values()],
             "quarantine": [*self.quarantine_parameters().values()],
             "factors": [t for branch in self.sites.values() for t in (*branch.kept.buffers(), branch.S)],
             "rows": [rows for module in self.modules.values() for _, rows in module.branches],
             "merged": [module.merged_weight for module in self.modules.values()],
         }
-        return {kind: sum(t.numel() * t.element_size() for t in tensors if t is not None) for kind, tensors in held.items()}
+        return {kind: sum(t.numel() * t.element_size() for t in tensors if t is not None) for kind, tensors in by_kind.items()}
 
     @property
     def detached(self) -> bool:
@@ -339,16 +339,16 @@ _MOST = 6
 def _places(names: Iterable[str]) -> str:
     """Return the names of Linears with the layers of each: ``attn.q, attn.v in layers 0-3; unembed``."""
     layers: dict[str, list[int]] = {}
-    alone = []
+    outside = []
     for name in names:
-        if found := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
-            layers.setdefault(found[2], []).append(int(found[1]))
+        if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
+            layers.setdefault(match[2], []).append(int(match[1]))
         else:
-            alone.append(name)
+            outside.append(name)
     linears: dict[str, list[str]] = {}
     for linear, those in layers.items():
         linears.setdefault(_ranges(those), []).append(linear)
-    every = [f"{', '.join(some)} in {those}" for those, some in linears.items()] + alone
+    every = [f"{', '.join(some)} in {those}" for those, some in linears.items()] + outside
     more = [f"and {len(every) - _MOST} more"] if len(every) > _MOST else []
     return "; ".join(every[:_MOST] + more)
 
@@ -488,7 +488,8 @@ def attach(
             raise ValueError(f"{error}, {slot.name}") from error
         by_path.setdefault(slot.path, []).append((slot, branch))
     modules = {
-        path: RoutedLinear([slot for slot, _ in parts], [branch for _, branch in parts], board) for path, parts in by_path.items()
+        path: RoutedLinear([slot for slot, _ in entries], [branch for _, branch in entries], board)
+        for path, entries in by_path.items()
     }
     thawed = [p for p in model.parameters() if p.requires_grad]
     model.requires_grad_(False)

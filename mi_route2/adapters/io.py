@@ -97,7 +97,7 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
     adapters.demand_live()
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give the file in it, {TENSORS}, or attach and load it with from_pretrained")
-    found, metadata = read_tensors(path, unchecked=unchecked)
+    stored, metadata = read_tensors(path, unchecked=unchecked)
     if metadata.get("format") not in (FORMAT, _NARROW):
         raise ValueError(f"{path} is not an adapter file (format {metadata.get('format')!r}, expected {FORMAT!r})")
     if unknown := sorted(metadata.keys() - set(_KEYS)):
@@ -105,10 +105,10 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
     if missing := [key for key in _KEYS if key not in metadata]:
         raise ValueError(f"{path} has no entry {missing[0]!r} in its header, which every version wrote: copy or save it again")
     _refuse_other_spec(path, metadata, adapters.spec)
-    own = adapters.tensors(quarantine=_which(metadata["which"]) == "full")
-    if missing := sorted(own.keys() - found.keys()):
+    targets = adapters.tensors(quarantine=_which(metadata["which"]) == "full")
+    if missing := sorted(targets.keys() - stored.keys()):
         raise ValueError(f"{path} lacks {len(missing)} adapter tensors that the model has, first {missing[0]!r}")
-    if foreign := sorted(found.keys() - own.keys()):
+    if foreign := sorted(stored.keys() - targets.keys()):
         raise ValueError(f"{path} holds {len(foreign)} tensors that the model does not have, first {foreign[0]!r}")
     if not any_base and metadata["format"] == _NARROW:
         raise ValueError(
@@ -120,10 +120,10 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
             f"{path} was trained on other base weights (hash {metadata['base_hash']}, this model's is {adapters.base_hash}); "
             "load that base model, or pass any_base=True if the difference is intended"
         )
-    for name, tensor in found.items():
-        _refuse_misfit(path, name, tensor, own[name], any_base)
-    for name, tensor in found.items():
-        own[name].copy_(tensor)
+    for name, tensor in stored.items():
+        _refuse_misfit(path, name, tensor, targets[name], any_base)
+    for name, tensor in stored.items():
+        targets[name].copy_(tensor)
 
 
 def _refuse_other_spec(path: Path, metadata: Mapping[str, str], here: AdapterSpec) -> None:
@@ -144,13 +144,13 @@ def _refuse_other_spec(path: Path, metadata: Mapping[str, str], here: AdapterSpe
             )
 
 
-def _refuse_misfit(path: Path, name: str, tensor: Tensor, own: Tensor, any_base: bool) -> None:
-    if tensor.shape != own.shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)} in {path}, but {tuple(own.shape)} in the model")
-    if tensor.dtype != own.dtype and not (any_base and tensor.is_floating_point()):
+def _refuse_misfit(path: Path, name: str, tensor: Tensor, target: Tensor, any_base: bool) -> None:
+    if tensor.shape != target.shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)} in {path}, but {tuple(target.shape)} in the model")
+    if tensor.dtype != target.dtype and not (any_base and tensor.is_floating_point()):
         raise ValueError(
-            f"{name} is {tensor.dtype} in {path}, but {own.dtype} in the model; load the base in the type that it was trained in, "
-            "or pass any_base=True to convert"
+            f"{name} is {tensor.dtype} in {path}, but {target.dtype} in the model; load the base in the type that it was trained "
+            "in, or pass any_base=True to convert"
         )
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{name} in {path} holds values that are not finite")
@@ -326,7 +326,7 @@ def factors(kept: Kept, quarantine: Quarantine | None = None) -> tuple[Float[Ten
 
 
 @dataclass(frozen=True)
-class Part:
+class PlacedBranch:
     """Adapters of one logical Linear, on ``rows`` of a module's outputs (``None``: all)."""
 
     site: str
@@ -336,24 +336,24 @@ class Part:
 
 
 @dataclass
-class Place:
+class AdaptedModule:
     """Module of the torch tree with ``width`` outputs, and the adapters on its outputs."""
 
     width: int
     transposed: bool
-    parts: list[Part] = field(default_factory=list)
+    branches: list[PlacedBranch] = field(default_factory=list)
 
     def block(self, full: bool = False) -> tuple[Float[Tensor, "r d_in"], Float[Tensor, "width r"]]:
-        """Return ``A`` and ``B`` of all parts together, without the quarantines unless ``full``."""
-        found = [factors(part.kept, part.quarantine if full else None) for part in self.parts]
-        if self.parts[0].rows is None:
-            return found[0]
-        A = torch.cat([a for a, _ in found])
+        """Return ``A`` and ``B`` of all branches together, without the quarantines unless ``full``."""
+        pairs = [factors(branch.kept, branch.quarantine if full else None) for branch in self.branches]
+        if self.branches[0].rows is None:
+            return pairs[0]
+        A = torch.cat([a for a, _ in pairs])
         B = A.new_zeros(self.width, A.shape[0])
         start = 0
-        for part, (a, b) in zip(self.parts, found):
-            assert part.rows is not None
-            B[part.rows.to(B.device), start : start + a.shape[0]] = b
+        for branch, (a, b) in zip(self.branches, pairs):
+            assert branch.rows is not None
+            B[branch.rows.to(B.device), start : start + a.shape[0]] = b
             start += a.shape[0]
         return A, B
 
@@ -361,29 +361,29 @@ class Place:
 def _torch_model(model: nn.Module) -> nn.Module:
     """Return the model inside a bridge (``original_model``), if that is the one whose class has a row."""
     for name in ("original_model", "inner"):
-        held = getattr(model, name, None)
-        if architecture_of(model) is None and isinstance(held, nn.Module):
-            model = held
+        wrapped = getattr(model, name, None)
+        if architecture_of(model) is None and isinstance(wrapped, nn.Module):
+            model = wrapped
     return model
 
 
-def places(adapters: Adapters) -> dict[str, Place]:
+def places(adapters: Adapters) -> dict[str, AdaptedModule]:
     """Return every adapted module by its path in the Hugging Face (or plain torch) tree, independent of the host."""
     model = _torch_model(adapters.model)
     row = architecture_of(model)
-    found: dict[str, Place] = {}
+    by_path: dict[str, AdaptedModule] = {}
     if row is None:  # the Linears of a torch model without a row are named by their paths
         for path, module in adapters.modules.items():
-            parts = [Part(branch.site, branch.kept, branch.quarantine, rows) for branch, rows in module.branches]
-            found[path] = Place(module.out_features, False, parts)
-        return found
+            branches = [PlacedBranch(branch.site, branch.kept, branch.quarantine, rows) for branch, rows in module.branches]
+            by_path[path] = AdaptedModule(module.out_features, False, branches)
+        return by_path
     for site, branch in adapters.sites.items():
         path, at = _path(row, site)
         width = branch.shape[0] * (at.fused[1] if at.fused else 1)
-        place = found.setdefault(path, Place(width, at.transposed))
+        place = by_path.setdefault(path, AdaptedModule(width, at.transposed))
         rows = fused_rows(at, width, heads(model, "q") if at.fused else 1)
-        place.parts.append(Part(site, branch.kept, branch.quarantine, rows))
-    return found
+        place.branches.append(PlacedBranch(site, branch.kept, branch.quarantine, rows))
+    return by_path
 
 
 def _path(row: Architecture, site: str) -> tuple[str, LinearAt]:
@@ -445,9 +445,9 @@ def export_peft(adapters: Adapters, folder: Path | str, *, which: Which = "deplo
     """
     full = _which(which) == "full"
     _refuse_infinite(adapters, full)
-    found = places(adapters)
+    by_path = places(adapters)
     tensors, ranks = {}, {}
-    for path, place in found.items():
+    for path, place in by_path.items():
         A, B = place.block(full)
         ranks[path] = A.shape[0]
         tensors[f"base_model.model.{path}.lora_A.weight"] = A.cpu().contiguous()
@@ -455,7 +455,7 @@ def export_peft(adapters: Adapters, folder: Path | str, *, which: Which = "deplo
     model = _torch_model(adapters.model)
     with whole_folder(folder, overwrite=overwrite) as partial:
         save_file(tensors, partial / PEFT_TENSORS, metadata={"format": "pt"})
-        config = _peft_config(model, ranks, any(place.transposed for place in found.values()))
+        config = _peft_config(model, ranks, any(place.transposed for place in by_path.values()))
         (partial / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if (written := _names([partial / PEFT_TENSORS])) != tensors.keys():
             raise RuntimeError(f"the written file does not hold the kept adapter's tensors: {sorted(written ^ tensors.keys())}")

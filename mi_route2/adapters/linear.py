@@ -305,9 +305,9 @@ class Branch(nn.Module):
             return False
         if tape is None and isinstance(self.kept, SVDKept):
             return False  # autograd would compute the gradient of the frozen factors too
-        own = (self.hook_kept_a, self.hook_kept, self.hook_quarantine, self.kept, self.quarantine)
+        modules = (self.hook_kept_a, self.hook_kept, self.hook_quarantine, self.kept, self.quarantine)
         penalized = tape is not None and tape.l1 > 0  # what the quarantine alone adds
-        return not penalized and not any(module is not None and watched(module) for module in own)
+        return not penalized and not any(module is not None and watched(module) for module in modules)
 
     def _stacked(self, x: Tensor, y: Tensor, tape: Tape | None) -> Tensor:
         """Return the base's output ``y`` with both adapters added, in its own memory if nobody else can hold it."""
@@ -364,8 +364,8 @@ def refuse_bypass(name: str, base: nn.Module, transposed: bool) -> None:
     weight, bias = base.get_parameter("weight"), base._parameters.get("bias")
     x = torch.linspace(-1, 1, weight.shape[1], device=weight.device).to(weight.dtype)[None]
     with torch.no_grad():
-        y, own = functional.linear(x, weight, bias), base(x)
-    if not torch.allclose(own, y, rtol=0.01, atol=0.01 * float(y.abs().max())):
+        y, actual = functional.linear(x, weight, bias), base(x)
+    if not torch.allclose(actual, y, rtol=0.01, atol=0.01 * float(y.abs().max())):
         raise ValueError(f"{name} computes more than a matmul ({type(base).__name__}), so its weight cannot be merged or folded")
 
 

@@ -136,7 +136,7 @@ def decompose(weight: Float[Tensor, "d_out d_in"], cache_dir: Path | None = None
     """Return the thin SVD of ``weight`` in at least float32, cut to ``rank``; read from ``cache_dir`` if it is cached there.
 
     LAPACK computes the full SVD, unless the weight has at least 1024 rows and columns and ``rank`` is at most an eighth of them.
-    Then ``randomised_svd`` computes it, seeded by the weight's hash so that every machine draws the same sketch, with an ``error``
+    Then ``randomized_svd`` computes it, seeded by the weight's hash so that every machine draws the same sketch, with an ``error``
     and ``residual``; a ``UserWarning`` says if the error is above ``TOLERANCE``. A full SVD in the cache serves any rank. A cache
     file that is damaged or was changed is computed again and replaced. On a terminal, a progress bar appears after three seconds.
 
@@ -185,10 +185,10 @@ def _whole_or_leading(weight: Tensor, cache_dir: Path | None, rank: int | None) 
 
 def _seeded_svd(weight: Tensor, rank: int, key: str) -> SVD:
     generator = torch.Generator().manual_seed(int(key[:15], 16))  # 60 bits: seeds are signed
-    return randomised_svd(weight, rank, generator, oversampling=_OVERSAMPLING, iterations=_ITERATIONS)
+    return randomized_svd(weight, rank, generator, oversampling=_OVERSAMPLING, iterations=_ITERATIONS)
 
 
-def randomised_svd(
+def randomized_svd(
     weight: Float[Tensor, "d_out d_in"],
     rank: int,
     generator: torch.Generator,

@@ -39,13 +39,13 @@ def demand_penalty(l1: float) -> None:
 
 @runtime_checkable
 class Gate(Protocol):
-    """Decides which gradients pass to the factors of one adapter in one forward and backward."""
+    """Filter of the gradients that reach the factors of one adapter in one forward and backward."""
 
     detach: bool
     """True if flagged rollouts or tokens (mask 0) also send no gradient through the adapter to its input."""
 
     def called(self, site: str, point: Hooks) -> None:
-        """Note a call of the site in the forward, after the readers got its input; ``point`` runs the hooks at its mask."""
+        """Record a call of the site in the forward, after the readers got its input; ``point`` runs the hooks at its mask."""
         ...
 
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
@@ -170,26 +170,26 @@ class Tape:
         Raises:
             ValueError: ``t`` has another layout than ``[b, s, d]``, ``[b * s, d]`` or such a row, or than other calls had.
         """
-        found = None
+        packing = None
         if t.shape[:-1] not in ((self.rollouts, self.tokens), (self.rollouts * self.tokens,)):
             if self._packing is None and self.real is not None:
                 self._packing = Packing(self.real.to(t.device))
-            found = self._packing
-            if found is None or t.shape[:-1] not in ((1, found.tokens), (found.tokens,)):
-                packed = "" if found is None else f" (or {found.tokens} real tokens in one row)"
+            packing = self._packing
+            if packing is None or t.shape[:-1] not in ((1, packing.tokens), (packing.tokens,)):
+                packed = "" if packing is None else f" (or {packing.tokens} real tokens in one row)"
                 raise ValueError(
                     f"this tape was made for {self.rollouts} rollouts of {self.tokens} tokens{packed}, but a Linear saw "
                     f"{tuple(t.shape)}; give the tape the layout of the batch that the model runs"
                 )
-        if self._packed not in (None, found is not None):
+        if self._packed not in (None, packing is not None):
             # some tokens that happen to be as many as the real ones would be taken for all of them
             layout = "packed" if self._packed else "padded"
             raise ValueError(
                 f"a Linear saw {tuple(t.shape)}, and others the {layout} layout: leave it out of the patterns of attach if it gets "
                 "some tokens only"
             )
-        self._packed = found is not None
-        return found
+        self._packed = packing is not None
+        return packing
 
     def rows(self, t: Tensor) -> Tensor:
         """Return ``t`` as ``[b, s, d]``, 0 on the padding of a packed batch; ``ValueError`` for any other layout."""
@@ -204,7 +204,7 @@ class Tape:
         return Packed(h.reshape(-1, h.shape[-1]), dy.reshape(-1, dy.shape[-1]), packing, kind)
 
     def saw_forward(self, site: str) -> bool:
-        """Note that ``site`` runs; return True for a call, and False for a replay under gradient checkpointing.
+        """Record a forward of ``site``; return True for a call, and False for a replay under gradient checkpointing.
 
         Raises:
             RuntimeError: A forward after the backward.
@@ -217,7 +217,7 @@ class Tape:
         return True
 
     def saw_backward(self, site: str, what: str, again: bool = False) -> None:
-        """Note that ``site`` reported the gradient of ``what``.
+        """Record that ``site`` reported the gradient of ``what``.
 
         Raises:
             RuntimeError: A call reports twice: ``again`` from the same graph, or from more replays than there were calls.
@@ -284,12 +284,12 @@ def multiply(h: Tensor, factor: Tensor) -> Tensor:
 
 
 def _operands(h: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what ``addmm`` multiplies, ``h`` as rows and ``F^T``."""
+    """Return the operands of ``addmm``: ``h`` as a matrix of rows, and ``F^T`` in its dtype."""
     return h.reshape(-1, h.shape[-1]), factor.to(h.dtype).mT
 
 
 def report(ctx: Any, tape: Tape, site: str, what: str) -> None:
-    """Tell ``tape`` of a gradient; a retained graph (``retain_graph``) would report it again in a second backward."""
+    """Report a gradient to ``tape``, marked as repeated if it comes from a second backward of a retained graph."""
     tape.saw_backward(site, what, again=ctx.reported)
     ctx.reported = True
 
@@ -472,7 +472,7 @@ class L1(torch.autograd.Function):
 
 
 def _ask(gate: Gate, site: str, name: str, leaf: Any, gradient: Tensor) -> None:
-    """Tell ``gate`` of a gradient that this backward adds to a ``.grad``; ``torch.autograd.grad`` only reads and is allowed."""
+    """Pass ``gate`` a gradient that this backward adds to a ``.grad``; ``torch.autograd.grad`` only reads and is allowed."""
     try:
         stored = torch._C._will_engine_execute_node(leaf)  # pyright: ignore[reportAttributeAccessIssue]
     except RuntimeError:  # torch's answer for a leaf under autograd.grad
@@ -520,7 +520,7 @@ def apply_factors(
     onto: Tensor | None = None,
     overwrite: bool = False,
 ) -> Tensor:
-    """Apply the factors ``A`` or ``B`` of both adapters in one matmul, each as ``apply_factor`` would, and add it ``onto`` another."""
+    """Apply the factors ``A`` or ``B`` of both adapters in one matmul, each as ``apply_factor`` would, added ``onto`` a tensor."""
     if torch.is_grad_enabled() and (gates != (None, None) or not all(factor.requires_grad for factor in factors)):
         if tape is not None:
             out = StackedFactors.apply(h, *factors, onto, overwrite, tape, gates, site, name)

@@ -32,10 +32,10 @@ _WRAPPERS = (WRAPPED, "inner", "_checkpoint_wrapped_module", "_orig_mod")
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """Return a hash of the tensors' names, types, shapes and bytes; see ``checksums``."""
-    found = xxhash.xxh3_128()
-    for content in checksums(tensors).values():
-        found.update(content)
-    return found.hexdigest()
+    hasher = xxhash.xxh3_128()
+    for entry in checksums(tensors).values():
+        hasher.update(entry)
+    return hasher.hexdigest()
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
@@ -45,11 +45,11 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     """
     keys = {device: _keys(device) for device in {t.device for t in tensors.values()} if device.type == "cuda"}
     sums = {name: _sums(t, keys[t.device]) for name, t in tensors.items() if t.is_cuda}  # start all before waiting for the first
-    found = {}
+    by_name = {}
     for name, t in tensors.items():
-        content = sums[name].cpu().numpy().tobytes() if name in sums else _content(t)
-        found[name] = f"{name} {t.dtype} {list(t.shape)};".encode() + content
-    return found
+        digest = sums[name].cpu().numpy().tobytes() if name in sums else _data_hash(t)
+        by_name[name] = f"{name} {t.dtype} {list(t.shape)};".encode() + digest
+    return by_name
 
 
 def weights_hash(model: nn.Module, linears: Mapping[str, Slot], *, adapters: bool) -> str:
@@ -62,17 +62,17 @@ def weights_hash(model: nn.Module, linears: Mapping[str, Slot], *, adapters: boo
         linears: all of its logical Linears by name.
         adapters: True to include attached adapters, False for the base only.
     """
-    found, seen = xxhash.xxh3_128(), {}
-    for name, held, part in sorted(named(model, linears, adapters=adapters), key=lambda entry: entry[0]):
-        t = part(whole(held))
-        found.update(f"{name} {t.dtype} {list(t.shape)};".encode())
-        if t is not held or not isinstance(t, nn.Parameter):
-            found.update(_content(t))
+    hasher, seen = xxhash.xxh3_128(), {}
+    for name, tensor, part in sorted(named(model, linears, adapters=adapters), key=lambda entry: entry[0]):
+        t = part(whole(tensor))
+        hasher.update(f"{name} {t.dtype} {list(t.shape)};".encode())
+        if t is not tensor or not isinstance(t, nn.Parameter):
+            hasher.update(_data_hash(t))
             continue
         if id(t) not in seen:  # a tied weight is read once; ids are unique because the model keeps its tensors alive
-            seen[id(t)] = _content(t)
-        found.update(seen[id(t)])
-    return found.hexdigest()
+            seen[id(t)] = _data_hash(t)
+        hasher.update(seen[id(t)])
+    return hasher.hexdigest()
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:
@@ -112,7 +112,7 @@ class Versions:
         return self == Versions(t for t, _ in self._seen)
 
 
-def _content(t: Tensor) -> bytes:
+def _data_hash(t: Tensor) -> bytes:
     return xxhash.xxh3_128_digest(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 

@@ -173,10 +173,10 @@ def _zeros(size: list[int], like: Tensor) -> Tensor:
     if like.device.type != "cpu" or not prod(size):
         return like.new_zeros(size)
     try:
-        held = np.zeros(prod(size) * like.dtype.itemsize, dtype=np.uint8)
+        buffer = np.zeros(prod(size) * like.dtype.itemsize, dtype=np.uint8)
     except MemoryError as error:
         raise RuntimeError(str(error)) from error  # as torch's own allocators do
-    return torch.from_numpy(held).view(like.dtype).view(size)
+    return torch.from_numpy(buffer).view(like.dtype).view(size)
 
 
 class View:
@@ -226,9 +226,9 @@ class View:
         rows, columns = self._index(new.shape[2])
         into[rows[:, None], :, columns] = new.transpose(1, 2)
 
-    def _read(self, held: Tensor) -> Tensor:
-        found = held[self._span, :, : self._length] if self._span is not None else held[self._index(1)[0], :, : self._length]
-        return found.clone(memory_format=torch.contiguous_format) if self._aligned else found
+    def _read(self, stored: Tensor) -> Tensor:
+        values = stored[self._span, :, : self._length] if self._span is not None else stored[self._index(1)[0], :, : self._length]
+        return values.clone(memory_format=torch.contiguous_format) if self._aligned else values
 
     def _index(self, columns: int) -> tuple[Tensor, Tensor]:
         """Return the rows and the positions that each of them writes."""
@@ -253,18 +253,20 @@ class Acts:
             self.starts.append(start)
             self.digests.append(digest)
 
-    def content(self, start: int, stop: int) -> bytes:
+    def fingerprint(self, start: int, stop: int) -> bytes:
         """Return the interventions on positions ``start .. stop - 1`` as bytes; ``b""`` if there were none."""
-        parts: list[bytes] = []
+        fragments: list[bytes] = []
         first = max(bisect_right(self.starts, start) - 1, 0)
         for i in range(first, len(self.starts)):
             if self.starts[i] >= stop:
                 break
             ends = self.starts[i + 1] if i + 1 < len(self.starts) else stop
             if self.digests[i] and ends > start:
-                parts.append(b"s%d:" % (max(self.starts[i], start) - start) + b"%d:" % (min(ends, stop) - start) + self.digests[i])
-        parts += [b"p%d:" % (position - start) + digest for position, digest in self.patches if start <= position < stop]
-        return b"|".join(parts)
+                fragments.append(
+                    b"s%d:" % (max(self.starts[i], start) - start) + b"%d:" % (min(ends, stop) - start) + self.digests[i]
+                )
+        fragments += [b"p%d:" % (position - start) + digest for position, digest in self.patches if start <= position < stop]
+        return b"|".join(fragments)
 
 
 class Prefixes:
@@ -278,16 +280,16 @@ class Prefixes:
     def __init__(self, block: int, budget: int):
         self.block, self.budget = block, budget
         self.bytes = self.hits = self.misses = 0
-        self._held: dict[str, OrderedDict[bytes, Saved]] = {}
+        self._by_salt: dict[str, OrderedDict[bytes, Saved]] = {}
         self._sizes: Counter[str] = Counter()
         """Blocks of each salt, and their bytes."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._held.values()))
+        return sum(map(len, self._by_salt.values()))
 
     def blocks(self) -> list[Saved]:
         """Return all cached blocks."""
-        return [block for held in self._held.values() for block in held.values()]
+        return [block for blocks in self._by_salt.values() for block in blocks.values()]
 
     def extend(
         self, keys: list[bytes], salt: bytes, tokens: Sequence[int], acts: Acts, blocks: int, prompt: int | None = None
@@ -301,42 +303,42 @@ class Prefixes:
             start, stop = i * self.block, (i + 1) * self.block
             data = hashlib.sha256(keys[-1] if keys else salt)
             data.update(array("q", tokens[start:stop]).tobytes())
-            data.update(acts.content(start, stop))
+            data.update(acts.fingerprint(start, stop))
             if prompt is not None:
                 data.update(b"%d" % max(min(prompt - start, self.block), 0))
             keys.append(data.digest())
 
     def find(self, keys: Sequence[bytes], salt: str) -> list[Saved]:
         """Return the salt's longest cached chain of blocks from the first."""
-        held = self._held.get(salt, OrderedDict())
-        count = next((i for i, key in enumerate(keys) if key not in held), len(keys))
+        blocks = self._by_salt.get(salt, OrderedDict())
+        count = next((i for i, key in enumerate(keys) if key not in blocks), len(keys))
         for key in reversed(keys[:count]):
-            held.move_to_end(key)
+            blocks.move_to_end(key)
         self.hits += count
         self.misses += len(keys) - count
-        return [held[key] for key in keys[:count]]
+        return [blocks[key] for key in keys[:count]]
 
     def keep(self, keys: Sequence[bytes], salt: str, copy: Callable[[int], Saved]) -> None:
         """Store the chain of blocks named by ``keys``, as far as it fits; ``copy(i)`` is called for blocks that are not cached."""
         for i in reversed(range(len(keys))):
-            if (held := self._held.get(salt)) is not None and keys[i] in held:
-                held.move_to_end(keys[i])
+            if (blocks := self._by_salt.get(salt)) is not None and keys[i] in blocks:
+                blocks.move_to_end(keys[i])
                 continue
             block = copy(i)
-            self._held.setdefault(salt, OrderedDict())[keys[i]] = block
+            self._by_salt.setdefault(salt, OrderedDict())[keys[i]] = block
             self._sizes[salt] += block.data.nbytes
             self.bytes += block.data.nbytes
             while self.bytes > self.budget:
                 self._evict(max(self._sizes, key=self._sizes.__getitem__))
 
     def _evict(self, salt: str) -> None:
-        nbytes = self._held[salt].popitem(last=False)[1].data.nbytes
+        nbytes = self._by_salt[salt].popitem(last=False)[1].data.nbytes
         self._sizes[salt] -= nbytes
         self.bytes -= nbytes
-        if not self._held[salt]:
-            del self._held[salt], self._sizes[salt]
+        if not self._by_salt[salt]:
+            del self._by_salt[salt], self._sizes[salt]
 
     def clear(self) -> None:
-        self._held.clear()
+        self._by_salt.clear()
         self._sizes.clear()
         self.bytes = 0

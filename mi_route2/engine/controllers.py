@@ -1,4 +1,4 @@
-"""Controllers that change steering between steps: actions, queues, the ledger, and a ready-made probe policy."""
+"""Controllers that change steering between steps: actions, queues, the ledger, and a ready-made probe controller."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from torch import Tensor
 from mi_route2.checks import checked
 from mi_route2.sites import Site
 from mi_route2.steering.specs import GLOBAL, Monitor, Number, Steer, Vector, VectorLike, score
-from mi_route2.steering.state import Held, Reading, SteeringState
+from mi_route2.steering.state import NamedConfig, Reading, SteeringState
 from mi_route2.steering.table import demand_fit
 
 
@@ -133,7 +133,7 @@ def apply_all(state: SteeringState, actions: Iterable[object], source: str = "")
     override that is rejected on the request's own vectors. So both fail closed: a rejected ``SetMonitor`` or ``Override`` of a
     request restores the row and scale that it had before this call, and a later override or scale of that request is rejected.
     """
-    before: dict[int, tuple[Held | None, float]] = {}
+    before: dict[int, tuple[NamedConfig | None, float]] = {}
     closed: dict[int, str] = {}
     outcomes: list[Outcome] = []
     for action in actions:
@@ -226,12 +226,12 @@ class RequestView:
 class StepView:
     """All requests that ran in one step.
 
-    ``living`` are the numbers of all requests in the engine now, those that wait or are preempted included; ``None`` if unknown.
+    ``unfinished`` are the numbers of all requests in the engine now, waiting and preempted ones included; ``None`` if unknown.
     """
 
     step: int
     requests: tuple[RequestView, ...] = ()
-    living: Collection[int] | None = None
+    unfinished: Collection[int] | None = None
 
 
 @runtime_checkable
@@ -277,10 +277,10 @@ class AsyncController:
     def drain(self) -> list[tuple[Action, ...]]:
         """Remove and return all queued actions, in order."""
         with self._lock:
-            found = list(self._queue)
+            queued = list(self._queue)
             self._queue.clear()
             self._waiting = 0
-            return found
+            return queued
 
     def lost(self) -> int:
         """Return the number of actions dropped since the last call."""
@@ -318,7 +318,7 @@ class Controllers:
 
         Sites for which ``shape`` raises are left out and recorded in the ledger with the reason.
         """
-        found: set[Site] = set()
+        wanted: set[Site] = set()
         for controller in self.sync:
             try:
                 sites = tuple(getattr(controller, "wants", ()))
@@ -328,14 +328,14 @@ class Controllers:
             for site in sites:
                 try:
                     shape(site)
-                    found.add(site)
+                    wanted.add(site)
                 except Exception as error:  # as in after_step
                     self.ledger.note(controller.name, "failed", f"it wants {site!s:.60}: {error}", self.step)
-        return frozenset(found)
+        return frozenset(wanted)
 
-    def policies(self, monitors: Collection[str]) -> list[str]:
-        """Return the names of the policies that set the scale and the row of a request with ``monitors``."""
-        return [one.name for one in self.sync if isinstance(one, ProbePolicy) and one.steers(monitors)]
+    def probe_controllers(self, monitors: Collection[str]) -> list[str]:
+        """Return the names of the probe controllers that set the scale and the row of a request with ``monitors``."""
+        return [one.name for one in self.sync if isinstance(one, ProbeController) and one.steers(monitors)]
 
     def before_step(self, state: SteeringState) -> list[Outcome]:
         """Apply the queued actions."""
@@ -361,9 +361,9 @@ class Controllers:
             except Exception as error:  # a controller is the user's code, whose errors must not end requests
                 self.ledger.note(controller.name, "failed", f"{type(error).__name__}: {error}", view.step)
                 continue
-            found = apply_all(state, actions, controller.name)
-            self.ledger.record(found, view.step)
-            outcomes += found
+            controller_outcomes = apply_all(state, actions, controller.name)
+            self.ledger.record(controller_outcomes, view.step)
+            outcomes += controller_outcomes
         self._times.append(time.perf_counter() - start)
         return outcomes
 
@@ -402,7 +402,7 @@ STEP, UNREAD = 0.05, 16
 
 
 class Decision(NamedTuple):
-    """One decision of the policy: ``score`` is smoothed, ``gain`` is the one applied if the request is engaged."""
+    """One decision of a probe controller: ``score`` is smoothed, ``gain`` is the one applied if the request is engaged."""
 
     step: int
     request: int
@@ -413,7 +413,7 @@ class Decision(NamedTuple):
 
 @dataclass
 class Follow:
-    """The policy's state of one request."""
+    """A probe controller's state of one request."""
 
     score: float
     engaged: bool = False
@@ -423,7 +423,7 @@ class Follow:
 
 
 @checked
-class ProbePolicy:
+class ProbeController:
     """Route requests to a held configuration while a smoothed probe score is high, with hysteresis.
 
         s_0 = score_0,   s_t = (1 - smoothing) * s_{t-1} + smoothing * score_t
@@ -464,7 +464,7 @@ class ProbePolicy:
         keep: int = 4096,
     ):
         if (monitor is None) == (site is None) or (site is None) != (probe is None):
-            raise ValueError("the policy reads a monitor, or a probe at a site: give monitor, or site and probe")
+            raise ValueError("a probe controller reads a monitor, or a probe at a site: give monitor, or site and probe")
         if not (math.isfinite(threshold) and math.isfinite(hysteresis) and hysteresis >= 0 and math.isfinite(gain) and gain >= 0):
             raise ValueError("threshold, hysteresis and gain must be finite, and hysteresis and gain not negative")
         if proportional and hysteresis == 0:
@@ -478,7 +478,7 @@ class ProbePolicy:
         self._site, self._generated = site, generated
         self._probe = None if probe is None else Vector(probe)
         if self._probe is not None and self._probe.values is None:
-            raise ValueError(f"the policy's probe is the name {self._probe.name!r}: give its numbers")
+            raise ValueError(f"the controller's probe is the name {self._probe.name!r}: give its numbers")
         self._shape: tuple[int, ...] | None = None
         """The shape of the site's value with which the probe was compared."""
         self.follows: dict[int, Follow] = {}
@@ -497,8 +497,8 @@ class ProbePolicy:
                 follow.unread += 1
                 if follow.unread > UNREAD and self.follows.pop(request.request).engaged and self.gain:
                     actions += (ClearOverride(request.request), SetScale(1.0, request.request))
-        if view.living is not None:
-            for number in [number for number in self.follows if number not in view.living]:
+        if view.unfinished is not None:
+            for number in [number for number in self.follows if number not in view.unfinished]:
                 del self.follows[number]
         return actions
 
@@ -508,7 +508,7 @@ class ProbePolicy:
             demand_fit(shape(self._site), self._site, self._probe, f"the probe of {self.name!r}")
 
     def steers(self, monitors: Collection[str]) -> bool:
-        """Return whether the policy acts on a request with ``monitors`` (names as in readings); one with a site acts on all."""
+        """Return whether the controller acts on a request with ``monitors`` (names as in readings); one with a site acts on all."""
         return self.gain > 0 and (not self._readings or any(name in monitors for name in self._readings))
 
     def _score(self, request: RequestView) -> float | None:

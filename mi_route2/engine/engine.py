@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from mi_route2.checks import checked
 from mi_route2.engine.cache import Prefixes, Slots
-from mi_route2.engine.controllers import Controllers, ProbePolicy, RequestView, StepView
+from mi_route2.engine.controllers import Controllers, ProbeController, RequestView, StepView
 from mi_route2.engine.forward import Ran, Runner, failure
 from mi_route2.engine.interrupts import unbroken
 from mi_route2.engine.request import EngineRequest, Event, Finish, Request, Result, Token, refuse
@@ -52,7 +52,7 @@ from mi_route2.steering.state import SteeringState
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait as the engine lets wait."""
+    """Error for a request beyond the maximum number of waiting requests."""
 
 
 @checked
@@ -157,7 +157,7 @@ class Engine:
             patch_slots=patch_slots,
             slot_bytes=slot_bytes,
             exact=exact,
-            rivals=self._policies,
+            rivals=self._rivals,
         )
         self.controllers = Controllers() if controllers is None else controllers
         if any(isinstance(one, RuleBook) for one in self.controllers.sync):
@@ -166,18 +166,18 @@ class Engine:
         for one in (*self.controllers.sync, *self.controllers.queues):
             if one.name == book.name:
                 raise ValueError(f"a controller is called {book.name!r}, which is the name of the engine's own: call it otherwise")
-            if isinstance(one, ProbePolicy):
+            if isinstance(one, ProbeController):
                 one.demand_fit(model.shape)
                 one.follows.clear()  # requests of another engine that had it before have the same numbers
         self.controllers.sync.insert(0, book)
         self.queue, self.paused = queue, False
         self.events: list[Event] = []
         self._shares: defaultdict[int, Shares] = defaultdict(Shares)
-        """By priority, because what waits or runs at one of them costs nobody a turn at another."""
+        """Fair queues by priority: a request at one priority costs no owner a turn at another."""
         self._moved: set[tuple[int, str]] = set()
         """Priorities and owners of requests that have left without having run."""
         self._refit = False
-        """Whether the model changed, and what acts on all requests or is held was not compared with it."""
+        """True if the model changed and the steering of all requests and of held configurations was not checked against it."""
         self._kept = False
         self._late: list[EngineRequest] = []
         """Requests that came while the engine is paused."""
@@ -293,7 +293,7 @@ class Engine:
         if self.paused:
             raise RuntimeError("the engine is paused, so that no request would run: call resume() before")
         most: dict[int, int] = {}
-        found: dict[int, Result] = {}
+        results: dict[int, Result] = {}
         others: list[Result] = []
         untold: list[Event] = []
         owners = set(self._owners)
@@ -303,7 +303,7 @@ class Engine:
                     most[self.submit(request)] = request.sampling.max_new
                     let_through()
                 with tqdm(total=sum(most.values()), unit="token", delay=3, leave=False, disable=None if progress else True) as bar:
-                    while len(found) < len(most):
+                    while len(results) < len(most):
                         if not self.busy:
                             raise RuntimeError(
                                 "the engine was paused while these requests ran: call resume() and submit them again"
@@ -313,7 +313,7 @@ class Engine:
                         untold += [event for event in self.events if event.request not in most]
                         ended = {one.request: one for one in done if one.request in most}
                         others += [one for one in done if one.request not in most]
-                        found |= ended
+                        results |= ended
                         # a request that stopped early counts as complete
                         bar.update(self.tokens - before + sum(most[number] - len(one.tokens) for number, one in ended.items()))
                         let_through()
@@ -322,7 +322,7 @@ class Engine:
                 raise
             finally:
                 self._done, self._untold = others + self._done, untold + self._untold
-        return [found[number] for number in most]
+        return [results[number] for number in most]
 
     @torch.no_grad()
     def step(self) -> list[Result]:
@@ -411,7 +411,7 @@ class Engine:
             raise ran.interrupt
 
     def _move_up(self) -> None:
-        """Give waiting requests the turns of those of their owner that have left without having run."""
+        """Move waiting requests up to the turns of requests of the same owner that left without having run."""
         moved = {number: turn for priority, owner in self._moved for number, turn in self._shares[priority].turns(owner).items()}
         self._moved.clear()
         for number, turn in moved.items():
@@ -481,7 +481,7 @@ class Engine:
 
     @unbroken()
     def resume(self) -> None:
-        """Go on after ``pause``. If the model has changed, whatever depended on it is dropped.
+        """Resume after ``pause``. If the model has changed, everything that depends on it is dropped.
 
         Requests that were kept then compute their keys and values, captures and readings anew, from the tokens that they have. One
         that writes a run or patches from one ends with an error, because these belong to the model before.
@@ -525,21 +525,21 @@ class Engine:
             self.prefixes.clear()
             self.decoder.forget()
             self._runner.forget()
-            self._steering.found(self.decoder.adapters())
+            self._steering.set_adapter_sites(self.decoder.adapters())
             self._refit = True
 
     def _withdraw(self, requests: Iterable[int], owners: Set[str]) -> None:
         """Remove requests as if they had never been submitted; ``owners`` are those that had other requests before."""
-        gone = set(requests)
-        for number in gone & self._sequences.keys():
+        withdrawn = set(requests)
+        for number in withdrawn & self._sequences.keys():
             one = self._sequences[number]
             new = {one.request.owner} - owners
             self._owners.update(new)  # so that what the owner held before does not end with this request
             self._end(one, "error", "withdrawn")  # its unfinished run is not kept
             self._owners.subtract(new)
         self._owners = +self._owners
-        self._residents.rules.withdraw(gone)
-        self._done = [one for one in self._done if one.request not in gone]
+        self._residents.rules.withdraw(withdrawn)
+        self._done = [one for one in self._done if one.request not in withdrawn]
 
     def _find(self, request: int) -> EngineRequest:
         if isinstance(request, bool) or not isinstance(request, int | np.integer) or request not in self._sequences:
@@ -576,9 +576,9 @@ class Engine:
         named = self._steering.vectors
         steering = request.steering and request.steering.resolved(looker(named))
         asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
-        if len(policies := self._policies(steering or Steering())) > 1:
+        if len(rivals := self._rivals(steering or Steering())) > 1:
             raise ValueError(
-                f"the policies {policies[0]!r} and {policies[1]!r} would both set the scale and the row of this request: give each "
+                f"the controllers {rivals[0]!r} and {rivals[1]!r} would both set the scale and the row of this request: give each "
                 "a monitor of its own"
             )
         if asked.rules or asked.conversation is not None:
@@ -604,24 +604,24 @@ class Engine:
         return None
 
     def _refuse_second_hand(self, name: str, request: int | None) -> None:
-        """Raise ``ValueError`` if a monitor of this name would set a policy on a request beside its rules or another policy."""
-        if len(self.controllers.policies({name})) == len(self.controllers.policies(())):
-            return  # no policy reads it
-        rules, found = self._residents.rules, self._sequences
-        for one in found.values() if request is None else [found[request]] if request in found else []:
+        """Raise ``ValueError`` if a monitor of this name would set a probe controller on a request beside rules or another one."""
+        if len(self.controllers.probe_controllers({name})) == len(self.controllers.probe_controllers(())):
+            return  # no probe controller reads it
+        rules, sequences = self._residents.rules, self._sequences
+        for one in sequences.values() if request is None else [sequences[request]] if request in sequences else []:
             asked = one.request
-            own = {*(monitor.name for monitor in (asked.steering or Steering()).monitors), *self._steering.watching(one.id)}
-            policies = self.controllers.policies({name, *own, *self._steering.monitors})
+            names = {*(monitor.name for monitor in (asked.steering or Steering()).monitors), *self._steering.watching(one.id)}
+            rivals = self.controllers.probe_controllers({name, *names, *self._steering.monitors})
             told = asked.rules, asked.steering, asked.conversation, one.named
-            if len(policies) > 1 or rules.switches(self._steering, one.id, *told):
+            if len(rivals) > 1 or rules.switches(self._steering, one.id, *told):
                 raise ValueError(
-                    f"the policy {policies[0]!r} would read this monitor on request {one.id}, whose scale and row a rule or "
-                    "another policy sets: set it on other requests, or when this one has ended"
+                    f"the controller {rivals[0]!r} would read this monitor on request {one.id}, whose scale and row a rule or "
+                    "another controller sets: set it on other requests, or when this one has ended"
                 )
 
-    def _policies(self, steering: Steering) -> list[str]:
-        """Return the names of the policies that set the scale and the row of a request with this steering."""
-        return self.controllers.policies({*(monitor.name for monitor in steering.monitors), *self._steering.monitors})
+    def _rivals(self, steering: Steering) -> list[str]:
+        """Return the names of the probe controllers that set the scale and the row of a request with this steering."""
+        return self.controllers.probe_controllers({*(monitor.name for monitor in steering.monitors), *self._steering.monitors})
 
     def _refuse_runs(self, request: Request, store: RunStore | None) -> None:
         """Raise if a run cannot be read by this model or cannot be written."""

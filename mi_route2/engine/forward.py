@@ -38,8 +38,8 @@ class Work:
     def take(self, h: Tensor) -> list[tuple[Sink, Tensor]]:
         """Return copies of the captured values with their sinks."""
         places = [place for _, some in self.captures for place in some]
-        found = h[_index(places, 0, h), _index(places, 1, h)]
-        return list(zip((sink for sink, _ in self.captures), found.split([len(some) for _, some in self.captures]), strict=True))
+        values = h[_index(places, 0, h), _index(places, 1, h)]
+        return list(zip((sink for sink, _ in self.captures), values.split([len(some) for _, some in self.captures]), strict=True))
 
     def put(self, h: Tensor) -> Tensor:
         """Return ``h`` with the patches applied; other tokens are unchanged."""
@@ -125,7 +125,7 @@ class Forward:
         self._prepared[wanted] = hooks
 
     def forget(self) -> None:
-        """Drop what was prepared for the model's modules, after a change of the model."""
+        """Drop all state that belongs to the model's modules, after a change of the model."""
         self._prepared.clear()
 
     def _edit(self, site: Site) -> Edit:
@@ -145,7 +145,7 @@ class Forward:
 
 
 class _ClosedError(Exception):
-    """Exits the hooks' context."""
+    """Exception that leaves the hooks' context early."""
 
 
 Group = list[tuple[EngineRequest, int, int]]
@@ -213,8 +213,8 @@ class Runner:
                 _watch(work.setdefault(site, Work()), site, group, ran.seen)
             ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == sequence.known]
             try:
-                found, read = self._one(group, work)
-                due = found if len(ends) == len(group) else found[ends] if ends else None
+                group_logits, read = self._one(group, work)
+                due = group_logits if len(ends) == len(group) else group_logits[ends] if ends else None
             except Exception as error:  # isolated: out of memory, a hook that did not fire, or any error of the model
                 if len(group) == 1:
                     ran.failed[group[0][0]] = failure("a forward of this request", error)
@@ -303,7 +303,7 @@ class Runner:
             for column, placed in firing(one.patches, start, count) if one.patches else ():
                 work.setdefault(placed.site, Work()).patches.append((row, column, placed))
             for number, capture in enumerate(one.request.capture):
-                columns = capture.where.rows(one.tokens[start : start + count], start, one.prompt)
+                columns = capture.selection.rows(one.tokens[start : start + count], start, one.prompt)
                 if columns:
                     sink = partial(one.keep, number, [start + column for column in columns])
                     work.setdefault(capture.site, Work()).captures.append((sink, [(row, column) for column in columns]))

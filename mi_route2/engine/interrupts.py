@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Holding:
-    """Handler of SIGINT that notes the first one for ``let_through``, and calls the usual handler for a second one."""
+    """Handler of SIGINT that keeps the first signal for ``let_through``, and calls the usual handler for a second one."""
 
     def __init__(self, usual: Callable[[int, FrameType | None], Any]):
         self._usual = usual

@@ -17,7 +17,7 @@ from mi_route2.engine.rules import Rule
 from mi_route2.engine.sampling import Sampling, TokenIds
 from mi_route2.engine.text import Growing
 from mi_route2.patching.patches import Patch, Resolved
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.runs.writer import Writer
 from mi_route2.sites import Site
 from mi_route2.steering.plan import Reading
@@ -29,10 +29,12 @@ Finish = Literal["length", "stop", "cancelled", "error"]
 
 @validated
 class Capture:
-    """Keep the activations of ``site`` at the positions selected by ``where``, before any patch or steering at that site."""
+    """Keep the activations of ``site`` at the positions of ``selection``, before any patch or steering at that site."""
 
     site: At
-    where: Annotated[Where, Field(description="a Where, as Where('prompt')")] = field(default_factory=Where)
+    selection: Annotated[TokenSelection, Field(description="a TokenSelection, as TokenSelection('prompt')")] = field(
+        default_factory=TokenSelection
+    )
 
 
 @validated
@@ -88,7 +90,7 @@ class Token(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Outcome of one step for one request: the new token, if any, and what was read at each position that was computed."""
+    """Outcome of one step for one request: the new token, if any, and the readings at each computed position."""
 
     request: int
     token: Token | None
@@ -202,7 +204,7 @@ class EngineRequest:
         """Return the first position of the prompt that must be computed, or the prompt's length if there is none."""
         if self.request.readings or self.request.norms:
             return 0
-        first = [capture.where.rows(self.request.prompt, 0, self.prompt)[:1] for capture in self.request.capture]
+        first = [capture.selection.rows(self.request.prompt, 0, self.prompt)[:1] for capture in self.request.capture]
         return min((row for rows in first for row in rows), default=self.prompt)
 
     def keep(self, number: int, positions: list[int], rows: Tensor) -> None:
@@ -270,9 +272,9 @@ class EngineRequest:
         """Return the captures and patches at positions that were never computed."""
         missed = [f"patch at {one.site}, position {one.position}" for one in self.patches if one.position >= self.computed]
         for number, capture in enumerate(self.request.capture):
-            if capture.where.positions is None and number not in self.kept:
+            if capture.selection.positions is None and number not in self.kept:
                 missed.append(f"capture at {capture.site}, of which no token came")
-            missed += [f"capture at {capture.site}, position {position}" for position in capture.where.missing(self.computed)]
+            missed += [f"capture at {capture.site}, position {position}" for position in capture.selection.missing(self.computed)]
         return missed
 
 
@@ -303,5 +305,5 @@ def _refuse_captures(captures: tuple[Capture, ...], reach: int) -> None:
     if twice := [site for site in sites if sites.count(site) > 1]:
         raise ValueError(f"two captures name {twice[0]}: give one capture per site, with all its positions")
     for capture in captures:
-        if missing := capture.where.missing(reach):
+        if missing := capture.selection.missing(reach):
             raise ValueError(f"the capture at {capture.site} names position {missing[0]}, but this request computes 0..{reach - 1}")

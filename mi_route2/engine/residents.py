@@ -53,7 +53,7 @@ class Residents:
         self._rows: dict[int, EngineRequest] = {}
         self._reserved = 0
         self._tight = False
-        """Whether a request waits for bytes of keys and values in this turn."""
+        """True if a request waits for bytes of keys and values in this turn."""
         self._patches: Counter[Site] = Counter()
 
     @property
@@ -78,9 +78,9 @@ class Residents:
             self._tight = self.steering.rows.closed = False
 
     def admit(self, one: EngineRequest) -> Answer:
-        """Meet all of a request's demands (``run``) or none.
+        """Reserve everything that a request needs (``run``), or nothing.
 
-        They cannot be met before another request gives memory back (``full``), now (``wait``) or ever (``drop``).
+        Nothing is reserved until another request frees memory (``full``), yet (``wait``), or ever (``drop``).
         """
         cost = self.slots.cost(one.reach)
         if self._tight or (self.slot_bytes is not None and self._reserved + cost > self.slot_bytes):
@@ -92,8 +92,8 @@ class Residents:
             if not (self._steered(one) if one.admitted else self._reserve(one)):
                 return "wait"
             one.admitted = True
-            found = [] if one.computed else self._reused(one)
-            one.row = self._new_row(max(1, one.computed, len(found) * self.prefixes.block))
+            reused = [] if one.computed else self._reused(one)
+            one.row = self._new_row(max(1, one.computed, len(reused) * self.prefixes.block))
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             if not one.result.preemptions:
                 self.rules.withdraw({one.id})  # it never ran, so it brings nothing about in its conversation
@@ -104,7 +104,7 @@ class Residents:
         if one.saved is not None:
             self.slots.load(one.row, one.saved)
             one.saved = None
-        for i, block in enumerate(found):
+        for i, block in enumerate(reused):
             self.slots.load(one.row, block, i * self.prefixes.block)
             one.computed = one.result.cached = (i + 1) * self.prefixes.block
             one.published = i + 1
@@ -122,7 +122,7 @@ class Residents:
         )
 
     def fit(self, pieces: Iterable[tuple[EngineRequest, int]]) -> list[tuple[EngineRequest, int]]:
-        """Give each request a row that is long enough for its piece; return the pieces without those that get none."""
+        """Move each request to a row that is long enough for its piece; return the pieces whose requests have one."""
         fitting = []
         for one, count in pieces:
             if one.computed + count > self.slots.capacity(one.row):
@@ -175,9 +175,9 @@ class Residents:
                 continue  # no intervention acts or has acted, or those recorded at a generated token are unchanged
             start = one.computed
             if start < one.prompt:
-                one.acts.steered(start, b"" if idle else self.steering.content(one.id, decode=False))
+                one.acts.steered(start, b"" if idle else self.steering.fingerprint(one.id, decode=False))
             if start + count > one.prompt:
-                one.acts.steered(max(start, one.prompt), b"" if idle else self.steering.content(one.id, decode=True))
+                one.acts.steered(max(start, one.prompt), b"" if idle else self.steering.fingerprint(one.id, decode=True))
                 one.noted = changes
 
     def publish(self, one: EngineRequest) -> None:
@@ -233,7 +233,7 @@ class Residents:
     def _open(self, one: EngineRequest, store: RunStore) -> None:
         assert one.request.run is not None
         changed = {patch.site for patch in one.patches}
-        if self.steering.content(one.id, decode=False):
+        if self.steering.fingerprint(one.id, decode=False):
             changed |= self.steering.sites()
         final = Site(self.decoder.layers - 1, "resid_post")
         meta = {BEHIND: True} if any(site.layer is None or site == final for site in changed) else None
@@ -257,11 +257,11 @@ class Residents:
         blocks = min((one.prompt - 1) // size, one.lowest_capture() // size)
         if not self._caching or blocks < 1:
             return []
-        one.acts.steered(0, self.steering.content(one.id, decode=False))
+        one.acts.steered(0, self.steering.fingerprint(one.id, decode=False))
         self._name(one, blocks)
-        found = self.prefixes.find(one.keys, one.request.salt)
-        del one.keys[len(found) :]  # later keys are computed once the interventions at their positions are known
-        return found
+        cached = self.prefixes.find(one.keys, one.request.salt)
+        del one.keys[len(cached) :]  # later keys are computed once the interventions at their positions are known
+        return cached
 
     def _new_row(self, length: int) -> int:
         try:

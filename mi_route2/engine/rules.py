@@ -84,17 +84,17 @@ class Rule:
         """The names of the vectors that the rule adds."""
         return tuple(vector.name for entry in self.add if (vector := Vector(entry.vector)).values is None)
 
-    def content(self) -> bytes:
+    def fingerprint(self) -> bytes:
         """Return a digest that identifies the rule: by numbers if vectors are given as such, by names if they are named."""
         vectors = [*(entry.vector for entry in self.add), *([] if self.when is None else [self.when.vector])]
-        found = hashlib.sha256(repr((self.scope, self.attenuate)).encode())
+        hasher = hashlib.sha256(repr((self.scope, self.attenuate)).encode())
         for entry in self.add:
-            found.update(f"add {entry.site} {entry.scale!r} ".encode())
+            hasher.update(f"add {entry.site} {entry.scale!r} ".encode())
         if self.when is not None:
-            found.update(f"when {self.when.site} {self.when.threshold!r} {self.when.sharpness!r} ".encode())
+            hasher.update(f"when {self.when.site} {self.when.threshold!r} {self.when.sharpness!r} ".encode())
         for vector in map(Vector, vectors):
-            found.update((vector.digest or vector.name.encode()) + b";")
-        return found.digest()
+            hasher.update((vector.digest or vector.name.encode()) + b";")
+        return hasher.digest()
 
 
 def parse_rules(data: object) -> tuple[Rule, ...]:
@@ -106,15 +106,15 @@ def parse_rules(data: object) -> tuple[Rule, ...]:
     if not isinstance(data, Sequence) or isinstance(data, str | bytes):
         raise ValueError("steering rules are a list of objects with when, scope and apply")
     _refuse_many(data)
-    found = []
+    rules = []
     for number, one in enumerate(data):
         try:
-            found.append(_rule(one))
+            rules.append(_rule(one))
         except (ValueError, KeyError, TypeError) as error:
             reason = error.args[0] if isinstance(error, KeyError) and error.args else error
             raise ValueError(f"steering rule {number}: {reason}") from error
-    refuse_rules(found)
-    return tuple(found)
+    refuse_rules(rules)
+    return tuple(rules)
 
 
 def _refuse_many(rules: Sequence[object]) -> None:
@@ -224,7 +224,7 @@ class RuleBook:
     Args:
         conversations: how many conversations may have rules for their rest; then the least recently used one of the owner that has
             most of them is forgotten.
-        rivals: names of the policies that set the scale and the row of a request with this steering.
+        rivals: names of the probe controllers that set the scale and the row of a request with this steering.
     """
 
     def __init__(self, conversations: int = CONVERSATIONS, rivals: Callable[[Steering], Sequence[str]] = lambda _: ()):
@@ -253,7 +253,7 @@ class RuleBook:
         ``vectors`` are those that names in the rules stood for when the request came (``None``: those of now).
 
         Raises the errors of ``state.admit``, and ``ValueError`` for conversation rules without a conversation, more than ``RULES``
-        of them in one, or rules beside a policy that sets the same scale; nothing is stored then.
+        of them in one, or rules beside a probe controller that sets the same scale; nothing is stored then.
         """
         run = self._runs.get(request)
         if run is None:
@@ -315,8 +315,8 @@ class RuleBook:
         run = self._run(state, rules, spec, owner, conversation, vectors)
         if run.switches and (rivals := self._rivals(spec)):
             raise ValueError(
-                f"the policy {rivals[0]!r} and the rules that hold here would both set the scale and the row of this request: give "
-                "it one of them"
+                f"the controller {rivals[0]!r} and the rules that hold here would both set the scale and the row of this request: "
+                "give it one of them"
             )
         return run
 
@@ -335,41 +335,43 @@ class RuleBook:
                 "a rule for the rest of the conversation needs a conversation: give the request its field conversation "
                 "(conversation_id over HTTP)"
             )
-        contents, named = [rule.content() for rule in rules], {**state.vectors, **(vectors or {})}
+        fingerprints, named = [rule.fingerprint() for rule in rules], {**state.vectors, **(vectors or {})}
         # a rule that holds with newer vectors than those that its names stood for when this request came is not this request's
         newer = {name for name in vectors or {} if name in state.vectors and named[name].digest != state.vectors[name].digest}
         latched = [
-            rule for rule in self._holding(state, conversation) if rule.content() not in contents or newer.isdisjoint(rule.names)
+            rule
+            for rule in self._holding(state, conversation)
+            if rule.fingerprint() not in fingerprints or newer.isdisjoint(rule.names)
         ]
-        known = {rule.content() for rule in latched}
+        known = {rule.fingerprint() for rule in latched}
         # a rule that already holds is not added again, and one for the rest of the conversation that is given twice is one rule
         rules = [
             rule
             for i, rule in enumerate(rules)
-            if contents[i] not in known and not (rule.scope == LASTING and contents[i] in contents[:i])
+            if fingerprints[i] not in known and not (rule.scope == LASTING and fingerprints[i] in fingerprints[:i])
         ]
         self._refuse_full(conversation, known, rules)
         look = looker(named)
         digests = {name: named[name].digest for rule in rules for name in rule.names if name in named}
-        own_adds = [tuple(entry.resolved(look) for entry in rule.add) for rule in rules]
+        resolved_adds = [tuple(entry.resolved(look) for entry in rule.add) for rule in rules]
         monitors = tuple(rule.monitor(_name(i)) for i, rule in enumerate(rules) if rule.when is not None)
         throughout = [*latched, *(rule for rule in rules if rule.when is None)]
-        held = tuple(entry for rule in latched for entry in rule.add)
-        added = held + tuple(entry for rule, adds in zip(rules, own_adds) if rule.when is None for entry in adds)
-        own = replace(spec, decode=(*spec.decode, *added), monitors=(*spec.monitors, *monitors))
+        latched_adds = tuple(entry for rule in latched for entry in rule.add)
+        added = latched_adds + tuple(entry for rule, adds in zip(rules, resolved_adds) if rule.when is None for entry in adds)
+        steering = replace(spec, decode=(*spec.decode, *added), monitors=(*spec.monitors, *monitors))
         switched = [i for i, rule in enumerate(rules) if is_switched(rule)]
         configs = {}
         for count in range(1, len(switched) + 1):
             for some in combinations(switched, count):
-                entries = tuple(entry for i in some for entry in own_adds[i])
-                configs[_config(some)] = replace(own.rows, decode=(*own.decode, *entries))
+                entries = tuple(entry for i in some for entry in resolved_adds[i])
+                configs[_config(some)] = replace(steering.rows, decode=(*steering.decode, *entries))
         base = math.prod((rule.attenuate for rule in throughout if rule.attenuate is not None), start=1.0)
-        return Run(own, configs, rules, conversation, owner, base, digests)
+        return Run(steering, configs, rules, conversation, owner, base, digests)
 
     def _refuse_full(self, conversation: str | None, known: Set[bytes], rules: Sequence[Rule]) -> None:
         """Raise ``ValueError`` if more than ``RULES`` rules may come to hold in the conversation."""
         running = [rule for run in self._runs.values() if run.conversation == conversation for rule in run.rules]
-        lasting = {rule.content() for rule in (*rules, *running) if rule.scope == LASTING} | known
+        lasting = {rule.fingerprint() for rule in (*rules, *running) if rule.scope == LASTING} | known
         if len(lasting) > RULES and conversation is not None:
             raise ValueError(
                 f"this conversation would have {len(lasting)} rules for its rest, and a conversation has at most {RULES}: start "
@@ -393,7 +395,7 @@ class RuleBook:
         return [latch.rule for latch in latches.values()]
 
     def withdraw(self, requests: Set[int]) -> None:
-        """Forget the rules that hold in a conversation because of ``requests`` alone."""
+        """Forget the rules that hold in a conversation only because of ``requests``."""
         for conversation, latches in list(self._latches.items()):
             for key, latch in list(latches.items()):
                 if latch.requests and latch.requests <= requests:
@@ -408,12 +410,12 @@ class RuleBook:
             return
         latches = self._latches.setdefault(run.conversation, {})
         self._latches.move_to_end(run.conversation)
-        key, digests = rule.content(), {name: run.digests[name] for name in rule.names}
-        held = latches.get(key)
-        if held is None or (held.digests != digests and request > max(held.requests, default=-1)):
-            held = latches[key] = Latch(rule, digests)  # a later request has the newer vectors of its names
-        if held.digests == digests:
-            held.requests.add(request)
+        key, digests = rule.fingerprint(), {name: run.digests[name] for name in rule.names}
+        latch = latches.get(key)
+        if latch is None or (latch.digests != digests and request > max(latch.requests, default=-1)):
+            latch = latches[key] = Latch(rule, digests)  # a later request has the newer vectors of its names
+        if latch.digests == digests:
+            latch.requests.add(request)
         assert len(latches) <= RULES, len(latches)  # all that may come to hold are counted when a request is admitted
         self._whose[run.conversation] = run.owner
         if len(self._latches) > self.capacity:
@@ -429,8 +431,8 @@ class RuleBook:
         for request in view.requests:
             run = self._runs.get(request.request)
             if run is not None and request.token is not None:
-                found = self._judge(run, request)  # even the last token may latch a rule for the rest of the conversation
-                actions += () if request.finished else found
+                changes = self._judge(run, request)  # even the last token may latch a rule for the rest of the conversation
+                actions += () if request.finished else changes
             if request.finished:
                 self.release(request.request)
         return actions

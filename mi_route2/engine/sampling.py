@@ -37,10 +37,10 @@ def _ids(given: Any, info: Any) -> tuple[int, ...]:
 
 
 def _texts(given: object) -> tuple[str, ...]:
-    found = () if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
-    if (not found and given != ()) or not all(isinstance(one, str) and one for one in found):
+    texts = () if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if (not texts and given != ()) or not all(isinstance(one, str) and one for one in texts):
         raise ValueError(f"stop is a sequence of texts that are not empty, as stop=('END',), not {given!r:.60}")
-    return found
+    return texts
 
 
 TokenIds = Annotated[tuple[int, ...], PlainValidator(_ids)]
@@ -140,6 +140,6 @@ def _draw(probabilities: Float[Tensor, "n v"], uniforms: Float[Tensor, " n"]) ->
     cumulative = probabilities.cumsum(-1)
     # the sum is not exactly 1, so the uniform is scaled to it; a token of probability 0 is never drawn
     target = uniforms.to(cumulative.dtype)[:, None] * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    drawn = torch.searchsorted(cumulative, target, right=True)[:, 0]
     last = (probabilities > 0).long().mul(torch.arange(probabilities.shape[-1], device=probabilities.device)).amax(-1)
-    return torch.minimum(found, last)
+    return torch.minimum(drawn, last)

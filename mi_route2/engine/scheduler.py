@@ -97,7 +97,7 @@ class Shares:
         return {request: asked.turn for request, asked in waiting.items()}
 
     def served(self, owner: str, request: int, turn: float = -inf) -> None:
-        """Note that a request runs now; owners who are behind its turn, or behind the earlier one that it was given, start here."""
+        """Record the start of a request; owners behind its turn, or behind the earlier one that it was given, start here."""
         if (asked := self.left(owner, request)) is None:
             return  # it ran before and was preempted
         self._now = max(self._now, asked.turn if turn == -inf else min(asked.turn, turn))
@@ -105,7 +105,7 @@ class Shares:
         self._served = {one: after for one, after in self._served.items() if after > self._now}
 
     def left(self, owner: str, request: int) -> Asked | None:
-        """Note that a request waits no more; return what it asked for, ``None`` if it ran before."""
+        """Remove a request from the waiting ones and return its entry; ``None`` if it ran before."""
         waiting = self._waiting.get(owner, {})
         asked = waiting.pop(request, None)
         if not waiting:
@@ -273,7 +273,7 @@ class Scheduler(Generic[J]):
             for job in sorted((job for job in self.running if job.known - job.computed != 1), key=urgency):
                 left -= self._give(turn, job, left)
         if self.room is not None:
-            while self._held(turn) > self.room and len(self.running) > 1:
+            while self._tokens_in_use(turn) > self.room and len(self.running) > 1:
                 job = max(self.running, key=urgency)
                 left += sum(count for other, count in turn.pieces if other is job)
                 self._preempt(job, turn, put_back)
@@ -288,9 +288,9 @@ class Scheduler(Generic[J]):
             turn.pieces.append((job, count))
         return max(count, 0)
 
-    def _held(self, turn: Turn[J]) -> int:
+    def _tokens_in_use(self, turn: Turn[J]) -> int:
         return sum(job.computed for job in self.running) + sum(count for _, count in turn.pieces)
 
     def _fits(self, turn: Turn[J], job: J) -> bool:
         """Return whether there is room for all known tokens of ``job`` and one more."""
-        return self.room is None or self._held(turn) + job.known + 1 <= self.room
+        return self.room is None or self._tokens_in_use(turn) + job.known + 1 <= self.room

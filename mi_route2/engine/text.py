@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 SPLIT = "\ufffd"
-"""What a tokenizer decodes the bytes of an unfinished character to."""
+"""Replacement character, to which a tokenizer decodes the bytes of an unfinished character."""
 WAITS = 8
 """Tokens without a new character after which bytes are taken as they are: a character of UTF-8 has at most four bytes."""
 
@@ -52,7 +52,7 @@ class Growing:
             self._ahead = max(self._ahead, len(certain))
         else:
             self._finish(piece)
-        return self._give(self._held())
+        return self._give(self._withheld())
 
     def extend(self, tokens: Sequence[int]) -> str:
         """Add tokens and return the text that is certain now, as ``push`` of each would, with as few decodings as possible."""
@@ -76,7 +76,7 @@ class Growing:
         return after[len(before) :]
 
     def _finish(self, piece: str) -> None:
-        """Add what is new in ``piece``, and take its tokens as read."""
+        """Add the new characters of ``piece``, and count its tokens as read."""
         self._add(piece[self._ahead :])
         self._from, self._read, self._ahead = self._read, len(self._ids), 0
         self._grew = self._read
@@ -88,13 +88,13 @@ class Growing:
         if places:
             self._whole, self.stopped = self._whole[: min(places)], True
 
-    def _held(self) -> int:
+    def _withheld(self) -> int:
         """Return the length of the longest end of the text that begins a stop text."""
         if self.stopped:
             return 0
         return max((n for stop in self._stop for n in range(1, len(stop)) if self._whole.endswith(stop[:n])), default=0)
 
-    def _give(self, held: int) -> str:
-        new = self._whole[self._given : len(self._whole) - held]
+    def _give(self, withheld: int) -> str:
+        new = self._whole[self._given : len(self._whole) - withheld]
         self._given += len(new)
         return new

@@ -49,7 +49,7 @@ Edit = Callable[[Tensor], Tensor | None]
 
 
 Entering = Callable[[], AbstractContextManager[None]]
-"""Begins a context."""
+"""Function that begins a context."""
 
 Names = Site | str | Iterable[Site | str] | Callable[[str], bool]
 """Selection of sites: a ``Site``, a point of all layers (``"resid_pre"``), a name or glob of this project (``"blocks.*.z"``) or of
@@ -226,16 +226,16 @@ class Host(ABC):
 
     def sites(self) -> list[Site]:
         """Return every site of the model by layer, then those of attached adapters that are switched on now."""
-        found = []
+        in_blocks = []
         for layer in range(len(self.layers())):
             for point in POINTS:
                 try:
                     self.address(site := Site(layer, point))
                 except ValueError:  # this architecture, or this host, lacks the point
                     continue
-                found.append(site)
+                in_blocks.append(site)
         branches = [module for module in self.model.modules() if isinstance(module, Branch)]
-        return found + [Site.parse(f"{b.site}.{point}") for b in branches for point in ADAPTER_POINTS if point in b.fires]
+        return in_blocks + [Site.parse(f"{b.site}.{point}") for b in branches for point in ADAPTER_POINTS if point in b.fires]
 
     def layers(self) -> range:
         """Return the layer indices of the model's blocks."""
@@ -271,12 +271,12 @@ class Host(ABC):
         if names is None:
             return known
         if callable(names):
-            found = [site for site in known if any(map(names, self.hook_names(site)))]
-            if not found:
+            selected = [site for site in known if any(map(names, self.hook_names(site)))]
+            if not selected:
                 raise KeyError(f"the function selects no site: site names look like {', '.join(self.hook_names(known[0]))}")
-            return found
-        found = [site for one in names for site in (self.find(one, known) if isinstance(one, str) else [one])]
-        return list(dict.fromkeys(found))
+            return selected
+        selected = [site for one in names for site in (self.find(one, known) if isinstance(one, str) else [one])]
+        return list(dict.fromkeys(selected))
 
     @checked
     def run_with_cache(

@@ -56,7 +56,7 @@ class Decoder:
         if row.name not in DECODERS:
             raise ValueError(f"a decoder runs {', '.join(DECODERS)}, not {row.name}: use host.logits")
         self.host = host
-        self._own = DECODERS[row.name] == "own"
+        self._native = DECODERS[row.name] == "own"
         model = self._model = plain_model(host)
         self._blocks, self._config = _block_list(model, row), config_of(model)
         config = self._config
@@ -151,12 +151,12 @@ class Decoder:
             return self._stream  # the same in every architecture, so no forward is needed
         if site not in self._shapes:
             try:
-                found = self.host.capture([site], torch.zeros((1, 1), dtype=torch.long, device=self.device))
+                values = self.host.capture([site], torch.zeros((1, 1), dtype=torch.long, device=self.device))
             except RuntimeError as error:
                 raise ValueError(
                     f"{site} does not fire in this model as its adapters are switched or merged now, or its modules were replaced"
                 ) from error
-            self._shapes[site] = tuple(found[site].shape[2:])
+            self._shapes[site] = tuple(values[site].shape[2:])
         return self._shapes[site]
 
     def forget(self) -> None:
@@ -176,23 +176,23 @@ class Decoder:
     @property
     def unmasked(self) -> bool:
         """True if ``allowed`` may be ``None``."""
-        return not self._own and self.host.name == "torch" and getattr(self._config, "_attn_implementation", "") == "sdpa"
+        return not self._native and self.host.name == "torch" and getattr(self._config, "_attn_implementation", "") == "sdpa"
 
     @property
     def _bool_mask(self) -> bool:
-        return self._own or getattr(self._config, "_attn_implementation", "") == "exact"
+        return self._native or getattr(self._config, "_attn_implementation", "") == "exact"
 
     def _unmaskable(self) -> str | None:
         """Return why the model's attention cannot be run; ``None`` if it can."""
         kind = getattr(self._config, "_attn_implementation", None) or MASKED[0]
-        if self._own or kind in MASKED:
+        if self._native or kind in MASKED:
             return None
         return f"a decoder masks each query, which {kind} cannot: load the model with attn_implementation='sdpa'"
 
     def _run(self, tokens: Tensor, positions: Tensor, allowed: Tensor | None, cache: KeyValues, keep: Tensor | None) -> Tensor:
         model: Any = self.host.model
         mask = allowed if self._bool_mask or allowed is None else additive(allowed, self.dtype)
-        if self._own:
+        if self._native:
             out = model(tokens, attention_mask=mask, position_ids=positions, cache=cache)
             return out if keep is None else out[:, keep]
         from mi_route2.hosts.cache import TransformersCache, grouped  # transformers takes seconds to import
@@ -215,13 +215,13 @@ class Decoder:
         """Context: skip the blocks before ``layer``; the last one of them returns ``stream``."""
         if not 1 <= layer < self.layers:
             raise ValueError(f"entry must be one of the blocks 1..{self.layers - 1}, not {layer}; to enter block 0, give no entry")
-        held = [self._blocks[i] for i in range(layer)]
+        skipped = [self._blocks[i] for i in range(layer)]
         try:
             for i in range(layer):
                 self._blocks[i] = _Given(stream)
             yield
         finally:
-            for i, block in enumerate(held):
+            for i, block in enumerate(skipped):
                 self._blocks[i] = block
 
 
@@ -256,10 +256,10 @@ def _block_list(model: nn.Module, row: Architecture) -> nn.ModuleList:
     assert isinstance(blocks, nn.ModuleList), type(blocks)
     for layer, block in enumerate(blocks):
         for module in block.modules():
-            if (own := getattr(module, "layer_idx", layer)) != layer:
+            if (layer_idx := getattr(module, "layer_idx", layer)) != layer:
                 raise ValueError(
-                    f"the {type(module).__name__} of layer {layer} has layer_idx={own}, under which it would store its keys and "
-                    f"values: set its layer_idx to {layer}"
+                    f"the {type(module).__name__} of layer {layer} has layer_idx={layer_idx}, under which it would store its keys "
+                    f"and values: set its layer_idx to {layer}"
                 )
     return blocks
 

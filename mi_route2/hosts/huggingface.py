@@ -144,7 +144,7 @@ class TorchHost(Host):
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the module at ``path``, without the checks of ``get_submodule``; ``None`` if there is none any more."""
+    """Return the module at ``path``, without the checks of ``get_submodule``; ``None`` if it was removed."""
     module: nn.Module | None = model
     for name in path.split("."):
         module = None if module is None else module._modules.get(name)

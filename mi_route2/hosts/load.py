@@ -67,10 +67,10 @@ def load(
     model = _model(source, _config(source, revision), dtype, attn, revision)
     if device is not None:
         model.to(device)  # pyright: ignore[reportArgumentType]
-    found = opened(model)
+    loaded = opened(model)
     if adapters is not None:
-        from_pretrained(found, adapters, any_base=any_base, cache_dir=cache_dir)
-    return found
+        from_pretrained(loaded, adapters, any_base=any_base, cache_dir=cache_dir)
+    return loaded
 
 
 def _source(path_or_id: str | Path) -> Path | str:
@@ -129,7 +129,7 @@ def _model(source: Path | str, config: Any, dtype: torch.dtype | str | None, att
     given = {"dtype": dtype, "attn_implementation": attn, "revision": revision}
     keywords: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
             use_safetensors=True,
@@ -142,7 +142,7 @@ def _model(source: Path | str, config: Any, dtype: torch.dtype | str | None, att
         raise ValueError(f"the weights of {source} are not complete safetensors ({error}); copy or download them again") from error
     except OSError as error:
         raise _unreachable(source, error) from error
-    model, report = found
+    model, report = loaded
     # transformers initializes missing weights at random and only logs a warning.
     missing, misshapen = report["missing_keys"], [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]
     if missing:

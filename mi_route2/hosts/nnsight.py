@@ -112,12 +112,12 @@ class NNsightHost(Host):
         if self.envoy.interleaver.mediators:
             raise RuntimeError("a trace of this model is open: read envoys in it, or leave it before a forward through the host")
         self.refresh()
-        keywords, found = self._torch.keywords(attention), {}
+        keywords, results = self._torch.keywords(attention), {}
         # Each invoke waits for its site in its own body and not in a called function: a run-time shape checker keeps its own call
         # stack, on which such a function's frame would end up among the model's frames.
         with self.envoy.trace() as tracer:
             with tracer.invoke(tokens, **keywords):
-                found["result"] = tracer.result
+                results["result"] = tracer.result
             for tap, edited in self._workers():
                 with tracer.invoke():
                     here = self.envoy.get(tap.path)
@@ -131,7 +131,7 @@ class NNsightHost(Host):
                         here.inputs = new
                     elif new is not None:
                         here.output = new
-        out = found["result"]
+        out = results["result"]
         return out if isinstance(out, Tensor) else out.logits
 
     def address(self, site: Site) -> str:
@@ -171,9 +171,9 @@ class NNsightHost(Host):
 def _mirrors(envoy: Envoy, module: nn.Module) -> bool:
     """Return whether the envoy tree has exactly one envoy per module of the module tree."""
     children = {name: child for name, child in module._modules.items() if child is not None}
-    own = envoy._child_map
-    return own.keys() == children.keys() and all(
-        own[name]._module is child and _mirrors(own[name], child) for name, child in children.items()
+    envoys = envoy._child_map
+    return envoys.keys() == children.keys() and all(
+        envoys[name]._module is child and _mirrors(envoys[name], child) for name, child in children.items()
     )
 
 

@@ -27,7 +27,7 @@ SWITCHES = ("_disable_adapters", "_active_adapter")
 SCALES = "scaling"
 """The dict by which they scale them."""
 
-PARTS = (
+COMPONENTS = (
     "weights",
     "the tree of modules and tensors",
     "hooks",
@@ -37,9 +37,9 @@ PARTS = (
     "autocast",
     "the attention implementation",
 )
-"""What a quick check compares, in the order of ``ModelState._quick``."""
+"""Components that a quick check compares, in the order of ``ModelState._quick``."""
 
-_HELD = attrgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+_REGISTERED = attrgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 _VALUES, _VERSION = methodcaller("values"), attrgetter("_version")
 
 
@@ -86,30 +86,30 @@ class ModelState:
         self._modules, self._tensors = list(model.modules()), list(named.values())
         self._written = [t for t in self._tensors if not t.is_inference()]
         settings = [(vars(m), name) for m in self._modules for name in ("forward", *_settings(m))]
-        self._settings = [own for own, _ in settings], [name for _, name in settings]
+        self._settings = [attributes for attributes, _ in settings], [name for _, name in settings]
         self._scaled = [vars(m) for m in self._modules if isinstance(vars(m).get(SCALES), dict)]
         self._boards = list({id(m.board): m.board for m in self._modules if isinstance(m, RoutedLinear)}.values())
         self._classes = list(dict.fromkeys(map(type, self._modules)))
         functions = any(not _of_bridge(hook) for hook in self._functions())
-        own = KNOWN | {_package(type(plain_model(self._host)))}
-        foreign = any(_package(kind) not in own or _given_forward(kind) for kind in self._classes)
+        known = KNOWN | {_package(type(plain_model(self._host)))}
+        foreign = any(_package(kind) not in known or _given_forward(kind) for kind in self._classes)
         self.opaque = functions or foreign or any("forward" in vars(m) for m in self._modules)
         self._named, self._contents = named, checksums(named)
         self._turns, self._written_to = cycle(named), ""
-        content = tuple(self._contents.values())
-        self.current = (*self._quick(), content)
+        sums = tuple(self._contents.values())
+        self.current = (*self._quick(), sums)
         self.digest = hashlib.sha256(repr(self.current).encode()).digest()
-        if before and before[-1] != content:
+        if before and before[-1] != sums:
             self._weights = None
         return self.current != before
 
     @property
     def changed(self) -> str:
-        """The part that differs since the last ``look``: of ``PARTS``, or a tensor that ``glance`` read; ``""`` if none does."""
+        """Member of ``COMPONENTS`` that changed since the last ``look``, or a tensor that ``glance`` read; ``""`` if none did."""
         now = self._quick()
         if now == self.current[:-1]:
             return self._written_to
-        return next(part for part, was, one in zip(PARTS, self.current[:-1], now, strict=True) if was != one)
+        return next(component for component, was, one in zip(COMPONENTS, self.current[:-1], now, strict=True) if was != one)
 
     def glance(self) -> None:
         """Read the next tensor again, in turn; ``changed`` from now on if something was written to it since the last ``look``."""
@@ -130,7 +130,7 @@ class ModelState:
 
     def _quick(self) -> tuple[object, ...]:
         versions = sum(map(_VERSION, self._written))
-        children, parameters, buffers, after, before = zip(*map(_HELD, self._modules), strict=True)
+        children, parameters, buffers, after, before = zip(*map(_REGISTERED, self._modules), strict=True)
         # A module or a parameter that was replaced is found in its parent, without a walk of the tree.
         places = tuple(map(id, chain.from_iterable(map(_VALUES, chain(children, parameters, buffers)))))
         hooks = tuple(chain.from_iterable(chain(after, before)))  # torch never uses the id of a hook again
@@ -170,6 +170,6 @@ def _package(kind: type[nn.Module]) -> str:
 
 def _settings(module: nn.Module) -> list[str]:
     """Return the names of the module's public numbers, switches and texts (private ones are notes of its forward)."""
-    own = vars(module)
-    public = [name for name, value in own.items() if type(value) in (bool, int, float, str, NoneType) and name[0] != "_"]
-    return [*public, *(name for name in SWITCHES if name in own)]
+    attributes = vars(module)
+    public = [name for name, value in attributes.items() if type(value) in (bool, int, float, str, NoneType) and name[0] != "_"]
+    return [*public, *(name for name in SWITCHES if name in attributes)]

@@ -168,18 +168,18 @@ class Place:
 
 def linears(bridge: TransformerBridge, architecture: Architecture) -> dict[str, Place]:
     """Return every logical Linear of a bridge, in the order of the torch host, so that equal seeds give equal adapters."""
-    where = {**BRIDGE_LINEARS, **architecture.bridge_linears}
-    found = {}
+    paths = {**BRIDGE_LINEARS, **architecture.bridge_linears}
+    places = {}
     for layer in range(len(bridge.blocks)):
         for linear, at in architecture.linears.items():
-            path = f"blocks.{layer}.{where[linear]}"
+            path = f"blocks.{layer}.{paths[linear]}"
             component = bridge.get_submodule(path)
-            held = getattr(component, WRAPPED)
-            base = held.base if isinstance(held, RoutedLinear) else held
+            wrapped = getattr(component, WRAPPED)
+            base = wrapped.base if isinstance(wrapped, RoutedLinear) else wrapped
             plain = isinstance(base, nn.Linear)  # the bridge copies each part of a fused Conv1D into a Linear
-            found[f"blocks.{layer}.{linear}"] = Place(path, component, at.transposed and not plain)
-    found["unembed"] = Place("unembed", bridge.get_submodule("unembed"), False)
-    return found
+            places[f"blocks.{layer}.{linear}"] = Place(path, component, at.transposed and not plain)
+    places["unembed"] = Place("unembed", bridge.get_submodule("unembed"), False)
+    return places
 
 
 def refuse_config(model: nn.Module, architecture: Architecture) -> None:
@@ -271,7 +271,7 @@ def refuse_left_padding(bridge: TransformerBridge, attention: Tensor) -> None:
 
 
 def list_points(bridge: TransformerBridge, adapters: Adapters, places: Mapping[str, Place]) -> None:
-    """Give the adapters TransformerLens hook points and register them under their component; ``adapters.detach()`` removes them.
+    """Add TransformerLens hook points to the adapters and register them under their component; ``adapters.detach()`` removes them.
 
     The scan adds to the hook registry. If the registry were cleared and scanned again, shared points would get the names of their
     aliases: ``hook.name`` of ``blocks.0.attn.hook_out`` would become ``blocks.0.hook_attn_out``.
@@ -312,8 +312,8 @@ def _stored_in_out(parent: Any, component: nn.Module) -> bool | None:
     The bridge decides by the class of the wrapped module. For a routed Linear it would guess from the shape, which transposes a
     square weight.
     """
-    held = getattr(component, WRAPPED)
-    return held.transposed if isinstance(held, RoutedLinear) else getattr(type(parent), _LAYOUT)(parent, component)
+    wrapped = getattr(component, WRAPPED)
+    return wrapped.transposed if isinstance(wrapped, RoutedLinear) else getattr(type(parent), _LAYOUT)(parent, component)
 
 
 def _guard(bridge: TransformerBridge, sites: list[str]) -> list[str]:

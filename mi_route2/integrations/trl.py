@@ -159,7 +159,7 @@ def _unfuse(model: Any, temperature: float) -> None:
     forward = model.forward
 
     @wraps(type(model).forward)  # generate() checks its arguments against the signature
-    def own(self: Any, *given: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **named: Any) -> Any:
+    def unfused(self: Any, *given: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **named: Any) -> Any:
         if not fused_lm_head:
             return forward(*given, **named, **({} if labels is None else {"labels": labels}))
         assert labels is not None
@@ -171,7 +171,7 @@ def _unfuse(model: Any, temperature: float) -> None:
         zero = torch.zeros_like(chosen)
         return _Scored(torch.where(learned, chosen, zero), torch.where(learned, entropy, zero), getattr(out, "aux_loss", None))
 
-    model.forward = MethodType(own, model)
+    model.forward = MethodType(unfused, model)
 
 
 class _AdamW(RoutedAdamW):
@@ -202,7 +202,7 @@ class _Watch(TrainerCallback):
 
 
 class RoutedGRPOTrainer(GRPOTrainer):
-    """``GRPOTrainer`` whose kept adapter learns what a route lets through; the arguments that are not listed are GRPOTrainer's.
+    """``GRPOTrainer`` whose kept adapter learns as a route decides; the arguments that are not listed are GRPOTrainer's.
 
     The model is frozen, and gets adapters. Completions are sampled from both adapters; evaluation runs on the deployed model, with
     the quarantine off. With a ``beta``, the reference is the base model (both adapters off).
@@ -312,7 +312,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         return attach(self.model, *adapt, spec=adapters, generator=generator, cache_dir=cache_dir)
 
     def _replicate(self) -> None:
-        """Leave the adapters out of what FSDP2 will shard: a shard's flags would be wrong, and gradients are averaged here."""
+        """Exclude the adapters from sharding by FSDP2: a shard's flags would be wrong, and gradients are averaged here."""
         branches = list(self.adapters.sites.values())
         for branch in branches:
             branch.to(self.accelerator.device)  # FSDP2 moves what it shards
@@ -360,8 +360,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
         def side(name: str) -> Rollouts:
             texts = [row[name] for row in rows]
-            found = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-            return Rollouts.from_lists(prompts, found, tokenizer.pad_token_id)
+            completions = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+            return Rollouts.from_lists(prompts, completions, tokenizer.pad_token_id)
 
         text = json.dumps([[row[name] for name in names] for row in rows], sort_keys=True)
         return PairBatch(side("hack"), side("clean"), hashlib.sha256(text.encode()).hexdigest()[:16])
@@ -406,8 +406,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
                 f"steps_per_generation={args.steps_per_generation} as a multiple of "
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
             )
-        own = isinstance(spec, MaskSpec | CanarySpec) and spec.kept_advantage == "unflagged" and self.adapters.has_quarantine
-        if args.ddp_static_graph and (own or args.gradient_accumulation_steps > 1):
+        separate = isinstance(spec, MaskSpec | CanarySpec) and spec.kept_advantage == "unflagged" and self.adapters.has_quarantine
+        if args.ddp_static_graph and (separate or args.gradient_accumulation_steps > 1):
             raise ValueError("a static graph has one backward in a step, and here are several: leave ddp_static_graph out")
         if isinstance(getattr(self.route, "_given", None), Tensor):
             raise ValueError(
@@ -425,8 +425,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
         """Raise ``ValueError`` if an optimizer that the user gave would not do what this trainer's own does."""
         if self.optimizer is None:
             return
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        if not {id(p) for parameters in self._both().values() for p in parameters} <= held:
+        optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if not {id(p) for parameters in self._both().values() for p in parameters} <= optimized:
             raise ValueError(
                 "this optimizer does not hold the adapters, which would learn nothing: attach() them first, and make it of their "
                 "kept_parameters() and quarantine_parameters(); or set optim in GRPOConfig"
@@ -478,8 +478,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             rewards = (self._rewards * self.reward_weights.to(self._rewards)).nansum(dim=1)
             rewards[self._rewards.isnan().all(dim=1)] = torch.nan
             first = self.accelerator.process_index * len(inputs)
-            own = torch.arange(first, first + len(inputs), device=rewards.device)
-            output |= {"rewards": rewards[own], "groups": own // self.num_generations, "rollout": own - first}
+            local = torch.arange(first, first + len(inputs), device=rewards.device)
+            output |= {"rewards": rewards[local], "groups": local // self.num_generations, "rollout": local - first}
             # What the rewards were computed on: the masks of the batch leave out what nothing is learned from.
             self._sampled = list(zip(inputs, self._completions, strict=True))
         return output
@@ -538,8 +538,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
                 "the routes, pairs or recorders of the processes differ: give the same to each, and record is called on one"
             )
         averaged = {id(p) for parameters in self._both().values() for p in parameters}
-        if alone := [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in averaged]:
-            raise ValueError(f"no process would send the gradient of {alone[0]}, which is no adapter's: freeze it")
+        if unaveraged := [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in averaged]:
+            raise ValueError(f"no process would send the gradient of {unaveraged[0]}, which is no adapter's: freeze it")
         self._alike = True
 
     def _batch(self, joined: Mapping[str, Tensor]) -> TrainBatch:
@@ -642,7 +642,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             "scores": None if scores is None else scores.tolist(),
             "flags": None if flags is None else flags.tolist(),
         }
-        whole: dict[str, Any] = {name: None if own is None else gather_object(own) for name, own in columns.items()}
+        whole: dict[str, Any] = {name: None if column is None else gather_object(column) for name, column in columns.items()}
         if self.accelerator.is_main_process:
             self.note(self._record(RoutedStep(self.state.global_step, overlap=window.overlap, **whole)))
 
@@ -666,10 +666,10 @@ class RoutedGRPOTrainer(GRPOTrainer):
         assert self.optimizer is not None
         quarantine = {id(p) for p in self.adapters.quarantine_parameters().values()}
         for group in list(self.optimizer.param_groups):
-            own = [p for p in group["params"] if id(p) in quarantine]
+            in_quarantine = [p for p in group["params"] if id(p) in quarantine]
             group["params"] = [p for p in group["params"] if id(p) not in quarantine]
-            if own:
-                self.optimizer.param_groups.append({**group, "params": own, "lr": self.quarantine_lr})
+            if in_quarantine:
+                self.optimizer.param_groups.append({**group, "params": in_quarantine, "lr": self.quarantine_lr})
         self.optimizer.param_groups[:] = [group for group in self.optimizer.param_groups if group["params"]]
         return self.optimizer
 
@@ -727,7 +727,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     @contextmanager
     def _unsharded(self) -> Iterator[None]:
-        """Context: TRL sees no FSDP, because the optimizer holds replicated adapters alone, and the base needs no copy."""
+        """Context: TRL sees no FSDP, because the optimizer holds only replicated adapters, and the base needs no copy."""
         enabled, self.is_fsdp_enabled = self.is_fsdp_enabled, False
         try:
             yield
@@ -754,10 +754,11 @@ class RoutedGRPOTrainer(GRPOTrainer):
             )
         load_adapters(self.adapters, folder / ADAPTERS)
         if (folder / DIRECTIONS).is_file():
-            found = Directions.load(folder / DIRECTIONS)
+            directions = Directions.load(folder / DIRECTIONS)
             # in the model's order, so that sums over sites round as before
-            vectors = {s: found.vectors[s].to(self.adapters.scored(s).device) for s in self.adapters.sites if s in found.vectors}
-            self.route.directions = replace(found, vectors=vectors)
+            known = [site for site in self.adapters.sites if site in directions.vectors]
+            vectors = {site: directions.vectors[site].to(self.adapters.scored(site).device) for site in known}
+            self.route.directions = replace(directions, vectors=vectors)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from mi_route2.adapters import Adapters
 from mi_route2.vllm.facts import imported
-from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, own_threads, refuse_stale
+from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, preserving_threads, refuse_stale
 
 PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -44,7 +44,7 @@ class PolicyGeneration(VLLMGeneration):
         ranks = {"RANK": rank, "LOCAL_RANK": self.accelerator.local_process_index, "WORLD_SIZE": self.accelerator.num_processes}
         os.environ |= {name: str(number) for name, number in ranks.items()}
         ensure_master_addr_port()
-        with own_threads():  # TRL's own settings, and room for the adapters
+        with preserving_threads():  # TRL's own settings, and room for the adapters
             self.llm = vllm.LLM(
                 model=self.model.name_or_path,
                 dtype=str(self.dtype).removeprefix("torch."),
@@ -63,7 +63,7 @@ class PolicyGeneration(VLLMGeneration):
         self.accelerator.wait_for_everyone()
 
     def sync_weights(self) -> None:
-        """Let everything that ``llm.generate`` is asked for from now on run under the adapters as they are now."""
+        """Run all later requests of ``llm.generate`` under the adapters as they are now."""
         request = self._lora.request()
         self.llm.generate = lambda *given, **named: self._generate(*given, **{"lora_request": request, **named})
 

@@ -77,6 +77,7 @@ def plan(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = No
     """Group the cells with ``(entry, position)`` in ``places``; ``batch`` limits the cells of a group."""
     if batch is not None and batch < 1:
         raise ValueError(f"a batch of {batch} cells is not possible: choose at least 1, or leave it out")
+    # Neighbors in this order begin at nearly the same position, so a group runs few columns that a cell does not need.
     cells = sorted(range(len(places)), key=lambda cell: places[cell][::-1])
     cuts = cut([places[cell] for cell in cells], costs, batch)
     return [
@@ -90,15 +91,18 @@ def cut(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None) -> l
     entries, columns = np.array([entry for entry, _ in places]), costs.length - np.array([position for _, position in places])
     slopes = np.concatenate(([0.0], np.cumsum([costs.slope(int(entry)) for entry in entries])))
     limits = np.minimum([costs.rows(int(t)) for t in columns], batch or len(columns))  # limits grow with the position
+    # ``best[high]`` is the least cost of the first ``high`` cells, and their last group begins at cell ``before[high]``: how these
+    # are best cut does not depend on the cells after them, so all cuts are compared in n times the size of a group.
     best, before = np.zeros(len(columns) + 1), np.zeros(len(columns) + 1, dtype=int)
     for high in range(1, len(columns) + 1):
         low = np.arange(max(0, high - limits[high - 1]), high)
         low = low[high - low <= limits[low]]
+        # a group calls the blocks from its lowest entry on, and runs each cell over the columns of its first one
         first = np.minimum.accumulate(entries[low[0] : high][::-1])[::-1]
         total = best[low] + columns[low] * (slopes[high] - slopes[low]) + costs.overhead * (costs.layers - first)
         before[high] = low[total.argmin()]
         best[high] = total.min()
-    cuts, high = [], len(columns)
+    cuts, high = [], len(columns)  # the cuts are read back from the end
     while high:
         high = int(before[high])
         cuts.append(high)
@@ -189,7 +193,7 @@ def writing(rows: Sequence[Row], start: int, columns: int, apart: Callable[[Row]
 def _write(rows: Sequence[Row], numbers: Sequence[int], start: int, columns: int, value: Tensor) -> Tensor:
     new = value.clone()
     lacking = columns - value.shape[1]  # after the last block's attention, only the last column may be left
-    for by_head in (False, True):
+    for by_head in (False, True):  # a head is one more axis of the index, so the two kinds cannot be one assignment
         some = [i for i in numbers if (rows[i].head is not None) == by_head]
         if some:
             put(new, rows, some, start + lacking)
@@ -209,10 +213,11 @@ def with_idle(rows: list[Row], count: int, otherwise: tuple[int, int]) -> list[R
     """Return ``rows`` with ``count`` unpatched rows among them, spread evenly, each at the place of a neighboring cell."""
     if not rows:
         return [Row(otherwise)] * count
-    found = sorted(rows, key=lambda row: row.place[::-1])  # groups are cut in order of position
+    mixed = sorted(rows, key=lambda row: row.place[::-1])  # groups are cut in order of position
+    # spread over groups of all sizes, because the rounding of a forward depends on its shape; from the end, so that indices hold
     for i in np.linspace(0, len(rows) - 1, count).round().astype(int)[::-1]:
-        found.insert(int(i), Row(found[i].place))
-    return found
+        mixed.insert(int(i), Row(mixed[i].place))
+    return mixed
 
 
 _OVERHEAD, _MOST = {"cpu": 5e7}, {"cpu": 2**12}
@@ -243,6 +248,7 @@ class _Prefixed:
     def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
         if not self.start:
             return key, value
+        # a view of the one recorded row for every row: ``torch.cat`` makes the only copy
         before = (old[:, :, : self.start].expand(len(key), -1, -1, -1) for old in self.kept[layer])
         keys, values = (torch.cat(pair, dim=2) for pair in zip(before, (key, value)))
         return keys, values
@@ -267,11 +273,12 @@ class Resumed:
         return self._record(tokens, sites, places, ())[0]
 
     def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+        # block 0 is entered with the tokens themselves, so nobody needs the stream before it
         entries = sorted({self.place(Target(site), 0)[0] for site in sites} - {0})
-        found, self._kept, self._streams = self._record(tokens, sites, places, entries)
+        record, self._kept, self._streams = self._record(tokens, sites, places, entries)
         self._tokens = torch.tensor(tokens, device=self.decoder.device)
         self._costs = self._count()
-        return found
+        return record
 
     def _record(
         self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int], entries: Sequence[int]
@@ -306,7 +313,8 @@ class Resumed:
         block, device = self.decoder.blocks[-1], self.decoder.device.type
         overhead, most = (table.get(device, other) for table, other in zip((_OVERHEAD, _MOST), _ACCELERATED))
         z, stream = Site(0, "z"), Site(0, "resid_pre")
-        seen = self.host.capture([z, stream], self._tokens[None, :1])
+        seen = self.host.capture([z, stream], self._tokens[None, :1])  # of sizes h * dh and d, whatever a config calls them
+        # A weight costs a multiplication and an addition; a key costs these twice per number of z, for its score and its value.
         return Costs(
             layers=self.decoder.layers,
             length=len(self._tokens),
@@ -326,19 +334,20 @@ class Resumed:
         """
         columns, first = len(self._tokens) - group.start, rows[0].place[0]
         tokens = self._tokens[None, group.start :]
-        found: list[Tensor] = []
+        logits: list[Tensor] = []
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for entry in sorted({row.place[0] for row in rows}):
                 stack.callback(self._joining(rows, entry, group.start).remove)
-            for handle in self._scored_column(found, columns, alone=all(self._seen(row) for row in rows)):
+            for handle in self._scored_column(logits, columns, last_only=all(self._seen(row) for row in rows)):
                 stack.callback(handle.remove)
+            # A row enters behind the block whose resid_post it patches and whose hooks never see it: such values are in its stream.
             stack.enter_context(self.host.hooks(writing(rows, group.start, columns, apart=self._in_stream)))
             stack.enter_context(self.host.fused())
             entering = (first, self._streams[first][None, group.start :]) if first else None
             cache = _Prefixed(self._kept, group.start)
             self.decoder(tokens, *_causal(group.start, columns, tokens.device), cache, entry=entering)
-        return found[0]
+        return logits[0]
 
     def _in_stream(self, row: Row) -> bool:
         """Return whether a row's value is patched into the residual stream with which the row enters."""
@@ -354,6 +363,7 @@ class Resumed:
         # The rows that enter first replace the sequence with which the model was called.
         stream = None if entry == rows[0].place[0] else self._streams[entry][None, start:]
         hook = partial(_join, joining, among, start, stream)
+        # ``prepend``, so that hooks of others at this block see all rows
         return self.decoder.blocks[entry].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def _seen(self, row: Row) -> bool:
@@ -361,14 +371,14 @@ class Resumed:
         behind = row.target is not None and not seen_by(row.target.site, self.decoder.layers)
         return not behind or row.positions == (len(self._tokens) - 1,)
 
-    def _scored_column(self, found: list[Tensor], columns: int, alone: bool) -> list[RemovableHandle]:
+    def _scored_column(self, logits: list[Tensor], columns: int, last_only: bool) -> list[RemovableHandle]:
         """Register hooks that read the rows' logits at the last column, and return logits of a single sequence to the model.
 
-        With ``alone``, the last block's MLP and the unembedding see the last column only. The block adds that MLP output to every
-        column of the stream, so the columns before the last one are wrong, but nothing reads them.
+        With ``last_only``, the last block's MLP and the unembedding see the last column only. The block adds that MLP output to
+        every column of the stream, so the columns before the last one are wrong, but nothing reads them.
         """
-        handles = [self.decoder.unembed.register_forward_hook(partial(_find, found, columns))]
-        if alone and columns > 1:
+        handles = [self.decoder.unembed.register_forward_hook(partial(_keep_scored, logits, columns))]
+        if last_only and columns > 1:
             handles += [module.register_forward_pre_hook(_last_column) for module in (self._mlp(), self.decoder.unembed)]
         return handles
 
@@ -411,8 +421,8 @@ def _last_column(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (args[0][:, -1:], *args[1:])
 
 
-def _find(found: list[Tensor], columns: int, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    found.append(output[:, -1])
+def _keep_scored(logits: list[Tensor], columns: int, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    logits.append(output[:, -1])
     return output[:1, -1:].expand(1, columns, -1)
 
 
@@ -455,9 +465,9 @@ class Whole:
         return Record(values, logits[0, -1])
 
     def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
-        found = self.record(tokens, sites, places)
-        self._tokens, self._vocabulary = torch.tensor(tokens, device=self._device), len(found.logits)
-        return found
+        record = self.record(tokens, sites, places)
+        self._tokens, self._vocabulary = torch.tensor(tokens, device=self._device), len(record.logits)
+        return record
 
     def place(self, target: Target, position: int) -> tuple[int, int]:
         return 0, 0

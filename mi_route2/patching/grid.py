@@ -184,6 +184,7 @@ class Grid:
         """
         if k < 0:
             raise ValueError(f"the {k} largest effects do not exist: choose 0 or more")
+        # Skipped cells come behind all others, and of equal effects the first cell is first.
         size = np.where(np.isnan(self.effect), -1.0, np.abs(self.effect)).ravel()
         order = np.argsort(-size, kind="stable")
         return [self._at(flat) for flat in order[: min(k, int((size >= 0).sum()))]]
@@ -320,7 +321,7 @@ def describe(grid: Grid) -> dict[str, Any]:
 
 
 def _said(grid: Grid) -> dict[str, Any]:
-    """Return everything except for the values of the cells."""
+    """Return all fields of the grid as JSON values, except for the cells."""
     return {
         **{name: getattr(grid, name) for name in _NUMBERS},
         "seconds": dict(grid.seconds),
@@ -355,6 +356,7 @@ def read(path: Path) -> Grid:
 
 
 def _grid(said: dict[str, Any], values: np.ndarray) -> Grid:
+    # JSON may hold 2.0 or true in these places, which would fail only when somebody indexes with them
     for number in (said["at"], said["layers"], *said["positions"], *said["alignment"].values()):
         whole(number)
     return Grid(
@@ -379,15 +381,16 @@ _CELL, _MARGIN, _TALLEST, _WIDEST = 0.17, 1.3, 40.0, 40.0
 def _colored(grid: Grid) -> tuple[np.ndarray, str, float]:
     """Return the values that the colors stand for, their name, and the value of the strongest color."""
     shown = grid.recovered if grid.defined else grid.effect
+    # values are divided by the strongest one, which is 0 in a grid without any effect
     return shown, "recovered" if grid.defined else f"change of {grid.metric}", float(np.nanmax(np.abs(shown))) or 1.0
 
 
 def _colors() -> "Colormap":
     import matplotlib
 
-    from mi_route2.plots import GREY
+    from mi_route2.plots import GRAY
 
-    return matplotlib.colormaps["RdBu"].with_extremes(bad=GREY)  # white is no effect
+    return matplotlib.colormaps["RdBu"].with_extremes(bad=GRAY)  # white is no effect
 
 
 def _title(grid: Grid) -> str:
@@ -418,6 +421,7 @@ def to_html(grid: Grid) -> str:
 
     def cell(row: int, column: int) -> str:
         red, green, blue, _ = colors(np.ma.masked_invalid(shown[row, column] / reach / 2 + 0.5))
+        # weights of about how bright the eye sees red, green and blue
         ink = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "white"
         site, token, value, recovered = map(html.escape, _told(grid, row, column))
         style = f"background:rgb({255 * red:.0f},{255 * green:.0f},{255 * blue:.0f});color:{ink}"
@@ -431,9 +435,9 @@ def to_html(grid: Grid) -> str:
         f"<tr><th>{html.escape(str(grid.sites[row]))}</th>{''.join(cell(row, column) for column in columns)}</tr>"
         for row in reversed(rows)  # upwards, as in the heatmap
     )
-    parts = [f"{len(rows)} of {len(grid.sites)} sites"] if len(rows) < len(grid.sites) else []
-    parts += [f"{len(columns)} of {len(grid.columns)} positions"] if len(columns) < len(grid.columns) else []
-    most = f"; those with the largest effects, {' and '.join(parts)}" if parts else ""
+    counts = [f"{len(rows)} of {len(grid.sites)} sites"] if len(rows) < len(grid.sites) else []
+    counts += [f"{len(columns)} of {len(grid.columns)} positions"] if len(columns) < len(grid.columns) else []
+    most = f"; those with the largest effects, {' and '.join(counts)}" if counts else ""
     caption = html.escape(f"{_title(grid)}; cells: {what}{most}")
     return f'<table style="font-size:80%"><caption>{caption}</caption>{lines}<tr><th></th>{heads}</tr></table>'
 
@@ -482,6 +486,7 @@ def draw(grid: Grid, path: Path) -> Path:
         axes = figure.add_subplot()
         image = axes.imshow(shown, aspect="auto", origin="lower", cmap=_colors(), vmin=-reach, vmax=reach, interpolation="nearest")
         axes.grid(visible=False)
+        # matplotlib reads a text between two dollars as mathematics
         ticks = ["all"] if grid.together else [_tick(p, label).replace("$", r"\$") for p, label in zip(grid.positions, grid.labels)]
         axes.set_xticks(range(columns), ticks, rotation=90)
         axes.set_yticks(range(rows), [str(target) for target in grid.sites])

@@ -116,20 +116,20 @@ def resolve(
         ValueError: Two patches at one place, a source or alpha of another shape, or a source beyond the range of ``dtype``.
         KeyError: A missing source.
     """
-    found: dict[tuple[Site, int], Resolved] = {}
+    resolved: dict[tuple[Site, int], Resolved] = {}
     for patch in patches:
         place = (patch.site, patch.position)
-        if place in found:
+        if place in resolved:
             raise ValueError(f"two patches are at {patch.site} at position {patch.position}: give one patch for each place")
         size = shape(patch.site)
-        source = _fit(_found(patch, size, runs, vectors or {}), size, patch, "source").to(device, dtype)
+        source = _fit(_source_value(patch, size, runs, vectors or {}), size, patch, "source").to(device, dtype)
         if not isinstance(patch.source, FromRun) and not bool(torch.isfinite(source).all()):
             raise ValueError(f"the source of the patch at {patch.site} is beyond the range of {dtype}: scale it down")
         alpha = patch.alpha
-        if isinstance(alpha, Tensor):
+        if isinstance(alpha, Tensor):  # in the dtype in which ``steering.specs.patch`` computes
             alpha = float(alpha) if alpha.ndim == 0 else _fit(alpha, size, patch, "alpha").to(device, wide(dtype))
-        found[place] = Resolved(*place, source, alpha, _digest(patch, source, alpha))
-    return tuple(sorted(found.values(), key=lambda one: one.position))
+        resolved[place] = Resolved(*place, source, alpha, _digest(patch, source, alpha))
+    return tuple(sorted(resolved.values(), key=lambda one: one.position))
 
 
 def firing(patches: Sequence[Resolved], start: int, count: int) -> list[tuple[int, Resolved]]:
@@ -137,7 +137,7 @@ def firing(patches: Sequence[Resolved], start: int, count: int) -> list[tuple[in
     return [(patch.position - start, patch) for patch in patches if start <= patch.position < start + count]
 
 
-def _found(patch: Patch, size: tuple[int, ...], runs: Runs | None, vectors: Mapping[str, Tensor]) -> Tensor:
+def _source_value(patch: Patch, size: tuple[int, ...], runs: Runs | None, vectors: Mapping[str, Tensor]) -> Tensor:
     match patch.source:
         case Tensor() as inline:
             return inline
@@ -165,6 +165,7 @@ def _fit(value: Tensor, size: tuple[int, ...], patch: Patch, what: str) -> Tenso
 
 def _digest(patch: Patch, source: Tensor, alpha: float | Tensor) -> bytes:
     """Return a digest of the patch's effect, which does not depend on the name of its source."""
+    # Of values and not of names: the prefix cache compares digests, and a name may stand for another vector later.
     data = hashlib.sha256(f"{patch.site}|{alpha if isinstance(alpha, float) else 'masked'}|".encode())
     for tensor in (source, *([alpha] if isinstance(alpha, Tensor) else [])):
         data.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

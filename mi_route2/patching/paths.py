@@ -89,11 +89,12 @@ def gradients(host: Host, pair: Pair, sites: list[Site]) -> dict[Site, Tensor]:
             raise ValueError(
                 f"the metric {question.grader.metric} has no gradient: compute it with torch from the logits, or call sweep"
             )
-        found = torch.autograd.grad(score, [exposed[site] for site in sites], allow_unused=True)
+        # not ``backward``, which would add to the parameters' ``.grad``; a value that the score does not depend on has no slope
+        slopes = torch.autograd.grad(score, [exposed[site] for site in sites], allow_unused=True)
     index = torch.tensor(list(question.sources), device=device)
     return {
         site: (torch.zeros_like(exposed[site]) if slope is None else slope)[0].index_select(0, index)
-        for site, slope in zip(sites, found)
+        for site, slope in zip(sites, slopes)
     }
 
 
@@ -152,7 +153,7 @@ def paths(
     pair = record(running, question, list(dict.fromkeys(target.site for target in given)))
     targets = pair.split(given, heads)
     base = _Base.of(running, question.corrupt.tokens[: question.at + 1], into, host.sites())
-    columns = [p for p in places(received, question.corrupt) if p <= question.at]
+    columns = [p for p in places(received, question.corrupt) if p <= question.at]  # nothing after the scored position runs
     if not columns:
         raise ValueError(f"nothing can be received: every position comes after position {question.at}, which is scored")
     rows = with_idle(_rows(pair, targets, float(alpha)), replicas, (0, 0))
@@ -174,11 +175,11 @@ def paths(
 
 def _rows(pair: Pair, targets: Sequence[Target], alpha: float) -> list[Row]:
     """Return a row for every cell."""
-    where, rows = list(pair.question.sources), []
+    positions, rows = list(pair.question.sources), []
     for target in targets:
         values = patch(*pair.values(target), alpha)
         for _, some in pair.question.columns:
-            rows.append(Row((0, 0), target, tuple(where[i] for i in some), values[list(some)]))
+            rows.append(Row((0, 0), target, tuple(positions[i] for i in some), values[list(some)]))
     return rows
 
 
@@ -186,17 +187,17 @@ def _rows(pair: Pair, targets: Sequence[Target], alpha: float) -> list[Row]:
 class _Base:
     """Outputs ``[s d]`` of attentions and MLPs in the corrupt run, and the receivers."""
 
-    held: Mapping[Site, Tensor]
+    corrupt: Mapping[Site, Tensor]
     into: Sequence[Target]
 
     @staticmethod
     def of(running: Whole, tokens: Sequence[int], into: Sequence[Target], known: Sequence[Site]) -> "_Base":
         receivers, outputs = [target.site for target in into], [site for site in known if site.point in _OUTPUTS]
-        held = running.record(tokens, list(dict.fromkeys([*receivers, *outputs])), range(len(tokens))).values
+        values = running.record(tokens, list(dict.fromkeys([*receivers, *outputs])), range(len(tokens))).values
         for target in into:
-            if target.head is not None and target.head >= held[target.site].shape[1]:
-                raise ValueError(f"{target} is outside the model: {target.site} has the heads 0..{held[target.site].shape[1] - 1}")
-        return _Base({site: held[site] for site in outputs}, into)
+            if target.head is not None and target.head >= (heads := values[target.site].shape[1]):
+                raise ValueError(f"{target} is outside the model: {target.site} has the heads 0..{heads - 1}")
+        return _Base({site: values[site] for site in outputs}, into)
 
     def run(self, running: Whole, rows: Sequence[Row], columns: Sequence[int]) -> Tensor:
         """Return the logits of run 2, with the receivers set at ``columns``."""
@@ -206,12 +207,13 @@ class _Base:
     def _receive(self, running: Whole, rows: Sequence[Row]) -> dict[Site, Tensor]:
         """Return the values ``[n s ...]`` at the receivers' sites in run 1."""
         taken: dict[Site, Tensor] = {}
+        # Edits of a site run in order: a receiver that is itself an output is recorded before it is held at its corrupt value.
         edits: dict[Site, list[Edit]] = {target.site: [partial(_take, taken, target.site)] for target in self.into}
-        for output, value in self.held.items():
+        for output, value in self.corrupt.items():
             which = [row.target is not None and frozen(row.target.site, output) for row in rows]
             if any(which):
                 edits.setdefault(output, []).append(partial(_hold, which, value))
-        for site, write in writing(rows, 0, len(next(iter(self.held.values())))).items():
+        for site, write in writing(rows, 0, len(next(iter(self.corrupt.values())))).items():
             edits.setdefault(site, []).append(write)
         running.under({site: partial(one_after_another, some) for site, some in edits.items()}, len(rows))
         return taken
@@ -220,7 +222,7 @@ class _Base:
         return partial(_set, [target.head for target in self.into if target.site == site], value, columns)
 
 
-def own_output(site: Site) -> Site | None:
+def sublayer_output(site: Site) -> Site | None:
     """Return the output of the attention or MLP that contains the site; ``None`` for the residual stream and for outputs."""
     if site.point.startswith("resid") or site.point in _OUTPUTS or site.layer is None:
         return None
@@ -230,16 +232,16 @@ def own_output(site: Site) -> Site | None:
 
 def frozen(sender: Site, output: Site) -> bool:
     """Return whether an attention's or MLP's ``output`` is held at its corrupt value on a sender's direct path."""
-    return precedes(sender, output) and output != own_output(sender)
+    return precedes(sender, output) and output != sublayer_output(sender)
 
 
 def _take(taken: dict[Site, Tensor], site: Site, value: Tensor) -> None:
     taken[site] = value.detach().clone()
 
 
-def _hold(which: Sequence[bool], held: Tensor, value: Tensor) -> Tensor:
+def _hold(which: Sequence[bool], corrupt: Tensor, value: Tensor) -> Tensor:
     rows = torch.tensor(which, device=value.device).view(-1, *[1] * (value.ndim - 1))
-    return torch.where(rows, held.to(value), value)
+    return torch.where(rows, corrupt.to(value), value)
 
 
 def _set(heads: Sequence[int | None], taken: Tensor, columns: Sequence[int], value: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def align(clean: Sequence[int] | None, corrupt: Sequence[int], *, clean_length: 
         raise ValueError("give the clean prompt's tokens, or at least their number as clean_length")
     if not length or not len(corrupt):
         raise ValueError(f"a prompt is empty: the clean one has {length} tokens and the corrupt one {len(corrupt)}")
-    if length == len(corrupt):
+    if length == len(corrupt):  # positions are partners then whatever their tokens are
         return Alignment(length, length, length, 0)
     if clean is None:
         raise ValueError(
@@ -95,7 +95,7 @@ def align(clean: Sequence[int] | None, corrupt: Sequence[int], *, clean_length: 
         )
     shorter = min(length, len(corrupt))
     prefix = _common(clean, corrupt, shorter)
-    suffix = _common(clean[::-1], corrupt[::-1], shorter - prefix)
+    suffix = _common(clean[::-1], corrupt[::-1], shorter - prefix)  # of "a a" and "a a a" a token would count in both
     if not prefix and not suffix:
         raise ValueError(
             f"the clean prompt ({length} tokens) and the corrupt one ({len(corrupt)}) share neither their beginning nor their end: "
@@ -126,10 +126,10 @@ def tokens_of(text: str, part: str, offsets: Sequence[tuple[int, int]], occurren
             f"{part!r} appears in the text {len(starts)} times, so there is no occurrence {occurrence} (they count from 0)"
         )
     low = starts[occurrence]
-    found = tuple(i for i, (a, b) in enumerate(offsets) if a < b and a < low + len(part) and low < b)
-    if not found:
+    indices = tuple(i for i, (a, b) in enumerate(offsets) if a < b and a < low + len(part) and low < b)
+    if not indices:
         raise ValueError(f"no token overlaps {part!r} at character {low}: the tokenizer drops these characters")
-    return found
+    return indices
 
 
 METRICS: Mapping[str, tuple[str, ...]] = MappingProxyType({"logit_diff": ("answer", "foil"), "logprob": ("answer",), "kl": ()})
@@ -167,11 +167,11 @@ class Grader:
         return Grader(metric, answer, foil)
 
     def __post_init__(self) -> None:
-        own = self.metric.startswith(_FUNCTION)
-        if self.metric not in METRICS and not own:
+        custom = self.metric.startswith(_FUNCTION)
+        if self.metric not in METRICS and not custom:
             raise ValueError(f"unknown metric {self.metric!r}: choose among {', '.join(METRICS)}, or give a function of the logits")
         for name in ("answer", "foil"):
-            token, takes = getattr(self, name), not own and name in METRICS[self.metric]
+            token, takes = getattr(self, name), not custom and name in METRICS[self.metric]
             if takes != (token is not None):
                 raise ValueError(
                     f"the metric {self.metric} {'needs' if takes else 'takes no'} {name}{'' if takes else ': leave it out'}"
@@ -188,9 +188,9 @@ class Grader:
 
     def __call__(self, logits: Float[Tensor, "n v"], clean: Float[Tensor, " v"]) -> Float[Tensor, " n"]:
         """Return every row's score, in nats or logits; ``clean`` are the clean run's logits."""
-        wide = widened(logits)
+        wide = widened(logits)  # the difference of two logits in half precision would lose its digits
         if self.metric.startswith(_FUNCTION):
-            return torch.stack([self._own(row) for row in wide])
+            return torch.stack([self._custom(row) for row in wide])
         if self.metric == "logit_diff":
             return wide[:, self.answer] - wide[:, self.foil]
         chances = wide.log_softmax(-1)
@@ -199,7 +199,7 @@ class Grader:
         target = widened(clean).log_softmax(-1)
         return torch.where(target.isfinite(), target.exp() * (target - chances), 0.0).sum(-1)  # 0 log 0 = 0
 
-    def _own(self, logits: Float[Tensor, " v"]) -> Float[Tensor, ""]:
+    def _custom(self, logits: Float[Tensor, " v"]) -> Float[Tensor, ""]:
         """Return the function's score of one run; ``ValueError`` if it is not one finite number."""
         if self.function is None:
             raise ValueError(f"the {self.metric} was saved by name only: sweep again with the function itself")
@@ -232,6 +232,7 @@ def one_token(given: Any, tokenizer: Any, name: str) -> int | None:
             raise ValueError(f"the {name} {given!r:.60} is neither a token id nor a text: give one of the two") from error
     if tokenizer is None:
         raise ValueError(f"the {name} {given!r} is a text, but there is no tokenizer: pass one, or give the token id")
+    # tokenizers of transformers can be called, and add special tokens unless told otherwise; others have no such argument
     ids = list(tokenizer.encode(given, add_special_tokens=False) if callable(tokenizer) else tokenizer.encode(given))
     if len(ids) != 1:
         raise ValueError(f"the {name} {given!r} is {len(ids)} tokens {ids}: choose a text of one (a leading space often matters)")
@@ -331,18 +332,18 @@ def places(given: Positions, prompt: Prompt) -> tuple[int, ...]:
     """Return the selected positions in order, without repetition; ``ValueError`` outside of the prompt, or for none."""
     if given is None:
         return tuple(range(len(prompt.tokens)))
-    found: set[int] = set()
+    positions: set[int] = set()
     for one in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
         if isinstance(one, str | Span):
-            found.update(prompt.spans(Span(one) if isinstance(one, str) else one))
+            positions.update(prompt.spans(Span(one) if isinstance(one, str) else one))
             continue
         try:
-            found.add(inside(whole(one), prompt))
+            positions.add(inside(whole(one), prompt))
         except TypeError as error:
             raise ValueError(f"{one!r:.60} is not a position: give a number, a text in the prompt, or a Span") from error
-    if not found:
+    if not positions:
         raise ValueError("no positions: name at least one, or leave them out for all")
-    return tuple(sorted(found))
+    return tuple(sorted(positions))
 
 
 def whole(number: Any) -> int:
@@ -402,8 +403,8 @@ class CleanRun:
         refuse_dropout(host)
         _refuse_tokens(host, "clean", tokens)
         chosen = list(dict.fromkeys(target.site for target in choose(host, sites)))
-        found = Whole(host).record(tokens, chosen, range(len(tokens)))
-        return CleanRun(found.values, found.logits, tokens, host.weights_hash(), len(tokens) - 1)
+        record = Whole(host).record(tokens, chosen, range(len(tokens)))
+        return CleanRun(record.values, record.logits, tokens, host.weights_hash(), len(tokens) - 1)
 
     @staticmethod
     @checked
@@ -436,10 +437,12 @@ class CleanRun:
             if not tokens:
                 raise ValueError(f"run {run!r} was stored without the tokens of a prompt: give them when you capture it")
             last, final = len(tokens) - 1, Site(len(host.layers()) - 1, "resid_post")
+            # the lock of ``unchanged`` is held until all rows are read, or an eviction could come between two sites
             chosen = dict.fromkeys(target.site for target in choose(host, sites))
             values = {site: _rows(store, run, site, range(last + 1)) for site in chosen}
             stream = _rows(store, run, final, [last])
         _refuse_tokens(host, "clean", tokens)
+        # The last block's output is replaced, so it does not matter that this forward has one token, or at which position.
         with torch.no_grad(), host.hooks({final: lambda value: stream[:, None].to(value)}):
             logits = host.logits(torch.tensor([tokens[-1:]], device=next(host.model.parameters()).device))
         return CleanRun(values, logits[0, -1], tokens, now, last)
@@ -456,8 +459,8 @@ def _rows(store: RunStore, run: str, site: Site, positions: Sequence[int]) -> Te
     except KeyError as error:
         if run not in store.runs():
             raise
-        where = "every position of the prompt" if len(positions) > 1 else f"position {positions[0]}, of which come the logits"
-        raise KeyError(f"{error.args[0]}; a sweep from a stored run needs {site} at {where}: capture it too") from error
+        needed = "every position of the prompt" if len(positions) > 1 else f"position {positions[0]}, of which come the logits"
+        raise KeyError(f"{error.args[0]}; a sweep from a stored run needs {site} at {needed}: capture it too") from error
 
 
 @dataclass(frozen=True)
@@ -498,7 +501,7 @@ class Question:
 
     @property
     def columns(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
-        """For each cell of a row: its position (``None`` for all at once), and the indices that it patches among ``sources``."""
+        """Cells of a row: the position of each (``None`` for all at once), and the indices of ``sources`` that it patches."""
         every = tuple(range(len(self.sources)))
         return ((None, every),) if self.together else tuple((position, (i,)) for i, position in zip(every, self.sources))
 
@@ -592,6 +595,7 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "context")
 def refuse_dropout(host: Host) -> None:
     """Raise ``ValueError`` for a model with active dropout, for which no two runs are comparable."""
     for path, module in host.model.named_modules():
+        # attention in transformers keeps its share as a number and hands it to a function
         share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
         if module.training and isinstance(share, float) and share > 0:
             raise ValueError(f"{path} has active dropout, because the model is in training mode: call host.model.eval() first")

@@ -100,7 +100,7 @@ T = TypeVar("T")
 
 
 def ended(steps: Generator[None, None, T]) -> T:
-    """Return what a generator returns when it has ended."""
+    """Run a generator to its end and return its return value."""
     while True:
         try:
             next(steps)
@@ -119,7 +119,7 @@ def record(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Pai
 
 
 def _recording(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Generator[None, None, Pair]:
-    """``record``, which yields between the two runs."""
+    """Run ``record`` as a generator that yields between the two runs."""
     places, sources = list(question.sources), list(question.sources.values())
     corrupt = forwards.start(question.corrupt.tokens[: question.at + 1], sites, places)
     yield
@@ -203,10 +203,10 @@ class Sweep:
         """Number of cells."""
         return len(self.targets) * len(self.pair.question.columns)
 
-    def run(self, *, alone: bool = False) -> Iterator[Finished]:
+    def run(self, *, exclusive: bool = False) -> Iterator[Finished]:
         """Yield the results forward by forward, first those that need no forward. Leaving the loop early skips the rest.
 
-        The model is compared by content before each forward; ``alone`` promises that nothing else runs between two of them.
+        The model is compared by content before each forward; ``exclusive`` promises that nothing else runs between two of them.
 
         Raises:
             RuntimeError: The model was changed since the sweep was prepared, also between two forwards: the keys, values and
@@ -217,7 +217,8 @@ class Sweep:
         if self.known:
             yield Finished(self.known)
         for group in self.groups:
-            if self.state.changed or (not alone and self._moved()):
+            # ``changed`` is quick but misses writes through ``p.data``; ``_moved`` reads the whole model to see them
+            if self.state.changed or (not exclusive and self._moved()):
                 raise self._stale()
             rows = [self.rows[i] for i in group.cells]
             scores = self.pair.question.grader(self.forwards.run(group, rows), self.pair.clean.logits).tolist()
@@ -238,7 +239,7 @@ class Sweep:
         """Run all cells and return the grid, with a progress bar if ``progress`` and on a terminal."""
         began, done = perf_counter(), []
         with tqdm(total=self.total, desc="patching", unit="cell", leave=False, disable=None if progress else True) as bar:
-            for finished in self.run(alone=True):
+            for finished in self.run(exclusive=True):
                 done.append(finished)
                 bar.update(len(finished.cells))
         return self.collect(done, perf_counter() - began)
@@ -301,7 +302,7 @@ def preparing(
     shortcuts: bool = True,
     tokens: int | None = None,
 ) -> Generator[None, None, Sweep]:
-    """``prepare``, which yields before each of the two runs, so that others may use the model between them."""
+    """Run ``prepare`` as a generator that yields before each of the two runs, so that others may use the model between them."""
     began, alpha = perf_counter(), float(alpha)
     if replicas < REPLICAS:
         raise ValueError(f"{replicas} replicas of the corrupt run do not measure its noise: run at least {REPLICAS}")
@@ -312,7 +313,7 @@ def preparing(
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
     refuse_foreign(host, question, alpha)
     chosen, running, state = choose(host, sites), forwards(host, how), ModelState(host)
-    before = state.current
+    before = state.current  # of before the first pause, in which others may change the model: ``run`` then refuses to go on
     yield
     pair = yield from _recording(running, question, list(dict.fromkeys(target.site for target in chosen)))
     targets, layers = pair.split(chosen, heads), len(host.layers())
@@ -329,16 +330,16 @@ def _cells(
 ) -> tuple[list[Cell], list[Row]]:
     """Return the cells that certainly have the corrupt score, and rows for the others."""
     known, rows, question = [], [], pair.question
-    where = list(question.sources)
+    positions = list(question.sources)
     for target in targets:
         here, source = pair.values(target)
         values = patch(here, source, alpha)
-        there = (values == here).flatten(1).all(1).tolist()
-        every = [question.at] if shortcuts and not seen_by(target.site, layers) else where
+        there = (values == here).flatten(1).all(1).tolist()  # bit for bit: another value may change the score
+        every = [question.at] if shortcuts and not seen_by(target.site, layers) else positions
         for column, places in question.columns:
-            acting = [i for i in places if where[i] in every and not (shortcuts and there[i])]
+            acting = [i for i in places if positions[i] in every and not (shortcuts and there[i])]
             if acting:
-                chosen = tuple(where[i] for i in acting)
+                chosen = tuple(positions[i] for i in acting)
                 rows.append(Row(running.place(target, chosen[0]), target, chosen, values[acting]))
             else:
                 known.append(Cell(target, column, pair.scores[1]))

@@ -38,10 +38,10 @@ class Target:
     @checked
     def parse(text: str) -> "Target":
         """Return the target whose ``str`` is ``text``; ``ValueError`` for a text of another form."""
-        found = _TARGET.fullmatch(text)
-        if found is None:
+        match = _TARGET.fullmatch(text)
+        if match is None:
             raise ValueError(f"{text!r} is not a target: write blocks.3.resid_pre or blocks.3.z[2]")
-        return Target(Site.parse(found[1]), None if found[2] is None else int(found[2]))
+        return Target(Site.parse(match[1]), None if match[2] is None else int(match[2]))
 
 
 Choice = Site | Target | str | Iterable[Site | Target | str]
@@ -66,13 +66,13 @@ def _meant(host: Host, one: Site | Target | str, known: list[Site]) -> list[Targ
 
 
 def _named(host: Host, name: str, known: list[Site]) -> list[Target]:
-    plain, head = (name, None) if not (found := _TARGET.fullmatch(name)) else (found[1], found[2])
+    plain, head = (name, None) if not (match := _TARGET.fullmatch(name)) else (match[1], match[2])
     return [Target(site, None if head is None else int(head)) for site in host.find(plain, known)]
 
 
 def split(targets: Iterable[Target], counts: dict[Site, int]) -> tuple[Target, ...]:
     """Replace every target whose site has heads by its heads, without repetition; ``ValueError`` if no site has heads."""
-    found = dict.fromkeys(
+    expanded = dict.fromkeys(
         head
         for target in targets
         for head in (
@@ -81,9 +81,9 @@ def split(targets: Iterable[Target], counts: dict[Site, int]) -> tuple[Target, .
             else [target]
         )
     )
-    if all(target.head is None for target in found):
+    if all(target.head is None for target in expanded):
         raise ValueError(f"heads=True, but none of the sites has heads: choose among {', '.join(sorted(HEADED))}")
-    return tuple(found)
+    return tuple(expanded)
 
 
 def seen_by(site: Site, layers: int) -> bool:

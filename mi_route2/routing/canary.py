@@ -67,20 +67,20 @@ class Canary:
 
     @checked
     def __init__(self, policy: Policy, checkpoints: Sequence[Mapping[str, Tensor]]):
-        own = policy.adapters.tensors(quarantine=False)
+        current = policy.adapters.tensors(quarantine=False)
         if not checkpoints:
             raise ValueError("a canary needs at least one checkpoint of its kept adapter")
         for number, checkpoint in enumerate(checkpoints):
-            if wrong := sorted(checkpoint.keys() ^ own.keys()):
+            if wrong := sorted(checkpoint.keys() ^ current.keys()):
                 raise ValueError(
                     f"checkpoint {number} and the canary's adapters differ in {len(wrong)} tensors, first {wrong[0]!r}: attach "
                     "adapters of the spec and at the sites that the canary was trained with"
                 )
             for name, tensor in checkpoint.items():
-                if tensor.shape != own[name].shape or not torch.isfinite(tensor).all():
+                if tensor.shape != current[name].shape or not torch.isfinite(tensor).all():
                     raise ValueError(
                         f"{name} of checkpoint {number} is {list(tensor.shape)} with {int((~tensor.isfinite()).sum())} values that "
-                        f"are not finite, and the canary's adapter is {list(own[name].shape)}: give the file that its run saved"
+                        f"are not finite, and the canary's adapter is {list(current[name].shape)}: give the file that its run saved"
                     )
         self.policy, self._checkpoints = policy, tuple(checkpoints)
 

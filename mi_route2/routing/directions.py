@@ -431,7 +431,7 @@ class TopKFitter:
             )
 
     def fit(self, policy: Policy, step: int) -> Directions:
-        deltas = {site: found.rows for site, found in differences(policy, self.pairs, self.kind, self._bases).items()}
+        deltas = {site: difference.rows for site, difference in differences(policy, self.pairs, self.kind, self._bases).items()}
         axes, strengths = {}, {}
         for site, delta in deltas.items():
             _, S, Vh = torch.linalg.svd(delta.flatten(1), full_matrices=False)
@@ -442,10 +442,10 @@ class TopKFitter:
             votes = along.sign().sum(dim=0)
             votes = torch.where(votes == 0, along.sum(dim=0), votes)  # the mean decides a tie, not the SVD's arbitrary sign
             axes[site] = axis * torch.where(votes < 0, -1.0, 1.0).to(axis.dtype)[:, None]
-        found = torch.cat(list(strengths.values()))
-        if not found.numel():
+        every = torch.cat(list(strengths.values()))
+        if not every.numel():
             raise ValueError("contrasts of norm 0 have no axes: are the hack and clean sides of the pairs the same?")
-        floor = found.quantile(self.noise_quantile)
+        floor = every.quantile(self.noise_quantile)
         vectors = {site: axes[site][strengths[site] >= floor].view(-1, *delta.shape[1:]) for site, delta in deltas.items()}
         return Directions(vectors, Provenance(f"top{self.k}", self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
 

@@ -355,13 +355,13 @@ class _MaskStep(Once):
         scores, flags = zip(*(gate.pooled() for gate in gates))
         whole = torch.cat(flags)
         whole = shuffled(whole, self._generator) if self._spec.shuffle else whole
-        for gate, score, own in zip(gates, scores, whole.split([len(f) for f in flags])):
-            gate.settle(score, own)
+        for gate, score, gate_flags in zip(gates, scores, whole.split([len(f) for f in flags])):
+            gate.settle(score, gate_flags)
 
     def _decision(self, unrouted: dict[str, Tensor]) -> Decision:
         flagged = [per_rollout([mask == 0 for mask in gate.masks.values()], gate.predictors) > 0.5 for gate in self._gates]
         values = [[gate.pooled_scores] if gate.pooled_scores is not None else [*gate.scores.values()] for gate in self._gates]
-        scores = [per_rollout(own, gate.predictors) for own, gate in zip(values, self._gates)] if all(values) else None
+        scores = [per_rollout(each, gate.predictors) for each, gate in zip(values, self._gates)] if all(values) else None
         return Decision(
             scores=None if scores is None else torch.cat(scores),
             flags=torch.cat(flagged),
@@ -466,7 +466,7 @@ class MaskRoute(OneCall):
             raise ValueError(f"fitter={spec.fitter!r} is a control: use MaskRoute(spec, fitter) with the fitter that draws it")
         return MaskRoute(spec, PersonaFitter("persona", spec.score, pairs), l1=l1, want_unrouted=want_unrouted)
 
-    def _own_flags(self, batch: TrainBatch) -> Tensor:
+    def _given_flags(self, batch: TrainBatch) -> Tensor:
         """Return the user's flags; ``ValueError`` if they do not fit the batch."""
         flags = self._given(batch) if callable(self._given) else self._given
         by_rollout, by_token = batch.rollouts.tokens.shape[:1], batch.rollouts.tokens.shape
@@ -553,14 +553,14 @@ class MaskRoute(OneCall):
         spec, b = self.spec, len(batch.rollouts)
         scores = None
         if self._given is not None:
-            flags = self._own_flags(batch)
+            flags = self._given_flags(batch)
         elif spec.score == "none":
             flags = torch.zeros(b, dtype=torch.bool, device=batch.advantages.device)
         elif spec.privileged:
             if context.privileged is None:
                 raise ValueError(f"score={spec.score!r} needs the marked detector verdicts (StepContext.privileged)")
-            own = spec.score == "own_channel"
-            flags = context.privileged.own_channel if own else context.privileged.known_channel
+            by_own_channel = spec.score == "own_channel"
+            flags = context.privileged.own_channel if by_own_channel else context.privileged.known_channel
             flags = flags & (batch.advantages > 0) if spec.reinforced_only else flags
         elif spec.decided_at == "begin":
             pieces = [self.score(policy, batch.rollouts.rows(index)) for index in chunks(batch, context.micro)]

@@ -1,4 +1,4 @@
-"""Routes decide what the kept adapter may learn from one batch.
+"""Routes: which gradients of one batch reach the kept adapter.
 
     decision = route.backward(policy, batch, loss_fn, context)     # now every .grad is final
 
@@ -102,7 +102,7 @@ class RouteStep(Protocol):
     parts: list[Part]
 
     def settle(self, part: Part) -> None:
-        """Release what is held of ``part`` after its backward, if its flags need no other part; optional, it saves memory."""
+        """Release the stored tensors of ``part`` after its backward, if its flags need no other part; optional, to save memory."""
         ...
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
@@ -183,8 +183,8 @@ def check_directions(
     """
     check_kind(directions, kind)
     again = "set route.directions = None and fit them with route.refresh(policy, step)"
-    if (fitted := directions.provenance.base_hash) != (own := adapters.base_hash):
-        raise ValueError(f"the directions belong to base weights {fitted[:12]!r}, but this policy has {own[:12]!r}: {again}")
+    if (fitted := directions.provenance.base_hash) != (current := adapters.base_hash):
+        raise ValueError(f"the directions belong to base weights {fitted[:12]!r}, but this policy has {current[:12]!r}: {again}")
     shapes = feature_shapes(adapters, kind, basis)
     for names, others, what in (
         (shapes, directions.vectors, "there is no direction at"),
@@ -305,7 +305,7 @@ class Once:
         return None
 
     def _start(self, adapters: Adapters) -> None:
-        """Note the gradients that are there before the step; the backward of the step adds to these very tensors."""
+        """Record the gradients before the step; the backward of the step adds to these very tensors."""
         adapters.demand_replicated()
         trained = (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values())
         self._before = {p: p.grad for p in trained if p.grad is not None and bool(p.grad.any())}

@@ -25,7 +25,7 @@ from mi_route2.sites import Site
 REMEMBERED = 4096
 
 
-class Gone:
+class Removals:
     """Reasons, by run id, why runs no longer exist. The oldest are forgotten first."""
 
     def __init__(self, reasons: Mapping[str, str]):
@@ -85,10 +85,10 @@ class Stored:
 def seal(run: str, site: Site, positions: Int[Tensor, " n"], rows: Shaped[Tensor, " n *row"]) -> str:
     """Return the SHA-256 of a tensor of a shard, with its run, site, dtype, shape and positions."""
     header = json.dumps([run, str(site), str(rows.dtype), list(rows.shape)])
-    found = hashlib.sha256(header.encode())
+    hasher = hashlib.sha256(header.encode())
     for tensor in (positions, rows):
-        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        hasher.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
 
 
 def write_shard(path: Path, shard: int, run: str, sites: Mapping[Site, tuple[Tensor, Tensor]]) -> list[Stored]:
@@ -117,13 +117,14 @@ def read_shard(path: Path, stored: Stored) -> Tensor:
     kind = stored.kind
     # Not by safetensors, which maps the file into memory: one that is written over while it is read would end the process.
     with path.open("rb") as file:
-        if (found := os.fstat(file.fileno()).st_size) != stored.size:
-            raise damaged(path, stored, f"it has {found} bytes, not {stored.size}")
+        if (size := os.fstat(file.fileno()).st_size) != stored.size:
+            raise damaged(path, stored, f"it has {size} bytes, not {stored.size}")
         try:
+            # a damaged header may give any length or place: never more is read than the file has
             length = int.from_bytes(file.read(8), "little")
-            start, stop = json.loads(file.read(min(length, found)))[str(stored.site)]["data_offsets"]
+            start, stop = json.loads(file.read(min(length, size)))[str(stored.site)]["data_offsets"]
             file.seek(8 + length + start)
-            data = bytearray(file.read(min(stop - start, found)))
+            data = bytearray(file.read(min(stop - start, size)))
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise damaged(path, stored, f"its header does not give the place of {stored.site}") from error
     if len(data) != kind.nbytes:
@@ -220,9 +221,10 @@ class Disk:
             db.executemany("DELETE FROM runs WHERE run = ?", [(run,) for run in reasons])
             db.executemany("INSERT OR REPLACE INTO gone (run, reason) VALUES (?, ?)", list(reasons.items()))
             db.execute("DELETE FROM gone WHERE number <= (SELECT max(number) FROM gone) - ?", (REMEMBERED,))
+        # After the index: files that a crash leaves here belong to no run, and the next opening deletes them.
         self.discard(shards)
 
-    def gone(self) -> dict[str, str]:
+    def removals(self) -> dict[str, str]:
         """Return the reasons for which runs no longer exist, oldest first."""
         return dict(self._ask("SELECT run, reason FROM gone ORDER BY number"))
 
@@ -232,10 +234,10 @@ class Disk:
 
     def about(self, run: str) -> About | None:
         """Return the description of a run; ``None`` if it is not here."""
-        found = self._ask("SELECT about, sha256 FROM runs WHERE run = ?", run)
-        if not found:
+        rows = self._ask("SELECT about, sha256 FROM runs WHERE run = ?", run)
+        if not rows:
             return None
-        text, sha256 = found[0]
+        text, sha256 = rows[0]
         if _sealed(run, text) != sha256:
             raise ValueError(f"{self._index} is damaged (what it says of run {run!r}): drop the run and capture it again")
         return About.parse(text)
@@ -243,19 +245,19 @@ class Disk:
     def kinds(self, run: str) -> dict[Site, Kind]:
         """Return the count, dtype and row shape of a run at each of its sites."""
         query = "SELECT site, dtype, shape, sum(length(positions)) / 8 FROM tensors WHERE run = ? GROUP BY site ORDER BY min(shard)"
-        found = self._ask(query, run)
+        rows = self._ask(query, run)
         with self._parsing():
-            return {Site.parse(site): _kind(n, dtype, shape) for site, dtype, shape, n in found}
+            return {Site.parse(site): _kind(n, dtype, shape) for site, dtype, shape, n in rows}
 
     def stored(self, run: str, site: Site) -> list[Stored]:
         """Return the tensors that hold a site of a run, in the order of writing; empty if the run or its site is not here."""
         query = """SELECT shard, size, CAST(positions AS BLOB), dtype, shape, sha256 FROM tensors JOIN shards USING (shard)
                    WHERE tensors.run = ? AND site = ? ORDER BY shard"""
-        found = self._ask(query, run, str(site))
+        rows = self._ask(query, run, str(site))
         with self._parsing():
             return [
                 Stored(run, site, shard, size, _positions(blob), _kind(len(blob) // 8, dtype, shape), sha256)
-                for shard, size, blob, dtype, shape, sha256 in found
+                for shard, size, blob, dtype, shape, sha256 in rows
             ]
 
     def has(self, shard: int) -> bool:
@@ -291,10 +293,10 @@ class Disk:
                     raise sqlite3.DatabaseError("it holds no tables")
                 db.executescript(_SCHEMA)
             ours = (_APPLICATION, _VERSION)
-            if (found := tuple(db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))) != ours:
+            if (header := tuple(db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))) != ours:
                 db.close()
                 raise ValueError(
-                    f"{self._index} is not an index of runs of this version ({found}, not {ours}): choose another folder"
+                    f"{self._index} is not an index of runs of this version ({header}, not {ours}): choose another folder"
                 )
             if (state := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
                 raise sqlite3.DatabaseError(" ".join(state.split()))
@@ -304,7 +306,7 @@ class Disk:
         """Delete the leftovers of a killed process; return the first free shard number."""
         known = {shard for (shard,) in self._ask("SELECT shard FROM shards")}
         for path in self._shards.iterdir():
-            if (found := _FILE.fullmatch(path.name)) and (found[1] is None or int(found[1]) not in known):
+            if (match := _FILE.fullmatch(path.name)) and (match[1] is None or int(match[1]) not in known):
                 path.unlink()
         return max(known, default=0) + 1
 

@@ -18,8 +18,8 @@ from mi_route2.runs import RunStore, Writer
 from mi_route2.sites import Site
 from mi_route2.validation import validated
 
-Part = Literal["all", "prompt", "generated", "last"]
-PARTS = get_args(Part)
+SequencePart = Literal["all", "prompt", "generated", "last"]
+SEQUENCE_PARTS = get_args(SequencePart)
 
 
 def _ordered(numbers: object, info: Any) -> tuple[int, ...] | frozenset[int] | None:
@@ -42,11 +42,11 @@ def _ordered(numbers: object, info: Any) -> tuple[int, ...] | frozenset[int] | N
 
 
 @validated
-class Where:
+class TokenSelection:
     """Selection of positions: a part of the sequence or ``positions``, optionally only those whose token is in ``token_ids``.
 
     Attributes:
-        part: One of ``PARTS``; not together with ``positions``.
+        part: One of ``SEQUENCE_PARTS``; not together with ``positions``.
         positions: Any iterable of whole numbers from 0; stored in order.
         token_ids: Any iterable of whole numbers from 0; stored as a set.
 
@@ -54,7 +54,7 @@ class Where:
         ValueError: A negative or repeated number, an empty selection, an unknown part, or a part together with positions.
     """
 
-    part: Part = "all"
+    part: SequencePart = "all"
     positions: Annotated[Iterable[int] | None, PlainValidator(_ordered)] = None
     token_ids: Annotated[Iterable[int] | None, PlainValidator(_ordered)] = None
 
@@ -110,11 +110,11 @@ def record(
     store: RunStore,
     runs: Sequence[str],
     weights: str | None = None,
-    where: Where | None = None,
+    selection: TokenSelection | None = None,
     prompt_lengths: Sequence[int] | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run the model once and store the values of ``host.capture``, without padding and only at the positions of ``where``.
+    """Run the model once and store the values of ``host.capture``, without padding and only at the positions of ``selection``.
 
     Args:
         host: any host; sites of attached adapters can be recorded too.
@@ -125,7 +125,7 @@ def record(
         runs: the id of each row's run.
         weights: a hash of the model's weights, as in ``RunStore.writing``; ``host.weights_hash()`` if not given, which an engine
             needs to patch from the run.
-        where: positions to keep; all if not given.
+        selection: positions to keep; all if not given.
         prompt_lengths: number of real tokens in each row's prompt; the whole row if not given.
         meta: notes, the same for every run.
 
@@ -134,7 +134,7 @@ def record(
             position that a row does not have; or an argument that ``RunStore.writing`` refuses.
         RuntimeError: a hook that did not fire. After any error no run is kept.
     """
-    sites, where = tuple(sites), where or Where()
+    sites, selection = tuple(sites), selection or TokenSelection()
     if not sites:
         raise ValueError("nothing to record: give at least one site, as Site(0, 'resid_post')")
     if isinstance(runs, str):
@@ -145,7 +145,7 @@ def record(
     if not len(runs) == len(prompts) == len(tokens):
         raise ValueError(f"{len(tokens)} rows were given {len(runs)} run ids and {len(prompts)} prompt lengths: give one for each")
     rows = [row[each].tolist() for row, each in zip(tokens, columns)]
-    kept = [_kept(*each, where) for each in zip(runs, rows, prompts)]
+    kept = [_kept(*each, selection) for each in zip(runs, rows, prompts)]
     weights = host.weights_hash() if weights is None else weights
     writers: list[Writer] = []
     done: list[str] = []
@@ -167,13 +167,13 @@ def record(
         raise
 
 
-def _kept(run: str, row: Sequence[int], prompt: int, where: Where) -> list[int]:
+def _kept(run: str, row: Sequence[int], prompt: int, selection: TokenSelection) -> list[int]:
     """Return the selected positions of a row; ``ValueError`` for a position that it does not have."""
     if not row:
         raise ValueError(f"the row of run {run!r} has no real token: leave it out")
-    if missing := where.missing(len(row)):
+    if missing := selection.missing(len(row)):
         raise ValueError(f"the row of run {run!r} has {len(row)} tokens, so no position {missing[0]}: give 0 to {len(row) - 1}")
-    return where.rows(row, 0, prompt)
+    return selection.rows(row, 0, prompt)
 
 
 def _appending(site: Site, writers: Sequence[Writer], columns: Sequence[Tensor], kept: Sequence[Sequence[int]]) -> Edit:

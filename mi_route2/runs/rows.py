@@ -33,14 +33,14 @@ class About:
 
     def text(self) -> str:
         """Return JSON that ``parse`` reads back."""
-        own = {"weights": self.weights, "tokens": self.tokens, "prompt_length": self.prompt_length, "meta": self.meta}
-        return json.dumps(own, sort_keys=True)
+        fields = {"weights": self.weights, "tokens": self.tokens, "prompt_length": self.prompt_length, "meta": self.meta}
+        return json.dumps(fields, sort_keys=True)
 
     @staticmethod
     def parse(text: str) -> "About":
         """Parse the output of ``text``."""
-        own = json.loads(text)
-        return About(own["weights"], tuple(own["tokens"]), own["prompt_length"], own["meta"])
+        raw = json.loads(text)
+        return About(raw["weights"], tuple(raw["tokens"]), raw["prompt_length"], raw["meta"])
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Chunk:
     load: Callable[[], Tensor]
 
 
-def held(positions: Int[Tensor, " n"], rows: Shaped[Tensor, " n *row"]) -> Chunk:
+def in_memory(positions: Int[Tensor, " n"], rows: Shaped[Tensor, " n *row"]) -> Chunk:
     """Return a chunk in memory."""
     return Chunk(positions, lambda: rows)
 
@@ -179,7 +179,7 @@ class Growing:
         """Return a position that appears twice in ``ordered`` (sorted), or was appended before; ``None`` if there is none."""
         if twice := [one for one, other in pairwise(ordered) if one == other]:
             return twice[0]
-        if ordered[0] > self._last:
+        if ordered[0] > self._last:  # the usual case, positions in order, which costs no look at the earlier ones
             return None
         new = torch.tensor(ordered, dtype=torch.int64, device="cpu")
         seen = new[torch.isin(new, _tensor(self._positions))]
@@ -218,8 +218,9 @@ class Growing:
         """Return all rows since the last ``take``, by block and without unused rows."""
         filled = self._filled()
         positions = _tensor(self._positions[len(self._positions) - self.fresh :]).split([len(block) for block in filled])
+        # a view of a block that is not full would keep the unused rows in memory, which nobody counts
         full = [rows if len(rows) == len(block) else rows.clone() for rows, block in zip(filled, self._blocks, strict=True)]
-        return [held(places, rows) for places, rows in zip(positions, full, strict=True)]
+        return [in_memory(places, rows) for places, rows in zip(positions, full, strict=True)]
 
     def _filled(self) -> list[Tensor]:
         return [*self._blocks[:-1], *(block[: self._used] for block in self._blocks[-1:])]
@@ -228,6 +229,7 @@ class Growing:
 def _tensor(numbers: "array[int]") -> Int[Tensor, " n"]:
     if not numbers:
         return torch.empty(0, dtype=torch.int64, device="cpu")
+    # of a copy, because an array cannot grow while a tensor shares its buffer
     return torch.frombuffer(bytearray(numbers.tobytes()), dtype=torch.int64)
 
 
@@ -281,8 +283,8 @@ A_RUN = 1024
 
 
 @dataclass(frozen=True)
-class Held:
-    """Finished run in memory: by site, the kind of its rows and the rows."""
+class FinishedRun:
+    """A run in memory after its last write: by site, the kind of its rows and the rows."""
 
     about: About
     sites: Mapping[Site, tuple[Kind, tuple[Chunk, ...]]]
@@ -298,17 +300,17 @@ class Memory:
         self.budget = automatic(available()) if budget is None else budget
         self.nbytes, self._owner = 0, owner
         """Bytes in use, and whose a run is."""
-        self._held: OrderedDict[str, Held] = OrderedDict()
+        self._runs: OrderedDict[str, FinishedRun] = OrderedDict()
         self._writing: dict[object, int] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._runs)
 
     def __contains__(self, run: str) -> bool:
-        return run in self._held
+        return run in self._runs
 
     def __iter__(self) -> Iterator[str]:
-        return iter(tuple(self._held))
+        return iter(tuple(self._runs))
 
     def take(self, writer: object, nbytes: int) -> None:
         """Set the bytes that ``writer`` has in memory; 0 when it is done."""
@@ -316,28 +318,28 @@ class Memory:
         if nbytes:
             self._writing[writer] = nbytes
 
-    def put(self, run: str, held: Held) -> None:
+    def put(self, run: str, finished: FinishedRun) -> None:
         """Store a finished run."""
-        self._held[run] = held
-        self.nbytes += held.nbytes
+        self._runs[run] = finished
+        self.nbytes += finished.nbytes
 
-    def get(self, run: str) -> Held | None:
+    def get(self, run: str) -> FinishedRun | None:
         """Return the run and mark it as most recently used."""
-        if run in self._held:
-            self._held.move_to_end(run)
-        return self._held.get(run)
+        if run in self._runs:
+            self._runs.move_to_end(run)
+        return self._runs.get(run)
 
-    def pop(self, run: str) -> Held | None:
+    def pop(self, run: str) -> FinishedRun | None:
         """Remove a run and return it."""
-        held = self._held.pop(run, None)
-        self.nbytes -= held.nbytes if held else 0
-        return held
+        finished = self._runs.pop(run, None)
+        self.nbytes -= finished.nbytes if finished else 0
+        return finished
 
     def by_owner(self) -> dict[str, int]:
         """Return the bytes of finished runs by owner."""
         taken: Counter[str] = Counter()
-        for run, held in self._held.items():
-            taken[self._owner(run)] += held.nbytes
+        for run, finished in self._runs.items():
+            taken[self._owner(run)] += finished.nbytes
         return dict(taken)
 
     def evict(self, leased: Callable[[str], bool]) -> dict[str, int]:
@@ -351,15 +353,15 @@ class Memory:
             return went
         queues: dict[str, list[str]] = {}
         taken = self.by_owner()
-        for run in reversed(self._held):
+        for run in reversed(self._runs):
             if not leased(run):
                 queues.setdefault(self._owner(run), []).append(run)
         while queues and self.nbytes > self.budget:
             most = max(queues, key=lambda owner: taken[owner])
             run = queues[most].pop()
-            if held := self.pop(run):
-                went[run] = held.nbytes
-                taken[most] -= held.nbytes
+            if finished := self.pop(run):
+                went[run] = finished.nbytes
+                taken[most] -= finished.nbytes
             if not queues[most]:
                 del queues[most]
         return went

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.checks import checked
-from mi_route2.runs.disk import Disk, Gone, Stored, dropped, evicted, invalid
-from mi_route2.runs.rows import About, Chunk, Held, Kind, Memory, RunInfo, SiteRows, Stats, described
+from mi_route2.runs.disk import Disk, Removals, Stored, dropped, evicted, invalid
+from mi_route2.runs.rows import About, Chunk, FinishedRun, Kind, Memory, RunInfo, SiteRows, Stats, described
 from mi_route2.runs.writer import Home, Writer
 from mi_route2.sites import Site, nearest
 
@@ -34,7 +34,7 @@ class Leases:
         self._swept = clock()
 
     def take(self, run: str, owner: str) -> None:
-        """Give ``owner`` a lease of ``run``, or renew it."""
+        """Add a lease of ``run`` for ``owner``, or renew it."""
         now = self._clock()
         owners = self._ends.setdefault(run, {})
         if owners.get(owner, now) - now <= self._seconds / 2:
@@ -122,7 +122,7 @@ class RunStore:
         self._evictions = self._bytes_read = 0
         self._warned = self._closed = False
         self._disk = None if folder is None else Disk(Path(folder))
-        self._gone = Gone(self._disk.gone() if self._disk else {})
+        self._removals = Removals(self._disk.removals() if self._disk else {})
 
     # ---- writing
 
@@ -152,7 +152,7 @@ class RunStore:
             self._demand_open()
             if run in self._writing or self._about(run):
                 raise ValueError(f"there is already a run {run!r}: drop it first, or use another name")
-            self._gone.forget(run)
+            self._removals.forget(run)
             writer = Writer(run, about, Home(self._disk, self._grown, self._finish, self._forget))
             self._writing[run] = writer
             return writer
@@ -167,7 +167,7 @@ class RunStore:
                 site or position that was not captured.
             ValueError: A damaged file, or a position that is not a whole number.
         """
-        return self._read(run, site, lambda found: found.at(positions))
+        return self._read(run, site, lambda site_rows: site_rows.at(positions))
 
     def slice(self, run: str, site: Site, start: int, stop: int) -> Float[Tensor, " n *row"]:
         """Return rows ``start .. stop - 1`` of those that were captured at a site, in the order of their positions.
@@ -177,11 +177,11 @@ class RunStore:
         """
         if start < 0 or stop < start:
             raise ValueError(f"rows {start} to {stop} are not valid: they count from 0, and start comes before stop")
-        return self._read(run, site, lambda found: found.between(start, stop))
+        return self._read(run, site, lambda site_rows: site_rows.between(start, stop))
 
     def positions(self, run: str, site: Site) -> list[int]:
         """Return the positions that were captured at a site, in order; ``KeyError`` as in ``rows``."""
-        return self._found(run, site).positions()
+        return self._site_rows(run, site).positions()
 
     def info(self, run: str) -> RunInfo:
         """Return the description of a finished run; ``KeyError`` with the reason if there is none."""
@@ -307,27 +307,28 @@ class RunStore:
             return self._limit(), nbytes <= self._memory.budget and self._evict(quiet=True)
 
     def _limit(self) -> int:
-        """Return how many bytes of one writer may wait for the disk."""
+        """Return the maximum number of bytes of one writer that wait for the disk."""
         fair = WAITING * self._shard_bytes // max(1, len(self._writing))
         return max(min(self._shard_bytes, fair), self._shard_bytes // 16, 1)
 
-    def _finish(self, writer: Writer, held: Held | None, stored: Sequence[Stored]) -> None:
+    def _finish(self, writer: Writer, finished: FinishedRun | None, stored: Sequence[Stored]) -> None:
         with self._lock:
             self._demand_written(writer)
-            self._demand_room(writer, held.nbytes if held else 0)
-            if self._disk:
+            self._demand_room(writer, finished.nbytes if finished else 0)
+            if self._disk:  # first: if it fails, memory must not serve a run that is not in the index
                 self._disk.commit(writer.run, writer.about, stored)
             self._through(writer)
-            if held and (self._disk is None or held.nbytes <= self._memory.budget):
-                self._memory.put(writer.run, held)
+            if finished and (self._disk is None or finished.nbytes <= self._memory.budget):
+                self._memory.put(writer.run, finished)
             self._evict()
 
     def _forget(self, writer: Writer, shards: Iterable[int]) -> None:
         with self._lock:
-            if self._writing.get(writer.run) is writer:
+            if self._writing.get(writer.run) is writer:  # otherwise the id may be that of a new run by now, whose leases stay
                 self._leases.forget(writer.run)
             self._through(writer)
             if self._disk:
+                # an interrupt after the commit aborts the writer too, when its shards are already those of a run
                 self._disk.discard([shard for shard in shards if not self._disk.has(shard)])
 
     def _through(self, writer: Writer) -> None:
@@ -337,7 +338,8 @@ class RunStore:
 
     def _demand_written(self, writer: Writer) -> None:
         if self._writing.get(writer.run) is not writer:
-            raise RuntimeError(f"the store has ended run {writer.run!r}: {self._gone.why(writer.run) or 'the store was closed'}")
+            reason = self._removals.why(writer.run) or "the store was closed"
+            raise RuntimeError(f"the store has ended run {writer.run!r}: {reason}")
 
     def _demand_room(self, writer: Writer, nbytes: int) -> None:
         """Refuse a run that could not be kept, before it evicts the others."""
@@ -355,8 +357,8 @@ class RunStore:
             raise RuntimeError("this run store is closed: open a new one on its folder")
 
     def _about(self, run: str) -> About | None:
-        held = self._memory.get(run)
-        return held.about if held else self._disk.about(run) if self._disk else None
+        finished = self._memory.get(run)
+        return finished.about if finished else self._disk.about(run) if self._disk else None
 
     def _demand(self, run: str) -> About:
         """Return the description of a run; ``KeyError`` with the reason if it does not exist."""
@@ -366,16 +368,16 @@ class RunStore:
         if run in self._writing:
             raise KeyError(f"run {run!r} is still being written: it can be read once its writer is closed")
         known = list(self._disk.runs() if self._disk else self._memory)[-1000:]
-        raise KeyError(self._gone.why(run) or f"no run {run!r} was captured here: the nearest are {nearest(run, known)}")
+        raise KeyError(self._removals.why(run) or f"no run {run!r} was captured here: the nearest are {nearest(run, known)}")
 
     def why_gone(self, run: str) -> str | None:
-        """Return why a run no longer exists: it was dropped, evicted or invalidated; ``None`` if it exists or never did."""
+        """Return the reason for which a run was removed (dropped, evicted or invalidated); ``None`` if it exists or never did."""
         with self._lock:
-            return self._gone.why(run)
+            return self._removals.why(run)
 
     def _kinds(self, run: str) -> dict[Site, Kind]:
-        if held := self._memory.get(run):
-            return {site: kind for site, (kind, _) in held.sites.items()}
+        if finished := self._memory.get(run):
+            return {site: kind for site, (kind, _) in finished.sites.items()}
         return self._disk.kinds(run) if self._disk else {}
 
     def _evict(self, *, quiet: bool = False) -> bool:
@@ -383,8 +385,8 @@ class RunStore:
         went = self._memory.evict(self._leases.holds)
         self._evictions += len(went)
         budget = self._memory.budget
-        if not self._disk:
-            self._gone.put({run: evicted(run, nbytes, budget) for run, nbytes in went.items()})
+        if not self._disk:  # with a disk the run still exists there
+            self._removals.put({run: evicted(run, nbytes, budget) for run, nbytes in went.items()})
         fits = self._memory.nbytes <= budget
         if fits:
             self._warned = False
@@ -403,27 +405,30 @@ class RunStore:
         for run in reasons:
             self._memory.pop(run)
             self._leases.forget(run)
-        self._gone.put(reasons)
+        self._removals.put(reasons)
 
     # ---- helpers of reading, which take the lock themselves
 
     def _read(self, run: str, site: Site, read: Callable[[SiteRows], Tensor]) -> Tensor:
         while True:
             try:
-                return read(self._found(run, site))
+                return read(self._site_rows(run, site))
             except FileNotFoundError:  # dropped during the read; the next look-up raises the reason
                 continue
 
-    def _found(self, run: str, site: Site) -> SiteRows:
+    def _site_rows(self, run: str, site: Site) -> SiteRows:
         with self._lock:
             self._demand(run)
             kinds = self._kinds(run)
             if site not in kinds:
                 close = nearest(str(site), [str(known) for known in kinds])
                 raise KeyError(f"run {run!r} has no rows at {site}: the nearest sites that were captured are {close}")
-            held = self._memory.get(run)
-            stored = [] if held or not self._disk else self._disk.stored(run, site)
-        chunks = held.sites[site][1] if held else [Chunk(each.positions, lambda each=each: self._load(each)) for each in stored]
+            finished = self._memory.get(run)
+            stored = [] if finished or not self._disk else self._disk.stored(run, site)
+        # Rows on disk are read later, without the lock, so that a slow disk does not hold up writers.
+        chunks = (
+            finished.sites[site][1] if finished else [Chunk(each.positions, lambda each=each: self._load(each)) for each in stored]
+        )
         return SiteRows(f"run {run!r} at {site}", kinds[site], chunks)
 
     def _load(self, stored: Stored) -> Tensor:

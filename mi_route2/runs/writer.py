@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from mi_route2.runs.disk import Disk, Stored
-from mi_route2.runs.rows import A_RUN, DTYPES, About, Chunk, Growing, Held, held, is_position, token_ids
+from mi_route2.runs.rows import A_RUN, DTYPES, About, Chunk, FinishedRun, Growing, in_memory, is_position, token_ids
 from mi_route2.sites import Site, demand_site
 
 
@@ -24,13 +24,13 @@ class Home:
         disk: The disk tier, if any.
         grown: ``grown(writer, nbytes, waiting)`` reports the writer's memory, and the bytes of rows in it; returns how many bytes
             may wait for the disk, and whether rows that are on disk may stay in memory too.
-        finish: ``finish(writer, held, stored)`` publishes the run.
+        finish: ``finish(writer, finished, stored)`` publishes the run.
         forget: ``forget(writer, shards)`` gives the run up and deletes shards that belong to no run.
     """
 
     disk: Disk | None
     grown: Callable[["Writer", int, int], tuple[int, bool]]
-    finish: Callable[["Writer", Held | None, Sequence[Stored]], None]
+    finish: Callable[["Writer", FinishedRun | None, Sequence[Stored]], None]
     forget: Callable[["Writer", Iterable[int]], None]
 
 
@@ -89,11 +89,11 @@ class Writer:
                     self._spill(self._disk)
                 else:
                     self._copy = {site: growing.chunks() for site, growing in self._sites.items()}
-                self._home.finish(self, self._held(), self._stored)
+                self._home.finish(self, self._finished_run(), self._stored)
                 self._end("was closed")
 
     def abort(self, why: str = "was aborted") -> None:
-        """Give the run up, so that nothing of it is kept; no effect after it was closed or aborted."""
+        """Abandon the run and keep nothing of it; no effect after it was closed or aborted."""
         with self._lock:
             if self._over is None:
                 self._home.forget(self, {stored.shard for stored in self._stored})
@@ -112,7 +112,7 @@ class Writer:
     def _or_nothing(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException:  # a run that lacks rows would read as one that was captured without them
             self.abort()
             raise
 
@@ -153,7 +153,7 @@ class Writer:
         return ValueError(f"run {self.run!r} at {site} was given {what}")
 
     def _at_once(self, growing: Growing) -> int:
-        """Return how many rows may go to disk as one tensor, because later reads load the whole tensor."""
+        """Return the maximum number of rows per tensor on disk: a read loads the whole tensor."""
         return max(1, (self._limit or self._grown()) // max(1, growing.row_bytes))
 
     def _add(self, growing: Growing, places: Sequence[int], values: Shaped[Tensor, " n *row"]) -> None:
@@ -161,7 +161,7 @@ class Writer:
         growing.append(places, values)
         self._bytes += growing.nbytes - taken
         self._waiting += values.nbytes
-        if growing.room != room:
+        if growing.room != room:  # not at every row: a report waits for the store's lock
             self._grown()
         if self._disk is not None and self._waiting >= self._limit:
             self._spill(self._disk)
@@ -171,6 +171,7 @@ class Writer:
         self._limit, keep = self._home.grown(self, self._bytes + self._copy_bytes, self._waiting)
         if not keep and self._copy is not None:
             self._copy, self._copy_bytes = None, 0
+            # the store has counted the copy, and would evict other runs for it
             self._home.grown(self, self._bytes, self._waiting)
         return self._limit
 
@@ -183,14 +184,14 @@ class Writer:
         self._waiting, self._bytes = 0, sum(growing.nbytes for growing in self._sites.values())
         if self._copy is not None:
             for site, (places, rows) in taken.items():
-                self._copy.setdefault(site, []).append(held(places, rows))
+                self._copy.setdefault(site, []).append(in_memory(places, rows))
                 self._copy_bytes += rows.nbytes
         self._grown()
 
-    def _held(self) -> Held | None:
+    def _finished_run(self) -> FinishedRun | None:
         """Return the run for the memory tier; ``None`` if not all of it is in memory."""
         if self._copy is None:
             return None
         sites = {site: (self._sites[site].kind, tuple(chunks)) for site, chunks in self._copy.items()}
         nbytes = sum(kind.nbytes + 8 * kind.rows for kind, _ in sites.values()) + len(self.about.text()) + A_RUN
-        return Held(self.about, sites, nbytes)
+        return FinishedRun(self.about, sites, nbytes)

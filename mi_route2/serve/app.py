@@ -188,16 +188,16 @@ async def set_steering(body: SetSteering, server: TheServer, client: TheClient) 
     names = server.names(client)
     given = {name: Vector(_numbers(one, names, name)) for name, one in body.vectors.items()}
     vectors = {**names.vectors, **given}
-    held = {**names.held, **({} if body.name is None else {body.name: body})}
+    configurations = {**names.configurations, **({} if body.name is None else {body.name: body})}
     size = sum(vector.data.nbytes for vector in vectors.values())
-    if len(vectors) > KEPT or len(held) > KEPT or size > KEPT_BYTES:
+    if len(vectors) > KEPT or len(configurations) > KEPT or size > KEPT_BYTES:
         raise ApiError(
             400,
             f"a key keeps at most {KEPT} vectors of {KEPT_BYTES} bytes and {KEPT} configurations: clear some by /v1/steering/clear",
         )
     if body.name is None and _steers(body):
         raise ApiError(400, "steering needs a name under which it is held: give name, or scope 'global' to steer every request")
-    trial = Names(names.prefix, names.shared, vectors, held)
+    trial = Names(names.prefix, names.shared, vectors, configurations)
 
     def change(engine: Engine) -> None:
         before = {trial.inside(name): engine.steering.vectors.get(trial.inside(name)) for name in given}
@@ -217,8 +217,8 @@ async def set_steering(body: SetSteering, server: TheServer, client: TheClient) 
     await called(server, client, change)
     # another request of the key may have changed them meanwhile
     names.vectors = {**names.vectors, **given}
-    names.held = {**names.held, **({} if body.name is None else {body.name: body})}
-    return Json(_own(names))
+    names.configurations = {**names.configurations, **({} if body.name is None else {body.name: body})}
+    return Json(_registered(names))
 
 
 def _numbers(given: Any, names: Names, name: str) -> Any:
@@ -260,9 +260,9 @@ async def _set_global(body: SetSteering, server: Server, client: Client) -> Resp
         tiers = {tier: sorted({str(entry.site) for entry in getattr(steering, tier)}) for tier in TIERS if getattr(steering, tier)}
         return {**tiers, **({"monitors": [one.name for one in steering.monitors]} if steering.monitors else {})}
 
-    found: dict[str, list[str]] = await called(server, client, change)
-    monitors = sorted({*server.globals.get("monitors", ()), *found.pop("monitors", ())})
-    server.globals |= found | ({"monitors": monitors} if monitors else {})
+    changed: dict[str, list[str]] = await called(server, client, change)
+    monitors = sorted({*server.globals.get("monitors", ()), *changed.pop("monitors", ())})
+    server.globals |= changed | ({"monitors": monitors} if monitors else {})
     return Json({"global": server.globals})
 
 
@@ -284,7 +284,7 @@ async def clear_steering(body: ClearSteering, server: TheServer, client: TheClie
         server.globals = {}
         return Json({"global": {}})
     if body.name is not None:
-        names.configuration(body.name) if body.name in names.held else _unknown(names, body.name)
+        names.configuration(body.name) if body.name in names.configurations else _unknown(names, body.name)
     for name in body.vectors:
         if name not in names.vectors:
             known = ", ".join(sorted(names.vectors)) or "none"
@@ -298,19 +298,19 @@ async def clear_steering(body: ClearSteering, server: TheServer, client: TheClie
 
     # before the engine forgets them, so that no request of the key is accepted and then finds them missing
     names.vectors = {name: one for name, one in names.vectors.items() if name not in dropped}
-    names.held = {} if every else {name: one for name, one in names.held.items() if name != body.name}
+    names.configurations = {} if every else {name: one for name, one in names.configurations.items() if name != body.name}
     await called(server, client, forget)
-    return Json(_own(names))
+    return Json(_registered(names))
 
 
 def _unknown(names: Names, name: str) -> None:
-    known = ", ".join(sorted(names.held)) or "none"
+    known = ", ".join(sorted(names.configurations)) or "none"
     raise ApiError(404, f"no configuration is held as {name!r}; there are: {known}", code="unknown_name")
 
 
-def _own(names: Names) -> dict[str, Any]:
-    """Return what a key has registered, without numbers."""
-    held = {
+def _registered(names: Names) -> dict[str, Any]:
+    """Return the vectors and configurations of a key, without their numbers."""
+    configurations = {
         name: {
             "steering_vectors": sorted(one.steering_vectors),
             "prefill_steering_vectors": sorted(one.prefill_steering_vectors),
@@ -318,29 +318,29 @@ def _own(names: Names) -> dict[str, Any]:
             "steering_clamps": [clamp.site for clamp in one.steering_clamps],
             "monitors": [monitor.name or monitor.site for monitor in one.monitors],
         }
-        for name, one in names.held.items()
+        for name, one in names.configurations.items()
     }
     sizes = {name: len(vector.data) for name, vector in names.vectors.items()}
-    return {"vectors": sizes, "shared": {name: len(vector) for name, vector in names.shared.items()}, "held": held}
+    return {"vectors": sizes, "shared": {name: len(vector) for name, vector in names.shared.items()}, "held": configurations}
 
 
 @routes.get("/v1/steering", tags=["steering"])
 async def get_steering(server: TheServer, client: TheClient) -> Response:
     """Return the key's vectors and configurations, and what steers every request."""
-    return Json({**_own(server.names(client)), "global": server.globals})
+    return Json({**_registered(server.names(client)), "global": server.globals})
 
 
 @routes.get("/v1/steering/dynamic", tags=["steering"])
 async def dynamic(server: TheServer, client: TheClient) -> Response:
-    """Return what steering does now: queue, rows, counts of actions, times, and the key's own requests (an admin sees all)."""
-    found: dict[str, Any] = await called(server, client, lambda engine: engine.steering.snapshot())
+    """Return the current state of steering: queue, rows, counts of actions, times, and the key's requests (an admin sees all)."""
+    state: dict[str, Any] = await called(server, client, lambda engine: engine.steering.snapshot())
     snapshot: dict[str, Any] = server.owner.snapshot
     controllers: dict[str, Any] = dict(snapshot.get("steering", {}))
     mine = {number for number, one in server.open.items() if client.admin or one.owner == client.owner}
     if not client.admin:
         controllers.pop("recent", None)
-    requests = {number: one for number, one in found["requests"].items() if number in mine}
-    rows = dict(found["rows"])
+    requests = {number: one for number, one in state["requests"].items() if number in mine}
+    rows = dict(state["rows"])
     if not client.admin:  # requests that steer alike share a row, so that the number of all would tell how others steer
         rows["used"] = len({row for one in requests.values() for row in one["rows"]})
     queue = {name: snapshot.get(name, 0) for name in ("running", "waiting", "sweeps", "steps", "tokens")}
@@ -348,8 +348,8 @@ async def dynamic(server: TheServer, client: TheClient) -> Response:
         {
             "queue": queue,
             "rows": rows,
-            "tier": found["tier"],
-            "monitors": found["monitors"] if client.admin else {},
+            "tier": state["tier"],
+            "monitors": state["monitors"] if client.admin else {},
             "requests": {str(number): _seen(one) for number, one in requests.items()},
             "controllers": controllers,
         }
@@ -401,7 +401,7 @@ async def list_runs(server: TheServer, client: TheClient) -> Response:
 async def get_run(
     run: str, server: TheServer, client: TheClient, site: Annotated[str | None, Query(max_length=128)] = None
 ) -> Response:
-    """Return what a run holds, and the values of one site if it is named."""
+    """Return the description of a run, and the values of one site if it is named."""
     name = _run(run, server, client)
     try:
         info = await asyncio.to_thread(server.store.info, name)
@@ -413,10 +413,10 @@ async def get_run(
             "sites": [str(one) for one in info.sites],
         }
         if site is not None:
-            where = site_of(site)
-            positions = server.store.positions(name, where)
-            rows = await asyncio.to_thread(server.store.rows, name, where, positions)
-            body["values"] = {"site": str(where), "positions": positions, "rows": packed(rows)}
+            parsed = site_of(site)
+            positions = server.store.positions(name, parsed)
+            rows = await asyncio.to_thread(server.store.rows, name, parsed, positions)
+            body["values"] = {"site": str(parsed), "positions": positions, "rows": packed(rows)}
     except (KeyError, ValueError) as error:
         raise ApiError(404, refusal(error, server.names(client).prefix).message, code="unknown_run") from error
     return Json(body)

@@ -51,7 +51,7 @@ class ApiError(Exception):
 
     @property
     def reason(self) -> str:
-        """The error's code; its status if it has none."""
+        """Code of the error, or its HTTP status if it has no code."""
         return self.code or str(self.status)
 
     def body(self) -> dict[str, Any]:
@@ -69,30 +69,30 @@ class Json(JSONResponse):
 
 
 EITHER: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
-"""What the schema says of a route that answers whole or as a stream."""
+"""Responses in the schema of a route that answers with one object or with a stream."""
 
 
 class Events(StreamingResponse):
     """Stream of events. ``ended`` is called once it is over, also if the client went away before the first one."""
 
-    def __init__(self, content: AsyncGenerator[str, None], ended: Callable[[], object]):
-        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self._content, self._ended = content, ended
+    def __init__(self, events: AsyncGenerator[str, None], ended: Callable[[], object]):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._events, self._ended = events, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._ended()
-            await self._content.aclose()
+            await self._events.aclose()
 
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # made once: json.dumps makes one at each call
 
 
-def dumps(content: Any) -> str:
+def dumps(data: Any) -> str:
     """Return compact JSON in ASCII; ``ValueError`` for NaN and infinity."""
-    return _encode(content)
+    return _encode(data)
 
 
 def answer(error: ApiError) -> Json:
@@ -107,7 +107,7 @@ def sentence(error: BaseException) -> str:
 
 
 _OTHERS = re.compile(r"'?\b[0-9a-f]{16}/[\w.:-]+'?(?:, )?")
-"""Names of other keys in the engine, which its errors list among those that there are."""
+"""Names that belong to other keys, which the engine lists in its errors."""
 
 
 def refusal(error: Exception, prefix: str = "") -> ApiError:
@@ -192,6 +192,7 @@ class Keys:
                     f"a key has {len(key)} characters: give {SHORTEST} to {LONGEST} printable ASCII characters without spaces, as "
                     "of python -c 'import secrets; print(secrets.token_urlsafe(24))'"
                 )
+            # without this process's secret, so that a key still owns its runs on disk after a restart
             owner = hmac.new(key.encode(), b"mi-route2 owner", hashlib.sha256).hexdigest()[:16]
             if any(client.owner == owner for _, client in self._clients):
                 raise ValueError("a key is given twice: give each client its own")
@@ -203,36 +204,37 @@ class Keys:
     @staticmethod
     def read(path: Path) -> "Keys":
         """Return the keys in a file: one per line, an admin's after the word ``admin``; ``#`` begins a comment."""
-        found = []
+        keys = []
         for line in path.read_text(encoding="utf-8").splitlines():
             words = line.partition("#")[0].split()
             if not words:
                 continue
             if len(words) > 2 or (len(words) == 2 and words[0] != "admin"):
                 raise ValueError(f"{path} has a line of {len(words)} words: write a key, or admin and a key")
-            found.append((words[-1], len(words) == 2))
-        if not found:
+            keys.append((words[-1], len(words) == 2))
+        if not keys:
             raise ValueError(f"{path} holds no key: write one per line")
-        return Keys(found)
+        return Keys(keys)
 
     def client(self, authorization: str | None) -> Client:
-        """Return who sent the header ``Authorization``; ``ApiError`` 401 for nobody."""
+        """Return the client of the header ``Authorization``; ``ApiError`` 401 for an unknown key."""
         if not self._clients:
             return Client(LOCAL, "", True)
         kind, _, key = (authorization or "").partition(" ")
+        # digests have one length, without which a comparison takes a time that depends on it; a long header is cut
         given = self._digest(key.strip()[: LONGEST + 1])
-        found = None
+        sender = None
         for digest, client in self._clients:  # all of them, so that the time says nothing
             if hmac.compare_digest(digest, given):
-                found = client
-        if found is None or kind.lower() != "bearer":
+                sender = client
+        if sender is None or kind.lower() != "bearer":
             raise ApiError(
                 401,
                 "this server needs a key: send the header 'Authorization: Bearer KEY' (api_key of OpenAI's client)",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return found
+        return sender
 
     def _digest(self, key: str) -> bytes:
         return hmac.new(self._secret, key.encode("utf-8", "replace"), hashlib.sha256).digest()
@@ -327,7 +329,7 @@ class Front:
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._limit:
             raise large
-        body = bytearray()
+        body = bytearray()  # counted too, because the header may be missing or wrong
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":

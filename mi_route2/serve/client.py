@@ -242,7 +242,7 @@ class PatchStudy(_Requests):
         return gathered.result()
 
     def cell(self, clean: Any, corrupt: Any, site: Any, position: int | None = None, **given: Any) -> dict[str, Any]:
-        """Return what the model answers with one value patched in (``text``), and its most likely tokens (``top``)."""
+        """Return the completion with one value patched in (``text``), and its most likely first tokens (``top``)."""
         body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "site": str(site), "position": position, **given}
         return self._call("POST", "/v1/patch_cell", body)
 
@@ -256,11 +256,11 @@ class PatchStudy(_Requests):
             yield chunk
 
     def steer(self, **given: Any) -> dict[str, Any]:
-        """Register ``vectors``, hold steering under a ``name``, or steer all (``scope="global"``); return what there is."""
+        """Register ``vectors``, hold steering under a ``name``, or steer all (``scope="global"``); return the current state."""
         return self._call("POST", "/v1/steering/set", _plain(given))
 
     def unsteer(self, **given: Any) -> dict[str, Any]:
-        """Remove ``vectors``, the configuration ``name``, or everything of this key; return what is left."""
+        """Remove ``vectors``, the configuration ``name``, or everything of this key; return the remaining state."""
         return self._call("POST", "/v1/steering/clear", _plain(given))
 
     def scale(self, request: int, scale: float) -> None:
@@ -351,7 +351,7 @@ class AsyncPatchStudy(_Requests):
         return gathered.result()
 
     async def cell(self, clean: Any, corrupt: Any, site: Any, position: int | None = None, **given: Any) -> dict[str, Any]:
-        """Return what the model answers with one value patched in, as ``PatchStudy.cell`` does."""
+        """Return the completion with one value patched in, as ``PatchStudy.cell`` does."""
         body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "site": str(site), "position": position, **given}
         return await self._call("POST", "/v1/patch_cell", body)
 
@@ -369,7 +369,7 @@ class AsyncPatchStudy(_Requests):
         return await self._call("POST", "/v1/steering/set", _plain(given))
 
     async def unsteer(self, **given: Any) -> dict[str, Any]:
-        """Remove what was registered, as ``PatchStudy.unsteer`` does."""
+        """Remove vectors or configurations, as ``PatchStudy.unsteer`` does."""
         return await self._call("POST", "/v1/steering/clear", _plain(given))
 
     async def scale(self, request: int, scale: float) -> None:

@@ -27,13 +27,13 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Counts and times of requests, and numbers that are read when somebody asks.
+    """Counts and times of requests, and gauges that are read at each scrape.
 
-    Those are the engine's own, from ``snapshot``, and the bytes that each key holds, by kind and key, from ``held``.
+    Those are the engine's own, from ``snapshot``, and the bytes that each key holds, by kind and key, from ``stored_bytes``.
     """
 
-    def __init__(self, snapshot: Callable[[], Mapping[str, Any]], held: Callable[[], Mapping[tuple[str, str], int]]):
-        self._registry, self._snapshot, self._held = CollectorRegistry(), snapshot, held
+    def __init__(self, snapshot: Callable[[], Mapping[str, Any]], stored_bytes: Callable[[], Mapping[tuple[str, str], int]]):
+        self._registry, self._snapshot, self._stored_bytes = CollectorRegistry(), snapshot, stored_bytes
         self._requests = Counter("mi_route2_requests", "HTTP requests", ["path", "status"], registry=self._registry)
         self._errors = Counter(
             "mi_route2_errors",
@@ -58,16 +58,16 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's numbers; the registry calls this."""
-        found = self._snapshot()
+        snapshot = self._snapshot()
         for name, what in _GAUGES.items():
-            yield GaugeMetricFamily(f"mi_route2_{name}", what, value=found.get(name, 0))
+            yield GaugeMetricFamily(f"mi_route2_{name}", what, value=snapshot.get(name, 0))
         for name, what in _COUNTERS.items():
-            yield CounterMetricFamily(f"mi_route2_{name}", what, value=found.get(name, 0))
-        held = GaugeMetricFamily("mi_route2_held_bytes", "bytes of runs and vectors that a key holds", labels=["kind", "owner"])
-        for key, value in sorted(self._held().items()):
-            held.add_metric(key, value)
-        yield held
+            yield CounterMetricFamily(f"mi_route2_{name}", what, value=snapshot.get(name, 0))
+        gauge = GaugeMetricFamily("mi_route2_held_bytes", "bytes of runs and vectors that a key holds", labels=["kind", "owner"])
+        for key, value in sorted(self._stored_bytes().items()):
+            gauge.add_metric(key, value)
+        yield gauge
 
     def text(self) -> bytes:
-        """Return everything in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)

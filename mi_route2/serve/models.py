@@ -151,7 +151,7 @@ class Served:
             raise ValueError(f"the tokenizer cannot read this text ({' '.join(str(error).split()):.200})") from error
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; a replacement character if it has none of its own."""
+        """Return the text of each token; a replacement character for a token that is a part of a character."""
         for token in ids:
             if token not in self._texts:
                 self._texts[token] = str(self.tokenizer.decode([token]))
@@ -171,8 +171,8 @@ class Served:
     def stop_tokens(self) -> tuple[int, ...]:
         """Tokens of the model that end a completion: the tokenizer's end of text, and those of the generation config."""
         config = getattr(self.host.model, "generation_config", None)
-        found = [getattr(self.tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None)]
-        flat = [one for each in found for one in (each if isinstance(each, list | tuple) else [each])]
+        configured = [getattr(self.tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None)]
+        flat = [one for each in configured for one in (each if isinstance(each, list | tuple) else [each])]
         size = vocabulary(self.host.model)  # a tokenizer, or a config that was not adapted, may name a token that the model lacks
         return tuple(dict.fromkeys(int(one) for one in flat if one is not None and (size is None or 0 <= int(one) < size)))
 

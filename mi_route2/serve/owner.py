@@ -32,17 +32,17 @@ from mi_route2.patching.sweep import Finished, Sweep, preparing
 T = TypeVar("T")
 S = TypeVar("S", bound="Source[Any]")
 
-GONE = "the engine's thread has ended"
+ENDED = "the engine's thread has ended"
 IDLE, FRESH = 0.5, 0.05
 """Seconds after which a snapshot is taken anew by a thread that has nothing to do, and by one that is busy."""
 PACE, LONGEST_PACE = 0.003, 0.1
 """Seconds between two deliveries to the clients, for each stream and at most: a delivery takes as long as several tokens do."""
 LONG = 256
-"""Tokens from which on a step takes so long that what was held back is delivered before it."""
+"""Number of tokens from which on a step takes so long that undelivered events are delivered before it."""
 
 
 class Source(Generic[T]):
-    """Asynchronous iterator over what the thread produces for one client, in order; see ``Stream`` and ``Job``.
+    """Asynchronous iterator over the items that the thread produces for one client, in order; see ``Stream`` and ``Job``.
 
     Leaving an ``async with`` block cancels what has not been produced.
     """
@@ -65,13 +65,13 @@ class Source(Generic[T]):
         return self._items.popleft()
 
     async def batch(self) -> list[T]:
-        """Return everything that waits, at least one; nothing at the end."""
+        """Return all waiting items, at least one; an empty list at the end."""
         while not self._items and not self._ended:
             self._news.clear()
             await self._news.wait()
-        found = list(self._items)
+        items = list(self._items)
         self._items.clear()
-        return found
+        return items
 
     async def __aenter__(self) -> Self:
         return self
@@ -84,7 +84,7 @@ class Source(Generic[T]):
         raise NotImplementedError
 
     def _put(self, items: list[T], ended: bool) -> None:
-        """Take what the thread produced; runs on the client's loop."""
+        """Append items of the thread to the queue, on the client's loop; cancel a client whose backlog is full."""
         # What comes now is not counted: one delivery may be larger than the backlog, which is no fault of the reader's.
         if len(self._items) > self._backlog and not ended:
             self.slow = True
@@ -175,7 +175,7 @@ class Job(Source[Finished]):
             self._demand_time("before both prompts were run")
             next(self._preparing)
         except StopIteration as end:
-            self._runs = end.value.run(alone=True)  # the thread is the only one that touches the model
+            self._runs = end.value.run(exclusive=True)  # the thread is the only one that touches the model
             self.prepared.set_result(end.value)
         except Exception as error:  # handed to the caller
             self.error = " ".join(str(error).split())
@@ -241,7 +241,7 @@ class Owner:
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._closing = self._stop = self._buried = False
         self._lock = threading.Lock()
-        self._held: dict[Stream, list[Event]] = {}
+        self._undelivered: dict[Stream, list[Event]] = {}
         """Events that were not delivered yet."""
         self._due = 0.0
         self.failure: str | None = None
@@ -281,7 +281,7 @@ class Owner:
                 future.set_exception(error)
 
         if not self._thread.is_alive() or not self._post(run):
-            raise RuntimeError(self.failure or GONE)
+            raise RuntimeError(self.failure or ENDED)
         return await asyncio.wrap_future(future)
 
     async def submit(self, request: Request) -> Stream:
@@ -296,6 +296,7 @@ class Owner:
 
         def admit(engine: Engine) -> Stream:
             self._open()
+            # on the thread, between two steps: no event of the request can come before its stream is known
             stream.number = engine.submit(request)
             self._streams[stream.number] = stream
             return stream
@@ -344,7 +345,7 @@ class Owner:
             await asyncio.sleep(0.01)
 
     async def _admitted(self, admit: Callable[[Engine], S]) -> S:
-        """Return what ``admit`` begins; if the caller is cancelled meanwhile, so is what it may have begun."""
+        """Return the stream or job that ``admit`` begins; it is cancelled if the caller is cancelled meanwhile."""
         begun: list[S] = []
         try:
             await self.call(lambda engine: begun.append(admit(engine)))
@@ -400,10 +401,10 @@ class Owner:
 
     def _step(self) -> None:
         if not self._engine.busy:
-            return self._deliver_held()
+            return self._deliver_all()
         scheduler = self._engine.scheduler
-        if self._held and sum(one.known - one.computed for one in (*scheduler.waiting, *scheduler.running)) > LONG:
-            self._deliver_held()
+        if self._undelivered and sum(one.known - one.computed for one in (*scheduler.waiting, *scheduler.running)) > LONG:
+            self._deliver_all()
         began = time.perf_counter()
         results = self._engine.step()
         now = time.perf_counter()
@@ -411,32 +412,32 @@ class Owner:
         self._step_seconds += now - began
         for event in self._engine.events:
             if (stream := self._streams.get(event.request)) is not None:
-                self._held.setdefault(stream, []).append(event)
+                self._undelivered.setdefault(stream, []).append(event)
         at_once: dict[Source[Any], tuple[list[Any], bool]] = {}
         for result in results:
             if (stream := self._streams.pop(result.request, None)) is not None:
                 stream.result = result
-                at_once[stream] = self._held.pop(stream, []), True
+                at_once[stream] = self._undelivered.pop(stream, []), True
         if now >= self._due or not self._engine.busy:
-            self._deliver_held(now, at_once)
+            self._deliver_all(now, at_once)
         else:
-            first = [stream for stream in self._held if not stream._begun]
+            first = [stream for stream in self._undelivered if not stream._begun]
             for stream in first:
                 stream._begun = True
-                at_once[stream] = self._held.pop(stream), False
+                at_once[stream] = self._undelivered.pop(stream), False
             self._deliver(at_once)
 
-    def _deliver_held(self, now: float = 0.0, more: Mapping["Source[Any]", tuple[list[Any], bool]] = MappingProxyType({})) -> None:
+    def _deliver_all(self, now: float = 0.0, more: Mapping["Source[Any]", tuple[list[Any], bool]] = MappingProxyType({})) -> None:
         """Deliver all events that were held back, and ``more``."""
-        for stream in self._held:
+        for stream in self._undelivered:
             stream._begun = True
-        self._deliver({**{stream: (events, False) for stream, events in self._held.items()}, **more})
-        self._held.clear()
+        self._deliver({**{stream: (events, False) for stream, events in self._undelivered.items()}, **more})
+        self._undelivered.clear()
         self._due = now + min(PACE * len(self._streams), LONGEST_PACE)
 
     @staticmethod
     def _deliver(items: Mapping["Source[Any]", tuple[list[Any], bool]]) -> None:
-        """Hand items to the clients, and whether these are the last, waking each of their loops once."""
+        """Deliver items to the clients, with True for the last ones; wake each event loop once."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Source[Any], list[Any], bool]]] = {}
         for source, (some, ended) in items.items():
             loops.setdefault(source._loop, []).append((source, some, ended))
@@ -451,14 +452,14 @@ class Owner:
         """Run one forward of the sweep whose turn it is, unless running requests have to come first."""
         if not self._jobs or (self._engine.busy and self._credit < 0):
             return
-        self._deliver_held(time.perf_counter())  # a forward may take as long as many tokens
+        self._deliver_all(time.perf_counter())  # a forward may take as long as many tokens
         job, began = self._jobs.popleft(), time.perf_counter()
         if job._forward():
             self._jobs.append(job)
         self._spend(time.perf_counter() - began)
 
     def _spend(self, seconds: float) -> None:
-        """Note what sweeps took; running requests are owed it."""
+        """Charge the time of a sweep's forward, which running requests get back first."""
         self._credit = self._credit - seconds if self._engine.busy else 0.0
         self._sweep_seconds += seconds
 
@@ -487,13 +488,13 @@ class Owner:
 
     def _bury(self) -> None:
         """End every stream and sweep that is left, and refuse the commands that come."""
-        self.failure = reason = self.failure or GONE
+        self.failure = reason = self.failure or ENDED
         with self._lock:
             self._buried = True
         ends: dict[Source[Any], tuple[list[Any], bool]] = {}
         for stream in self._streams.values():
             stream.result = Result(stream.number, finish="error", error=reason)
-            ends[stream] = self._held.pop(stream, []), True
+            ends[stream] = self._undelivered.pop(stream, []), True
         for job in self._jobs:
             job.error = job.error or reason
             ends[job] = [], True

@@ -37,14 +37,14 @@ class Server:
         self.served, self.keys, self.limits, self.study_runs = served, keys, limits, study_runs
         self.store = store
         self.readable, self.threaded = Readable(served.tokenizer), threaded
-        """The tokenizer that answers are decoded by here, and the one of the engine's thread."""
+        """Tokenizers: the one for answers on the server's thread, and that of the engine's thread."""
         self.vocabulary, self.context = engine.decoder.vocabulary, engine.decoder.context
         self.heads = engine.decoder.shape(Site(0, "z"))[0]  # query heads: those that a patch can name
         self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
         self.sites = served.host.sites()
         self.adapter_sites = engine.decoder.adapters()
         self.owner = Owner(engine, backlog=limits.backlog)
-        self.metrics = Metrics(lambda: self.owner.snapshot, self.held_bytes)
+        self.metrics = Metrics(lambda: self.owner.snapshot, self.stored_bytes)
         self.open: dict[int, Open] = {}
         self.writing: set[str] = set()
         self.sweeping: dict[str, int] = {}
@@ -59,32 +59,32 @@ class Server:
         return min(self.limits.per_key, max(1, share)) if len(self.keys) > 1 else self.limits.per_key
 
     def names(self, client: Client) -> Names:
-        """Return what the client's key has registered."""
+        """Return the registered names of the client's key."""
         if client.owner not in self._names:
             self._names[client.owner] = Names(f"{client.owner}/", self.served.vectors)
         return self._names[client.owner]
 
     def find(self, number: int, client: Client) -> Open:
         """Return a running request of the client; ``ApiError`` 404 for another's, or none."""
-        found = self.open.get(number)
-        if found is None or found.owner != client.owner:
+        running = self.open.get(number)
+        if running is None or running.owner != client.owner:
             raise ApiError(404, f"no request {number} of yours is running: it has ended, or was never sent", code="unknown_request")
-        return found
+        return running
 
     def runs(self, client: Client) -> list[str]:
         """Return the names of the client's runs."""
         prefix = self.names(client).prefix
         return sorted(run.removeprefix(prefix) for run in self.store.runs() if run.startswith(prefix))
 
-    def held_bytes(self) -> dict[tuple[str, str], int]:
+    def stored_bytes(self) -> dict[tuple[str, str], int]:
         """Return the bytes of the runs and of the vectors of each key, by ``(kind, owner)``."""
-        found = {("runs", owner): nbytes for owner, nbytes in self.store.bytes_by_owner().items()}
+        sizes = {("runs", owner): nbytes for owner, nbytes in self.store.bytes_by_owner().items()}
         for owner, names in list(self._names.items()):
-            found["vectors", owner] = sum(vector.data.nbytes for vector in list(names.vectors.values()))
-        return found
+            sizes["vectors", owner] = sum(vector.data.nbytes for vector in list(names.vectors.values()))
+        return sizes
 
     def demand_run(self, run: str, client: Client) -> None:
-        """``ApiError`` 404 if the client has no such run, with the reason if it had one."""
+        """Raise ``ApiError`` 404 if the client has no such run, with the reason if it had one."""
         names = self.runs(client)
         if run not in names:
             prefix = self.names(client).prefix
@@ -99,7 +99,7 @@ async def server_of(request: Request) -> Server:  # a dependency that is no coro
 
 
 async def client_of(request: Request) -> Client:
-    """Return who asks; ``ApiError`` 401 for nobody."""
+    """Return the client of a request; ``ApiError`` 401 for an unknown key."""
     client = request.app.state.server.keys.client(request.headers.get("authorization"))
     note(request, owner=client.owner)
     return client

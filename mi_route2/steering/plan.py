@@ -56,7 +56,7 @@ class Layout:
             raise ValueError(f"pieces {pieces} are not valid: each needs at least one token, and no number may be negative")
         start, prompt = torch.tensor(starts, device=device)[:, None], torch.tensor(prompts, device=device)[:, None]
         longest = max(counts)
-        if longest == 1:
+        if longest == 1:  # a step of generation, in which nothing is padded
             decode = start >= prompt
             return Layout(tuple(pieces), start, torch.ones_like(decode), decode)
         count = torch.tensor(counts, device=device)[:, None]
@@ -105,7 +105,7 @@ def watch_of(monitor: Monitor, name: str, rows: Rows, adapters: tuple[Site, ...]
 
 
 def requarantined(watch: Watch, adapters: tuple[Site, ...]) -> Watch:
-    """Return the monitor for the quarantines that there are now; unchanged if it names its own, or none is there any more."""
+    """Return the monitor for the current quarantines; unchanged if it names its own, or if none is left."""
     monitor = watch.monitor
     there = gated(monitor, adapters)
     every = monitor.quarantine is not None and monitor.quarantined is None
@@ -289,7 +289,7 @@ class SiteStep:
                 f"a value of shape {list(h.shape)} in a forward over {list(forward.shape)} tokens: begin with its layout"
             )
         x = flat = h.reshape(forward.count, -1)
-        if self.watched is not None:
+        if self.watched is not None:  # before the steering of this site, which the score may gate
             scores = self.watched.scores(flat)
             forward.scores.append((self.watched, scores))
             if self.watched.gates:
@@ -367,7 +367,7 @@ class Planner:
         for site, values in self.tier.items():
             self._dynamic(site, values)
         for slot in self.gating:
-            self._own(slot)
+            self._monitor_vectors(slot)
         for slot in self.quarantining:
             slot.used = True
             for site in slot.watch.quarantined:
@@ -408,19 +408,20 @@ class Planner:
                         slots.setdefault((*reach, seen[reach]), []).append((i, watch, cells, factor))
         number = 0
         for slots, into in ((gating, self.gating), (quarantining, self.quarantining)):
+            # by what they gate and not by who comes first: a request's factors are then multiplied in one order in every batch
             for _, members in sorted(slots.items()):
                 into.append(Slot(number, members))
                 number += 1
 
     def _gates(self, site: Site, pieces: Iterable[int], rows: bool) -> tuple[int, ...]:
         """Return the slots that gate, at ``site``, a term of the generated tokens of ``pieces``."""
-        found, pieces = [], set(pieces)
+        numbers, pieces = [], set(pieces)
         for slot in self.gating:
             monitor = slot.watch.monitor
             if monitor.gating(site) and (monitor.gate_rows or not rows) and any(i in pieces for i, *_ in slot.members):
                 slot.used = True
-                found.append(slot.number)
-        return tuple(found)
+                numbers.append(slot.number)
+        return tuple(numbers)
 
     # Terms, in the order of the formula
 
@@ -459,7 +460,7 @@ class Planner:
             cells = self.cells.index(tuple(self.cells.phases[i][1] for i in pieces))
             self._step(site).terms.append(Term(cells, Spread(values[None], None), self._gates(site, pieces, rows=False)))
 
-    def _own(self, slot: Slot) -> None:
+    def _monitor_vectors(self, slot: Slot) -> None:
         """Add the monitors' own vectors of a slot."""
         for site in sorted({site for _, watch, *_ in slot.members for site in watch.adds}):
             here = [(cells, watch.adds[site]) for _, watch, cells, _ in slot.members if site in watch.adds]
@@ -469,13 +470,14 @@ class Planner:
             self._step(site).terms.append(Term(self.cells.index(ranges), values, (slot.number,)))
 
     def _clamps(self) -> None:
-        found: dict[tuple[Site, int], list[tuple[range, Band]]] = {}
+        by_site: dict[tuple[Site, int], list[tuple[range, Band]]] = {}
         for i, acting in enumerate(self.acting):
             for cells, bands in zip(self.cells.phases[i], acting.bands, strict=True):
                 for site, several in bands.items() if cells else ():
+                    # a request's clamps act one after another, so only the k-th ones of all requests run together
                     for k, band in enumerate(several):
-                        found.setdefault((site, k), []).append((cells, band))
-        for (site, _), here in sorted(found.items(), key=lambda item: item[0]):
+                        by_site.setdefault((site, k), []).append((cells, band))
+        for (site, _), here in sorted(by_site.items(), key=lambda item: item[0]):
             ranges, bands = tuple(cells for cells, _ in here), [band for _, band in here]
             unit, kind = Spread.of(self.cells, ranges, [band.unit for band in bands]), bands[0].unit.dtype
             low, high, strength = (
@@ -497,6 +499,7 @@ class Planner:
     def _watched(self, site: Site, entries: tuple[tuple[int, Watch, range], ...]) -> Watched:
         ranges = tuple(cells for *_, cells in entries)
         watches = [watch for _, watch, _ in entries]
+        # each request compiled a tensor of its own from the same probe; ``Spread`` stores a vector once if it is one object
         kind, shared = watches[0].probe.dtype, {watch.monitor.probe: watch.probe for watch in watches}
         probes = Spread.of(self.cells, ranges, [shared[watch.monitor.probe] for watch in watches])
         threshold = self.cells.each(ranges, [watch.monitor.threshold for watch in watches], kind)
@@ -526,10 +529,10 @@ def digest(acting: Acting, rows: Rows, tier: Mapping[Site, Tensor], gain: float,
     It includes a row's scale, the tier's gain and the monitors that gate something, but not monitors that only watch.
     """
     row, scale = acting.rows[decode], acting.scales[decode]
-    parts = [rows.content(row, decode, scale)]
+    effects = [rows.fingerprint(row, decode, scale)]
     dynamic = tier if decode and gain else {}
     for site, values in sorted(dynamic.items()):
-        parts.append(f"tier {site} {gain!r} ".encode() + values.cpu().view(torch.uint8).numpy().tobytes())
+        effects.append(f"tier {site} {gain!r} ".encode() + values.cpu().view(torch.uint8).numpy().tobytes())
     line = 2 * row + decode
     static = {site for site, table in rows.tables.items() if line in table.acts} if scale else set()
     for watch in acting.watches:
@@ -538,8 +541,9 @@ def digest(acting: Acting, rows: Rows, tier: Mapping[Site, Tensor], gain: float,
         steers = decode and (monitor.adds or any(monitor.gating(site) for site in gated))
         if steers or (monitor.quarantine is not None and (decode or monitor.prompt)):
             quarantined = " ".join(sorted(map(str, watch.quarantined)))
-            parts.append(b"monitor " + monitor.content() + quarantined.encode())
-    acts = [hashlib.sha256(part).digest() for part in parts if part]
+            effects.append(b"monitor " + monitor.fingerprint() + quarantined.encode())
+    # hashed one by one, because different effects could join to the same bytes
+    acts = [hashlib.sha256(effect).digest() for effect in effects if effect]
     return hashlib.sha256(b"".join(acts)).digest() if acts else b""
 
 
@@ -577,11 +581,11 @@ class Readings:
 
     def of(self, request: int) -> dict[str, Track]:
         """Return monitor -> scores and gates of the request's tokens in this forward, in their order."""
-        found: dict[str, Track] = {}
+        tracks: dict[str, Track] = {}
         for watched, scores, piece, name, start, stop in self._entries():
             if self.layout is not None and self.layout.pieces[piece].request == request:
-                found[name] = Track(scores[start:stop], watched.gate(scores)[start:stop])
-        return found
+                tracks[name] = Track(scores[start:stop], watched.gate(scores)[start:stop])
+        return tracks
 
     def each(self) -> Iterator[tuple[int, str, int, Track]]:
         """Yield request, monitor, and the position of the first token that the track is about."""
@@ -593,10 +597,10 @@ class Readings:
 
     def last(self) -> Mapping[int, Mapping[str, Reading]]:
         """Return request -> monitor -> its reading at the last token of the request in this forward."""
-        found: dict[int, dict[str, Reading]] = {}
+        readings: dict[int, dict[str, Reading]] = {}
         numbers = {id(scores): (scores.tolist(), watched.gate(scores).tolist()) for watched, scores in self.scores}
         for _, scores, piece, name, _, stop in self._entries():
             assert self.layout is not None
             values, gates = numbers[id(scores)]
-            found.setdefault(self.layout.pieces[piece].request, {})[name] = Reading(values[stop - 1], gates[stop - 1])
-        return found
+            readings.setdefault(self.layout.pieces[piece].request, {})[name] = Reading(values[stop - 1], gates[stop - 1])
+        return readings

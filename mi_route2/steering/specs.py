@@ -240,10 +240,10 @@ def _tuple(kind: type, given: object, info: Any) -> tuple:
     name, what = info.field_name, kind.__name__
     if isinstance(given, kind) or not isinstance(given, Iterable):
         raise ValueError(f"{name} is a sequence of {what}, not one {type(given).__name__}: write ({what}(...),)")
-    found = tuple(given)
-    if wrong := [one for one in found if not isinstance(one, kind)]:
+    entries = tuple(given)
+    if wrong := [one for one in entries if not isinstance(one, kind)]:
         raise ValueError(f"{name} is a sequence of {what}, but one entry is a {type(wrong[0]).__name__}")
-    return found
+    return entries
 
 
 def _sites(given: object, info: Any) -> tuple[Site, ...] | None:
@@ -274,7 +274,7 @@ class Steer:
         """Return ``scale * vector`` in float64."""
         return Vector(self.vector).data.double() * self.scale
 
-    def content(self) -> bytes:
+    def fingerprint(self) -> bytes:
         return b"|".join((str(self.site).encode(), Vector(self.vector).digest, repr(self.scale).encode()))
 
 
@@ -341,7 +341,7 @@ class Clamp:
         v = v / v.abs().max()  # scaled first, because the squares of small numbers would underflow
         return v / v.norm()
 
-    def content(self) -> bytes:
+    def fingerprint(self) -> bytes:
         numbers = repr((*self.bounds, self.strength, self.phase))
         return b"|".join((str(self.site).encode(), Vector(self.vector).digest, numbers.encode()))
 
@@ -427,11 +427,11 @@ class Monitor:
             return self
         return replace(self, probe=probe.resolved(lookup), adds=adds)
 
-    def content(self) -> bytes:
-        """Return the content as bytes, without the name."""
+    def fingerprint(self) -> bytes:
+        """Return bytes that identify the monitor, without its name."""
         sites = [None if some is None else [str(site) for site in some] for some in (self.gates, self.quarantined)]
         numbers = (self.threshold, self.sharpness, self.mode, sites, self.gate_rows, self.quarantine, self.depth, self.prompt)
-        adds = b"+".join(entry.content() for entry in self.adds)
+        adds = b"+".join(entry.fingerprint() for entry in self.adds)
         return b"|".join((str(self.site).encode(), Vector(self.probe).digest, repr(numbers).encode(), adds))
 
 
@@ -481,23 +481,25 @@ class Steering:
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Steering":
         """Return a copy with every name looked up; errors of ``lookup`` propagate."""
-        found = {kind: tuple(entry.resolved(lookup) for entry in getattr(self, kind)) for kind in KINDS}
-        if all(map(operator.is_, (e for kind in KINDS for e in found[kind]), (e for kind in KINDS for e in getattr(self, kind)))):
+        resolved = {kind: tuple(entry.resolved(lookup) for entry in getattr(self, kind)) for kind in KINDS}
+        if all(
+            map(operator.is_, (e for kind in KINDS for e in resolved[kind]), (e for kind in KINDS for e in getattr(self, kind)))
+        ):
             return self
-        return Steering(**found)
+        return Steering(**resolved)
 
-    def content(self) -> bytes:
-        """Return the SHA-256 of the content, which does not depend on names; ``ValueError`` if a name is not resolved."""
-        return self._content
+    def fingerprint(self) -> bytes:
+        """Return the SHA-256 of the entries, which does not depend on names; ``ValueError`` if a name is not resolved."""
+        return self._fingerprint
 
     @cached_property
-    def _content(self) -> bytes:
-        found = hashlib.sha256()
+    def _fingerprint(self) -> bytes:
+        hasher = hashlib.sha256()
         self.resolved(_unknown)
         for kind in KINDS:
             for entry in getattr(self, kind):
-                found.update(kind.encode() + b":" + entry.content() + b";")
-        return found.digest()
+                hasher.update(kind.encode() + b":" + entry.fingerprint() + b";")
+        return hasher.digest()
 
     @property
     def rows(self) -> "Steering":

@@ -43,7 +43,7 @@ from mi_route2.steering.table import Full, Rows, row_key
 
 
 @dataclass
-class Living:
+class ActiveRequest:
     """Request that was admitted and has not ended. ``resident`` is False while it is preempted and holds no rows."""
 
     asked: Steering
@@ -52,7 +52,7 @@ class Living:
     owner: str
     conversation: str | None
     watches: dict[str, Watch]
-    override: "Held | None" = None
+    override: "NamedConfig | None" = None
     scale: float = 1.0
     dynamic: dict[str, Watch] = field(default_factory=dict)
     resident: bool = False
@@ -67,7 +67,7 @@ class Living:
 
 
 @dataclass(eq=False)
-class Held:
+class NamedConfig:
     """Configuration stored under a name, as a target of overrides.
 
     ``scale`` applies to the requests that are routed to it, and not to others that share its row.
@@ -85,29 +85,29 @@ class Requests:
 
     def __init__(self, rows: Rows, vectors: Mapping[str, Vector], adapter_sites: tuple[Site, ...]):
         self.rows, self._vectors, self.adapter_sites = rows, vectors, adapter_sites
-        self.living: dict[int, Living] = {}
+        self.active: dict[int, ActiveRequest] = {}
         self.watched: Counter[Site] = Counter()
         """Number of monitors of resident requests, by the site at which they read or act."""
-        self.held: dict[str, Held] = {}
+        self.configs_by_name: dict[str, NamedConfig] = {}
 
-    def of(self, request: int) -> Living:
+    def of(self, request: int) -> ActiveRequest:
         if request not in self:
             raise ValueError(f"request {request} is not running: it has ended, or was never admitted")
-        return self.living[request]
+        return self.active[request]
 
     def __contains__(self, request: object) -> bool:
         whole = isinstance(request, int | np.integer) and not isinstance(request, bool)  # True would be request 1
-        return whole and request in self.living
+        return whole and request in self.active
 
-    def config(self, name: str) -> Held:
-        if name not in self.held:
-            raise ValueError(f"no configuration is held as {name!r}; there are: {_listed(self.held)}")
-        return self.held[name]
+    def config(self, name: str) -> NamedConfig:
+        if name not in self.configs_by_name:
+            raise ValueError(f"no configuration is held as {name!r}; there are: {_listed(self.configs_by_name)}")
+        return self.configs_by_name[name]
 
     def _resolved(self, spec: Steering | None) -> Steering:
-        found = (spec or Steering()).resolved(looker(self._vectors))
-        self.rows.check(found)
-        return found
+        resolved = (spec or Steering()).resolved(looker(self._vectors))
+        self.rows.check(resolved)
+        return resolved
 
     def _row(self, name: str, spec: Steering) -> Steering:
         if spec.monitors:
@@ -115,7 +115,7 @@ class Requests:
         return self._resolved(spec)
 
     def fits(self, spec: Steering | None, configs: Mapping[str, Steering], request: int | None) -> bool:
-        again = self.living.get(request) if request is not None else None
+        again = self.active.get(request) if request is not None else None
         specs = again.specs if again else [self._resolved(spec), *(self._row(*named) for named in configs.items())]
         try:
             self.rows.demand(specs)
@@ -125,16 +125,16 @@ class Requests:
 
     def check(self, spec: Steering | None, configs: Mapping[str, Steering]) -> None:
         """Raise ``ValueError`` if ``admit`` must refuse while the server's own configurations are held; no rows are taken."""
-        own = self._resolved(spec)
-        for monitor in own.monitors:
+        resolved = self._resolved(spec)
+        for monitor in resolved.monitors:
             watch_of(monitor, monitor.name, self.rows, self.adapter_sites)
-        specs = [own, *(self._row(*named) for named in configs.items())]
+        specs = [resolved, *(self._row(*named) for named in configs.items())]
         try:
             self.rows.demand(specs)
         except Full:
             needed = {row_key(one) for one in specs} - {b""}
-            server = {name: held for name, held in self.held.items() if not held.owner}
-            others = {held.row: name for name, held in server.items() if held.row and row_key(held.spec) not in needed}
+            server = {name: config for name, config in self.configs_by_name.items() if not config.owner}
+            others = {config.row: name for name, config in server.items() if config.row and row_key(config.spec) not in needed}
             capacity = self.rows.capacity
             if len(needed) > capacity - len(others):
                 names = ", ".join(others.values())
@@ -145,89 +145,91 @@ class Requests:
     def admit(
         self, request: int, spec: Steering | None, owner: str, conversation: str | None, configs: Mapping[str, Steering]
     ) -> None:
-        living = self.living.get(request)
-        if living is None:
-            own = self._resolved(spec)
+        active = self.active.get(request)
+        if active is None:
+            resolved = self._resolved(spec)
             rows = {name: self._row(name, config) for name, config in configs.items()}
-            watches = {monitor.name: watch_of(monitor, monitor.name, self.rows, self.adapter_sites) for monitor in own.monitors}
-            living = Living(spec or Steering(), own, rows, owner, conversation, watches)
-        elif living.resident:
+            watches = {
+                monitor.name: watch_of(monitor, monitor.name, self.rows, self.adapter_sites) for monitor in resolved.monitors
+            }
+            active = ActiveRequest(spec or Steering(), resolved, rows, owner, conversation, watches)
+        elif active.resident:
             raise ValueError(f"request {request} already runs: give each request a new number")
-        elif (spec or Steering()) != living.asked:
+        elif (spec or Steering()) != active.asked:
             raise ValueError(f"request {request} was preempted and now has another steering: admit it with the same one")
-        self.rows.demand(living.specs)
+        self.rows.demand(active.specs)
         taken: list[int] = []
         try:
-            for one in living.specs:
+            for one in active.specs:
                 taken.append(self.rows.acquire(one))
         except BaseException:  # no memory for one of them
             for row in taken:
                 self.rows.release(row)
             raise
-        living.row, living.alternatives = taken[0], tuple(taken[1 : 1 + len(living.configs)])
-        living.routed = taken[-1] if living.override else None
-        living.resident = True
-        self._count(living, 1)
-        self.living[request] = living
+        active.row, active.alternatives = taken[0], tuple(taken[1 : 1 + len(active.configs)])
+        active.routed = taken[-1] if active.override else None
+        active.resident = True
+        self._count(active, 1)
+        self.active[request] = active
 
     def preempted(self, request: int) -> None:
         self._give_back(self.of(request))
 
     def release(self, request: int) -> str:
         """Release a request; return its owner if this was the owner's last request, otherwise ``""``."""
-        if (living := self.living.pop(request, None)) is None:
+        if (active := self.active.pop(request, None)) is None:
             return ""
-        self._give_back(living)
-        return "" if any(other.owner == living.owner for other in self.living.values()) else living.owner
+        self._give_back(active)
+        return "" if any(other.owner == active.owner for other in self.active.values()) else active.owner
 
     def leave(self, owner: str) -> None:
-        for name in [name for name, held in self.held.items() if held.owner == owner]:
+        for name in [name for name, config in self.configs_by_name.items() if config.owner == owner]:
             self.drop(name)
 
-    def _give_back(self, living: Living) -> None:
-        if living.resident:
-            for row in (living.row, *living.alternatives, *(() if living.routed is None else (living.routed,))):
+    def _give_back(self, active: ActiveRequest) -> None:
+        if active.resident:
+            for row in (active.row, *active.alternatives, *(() if active.routed is None else (active.routed,))):
                 self.rows.release(row)
-            self._count(living, -1)
-        living.row, living.alternatives, living.routed, living.resident = 0, (), None, False
+            self._count(active, -1)
+        active.row, active.alternatives, active.routed, active.resident = 0, (), None, False
 
     def watch(self, request: int, name: str, watch: Watch | None) -> None:
         """Replace a monitor that was set on a request, or (``None``) remove it; ``ValueError`` for a name of its own spec."""
-        living = self.of(request)
-        if watch is not None and name in living.watches:
+        active = self.of(request)
+        if watch is not None and name in active.watches:
             raise ValueError(f"request {request} already has its own monitor {name!r}: give this one another name")
-        if living.resident:
-            self._count(living, -1)
+        if active.resident:
+            self._count(active, -1)
         if watch is not None:
-            living.dynamic[name] = watch
+            active.dynamic[name] = watch
         else:
-            living.dynamic.pop(name, None)
-        if living.resident:
-            self._count(living, 1)
+            active.dynamic.pop(name, None)
+        if active.resident:
+            self._count(active, 1)
 
     def retune(self, request: int, name: str, threshold: float) -> None:
         """Move the threshold of a request's monitor, of its own spec or set since; ``ValueError`` if it has none of this name."""
-        living = self.of(request)
-        of = living.watches if name in living.watches else living.dynamic
+        active = self.of(request)
+        of = active.watches if name in active.watches else active.dynamic
         if name not in of:
-            known = _listed({**living.watches, **living.dynamic})
+            known = _listed({**active.watches, **active.dynamic})
             raise ValueError(f"request {request} has no monitor {name!r}; there are: {known}")
         if of[name].monitor.prompt:
             raise ValueError(f"the monitor {name!r} of request {request} acts on its prompt, which is computed already")
         of[name] = replace(of[name], monitor=replace(of[name].monitor, threshold=threshold))
 
-    def found(self, adapter_sites: tuple[Site, ...]) -> None:
+    def set_adapter_sites(self, adapter_sites: tuple[Site, ...]) -> None:
         self.adapter_sites = adapter_sites
-        for living in self.living.values():
-            if living.resident:
-                self._count(living, -1)
-            for of in (living.watches, living.dynamic):
+        for active in self.active.values():
+            if active.resident:
+                self._count(active, -1)
+            for of in (active.watches, active.dynamic):
                 of |= {name: requarantined(watch, adapter_sites) for name, watch in of.items()}
-            if living.resident:
-                self._count(living, 1)
+            if active.resident:
+                self._count(active, 1)
 
-    def _count(self, living: Living, one: int) -> None:
-        for watch in (*living.watches.values(), *living.dynamic.values()):
+    def _count(self, active: ActiveRequest, one: int) -> None:
+        for watch in (*active.watches.values(), *active.dynamic.values()):
             for site in watch.sites:
                 self.watched[site] += one
                 if not self.watched[site]:
@@ -236,41 +238,41 @@ class Requests:
     def hold(self, name: str, spec: Steering, owner: str) -> None:
         if not name:
             raise ValueError("the configuration needs a name, to which overrides refer")
-        if name in self.held:
+        if name in self.configs_by_name:
             raise ValueError(f"a configuration is already held as {name!r}: drop it first, or use another name")
-        found = self._row(name, spec)
-        self.rows.demand([found])
-        held = [found, *(one.spec for one in self.held.values())]
-        for number, living in self.living.items():
-            needed = {row_key(one) for one in (*held, *living.specs)} - {b""}
-            if not living.resident and len(needed) > self.rows.capacity:
+        resolved = self._row(name, spec)
+        self.rows.demand([resolved])
+        stored = [resolved, *(one.spec for one in self.configs_by_name.values())]
+        for number, active in self.active.items():
+            needed = {row_key(one) for one in (*stored, *active.specs)} - {b""}
+            if not active.resident and len(needed) > self.rows.capacity:
                 raise Full(
                     f"the configuration {name!r} would take a steering row that request {number} needs again, which is preempted: "
                     "hold it when that request has ended, or raise rows"
                 )
-        self.held[name] = Held(name, found, self.rows.acquire(found), owner)
+        self.configs_by_name[name] = NamedConfig(name, resolved, self.rows.acquire(resolved), owner)
 
     def drop(self, name: str) -> None:
         self.rows.release(self.config(name).row)
-        del self.held[name]
+        del self.configs_by_name[name]
 
     def override(self, request: int, config: str | None) -> None:
-        known = {name: Held(name, spec) for name, spec in self.of(request).configs.items()}
-        known = self.held | known
+        known = {name: NamedConfig(name, spec) for name, spec in self.of(request).configs.items()}
+        known = self.configs_by_name | known
         if (now := self.of(request).override) is not None:
             known.setdefault(now.name, now)  # a configuration that was dropped stays in effect where it acts
         if config is not None and config not in known:
             raise ValueError(f"request {request} cannot be routed to {config!r}; there are: {_listed(known)}")
         self.route(request, None if config is None else known[config])
 
-    def route(self, request: int, target: Held | None) -> None:
-        living = self.of(request)
-        before = living.routed
-        if living.resident:
-            living.routed = None if target is None else self.rows.acquire(target.spec)  # its row exists, so never Full
+    def route(self, request: int, target: NamedConfig | None) -> None:
+        active = self.of(request)
+        before = active.routed
+        if active.resident:
+            active.routed = None if target is None else self.rows.acquire(target.spec)  # its row exists, so never Full
             if before is not None:
                 self.rows.release(before)
-        living.override = target
+        active.override = target
 
 
 def _listed(names: Mapping[str, object]) -> str:
@@ -320,36 +322,36 @@ class SteeringState:
         self._monitors: dict[str, tuple[Watch, str]] = {}
         self._sites: frozenset[Site] = frozenset()
         self._version = self.changes = 0
-        self._contents: dict[tuple[int, bool], bytes] = {}
+        self._fingerprints: dict[tuple[int, bool], bytes] = {}
         self._plans: OrderedDict[tuple[object, ...], tuple[dict[Site, SiteStep], int]] = OrderedDict()
         self._layout: Layout | None = None
         self._forward: Forward | None = None
         self._steps: dict[Site, SiteStep] = {}
 
-    def found(self, adapter_sites: tuple[Site, ...]) -> None:
-        """Set the quarantines that there are from now on, after the model's adapters were switched or attached anew.
+    def set_adapter_sites(self, adapter_sites: tuple[Site, ...]) -> None:
+        """Set the sites of the quarantines, after the model's adapters were switched or attached anew.
 
         Monitors that gate every quarantine gate these. One that has none left stays as it was, at sites that do not fire.
         """
         self.adapter_sites = tuple(sorted(adapter_sites))
-        self._requests.found(self.adapter_sites)
+        self._requests.set_adapter_sites(self.adapter_sites)
         self._monitors = {
             name: (requarantined(watch, self.adapter_sites), owner) for name, (watch, owner) in self._monitors.items()
         }
         self._changed()
 
     def refit(self, request: int | None = None) -> None:
-        """Raise ``ValueError`` if what acts on a request, or (``None``) on all or is held, does not fit its sites any more.
+        """Raise ``ValueError`` if the steering of a request, or (``None``) the shared steering, does not fit its sites any more.
 
-        Sites of adapters that were attached anew may have another width, or be gone; errors for these propagate.
+        Sites of adapters that were attached anew may have another width or not exist; errors for these propagate.
         """
         if request is None:
-            specs = [held.spec for held in self._requests.held.values()]
+            specs = [config.spec for config in self._requests.configs_by_name.values()]
             watches = [watch for watch, _ in self._monitors.values()]
             sums, sites = [*self.rows.globals.values(), self.tier], {*self.rows.sites(), *self.tier}
         else:
-            living = self._requests.of(request)
-            specs, watches, sums, sites = living.specs, [*living.watches.values(), *living.dynamic.values()], [], set()
+            active = self._requests.of(request)
+            specs, watches, sums, sites = active.specs, [*active.watches.values(), *active.dynamic.values()], [], set()
         for site in sites.union(*(watch.sites for watch in watches)):
             self.rows.widths(site)  # raises an error for a site that is not there
         for spec in specs:
@@ -388,9 +390,9 @@ class SteeringState:
         self.set_global(tier, ())
 
     def _entries(self, entries: Iterable[Steer]) -> list[Steer]:
-        found = [entry.resolved(looker(self.vectors)) for entry in entries]
-        self.rows.check_entries(found)
-        return found
+        resolved = [entry.resolved(looker(self.vectors)) for entry in entries]
+        self.rows.check_entries(resolved)
+        return resolved
 
     # Requests
 
@@ -442,7 +444,9 @@ class SteeringState:
     def leave(self, owner: str) -> None:
         """Remove the configurations and monitors of an owner without requests."""
         monitors = {name: kept for name, kept in self._monitors.items() if kept[1] != owner}
-        if owner and (len(monitors) < len(self._monitors) or any(held.owner == owner for held in self._requests.held.values())):
+        if owner and (
+            len(monitors) < len(self._monitors) or any(config.owner == owner for config in self._requests.configs_by_name.values())
+        ):
             self._requests.leave(owner)
             self._monitors = monitors
             self._changed()
@@ -450,7 +454,7 @@ class SteeringState:
     @property
     def requests(self) -> tuple[int, ...]:
         """All requests that were admitted and have not ended, including preempted ones."""
-        return tuple(self._requests.living)
+        return tuple(self._requests.active)
 
     def __contains__(self, request: object) -> bool:
         """Return whether a request was admitted and has not ended."""
@@ -479,8 +483,8 @@ class SteeringState:
     @checked
     def set_tier(self, entries: Iterable[Steer]) -> None:
         """Replace the dynamic vectors, which act on every generated token, times the tier's gain."""
-        found = self._entries(entries)
-        summed_up = {site: values.to(self.rows.device, self.rows.kind) for site, values in summed(found).items()}
+        resolved = self._entries(entries)
+        summed_up = {site: values.to(self.rows.device, self.rows.kind) for site, values in summed(resolved).items()}
         self.tier = {site: values for site, values in summed_up.items() if bool(values.any())}
         self._changed()
 
@@ -497,11 +501,11 @@ class SteeringState:
         self._requests.override(request, config)
         self._changed(request)
 
-    def routing(self, request: int) -> Held | None:
+    def routing(self, request: int) -> NamedConfig | None:
         """Return the configuration to which a request is routed; ``None`` for its own row."""
         return self._requests.of(request).override
 
-    def route(self, request: int, routing: Held | None) -> None:
+    def route(self, request: int, routing: NamedConfig | None) -> None:
         """Restore a value of ``routing``, even if its name was dropped since."""
         self._requests.route(request, routing)
         self._changed(request)
@@ -518,8 +522,8 @@ class SteeringState:
             self._requests.of(request).scale = value
         elif config is None:
             self.gain = value
-        elif (held := self._requests.config(config)).row:
-            held.scale = value
+        elif (target := self._requests.config(config)).row:
+            target.scale = value
         else:
             raise ValueError(f"the configuration {config!r} holds no vectors, so there is nothing to scale")
         self._forget(request)
@@ -567,8 +571,8 @@ class SteeringState:
 
     def watching(self, request: int) -> tuple[str, ...]:
         """Return the names of a request's own monitors, with those that were set since it was admitted."""
-        living = self._requests.living.get(request)
-        return () if living is None else (*living.watches, *living.dynamic)
+        active = self._requests.active.get(request)
+        return () if active is None else (*active.watches, *active.dynamic)
 
     @property
     def monitors(self) -> tuple[str, ...]:
@@ -578,19 +582,20 @@ class SteeringState:
     # Current steering
 
     def _acting(self, request: int) -> Acting:
-        living = self._requests.living.get(request)
-        if living is None or not living.resident:
+        active = self._requests.active.get(request)
+        if active is None or not active.resident:
             raise RuntimeError(f"request {request} is in the batch but was not admitted: it would run unsteered")
-        routed = living.row if living.routed is None else living.routed
-        own, other = self.rows.rows[living.row], self.rows.rows[routed]
-        held = 1.0 if living.override is None else living.override.scale
-        scales, bands = (1.0, held * living.scale), (own.bands[0], other.bands[1])
-        return Acting((living.row, routed), scales, bands, self._watches(living))
+        routed = active.row if active.routed is None else active.routed
+        prompt_row, decode_row = self.rows.rows[active.row], self.rows.rows[routed]
+        config_scale = 1.0 if active.override is None else active.override.scale
+        # an override and a scale act on generated tokens only
+        scales, bands = (1.0, config_scale * active.scale), (prompt_row.bands[0], decode_row.bands[1])
+        return Acting((active.row, routed), scales, bands, self._watches(active))
 
-    def _watches(self, living: Living) -> tuple[Watch, ...]:
-        if not (living.watches or living.dynamic or self._monitors):
+    def _watches(self, active: ActiveRequest) -> tuple[Watch, ...]:
+        if not (active.watches or active.dynamic or self._monitors):
             return ()
-        return (*living.watches.values(), *living.dynamic.values(), *(watch for watch, _ in self._monitors.values()))
+        return (*active.watches.values(), *active.dynamic.values(), *(watch for watch, _ in self._monitors.values()))
 
     def sites(self) -> frozenset[Site]:
         """Return the sites that need hooks at present; changes only if ``version`` does."""
@@ -606,29 +611,29 @@ class SteeringState:
         self._plans.clear()
         self.changes += 1
         if request is None:
-            self._contents.clear()
+            self._fingerprints.clear()
         else:
-            self._contents.pop((request, False), None)
-            self._contents.pop((request, True), None)
+            self._fingerprints.pop((request, False), None)
+            self._fingerprints.pop((request, True), None)
 
     def _changed(self, request: int | None = None) -> None:
         """Invalidate as ``_forget`` does, and recompute the sites that need hooks."""
         self._forget(request)
         everyones = (watch.sites for watch, _ in self._monitors.values())
-        found = self.rows.sites().union(self.tier, self._requests.watched, *everyones)
-        if found != self._sites:
-            self._sites, self._version = frozenset(found), self._version + 1
+        sites = self.rows.sites().union(self.tier, self._requests.watched, *everyones)
+        if sites != self._sites:
+            self._sites, self._version = frozenset(sites), self._version + 1
 
-    def content(self, request: int, *, decode: bool) -> bytes:
+    def fingerprint(self, request: int, *, decode: bool) -> bytes:
         """Return a digest of all steering of the request's prompt tokens, or generated ones; ``b""`` if nothing acts.
 
         It is equal for requests with the same numbers, whatever their rows and the names of their vectors.
         """
-        found = self._contents.get((request, decode))
-        if found is None:
-            found = digest(self._acting(request), self.rows, self.tier, self.gain, decode)
-            self._contents[request, decode] = found
-        return found
+        fingerprint = self._fingerprints.get((request, decode))
+        if fingerprint is None:
+            fingerprint = digest(self._acting(request), self.rows, self.tier, self.gain, decode)
+            self._fingerprints[request, decode] = fingerprint
+        return fingerprint
 
     # One forward
 
@@ -687,22 +692,22 @@ class SteeringState:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the current state as plain data."""
-        configs = self._requests.held.items()
+        configs = self._requests.configs_by_name.items()
         return {
             "rows": {"used": self.rows.used, "capacity": self.rows.capacity},
             "globals": {tier: sorted(map(str, entries)) for tier, entries in self.rows.globals.items()},
             "tier": {"sites": sorted(map(str, self.tier)), "gain": self.gain},
-            "configs": {name: {"owner": held.owner, "scale": held.scale} for name, held in configs},
+            "configs": {name: {"owner": config.owner, "scale": config.scale} for name, config in configs},
             "monitors": {name: {"site": str(w.monitor.site), "owner": owner} for name, (w, owner) in self._monitors.items()},
             "requests": {
                 request: {
-                    "override": living.override.name if living.override else None,
-                    "scale": living.scale,
-                    "monitors": [*living.watches, *living.dynamic],
-                    "running": living.resident,
-                    "rows": sorted({living.row, *living.alternatives, living.routed or 0} - {0}),
+                    "override": active.override.name if active.override else None,
+                    "scale": active.scale,
+                    "monitors": [*active.watches, *active.dynamic],
+                    "running": active.resident,
+                    "rows": sorted({active.row, *active.alternatives, active.routed or 0} - {0}),
                 }
-                for request, living in self._requests.living.items()
+                for request, active in self._requests.active.items()
             },
         }
 

@@ -47,8 +47,8 @@ class Band:
 
 
 @dataclass
-class Row:
-    """Configuration in the table."""
+class SharedRow:
+    """Row of the table: a configuration, which all requests of equal steering share, and the number of its references."""
 
     spec: Steering
     key: bytes
@@ -56,7 +56,7 @@ class Row:
     refs: int = 0
     bands: tuple[Mapping[Site, tuple[Band, ...]], ...] = ({}, {})
     """Clamps of a prefill and of a decode token."""
-    contents: dict[tuple[bool, bool], bytes] = field(default_factory=dict)
+    fingerprints: dict[tuple[bool, bool], bytes] = field(default_factory=dict)
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Rows:
         self.widths = widths
         self.tables: dict[Site, Table] = {}
         self.globals: dict[str, dict[Site, Tensor]] = {tier: {} for tier in TIERS}
-        self.rows: dict[int, Row] = {0: Row(Steering(), b"", {tier: {} for tier in TIERS}, refs=1)}
+        self.rows: dict[int, SharedRow] = {0: SharedRow(Steering(), b"", {tier: {} for tier in TIERS}, refs=1)}
         self._by_key: dict[bytes, int] = {b"": 0}
         self._free = list(range(capacity, 0, -1))
         self.closed = False
@@ -127,7 +127,7 @@ class Rows:
         if key not in self._by_key:
             if not self._free:
                 raise Full(f"all {self.capacity} steering rows are in use: wait for a request to end")
-            row = Row(spec, key, spec.sums, refs=1, bands=tuple(self._bands(spec.clamps, phase) for phase in PHASES))
+            row = SharedRow(spec, key, spec.sums, refs=1, bands=tuple(self._bands(spec.clamps, phase) for phase in PHASES))
             index = self._free.pop()
             self.rows[index], self._by_key[key] = row, index
             try:
@@ -152,13 +152,13 @@ class Rows:
                 self._store(site, index, (None, None))
 
     def _bands(self, clamps: Sequence[Clamp], phase: str) -> dict[Site, tuple[Band, ...]]:
-        found: dict[Site, tuple[Band, ...]] = {}
+        by_site: dict[Site, tuple[Band, ...]] = {}
         for clamp in clamps:
             if clamp.phase in ("both", phase):
                 unit = clamp.unit().to(self.device, self.kind)
                 band = Band(unit, *clamp.bounds, clamp.strength)
-                found[clamp.site] = (*found.get(clamp.site, ()), band)
-        return found
+                by_site[clamp.site] = (*by_site.get(clamp.site, ()), band)
+        return by_site
 
     # Content of the table
 
@@ -175,14 +175,14 @@ class Rows:
     def _set(self, tier: str, entries: dict[Site, Tensor], sites: set[Site]) -> None:
         self.globals[tier] = entries
         for index, row in self.rows.items():
-            row.contents.clear()
+            row.fingerprints.clear()
             self._write(index, sites)
 
-    def effective(self, row: Row, site: Site, phase: str) -> Tensor | None:
+    def effective(self, row: SharedRow, site: Site, phase: str) -> Tensor | None:
         """Return the vector of a line in float64; ``None`` if no tier has one."""
         tiers = (self.globals["base"], self.globals[phase], row.tiers["base"], row.tiers[phase])
         total = None
-        for tier in tiers:
+        for tier in tiers:  # always in this order, on which the last bit of a sum depends
             if site in tier:
                 total = tier[site] if total is None else total + tier[site]
         return total
@@ -198,6 +198,7 @@ class Rows:
         table = self.tables.get(site)
         for line, values in enumerate(pair, start=2 * index):
             values = None if values is None else values.to(self.kind)
+            # A line of zeros would act on nobody, but keep the site's table and with it a hook in every forward.
             if values is not None and bool(values.any()):
                 if table is None:
                     shape = 2 * (self.capacity + 1), len(values)
@@ -215,31 +216,31 @@ class Rows:
         """Return the sites with a table line or a clamp."""
         return set(self.tables).union(*(bands for row in self.rows.values() if row.spec.clamps for bands in row.bands))
 
-    def content(self, index: int, decode: bool, scale: float) -> bytes:
+    def fingerprint(self, index: int, decode: bool, scale: float) -> bytes:
         """Return a digest of a row's effect on a token of a phase, with its vectors times ``scale``; ``b""`` if it has none."""
         row = self.rows[index]
-        key = (decode, scale != 0)
-        if key not in row.contents:
-            row.contents[key] = self._digest(row, index, decode, scale != 0)
-        found = row.contents[key]
-        if not found or scale in (0, 1):
-            return found
-        return hashlib.sha256(found + repr(scale).encode()).digest()
+        key = (decode, scale != 0)  # a scale of 0 leaves only the clamps; the other scales go into the digest below
+        if key not in row.fingerprints:
+            row.fingerprints[key] = self._digest(row, index, decode, scale != 0)
+        fingerprint = row.fingerprints[key]
+        if not fingerprint or scale in (0, 1):
+            return fingerprint
+        return hashlib.sha256(fingerprint + repr(scale).encode()).digest()
 
-    def _digest(self, row: Row, index: int, decode: bool, vectors: bool) -> bytes:
-        found, line, some = hashlib.sha256(), 2 * index + decode, False
+    def _digest(self, row: SharedRow, index: int, decode: bool, vectors: bool) -> bytes:
+        hasher, line, some = hashlib.sha256(), 2 * index + decode, False
         for site in sorted(site for site, table in self.tables.items() if line in table.acts) if vectors else ():
-            found.update(f"vector {site} ".encode() + self.tables[site].values[line].cpu().view(torch.uint8).numpy().tobytes())
+            hasher.update(f"vector {site} ".encode() + self.tables[site].values[line].cpu().view(torch.uint8).numpy().tobytes())
             some = True
         for site, bands in sorted(row.bands[decode].items()):
             for band in bands:
-                found.update(f"clamp {site} {band.low!r} {band.high!r} {band.strength!r} ".encode())
-                found.update(band.unit.cpu().view(torch.uint8).numpy().tobytes())
+                hasher.update(f"clamp {site} {band.low!r} {band.high!r} {band.strength!r} ".encode())
+                hasher.update(band.unit.cpu().view(torch.uint8).numpy().tobytes())
                 some = True
-        return found.digest() if some else b""
+        return hasher.digest() if some else b""
 
 
 def row_key(spec: Steering) -> bytes:
-    """Return the content by which a row is shared; ``b""`` if the row would be empty."""
+    """Return the fingerprint by which a row is shared; ``b""`` if the row would be empty."""
     empty = not (spec.base or spec.prefill or spec.decode or spec.clamps)
-    return b"" if empty else spec.rows.content()
+    return b"" if empty else spec.rows.fingerprint()

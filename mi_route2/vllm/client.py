@@ -149,8 +149,8 @@ class VllmEngine:
         if name is None:
             return None
         folder = self._adapters[name]
-        found = (folder / PEFT_TENSORS).stat()
-        stamp, (before, lora) = (found.st_mtime_ns, found.st_size, found.st_ino), self._loaded.get(name, (None, None))
+        stat = (folder / PEFT_TENSORS).stat()
+        stamp, (before, lora) = (stat.st_mtime_ns, stat.st_size, stat.st_ino), self._loaded.get(name, (None, None))
         if stamp != before:
             if lora is not None:
                 self.llm.llm_engine.remove_lora(lora.lora_int_id)
@@ -243,9 +243,9 @@ def encoded(
     one = EngineRequest(number, number, request, Result(number, seed=sampling.seed), sampling, patches)
     orders = Orders(key, len(request.prompt), patches, steering, request.capture, request.readings)
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
-    found = salt(request, patches, steering, SteeringState(facts.shape, rows=1, dtype=facts.kind))
-    if found is not None:
-        prompt["cache_salt"] = found
+    cache_salt = salt(request, patches, steering, SteeringState(facts.shape, rows=1, dtype=facts.kind))
+    if cache_salt is not None:
+        prompt["cache_salt"] = cache_salt
     arguments = _sampling(sampling)
     if orders:
         arguments["extra_args"] = {KEY: write(orders)}
@@ -275,7 +275,7 @@ def _params(arguments: Mapping[str, Any]) -> Any:
 
 
 def _result(one: EngineRequest, answer: Any, left: Mapping[str, Any] | None) -> Result:
-    """Return vLLM's answer, and what the worker kept, as our own result."""
+    """Return vLLM's output and the values that the worker collected, as a ``Result``."""
     result, output = one.result, answer.outputs[0]
     details = output.logprobs or [None] * len(output.token_ids)
     result.tokens = [_token(token, detail, one.sampling) for token, detail in zip(output.token_ids, details, strict=True)]

@@ -48,7 +48,9 @@ def lora_settings(adapters: Adapters) -> dict[str, Any]:
         ValueError: They are of a higher rank than any LoRA of vLLM.
     """
     ranks = {
-        path: sum(part.kept.rank + (part.quarantine.rank if isinstance(part.quarantine, LoRA) else 0) for part in place.parts)
+        path: sum(
+            branch.kept.rank + (branch.quarantine.rank if isinstance(branch.quarantine, LoRA) else 0) for branch in place.branches
+        )
         for path, place in places(adapters).items()
     }
     path = max(ranks, key=ranks.__getitem__)
@@ -207,12 +209,12 @@ class VllmSampler:
         common = {"max_tokens": max_new, "temperature": float(temperature), "stop_token_ids": list(ends), "logprobs": 0}
         params = [imported().SamplingParams(**common, seed=seed, ignore_eos=True, detokenize=False) for seed in seeds]
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        found = [one.outputs[0] for one in lora.llm.generate(given, params, use_tqdm=False, lora_request=lora.request())]
-        completions = [list(output.token_ids) for output in found]
+        outputs = [one.outputs[0] for one in lora.llm.generate(given, params, use_tqdm=False, lora_request=lora.request())]
+        completions = [list(output.token_ids) for output in outputs]
         theirs, ours = [], []
         # Spread over the batch, and one by one, because logits of all of them could be more than a training step holds.
-        for row in {round(i) for i in torch.linspace(0, len(found) - 1, min(self._checked, len(found))).tolist()}:
-            theirs += [kept[token].logprob for kept, token in zip(found[row].logprobs, completions[row], strict=True)]
+        for row in {round(i) for i in torch.linspace(0, len(outputs) - 1, min(self._checked, len(outputs))).tolist()}:
+            theirs += [kept[token].logprob for kept, token in zip(outputs[row].logprobs, completions[row], strict=True)]
             ours.append(_logprobs(policy, prompts[row], completions[row]))
         refuse_stale(torch.tensor(theirs), torch.cat(ours), self._dtype)
         return completions
@@ -223,7 +225,7 @@ class VllmSampler:
         vllm = imported()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
         usual = {"skip_tokenizer_init": True, "dtype": str(self._dtype).removeprefix("torch.")}
-        with own_threads():
+        with preserving_threads():
             return vllm.LLM(str(self._base), **(usual | self._settings | room))
 
     def close(self) -> None:
@@ -235,7 +237,7 @@ class VllmSampler:
 
 
 @contextmanager
-def own_threads() -> Iterator[None]:
+def preserving_threads() -> Iterator[None]:
     """Context in which vLLM may start; torch's threads are ours again afterwards.
 
     The worker of vLLM's CPU build replaces ``torch.set_num_threads`` by a function that does nothing.

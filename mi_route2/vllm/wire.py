@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mi_route2.engine.request import Capture, Request
 from mi_route2.patching.patches import Resolved
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
 from mi_route2.steering.state import SteeringState
@@ -79,7 +79,7 @@ def write(orders: Orders) -> str:
                 for one in orders.patches
             ],
             "steering": {kind: [_plain(entry) for entry in getattr(orders.steering, kind)] for kind in _ENTRIES},
-            "captures": [{"site": str(one.site), "where": _plain(one.where)} for one in orders.captures],
+            "captures": [{"site": str(one.site), "where": _plain(one.selection)} for one in orders.captures],
             "readings": orders.readings,
         }
     )
@@ -91,7 +91,7 @@ def read(text: str, dtype: torch.dtype, device: torch.device) -> Orders:
         raw = json.loads(text)
         patches = tuple(_patch(one, dtype, device) for one in raw["patches"])
         steering = Steering(**{kind: tuple(_entry(made, one) for one in raw["steering"][kind]) for kind, made in _ENTRIES.items()})
-        captures = tuple(Capture(Site.parse(one["site"]), Where(**one["where"])) for one in raw["captures"])
+        captures = tuple(Capture(Site.parse(one["site"]), TokenSelection(**one["where"])) for one in raw["captures"])
         return Orders(str(raw["key"]), int(raw["prompt"]), patches, steering, captures, bool(raw["readings"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"extra_args[{KEY!r}] of a request is not what this version of mi-route2 writes: {error}") from error
@@ -108,7 +108,7 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Vector):
         return pack(value.data)
-    if isinstance(value, Steer | Clamp | Monitor | Where):
+    if isinstance(value, Steer | Clamp | Monitor | TokenSelection):
         return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [_plain(one) for one in value]
@@ -135,11 +135,11 @@ def salt(request: Request, patches: Sequence[Resolved], steering: Steering, stat
         request: The request.
         patches: Its patches.
         steering: Its steering, without names.
-        state: A state without requests, whose ``content`` says what acts on prompt tokens and on generated ones.
+        state: A state without requests, whose ``fingerprint`` says what acts on prompt tokens and on generated ones.
     """
     state.admit(0, steering)
     try:
-        prefill, decode = (state.content(0, decode=phase) for phase in (False, True))
+        prefill, decode = (state.fingerprint(0, decode=phase) for phase in (False, True))
     finally:
         state.release(0)
     if not (prefill or decode or patches or request.salt):
@@ -147,5 +147,5 @@ def salt(request: Request, patches: Sequence[Resolved], steering: Steering, stat
     # A token that one request generates may be in the prompt of another: where the phases differ, it is not the same token.
     prompt = len(request.prompt) if prefill != decode else None
     placed = sorted((one.position, one.digest.hex()) for one in patches)
-    content = json.dumps([request.salt, prefill.hex(), decode.hex(), prompt, placed])
-    return f"mi-route2-{hashlib.sha256(content.encode()).hexdigest()}"
+    data = json.dumps([request.salt, prefill.hex(), decode.hex(), prompt, placed])
+    return f"mi-route2-{hashlib.sha256(data.encode()).hexdigest()}"

@@ -33,7 +33,7 @@ those of one reading."""
 
 
 @dataclass(eq=False)
-class Found:
+class Collected:
     """Values of a request that wait at its worker: captured rows by capture and position, readings by position, or an error."""
 
     captured: dict[int, dict[int, Tensor]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Found:
             self.size += READING
 
     def fail(self, error: str) -> None:
-        """Forget everything and store an error, if there is none."""
+        """Store an error in place of all values, unless there is an earlier error."""
         self.captured.clear()
         self.readings.clear()
         self.error, self.size = self.error or error, 0
@@ -77,7 +77,7 @@ class Running:
 
     number: int
     orders: Orders
-    found: Found
+    collected: Collected
     admitted: bool = False
 
 
@@ -106,7 +106,7 @@ class Interventions:
         for point in facts.points.values():
             module_at(self.model, architecture, f"{self._blocks[0]}.{point.path}".rstrip("."))
         self.steering = SteeringState(facts.shape, rows=facts.rows, dtype=facts.kind, device=device)
-        self.results: dict[str, Found] = {}
+        self.results: dict[str, Collected] = {}
         self.budget = BUDGET
         self._running: dict[str, Running | None] = {}
         self._batch: Batch | None = None
@@ -131,6 +131,7 @@ class Interventions:
         if here:
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
             self._batch = self._made(here, ids)
+        # hooks only where somebody intervenes now: each one costs time in the forwards of all requests
         wanted = set() if self._batch is None else self._batch.work.keys() | self.steering.sites()
         for site in self._hooks.keys() - wanted:
             self._hooks.pop(site).remove()
@@ -157,8 +158,8 @@ class Interventions:
                 raise RuntimeError("a request with captures runs on embeddings in place of tokens: give token ids")
             tokens = ids[first : first + count].tolist()
             for number, capture in enumerate(one.orders.captures):
-                if columns := capture.where.rows(tokens, start, one.orders.prompt):
-                    sink = partial(one.found.keep, number, [start + column for column in columns])
+                if columns := capture.selection.rows(tokens, start, one.orders.prompt):
+                    sink = partial(one.collected.keep, number, [start + column for column in columns])
                     places = [(row, column) for column in columns]
                     work.setdefault(capture.site, Work()).captures.append((sink, places))
         return Batch(layout, [one for one, *_ in here], index, work, self.steering.begin(layout))
@@ -175,25 +176,25 @@ class Interventions:
             one = by_number[number]
             if one.orders.readings:
                 for at, (score, gate) in enumerate(zip(track.scores.tolist(), track.gates.tolist(), strict=True), start):
-                    one.found.note(at, name, score, gate)
+                    one.collected.note(at, name, score, gate)
         for sink, rows in batch.taken:
             sink(rows)
         self._check(batch, output)
 
     def _check(self, batch: Batch, output: Any) -> None:
-        """Store what there is to collect; fail the requests whose stream is not finite, and those that keep too much."""
+        """Store values for collection; fail the requests whose stream is not finite, and those that keep too much."""
         ends = torch.tensor([piece.count - 1 for piece in batch.layout.pieces], device=self._device)
         last = output[batch.index.gather(1, ends[:, None])[:, 0]]
         for one, piece, finite in zip(batch.running, batch.layout.pieces, last.isfinite().all(-1).tolist(), strict=True):
             if not finite:
                 at = piece.start + piece.count - 1
-                one.found.fail(f"the activations at position {at} are not finite: is an intervention too strong?")
-            if one.found.size or one.found.error:  # requests that leave nothing need not be collected
-                self.results[one.orders.key] = one.found
-        if sum(found.size for found in self.results.values()) > self.budget:
+                one.collected.fail(f"the activations at position {at} are not finite: is an intervention too strong?")
+            if one.collected.size or one.collected.error:  # requests that leave nothing need not be collected
+                self.results[one.orders.key] = one.collected
+        if sum(collected.size for collected in self.results.values()) > self.budget:
             for one in batch.running:
-                if one.found.size:
-                    one.found.fail(f"captures and readings exceed {self.budget:,} bytes: collect results, or capture less")
+                if one.collected.size:
+                    one.collected.fail(f"captures and readings exceed {self.budget:,} bytes: collect results, or capture less")
 
     # Sites
 
@@ -218,19 +219,19 @@ class Interventions:
         values, *rest = output if isinstance(output, tuple) else (output,)
         if at.part:
             sizes = [count * self._facts.head for count in (self._facts.heads, self._facts.kv_heads, self._facts.kv_heads)]
-            parts = list(values.split(sizes, dim=-1))
+            qkv = list(values.split(sizes, dim=-1))
             number = "qkv".index(at.part)
-            new = self._edited(site, parts[number])
+            new = self._edited(site, qkv[number])
             if new is None:
                 return None
-            parts[number] = new
-            new = torch.cat(parts, dim=-1)
+            qkv[number] = new
+            new = torch.cat(qkv, dim=-1)
         else:
             new = self._edited(site, values)
         return None if new is None else (new, *rest) if isinstance(output, tuple) else new
 
     def _stream(self, site: Site, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-        """Act on ``hidden + residual``. A token that changes becomes the pair of its new value and 0."""
+        """Run the interventions on ``hidden + residual``; a token that changes becomes the pair of its new value and 0."""
         changed = self._changed(site, hidden, residual)
         if changed is None:
             return None
@@ -264,6 +265,7 @@ class Interventions:
         if new is old:
             return None
         new = new.reshape(-1, width)
+        # Other tokens keep their pair of hidden and residual, whose sum may be rounded otherwise here than in vLLM's kernels.
         # A new NaN differs from everything, so it counts as a change.
         acts = (new != h).any(-1) & batch.layout.real.flatten()
         return flat[acts], new[acts]
@@ -280,7 +282,7 @@ class Interventions:
     def _started(self, text: str) -> Running:
         orders = read(text, self._facts.kind, self._device)
         self._numbers += 1
-        return Running(self._numbers, orders, Found())
+        return Running(self._numbers, orders, Collected())
 
     def _forget(self, batch: Sequence[str]) -> None:
         """Release the rows of requests that are not in this batch, and forget those that have ended."""
@@ -313,7 +315,7 @@ class WorkerExtension:
             return {"refused": str(error)}
 
     def mi_route2_collect(self, keys: list[str]) -> dict[str, Any]:
-        """Return and forget what the requests of these keys left."""
+        """Return and forget the values of the requests of these keys."""
         results = self._mi_route2[0].results
         return {key: results.pop(key).plain() for key in keys if key in results}
 

@@ -12,7 +12,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 from tqdm import tqdm
 
-from mi_route2.engine.controllers import AsyncController, Controllers, ProbePolicy, SyncController
+from mi_route2.engine.controllers import AsyncController, Controllers, ProbeController, SyncController
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Capture, Request, Result
 from mi_route2.engine.sampling import Sampling
@@ -266,7 +266,9 @@ def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shad
     threshold, held = gate.thresholds[settings.operating], f"{name} row"
     watch = Monitor(gate.site, gate.weight, threshold, settings.sharpness, gates=(), name=name)
     gain_there = 0.0 if shadow else 1.0
-    policy = ProbePolicy(held, threshold, monitor=watch, smoothing=1.0, generated=True, gain=gain_there, name=name, keep=1 << 20)
+    policy = ProbeController(
+        held, threshold, monitor=watch, smoothing=1.0, generated=True, gain=gain_there, name=name, keep=1 << 20
+    )
     row = Steering(decode=(away(settings, fitted, gain),))
     about = {"how": "policy", "delay": delay, "gain": gain, "quantile": settings.operating}
     if delay == 1:

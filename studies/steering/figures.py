@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sklearn.metrics import roc_curve
 
-from mi_route2.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
+from mi_route2.plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
 from studies.steering.answer import SUBJECTS
 from studies.steering.cells import BEHIND, CLOSED, DELETED, ON
 from studies.steering.results import Study, roc_of
@@ -20,7 +20,7 @@ LOOKS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "probe": (BLUE, "-", "probe"),
         "pairs": (GREEN, "--", "pairs alone"),
         "shuffled": (PURPLE, ":", "shuffled labels"),
-        "haar": (GREY, "-", "random"),
+        "haar": (GRAY, "-", "random"),
     }
 )
 MEASURES = (
@@ -151,7 +151,7 @@ def latency_figure(study: Study, results: Results) -> Figure:
 
 MECHANISM_LOOKS: Mapping[tuple[str, str], tuple[str, str, str, str]] = MappingProxyType(
     {
-        ("forward", "haar"): (GREY, "-", "", "random probe, this token"),
+        ("forward", "haar"): (GRAY, "-", "", "random probe, this token"),
         ("forward", "shuffled"): (PURPLE, ":", "v", "shuffled labels, this token"),
         ("forward", "pairs"): (GREEN, "--", "P", "pairs alone, this token"),
         ("open", "probe"): (BLACK, ":", "x", "the wrong way round (opens)"),

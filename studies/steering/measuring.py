@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mi_route2.engine.controllers import Controllers, ProbePolicy
+from mi_route2.engine.controllers import Controllers, ProbeController
 from mi_route2.engine.request import Result
 from mi_route2.sites import Site
 from studies.common.artifacts import Part
@@ -104,7 +104,7 @@ def shadow(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
         engine = bench.engine(exact=True, controllers=Controllers(cell.sync))
         watched = [checked(one) for one in engine.generate(bench.requests(prompts, cell.steering, asked=True), progress=False)]
     (policy,) = cell.sync
-    assert isinstance(policy, ProbePolicy)
+    assert isinstance(policy, ProbeController)
     same = sum(a.ids == b.ids and a.logprobs == b.logprobs for a, b in zip(plain, watched, strict=True))
     decided = {decision.request for decision in policy.decisions if decision.engaged}
     applied = engine.controllers.ledger.snapshot()["sources"].get("shadow", {})

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.image import AxesImage
 from matplotlib.patches import Patch
 
-from mi_route2.plots import BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure, save_figure, style
+from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure, save_figure, style
 from studies.tracing.measures import Found, Share, points, share
 from studies.tracing.pairs import CONTRASTS
 from studies.tracing.patching import CONTROLS, EVERYWHERE, QUESTION
@@ -19,7 +19,7 @@ REACH = 0.5  # range of the colors, in shares; a cell beyond it has the last col
 CARRIED, BESIDE, DELETING = "carried.png", "controls.png", "deleting.png"
 LANES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both"}
 INTO = {"honest": "into the honest rollout", "hack": "into the hacking rollout"}
-LOOKS = {QUESTION: BLUE, "shuffled": SKY, "same side": GREY, "random": ORANGE, "elsewhere": PURPLE}
+LOOKS = {QUESTION: BLUE, "shuffled": SKY, "same side": GRAY, "random": ORANGE, "elsewhere": PURPLE}
 SAID = {
     QUESTION: "the pair's other rollout",
     "shuffled": "another task's, other side",

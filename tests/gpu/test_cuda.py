@@ -224,7 +224,7 @@ def test_directions_fit_save_load_and_route(kind: str, dtype: torch.dtype, tmp_p
     assert all(torch.equal(v, again.vectors[s]) and v.device.type == torch.device(DEVICE).type for s, v in haar.vectors.items())
 
 
-def test_erase_and_the_optimiser_step_on_the_device(dtype: torch.dtype) -> None:
+def test_erase_and_the_optimizer_step_on_the_device(dtype: torch.dtype) -> None:
     policy, batch = cuda_policy(SPECS["svd-shared"], dtype), moved(make_batch(N))
     pairs = PairBatch(*(moved_rollouts(make_batch(4, seed=s).rollouts) for s in (21, 22)), "h")
     route = EraseRoute(EraseSpec(dispose="quarantine"), TopKFitter("grad", pairs))

@@ -47,11 +47,11 @@ def test_paths_add_up_on_the_device(wiring: str) -> None:
 def test_lanes_of_z2_that_start_equal_stay_equal_to_the_bit() -> None:
     config = LanesConfig(layers=4, d_model=16, heads=2, lane_start=2, wiring="z2")
     model = LanesModel(config, torch.Generator().manual_seed(0)).to(DEVICE)
-    optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for step in range(30):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         model.loss(TOKENS[step * 64 : step * 64 + 66].reshape(2, 33).to(DEVICE)).backward()
-        optimiser.step()
+        optimizer.step()
     post = model.post.detach()
     assert not torch.equal(post, torch.ones_like(post))
     assert torch.equal(post[..., 0], post[..., 1])

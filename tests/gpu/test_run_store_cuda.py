@@ -17,7 +17,7 @@ from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import Where, record
+from mi_route2.runs.record import TokenSelection, record
 from mi_route2.sites import Site
 from tests.support.families import SPECS, VOCAB, make_family, make_tokens, move
 
@@ -103,7 +103,7 @@ def test_record_keeps_what_the_host_captures_without_the_padding(tmp_path: Path)
     tokens, attention = (each.to(DEVICE) for each in make_tokens(3, longest=12))
     truth = made.capture(SITES, tokens, attention)
     with opened("both", tmp_path) as store:
-        record(made, SITES, tokens, attention, store=store, runs=["a", "b", "c"], weights="w", where=Where("prompt"))
+        record(made, SITES, tokens, attention, store=store, runs=["a", "b", "c"], weights="w", selection=TokenSelection("prompt"))
         for i, run in enumerate("abc"):
             for site in SITES:
                 rows = truth[site][i][attention[i]].cpu()

@@ -44,10 +44,10 @@ def _figure() -> Figure:
     [
         (plots.ORANGE, plots.VERMILLION, plots.BLUE),  # quantities per mode
         (plots.VERMILLION, plots.BLUE, plots.GREEN),  # hack, clean, teacher
-        (plots.BLUE, plots.VERMILLION, plots.GREY),  # kept, quarantine, comparison
+        (plots.BLUE, plots.VERMILLION, plots.GRAY),  # kept, quarantine, comparison
     ],
 )
-def test_colours_drawn_together_differ_for_every_reader(together: tuple[str, ...], deficiency: str) -> None:
+def test_colors_drawn_together_differ_for_every_reader(together: tuple[str, ...], deficiency: str) -> None:
     for one, other in itertools.combinations(together, 2):
         assert np.linalg.norm(_lab(one, deficiency) - _lab(other, deficiency)) > 15
 

@@ -161,10 +161,10 @@ def test_it_is_cheap_enough_for_every_step():
 
 # AUROC --------------------------------------------------------------------------------------------------------------
 
-LABELLED = st.lists(st.tuples(SCORE, st.booleans()), max_size=15)
+LABELED = st.lists(st.tuples(SCORE, st.booleans()), max_size=15)
 
 
-@given(LABELLED)
+@given(LABELED)
 @settings(max_examples=200, deadline=None)
 def test_auroc_is_invariant_to_increasing_maps_and_mirrored_by_decreasing_ones(items):
     scores, hack = arrays([s for s, _ in items], [y for _, y in items])

@@ -390,7 +390,7 @@ def test_logistic_ignores_the_units_of_each_feature_and_the_seed():
     assert torch.equal(plain.fit().weight, reseeded.fit().weight)
 
 
-def test_more_regularisation_means_a_shorter_weight():
+def test_more_regularization_means_a_shorter_weight():
     norms = []
     for c in (0.01, 0.1, 1.0):
         fitter = LogisticFitter(c=c)
@@ -450,7 +450,7 @@ def test_a_vector_without_a_direction_is_refused(vector):
         DirectionProbe(vector)
 
 
-def test_random_directions_are_haar_and_their_auroc_is_centred_on_a_half():
+def test_random_directions_are_haar_and_their_auroc_is_centered_on_a_half():
     """Whatever the data: here strongly anisotropic, with the hacks far along the large axis."""
     h, mask, hack = batch(shift=6.0)
     fitter = HaarFitter(torch.Generator().manual_seed(0))

@@ -94,7 +94,7 @@ def test_tokens_are_noisier_than_rollouts_but_their_interval_counts_rollouts(res
 
 
 @pytest.mark.study
-def test_the_control_is_centred_on_a_half(result):
+def test_the_control_is_centered_on_a_half(result):
     wide = transfer(world(), GROUPS, FITTERS, dataclasses.replace(FAST, draws=200), progress=False)
     for row in wide.rows:
         assert row.random_mean is not None
@@ -395,8 +395,8 @@ def test_the_figure_draws_every_row_next_to_its_control(result):
         labels = axes.get_legend_handles_labels()[1]
         assert "random, mean" in labels
         assert "random, up to 95th percentile" in labels
-    colours = [container[0].get_color() for container in panels[0].containers]
-    assert len(set(colours)) == len(PROBES)
+    colors = [container[0].get_color() for container in panels[0].containers]
+    assert len(set(colors)) == len(PROBES)
 
 
 def test_the_control_of_a_single_layer_is_drawn(result):

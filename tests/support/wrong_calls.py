@@ -51,7 +51,7 @@ from mi_route2.routing import (
 )
 from mi_route2.routing.canary import Canary, CanaryRoute, calibrate
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import Where, record
+from mi_route2.runs.record import TokenSelection, record
 from mi_route2.sites import select
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from probes.auroc import auroc
@@ -372,10 +372,10 @@ wrong("record: the model", lambda: record(bare(), [RESID], tokens(), store=RunSt
 wrong("record: a list", lambda: record(host(), [RESID], [[1, 2]], store=RunStore(), runs=["a"]), TypeError, "torch.tensor(")
 wrong("record: one site", lambda: record(host(), RESID, tokens(), store=RunStore(), runs=list("abcd")), TypeError, "[Site(")
 wrong(
-    "record: where as text",
-    lambda: record(host(), [RESID], tokens(), store=RunStore(), runs=list("abcd"), where="prompt"),
+    "record: selection as text",
+    lambda: record(host(), [RESID], tokens(), store=RunStore(), runs=list("abcd"), selection="prompt"),
     TypeError,
-    "Where(",
+    "TokenSelection(",
 )
 
 # Sweeps
@@ -423,8 +423,8 @@ wrong("request: sampling by a number", lambda: Request((1,), 8), ValueError, "Sa
 wrong("request: steering as a list", lambda: Request((1,), steering=[Steer(Site(0, "z"), [1.0])]), ValueError, "Steering(")
 wrong("request: captures as texts", lambda: Request((1,), capture=("blocks.0.z",)), ValueError, "Capture")
 wrong("capture request: a text", lambda: Capture("blocks.0.z"), ValueError, "Site.parse(")
-wrong("capture request: where as text", lambda: Capture(Site(0, "z"), "prompt"), ValueError, "Where(")
-wrong("where: unknown part", lambda: Where("end"), ValueError, "generated")
+wrong("capture request: selection as text", lambda: Capture(Site(0, "z"), "prompt"), ValueError, "TokenSelection(")
+wrong("selection: unknown part", lambda: TokenSelection("end"), ValueError, "generated")
 wrong("patch: a text", lambda: Patch("blocks.0.z", 3, "zeros"), ValueError, "Site.parse(")
 wrong("steer: a text", lambda: Steer("blocks.0.z", [1.0]), ValueError, "Site.parse(")
 wrong(
@@ -489,7 +489,7 @@ wrong("set_global: one vector", lambda: engine().steering.set_global("decode", S
 wrong("set_global: texts", lambda: engine().steering.set_global("decode", ["calm"]), TypeError, "[Steer(")
 wrong("set_tier: one vector", lambda: engine().steering.set_tier(Steer(RESID, [1.0])), TypeError, "[Steer(")
 wrong("hold: vectors", lambda: engine().steering.hold("x", [Steer(RESID, [1.0])]), TypeError, "Steering(")
-wrong("where: one position", lambda: Where(positions=3), ValueError, "(3, 40)")
+wrong("selection: one position", lambda: TokenSelection(positions=3), ValueError, "(3, 40)")
 wrong("from a run: a number", lambda: FromRun(3, 0), ValueError, "run")
 wrong("store: sizes as text", lambda: RunStore("1GB"), TypeError, "int")
 wrong("sampling: stop at a number", lambda: Sampling(stop=3), ValueError, "stop=('END',)")

@@ -33,7 +33,7 @@ from mi_route2.serve.owner import Stream
 from mi_route2.serve.state import Open, Server, TheClient, TheServer, called
 
 routes = APIRouter()
-GONE = 499
+CLIENT_CLOSED = 499
 """Status in the log and the metrics for a client that went away, as nginx has it: nobody gets this answer."""
 DEFAULT_CHAT = 256
 """Tokens of a chat completion that names no number."""
@@ -144,13 +144,13 @@ async def _answered(
         return Events(_told(request, choices, server, words, usage, options is not None and options.include_usage, began), ended)
     try:
         async with cancelled_with(request, [one.stream for one in choices]):
-            parts = await asyncio.gather(*(_whole(one, server, words) for one in choices))
+            answers = await asyncio.gather(*(_whole(one, server, words) for one in choices))
     finally:
         ended()
     for one in choices:
         if (error := failure(one.result, server)) is not None:
             raise error
-    return Json({**words.head(), "choices": parts, "usage": usage.to_json()})
+    return Json({**words.head(), "choices": answers, "usage": usage.to_json()})
 
 
 def _requests(
@@ -185,7 +185,7 @@ def _requests(
 
 
 async def refuse_captures(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> None:
-    """``ApiError`` 413 if the captured values of an answer could be larger than the limit."""
+    """Raise ``ApiError`` 413 if the captured values of an answer could be larger than the limit."""
     wanted = [
         (capture, len(prompt) + request.sampling.max_new - 1, len(prompt))
         for _, prompt, request in made
@@ -199,7 +199,7 @@ async def refuse_captures(made: Sequence[tuple[int, list[int], EngineRequest]], 
         total = 0
         for capture, length, prompt in wanted:
             with suppress(ValueError, KeyError):  # an unknown site, which the engine refuses
-                total += 4 * prod(engine.decoder.shape(capture.site)) * capture.where.most(length, prompt)
+                total += 4 * prod(engine.decoder.shape(capture.site)) * capture.selection.most(length, prompt)
         return total
 
     # the first shape of a site takes a forward, with hooks
@@ -280,7 +280,7 @@ async def cancelled_with(request: Request, sources: Sequence[Any]) -> AsyncItera
     try:
         yield
         if watching.done():
-            raise ApiError(GONE, "the client went away before its answer was ready", code="client_gone")
+            raise ApiError(CLIENT_CLOSED, "the client went away before its answer was ready", code="client_gone")
     finally:
         watching.cancel()
         for one in sources:
@@ -326,17 +326,17 @@ class Usage:
 
 
 class Wording:
-    """How an answer is worded: the objects of completions, or those of chat completions."""
+    """Format of an answer: the objects of completions, or those of chat completions."""
 
     server: Server
     wants: bool
-    """Whether log-probabilities were asked for."""
+    """True if log-probabilities were requested."""
 
     def __init__(self, prefix: str, kind: str, chat: bool):
         self.id, self.kind, self.chat, self.created = f"{prefix}-{secrets.token_hex(12)}", kind, chat, int(time.time())
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
-        """Return what every object begins with."""
+        """Return the fields that all objects of an answer share."""
         kind = f"{self.kind}.chunk" if chunk and self.chat else self.kind
         return {"id": self.id, "object": kind, "created": self.created, "model": self.server.served.name}
 
@@ -386,13 +386,13 @@ def number(value: float) -> float | None:
 
 
 def _readings(of: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    found = {
+    by_position = {
         str(position): {
             name: {"score": number(one.score), "gate": number(one.gate)} for name, one in each.items() if name != CLOSED
         }
         for position, each in of.items()
     }
-    return {position: each for position, each in found.items() if each}
+    return {position: each for position, each in by_position.items() if each}
 
 
 def _norms(of: Mapping[int, Mapping[Any, float]]) -> dict[str, Any]:
@@ -400,13 +400,13 @@ def _norms(of: Mapping[int, Mapping[Any, float]]) -> dict[str, Any]:
 
 
 def _first(choice: Choice, server: Server) -> dict[str, Any]:
-    """Return what is said once about a choice."""
+    """Return the fields of a choice that a stream sends once, with its first event."""
     tokens = server.served.tokens(choice.prompt)
     return {"prompt_token_ids": choice.prompt, "prompt_tokens": tokens, "seed": choice.request.sampling.seed}
 
 
 def _last(choice: Choice) -> dict[str, Any]:
-    """Return what is known about a choice at its end."""
+    """Return the fields of a choice that are known at its end."""
     result = choice.result
     captured = {str(site): {"positions": list(one.positions), "rows": packed(one.rows)} for site, one in result.captured.items()}
     return {"finish": result.finish, "cached": result.cached, "unfired": result.unfired, "captured": captured}

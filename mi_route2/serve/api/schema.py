@@ -21,7 +21,7 @@ from torch import Tensor
 from mi_route2.engine import Capture, Request, Sampling
 from mi_route2.engine.rules import RULES, Rule, parse_rules
 from mi_route2.patching.patches import ZEROS, FromRun, Patch
-from mi_route2.runs.record import Part, Where
+from mi_route2.runs.record import SequencePart, TokenSelection
 from mi_route2.serve.models import MODES, Served
 from mi_route2.serve.options import Mode
 from mi_route2.sites import Site
@@ -119,7 +119,7 @@ class CaptureIn(Body):
     """A site to capture, at a part of the sequence or at positions, optionally of certain tokens only."""
 
     site: SiteName
-    part: Part = "all"
+    part: SequencePart = "all"
     positions: Annotated[list[Position], Field(max_length=IDS)] | None = None
     token_ids: Ids | None = None
 
@@ -271,8 +271,8 @@ class Message(BaseModel):
 
     def plain(self) -> dict[str, str]:
         """Return the message as a chat template reads it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
 
 
 class ChatCompletion(Generation):
@@ -385,7 +385,7 @@ class ThresholdIn(Body):
 
 
 class UnknownNameError(KeyError):
-    """No vector, run or configuration has this name; the message lists those that the client has."""
+    """Error for a name that no vector, run or configuration of the client has; the message lists those that exist."""
 
 
 @dataclass
@@ -398,7 +398,7 @@ class Names:
     prefix: str
     shared: Mapping[str, Tensor]
     vectors: dict[str, Vector] = field(default_factory=dict)
-    held: dict[str, SteeringIn] = field(default_factory=dict)
+    configurations: dict[str, SteeringIn] = field(default_factory=dict)
 
     def inside(self, name: str) -> str:
         """Return the engine's name for a vector, run or conversation of this key."""
@@ -415,10 +415,10 @@ class Names:
 
     def configuration(self, name: str) -> SteeringIn:
         """Return a held configuration; ``UnknownNameError`` if the key has none of this name."""
-        if name not in self.held:
-            known = ", ".join(sorted(self.held)) or "none"
+        if name not in self.configurations:
+            known = ", ".join(sorted(self.configurations)) or "none"
             raise UnknownNameError(f"no configuration is held as {name!r}; there are: {known}: hold it with /v1/steering/set")
-        return self.held[name]
+        return self.configurations[name]
 
 
 def site_of(name: str) -> Site:
@@ -492,18 +492,18 @@ def patch_of(given: PatchIn, names: Names) -> Patch:
     """Return the engine's patch."""
     source: Any = given.source
     if isinstance(source, RunSource):
-        found: Any = FromRun(names.inside(source.run), source.position, None if source.site is None else site_of(source.site))
+        resolved: Any = FromRun(names.inside(source.run), source.position, None if source.site is None else site_of(source.site))
     else:
-        found = ZEROS if source == ZEROS else vector_of(source, names)
+        resolved = ZEROS if source == ZEROS else vector_of(source, names)
     alpha = given.alpha if isinstance(given.alpha, int | float) else numbers_of(given.alpha)
-    return Patch(site_of(given.site), given.position, found, alpha)
+    return Patch(site_of(given.site), given.position, resolved, alpha)
 
 
 def capture_of(given: CaptureIn | str) -> Capture:
     """Return the engine's capture."""
     if isinstance(given, str):
         return Capture(site_of(given))
-    return Capture(site_of(given.site), Where(given.part, given.positions, given.token_ids))
+    return Capture(site_of(given.site), TokenSelection(given.part, given.positions, given.token_ids))
 
 
 def rules_of(given: Sequence[dict[str, Any]], names: Names) -> tuple[Rule, ...]:
@@ -527,7 +527,7 @@ def rules_of(given: Sequence[dict[str, Any]], names: Names) -> tuple[Rule, ...]:
 
 
 def sampling_of(body: Generation, served: Served, max_new: int, index: int, top: int | None) -> Sampling:
-    """Return the sampling of choice ``index``; a given seed is counted up, so that choices differ and each can be had alone.
+    """Return the sampling of choice ``index``; a given seed is counted up, so that choices differ and each can be repeated.
 
     Drawn seeds have 53 bits, so that JavaScript can read them in an answer and give them again.
     """

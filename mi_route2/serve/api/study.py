@@ -15,7 +15,7 @@ from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, CleanRun, Span, align, one_token
 from mi_route2.patching.targets import Target
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn
 from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal, sentence
@@ -31,7 +31,7 @@ TOP = 10
 
 @routes.get("/v1/study")
 async def study(server: TheServer) -> Response:
-    """Return what a page needs to draw itself, and whether it needs a key for the rest."""
+    """Return the settings of the page, and whether its other requests need a key."""
     served = server.served
     points = list(dict.fromkeys(site.point for site in server.sites))
     return Json(
@@ -82,13 +82,13 @@ async def tokenize(body: TokenizeIn, server: TheServer, _: TheClient) -> Respons
 @routes.post("/v1/align")
 async def aligned(body: AlignIn, server: TheServer, _: TheClient) -> Response:
     """Return the tokens of two prompts, and for each position of the corrupt one its partner in the clean one."""
-    clean, corrupt, found = _aligned(body, server)
+    clean, corrupt, alignment = _aligned(body, server)
     return Json(
         {
             "clean": server.served.tokens(clean),
             "corrupt": server.served.tokens(corrupt),
-            "partner": [found.source(position) for position in range(len(corrupt))],
-            "summary": found.summary,
+            "partner": [alignment.source(position) for position in range(len(corrupt))],
+            "summary": alignment.summary,
         }
     )
 
@@ -242,8 +242,8 @@ def _summary(job: Job, server: Server) -> dict[str, Any]:
     }
 
 
-def _event(name: str, content: Any) -> str:
-    return f"event: {name}\ndata: {dumps(content)}\n\n"
+def _event(name: str, data: Any) -> str:
+    return f"event: {name}\ndata: {dumps(data)}\n\n"
 
 
 async def _told(request: Request, job: Job, server: Server, free: Callable[[], None]) -> AsyncGenerator[str, None]:
@@ -280,7 +280,7 @@ async def _told(request: Request, job: Job, server: Server, free: Callable[[], N
 
 @routes.post("/v1/patch_cell")
 async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request: Request) -> Response:
-    """Return what the model answers to the corrupt prompt with one clean value patched in, and its most likely tokens."""
+    """Return the completion of the corrupt prompt with one clean value patched in, and its most likely first tokens."""
     clean, corrupt, alignment = _aligned(body, server)
     try:
         target = Target.parse(body.site)
@@ -316,9 +316,9 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
         return choice.result
 
     places = sorted(set(pairs.values()))
-    captured = await run(clean, Sampling(max_new=1), capture=(Capture(target.site, Where(positions=places)),))
-    found = captured.captured[target.site]
-    value = dict(zip(found.positions, found.rows, strict=True))
+    captured = await run(clean, Sampling(max_new=1), capture=(Capture(target.site, TokenSelection(positions=places)),))
+    at_site = captured.captured[target.site]
+    value = dict(zip(at_site.positions, at_site.rows, strict=True))
     patches = tuple(Patch(target.site, position, value[source], alpha) for position, source in pairs.items())
     most = max(1, min(body.max_tokens, server.context - len(corrupt) + 1))
     top = min(TOP, server.vocabulary)
@@ -365,8 +365,8 @@ def read_study(folder: Path) -> dict[str, Any]:
 
     A file that is missing or half written is as if the run had not come that far.
     """
-    found = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})[:MOST_RUNS]
-    return {"path": folder.name, "runs": [_run(path) for path in found]}
+    folders = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})[:MOST_RUNS]
+    return {"path": folder.name, "runs": [_run(path) for path in folders]}
 
 
 def _run(folder: Path) -> dict[str, Any]:

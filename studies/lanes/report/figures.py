@@ -10,7 +10,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mi_route2.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
+from mi_route2.plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
 from studies.common.stats import interval, mean
 from studies.lanes.gradients.symmetry import TWO_LANES
 from studies.lanes.quantization.growth import CLAIMED, CLAIMED_RHO, amplification
@@ -19,7 +19,7 @@ from studies.lanes.study import Found, tensors
 from studies.lanes.text import BOS
 
 WIRING_COLOURS: Mapping[str, str] = MappingProxyType(dict(zip(TWO_LANES, (VERMILLION, ORANGE, BLUE, GREEN), strict=True)))
-PATH_COLOURS: Mapping[str, str] = MappingProxyType({"sequential": GREY, "gptj": SKY, "shipped": VERMILLION, "asymmetric": PURPLE})
+PATH_COLOURS: Mapping[str, str] = MappingProxyType({"sequential": GRAY, "gptj": SKY, "shipped": VERMILLION, "asymmetric": PURPLE})
 BINS = (1, 16, 64, 128, 256, 512, 1024, 4096, 1 << 30)
 
 
@@ -89,8 +89,8 @@ def growth_figure(folder: Path, found: Found) -> Figure:
         steps = i * length + np.arange(pushed.shape[1])
         left.plot(steps, pushed.T, color=colour, linewidth=0.4, alpha=0.5)
         left.plot(steps, pushed.mean(axis=0), color=colour, marker="o", markersize=3, label=f"pushed at pass {i + 1}")
-        left.plot(steps, rate ** (steps - steps[0]), color=GREY, linestyle="--")
-    left.plot([], [], color=GREY, linestyle="--", label=f"one rate, {rate:.2f} a step")
+        left.plot(steps, rate ** (steps - steps[0]), color=GRAY, linestyle="--")
+    left.plot([], [], color=GRAY, linestyle="--", label=f"one rate, {rate:.2f} a step")
     left.set_xlabel("virtual step of the loop")
     left.set_ylabel("error / push")
     left.set_title("a push, step by step")
@@ -98,7 +98,7 @@ def growth_figure(folder: Path, found: Found) -> Figure:
     passes = np.arange(1, len(draws[0]["formula"]) + 1)
     rho = float(np.mean([row["rho"] for row in draws]))
     right.plot(passes, [amplification(rho, int(k)) for k in passes], color=BLACK, label=f"A(k) at the fitted rho {rho:.2f}")
-    right.plot(passes, [amplification(CLAIMED_RHO, int(k)) for k in passes], color=GREY, linestyle="--", label="A(k) at rho .63")
+    right.plot(passes, [amplification(CLAIMED_RHO, int(k)) for k in passes], color=GRAY, linestyle="--", label="A(k) at rho .63")
     right.plot(list(CLAIMED), list(CLAIMED.values()), "x", color=VERMILLION, label="claimed for rho .63")
     for (kind, marker), colour in zip((("same", "o"), ("fresh", "s"), ("weights", "^")), (BLUE, GREEN, ORANGE), strict=True):
         values = np.array([row["accumulated"][kind] for row in draws])
@@ -120,7 +120,7 @@ def rates_figure(folder: Path, found: Found) -> Figure:
     size = np.array([[point["bytes"] for point in curve] for curve in curves]) / 1000
     loss = np.array([[point["loss"] for point in curve] for curve in curves]) - np.array(plain)[:, None]
     apart = [i for i, k in enumerate(clips) if k != BEFORE]  # two neighboring clips would draw noise as a step
-    left.plot(size.T[apart], loss.T[apart], ".", color=GREY, markersize=3)
+    left.plot(size.T[apart], loss.T[apart], ".", color=GRAY, markersize=3)
     left.plot(size.mean(axis=0)[apart], loss.mean(axis=0)[apart], color=BLUE, marker="o", markersize=4)
     for i in apart:
         place = (size.mean(axis=0)[i], loss.mean(axis=0)[i])

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from mi_route2.plots import BLUE, GREEN, GREY, ORANGE, PAGE_HEIGHT, PAGE_WIDTH, PURPLE, VERMILLION, new_figure, save_figure, style
+from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PAGE_HEIGHT, PAGE_WIDTH, PURPLE, VERMILLION, new_figure, save_figure, style
 from studies.common.stats import Summary, mean, summary
 from studies.route2.report.load import VANILLA, ArmSpec, Run, RunSet
 from studies.route2.report.measures import arm_order, by_seed, label, without_ablations
@@ -144,8 +144,8 @@ def _outcome_legend(figure: Figure) -> None:
         Line2D([], [], color=each.color, marker=each.marker, markeredgecolor="white", markersize=5, label=each.name)
         for each in SERIES
     ]
-    handles.append(Line2D([], [], color=GREY, marker=".", linestyle="", markersize=4, label="one seed (below its mean)"))
-    handles.append(Line2D([], [], color=GREY, linewidth=1.4, label="95% t interval of the mean"))
+    handles.append(Line2D([], [], color=GRAY, marker=".", linestyle="", markersize=4, label="one seed (below its mean)"))
+    handles.append(Line2D([], [], color=GRAY, linewidth=1.4, label="95% t interval of the mean"))
     handles.append(Patch(color=SHADE, label="shading: an arm with its filter and controls"))
     figure.legend(handles=handles, loc="outside upper center", ncols=3)
 
@@ -310,7 +310,7 @@ def draw_panel(ax: Axes, panel: Panel, runs: Sequence[Run], reference: Sequence[
     if panel.bounds:  # on an axis without bounds, another arm's line could flatten the arm's own
         for curve in panel.curves:
             steps, middle, _, _ = curve_over_seeds(reference, curve.read)
-            ax.plot(steps, middle, color=GREY, linewidth=0.8)
+            ax.plot(steps, middle, color=GRAY, linewidth=0.8)
     measured = False
     for curve in panel.curves:
         steps, middle, low, high = curve_over_seeds(runs, curve.read)
@@ -319,7 +319,7 @@ def draw_panel(ax: Axes, panel: Panel, runs: Sequence[Run], reference: Sequence[
             ax.fill_between(steps, low, high, color=curve.color, alpha=0.22, linewidth=0)
             ax.plot(steps, middle, color=curve.color, linestyle=curve.line, marker=curve.marker, markersize=2.2)
     if not measured:
-        ax.text(0.5, 0.5, "not measured", transform=ax.transAxes, ha="center", va="center", color=GREY, fontsize=7)
+        ax.text(0.5, 0.5, "not measured", transform=ax.transAxes, ha="center", va="center", color=GRAY, fontsize=7)
         ax.set_yticks([])
         return
     if panel.level is not None:
@@ -337,7 +337,7 @@ def _legend(figure: Figure, panels: Sequence[Panel], behind: str | None, seeds: 
     curves = {curve.name: curve for panel in panels if len(panel.curves) > 1 for curve in panel.curves}
     handles = [Line2D([], [], color=each.color, linestyle=each.line, label=each.name) for each in curves.values()]
     if behind:
-        handles.append(Line2D([], [], color=GREY, linewidth=0.8, label=f"{behind}, for comparison"))
+        handles.append(Line2D([], [], color=GRAY, linewidth=0.8, label=f"{behind}, for comparison"))
     if seeds > 1:
-        handles.append(Line2D([], [], color=GREY, alpha=0.3, linewidth=5, label=f"lowest to highest of {seeds} seeds"))
+        handles.append(Line2D([], [], color=GRAY, alpha=0.3, linewidth=5, label=f"lowest to highest of {seeds} seeds"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))

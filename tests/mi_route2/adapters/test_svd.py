@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mi_route2.adapters import attach
 from mi_route2.adapters import svd as svd_module
-from mi_route2.adapters.svd import SVD, TOLERANCE, decompose, randomised_svd, weight_hash
+from mi_route2.adapters.svd import SVD, TOLERANCE, decompose, randomized_svd, weight_hash
 
 FACTORS = ("U", "S", "Vh")
 LARGE = 1024
@@ -168,7 +168,7 @@ def test_a_rank_cuts_the_whole_svd_of_a_small_weight_bit_for_bit(d_out: int, d_i
     assert equal(decompose(weight, rank=rank), decompose(weight).top(rank))
 
 
-def test_the_randomised_svd_stands_in_for_few_coordinates_of_large_weights_only() -> None:
+def test_the_randomized_svd_stands_in_for_few_coordinates_of_large_weights_only() -> None:
     whole = large(torch.float32)
     for weight, rank, exact in ((whole[:-1], 4, True), (whole, 129, True), (whole, 128, False), (whole, 1, False)):
         svd = decompose(weight, rank=rank)
@@ -199,7 +199,7 @@ def test_what_the_residual_says_holds(
     k = min(d_out, d_in)
     weight, _, _ = built(d_out, d_in, power(k, exponent), seed)
     rank = data.draw(st.integers(1, k))
-    svd = randomised_svd(weight, rank, rng(seed), oversampling=1, iterations=iterations)
+    svd = randomized_svd(weight, rank, rng(seed), oversampling=1, iterations=iterations)
     U, S, V = svd.U, svd.S, svd.Vh.T
     for Q in (U, V):
         assert torch.allclose(Q.T @ Q, torch.eye(rank, dtype=torch.float64), rtol=0, atol=1e-12)
@@ -226,7 +226,7 @@ def test_what_the_residual_says_holds(
 def test_values_and_subspaces_are_those_of_the_whole_svd(d_out: int, d_in: int, exponent: float) -> None:
     rank, spectrum = 12, power(min(d_out, d_in), exponent)
     weight, U, V = built(d_out, d_in, spectrum)
-    svd, whole = randomised_svd(weight, rank, rng()), decompose(weight).top(rank)
+    svd, whole = randomized_svd(weight, rank, rng()), decompose(weight).top(rank)
     bound = {-0.5: 1e-2, -1.0: 1e-4, -2.0: 1e-7}[exponent]
     assert svd.error < bound
     assert torch.allclose(svd.S, whole.S, rtol=bound**2, atol=0), "values are second order in the error"
@@ -247,7 +247,7 @@ def test_values_and_subspaces_are_those_of_the_whole_svd(d_out: int, d_in: int, 
 def test_a_weight_of_no_more_than_that_rank_is_recovered(true_rank: int) -> None:
     spectrum = power(8, -0.5) * (torch.arange(8) < true_rank)
     weight, _, _ = built(90, 130, spectrum)
-    svd = randomised_svd(weight, 8, rng())
+    svd = randomized_svd(weight, 8, rng())
     assert torch.allclose((svd.U * svd.S) @ svd.Vh, weight, rtol=0, atol=1e-10)
     assert torch.allclose(svd.S, spectrum, rtol=0, atol=1e-10)
     assert svd.residual.max() < 1e-10
@@ -259,9 +259,9 @@ def test_a_weight_of_no_more_than_that_rank_is_recovered(true_rank: int) -> None
 
 def test_it_improves_with_iterations_and_columns() -> None:
     weight, _, _ = built(200, 300, power(200, -0.5))
-    by_iterations = [randomised_svd(weight, 10, rng(), iterations=i).error for i in (0, 1, 2, 4, 8)]
+    by_iterations = [randomized_svd(weight, 10, rng(), iterations=i).error for i in (0, 1, 2, 4, 8)]
     assert all(worse > 1.5 * better for worse, better in pairwise(by_iterations))
-    by_columns = [randomised_svd(weight, 10, rng(), iterations=2, oversampling=c).error for c in (10, 40, 120)]
+    by_columns = [randomized_svd(weight, 10, rng(), iterations=2, oversampling=c).error for c in (10, 40, 120)]
     assert all(worse > 1.5 * better for worse, better in pairwise(by_columns))
 
 
@@ -274,9 +274,9 @@ def test_the_weight_alone_decides_the_result() -> None:
     torch.manual_seed(2)
     assert equal(decompose(weight, rank=6), first)
     assert equal(decompose(weight.T.contiguous().T, rank=6), first)
-    direct = randomised_svd(weight, 6, rng(int(weight_hash(weight)[:15], 16)))
+    direct = randomized_svd(weight, 6, rng(int(weight_hash(weight)[:15], 16)))
     assert equal(direct, first)
-    assert not equal(randomised_svd(other, 6, rng(0)), randomised_svd(other, 6, rng(1))), "a generator that is not read"
+    assert not equal(randomized_svd(other, 6, rng(0)), randomized_svd(other, 6, rng(1))), "a generator that is not read"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -297,7 +297,7 @@ def test_any_type_is_decomposed_in_float32_at_least(dtype: torch.dtype) -> None:
 
 def test_a_cut_keeps_the_residual_of_what_is_left() -> None:
     weight, _, _ = built(60, 80, power(60, -0.5))
-    svd = randomised_svd(weight, 9, rng(), iterations=1)
+    svd = randomized_svd(weight, 9, rng(), iterations=1)
     cut = svd.top(4)
     R = weight @ cut.Vh.T - cut.U * cut.S
     assert torch.allclose(cut.residual, R.norm(dim=0), rtol=0, atol=1e-12)
@@ -315,7 +315,7 @@ def test_a_rank_outside_a_large_weight_is_refused_before_any_work(
         with pytest.raises(ValueError, match=rf"rank {rank} is outside 1\.\.{LARGE} of this weight"):
             decompose(weight, cache, rank=rank)
     with pytest.raises(ValueError, match=rf"outside 1\.\.{LARGE}"):
-        randomised_svd(weight, rank, rng())
+        randomized_svd(weight, rank, rng())
     assert not list(tmp_path.iterdir())
 
 
@@ -336,7 +336,7 @@ def test_an_error_over_the_tolerance_is_said_and_one_under_it_is_not(tmp_path: P
 # ---- the cache
 
 
-def test_a_cached_randomised_svd_is_read_and_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_randomized_svd_is_read_and_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = large()
     miss, uncached = decompose(weight, tmp_path, rank=6), decompose(weight, rank=6)
     forbid_work(monkeypatch)
@@ -374,7 +374,7 @@ def test_other_settings_are_another_result(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.process
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "no residual", "flipped", "kinder residual", "rank 7", "whole"])
-def test_a_damaged_randomised_file_is_computed_anew_and_replaced(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_randomized_file_is_computed_anew_and_replaced(damage: str, tmp_path: Path) -> None:
     weight = large(torch.float32)
     sound = decompose(weight, tmp_path, rank=6)
     (path,) = tmp_path.iterdir()

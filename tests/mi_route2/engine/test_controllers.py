@@ -225,9 +225,9 @@ def test_an_override_fails_closed_with_its_monitor():
         state.hold("b", Steering(base=(Steer(SITE, 3 * v),)))
         apply_all(state, [Override(0, "a"), SetScale(2.0, request=0)])
         state.drop("a")  # it can be put back though its name is gone
-        before = state.content(0, decode=True)
+        before = state.fingerprint(0, decode=True)
         outcomes = apply_all(state, [*batch, Override(1, "b"), SetMonitor(good, 1)], "test")
-        assert state.content(0, decode=True) == before
+        assert state.fingerprint(0, decode=True) == before
         assert (routed := state.routing(0))
         assert (routed.name, routed.spec, state.scale_of(0)) == ("a", Steering(base=(Steer(SITE, 2 * v),)), 2.0)
         assert state.routing(1) is not None
@@ -240,10 +240,10 @@ def test_a_scale_goes_with_the_override_that_is_rejected(batch):
     """It was meant for the configuration, and would scale the request's own vectors."""
     state = new_state()
     state.admit(0, Steering(base=(Steer(SITE, V[:16]),)))
-    before = state.content(0, decode=True)
+    before = state.fingerprint(0, decode=True)
     outcomes = apply_all(state, batch, "test")
     assert "calmm" in " ".join(one.reason for one in outcomes if isinstance(one, Rejected))
-    assert (state.content(0, decode=True), state.scale_of(0)) == (before, 1.0)
+    assert (state.fingerprint(0, decode=True), state.scale_of(0)) == (before, 1.0)
 
 
 def test_sites_that_are_taken_back_between_steps_are_explained_and_end_no_step(host):

@@ -15,7 +15,7 @@ from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import DECODERS, Decoder
 from mi_route2.patching.patches import Patch
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from tests.support.alone import alone
@@ -150,7 +150,7 @@ def test_what_is_captured_can_be_patched_in_and_makes_the_other_run() -> None:
     engine = Engine(made)
     clean, corrupt = prompts(2, seed=3, shortest=9, longest=9)
     site = Site(0, "resid_pre")
-    (kept,) = engine.generate([Request(clean, greedy(1), capture=(Capture(site, Where("prompt")),))], progress=False)
+    (kept,) = engine.generate([Request(clean, greedy(1), capture=(Capture(site, TokenSelection("prompt")),))], progress=False)
     rows = kept.captured[site].rows
     patches = tuple(Patch(site, i, rows[i]) for i in range(len(clean)))
     plain, replaced, itself = engine.generate(
@@ -274,7 +274,7 @@ def test_captured_positions_are_computed_also_where_a_prefix_is_held() -> None:
     prompt = prompts(1, shortest=15, longest=15)[0]
     engine.generate([Request(prompt, greedy(2))], progress=False)
     site = Site(1, "z")
-    late = Request(prompt, greedy(2), capture=(Capture(site, Where(positions=(9, 15))),))
+    late = Request(prompt, greedy(2), capture=(Capture(site, TokenSelection(positions=(9, 15))),))
     (result,) = engine.generate([late], progress=False)
     assert result.cached == 8
     assert result.captured[site].positions == (9, 15)
@@ -347,7 +347,7 @@ def test_an_early_end_says_what_never_fired() -> None:
         prompt,
         Sampling(max_new=8, stop_tokens=(stop,)),
         patch=(Patch(Site(0, "v"), end, torch.zeros(8)),),
-        capture=(Capture(Site(1, "z"), Where(positions=(1, end))),),
+        capture=(Capture(Site(1, "z"), TokenSelection(positions=(1, end))),),
     )
     (result,) = Engine(made).generate([request], progress=False)
     assert result.finish == "stop"
@@ -363,7 +363,10 @@ def test_an_early_end_says_what_never_fired() -> None:
         (lambda: Request((3, 50), Sampling()), r"token 50 is outside the vocabulary: its ids are 0\.\.49"),
         (lambda: Request((3,) * 60, Sampling(max_new=6)), "need 65 positions, but the context has 64"),
         (lambda: Request((3, 4), Sampling(max_new=2), patch=(Patch(Site(0, "z"), 3, torch.zeros(16)),)), r"computes 0\.\.2"),
-        (lambda: Request((3, 4), Sampling(), capture=(Capture(Site(0, "z"), Where(positions=(40,))),)), r"computes 0\.\.16"),
+        (
+            lambda: Request((3, 4), Sampling(), capture=(Capture(Site(0, "z"), TokenSelection(positions=(40,))),)),
+            r"computes 0\.\.16",
+        ),
         (lambda: Request((3, 4), Sampling(), capture=(Capture(Site(0, "z")), Capture(Site(0, "z")))), "two captures name"),
         (lambda: Request((3, 4), Sampling(), run="r"), "without a run store"),
         (lambda: Request((3, 4), Sampling(stop=("x",))), "stop texts need a tokenizer"),
@@ -481,7 +484,7 @@ def test_norms_at_adapters_are_those_of_what_is_captured_there_before_a_gate(clo
     host, close = make("MicroGPT", adapters=True)
     sites = tuple(Site(1, point, linear) for linear in ("attn.q", "mlp.down") for point in ("kept_out", "quarantine_out"))
     gate = Monitor(Site(0, "resid_pre"), torch.zeros(16), threshold=-1e6, gates=(), quarantine="close", prompt=True)
-    captures = tuple(Capture(site, Where("all")) for site in sites)
+    captures = tuple(Capture(site, TokenSelection("all")) for site in sites)
     steering = Steering(monitors=(gate,)) if closed else None
     asked = Request(prompts(1)[0], greedy(4), norms=sites, capture=captures, steering=steering)
     (result,) = Engine(host, chunk=5).generate([asked])

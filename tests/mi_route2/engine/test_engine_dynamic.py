@@ -13,7 +13,7 @@ from mi_route2.engine.controllers import (
     AsyncController,
     Controllers,
     Override,
-    ProbePolicy,
+    ProbeController,
     SetScale,
     SetTier,
     StepView,
@@ -26,7 +26,7 @@ from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from mi_route2.steering.table import Full
@@ -226,7 +226,7 @@ def test_a_quarantine_that_is_shut_on_every_token_is_deleted_and_one_that_is_ope
     assert float((generated - deleted).abs().max()) > 0.01
 
 
-def test_neighbours_of_a_gated_request_keep_every_bit_and_so_does_a_shadow() -> None:
+def test_neighbors_of_a_gated_request_keep_every_bit_and_so_does_a_shadow() -> None:
     """In exact mode: beside steering, gates and patches, and under a monitor that watches and gates nothing."""
     host, _ = with_quarantine(torch.float32)
     plain = table(Engine(host, exact=True).generate([Request(PROMPT, greedy())], progress=False)[0])
@@ -287,7 +287,7 @@ def test_a_run_is_kept_and_read_by_a_later_request() -> None:
     host = host_of()
     with RunStore(budget=1 << 20) as store:
         engine = Engine(host, store=store, chunk=4)
-        keep = (Capture(SITE, Where("prompt")), Capture(Site(0, "z"), Where("generated")))
+        keep = (Capture(SITE, TokenSelection("prompt")), Capture(Site(0, "z"), TokenSelection("generated")))
         (kept,) = engine.generate([Request(PROMPT, greedy(4), capture=keep, run="clean")], progress=False)
         whole = host.capture([SITE, Site(0, "z")], torch.tensor([[*PROMPT, *kept.ids]]))
         assert kept.captured == {}
@@ -357,8 +357,8 @@ def test_a_rule_for_a_conversation_adds_the_vector_that_its_name_had_at_submissi
     close(table(later), by_hand(host, PROMPT, 3, {}))
 
 
-def policy(name: str = "policy", **given: Any) -> ProbePolicy:
-    return ProbePolicy("c", -1e6, name=name, **({"monitor": Monitor(SITE, VECTOR, gates=(), name="m")} | given))
+def policy(name: str = "policy", **given: Any) -> ProbeController:
+    return ProbeController("c", -1e6, name=name, **({"monitor": Monitor(SITE, VECTOR, gates=(), name="m")} | given))
 
 
 LATER = {"when": Probe(SITE, VECTOR, -1e6), "scope": "rest_of_request"}
@@ -445,7 +445,7 @@ def test_a_policy_follows_a_request_through_any_preemption(urgent: int) -> None:
     """Bit for bit as the request alone, however many steps it waits."""
     host, found = host_of(), []
     for preempted in (False, True):
-        acting = ProbePolicy("c", 0.0, 3.0, site=SITE, probe=VECTOR, smoothing=0.3)
+        acting = ProbeController("c", 0.0, 3.0, site=SITE, probe=VECTOR, smoothing=0.3)
         engine = Engine(host, rows=1, exact=True, controllers=Controllers([acting]))
         engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR, 6.0),)))
         number, results = engine.submit(Request(PROMPT, greedy(12))), {}
@@ -470,14 +470,14 @@ def test_a_policy_follows_a_request_through_any_preemption(urgent: int) -> None:
 @pytest.mark.parametrize("probe", [torch.ones(1), torch.ones(5), torch.ones(2, 8)])
 def test_a_policys_probe_that_does_not_fit_its_site_is_refused(probe: Tensor) -> None:
     with pytest.raises(ValueError, match=r"the probe of 'policy' at blocks\.1\.resid_pre has"):
-        Engine(host_of(), controllers=Controllers([ProbePolicy("c", 0.0, site=SITE, probe=probe)]))
+        Engine(host_of(), controllers=Controllers([ProbeController("c", 0.0, site=SITE, probe=probe)]))
 
 
 def test_a_policy_reads_by_head_as_its_probe_is_written() -> None:
     host, site, probe = host_of(), Site(0, "k"), torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
     with pytest.raises(ValueError, match=r"has the shape \[4, 2\], but the site has \[2, 4\]"):
-        Engine(host, controllers=Controllers([ProbePolicy("c", 0.0, site=site, probe=probe.T)]))
-    acting = ProbePolicy("c", -1e6, gain=0.0, site=site, probe=probe)
+        Engine(host, controllers=Controllers([ProbeController("c", 0.0, site=site, probe=probe.T)]))
+    acting = ProbeController("c", -1e6, gain=0.0, site=site, probe=probe)
     Engine(host, controllers=Controllers([acting])).generate([Request(PROMPT, greedy(2))], progress=False)
     row = host.capture([site], torch.tensor([PROMPT]))[site][0, -1]
     assert acting.decisions[0].score == pytest.approx(float((row * probe).sum()), abs=1e-10)
@@ -501,7 +501,7 @@ def test_a_monitor_that_is_set_later_gives_no_request_a_second_hand(what: str, w
         number = engine.submit(Request(PROMPT, greedy(4), rules=rules))
         engine.step()
         if tried and (on == "all" or not waits):
-            with pytest.raises(ValueError, match=r"the policy '(policy|second)' would read this monitor on request [01],"):
+            with pytest.raises(ValueError, match=r"the controller '(policy|second)' would read this monitor on request [01],"):
                 engine.steering.set_monitor(watch, request=None if on == "all" else number)
             engine.steering.set_monitor(replace(watch, name="other"), request=None if on == "all" else number)
         results = {one.request: one for _ in range(12) for one in engine.step()}

@@ -436,7 +436,7 @@ def test_the_unembeddings_adapters_are_captured_patched_and_steered_at_every_pos
         assert far(table(result), truth) < CLOSE
 
 
-def test_angles_that_depend_on_the_longest_neighbour_are_refused() -> None:
+def test_angles_that_depend_on_the_longest_neighbor_are_refused() -> None:
     model = make_family("Llama")
     config: Any = model.config
     config.rope_parameters = {**config.rope_parameters, "rope_type": "longrope"}
@@ -503,7 +503,7 @@ def test_a_controller_that_begins_a_step_within_a_step_is_told_so_and_no_request
 
 
 def test_a_controller_may_cancel_a_request_that_ends_in_this_very_step() -> None:
-    class Canceller:
+    class Canceler:
         name = "canceller"
 
         def on_step(self, view: StepView) -> list[Action]:
@@ -512,7 +512,7 @@ def test_a_controller_may_cancel_a_request_that_ends_in_this_very_step() -> None
             return []
 
     host, _ = adapted()
-    engine = Engine(host, controllers=Controllers([Canceller()]))
+    engine = Engine(host, controllers=Controllers([Canceler()]))
     results = engine.generate([Request(PROMPT, Sampling(max_new=1)), Request(PROMPT, ASK)], progress=False)
     assert [(one.finish, len(one.ids)) for one in results] == [("cancelled", 1), ("cancelled", 1)]
 
@@ -591,7 +591,7 @@ from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.engine.controllers import AsyncController, Controllers, Override, SetMonitor, apply_all
 from mi_route2.hosts import open_host
 from mi_route2.patching.patches import FromRun, Patch
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.sites import Site
 from studies.environments.micro.model import MicroGPT
@@ -633,7 +633,7 @@ for row in ([3, 5], np.array([3, 5]), torch.tensor([3, 5]), [np.int64(3), torch.
     assert Request(row).prompt == (3, 5) and {type(token) for token in Request((*P, np.int64(7))).prompt} == {int}
 assert set(Sampling(stop_tokens={3, 5}).stop_tokens) == {3, 5}
 for rows in (np.array([5, 3]), torch.tensor([5, 3]), [np.int32(5), 3], {3, 5}):
-    assert Where(positions=rows).positions == (3, 5) and Where(token_ids=rows).token_ids == {3, 5}
+    assert TokenSelection(positions=rows).positions == (3, 5) and TokenSelection(token_ids=rows).token_ids == {3, 5}
 
 class Plain:
     name = "plain"
@@ -653,8 +653,9 @@ no_ids = "prompt is one row of token ids, as (5, 17), not"
 refused = [
     *((lambda row=row: Request(row), no_ids) for row in (b"abc", bytearray(b"a"), {17, 5}, {5: 1}, [torch.tensor(True)], None)),
     *((lambda row=row: Request(row), no_ids) for row in ([np.True_], np.array([True]), np.array([[3]]), 2.5, [[3, 4]])),
-    *((lambda rows=rows: Where(positions=rows), "whole number") for rows in (b"ab", "ab", {3: 1}, np.array([True]), np.array(3))),
-    *((lambda rows=rows: Where(positions=rows), "whole number") for rows in (np.array([0.5]), torch.tensor([[3]]), 3)),
+    *((lambda rows=rows: TokenSelection(positions=rows), "whole number") for rows in (b"ab", "ab", {3: 1}, np.array([True]))),
+    *((lambda rows=rows: TokenSelection(positions=rows), "whole number") for rows in (np.array(3), np.array([0.5]))),
+    *((lambda rows=rows: TokenSelection(positions=rows), "whole number") for rows in (torch.tensor([[3]]), 3)),
     (lambda: Engine(host, tokenizer=5), "the tokenizer must have decode(ids), but int has none"),
     (lambda: Controllers(AsyncController()), "sync is a list of controllers, not one AsyncController"),
     (lambda: Controllers(Plain()), "write Controllers(sync=[controller])"),

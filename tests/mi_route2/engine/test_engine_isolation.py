@@ -20,7 +20,7 @@ from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from tests.support.alone import alone
@@ -186,7 +186,7 @@ def test_a_request_for_whose_row_there_is_no_memory_ends_alone(grows: bool, monk
     engine._residents.slots = engine._runner.slots = slots
     asked = replace(steered(0), sampling=Sampling(max_new=30 if grows else 4), patch=(Patch(SITE, 2, VECTORS[0]),))
     short = Request(PROMPT[:3], ASK)
-    neighbour, other = engine.submit(short), engine.submit(asked)  # both wait, but there is memory for the first one alone
+    neighbor, other = engine.submit(short), engine.submit(asked)  # both wait, but there is memory for the first one alone
     resize, full = slots._resize, int(grows)
 
     def without_memory(shelf: int, rows: int) -> None:
@@ -199,7 +199,7 @@ def test_a_request_for_whose_row_there_is_no_memory_ends_alone(grows: bool, monk
     assert results[other].finish == "error"
     assert "no memory for its keys and values" in (results[other].error or "")
     assert len(results[other].tokens) == 5 * full
-    right(host, results[neighbour], short)
+    right(host, results[neighbor], short)
     assert (engine._residents._reserved, slots.used, engine.steering.requests) == (0, 0, ())
     monkeypatch.undo()
     again = replace(asked, sampling=ASK)
@@ -663,7 +663,11 @@ def test_the_least_recently_used_end_of_a_chain_leaves_first() -> None:
 def test_a_capture_of_which_no_token_came_is_named() -> None:
     engine = Engine(host_of())
     absent = next(token for token in range(VOCAB) if token not in PROMPT)
-    keep = (Capture(SITE, Where("generated")), Capture(Site(0, "z"), Where("prompt", token_ids={absent})), Capture(Site(1, "z")))
+    keep = (
+        Capture(SITE, TokenSelection("generated")),
+        Capture(Site(0, "z"), TokenSelection("prompt", token_ids={absent})),
+        Capture(Site(1, "z")),
+    )
     (found,) = engine.generate([Request(PROMPT, Sampling(max_new=1), capture=keep)], progress=False)
     assert list(found.captured) == [Site(1, "z")]
     assert found.unfired == [f"capture at {site}, of which no token came" for site in (SITE, Site(0, "z"))]

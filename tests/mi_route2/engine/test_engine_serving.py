@@ -18,7 +18,7 @@ from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.environments.micro.model import MicroGPT
@@ -63,7 +63,12 @@ def test_events_are_the_tokens_and_readings_of_the_result_and_readings_those_of_
     engine = Engine(host, chunk=5, rows=3, block=4, exact=exact)
     engine.generate([Request(PROMPT, Sampling(max_new=1))])
     asked = Request(
-        PROMPT, ASK, steering=Steering(monitors=(MONITOR,)), readings=True, norms=(SITE,), capture=(Capture(SITE, Where("all")),)
+        PROMPT,
+        ASK,
+        steering=Steering(monitors=(MONITOR,)),
+        readings=True,
+        norms=(SITE,),
+        capture=(Capture(SITE, TokenSelection("all")),),
     )
     number, other = engine.submit(asked), engine.submit(Request(PROMPT[:5], ASK))
     tokens, readings, norms, results = [], {}, {}, {}
@@ -446,7 +451,7 @@ def test_weights_change_during_a_pause_and_every_result_is_of_one_model(mode: An
 def test_a_pause_without_a_change_keeps_what_was_computed() -> None:
     host = host_of()
     engine = Engine(host, rows=2, block=4)
-    request = Request(PROMPT, ASK, capture=(Capture(SITE, Where("all")),))
+    request = Request(PROMPT, ASK, capture=(Capture(SITE, TokenSelection("all")),))
     number = engine.submit(request)
     engine.step()
     engine.pause("keep")
@@ -469,7 +474,7 @@ def test_kept_requests_that_hold_values_of_the_weights_before_end_with_the_reaso
     engine.generate([Request(PROMPT, Sampling(max_new=1), capture=(Capture(SITE),), run="before")])
     writes = Request(PROMPT, ASK, capture=(Capture(SITE),), run="mixed")
     reads = Request(PROMPT, ASK, patch=(Patch(SITE, 13, FromRun("before", 3)),))
-    captures = Request(PROMPT, ASK, capture=(Capture(SITE, Where("all")),))
+    captures = Request(PROMPT, ASK, capture=(Capture(SITE, TokenSelection("all")),))
     numbers = [engine.submit(one) for one in (writes, reads, captures)]
     engine.step()
     engine.step()

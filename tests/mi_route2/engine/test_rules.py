@@ -269,7 +269,7 @@ def test_a_last_token_may_still_decide_about_the_conversation(host):
     last = type(view.requests[0])(0, 3, 1, -1.0, {}, view.requests[0].readings, finished=True)
     assert book.on_step(type(view)(0, (last,))) == []
     book.admit(state, 1, (), conversation="c")
-    assert state.content(1, decode=True) != b""
+    assert state.fingerprint(1, decode=True) != b""
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_rules_from_python_are_those_from_json():
     (parsed,) = parse_rules([rule("rest_of_request", when=probe(0.5, sharpness=2))])
     made = Rule("rest_of_request", Probe(SITE, PROBE, 0.5, 2.0), (Steer(LATE, V),))
     assert parsed == made
-    assert parsed.content() == made.content()
+    assert parsed.fingerprint() == made.fingerprint()
     others = [
         Rule("next_step", made.when, made.add),
         Rule("rest_of_request", Probe(SITE, V, 0.5, 2.0), made.add),
@@ -347,14 +347,14 @@ def test_rules_from_python_are_those_from_json():
         Rule("rest_of_request", made.when, attenuate=0.5),
         Rule("rest_of_request", None, made.add),
     ]
-    assert len({one.content() for one in (made, *others)}) == 1 + len(others)
+    assert len({one.fingerprint() for one in (made, *others)}) == 1 + len(others)
 
 
 def test_prompts_are_left_alone(host):
     rules = [rule("this_token"), rule("this_token", when=probe(-1e6)), rule("rest_of_request", {"attenuate": 0.5})]
     state, book = new_state(), RuleBook()
     book.admit(state, 0, parse_rules(rules), OWN)
-    assert state.content(0, decode=False) == b""
+    assert state.fingerprint(0, decode=False) == b""
     assert PROMPTS.shape[1] > 1
     assert torch.equal(run(host, rules, 1).logits[0], by_state(host, [None]).logits[0])
 

@@ -16,7 +16,7 @@ from mi_route2.hosts.decoder import DECODERS
 from mi_route2.patching import CleanRun, Grid, Target, attribute, cells, prepare, sweep
 from mi_route2.patching.patches import Patch
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import Where, record
+from mi_route2.runs.record import TokenSelection, record
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 
@@ -329,7 +329,7 @@ def test_the_logits_of_a_stored_run_are_those_of_its_request_or_it_is_refused() 
         "closed": {"steering": Steering(monitors=(gate,))},  # at the unembedding too
     }
     ask = Sampling(max_new=1, logprob_token_ids=tuple(range(VOCAB)))
-    capture = (Capture(first, Where("prompt")), Capture(final, Where("last")))
+    capture = (Capture(first, TokenSelection("prompt")), Capture(final, TokenSelection("last")))
     tokens = tuple(CLEAN.tolist())
     engine = Engine(one.host, store=store)
     for run, given in asked.items():  # one by one: sites are those of all requests in the engine

@@ -212,13 +212,13 @@ def recall(n: int, generator: torch.Generator) -> Tensor:
 def trained() -> MicroGPT:
     generator = torch.Generator().manual_seed(0)
     model = MicroGPT(RECALL, generator)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(150):
         tokens = recall(32, generator)
         loss = cross_entropy(model(tokens)[:, -1], tokens[:, 0])
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     assert float(loss.detach()) < 0.05
     return model.double().eval()
 

@@ -124,14 +124,14 @@ def test_the_update_residual_by_hand() -> None:
 def test_momentum_leaks_what_the_gradient_lost() -> None:
     """Why the residual is reported: after plain steps, an erased gradient still moves hack-ward through Adam's first moment."""
     policy, batch = make_policy(SPECS["svd"]), make_batch(6)
-    optimiser = RoutedAdamW([{"params": list(policy.adapters.kept_parameters().values())}], lr=1e-3)
+    optimizer = RoutedAdamW([{"params": list(policy.adapters.kept_parameters().values())}], lr=1e-3)
     for _ in range(3):
         run(policy, OpenRoute(OpenSpec()), batch)
-        optimiser.step()
+        optimizer.step()
     before = {s: policy.adapters.scored(s).detach().clone() for s in policy.adapters.sites}
     route = erase_route(policy)
     run(policy, route, batch)
-    optimiser.step()
+    optimizer.step()
     moved = {s: policy.adapters.scored(s).detach() - v for s, v in before.items()}
     assert route.after_update(moved)["update_residual"] > 0.05
 

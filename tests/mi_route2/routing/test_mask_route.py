@@ -54,7 +54,7 @@ def mixed(policy: Policy, spec: MaskSpec, batch: TrainBatch) -> MaskSpec:
     return replace(spec, tau=float(ordered[middle - 1 : middle + 1].mean()))
 
 
-def summarised(flags: dict[str, torch.Tensor], spec: MaskSpec, predictors: torch.Tensor) -> torch.Tensor:
+def summarized(flags: dict[str, torch.Tensor], spec: MaskSpec, predictors: torch.Tensor) -> torch.Tensor:
     """``Decision.flags`` by its definition: the majority over modules of the rollout's flag, or of its share of flagged tokens."""
     shares = [(f & predictors).sum(1) / predictors.sum(1) if spec.unit == "token" else f[:, 0].double() for f in flags.values()]
     return torch.stack(shares).mean(0) > 0.5
@@ -83,7 +83,7 @@ def test_every_legal_combination_equals_the_written_out_policy(name: str, case: 
     own, expected = run(policy, route, batch), oracle(policy, spec, route.directions, batch)
     assert_same(own.kept, expected.kept)
     assert_same(own.quarantine, expected.quarantine)
-    assert torch.equal(own.decision.flags, summarised(expected.flags, spec, batch.rollouts.predictors))
+    assert torch.equal(own.decision.flags, summarized(expected.flags, spec, batch.rollouts.predictors))
     if spec.needs_direction:
         assert torch.allclose(own.decision.scores, averaged(expected.scores, batch), rtol=0, atol=1e-10)
     if spec.score != "none":

@@ -42,13 +42,13 @@ def test_with_unrouted_second_moments_it_is_the_written_loop(betas: tuple[float,
     """``which`` says, as bits, for which parameters an unrouted gradient is given."""
     own, hand = parameters(), [p.detach().clone() for p in parameters()]
     lr, eps, (b1, b2) = 0.02, 1e-8, betas
-    optimiser = RoutedAdamW([{"params": own}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    optimizer = RoutedAdamW([{"params": own}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     m, v = [torch.zeros_like(p) for p in hand], [torch.zeros_like(p) for p in hand]
     for step in range(8):
         routed, unrouted = gradients(step), gradients(step + 50)
         for p, g in zip(own, routed):
             p.grad = g.clone()
-        optimiser.step(unrouted={p: u for i, (p, u) in enumerate(zip(own, unrouted)) if which >> i & 1})
+        optimizer.step(unrouted={p: u for i, (p, u) in enumerate(zip(own, unrouted)) if which >> i & 1})
         for i, g in enumerate(routed):
             u = unrouted[i] if which >> i & 1 else g
             m[i] = b1 * m[i] + (1 - b1) * g
@@ -72,11 +72,11 @@ def test_a_flagged_batch_takes_a_smaller_step_and_not_a_rescaled_one() -> None:
 
 
 def test_state_dict_goes_on_bit_for_bit() -> None:
-    def train(optimiser: RoutedAdamW, own: list[nn.Parameter], steps: range) -> None:
+    def train(optimizer: RoutedAdamW, own: list[nn.Parameter], steps: range) -> None:
         for step in steps:
             for p, g in zip(own, gradients(step)):
                 p.grad = g.clone()
-            optimiser.step(unrouted=dict(zip(own, gradients(step + 9))))
+            optimizer.step(unrouted=dict(zip(own, gradients(step + 9))))
 
     whole, cut = parameters(), parameters()
     train(RoutedAdamW([{"params": whole}], lr=0.01), whole, range(9))

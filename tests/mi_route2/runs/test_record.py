@@ -16,7 +16,7 @@ from mi_route2.architectures import ADAPTER_POINTS, POINTS
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import PARTS, Where, record
+from mi_route2.runs.record import SEQUENCE_PARTS, TokenSelection, record
 from mi_route2.sites import Site
 
 FAMILY = "Qwen3"
@@ -81,20 +81,20 @@ def test_a_batch_is_its_rows_alone(family: str, side: Any) -> None:
 @given(
     side=st.sampled_from(["left", "right"]),
     choice=st.one_of(
-        st.fixed_dictionaries({"part": st.sampled_from(PARTS)}),
+        st.fixed_dictionaries({"part": st.sampled_from(SEQUENCE_PARTS)}),
         st.fixed_dictionaries({"positions": st.lists(st.integers(0, 3), min_size=1, unique=True)}),
     ),
     ids=st.none() | st.sets(st.integers(3, 49), min_size=10),
     prompts=st.lists(st.integers(1, 4), min_size=4, max_size=4),
 )
-def test_only_what_where_says_is_kept(side: Any, choice: dict[str, Any], ids: set[int] | None, prompts: list[int]) -> None:
+def test_only_what_the_selection_names_is_kept(side: Any, choice: dict[str, Any], ids: set[int] | None, prompts: list[int]) -> None:
     host, (tokens, attention), store = host_of("torch"), make_tokens(4, side), RunStore()
-    where = Where(**choice, token_ids=ids)
-    record(host, SOME, tokens, attention, store=store, runs=ROWS, weights="w", where=where, prompt_lengths=prompts)
+    selection = TokenSelection(**choice, token_ids=ids)
+    record(host, SOME, tokens, attention, store=store, runs=ROWS, weights="w", selection=selection, prompt_lengths=prompts)
     values = host.capture(SOME, tokens, attention)
     for row, (run, prompt) in enumerate(zip(ROWS, prompts, strict=True)):
         real = attention[row]
-        kept = where.rows(tokens[row][real].tolist(), 0, prompt)
+        kept = selection.rows(tokens[row][real].tolist(), 0, prompt)
         assert store.info(run).prompt_length == prompt
         assert set(store.info(run).sites) == (set(SOME) if kept else set())
         for site in SOME if kept else []:
@@ -141,7 +141,11 @@ def test_wrong_use_is_one_sentence_and_leaves_nothing() -> None:
 
 
 def test_an_explicit_position_that_never_came_is_an_error() -> None:
-    refused(ValueError, "the row of run 'row 1' has 7 tokens, so no position 8: give 0 to 6", where=Where(positions=[1, 6, 8]))
+    refused(
+        ValueError,
+        "the row of run 'row 1' has 7 tokens, so no position 8: give 0 to 6",
+        selection=TokenSelection(positions=[1, 6, 8]),
+    )
 
 
 class Deaf(TorchHost):

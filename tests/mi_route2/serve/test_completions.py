@@ -153,7 +153,7 @@ def test_interventions_are_those_of_the_engine(client: openai.OpenAI, engine: En
     z = Site(1, "z")
     (truth,) = engine.generate([
         Request(ids(), Sampling(max_new=6), patch=(Patch(site, 2, values, 0.5),), steering=steering, readings=True, norms=(site,),
-                capture=(Capture(z, type(Capture(z).where)("all", (4, 6))),))
+                capture=(Capture(z, type(Capture(z).selection)("all", (4, 6))),))
     ])  # fmt: skip
     extra = found.mi_route2
     assert extra["token_ids"] == truth.ids

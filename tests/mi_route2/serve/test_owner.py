@@ -295,7 +295,7 @@ def test_tokens_of_many_streams_come_together_and_none_is_lost(monkeypatch: pyte
             assert len(sizes) <= 3
 
         await asyncio.wait_for(asyncio.gather(*map(one, range(16))), 30)
-        assert not owner._held
+        assert not owner._undelivered
 
     use(read)
 

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from mi_route2 import sweep
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.patching.patches import Patch
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.auth import Events, Keys
 from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
 from mi_route2.serve.models import load
@@ -578,7 +578,7 @@ def test_a_cell_is_what_the_patched_model_answers(alice: PatchStudy) -> None:
     served = random_micro(context=512)
     engine, site = Engine(served.host), Site(1, "z")
     clean, corrupt = (tuple(served.encode(text)) for text in (PROMPT, OTHER))
-    (run,) = engine.generate([Request(clean, Sampling(max_new=1), capture=(Capture(site, Where(positions=(2,))),))])
+    (run,) = engine.generate([Request(clean, Sampling(max_new=1), capture=(Capture(site, TokenSelection(positions=(2,))),))])
     share = torch.tensor([[0.0], [1.0]]).expand(2, 8)
     patch = Patch(site, 2, run.captured[site].rows[0], share.clone())
     (truth,) = engine.generate([Request(corrupt, Sampling(max_new=4, logprobs=10, stop_tokens=(0,)), patch=(patch,))])

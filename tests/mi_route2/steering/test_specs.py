@@ -67,7 +67,7 @@ V = [1.0, -2.0, 0.5]
         (lambda: Steering(clamps=(Clamp(SITE, V, low=0),) * (CLAMPS + 1)), f"at most {CLAMPS}"),
         (lambda: Steering(monitors=(Monitor(SITE, V), Monitor(SITE, [1.0]))), "two monitors"),
         (lambda: Steering().vectors("later"), "tier='later' is not one of"),
-        (lambda: Steering(base=(Steer(SITE, "later"),)).content(), "'later' is not resolved"),
+        (lambda: Steering(base=(Steer(SITE, "later"),)).fingerprint(), "'later' is not resolved"),
         (lambda: looker({"here": Vector(V)})("there"), "there are: here"),
     ],
 )
@@ -146,15 +146,15 @@ OTHERS = [
 
 
 def test_content_tells_apart_whatever_acts_otherwise():
-    contents = [spec.content() for spec in (FULL, *OTHERS)]
+    contents = [spec.fingerprint() for spec in (FULL, *OTHERS)]
     assert len(set(contents)) == len(contents)
 
 
 def test_content_is_of_numbers_not_of_names():
     named = Steering(base=(Steer(SITE, "v"),), monitors=(Monitor(SITE, "v", name="one"),))
     direct = Steering(base=(Steer(SITE, V),), monitors=(Monitor(SITE, V, name="two"),))
-    assert named.resolved(looker({"v": Vector(V)})).content() == direct.content()
-    assert named.resolved(looker({"v": Vector(V[::-1])})).content() != direct.content()
+    assert named.resolved(looker({"v": Vector(V)})).fingerprint() == direct.fingerprint()
+    assert named.resolved(looker({"v": Vector(V[::-1])})).fingerprint() != direct.fingerprint()
 
 
 def test_specs_are_equal_by_what_they_say():

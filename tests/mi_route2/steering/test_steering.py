@@ -156,7 +156,7 @@ def test_what_only_decodes_leaves_the_prompt_alone_and_acts_behind_it(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_neighbours_keep_every_bit(model, dtype):
+def test_neighbors_keep_every_bit(model, dtype):
     """Those on which nothing acts, in a batch in which everything acts on another."""
     h = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     h[0, 0, :4] = torch.tensor([-0.0, 0.0, float("inf"), float("nan")])
@@ -239,12 +239,12 @@ def test_dynamic_steering_is_of_generated_tokens_alone(model):
             state.admit(request, own if request == 0 else None)
         state.hold("own", own)
         state.hold("other", Steering(decode=(Steer(LATE, model.vector(LATE, 2)),)))
-        before, contents = model.run(state)[0], [state.content(r, decode=False) for r in range(3)]
+        before, contents = model.run(state)[0], [state.fingerprint(r, decode=False) for r in range(3)]
         act(state)
         after = model.run(state)[0]
         changed = {generated for row, column, generated in tokens_of() if not torch.equal(before[row, column], after[row, column])}
         assert changed == {True}
-        assert [state.content(r, decode=False) for r in range(3)] == contents
+        assert [state.fingerprint(r, decode=False) for r in range(3)] == contents
         assert torch.equal(before[1:], plain[1:])
 
 
@@ -406,7 +406,7 @@ def rich(model: Model, seed: int) -> Steering:
 
 @given(st.lists(st.integers(0, 5), min_size=3, max_size=3), st.integers(1, 4), st.integers(0, 3))
 @settings(max_examples=12)
-def test_neither_chunks_nor_neighbours_change_a_bit(seeds, at, extra):
+def test_neither_chunks_nor_neighbors_change_a_bit(seeds, at, extra):
     """Each token of each request comes out the same: whole or in two pieces, alone or with others, in any order of the rows."""
     state, shapes = SteeringState(lambda site: (16,), dtype=torch.float32), {MID: (16,), LATE: (16,)}
     small = Model.__new__(Model)
@@ -460,7 +460,7 @@ def test_equal_content_is_equal_action(seeds, first, second, watched):
         state.begin(Layout.of([Piece(request, 3 if decode else 0, 1, 3) for request in range(2)]))
         outs = [state.at(site, h) for site in (MID, LATE)]
         state.end()
-        equal = state.content(0, decode=decode) == state.content(1, decode=decode)
+        equal = state.fingerprint(0, decode=decode) == state.fingerprint(1, decode=decode)
         same = all(torch.equal(out[0], out[1]) for out in outs)
         assert same if equal else True
         if seeds[0] == seeds[1] and first == second and not watched:
@@ -470,7 +470,7 @@ def test_equal_content_is_equal_action(seeds, first, second, watched):
 def test_content_is_empty_where_nothing_acts_and_follows_all_that_does(model):
     state, v = model.state(), model.vector(MID, 1)
     state.admit(0, Steering(monitors=(Monitor(MID, v, gates=()),)))
-    assert state.content(0, decode=False) == state.content(0, decode=True) == b""
+    assert state.fingerprint(0, decode=False) == state.fingerprint(0, decode=True) == b""
     seen = {b""}
     for act in (
         lambda: state.set_global("decode", [Steer(MID, v)]),
@@ -483,10 +483,10 @@ def test_content_is_empty_where_nothing_acts_and_follows_all_that_does(model):
         lambda: (state.hold("other", Steering(base=(Steer(EARLY, v),))), state.override(0, "other")),
     ):
         act()
-        content = state.content(0, decode=True)
+        content = state.fingerprint(0, decode=True)
         assert content not in seen
         seen.add(content)
-        assert state.content(0, decode=False) == b""
+        assert state.fingerprint(0, decode=False) == b""
     assert len(seen) == 9
 
 
@@ -498,11 +498,11 @@ def test_content_does_not_know_rows_names_or_tiers(model):
     state.admit(0, Steering(base=(Steer(MID, v),), decode=(Steer(LATE, w),)))
     state.admit(1, Steering(prefill=(Steer(MID, "v"),), decode=(Steer(LATE, w), Steer(MID, "v"))))
     for decode in (False, True):
-        assert state.content(0, decode=decode) == state.content(1, decode=decode) != b""
-    assert state.content(0, decode=False) != state.content(0, decode=True)
+        assert state.fingerprint(0, decode=decode) == state.fingerprint(1, decode=decode) != b""
+    assert state.fingerprint(0, decode=False) != state.fingerprint(0, decode=True)
     state.set_scale(0.0, request=0)
     state.set_scale(0.0, request=5)
-    assert state.content(0, decode=True) == state.content(5, decode=True) == b""
+    assert state.fingerprint(0, decode=True) == state.fingerprint(5, decode=True) == b""
 
 
 def test_rows_are_shared_waited_for_and_given_back(model):
@@ -571,12 +571,12 @@ def test_an_override_a_scale_and_a_monitor_outlive_preemption(model):
     state.override(0, "other")
     state.set_scale(0.5, request=0)
     state.set_monitor(Monitor(MID, model.vector(MID, 3), gate_rows=True), request=0)
-    before, content = model.run(state)[0], state.content(0, decode=True)
+    before, content = model.run(state)[0], state.fingerprint(0, decode=True)
     state.preempted(0)
     with pytest.raises(RuntimeError, match="would run unsteered"):
         state.begin(Layout.of(PIECES))
     state.admit(0, own)
-    assert state.content(0, decode=True) == content
+    assert state.fingerprint(0, decode=True) == content
     assert torch.equal(model.run(state)[0], before)
 
 
@@ -589,7 +589,7 @@ def test_a_name_means_what_it_meant_when_the_request_came(model):
     state.register("v", model.vector(MID, 2))
     assert torch.equal(model.run(state)[0], before)
     state.admit(3, Steering(base=(Steer(MID, "v"),)))
-    assert state.content(3, decode=True) != state.content(0, decode=True)
+    assert state.fingerprint(3, decode=True) != state.fingerprint(0, decode=True)
 
 
 def test_sites_and_their_version_follow_what_acts(model):
@@ -708,15 +708,15 @@ def test_monitors_of_every_quarantine_follow_the_quarantines_that_there_are(mode
     if scope != "a request's own":
         for monitor in (every, named):
             state.set_monitor(monitor, request=0 if scope == "a request" else None)
-    alone, content = state.sites(), state.content(0, decode=True)
+    alone, content = state.sites(), state.fingerprint(0, decode=True)
     assert alone == {first, QUARANTINES[1]}
-    state.found(QUARANTINES)
+    state.set_adapter_sites(QUARANTINES)
     assert state.sites() == {first, *QUARANTINES}
-    assert state.content(0, decode=True) != content
-    state.found(())
+    assert state.fingerprint(0, decode=True) != content
+    state.set_adapter_sites(())
     assert state.sites() == {first, *QUARANTINES}
-    state.found(QUARANTINES[1:])
-    assert (state.sites(), state.content(0, decode=True)) == (alone, content)
+    state.set_adapter_sites(QUARANTINES[1:])
+    assert (state.sites(), state.fingerprint(0, decode=True)) == (alone, content)
     state.release(0)
     assert state.sites() == (alone if scope == "all" else frozenset())
 

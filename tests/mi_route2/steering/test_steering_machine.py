@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
     def trace(self) -> tuple[object, ...]:
         """All that can be seen of the state, and every bit of its tables."""
         tables = {site: (table.values.clone(), set(table.acts)) for site, table in self.state.rows.tables.items()}
-        contents = [self.state.content(n, decode=d) for n, k in self.known.items() if k.resident for d in (False, True)]
+        contents = [self.state.fingerprint(n, decode=d) for n, k in self.known.items() if k.resident for d in (False, True)]
         rows = {index: (row.refs, row.key) for index, row in self.state.rows.rows.items()}
         return tables, contents, rows, self.state.snapshot(), self.state.sites(), self.state.version
 
@@ -330,13 +330,13 @@ class Machine(RuleBasedStateMachine):
             for row, number in enumerate(running):
                 for column, generated in enumerate(columns):
                     self.compare(number, {s: given[s][column] for s in h}, {s: out[s][row, column] for s in h}, generated)
-            assert acts or not any(self.state.content(number, decode=True) for number in running)
+            assert acts or not any(self.state.fingerprint(number, decode=True) for number in running)
 
     def compare(self, number: int, token: dict[Site, Tensor], out: dict[Site, Tensor], generated: bool) -> None:
         wanted = self.expected(self.known[number], token, generated)
         for site in token:
             assert (out[site] - wanted[site]).abs().max() < 1e-12
-            if not self.state.content(number, decode=generated):
+            if not self.state.fingerprint(number, decode=generated):
                 assert torch.equal(out[site], token[site])
 
     @precondition(lambda self: not self.known and not self.held)

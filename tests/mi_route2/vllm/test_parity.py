@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from mi_route2 import AdapterSpec, export_peft, open_host
 from mi_route2.engine import Capture, Engine, Request, Result, Sampling
 from mi_route2.patching.patches import Patch
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.vllm import VllmEngine, launch
@@ -147,7 +147,7 @@ def test_tiers_clamps_and_several_layers_equal_those_of_our_engine(pair: Pair) -
     )
 
 
-def test_a_neighbour_of_an_intervention_keeps_its_bits(pair: Pair) -> None:
+def test_a_neighbor_of_an_intervention_keeps_its_bits(pair: Pair) -> None:
     """The same batch twice, in which only the others' interventions differ."""
     plain = Request(PROMPT, FULL, salt="apart")
     push = Steering(base=(Steer(MID, row(WIDTH), 3.0),), monitors=(Monitor(Site(0, "mlp_out"), row(WIDTH), gate_rows=True),))
@@ -165,7 +165,7 @@ def test_a_neighbour_of_an_intervention_keeps_its_bits(pair: Pair) -> None:
 
 
 def test_a_patch_that_changes_nothing_changes_no_bit(pair: Pair) -> None:
-    captured = pair.run([Request(PROMPT, FULL, capture=(Capture(MID, Where(positions=(7,))),))])[0]
+    captured = pair.run([Request(PROMPT, FULL, capture=(Capture(MID, TokenSelection(positions=(7,))),))])[0]
     here = captured.captured[MID].rows[0]
     pair.forget()
     plain = pair.run([Request(PROMPT, FULL, salt="plain")])[0]
@@ -208,12 +208,19 @@ def test_generated_tokens_that_become_a_prompt_are_not_taken_as_steered(pair: Pa
 
 
 def test_captures_equal_those_of_our_engine_even_if_the_prefix_is_cached(pair: Pair) -> None:
-    where = [Where(), Where("prompt"), Where("generated"), Where("last"), Where(positions=(0, 31, 40, 42)), Where(token_ids=(5, 9))]
+    selections = [
+        TokenSelection(),
+        TokenSelection("prompt"),
+        TokenSelection("generated"),
+        TokenSelection("last"),
+        TokenSelection(positions=(0, 31, 40, 42)),
+        TokenSelection(token_ids=(5, 9)),
+    ]
     requests = [
         Request(LONG, FULL, capture=tuple(Capture(Site(i % LAYERS, point), one) for i, point in enumerate(POINTS)))
-        for one in where[:4]
+        for one in selections[:4]
     ]
-    requests += [Request(PROMPT, FULL, capture=(Capture(MID, one), Capture(Site(2, "z"), one))) for one in where[4:]]
+    requests += [Request(PROMPT, FULL, capture=(Capture(MID, one), Capture(Site(2, "z"), one))) for one in selections[4:]]
     patch = Patch(MID, 20, row(WIDTH))
     requests.append(
         Request(PROMPT, FULL, capture=(Capture(MID), Capture(Site(1, "mlp_out"))), patch=(patch,))
@@ -267,7 +274,7 @@ def test_many_requests_with_different_ends_leave_nothing_behind(pair: Pair) -> N
         prompt = PROMPT[: 10 + i]
         push = Steering(decode=(Steer(MID, row(WIDTH, seed=i), 0.2),), monitors=(Monitor(MID, row(WIDTH, seed=i + 1)),))
         patch = (Patch(Site(0, "resid_post"), 4, row(WIDTH, seed=i)),) if i % 3 == 0 else ()
-        capture = (Capture(Site(1, "mlp_out"), Where("generated")),) if i % 4 == 0 else ()
+        capture = (Capture(Site(1, "mlp_out"), TokenSelection("generated")),) if i % 4 == 0 else ()
         sampling = Sampling(max_new=40 + i, logprobs=VOCAB)
         requests.append(
             Request(prompt, sampling, patch=patch, capture=capture, steering=push if i % 2 else None, readings=i % 5 == 1)
@@ -287,7 +294,9 @@ def test_stop_tokens_asked_log_probabilities_and_what_never_came(pair: Pair) -> 
     plain = pair.run([Request(PROMPT, FULL)])[0]
     stop = plain.ids[2]
     sampling = Sampling(max_new=12, logprobs=VOCAB, stop_tokens=(stop,), logprob_token_ids=(7, 3))
-    request = Request(PROMPT, sampling, patch=(Patch(MID, 50, row(WIDTH)),), capture=(Capture(MID, Where(positions=(49,))),))
+    request = Request(
+        PROMPT, sampling, patch=(Patch(MID, 50, row(WIDTH)),), capture=(Capture(MID, TokenSelection(positions=(49,))),)
+    )
     found = pair.run([request, Request(PROMPT, Sampling(max_new=3, logprobs=VOCAB))])[0]
     assert found.finish == "stop"
     assert found.ids[-1] == stop

@@ -16,7 +16,7 @@ from mi_route2.architectures import POINTS, VLLM_POINTS
 from mi_route2.engine import Capture, Request, Sampling
 from mi_route2.engine.rules import Probe, Rule
 from mi_route2.patching.patches import FromRun, Patch
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
 from mi_route2.vllm import launch
@@ -68,14 +68,14 @@ def test_interventions_survive_the_wire() -> None:
         Patch(MID, 1, "zeros", alpha=torch.linspace(0, 1, 8)),
         Patch(MID, 5, V, 0.5),
     )
-    captures = (Capture(MID, Where(positions=(2, 5), token_ids=(4, 5))), Capture(LATER, Where("generated")))
+    captures = (Capture(MID, TokenSelection(positions=(2, 5), token_ids=(4, 5))), Capture(LATER, TokenSelection("generated")))
     request = Request(PROMPT, patch=patches, steering=steering, capture=captures, readings=True)
     named = {"named": Vector(V * 7)}
     text = sent(request, **named)[1]["extra_args"][KEY]
     assert json.dumps(json.loads(text)) == text
     got = read(text, FACTS.kind, torch.device("cpu"))
     assert got.steering == steering.resolved(named.__getitem__)
-    assert got.steering.content() == steering.resolved(named.__getitem__).content()
+    assert got.steering.fingerprint() == steering.resolved(named.__getitem__).fingerprint()
     assert [one.name for one in got.steering.monitors] == ["m", str(LATER)]
     assert (got.key, got.prompt, got.readings, got.captures) == ("key", 4, True, captures)
     _, _, one = encoded(0, request, request.sampling, FACTS, named, "key")
@@ -138,7 +138,7 @@ def test_what_is_read_from_the_prompt_is_computed_anew() -> None:
     for request, anew in (
         (Request(PROMPT), False),
         (Request(PROMPT, capture=(Capture(MID),)), True),
-        (Request(PROMPT, capture=(Capture(MID, Where("generated")),)), False),
+        (Request(PROMPT, capture=(Capture(MID, TokenSelection("generated")),)), False),
         (Request(PROMPT, steering=watched), False),
         (Request(PROMPT, steering=watched, readings=True), True),
     ):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_steering import Made
 
-from mi_route2.engine.controllers import Controllers, ProbePolicy, RequestView, SetMonitor, StepView
+from mi_route2.engine.controllers import Controllers, ProbeController, RequestView, SetMonitor, StepView
 from mi_route2.engine.request import Request, Result
 from mi_route2.engine.sampling import Sampling
 from mi_route2.sites import Site
@@ -114,7 +114,7 @@ def test_a_policy_acts_exactly_one_token_after_the_score(bench: Bench, fitted: F
     row = away(settings, fitted, 1.0)
     for delay in (1, 2, 4):
         cell = delayed(settings, fitted, delay, 1.0)
-        policies = [cell.sync[0] if isinstance(cell.sync[0], ProbePolicy) else cell.sync[0]._policy]  # pyright: ignore
+        policies = [cell.sync[0] if isinstance(cell.sync[0], ProbeController) else cell.sync[0]._policy]  # pyright: ignore
         policies[0].threshold = -CERTAIN
         engine = bench.engine(exact=True, controllers=Controllers(cell.sync, cell.queues))
         for name, spec in cell.held.items():

@@ -1,4 +1,4 @@
-"""The ready-made policy is its equations, speaks only when something changes, and as a shadow changes nothing."""
+"""The ready-made controller is its equations, speaks only when something changes, and as a shadow changes nothing."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from mi_route2.engine.controllers import (
     ClearOverride,
     Controllers,
     Override,
-    ProbePolicy,
+    ProbeController,
     RequestView,
     SetScale,
     StepView,
@@ -34,8 +34,8 @@ def seen(step: int, score: float, request: int = 0, **given) -> StepView:
     return StepView(step, (RequestView(request, **fields),))
 
 
-def fed(policy: ProbePolicy, scores: Sequence[float]) -> list[list[Action]]:
-    return [policy.on_step(seen(step, score)) for step, score in enumerate(scores)]
+def fed(controller: ProbeController, scores: Sequence[float]) -> list[list[Action]]:
+    return [controller.on_step(seen(step, score)) for step, score in enumerate(scores)]
 
 
 @given(
@@ -47,8 +47,8 @@ def fed(policy: ProbePolicy, scores: Sequence[float]) -> list[list[Action]]:
 )
 @settings(max_examples=40)
 def test_it_is_its_equations(scores, hysteresis, gain, proportional, smoothing):
-    policy = ProbePolicy("c", 1.0, hysteresis, monitor=WATCH, gain=gain, proportional=proportional, smoothing=smoothing)
-    answers = fed(policy, scores)
+    controller = ProbeController("c", 1.0, hysteresis, monitor=WATCH, gain=gain, proportional=proportional, smoothing=smoothing)
+    answers = fed(controller, scores)
     e, engaged, said = scores[0], False, 0.0
     for n, score in enumerate(scores):
         e = e if n == 0 else (1 - smoothing) * e + smoothing * score
@@ -72,7 +72,7 @@ def test_it_is_its_equations(scores, hysteresis, gain, proportional, smoothing):
 def test_a_gain_in_another_unit_is_sent_at_the_same_scores(unit: float) -> None:
     """A vector twice as long with half the gain is the same steering."""
     scores = [1.0, 1.3, 1.5, 0.8, 0.9, 0.6, 0.7, 1.2]
-    answers = fed(ProbePolicy("c", 1.0, 0.5, monitor=WATCH, gain=unit, proportional=True, smoothing=1.0), scores)
+    answers = fed(ProbeController("c", 1.0, 0.5, monitor=WATCH, gain=unit, proportional=True, smoothing=1.0), scores)
     sent = [[action.scale / unit for action in one if isinstance(action, SetScale)] for one in answers]
     assert sent == [[pytest.approx(1.0)], [], [], [pytest.approx(0.6)], [pytest.approx(0.8)], [pytest.approx(0.2)],
                     [pytest.approx(0.4)], [pytest.approx(1.0)]]  # fmt: skip
@@ -81,23 +81,23 @@ def test_a_gain_in_another_unit_is_sent_at_the_same_scores(unit: float) -> None:
 def test_the_score_of_a_prompts_last_token_is_left_out_where_it_is_told_so():
     """Thresholds that were set on generated tokens say nothing of it; position 4 is the last one of a prompt of 5."""
     for generated, expected in ((True, []), (False, [Override(0, "c"), SetScale(1.0, 0)])):
-        policy = ProbePolicy("c", 1.0, monitor=WATCH, generated=generated)
-        assert policy.on_step(seen(0, 3.0, position=4, prompt=5)) == expected
-    policy = ProbePolicy("c", 1.0, monitor=WATCH, generated=True)
-    assert policy.on_step(seen(1, 3.0, position=5, prompt=5)) == [Override(0, "c"), SetScale(1.0, 0)]
+        controller = ProbeController("c", 1.0, monitor=WATCH, generated=generated)
+        assert controller.on_step(seen(0, 3.0, position=4, prompt=5)) == expected
+    controller = ProbeController("c", 1.0, monitor=WATCH, generated=True)
+    assert controller.on_step(seen(1, 3.0, position=5, prompt=5)) == [Override(0, "c"), SetScale(1.0, 0)]
 
 
 def test_hysteresis_keeps_it_from_flapping():
     scores = [0.0, 1.1, 0.9, 1.1, 0.9, 1.1, 0.3]
     flips = [
-        sum(bool(answer) for answer in fed(ProbePolicy("c", 1.0, h, monitor=WATCH, smoothing=1.0), scores)) for h in (0.0, 0.5)
+        sum(bool(answer) for answer in fed(ProbeController("c", 1.0, h, monitor=WATCH, smoothing=1.0), scores)) for h in (0.0, 0.5)
     ]
     assert flips == [6, 2]
 
 
 def test_a_shadow_decides_alike_and_says_nothing():
     scores = [0.0, 2.0, 2.0, 0.0, 0.0, 5.0]
-    shadow, acting = (ProbePolicy("c", 1.0, 0.2, monitor=WATCH, gain=gain, smoothing=0.5) for gain in (0.0, 1.0))
+    shadow, acting = (ProbeController("c", 1.0, 0.2, monitor=WATCH, gain=gain, smoothing=0.5) for gain in (0.0, 1.0))
     assert not any(fed(shadow, scores))
     assert any(fed(acting, scores))
     assert [one[:4] for one in shadow.decisions] == [one[:4] for one in acting.decisions]
@@ -105,33 +105,33 @@ def test_a_shadow_decides_alike_and_says_nothing():
 
 
 def test_prompts_do_not_count_however_they_are_cut():
-    policy = ProbePolicy("c", 1.0, monitor=WATCH)
+    controller = ProbeController("c", 1.0, monitor=WATCH)
     for step in range(5):
-        assert not policy.on_step(seen(step, 100.0, token=None))
-    assert not policy.follows
-    assert policy.on_step(seen(5, 2.0))
+        assert not controller.on_step(seen(step, 100.0, token=None))
+    assert not controller.follows
+    assert controller.on_step(seen(5, 2.0))
 
 
 def test_what_is_not_read_any_more_is_put_back_and_what_has_ended_is_forgotten():
-    policy = ProbePolicy("c", 1.0, monitor=WATCH)
+    controller = ProbeController("c", 1.0, monitor=WATCH)
     for request in (0, 7, 8):
-        assert policy.on_step(seen(0, 2.0, request=request))
+        assert controller.on_step(seen(0, 2.0, request=request))
     for step in range(1, UNREAD + 1):  # its monitor was removed
-        assert not policy.on_step(seen(step, 0.0, request=7, readings={}))
-    assert policy.on_step(seen(UNREAD + 1, 0.0, request=7, readings={})) == [ClearOverride(7), SetScale(1.0, 7)]
-    assert set(policy.follows) == {0, 8}
-    assert not policy.on_step(StepView(UNREAD + 2, (), living=(0, 1)))  # 8 was cancelled while it waited
-    assert set(policy.follows) == {0}
-    policy.on_step(seen(UNREAD + 3, 0.0, finished=True))
-    assert not policy.follows
+        assert not controller.on_step(seen(step, 0.0, request=7, readings={}))
+    assert controller.on_step(seen(UNREAD + 1, 0.0, request=7, readings={})) == [ClearOverride(7), SetScale(1.0, 7)]
+    assert set(controller.follows) == {0, 8}
+    assert not controller.on_step(StepView(UNREAD + 2, (), unfinished=(0, 1)))  # 8 was cancelled while it waited
+    assert set(controller.follows) == {0}
+    controller.on_step(seen(UNREAD + 3, 0.0, finished=True))
+    assert not controller.follows
 
 
 def test_a_score_that_is_no_number_or_not_there_is_passed_over():
-    policy = ProbePolicy("c", 1.0, monitor=WATCH)
+    controller = ProbeController("c", 1.0, monitor=WATCH)
     for score in (float("nan"), float("inf")):
-        assert not policy.on_step(seen(0, score))
-    assert not policy.on_step(seen(0, 5.0, readings={}))
-    assert not policy.follows
+        assert not controller.on_step(seen(0, score))
+    assert not controller.on_step(seen(0, 5.0, readings={}))
+    assert not controller.follows
 
 
 @pytest.mark.parametrize(
@@ -144,18 +144,18 @@ def test_a_score_that_is_no_number_or_not_there_is_passed_over():
         ({"monitor": WATCH, "hysteresis": float("nan")}, "finite"),
         ({"monitor": WATCH, "proportional": True}, "give one above 0"),
         ({"monitor": WATCH, "smoothing": 0.0}, "between 0 and 1"),
-        ({"site": SITE, "probe": "later"}, "the policy's probe is the name 'later': give its numbers"),
+        ({"site": SITE, "probe": "later"}, "the controller's probe is the name 'later': give its numbers"),
     ],
 )
-def test_a_policy_that_cannot_be_is_refused(given, says):
+def test_a_controller_that_cannot_be_is_refused(given, says):
     with pytest.raises(ValueError, match=says):
-        ProbePolicy("c", 1.0, **given)
+        ProbeController("c", 1.0, **given)
 
 
 def test_a_name_is_refused_since_no_request_may_carry_such_a_monitor():
     """Which monitors there will be is known when requests come: a misspelt name could only be silent."""
     with pytest.raises(TypeError, match="monitor must be a Monitor or None, not the str 'hakc': give the Monitor itself"):
-        ProbePolicy("c", 1.0, monitor="hakc")
+        ProbeController("c", 1.0, monitor="hakc")
 
 
 def test_a_monitor_that_is_set_on_every_request_is_read_too():
@@ -166,10 +166,10 @@ def test_a_monitor_that_is_set_on_every_request_is_read_too():
     state.set_monitor(watch)
     for request in range(3):
         state.admit(request, None)
-    policy = ProbePolicy("c", -1e6, monitor=watch)
-    stepper = Stepper(host, state, Controllers([policy])).run(2)
+    controller = ProbeController("c", -1e6, monitor=watch)
+    stepper = Stepper(host, state, Controllers([controller])).run(2)
     assert all("m" not in view.readings for view in stepper.views[0].requests)
-    assert {one.request for one in policy.decisions if one.engaged} == {0, 1, 2}
+    assert {one.request for one in controller.decisions if one.engaged} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("when", ["never", "dropped"])
@@ -177,20 +177,20 @@ def test_a_configuration_that_is_not_held_leaves_the_requests_own_vectors_alone(
     """Whatever the gain becomes; where it was dropped after the request engaged, it stays in effect and its gain follows."""
     state, probe = new_state(), direction(1)
     watch = Monitor(SITE, probe, gates=(), name="m")
-    policy = ProbePolicy("c", -1.0, 4.0, monitor=watch, gain=2.0, proportional=True, smoothing=1.0)
+    controller = ProbeController("c", -1.0, 4.0, monitor=watch, gain=2.0, proportional=True, smoothing=1.0)
     if when == "dropped":
         state.hold("c", Steering(decode=(Steer(LATE, direction(2)),)))
     state.admit(0, Steering(decode=(Steer(LATE, direction(3)),), monitors=(watch,)))
-    before, controllers = state.content(0, decode=True), Controllers([policy])
+    before, controllers = state.fingerprint(0, decode=True), Controllers([controller])
     for step, score in enumerate((0.5, -2.0, -3.0)):
         controllers.after_step(seen(step, score), state)
         if when == "never":
-            assert state.content(0, decode=True) == before
+            assert state.fingerprint(0, decode=True) == before
         else:
-            assert (state.routing(0).name, state.scale_of(0)) == ("c", policy.decisions[-1].gain)
+            assert (state.routing(0).name, state.scale_of(0)) == ("c", controller.decisions[-1].gain)
             if step == 0:
                 state.drop("c")
-    assert [one.gain for one in policy.decisions] == [2.0, 1.5, 1.0]
+    assert [one.gain for one in controller.decisions] == [2.0, 1.5, 1.0]
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -198,23 +198,23 @@ def test_on_a_model_it_steers_from_the_token_after_its_decision(captured):
     host, probe, config = new_host(), direction(1), Steering(decode=(Steer(LATE, direction(2)),))
     monitor = Monitor(SITE, probe, gates=(), name="m")
 
-    def run(gain: float, threshold: float) -> tuple[Stepper, ProbePolicy]:
+    def run(gain: float, threshold: float) -> tuple[Stepper, ProbeController]:
         source = {"site": SITE, "probe": probe} if captured else {"monitor": monitor}
-        policy, state = ProbePolicy("c", threshold, gain=gain, smoothing=1.0, **source), new_state()
+        controller, state = ProbeController("c", threshold, gain=gain, smoothing=1.0, **source), new_state()
         state.hold("c", config)
         for request in range(3):
             state.admit(request, Steering(monitors=() if captured else (monitor,)))
-        return Stepper(host, state, Controllers([policy])).run(6), policy
+        return Stepper(host, state, Controllers([controller])).run(6), controller
 
     shadow, watched = run(0.0, 0.0)
     scores = torch.tensor(
         [[float(r.captured[SITE] @ probe) if captured else r.readings["m"].score for r in view.requests] for view in shadow.views]
     )
     threshold = float(scores.max(0).values.min()) - 1e-6  # each request engages at some step, and not all at the first
-    steered, policy = run(1.0, threshold)
+    steered, controller = run(1.0, threshold)
     plain = run(0.0, threshold)[0]
     for request in range(3):
-        flips = [one for one in policy.decisions if one.request == request]
+        flips = [one for one in controller.decisions if one.request == request]
         first = int((scores[:, request] >= threshold).nonzero()[0])
         assert flips[0].step == first
         for n in range(6):

@@ -7,29 +7,31 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mi_route2.runs.record import PARTS, Where
+from mi_route2.runs.record import SEQUENCE_PARTS, TokenSelection
 
 TOKENS = st.sets(st.integers(0, 4), min_size=1)
 
 
-def meant(where: Where, tokens: list[int], prompt: int) -> list[int]:
+def meant(selection: TokenSelection, tokens: list[int], prompt: int) -> list[int]:
     """The definition, one position at a time."""
     part = {
         "all": lambda place: True,
         "prompt": lambda place: place < prompt,
         "generated": lambda place: place >= prompt,
         "last": lambda place: place == prompt - 1,
-    }[where.part]
-    named = where.positions is None
+    }[selection.part]
+    named = selection.positions is None
     return [
         place
         for place, token in enumerate(tokens)
-        if part(place) and (named or place in set(where.positions)) and (where.token_ids is None or token in where.token_ids)
+        if part(place)
+        and (named or place in set(selection.positions))
+        and (selection.token_ids is None or token in selection.token_ids)
     ]
 
 
 CHOICES = st.one_of(
-    st.fixed_dictionaries({"part": st.sampled_from(PARTS)}),
+    st.fixed_dictionaries({"part": st.sampled_from(SEQUENCE_PARTS)}),
     st.fixed_dictionaries({"positions": st.lists(st.integers(0, 25), min_size=1, unique=True)}),
 ).flatmap(lambda choice: st.fixed_dictionaries({k: st.just(v) for k, v in choice.items()}, optional={"token_ids": TOKENS}))
 
@@ -47,27 +49,27 @@ def cut(draw: st.DrawFn) -> tuple[list[int], int, list[int]]:
 def test_the_same_positions_are_kept_however_a_sequence_is_cut(
     choice: dict[str, Any], sequence: tuple[list[int], int, list[int]]
 ) -> None:
-    where, (tokens, prompt, edges) = Where(**choice), sequence
-    found = [low + row for low, high in pairwise(edges) for row in where.rows(tokens[low:high], low, prompt)]
-    assert found == where.rows(tokens, 0, prompt) == meant(where, tokens, prompt)
+    selection, (tokens, prompt, edges) = TokenSelection(**choice), sequence
+    found = [low + row for low, high in pairwise(edges) for row in selection.rows(tokens[low:high], low, prompt)]
+    assert found == selection.rows(tokens, 0, prompt) == meant(selection, tokens, prompt)
 
 
 @given(CHOICES, st.integers(0, 30))
 def test_missing_are_the_positions_that_never_came(choice: dict[str, Any], length: int) -> None:
-    where = Where(**choice)
-    asked = set() if where.positions is None else set(where.positions)
-    assert set(where.missing(length)) == asked - set(range(length))
-    assert list(where.missing(length)) == sorted(where.missing(length))
+    selection = TokenSelection(**choice)
+    asked = set() if selection.positions is None else set(selection.positions)
+    assert set(selection.missing(length)) == asked - set(range(length))
+    assert list(selection.missing(length)) == sorted(selection.missing(length))
 
 
 def test_the_order_of_asking_makes_no_difference() -> None:
-    assert Where(positions=[5, 1], token_ids=[3, 2]) == Where(positions=(1, 5), token_ids={2, 3})
-    assert hash(Where(positions=[5, 1])) == hash(Where(positions=range(1, 6, 4)))
-    assert Where(positions=[5, 1]).rows(list(range(9)), 0, 9) == [1, 5]
+    assert TokenSelection(positions=[5, 1], token_ids=[3, 2]) == TokenSelection(positions=(1, 5), token_ids={2, 3})
+    assert hash(TokenSelection(positions=[5, 1])) == hash(TokenSelection(positions=range(1, 6, 4)))
+    assert TokenSelection(positions=[5, 1]).rows(list(range(9)), 0, 9) == [1, 5]
 
 
 def test_a_position_may_lie_in_what_is_generated() -> None:
-    assert Where(positions=[1, 4]).rows([0], 4, 2) == [0]
+    assert TokenSelection(positions=[1, 4]).rows([0], 4, 2) == [0]
 
 
 @pytest.mark.parametrize(
@@ -85,11 +87,11 @@ def test_a_position_may_lie_in_what_is_generated() -> None:
 )
 def test_a_request_that_cannot_be_is_one_sentence(wrong: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as caught:
-        Where(**wrong)
+        TokenSelection(**wrong)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("start", "prompt"), [(-1, 1), (0, 0)])
 def test_chunks_count_from_0_and_prompts_from_1(start: int, prompt: int) -> None:
     with pytest.raises(ValueError, match="are not valid"):
-        Where().rows([1], start, prompt)
+        TokenSelection().rows([1], start, prompt)

@@ -1,6 +1,6 @@
-"""Soak test of the server: many clients for minutes, with drawn interventions, and everything that clients do wrong.
+"""Soak test of the server: many clients for minutes, with random interventions and every kind of misbehavior.
 
-    python -m mi_route2.serve.soak [--minutes 60] [--clients 32] [--seed 0] [--out FILE.json]
+    python -m tests.soak.server [--minutes 60] [--clients 32] [--seed 0] [--out FILE.json]
 
 A server in a process of its own runs a small random model, with small limits, so that requests queue and are refused. Clients of
 two keys complete, stream and chat with drawn interventions, sweep, capture runs and patch from them, hold steering and move it in
@@ -39,14 +39,14 @@ from mi_route2.validation import write_json
 
 WIDTH, LAYERS, CONTEXT, FIRST = 32, 2, 1024, 3
 """Size of the model, and the id of the byte 0."""
-MODEL = "mi_route2.serve.soak_model:model"
+MODEL = "tests.soak.server_model:model"
 KEYS = {"alice": "soak-alice-soak-alice", "bob": "soak-bob-soak-bob-soak", "admin": "soak-admin-soak-admin"}
 LIMITS = {"rows": 16, "queue": 24, "per-key": 40, "sweeps": 3, "backlog": 64, "max-body": 200_000}
 LIMITS |= {"store": 4 << 20, "prefix-bytes": 16 << 20}
 PATIENCE = 300.0
 """Seconds after which a request counts as stuck."""
 KEPT = 300
-"""Answers that are asked for once more."""
+"""Number of answers that are requested again after the soak."""
 ENOUGH = 50
 """Failures after which the soak stops."""
 GROWTH, SLACK, WARM = 0.05, 12 << 20, 10
@@ -101,7 +101,7 @@ def prompt(rng: random.Random) -> str | list[int]:
 
 
 def asked(rng: random.Random, chat: bool = False) -> dict[str, Any]:
-    """Return a drawn request whose answer depends on nothing but itself and what every key has."""
+    """Return a random request whose answer depends only on itself and on vectors that every key has."""
     given = prompt(rng)
     length = len(given) if isinstance(given, list) else len(given.encode())
     body: dict[str, Any] = {"max_tokens": rng.randint(1, 24), "temperature": rng.choice([0, 0.7, 1.5])}
@@ -142,8 +142,8 @@ def asked(rng: random.Random, chat: bool = False) -> dict[str, Any]:
 def _patches(rng: random.Random, length: int) -> list[dict[str, Any]]:
     places = {(site(rng), rng.randrange(length)) for _ in range(rng.randint(1, 3))}
     return [
-        {"site": where, "position": position, "source": rng.choice(["zeros", vector(rng)]), "alpha": rng.choice([0.5, 1.0])}
-        for where, position in sorted(places)
+        {"site": at, "position": position, "source": rng.choice(["zeros", vector(rng)]), "alpha": rng.choice([0.5, 1.0])}
+        for at, position in sorted(places)
     ]
 
 
@@ -161,12 +161,12 @@ def _rule(rng: random.Random) -> dict[str, Any]:
 
 
 def substance(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what must not depend on other requests: the choices without numbers that count requests and cached tokens."""
-    found = []
+    """Return the choices of an answer without the fields that depend on other requests: request numbers and cached tokens."""
+    choices = []
     for choice in sorted(answer["choices"], key=lambda one: one["index"]):
         extra = {name: value for name, value in choice["mi_route2"].items() if name not in ("request", "cached")}
-        found.append({**choice, "mi_route2": extra})
-    return found
+        choices.append({**choice, "mi_route2": extra})
+    return choices
 
 
 def malformed(rng: random.Random) -> tuple[str, Any]:
@@ -204,7 +204,7 @@ def malformed(rng: random.Random) -> tuple[str, Any]:
 
 
 class FailedError(Exception):
-    """The server did what it must not do."""
+    """Failure of the server: a wrong status, answer or state."""
 
 
 @dataclass
@@ -235,14 +235,14 @@ class Tally:
 
 
 class Caller:
-    """One client: what it does, drawn again and again."""
+    """Client that draws one action after another and checks the answers."""
 
     def __init__(self, url: str, who: str, rng: random.Random, tally: Tally):
         self.url, self.who, self.rng, self.tally = url, who, rng, tally
         self.headers = {"Authorization": f"Bearer {KEYS[who]}"}
         self.http = httpx.AsyncClient(base_url=url, headers=self.headers, timeout=httpx.Timeout(PATIENCE))
         self.last: Any = None
-        """The last body that was sent: what a failure tells."""
+        """Body of the last request, for the message of a failure."""
         self.actions: dict[Callable[[], Awaitable[None]], int] = {
             self.complete: 30,
             self.stream: 30,
@@ -263,7 +263,7 @@ class Caller:
         }
 
     async def live(self, until: float) -> None:
-        """Act until the time comes."""
+        """Run random actions until the deadline."""
         async with self.http:
             while time.monotonic() < until and len(self.tally.failures) < ENOUGH:
                 (action,) = self.rng.choices(list(self.actions), list(self.actions.values()))
@@ -282,9 +282,9 @@ class Caller:
     async def _post(self, path: str, body: Any, *allowed: int, **given: Any) -> httpx.Response:
         """Post a body; ``FailedError`` for a status that is not allowed, or a refusal without a sentence."""
         self.last = body
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **given}
-        response = await self.http.post(path, content=content, headers=headers)
+        response = await self.http.post(path, content=data, headers=headers)
         return self._judged(response, path, body, allowed)
 
     def _judged(self, response: httpx.Response, path: str, body: Any, allowed: tuple[int, ...]) -> httpx.Response:
@@ -329,22 +329,22 @@ class Caller:
         await self.complete("/v1/chat/completions", True)
 
     async def stream(self) -> None:
-        """Read a stream, and ask for the same whole: both answers must agree, here up to the tokens and the text."""
+        """Read a stream, and keep its tokens and text for a comparison with the answer as a whole."""
         body = asked(self.rng)
         texts, ids = Counter[int](), dict[int, list[int]]()
-        found: dict[int, str] = {}
+        words: dict[int, str] = {}
         async for chunk in self._streamed("/v1/completions", body):
             if "error" in chunk:
                 raise FailedError(f"a stream failed: {chunk['error']['message']} for {str(body)[:400]}")
             for choice in chunk["choices"]:
                 index = choice["index"]
-                found[index] = found.get(index, "") + choice["text"]
+                words[index] = words.get(index, "") + choice["text"]
                 ids.setdefault(index, []).extend(chunk["mi_route2"]["token_ids"])
                 texts[index] += choice["finish_reason"] is not None
-        if found and any(texts[index] != 1 for index in range(body.get("n", 1))):
+        if words and any(texts[index] != 1 for index in range(body.get("n", 1))):
             raise FailedError(f"a stream has not ended every choice once for {str(body)[:400]}")
-        if found:
-            told = [{"text": found[index], "token_ids": ids[index]} for index in sorted(found)]
+        if words:
+            told = [{"text": words[index], "token_ids": ids[index]} for index in sorted(words)]
             self.tally.keep(self.rng, (self.who, "stream", body, told))
 
     async def sweep(self) -> None:
@@ -374,15 +374,15 @@ class Caller:
 
     async def run(self) -> None:
         """Capture a run, patch from it, drop it."""
-        name, where = f"r{self.rng.randrange(6)}", site(self.rng, "resid_pre")
+        name, captured = f"r{self.rng.randrange(6)}", site(self.rng, "resid_pre")
         allowed = (200, 400, 404, 409, 422, 429)
         await self._post(
-            "/v1/completions", {"prompt": prompt(self.rng), "capture": [where], "run": name, "max_tokens": 4}, *allowed
+            "/v1/completions", {"prompt": prompt(self.rng), "capture": [captured], "run": name, "max_tokens": 4}, *allowed
         )
         source = {"run": name, "position": 2}
-        patch = [{"site": where, "position": 1, "source": source}]
+        patch = [{"site": captured, "position": 1, "source": source}]
         await self._post("/v1/completions", {"prompt": "abcdef", "patch": patch, "max_tokens": 4}, *allowed)
-        response = await self.http.get(f"/v1/runs/{name}", params={"site": where})
+        response = await self.http.get(f"/v1/runs/{name}", params={"site": captured})
         self._judged(response, "/v1/runs", name, (200, 404))
         if self.rng.random() < 0.7:
             response = await self.http.delete(f"/v1/runs/{name}")
@@ -426,7 +426,7 @@ class Caller:
     # What is wrong
 
     async def leave(self) -> None:
-        """Read a few chunks of a long stream and go away."""
+        """Disconnect after a few chunks of a long stream."""
         body = {**asked(self.rng), "max_tokens": 400, "ignore_eos": True}
         left = self.rng.randint(0, 8)
         stream = self._streamed("/v1/completions", body)
@@ -437,13 +437,13 @@ class Caller:
                     return
 
     async def abandon(self) -> None:
-        """Go away while an answer is awaited."""
+        """Disconnect before an answer arrives."""
         body = {**asked(self.rng), "max_tokens": 400, "ignore_eos": True}
         with contextlib.suppress(httpx.TimeoutException):
             await self.http.post("/v1/completions", json=body, timeout=self.rng.uniform(0.02, 0.5))
 
     async def slow(self) -> None:
-        """Ask for much, and read nothing for a while; then go away, or read what there is."""
+        """Request a long answer and read nothing for a while; then disconnect, or read the rest."""
         ids = [*range(FIRST, FIRST + 256)] * 4  # of 20,000 bytes for each token, so that the system's buffers are full soon
         body = {"prompt": "abc", "n": 4, "max_tokens": 800, "ignore_eos": True, "logprob_token_ids": ids, "stream": True}
         async with self._raw("/v1/completions", json.dumps(body).encode()) as (reader, _):
@@ -456,7 +456,7 @@ class Caller:
         await self._post(path, body, 400, 401, 404, 413, 422, 429)  # a key at its limit is told so before its request is read
 
     async def noise(self) -> None:
-        """Send what is not HTTP, half a request, or a body that does not come."""
+        """Send bytes that are not HTTP, half a request, or headers without their body."""
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[self.who]}\r\n"
         said = self.rng.choice([b"\x00\xff" * 50 + b"\r\n\r\n", head.encode(), f"{head}Content-Length: 100\r\n\r\n{{".encode()])
         host, port = self._address
@@ -469,11 +469,11 @@ class Caller:
             await writer.wait_closed()
 
     async def late(self) -> None:
-        """Ask for more than the deadline allows."""
+        """Request more tokens than the deadline allows."""
         await self._post("/v1/completions", {**asked(self.rng), "max_tokens": 400, "deadline": 0.05}, 200, 422, 429)
 
     async def intrude(self) -> None:
-        """Reach for what is another key's, with no key, or with a wrong one."""
+        """Request resources of another key, without a key or with a wrong one."""
         other = {"alice": "bob", "bob": "alice"}[self.who]
         await self._post("/v1/completions", {"prompt": "abc", "hold": f"of {other}".replace(" ", "-")}, 404)
         response = await self.http.get(f"/v1/runs/of-{other}")
@@ -507,18 +507,18 @@ class Caller:
 
 
 def prepare(url: str) -> None:
-    """Give both keys what drawn requests name, and each a thing that the other must not reach."""
+    """Register the names that random requests use for both keys, and one resource per key that the other must not reach."""
     for number, who in enumerate(("alice", "bob")):
         rng = random.Random(number)
         mine = [rng.gauss(0, 1) for _ in range(WIDTH)]
-        held = {"decode_steering_vectors": {"blocks.1.resid_pre": "mine"}}
+        steering = {"decode_steering_vectors": {"blocks.1.resid_pre": "mine"}}
         with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEYS[who]}"}, timeout=PATIENCE) as http:
             for name in ("held", f"of-{who}"):
-                http.post("/v1/steering/set", json={"vectors": {"mine": mine}, "name": name, **held}).raise_for_status()
+                http.post("/v1/steering/set", json={"vectors": {"mine": mine}, "name": name, **steering}).raise_for_status()
 
 
 async def _watched(server: Process, tally: Tally, until: float, every: float) -> None:
-    """Look at the process until the time comes, with a bar."""
+    """Sample the server's process until the deadline, with a progress bar."""
     began = time.monotonic()
     with tqdm(total=round(until - began), unit="s", desc="soak") as bar:
         while (now := time.monotonic()) < until and len(tally.failures) < ENOUGH:
@@ -539,7 +539,7 @@ DRAINED = ("running", "waiting", "sweeps", "slots", "slot_bytes", "patch_slots",
 
 
 def drained(server: Process, tally: Tally, patience: float = 30.0) -> dict[str, float]:
-    """Wait until nothing runs; return what is still held, which must be 0."""
+    """Wait until no request runs; return the bytes and counts that are still in use, which must be 0."""
     until = time.monotonic() + patience
     while True:
         with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEYS['admin']}"}, timeout=PATIENCE) as http:
@@ -594,20 +594,20 @@ def judge(tally: Tally, idle: Mapping[str, int], minutes: float) -> None:
 
 
 def compare(server: Process, tally: Tally, exact: bool) -> None:
-    """Ask for the kept answers once more, one by one, and compare them."""
+    """Request the kept answers again, one by one, and compare them."""
     http = {
         who: httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE)
         for who, key in KEYS.items()
     }
     for who, path, body, answer in tqdm(tally.kept, desc="solo runs", unit="answer"):
         response = http[who].post("/v1/completions" if path == "stream" else path, json=body)
-        alone = substance(response.json()) if response.status_code == 200 else response.text
-        if path == "stream" and isinstance(alone, list):
-            alone = [{"text": one["text"], "token_ids": one["mi_route2"]["token_ids"]} for one in alone]
+        solo = substance(response.json()) if response.status_code == 200 else response.text
+        if path == "stream" and isinstance(solo, list):
+            solo = [{"text": one["text"], "token_ids": one["mi_route2"]["token_ids"]} for one in solo]
         tally.compared += 1
-        same = alone == answer if exact or path == "stream" or isinstance(alone, str) else _near(alone, answer)
+        same = solo == answer if exact or path == "stream" or isinstance(solo, str) else _near(solo, answer)
         if not same and (exact or path != "stream"):
-            tally.fail(f"an answer is another alone, for {who} {path} {json.dumps(body)[:600]}: {_first(answer, alone)}")
+            tally.fail(f"an answer is another alone, for {who} {path} {json.dumps(body)[:600]}: {_first(answer, solo)}")
 
 
 def _near(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
@@ -635,7 +635,7 @@ def _first(one: Any, other: Any, place: str = "") -> str:
 
 @dataclass(frozen=True)
 class Soak:
-    """Drive a server with many clients for minutes, with everything that they may do wrong, and check that nothing is left."""
+    """Drive a server with many misbehaving clients for minutes, and check that no resource is left in use."""
 
     minutes: float = 60.0
     clients: int = 32
@@ -676,14 +676,14 @@ class Soak:
             options = ("--keys", str(keys), *limits, *(() if self.batched else ("--exact",)))
             with (
                 serving(MODEL, Path(scratch) / "loaded.log", *options) as server,
-                serving(MODEL, Path(scratch) / "alone.log", *options) as alone,
+                serving(MODEL, Path(scratch) / "alone.log", *options) as solo,
             ):
-                for one in (server, alone):
+                for one in (server, solo):
                     prepare(one.url)
                 asyncio.run(_load(server, tally, self.clients, 60 * self.minutes, self.seed))
                 left, idle = drained(server, tally), server.seen()
                 judge(tally, idle, self.minutes)
-                compare(alone, tally, not self.batched)
+                compare(solo, tally, not self.batched)
             log = server.log.read_text()
             if "Traceback" in log:
                 tally.fail(f"the server's log has a traceback: {log[log.index('Traceback') :][:2000]}")
@@ -691,4 +691,4 @@ class Soak:
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(Soak)())
+    sys.exit(tyro.cli(Soak, prog="python -m tests.soak.server")())
