@@ -88,7 +88,7 @@ bench: $(STAMP)  ## paired speed and memory ratios
 soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage files; 10,000 grades in the jail; an hour of 32 clients of a server
 	$(PY) -m tests.soak --kills 100
 	$(PY) -m tests.attacks.soak --grades 10000
-	$(PY) -m tests.soak.server --minutes 60 --clients 32
+	$(PY) -m mi_route2.serve.soak --minutes 60 --clients 32
 
 .venv-fuzz/.installed:
 	$(PYTHON) -m venv .venv-fuzz

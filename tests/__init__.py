@@ -1,1 +1,1 @@
-"""Tests; some also run as commands from a checkout: ``python -m tests.attacks``, ``tests.soak`` and ``tests.soak.server``."""
+"""Tests; from a checkout, two of their rooms also run as commands: ``python -m tests.attacks`` and ``python -m tests.soak``."""

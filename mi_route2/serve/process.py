@@ -1,4 +1,4 @@
-"""Server in a process, started as users start it: for the soak, the benchmark and experiments."""
+"""A server in a process of its own, as users run it: for the soak, the benchmark, and whoever wants one for a while."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass
 class Process:
-    """Process that runs a server."""
+    """A server in a process of its own."""
 
     process: subprocess.Popen[str]
     log: Path

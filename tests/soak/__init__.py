@@ -1,1 +1,1 @@
-"""Soak tests: killed, full or damaged runs, which must end with the bytes of an undisturbed run, and a server under load."""
+"""Soak test: runs are killed, lose disk space or are damaged, and must end with the bytes of an undisturbed run."""

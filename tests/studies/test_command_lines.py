@@ -119,7 +119,7 @@ HELPS: dict[str, list[str]] = {
     "studies.environments.leetcode": ["", "report"],
     "studies.benchmarks": ["", *BENCHMARKS],
     "mi_route2.serve": [""],
-    "tests.soak.server": [""],
+    "mi_route2.serve.soak": [""],
     "tests.attacks": [""],
     "tests.attacks.soak": [""],
     "tests.soak": [""],

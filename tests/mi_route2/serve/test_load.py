@@ -11,8 +11,8 @@ import pytest
 
 from mi_route2.serve.client import PatchStudy
 from mi_route2.serve.options import Limits
-from tests.soak.server import FIRST, Soak, Tally, judge
-from tests.soak.server_model import model
+from mi_route2.serve.soak import FIRST, Soak, Tally, judge
+from mi_route2.serve.soak_model import model
 from tests.support.served import running
 
 pytestmark = pytest.mark.process

@@ -1,6 +1,6 @@
 """Soak test of the server: many clients for minutes, with random interventions and every kind of misbehavior.
 
-    python -m tests.soak.server [--minutes 60] [--clients 32] [--seed 0] [--out FILE.json]
+    python -m mi_route2.serve.soak [--minutes 60] [--clients 32] [--seed 0] [--out FILE.json]
 
 A server in a process of its own runs a small random model, with small limits, so that requests queue and are refused. Clients of
 two keys complete, stream and chat with drawn interventions, sweep, capture runs and patch from them, hold steering and move it in
@@ -39,7 +39,7 @@ from mi_route2.validation import write_json
 
 WIDTH, LAYERS, CONTEXT, FIRST = 32, 2, 1024, 3
 """Size of the model, and the id of the byte 0."""
-MODEL = "tests.soak.server_model:model"
+MODEL = "mi_route2.serve.soak_model:model"
 KEYS = {"alice": "soak-alice-soak-alice", "bob": "soak-bob-soak-bob-soak", "admin": "soak-admin-soak-admin"}
 LIMITS = {"rows": 16, "queue": 24, "per-key": 40, "sweeps": 3, "backlog": 64, "max-body": 200_000}
 LIMITS |= {"store": 4 << 20, "prefix-bytes": 16 << 20}
@@ -691,4 +691,4 @@ class Soak:
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(Soak, prog="python -m tests.soak.server")())
+    sys.exit(tyro.cli(Soak)())

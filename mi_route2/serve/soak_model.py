@@ -5,8 +5,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mi_route2.hosts import open_host
 from mi_route2.serve.models import Served
+from mi_route2.serve.soak import CONTEXT, FIRST, LAYERS, WIDTH, Bytes
 from mi_route2.specs import AdapterSpec
-from tests.soak.server import CONTEXT, FIRST, LAYERS, WIDTH, Bytes
 
 
 def model() -> Served:
