@@ -176,8 +176,8 @@ def test_a_part_of_a_fused_linear_moves_its_own_rows_alone(name: str, pattern: s
             assert torch.equal(slot.weight, before[site]), site
         else:
             assert torch.allclose(slot.weight, before[site] + branch.kept.delta(), rtol=0, atol=1e-14), site
-    parts = {path: len(place.parts) for path, place in places(adapters).items()}
-    for path, count in parts.items():
+    counts = {path: len(place.branches) for path, place in places(adapters).items()}
+    for path, count in counts.items():
         a = tensors_of(tmp_path / "peft")[of_peft(path)[0]]
         assert a.shape[0] == 4 * count
 
