@@ -1,8 +1,10 @@
 """Numbers and tables as plain Markdown, readable in a terminal without rendering."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from studies.common.stats import Summary
+
+UNDEFINED = "–"  # noqa: RUF001 - an en dash, as in printed tables
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> str:
@@ -21,13 +23,13 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]], left
     return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])]) + "\n"
 
 
+def markdown_page(sections: Iterable[str]) -> str:
+    """Return a page of these sections, with an empty line between two."""
+    return "\n\n".join(section.rstrip() for section in sections) + "\n"
+
+
 def _escape(cell: str) -> str:
     return cell.replace("|", "\\|").replace("\r", " ").replace("\n", " ")
-
-
-__all__ = ["UNDEFINED", "interval", "markdown_table", "number"]
-
-UNDEFINED = "–"  # noqa: RUF001 - an en dash, as in printed tables
 
 
 def number(value: float | None, signed: bool = False) -> str:

@@ -15,7 +15,7 @@ from mi_route2.validation import read_object
 from studies.common.command_line import seeds_argument
 from studies.common.publishing import compact, nested, published, write_texts
 from studies.common.stats import Value, mean, paired_difference
-from studies.common.tables import markdown_table
+from studies.common.tables import markdown_page, markdown_table
 from studies.lanes.arms import ARMS
 from studies.lanes.report.claims import CLAIMS, VERDICTS, Row, judge
 from studies.lanes.report.estimates import Estimate
@@ -55,7 +55,7 @@ def head(found: Found) -> str:
 
 def claims_text(found: Found, rows: Sequence[Row]) -> str:
     """Return the text of claims.md."""
-    parts = ["# Lanes: the record's claims", head(found), counts_text(rows)]
+    sections = ["# Lanes: the record's claims", head(found), counts_text(rows)]
     header = ["claim", "record", "verdict", "measured", "floor", "n", "n needed"]
     for group in dict.fromkeys(row.claim.group for row in rows):
         body = [
@@ -71,12 +71,12 @@ def claims_text(found: Found, rows: Sequence[Row]) -> str:
             for row in rows
             if row.claim.group == group
         ]
-        parts += [f"## {group[0].upper()}{group[1:]}", markdown_table(header, body, left=4)]
-    parts.append(
+        sections += [f"## {group[0].upper()}{group[1:]}", markdown_table(header, body, left=4)]
+    sections.append(
         "*floor*: the effect that this many seeds (of instruments, draws) would find in four studies of five, with the spread that "
         "was seen. *n needed*: how many put the floor at the claimed size; a row with fewer is underpowered, and its verdict weak."
     )
-    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+    return markdown_page(sections)
 
 
 def counts_text(rows: Sequence[Row]) -> str:
