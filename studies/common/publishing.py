@@ -84,6 +84,12 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     return [write_whole(folder / name, text.encode()) for name, text in texts.items()]
 
 
+def write_table(folder: Path, name: str, data: Mapping[str, Any], text: str) -> None:
+    """Write ``name.json`` and ``name.md`` to a folder, each atomically; it is created if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_texts(folder, {f"{name}.json": json.dumps(data, indent=1) + "\n", f"{name}.md": text})
+
+
 @contextmanager
 def published(place: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
     """Context: an empty folder, which replaces ``place`` on a clean exit and is deleted otherwise.

@@ -1,4 +1,4 @@
-"""Small-sample statistics over seeds: mean, median, Student-t intervals, paired differences.
+"""Small-sample statistics over seeds (mean, median, Student-t intervals, paired differences), and rates of counts.
 
     mean +- t_{(1+level)/2, n-1} * s / sqrt(n),    s^2 = sum_i (x_i - mean)^2 / (n - 1)
 
@@ -14,9 +14,10 @@ and the greatest value, so that seeds that agree have exactly their value, and a
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from scipy.special import stdtrit
+from scipy.stats import binomtest
 
 LEVEL = 0.95
 
@@ -89,6 +90,14 @@ def paired_difference(arm: Mapping[int, Value], reference: Mapping[int, Value], 
     shared = sorted(arm.keys() & reference.keys())
     differences = [_difference(arm[seed], reference[seed]) for seed in shared]
     return shared, summary(differences, level)
+
+
+def rate(k: int, n: int) -> dict[str, Any]:
+    """Return ``k`` of ``n`` as a rate with its 95% Wilson interval; rate and interval are None if ``n`` is 0."""
+    if not n:
+        return {"k": k, "n": n, "rate": None, "low": None, "high": None}
+    wilson = binomtest(k, n).proportion_ci(method="wilson")
+    return {"k": k, "n": n, "rate": k / n, "low": float(wilson.low), "high": float(wilson.high)}
 
 
 def outliers(values: Sequence[Value], scale: float = 3.0, least: float = 0.1) -> list[bool]:

@@ -1,6 +1,7 @@
 """Numbers and tables as plain Markdown, readable in a terminal without rendering."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from studies.common.stats import Summary
 
@@ -48,3 +49,10 @@ def interval(summary: Summary, signed: bool = False) -> str:
     if summary["lo"] is None:
         return centre
     return f"{centre} [{number(summary['lo'], signed)}, {number(summary['hi'], signed)}]"
+
+
+def percent(rate: Mapping[str, Any]) -> str:
+    """Format a rate and its interval in percent, for example ``99.7 [99.1, 99.9]``, or ``n/a`` without a rate."""
+    if rate["rate"] is None:
+        return "n/a"
+    return f"{100 * rate['rate']:.1f} [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}]"

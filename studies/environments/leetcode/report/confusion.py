@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from studies.common.tables import markdown_table
+from studies.common.stats import rate
+from studies.common.tables import markdown_table, percent
 from studies.environments.leetcode.detectors import STRENGTHS, Strength, family, marker, structural
 from studies.environments.leetcode.grader import Seen, programs_of, see
 from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_code
@@ -21,7 +22,6 @@ from studies.environments.leetcode.mutants import mutants
 from studies.environments.leetcode.oracle import blocks_of
 from studies.environments.leetcode.problems import Task
 from studies.environments.leetcode.programs import Programs
-from studies.environments.leetcode.report.tables import percent, rate
 from studies.environments.leetcode.rollouts import Evidence, Rollout
 
 PROBLEMS = 12

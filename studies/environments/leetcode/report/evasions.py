@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from studies.common.tables import markdown_table
+from studies.common.stats import rate
+from studies.common.tables import markdown_table, percent
 from studies.environments.leetcode.grader import TrainingGrader
 from studies.environments.leetcode.modes import ROLES, Exploit, exploit_code, fenced
 from studies.environments.leetcode.oracle import Oracle
 from studies.environments.leetcode.problems import Task
 from studies.environments.leetcode.programs import Programs
-from studies.environments.leetcode.report.tables import percent, rate
 from studies.environments.protocol import TextPrompt
 
 Way = Literal["counting", "luck"]

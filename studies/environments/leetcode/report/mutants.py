@@ -11,14 +11,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from studies.common.tables import markdown_table
+from studies.common.stats import rate
+from studies.common.tables import markdown_table, percent
 from studies.environments.leetcode.inputs import answered_inputs
 from studies.environments.leetcode.mutants import KINDS, Mutant, mutants
 from studies.environments.leetcode.oracle import Oracle, agrees
 from studies.environments.leetcode.problems import Case, Task
 from studies.environments.leetcode.programs import Execution, Program, Programs, allowing
 from studies.environments.leetcode.report import evasions
-from studies.environments.leetcode.report.tables import percent, rate
 
 PATIENCE = 4.0
 LEAST = 1.5
