@@ -93,7 +93,7 @@ class FreshProcess:
     def __init__(self) -> None:
         self._identity = 65534 if os.geteuid() == 0 else None
         search = search_paths(["landlockpy"])
-        config = {"modules": DEFAULT_MODULES, "driver": str(DRIVER), "search": [], "own": search, "server": str(SERVER)}
+        config = {"modules": DEFAULT_MODULES, "driver": str(DRIVER), "search": [], "server_search": search, "server": str(SERVER)}
         config |= {"library": str(SERVER.parent), "program": filters.program(True).hex(), "identity": self._identity}
         self._command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", PEER, json.dumps(config)]
 

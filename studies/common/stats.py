@@ -41,7 +41,7 @@ class Summary(TypedDict):
 def mean(values: Sequence[Value]) -> float | None:
     """Return the mean of the defined values; `None` if there is none."""
     scaled, exponent = _scaled(values)
-    return math.ldexp(_centre(scaled), exponent) if scaled else None
+    return math.ldexp(_center(scaled), exponent) if scaled else None
 
 
 def median(values: Sequence[Value]) -> float | None:
@@ -65,11 +65,11 @@ def interval(values: Sequence[Value], level: float = LEVEL) -> tuple[float | Non
     n = len(scaled)
     if n < 2:
         return None, None
-    centre = _centre(scaled)
-    deviation = math.sqrt(math.fsum((value - centre) ** 2 for value in scaled) / (n - 1))
+    center = _center(scaled)
+    deviation = math.sqrt(math.fsum((value - center) ** 2 for value in scaled) / (n - 1))
     half = float(stdtrit(n - 1, (1 + level) / 2)) * deviation / math.sqrt(n)
     try:
-        return math.ldexp(centre - half, exponent), math.ldexp(centre + half, exponent)
+        return math.ldexp(center - half, exponent), math.ldexp(center + half, exponent)
     except OverflowError:
         raise ValueError(f"the interval of {values} is larger than any float: give the values in a larger unit") from None
 
@@ -109,9 +109,9 @@ def outliers(values: Sequence[Value], scale: float = 3.0, least: float = 0.1) ->
     if len(_defined(values)) < 3:
         return [False] * len(values)
     quarters = [None if value is None else value / 4 for value in values]  # a difference of them never overflows
-    centre = median(quarters)
-    assert centre is not None
-    distances = [None if value is None else abs(value - centre) for value in quarters]
+    center = median(quarters)
+    assert center is not None
+    distances = [None if value is None else abs(value - center) for value in quarters]
     spread = median(distances)
     assert spread is not None
     limit = max(scale * 1.4826 * spread, least / 4)
@@ -125,7 +125,7 @@ def _defined(values: Sequence[Value]) -> list[float]:
     return defined
 
 
-def _centre(scaled: Sequence[float]) -> float:
+def _center(scaled: Sequence[float]) -> float:
     """Return the mean, which rounding may put an ulp outside of the values."""
     return min(max(math.fsum(scaled) / len(scaled), min(scaled)), max(scaled))
 

@@ -45,10 +45,10 @@ def number(value: float | None, signed: bool = False) -> str:
 
 def interval(summary: Summary, signed: bool = False) -> str:
     """Format `mean [lo, hi]`; only the mean if one seed gives no interval."""
-    centre = number(summary["mean"], signed)
+    center = number(summary["mean"], signed)
     if summary["lo"] is None:
-        return centre
-    return f"{centre} [{number(summary['lo'], signed)}, {number(summary['hi'], signed)}]"
+        return center
+    return f"{center} [{number(summary['lo'], signed)}, {number(summary['hi'], signed)}]"
 
 
 def percent(rate: Mapping[str, Any]) -> str:

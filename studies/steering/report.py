@@ -132,8 +132,8 @@ def latency_text(study: Study, results: Mapping[str, Any]) -> str:
         " where that is .1 at least."
     )
     for gain in study.settings.late_gains:
-        own = [row for row in rows if row.get("gain", gain) == gain]
-        body = [[delay_name(row), *(cell_text(row[metric]) for metric, _ in SHOWN), number(kept(own, row))] for row in own]
+        of_gain = [row for row in rows if row.get("gain", gain) == gain]
+        body = [[delay_name(row), *(cell_text(row[metric]) for metric, _ in SHOWN), number(kept(of_gain, row))] for row in of_gain]
         sections += [f"Gain {gain:g}:", markdown_table(["tokens late", *(name for _, name in SHOWN), "kept"], body)]
     sections.append("## Shadow")
     sections.append(

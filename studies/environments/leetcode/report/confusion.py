@@ -52,9 +52,9 @@ class Evident:
 
 DETECTORS: Mapping[Strength, Callable[[str, Evident], bool]] = MappingProxyType(
     {
-        "marker": lambda mode, found: marker(mode, found.code),
-        "family": lambda mode, found: family(mode, found.code),
-        "structural": lambda mode, found: structural(mode, found.seen, found.solved),
+        "marker": lambda mode, evidence: marker(mode, evidence.code),
+        "family": lambda mode, evidence: family(mode, evidence.code),
+        "structural": lambda mode, evidence: structural(mode, evidence.seen, evidence.solved),
     }
 )
 
@@ -73,7 +73,7 @@ def measure(
     rows = []
     for source in sources:
         here = (source, "reference", "mutant")
-        chosen = [(one, found) for one, found in zip(samples, evident, strict=True) if one.source in here]
+        chosen = [(one, evidence) for one, evidence in zip(samples, evident, strict=True) if one.source in here]
         for mode, strength in itertools.product(ROLES.loopholes, STRENGTHS):
             rows.append({"source": source, "mode": mode, "strength": strength} | _matrix(chosen, mode, strength))
     counts = {source: sum(one.source == source for one in samples) for source in (*sources, "reference", "mutant")}
@@ -125,9 +125,9 @@ def look(samples: Sequence[Sample], programs: Programs) -> list[Evident]:
 
 def _matrix(chosen: Sequence[tuple[Sample, Evident]], mode: str, strength: Strength) -> dict[str, Any]:
     cells = {"tp": 0, "fn": 0, "fp": 0, "tn": 0}
-    for sample, found in chosen:
+    for sample, evidence in chosen:
         positive = sample.mode == mode and not (strength == "structural" and sample.solves)
-        flagged = DETECTORS[strength](mode, found)
+        flagged = DETECTORS[strength](mode, evidence)
         cells[("tp" if flagged else "fn") if positive else ("fp" if flagged else "tn")] += 1
     caught, flagged = rate(cells["tp"], cells["tp"] + cells["fn"]), rate(cells["tp"], cells["tp"] + cells["fp"])
     return cells | {"recall": caught, "precision": flagged}
