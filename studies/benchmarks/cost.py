@@ -1,4 +1,4 @@
-"""Cost of routing on paper: FLOPs, bytes held and bytes on the wire, predicted, measured on small cases, and told for large models.
+"""Cost of routing on paper: FLOPs, bytes held and bytes sent; predicted and measured on small cases, predicted for large models.
 
     python -m studies.benchmarks cost [--quick] [--out FILE.json]
 
@@ -40,6 +40,7 @@ from studies.benchmarks.measurement.contenders import Bench
 from studies.benchmarks.measurement.flops import Size
 from studies.benchmarks.measurement.paired import allocations, machine
 from studies.benchmarks.options import CostOptions
+from studies.common.tables import markdown_table
 
 Kept = Literal["svd", "lora"]
 SMALL = Size(layers=2, d=96, heads=4, mlp=160, vocab=128, rollouts=4, tokens=48, prompt=16, kept_rank=8, quarantine_rank=4)
@@ -68,7 +69,7 @@ class Cost(NamedTuple):
     """FLOPs of a forward and backward, and bytes held after it beyond the gradients of the quarantine."""
 
     flops: int
-    held: int
+    retained: int
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,9 @@ def predict(size: Size, kept: Kept, spec: MaskSpec | None) -> Cost:
     """Return the cost of a forward and backward of one micro-batch, its scoring pass included; activations are in float32."""
     r, k = size.kept_rank, size.quarantine_rank
     work = flops.frozen(size) + flops.lora(size, k) + (flops.svd(size, r) if kept == "svd" else flops.lora(size, r))
-    own, _ = parameters(size, kept)
+    kept_count, _ = parameters(size, kept)
     if spec is None:
-        return Cost(work, 4 * own)
+        return Cost(work, 4 * kept_count)
     work += flops.gates(size, kept, spec.score, spec.decided_at)
     if spec.score == "act":
         work += sum(size.layers * 2 * size.rollouts * (r if kept == "svd" else min(d)) * d[0] for d in size.adapted)
@@ -110,23 +111,23 @@ def predict(size: Size, kept: Kept, spec: MaskSpec | None) -> Cost:
         work += flops.deployed_pass(size) + (flops.full_score(size) if spec.score == "full" else flops.grad_score(size, kept))
     elif spec.score == "full":
         work += flops.full_score(size)
-    return Cost(work, held(size, kept, spec))
+    return Cost(work, retained(size, kept, spec))
 
 
-def held(size: Size, kept: Kept, spec: MaskSpec | None) -> int:
+def retained(size: Size, kept: Kept, spec: MaskSpec | None) -> int:
     """Return the bytes that are left after the backward: kept gradients, or those of every rollout, and numbers per rollout."""
-    own, _ = parameters(size, kept)
+    kept_count, _ = parameters(size, kept)
     if spec is None:
-        return 4 * own
+        return 4 * kept_count
     b, r, sites = size.rollouts, size.kept_rank, size.layers * len(size.adapted)
     if spec.decided_at != "finish":  # at each module a mask; and what it was decided on, if that was read in this pass
         read = 0
         if spec.score_policy == "live":
             coordinates = sum(r if kept == "svd" else min(d) for d in size.adapted) * size.layers
             read = 4 * b * (coordinates + sites) + 5 * b if spec.score == "act" else b * (5 * sites + 4)
-        return 4 * own + 4 * b * sites + read
+        return 4 * kept_count + 4 * b * sites + read
     if kept == "svd":
-        waiting, written = 4 * b * own, sites
+        waiting, written = 4 * b * kept_count, sites
     else:
         inputs = (True, False, False, True, True, False, True)  # q, k and v have one input; so have gate and up
         floats = written = 0
@@ -195,7 +196,7 @@ _NAMESPACE = ("--user", "--map-root-user", "--net")
 
 
 def isolated() -> bool:
-    """Return whether a process may have a network of its own, in which nothing else is sent."""
+    """Return True if a process may have a network of its own, in which nothing else is sent."""
     if which("unshare") is None or which("ip") is None:
         return False
     return (
@@ -274,27 +275,26 @@ MICRO_BATCHES = 4
 
 def flops_table() -> str:
     """Return a Markdown table of the FLOPs of a forward and backward, relative to the one without a route."""
-    lines = ["| route | " + " | ".join(one.name for one in LARGE) + " |", "|---" * (len(LARGE) + 1) + "|"]
-    plain = [predict(one.size, "lora", None).flops for one in LARGE]
-    for name, spec in ROUTES.items():
-        cells = [f"{predict(one.size, 'lora', spec).flops / base:.4f}" for one, base in zip(LARGE, plain)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+
+    def added(size: Size, spec: MaskSpec | None) -> float:
+        return predict(size, "lora", spec).flops / predict(size, "lora", None).flops
+
+    rows = [(name, *(f"{added(one.size, spec):.4f}" for one in LARGE)) for name, spec in ROUTES.items()]
+    return markdown_table(("route", *(one.name for one in LARGE)), rows)
 
 
 def memory_table() -> str:
     """Return a Markdown table of bytes in each process: adapters, waiting gradients, directions."""
-    lines = ["| what | " + " | ".join(one.name for one in LARGE) + " |", "|---" * (len(LARGE) + 1) + "|"]
-    rows: dict[str, Callable[[Size], int]] = {
+    counts: dict[str, Callable[[Size], int]] = {
         "both adapters": lambda size: 4 * sum(parameters(size, "lora")),
-        "kept gradients that wait, pooled gradient flags": lambda size: held(size, "lora", ROUTES["gradient flags, pooled"]),
-        "kept gradients, any other route": lambda size: held(size, "lora", ROUTES["full score, a scoring pass"]),
+        "kept gradients that wait, pooled gradient flags": lambda size: retained(size, "lora", ROUTES["gradient flags, pooled"]),
+        "kept gradients, any other route": lambda size: retained(size, "lora", ROUTES["full score, a scoring pass"]),
         "a direction of `grad`": lambda size: 4 * size.layers * size.kept_rank * sum(d_out for _, d_out in size.adapted),
         "a direction of `act`, with its coordinates": lambda size: 4 * size.layers * sum(min(d) * (d[0] + 1) for d in size.adapted),
         "a direction of `full`": lambda size: 4 * size.layers * sum(d_in * d_out for d_in, d_out in size.adapted),
     }
-    lines += [f"| {name} | {' | '.join(told(of(one.size)) for one in LARGE)} |" for name, of in rows.items()]
-    return "\n".join(lines)
+    rows = [(name, *(in_bytes(count(one.size)) for one in LARGE)) for name, count in counts.items()]
+    return markdown_table(("what", *(one.name for one in LARGE)), rows)
 
 
 def wire_table(rate: float, link: float) -> str:
@@ -304,21 +304,19 @@ def wire_table(rate: float, link: float) -> str:
         rate: FLOPs per second that a process sustains.
         link: bytes per second that it sends.
     """
-    lines = [
-        "| model | processes | forward and backward | base weights gathered | adapters' gradients, after the backward |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for one in LARGE:
         work = MICRO_BATCHES * predict(one.size, "lora", None).flops / rate
         gathered = 2 * MICRO_BATCHES * 2 * one.weights * (one.processes - 1) / one.processes  # bf16, in each forward and backward
         adapters = wire(sum(parameters(one.size, "lora")), one.processes)
-        cells = [one.name, f"{one.processes:,}", f"{work:,.1f} s", told(gathered)]
-        lines.append(f"| {' | '.join(cells)} | {told(adapters)}, {1e3 * adapters / link:,.1f} ms |")
-    return "\n".join(lines)
+        gradients = f"{in_bytes(adapters)}, {1e3 * adapters / link:,.1f} ms"
+        rows.append((one.name, f"{one.processes:,}", f"{work:,.1f} s", in_bytes(gathered), gradients))
+    header = ("model", "processes", "forward and backward", "base weights gathered", "adapters' gradients, after the backward")
+    return markdown_table(header, rows)
 
 
-def told(count: int | float) -> str:
-    """Return bytes in the largest unit of which there is one."""
+def in_bytes(count: int | float) -> str:
+    """Return bytes in the largest unit of which there is at least one."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:,.1f} {unit}"
@@ -330,13 +328,13 @@ def told(count: int | float) -> str:
 
 def table(rows: Sequence[Compared]) -> str:
     """Return a Markdown table: for each quantity and route, over all cases, the range of predicted over measured."""
-    lines = ["| what | route | cases | predicted / measured |", "|---|---|---|---|"]
+    lines = []
     for what in dict.fromkeys(row.what for row in rows):
         for route in dict.fromkeys(row.route for row in rows if row.what == what):
             ratios = [row.ratio for row in rows if (row.what, row.route) == (what, route)]
             low, high = f"{min(ratios):.3f}", f"{max(ratios):.3f}"
-            lines.append(f"| {what} | {route} | {len(ratios)} | {low if low == high else f'{low} - {high}'} |")
-    return "\n".join(lines)
+            lines.append((what, route, len(ratios), low if low == high else f"{low} - {high}"))
+    return markdown_table(("what", "route", "cases", "predicted / measured"), lines, left=2)
 
 
 def run(options: CostOptions) -> None:
@@ -344,10 +342,10 @@ def run(options: CostOptions) -> None:
     sizes = dict(list(SIZES.items())[:: 6 if options.quick else 1])
     rows = compare(sizes, RANKS[: 1 if options.quick else None], options.seed)
     print(table(rows))
-    print(f"\nFLOPs of a forward and backward over those without a route\n\n{flops_table()}")
-    print(f"\nbytes in each process\n\n{memory_table()}")
-    print(f"\na step of {MICRO_BATCHES} micro-batches, in each process\n\n{wire_table(options.rate, options.link)}")
-    options.write({"machine": machine(), "isolated": isolated(), "rows": [asdict(row) for row in rows]})
+    print(f"FLOPs of a forward and backward over those without a route\n\n{flops_table()}")
+    print(f"bytes in each process\n\n{memory_table()}")
+    print(f"a step of {MICRO_BATCHES} micro-batches, in each process\n\n{wire_table(options.rate, options.link)}", end="")
+    options.write({"machine": machine(), "isolated": isolated(), "rows": rows})
 
 
 def compare(sizes: Mapping[str, Size], ranks: Sequence[int], seed: int) -> list[Compared]:
@@ -358,13 +356,13 @@ def compare(sizes: Mapping[str, Size], ranks: Sequence[int], seed: int) -> list[
         every = list(itertools.product(sizes.items(), kinds, ROUTES.items()))
         for (case, size), kept, (route, spec) in every:
             predicted, measured = predict(size, kept, spec), measure(size, kept, spec, seed, Path(folder))
-            for what, own, other in zip(("FLOPs", "bytes held"), predicted, measured):
-                rows.append(Compared(f"{what}, {kept}", case, route, own, other))
+            for what, expected, other in zip(("FLOPs", "bytes held"), predicted, measured):
+                rows.append(Compared(f"{what}, {kept}", case, route, expected, other))
             bar.update()
         together = [(case, route, Step(size, kept, spec)) for (case, size), kept, (route, spec) in every]
         for count in ranks:
-            for (case, route, one), found in zip(together, sent([step for *_, step in together], count, seed), strict=True):
-                own = wire(sum(parameters(one.size, one.kept)), count)
-                rows.append(Compared(f"bytes sent, {one.kept}", f"{case}, {count} processes", route, own, found))
+            for (case, route, one), counted in zip(together, sent([step for *_, step in together], count, seed), strict=True):
+                expected = wire(sum(parameters(one.size, one.kept)), count)
+                rows.append(Compared(f"bytes sent, {one.kept}", f"{case}, {count} processes", route, expected, counted))
             bar.update()
     return rows

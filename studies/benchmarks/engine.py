@@ -22,7 +22,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from time import process_time
 from typing import Any
 
@@ -39,7 +39,7 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.benchmarks.measurement.contenders import random_qwen3
 from studies.benchmarks.measurement.flops import Size
-from studies.benchmarks.measurement.paired import Row, compared, machine, take_turns, timed, token_table
+from studies.benchmarks.measurement.paired import Row, compared, report, take_turns, timed, token_table
 from studies.benchmarks.options import EngineOptions
 
 REQUESTS, PROMPT, NEW, SHORTEST, LONGEST, SINGLES = 64, 32, 64, 8, 128, 2
@@ -66,7 +66,7 @@ def random_model(seed: int) -> Any:
     return random_qwen3(size, seed, pad_token_id=0, bos_token_id=1, eos_token_id=None).eval()
 
 
-class Sides:
+class EngineSides:
     """All sides, each as a call that generates everything once."""
 
     def __init__(self, seed: int, quick: bool, pretrained: bool = False):
@@ -142,11 +142,11 @@ class Sides:
         """Run transformers' own generation loop."""
         mask = torch.ones_like(prompts)
         options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "use_cache": True}
-        found = self.model.generate(prompts, attention_mask=mask, **options)
-        assert found.shape[1] == prompts.shape[1] + new
+        ids = self.model.generate(prompts, attention_mask=mask, **options)
+        assert ids.shape[1] == prompts.shape[1] + new
 
     def all(self) -> dict[str, Callable[[], dict[str, float]]]:
-        """Name -> a call that runs everything once and returns the processor seconds of one or more sides."""
+        """Return calls by name; each runs everything once and returns the processor seconds of one or more sides."""
         calls: dict[str, Callable[[], object]] = {
             "engine": self.engine(),
             "generate, one padded batch": lambda: self.generate(self.prompts, self.new),
@@ -187,15 +187,15 @@ class Sides:
         given = [{"prompt_token_ids": prompt} for prompt in self.prompts.tolist()]
 
         def generate() -> None:
-            found = llm.generate(given, how, use_tqdm=False)
-            assert all(len(one.outputs[0].token_ids) == self.new for one in found)
+            outputs = llm.generate(given, how, use_tqdm=False)
+            assert all(len(one.outputs[0].token_ids) == self.new for one in outputs)
 
         return {"vLLM": generate}
 
 
 def run(options: EngineOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
-    sides = Sides(options.seed, options.quick, options.smollm2)
+    sides = EngineSides(options.seed, options.quick, options.smollm2)
     seconds = take_turns(sides.all(), options.turns, np.random.default_rng(options.seed))
     rows = [*ROWS, *([HALF] if HALF.over in seconds else []), *([Row("engine", "vLLM")] if "vLLM" in seconds else [])]
     if options.smollm2:  # the limits are those of many requests to a small model
@@ -205,8 +205,6 @@ def run(options: EngineOptions) -> None:
     useful = sum(sides.lengths)
     tokens = {name: useful if "ragged" in name or "longest" in name else sides.requests * sides.new for name in seconds}
     shape = f"{sides.layers} layers, d = {sides.width}"
-    print(f"{options.turns} rounds, {sides.requests} requests of {PROMPT} tokens, {shape}, one thread")
-    print("so small a load shows that every side runs, and no more\n" if options.quick else "")
-    print(token_table(results, seconds, tokens))
-    document = {"machine": machine(), "rounds": options.turns, "requests": sides.requests, "new": sides.new, "tokens": tokens}
-    options.write(document | {"rows": [asdict(r) for r in results], "seconds": seconds})
+    head = f"{options.turns} rounds, {sides.requests} requests of {PROMPT} tokens, {shape}, one thread"
+    document = {"requests": sides.requests, "new": sides.new, "tokens": tokens, "rows": results, "seconds": seconds}
+    report(options, head, token_table(results, seconds, tokens), document)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,8 +30,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from studies.benchmarks.measurement.paired import Ratio, machine, ratio
+from studies.benchmarks.measurement.paired import Result, Row, compared, machine, report
 from studies.benchmarks.options import JailOptions
+from studies.common.tables import markdown_table
 from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, filters
 from studies.sandbox.checks import DRIVER
 from studies.sandbox.jail import search_paths
@@ -41,8 +42,7 @@ from studies.sandbox.wire import read_reply
 
 WARM, OPEN, FRESH = "warm servers", "warm, unconfined", "fresh process, confined"
 WORKERS = 2
-ROWS = ((WARM, FRESH), (WARM, OPEN))
-"""(side, the side that it is compared with)."""
+ROWS = (Row(WARM, FRESH), Row(WARM, OPEN))
 
 GRADE = {
     "code": """
@@ -75,23 +75,16 @@ child.live(how, task, child.Driver(execute, frozenset(private)))
 
 
 @dataclass(frozen=True)
-class Measured:
+class GradeTimes:
     """Grades per second, and processor seconds per grade, of every round."""
 
     rates: list[float]
     seconds: list[float]
 
-    def __str__(self) -> str:
-        return f"{median(self.rates):.0f} | {1000 * median(self.seconds):.1f} ms"
-
-
-@dataclass(frozen=True)
-class Result:
-    """Processor time per grade of ``over`` relative to ``under``."""
-
-    over: str
-    under: str
-    time: Ratio
+    @property
+    def cells(self) -> tuple[str, str]:
+        """Both medians, as cells of a table."""
+        return f"{median(self.rates):.0f}", f"{1000 * median(self.seconds):.1f} ms"
 
 
 class FreshProcess:
@@ -100,7 +93,7 @@ class FreshProcess:
     def __init__(self) -> None:
         self._identity = 65534 if os.geteuid() == 0 else None
         search = search_paths(["landlockpy"])
-        config = {"modules": DEFAULT_MODULES, "driver": str(DRIVER), "search": [], "own": search, "server": str(SERVER)}
+        config = {"modules": DEFAULT_MODULES, "driver": str(DRIVER), "search": [], "server_search": search, "server": str(SERVER)}
         config |= {"library": str(SERVER.parent), "program": filters.program(True).hex(), "identity": self._identity}
         self._command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", PEER, json.dumps(config)]
 
@@ -162,9 +155,9 @@ def processor_seconds() -> float:
     return used
 
 
-def measure(grades: dict[str, int], rounds: int, rng: np.random.Generator) -> dict[str, Measured]:
+def measure(grades: dict[str, int], rounds: int, rng: np.random.Generator) -> dict[str, GradeTimes]:
     """Measure every side in every round, after a warm-up turn."""
-    measured = {name: Measured([], []) for name in grades}
+    measured = {name: GradeTimes([], []) for name in grades}
     bar = tqdm(total=(rounds + 1) * len(grades), desc="taking turns", unit="turn", leave=False)
     with folders_in_memory(), ExitStack() as stack, bar:
         run = sides(stack)
@@ -181,23 +174,19 @@ def measure(grades: dict[str, int], rounds: int, rng: np.random.Generator) -> di
     return measured
 
 
-def table(results: list[Result], measured: dict[str, Measured]) -> str:
+def table(results: list[Result], measured: dict[str, GradeTimes]) -> str:
     """Return a Markdown table: medians of both sides, and the ratio of processor times with its 95% bootstrap interval."""
-    lines = ["| what | grades/s | processor | against | grades/s | processor | ratio | 95% |", "|---|---|---|---|---|---|---|---|"]
-    for r in results:
-        spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
-        lines.append(f"| {r.over} | {measured[r.over]} | {r.under} | {measured[r.under]} | {r.time.value:.3f} | {spread} |")
-    return "\n".join(lines)
+    header = ("what", "grades/s", "processor", "against", "grades/s", "processor", "ratio", "95%")
+    rows = [(r.over, *measured[r.over].cells, r.under, *measured[r.under].cells, *r.time.cells()) for r in results]
+    return markdown_table(header, rows)
 
 
 def run(options: JailOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
     grades = {WARM: 40, OPEN: 40, FRESH: 2} if options.quick else {WARM: 200, OPEN: 200, FRESH: 20}
     measured = measure(grades, options.turns, np.random.default_rng(options.seed))
-    rng = np.random.default_rng(options.seed)
-    results = [Result(over, under, ratio(measured[over].seconds, measured[under].seconds, rng)) for over, under in ROWS]
-    print(f"{options.turns} rounds, {WORKERS} workers, {os.cpu_count()} processors")
-    print("so few grades show that every side runs, and no more\n" if options.quick else "")
-    print(table(results, measured))
-    document = {"machine": machine() | {"processors": os.cpu_count()}, "rounds": options.turns, "grades": grades}
-    options.write(document | {"rows": [asdict(r) for r in results], "sides": {name: asdict(m) for name, m in measured.items()}})
+    seconds = {name: side.seconds for name, side in measured.items()}
+    results = compared(ROWS, seconds, np.random.default_rng(options.seed))
+    head = f"{options.turns} rounds, {WORKERS} workers, {os.cpu_count()} processors"
+    document = {"machine": machine() | {"processors": os.cpu_count()}, "grades": grades, "rows": results, "sides": measured}
+    report(options, head, table(results, measured), document)

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -41,9 +41,9 @@ class Benchmark:
             raise ValueError(f"there is no folder {self.out.parent} to write {self.out.name} into")
 
     def write(self, document: Mapping[str, object]) -> None:
-        """Write ``document`` to ``out``, if given."""
+        """Write ``document`` to ``out``, if given; dataclasses in it become objects of JSON."""
         if self.out is not None:
-            write_whole(self.out, (json.dumps(document, indent=1) + "\n").encode())
+            write_whole(self.out, (json.dumps(document, indent=1, default=asdict) + "\n").encode())
             print(f"\nwrote {self.out}")
 
 

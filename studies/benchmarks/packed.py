@@ -7,8 +7,8 @@
 blocks. One forward and backward each, one thread, sides in turns; gradients of both sides are compared before.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,19 +20,11 @@ from mi_route2.rollouts import Policy, Rollouts, packed_forward, vocabulary
 from mi_route2.routing import Route, StepContext, TrainBatch
 from studies.benchmarks.engine import random_model
 from studies.benchmarks.measurement.contenders import move, random_route
-from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, machine, measure, ratio
+from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, measure, ratio, report
 from studies.benchmarks.options import SPECS, PackedOptions
+from studies.common.tables import markdown_table
 
 PROMPT, MEDIAN, SPREAD = 32, 48, 1.0
-
-
-@dataclass(frozen=True)
-class Result:
-    """Time and peak memory of the packed step relative to the padded one."""
-
-    route: str
-    time: Ratio
-    memory: float
 
 
 def tail(count: int, longest: int, rng: np.random.Generator) -> list[int]:
@@ -80,13 +72,10 @@ def run(options: PackedOptions) -> None:
         demand_equal(padded, steps["padded"], steps["packed"])
         sides += [Contender(f"{name}, {layout}", 0, step, model.zero_grad) for layout, step in steps.items()]
     measured, rng = measure(sides, options.turns, np.random.default_rng(options.seed)), np.random.default_rng(options.seed)
-    results = [result(name, measured, rng) for name in options.routes]
-    print(describe(lengths))
-    print("so small a load shows that every side runs, and no more\n" if options.quick else "")
-    print(table(results, measured))
-    document = {"machine": machine(), "rounds": options.turns, "lengths": lengths, "smollm2": options.smollm2}
-    document |= {"rows": [asdict(r) for r in results], "sides": {name: asdict(m) for name, m in measured.items()}}
-    options.write(document)
+    times = {name: ratio(*(side.seconds for side in both(name, measured)), rng) for name in options.routes}
+    rows = [{"route": name, "time": time, "memory": memory(name, measured)} for name, time in times.items()]
+    document = {"lengths": lengths, "smollm2": options.smollm2, "rows": rows, "sides": measured}
+    report(options, describe(lengths), table(times, measured), document)
 
 
 def describe(lengths: list[int]) -> str:
@@ -98,30 +87,32 @@ def describe(lengths: list[int]) -> str:
 
 def demand_equal(policy: Policy, *steps: Callable[[], object]) -> None:
     """Raise ``AssertionError`` unless all steps give the same gradients, to rounding."""
-    found = []
+    gradients = []
     for step in steps:
         step()
-        found.append({n: p.grad.clone() for n, p in policy.adapters.kept_parameters().items() if p.grad is not None})
+        gradients.append({n: p.grad.clone() for n, p in policy.adapters.kept_parameters().items() if p.grad is not None})
         policy.model.zero_grad()
-    size = max(float(g.abs().max()) for g in found[0].values())
-    assert all(torch.allclose(found[0][name], g, rtol=0, atol=1e-3 * size) for name, g in found[1].items())
+    size = max(float(g.abs().max()) for g in gradients[0].values())
+    assert all(torch.allclose(gradients[0][name], g, rtol=0, atol=1e-3 * size) for name, g in gradients[1].items())
 
 
-def result(name: str, measured: dict[str, Measured], rng: np.random.Generator) -> Result:
-    """Return the row of a route."""
-    packed, padded = measured[f"{name}, packed"], measured[f"{name}, padded"]
-    return Result(name, ratio(packed.seconds, padded.seconds, rng), packed.peak_bytes / padded.peak_bytes)
+def both(route: str, measured: Mapping[str, Measured]) -> tuple[Measured, Measured]:
+    """Return the measurements of the packed and of the padded step."""
+    return measured[f"{route}, packed"], measured[f"{route}, padded"]
 
 
-def table(results: list[Result], measured: dict[str, Measured]) -> str:
-    """Return a Markdown table of seconds and MiB of both layouts and their ratios."""
-    lines = ["| route | padded | packed | time | 95% | padded | packed | memory |", "|---|---|---|---|---|---|---|---|"]
-    for r in results:
-        sides = [measured[f"{r.route}, {layout}"] for layout in ("padded", "packed")]
-        seconds = [f"{np.median(side.seconds):.2f} s" for side in sides]
-        sizes = [f"{side.peak_bytes / 2**20:,.0f} MiB" for side in sides]
-        spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
-        lines.append(
-            f"| {r.route} | {' | '.join(seconds)} | {r.time.value:.3f} | {spread} | {' | '.join(sizes)} | {r.memory:.3f} |"
-        )
-    return "\n".join(lines)
+def memory(route: str, measured: Mapping[str, Measured]) -> float:
+    """Return the peak memory of the packed step relative to the padded one."""
+    packed, padded = both(route, measured)
+    return packed.peak_bytes / padded.peak_bytes
+
+
+def table(times: Mapping[str, Ratio], measured: Mapping[str, Measured]) -> str:
+    """Return a Markdown table of seconds and MiB of both layouts and their ratios, of each route's ``times``."""
+    rows = []
+    for route, time in times.items():
+        packed, padded = both(route, measured)
+        seconds = (f"{np.median(side.seconds):.2f} s" for side in (padded, packed))
+        sizes = (f"{side.peak_bytes / 2**20:,.0f} MiB" for side in (padded, packed))
+        rows.append((route, *seconds, *time.cells(), *sizes, f"{memory(route, measured):.3f}"))
+    return markdown_table(("route", "padded", "packed", "time", "95%", "padded", "packed", "memory"), rows)

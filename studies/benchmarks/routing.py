@@ -5,7 +5,7 @@
 One thread, all sides interleaved in one process.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,8 +21,9 @@ from mi_route2.routing import MaskSpec
 from studies.benchmarks.measurement import flops
 from studies.benchmarks.measurement.contenders import Bench
 from studies.benchmarks.measurement.flops import MICRO, Size
-from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, machine, measure, ratio
+from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, Row, measure, ratio, report
 from studies.benchmarks.options import RoutingOptions
+from studies.common.tables import markdown_table
 
 FROZEN = "frozen"
 SVD, LORA = "svd + quarantine", "LoRA + quarantine"
@@ -32,16 +33,6 @@ FOLDED, UNFOLDED = "svd full rank, folded", "svd full rank, unfolded"
 POOLED, MODULE, ACT = "pooled gradient flag", "gradient flag per module", "pooled activation flag"
 FULL = "full score, a pass of its own"
 VMAP, OPACUS = "torch.func vmap(grad)", "Opacus GradSampleModule"
-
-
-@dataclass(frozen=True)
-class Row:
-    """``over`` relative to ``under``; the limits are the project's targets, ``None`` for rows without a target."""
-
-    over: str
-    under: str
-    time_limit: float | None = None
-    memory_limit: float | None = None
 
 
 ROWS = (
@@ -62,6 +53,7 @@ ROWS = (
     Row(SVD, FROZEN),
     Row(PEFT, FROZEN),
 )
+"""The limits are the project's targets; rows without one have no target."""
 
 SMOLLM2 = Size(30, 576, 9, 1536, 49152, rollouts=8, tokens=512, prompt=64, kept_rank=16, quarantine_rank=16, kv=192)
 SMOLLM2_ROWS = (
@@ -82,7 +74,7 @@ BFLOAT16_ROWS = (*SMOLLM2_ROWS, *(Row(side, PEFT_HALF) for side in (LORA, STACKE
 
 
 @dataclass(frozen=True)
-class Result:
+class RoutingResult:
     """A measured row. ``floor`` is the ratio of FLOPs; ``missing`` is the reason if there are no numbers."""
 
     row: Row
@@ -98,11 +90,17 @@ class Result:
             return "not measured"
         if self.row.memory_limit is not None and self.memory > self.row.memory_limit:
             return "missed"
-        if self.row.time_limit is None:
+        if self.row.limit is None:
             return ""
-        if self.time.value <= self.row.time_limit:
+        if self.time.value <= self.row.limit:
             return "met"
-        return "within noise" if self.time.lo <= self.row.time_limit else "missed"
+        return "within noise" if self.time.lo <= self.row.limit else "missed"
+
+    def record(self) -> dict[str, object]:
+        """Return the row of the JSON file, in which the limit of time is called ``time_limit``."""
+        row = asdict(self.row)
+        row["time_limit"] = row.pop("limit")
+        return asdict(self) | {"row": row, "verdict": self.verdict}
 
 
 def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
@@ -168,7 +166,7 @@ def build(bench: Bench, rows: Sequence[Row]) -> tuple[list[Contender], dict[str,
 
 def compare(
     size: Size, rounds: int, seed: int, *, rows: Sequence[Row] = ROWS, model: nn.Module | None = None
-) -> tuple[list[Result], dict[str, Measured], dict[str, int]]:
+) -> tuple[list[RoutingResult], dict[str, Measured], dict[str, int]]:
     """Return ``rows``, and of every side the measurements and the floor in FLOPs; ``model`` in place of a random one."""
     with TemporaryDirectory() as folder:
         ready, missing = build(Bench(size, seed, Path(folder), model=model), rows)
@@ -176,12 +174,12 @@ def compare(
     work = {c.name: c.flops for c in ready}
     rng = np.random.default_rng(seed)
 
-    def result(row: Row) -> Result:
+    def result(row: Row) -> RoutingResult:
         for name in (row.over, row.under):
             if name in missing:
-                return Result(row, missing=f"{name}: {missing[name]}")
+                return RoutingResult(row, missing=f"{name}: {missing[name]}")
         over, under = measured[row.over], measured[row.under]
-        return Result(
+        return RoutingResult(
             row,
             floor=work[row.over] / work[row.under],
             over_frozen=work[row.over] / flops.frozen(size),
@@ -192,30 +190,19 @@ def compare(
     return [result(row) for row in rows], measured, work
 
 
-def table(results: list[Result], judge: bool = True) -> str:
+def table(results: list[RoutingResult], judge: bool = True) -> str:
     """Return a Markdown table; times are ratios of medians with a 95% bootstrap interval. ``judge``: show which targets are met."""
-    lines = [
-        "| what | against | time | 95% | floor | FLOPs / frozen | peak memory | target | |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for r in results:
-        limits = [(r.row.time_limit, "time"), (r.row.memory_limit, "memory")]
+        limits = ((r.row.limit, "time"), (r.row.memory_limit, "memory"))
         target = ", ".join(f"{what} <= {limit:.2f}" for limit, what in limits if limit is not None)
         if r.time is None:
-            cells = ["-", "-", "-", "-", "-", target, r.missing or r.verdict]
+            cells = ("-", "-", "-", "-", "-", target, r.missing or r.verdict)
         else:
-            spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
-            cells = [
-                f"{r.time.value:.3f}",
-                spread,
-                f"{r.floor:.3f}",
-                f"{r.over_frozen:.3f}",
-                f"{r.memory:.3f}",
-                target,
-                r.verdict if judge else "",
-            ]
-        lines.append("| " + " | ".join([r.row.over, r.row.under, *cells]) + " |")
-    return "\n".join(lines)
+            ratios = (f"{value:.3f}" for value in (r.floor, r.over_frozen, r.memory))
+            cells = (*r.time.cells(), *ratios, target, r.verdict if judge else "")
+        rows.append((r.row.over, r.row.under, *cells))
+    return markdown_table(("what", "against", "time", "95%", "floor", "FLOPs / frozen", "peak memory", "target", ""), rows, left=2)
 
 
 def run(options: RoutingOptions) -> None:
@@ -231,11 +218,11 @@ def run(options: RoutingOptions) -> None:
         if options.checkpointing:
             model.gradient_checkpointing_enable()
     results, measured, work = compare(size, options.turns, options.seed, rows=rows, model=model)
-    print(headline(size, options.turns))
-    print("so small a model times Python, not arithmetic: nothing is judged\n" if options.quick else "")
-    print(table(results, judge=not options.quick))
-    settings = {"smollm2": options.smollm2, "dtype": options.dtype, "checkpointing": options.checkpointing}
-    options.write(document(size, options.turns, results, measured, work) | settings)
+    sides = {name: asdict(one) | {"flops": work[name]} for name, one in measured.items()}
+    document = {"size": size, "rows": [one.record() for one in results], "sides": sides}
+    document |= {"smollm2": options.smollm2, "dtype": options.dtype, "checkpointing": options.checkpointing}
+    quick = "so small a model times Python, not arithmetic: nothing is judged"
+    report(options, headline(size, options.turns), table(results, judge=not options.quick), document, quick)
 
 
 def headline(size: Size, rounds: int) -> str:
@@ -245,16 +232,3 @@ def headline(size: Size, rounds: int) -> str:
         f"{size.layers} layers, d {size.d}, mlp {size.mlp}; {size.rollouts} rollouts of {size.tokens} tokens\n"
         f"kept r{r}, quarantine r{k}; {PEFT} r{r + k}, {PEFT_SPLIT} r{r} and r{k}; {rounds} rounds, 1 thread"
     )
-
-
-def document(
-    size: Size, rounds: int, results: list[Result], measured: Mapping[str, Measured], work: Mapping[str, int]
-) -> dict[str, object]:
-    """Return all measurements, ready for JSON."""
-    return {
-        "machine": machine(),
-        "size": asdict(size),
-        "rounds": rounds,
-        "rows": [asdict(r) | {"verdict": r.verdict} for r in results],
-        "sides": {name: asdict(m) | {"flops": work[name]} for name, m in measured.items()},
-    }

@@ -33,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -53,7 +53,7 @@ from mi_route2.hosts import open_host
 from mi_route2.serve.models import Served, load
 from mi_route2.serve.process import Process, serving
 from studies.benchmarks.engine import LAYERS, VOCABULARY, WIDTH, random_model
-from studies.benchmarks.measurement.paired import Result, Row, compared, machine, side_table, take_turns
+from studies.benchmarks.measurement.paired import Result, Row, compared, machine, report, side_table, take_turns
 from studies.benchmarks.options import ServeOptions
 
 STREAMS, LOAD, FEW, PROMPT = 32, 24, 8, 32
@@ -67,8 +67,8 @@ END = b"0\r\n\r\n"
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much is generated: tokens of a stream and of the load's, requests that arrive, and seconds between them."""
+class Amount:
+    """Amount of work: tokens of a stream and of the load's, requests that arrive, and seconds between them."""
 
     new: int
     load: int
@@ -77,7 +77,7 @@ class Size:
     few: int
 
 
-SIZES = {"quick": Size(8, 40, 2, 0.05, 8), "random": Size(256, 400, 12, 0.1, 256), "smollm2": Size(16, 48, 6, 0.5, 16)}
+SIZES = {"quick": Amount(8, 40, 2, 0.05, 8), "random": Amount(256, 400, 12, 0.1, 256), "smollm2": Amount(16, 48, 6, 0.5, 16)}
 
 
 ROWS = (
@@ -124,7 +124,7 @@ class Connection:
         self.socket.sendall(head.encode() + data)
 
     def read(self) -> bool:
-        """Read what has come; return whether the answer has ended. ``RuntimeError`` for another answer than a stream."""
+        """Read the available bytes; return True if the answer has ended. ``RuntimeError`` for another answer than a stream."""
         data = self._last + self.socket.recv(1 << 18)
         if not self.first and (b'"token_ids":[' in data or b"event: cell" in data):
             self.first = perf_counter()
@@ -143,10 +143,10 @@ def asked(prompt: Sequence[int], new: int) -> dict[str, Any]:
     return {"prompt": list(prompt), "max_tokens": new, "temperature": 0, "ignore_eos": True}
 
 
-class Sides:
+class ServerSides:
     """Both sides: the engine of this process, and a server."""
 
-    def __init__(self, served: Served, server: Process, size: Size, seed: int):
+    def __init__(self, served: Served, server: Process, size: Amount, seed: int):
         self.served, self.server, self.size = served, server, size
         host, _, port = server.url.partition("://")[2].rpartition(":")
         self.address = host, int(port)
@@ -187,7 +187,7 @@ class Sides:
 
     def streams(self, jobs: Sequence[tuple[list[int], int]], count: int) -> tuple[float, float]:
         """Return the seconds of jobs over HTTP on the clock, ``count`` at a time, and of the server's processor."""
-        left, work, own, began = iter(jobs), self.server.seconds, process_time(), perf_counter()
+        left, work, before, began = iter(jobs), self.server.seconds, process_time(), perf_counter()
         with selectors.DefaultSelector() as waiting:
             for prompt, new in islice(left, count):
                 connection = Connection(self.address)
@@ -203,7 +203,7 @@ class Sides:
                         waiting.unregister(key.fileobj)
                         key.data.close()
         seconds = perf_counter() - began
-        self.client += process_time() - own
+        self.client += process_time() - before
         return seconds, self.server.seconds - work
 
     def first_in_process(self) -> list[float]:
@@ -211,24 +211,24 @@ class Sides:
         engine, (load, others) = self.engine, (self.prompts(LOAD), self.prompts(self.size.arrivals))
         for prompt in load:
             engine.submit(Request(tuple(prompt), Sampling(max_new=self.size.load)))
-        began, found = perf_counter(), []
+        began, delays = perf_counter(), []
         arrivals = [began + (i + 2) * self.size.gap for i in range(self.size.arrivals)]
         pending: dict[int, float] = {}
-        while len(found) < len(arrivals):
-            while len(found) + len(pending) < len(arrivals) and perf_counter() >= (at := arrivals[len(found) + len(pending)]):
-                pending[engine.submit(Request(tuple(others[len(found) + len(pending)]), Sampling(max_new=1)))] = at
+        while len(delays) < len(arrivals):
+            while len(delays) + len(pending) < len(arrivals) and perf_counter() >= (at := arrivals[len(delays) + len(pending)]):
+                pending[engine.submit(Request(tuple(others[len(delays) + len(pending)]), Sampling(max_new=1)))] = at
             engine.step()
             now = perf_counter()
-            found += [now - pending.pop(event.request) for event in engine.events if event.request in pending]
+            delays += [now - pending.pop(event.request) for event in engine.events if event.request in pending]
             if not engine.busy:
                 time.sleep(0.001)
         engine.close()
         engine.step()
-        return found
+        return delays
 
     def first_over_http(self) -> list[float]:
         """Return the same, for requests on a connection that is open."""
-        load, others, found = self.prompts(LOAD), self.prompts(self.size.arrivals), []
+        load, others, delays = self.prompts(LOAD), self.prompts(self.size.arrivals), []
         with selectors.DefaultSelector() as waiting:
             streams = [Connection(self.address) for _ in load]
             for connection, prompt in zip(streams, load, strict=True):
@@ -236,22 +236,22 @@ class Sides:
                 connection.send("/v1/completions", asked(prompt, self.size.load))
             probe, busy, began = Connection(self.address), False, perf_counter()
             waiting.register(probe.socket, selectors.EVENT_READ, probe)
-            while len(found) < len(others):
-                at = began + (len(found) + 2) * self.size.gap
+            while len(delays) < len(others):
+                at = began + (len(delays) + 2) * self.size.gap
                 if not busy and perf_counter() >= at:
-                    probe.send("/v1/completions", asked(others[len(found)], 1))
+                    probe.send("/v1/completions", asked(others[len(delays)], 1))
                     busy = True
                 for key, _ in waiting.select(None if busy else max(0.0, at - perf_counter())):
                     if key.data.read():
                         if key.data is probe:
-                            found.append(probe.first - probe.sent)
+                            delays.append(probe.first - probe.sent)
                             busy = False
                         else:
                             waiting.unregister(key.fileobj)
             for connection in (*streams, probe):
                 connection.close()
         self._drain()
-        return found
+        return delays
 
     def beside_sweeps(self) -> float:
         """Return the seconds of a few streams while one patch sweep after another runs."""
@@ -291,7 +291,7 @@ class Sides:
             time.sleep(0.05)
 
     def turns(self) -> dict[str, Callable[[], dict[str, float]]]:
-        """Name -> a call that measures one turn and returns the seconds of one or more sides."""
+        """Return calls by name; each measures one turn and returns the seconds of one or more sides."""
 
         def in_process() -> dict[str, float]:
             return dict(zip(("in process", "processor time in process"), self.streams_in_process(), strict=True))
@@ -317,7 +317,7 @@ def starts(count: int, folder: Path) -> list[dict[str, float]]:
     """
     with serving("micro", folder / "first.log"):
         pass
-    found = []
+    times = []
     for i in range(count):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -338,11 +338,11 @@ def starts(count: int, folder: Path) -> list[dict[str, float]]:
                         break
                 except httpx.TransportError:
                     time.sleep(0.01)
-            found.append({"loaded": loaded, "healthy": perf_counter() - began})
+            times.append({"loaded": loaded, "healthy": perf_counter() - began})
         finally:
             process.terminate()
             process.wait()
-    return found
+    return times
 
 
 def table(results: list[Result], seconds: dict[str, list[float]]) -> str:
@@ -352,7 +352,7 @@ def table(results: list[Result], seconds: dict[str, list[float]]) -> str:
         one = median(seconds[name])
         return f"{1e3 * one:,.1f} ms" if one < 0.1 else f"{one:.2f} s"
 
-    return side_table(results, shown, "| what | | against | | ratio | 95% | at most |")
+    return side_table(results, shown, ("what", "", "against", "", "ratio", "95%", "at most"))
 
 
 # Memory
@@ -371,15 +371,15 @@ def pool(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
         {"stream": True},
         {"stream": True, "norms": [site]},
     ]
-    found = []
+    requests = []
     for i in range(POOL):
         ids = [rng.randrange(3, VOCABULARY) for _ in range(PROMPT)]
         if i % 32 == 31:
             body = {"clean": ids[:8], "corrupt": ids[8:16], "answer": ids[0], "foil": ids[8]}
-            found.append(("/v1/patch_sweep", body))
+            requests.append(("/v1/patch_sweep", body))
         else:
-            found.append(("/v1/completions", {**asked(ids, 1 + i % 6), **kinds[i % len(kinds)]}))
-    return found
+            requests.append(("/v1/completions", {**asked(ids, 1 + i % 6), **kinds[i % len(kinds)]}))
+    return requests
 
 
 def memory(server: Process, requests: int, seed: int) -> list[tuple[int, int]]:
@@ -423,20 +423,16 @@ def run(options: ServeOptions) -> None:
                 return _memory(options, server)
             served = load("smollm2") if options.smollm2 else model()
             size = SIZES["quick" if options.quick else "smollm2" if options.smollm2 else "random"]
-            sides = Sides(served, server, size, options.seed)
+            sides = ServerSides(served, server, size, options.seed)
             began = perf_counter()
             seconds = take_turns(sides.turns(), options.turns, np.random.default_rng(options.seed))
             busy = sides.client / (perf_counter() - began)
         started = starts(1 if options.quick else STARTS, folder)
     rng = np.random.default_rng(options.seed)
     results = compared(ROWS, seconds, rng)
-    print(f"{options.turns} rounds, load of the machine before {before[0]:.1f}, one thread of torch in each process")
-    print("so small a load shows that every side runs, and no more\n" if options.quick else "")
-    print(table(results, seconds))
-    print(f"\n{start_line(started)}")
-    document = {"machine": machine(), "load": before, "rounds": options.turns, "size": asdict(size), "client": busy}
-    document |= {"rows": [asdict(r) for r in results], "seconds": seconds, "starts": started}
-    options.write(document)
+    head = f"{options.turns} rounds, load of the machine before {before[0]:.1f}, one thread of torch in each process"
+    document = {"load": before, "size": size, "client": busy, "rows": results, "seconds": seconds, "starts": started}
+    report(options, head, f"{table(results, seconds)}\n{start_line(started)}\n", document)
 
 
 def _memory(options: ServeOptions, server: Process) -> None:

@@ -7,7 +7,7 @@ A batch of requests decodes one token each, in float32 on one thread. Every side
 step except for the last side, in which an action changes a request's scale before every step, so that each step is laid out again.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from statistics import median
 
 import numpy as np
@@ -18,15 +18,16 @@ from mi_route2.sites import Site
 from mi_route2.steering.plan import Layout, Piece
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.steering.state import SteeringState
-from studies.benchmarks.measurement.paired import Contender, machine, measure
+from studies.benchmarks.measurement.paired import Contender, measure, report
 from studies.benchmarks.options import SteeringOptions
+from studies.common.tables import markdown_table
 
 WIDTHS, REQUESTS, CALLS = (128, 512, 2048), 64, 200
 EARLY, SITE = Site(0, "resid_post"), Site(1, "resid_post")
 ADDITION = "the addition alone"
 
 
-class Bench:
+class SteeringBench:
     """Builder of the sides over a batch of ``requests`` activations of ``width`` numbers."""
 
     def __init__(self, width: int, requests: int, seed: int):
@@ -94,23 +95,23 @@ def microseconds(width: int, requests: int, calls: int, rounds: int, seed: int) 
 
         return run
 
-    contenders = [Contender(name, 0, many(step), lambda: None) for name, step in Bench(width, requests, seed).sides().items()]
+    contenders = [
+        Contender(name, 0, many(step), lambda: None) for name, step in SteeringBench(width, requests, seed).sides().items()
+    ]
     with torch.inference_mode():
         measured = measure(contenders, rounds, np.random.default_rng(seed), memory=False)
     return {name: tuple(1e6 * seconds / calls for seconds in one.seconds) for name, one in measured.items()}
 
 
-def table(found: dict[int, dict[str, tuple[float, ...]]]) -> Iterable[str]:
-    """Yield the lines of a Markdown table of medians, one column per width."""
-    yield f"| | {' | '.join(f'd = {width}' for width in found)} |"
-    yield f"|---|{'---|' * len(found)}"
-    for name in next(iter(found.values())):
-        yield f"| {name} | {' | '.join(f'{median(one[name]):.0f}' for one in found.values())} |"
+def table(times: dict[int, dict[str, tuple[float, ...]]]) -> str:
+    """Return a Markdown table of medians, one column per width."""
+    rows = [(name, *(f"{median(sides[name]):.0f}" for sides in times.values())) for name in next(iter(times.values()))]
+    return markdown_table(("", *(f"d = {width}" for width in times)), rows)
 
 
 def run(options: SteeringOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
     widths, requests, calls = ((8,), 4, 2) if options.quick else (WIDTHS, REQUESTS, CALLS)
-    found = {width: microseconds(width, requests, calls, options.turns, options.seed) for width in widths}
-    print("\n".join(table(found)))
-    options.write({"machine": machine(), "requests": requests, "microseconds": found})
+    times = {width: microseconds(width, requests, calls, options.turns, options.seed) for width in widths}
+    head = f"{options.turns} rounds, {requests} requests, one thread: microseconds of a step"
+    report(options, head, table(times), {"requests": requests, "microseconds": times})

@@ -17,7 +17,7 @@ All sides run both prompts first, within the timed region, and nothing keeps gra
 import contextlib
 import io
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -31,8 +31,9 @@ from mi_route2.models import smollm2
 from mi_route2.patching import Grid, sweep
 from studies.benchmarks.measurement.contenders import random_qwen3
 from studies.benchmarks.measurement.flops import Size
-from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, machine, measure, ratio
+from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, measure, ratio, report
 from studies.benchmarks.options import SweepsOptions
+from studies.common.tables import markdown_table
 
 LENS, RESUMED, BRIDGED, WHOLE = "TransformerLens", "resumed", "on a bridge", "whole"
 SIDES = (RESUMED, BRIDGED, WHOLE)
@@ -71,7 +72,7 @@ QUICK = (Setting("tiny", 2, 32, 48, heads=2, vocab=64, tokens=6),)
 
 
 @dataclass(frozen=True)
-class Result:
+class SweepResult:
     """Speed of a side relative to TransformerLens, with both medians in milliseconds per cell.
 
     ``bound`` is that ratio in FLOPs: a whole forward per cell, over the work that no cell can share; ``run`` is the same over the
@@ -89,11 +90,6 @@ class Result:
     run: float
     difference: float
     effect: float
-
-    @staticmethod
-    def read(row: dict[str, Any]) -> "Result":
-        """Return a row of the JSON file."""
-        return Result(**{**row, "times": Ratio(**row["times"])})
 
 
 class SweepBench:
@@ -124,10 +120,10 @@ class SweepBench:
         bridge = self.bridged.bridge
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):  # it draws a progress bar even without a terminal
             _, cache = bridge.run_with_cache(self.clean[None])
-            found: Any = get_act_patch_resid_pre(bridge, self.corrupt[None], cache, difference)
-        return found.double().numpy()
+            grid: Any = get_act_patch_resid_pre(bridge, self.corrupt[None], cache, difference)
+        return grid.double().numpy()
 
-    def own(self, side: str) -> Grid:
+    def grid(self, side: str) -> Grid:
         """Return the sweep's grid."""
         return sweep(
             self.bridged if side == BRIDGED else self.host,
@@ -141,25 +137,25 @@ class SweepBench:
         )
 
 
-def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[Result], dict[str, Measured]]:
+def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[SweepResult], dict[str, Measured]]:
     """Return one row per side, and the measurements of each."""
     rounds = rounds if setting.most is None else min(rounds, setting.most)
     bench = SweepBench(setting, seed)
-    expected, grids = bench.lens(), {side: bench.own(side) for side in SIDES}
-    turns: dict[str, Callable[[], object]] = {LENS: bench.lens, **{side: partial(bench.own, side) for side in SIDES}}
+    expected, grids = bench.lens(), {side: bench.grid(side) for side in SIDES}
+    turns: dict[str, Callable[[], object]] = {LENS: bench.lens, **{side: partial(bench.grid, side) for side in SIDES}}
     contenders = [Contender(name, 0, turn, lambda: None) for name, turn in turns.items()]
     measured = measure(contenders, rounds, np.random.default_rng(seed), memory=False)
     rng, lens, flops = np.random.default_rng(seed), measured[LENS].seconds, grids[RESUMED].flops
 
-    def result(side: str) -> Result:
-        own, grid = measured[side].seconds, grids[side]
-        return Result(
+    def result(side: str) -> SweepResult:
+        seconds, grid = measured[side].seconds, grids[side]
+        return SweepResult(
             setting=setting.name,
             side=side,
             cells=setting.cells,
-            times=ratio(lens, own, rng),
+            times=ratio(lens, seconds, rng),
             lens_ms=1000 * median(lens) / setting.cells,
-            own_ms=1000 * median(own) / setting.cells,
+            own_ms=1000 * median(seconds) / setting.cells,
             bound=flops["whole"] / flops["needed"],
             run=0.0 if side == WHOLE else flops["whole"] / flops["run"],
             difference=float(np.abs(grid.values - expected).max()),
@@ -169,37 +165,25 @@ def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[Result], dic
     return [result(side) for side in SIDES], measured
 
 
-def table(results: list[Result]) -> str:
+def table(results: list[SweepResult]) -> str:
     """Return a Markdown table, one line per side."""
-    head = ("model", "sweep", "cells", "TransformerLens", "sweep's", "times as fast", "FLOPs: bound, run", "largest difference")
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    header = ("model", "sweep", "cells", "TransformerLens", "sweep's", "times as fast", "FLOPs: bound, run", "largest difference")
+    rows = []
     for r in results:
-        times = f"{r.times.value:.1f} ({r.times.lo:.1f} - {r.times.hi:.1f})"
         flops = f"{r.bound:.1f}, {r.run:.1f}" if r.run else ""
-        cells = (r.setting, r.side, str(r.cells), f"{r.lens_ms:.2f} ms", f"{r.own_ms:.2f} ms", times, flops, f"{r.difference:.1e}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        milliseconds = (f"{r.lens_ms:.2f} ms", f"{r.own_ms:.2f} ms")
+        rows.append((r.setting, r.side, r.cells, *milliseconds, f"{r.times:.1f}", flops, f"{r.difference:.1e}"))
+    return markdown_table(header, rows, left=2)
 
 
 def run(options: SweepsOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
     settings = QUICK if options.quick else LONG if options.long else SETTINGS
-    runs = {setting: compare(setting, options.turns, options.seed) for setting in settings}
-    small = "; so small a model shows that every row runs, and no more" if options.quick else ""
-    print(f"at most {options.turns} rounds, 1 thread; prompts that differ in every token{small}\n")
-    results = [row for rows, _ in runs.values() for row in rows]
-    print(table(results), end="")
+    results, sides = [], {}
+    for setting in settings:
+        rows, sides[setting.name] = compare(setting, options.turns, options.seed)
+        results += rows
     worst = max(row.difference / row.effect for row in results)
-    print(f"\nlargest difference of a cell, relative to the largest effect: {worst:.1e}")
-    options.write(document(options.turns, runs))
-
-
-def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Measured]]]) -> dict[str, object]:
-    """Return all measurements, ready for JSON."""
-    return {
-        "machine": machine(),
-        "rounds": rounds,
-        "settings": {setting.name: asdict(setting) for setting in runs},
-        "rows": [asdict(row) for rows, _ in runs.values() for row in rows],
-        "sides": {setting.name: {name: asdict(m) for name, m in sides.items()} for setting, (_, sides) in runs.items()},
-    }
+    tables = f"{table(results)}\nlargest difference of a cell, relative to the largest effect: {worst:.1e}\n"
+    document = {"settings": {setting.name: setting for setting in settings}, "rows": results, "sides": sides}
+    report(options, f"at most {options.turns} rounds, 1 thread; prompts that differ in every token", tables, document)

@@ -12,7 +12,7 @@ Points at which the lists would take more than 5 seconds per round are left out.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -22,15 +22,16 @@ from jaxtyping import Int64
 from numba import njit
 from torch import Tensor
 
-from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, machine, measure, ratio
+from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, measure, ratio, report
 from studies.benchmarks.options import TapInOptions
+from studies.common.tables import markdown_table
 from studies.lanes.config import BOS, VOCABULARY
 from studies.lanes.scoring.bpb import window_starts
 from studies.lanes.scoring.tapin import MOST, Hints, find_hints
 from studies.lanes.scoring.tapin_index import LEAST
 from studies.lanes.text import standard_library
 
-OWN, COMPILED, PLAIN = "runs and automaton", "linked lists, compiled", "linked lists, plain Python"
+AUTOMATON, COMPILED, PLAIN = "runs and automaton", "linked lists, compiled", "linked lists, plain Python"
 WINDOW, STRIDE = 256, 64
 PAIRED = 8192
 LENGTHS = (10_000, 30_000, 100_000, 300_000, 1_000_000)
@@ -41,8 +42,8 @@ Sides = dict[str, Callable[[Int64[Tensor, " s"]], Hints]]
 """Name -> a function that finds the hints of a stream."""
 
 
-def chains(ids: Any, starts: Any, window: int, heads: Any, tails: Any, after: Any, counts: Any, found: Any) -> None:
-    """Fill ``found`` (4 x n) with token, length, votes and cross at every position, by walking all earlier positions of its token.
+def chains(ids: Any, starts: Any, window: int, heads: Any, tails: Any, after: Any, counts: Any, out: Any) -> None:
+    """Fill ``out`` (4 x n) with token, length, votes and cross at every position, by walking all earlier positions of its token.
 
     ``heads`` and ``tails`` (2 x vocabulary) and ``after`` (2 x n) are the lists of the window and of the text that has left it: all
     -1. ``counts`` (by token) are zeros. All of them are lists, or arrays for the compiled function.
@@ -79,7 +80,7 @@ def chains(ids: Any, starts: Any, window: int, heads: Any, tails: Any, after: An
                         best, winner, is_cross = length, ids[p + 1], kind
                 p = after[kind][p]
         votes = counts[winner] if winner >= 0 else 0
-        found[0][t], found[1][t], found[2][t], found[3][t] = winner, best, votes, is_cross
+        out[0][t], out[1][t], out[2][t], out[3][t] = winner, best, votes, is_cross
         for v in range(len(counts) if winner >= 0 else 0):
             counts[v] = 0
 
@@ -89,10 +90,10 @@ def linked(tokens: Int64[Tensor, " s"], walk: Callable[..., None], convert: Call
     n = len(tokens)
     heads, tails = (np.full((2, VOCABULARY), -1) for _ in range(2))
     work = [heads, tails, np.full((2, n), -1), np.zeros(VOCABULARY, dtype=np.int64)]
-    found = convert(np.zeros((4, n), dtype=np.int64))
+    hints = convert(np.zeros((4, n), dtype=np.int64))
     starts = window_starts(n, WINDOW, STRIDE).numpy()
-    walk(convert(tokens.numpy()), convert(starts), WINDOW, *map(convert, work), found)
-    token, length, votes, cross = torch.from_numpy(np.asarray(found))
+    walk(convert(tokens.numpy()), convert(starts), WINDOW, *map(convert, work), hints)
+    token, length, votes, cross = torch.from_numpy(np.asarray(hints))
     return Hints(token, length, votes, cross.bool())
 
 
@@ -105,7 +106,7 @@ def sides() -> Sides:
     """Return all sides; the lists are compiled at their first stream."""
     compiled = njit(getattr(chains, "__wrapped__", chains))  # the type checker of tests wraps functions
     return {
-        OWN: lambda tokens: find_hints(tokens, WINDOW, window_starts(len(tokens), WINDOW, STRIDE)),
+        AUTOMATON: lambda tokens: find_hints(tokens, WINDOW, window_starts(len(tokens), WINDOW, STRIDE)),
         COMPILED: lambda tokens: linked(tokens, compiled, lambda array: array),
         PLAIN: lambda tokens: linked(tokens, chains, lambda array: array.tolist()),
     }
@@ -123,22 +124,10 @@ def texts(n: int, seed: int) -> dict[str, Int64[Tensor, " s"]]:
     }
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Tokens per second: the median over rounds with its 95% bootstrap interval."""
-
-    value: float
-    lo: float
-    hi: float
-
-    @staticmethod
-    def of(tokens: int, seconds: Sequence[float], rng: np.random.Generator) -> "Speed":
-        """Return the speed from the seconds of every round."""
-        taken = ratio(seconds, [1.0] * len(seconds), rng)
-        return Speed(tokens / taken.value, tokens / taken.hi, tokens / taken.lo)
-
-    def __str__(self) -> str:
-        return f"{self.value:,.0f} ({self.lo:,.0f} - {self.hi:,.0f})"
+def speed(tokens: int, seconds: Sequence[float], rng: np.random.Generator) -> Ratio:
+    """Return the tokens per second, by the median of the seconds of every round."""
+    taken = ratio(seconds, [1.0] * len(seconds), rng)
+    return Ratio(tokens / taken.value, tokens / taken.hi, tokens / taken.lo)
 
 
 @dataclass(frozen=True)
@@ -148,13 +137,13 @@ class Point:
     text: str
     side: str
     tokens: int
-    speed: Speed | None
+    speed: Ratio | None
 
 
 def timed(run: Sides, tokens: Int64[Tensor, " s"], rounds: int, rng: np.random.Generator) -> dict[str, Measured]:
     """Return the measurements of some sides, which take turns."""
-    found = [find(tokens) for find in run.values()]
-    assert all(same(found[0], other) for other in found), "the sides differ"
+    first, *others = (find(tokens) for find in run.values())
+    assert all(same(first, other) for other in others), "the sides differ"
     contenders = [Contender(name, 0, lambda find=find: find(tokens), lambda: None) for name, find in run.items()]
     return measure(contenders, rounds, rng, memory=False)
 
@@ -165,10 +154,10 @@ def growth(run: Sides, lengths: Sequence[int], rng: np.random.Generator, seed: i
     for text, tokens in texts(lengths[-1], seed).items():
         expected = 0.0  # seconds of the lists, which grow with the square of the length
         for i, n in enumerate(lengths):
-            chosen = {name: run[name] for name in ((OWN, COMPILED) if expected < PATIENCE else (OWN,))}
+            chosen = {name: run[name] for name in ((AUTOMATON, COMPILED) if expected < PATIENCE else (AUTOMATON,))}
             measured = timed(chosen, tokens[:n], GROWTH_ROUNDS, rng)
-            speeds = {name: Speed.of(n, one.seconds, rng) for name, one in measured.items()}
-            points += [Point(text, side, n, speeds.get(side)) for side in (OWN, COMPILED)]
+            speeds = {name: speed(n, one.seconds, rng) for name, one in measured.items()}
+            points += [Point(text, side, n, speeds.get(side)) for side in (AUTOMATON, COMPILED)]
             if i + 1 < len(lengths):
                 factor = (lengths[i + 1] / n) ** 2
                 expected = median(measured[COMPILED].seconds) * factor if COMPILED in measured else expected * factor
@@ -178,12 +167,11 @@ def growth(run: Sides, lengths: Sequence[int], rng: np.random.Generator, seed: i
 def table(points: Sequence[Point]) -> str:
     """Return a Markdown table: thousands of tokens per second, medians, one column per length."""
     lengths = sorted({point.tokens for point in points})
-    lines = [f"| text | side | {' | '.join(f'{n:,}' for n in lengths)} |", f"|---|---|{'---|' * len(lengths)}"]
+    rows = []
     for text, side in dict.fromkeys((point.text, point.side) for point in points):
         speeds = {point.tokens: point.speed for point in points if (point.text, point.side) == (text, side)}
-        cells = [f"{speed.value / 1000:,.0f}" if (speed := speeds[n]) else "-" for n in lengths]
-        lines.append(f"| {text} | {side} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append((text, side, *(f"{one.value / 1000:,.0f}" if (one := speeds[n]) else "-" for n in lengths)))
+    return markdown_table(("text", "side", *(f"{n:,}" for n in lengths)), rows, left=2)
 
 
 def run(options: TapInOptions) -> None:
@@ -193,17 +181,17 @@ def run(options: TapInOptions) -> None:
     tokens = texts(lengths[-1], options.seed)["sources, by file"]
     run = sides()
     measured = timed(run, tokens[:paired], options.turns, rng)
-    measured_long = timed({OWN: run[OWN]}, tokens, options.turns, rng)[OWN]
-    speeds = {name: Speed.of(len(tokens[:paired]), one.seconds, rng) for name, one in measured.items()}
-    ratios: dict[str, Ratio] = {name: ratio(measured[PLAIN].seconds, one.seconds, rng) for name, one in measured.items()}
-    long = Speed.of(len(tokens), measured_long.seconds, rng)
+    measured_long = timed({AUTOMATON: run[AUTOMATON]}, tokens, options.turns, rng)[AUTOMATON]
+    speeds = {name: speed(len(tokens[:paired]), one.seconds, rng) for name, one in measured.items()}
+    ratios = {name: ratio(measured[PLAIN].seconds, one.seconds, rng) for name, one in measured.items()}
+    long = speed(len(tokens), measured_long.seconds, rng)
     points = growth(run, lengths, rng, options.seed)
-    print(f"{options.turns} rounds, windows of {WINDOW} tokens every {STRIDE}")
-    print("so few tokens show that every side runs, and no more\n" if options.quick else "")
-    print(f"| the first {paired:,} tokens of the sources | tokens/s (95%) | times as fast | 95% |\n|---|---|---|---|")
-    for name, speed in speeds.items():
-        print(f"| {name} | {speed} | {ratios[name].value:.1f} | {ratios[name].lo:.1f} - {ratios[name].hi:.1f} |")
-    print(f"\n{len(tokens):,} tokens of the sources: {long} tokens/s\n\nthousands of tokens a second:\n\n{table(points)}")
-    document = {"machine": machine(), "rounds": options.turns, "window": WINDOW, "stride": STRIDE, "paired": paired}
-    rows = {name: {"speed": asdict(speeds[name]), "ratio": asdict(ratios[name])} for name in speeds}
-    options.write(document | {"sides": rows, "long": asdict(long), "growth": [asdict(point) for point in points]})
+    rows = [(name, f"{speeds[name]:,.0f}", *ratios[name].cells(".1f")) for name in speeds]
+    tables = (
+        markdown_table((f"the first {paired:,} tokens of the sources", "tokens/s (95%)", "times as fast", "95%"), rows),
+        f"{len(tokens):,} tokens of the sources: {long:,.0f} tokens/s\n",
+        f"thousands of tokens a second:\n\n{table(points)}",
+    )
+    by_side = {name: {"speed": speeds[name], "ratio": ratios[name]} for name in speeds}
+    document = {"window": WINDOW, "stride": STRIDE, "paired": paired, "sides": by_side, "long": long, "growth": points}
+    report(options, f"{options.turns} rounds, windows of {WINDOW} tokens every {STRIDE}", "\n".join(tables), document)

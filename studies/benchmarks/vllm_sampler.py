@@ -19,7 +19,6 @@ Sides take turns; a ratio is one of medians of processor time, with a 95% bootst
 import itertools
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from mi_route2.rollouts import Policy
 from mi_route2.vllm import VllmSampler
 from mi_route2.vllm.facts import imported
 from studies.benchmarks.engine import FEW, NEW, PROMPT, REQUESTS, SHORT, VOCABULARY, random_model
-from studies.benchmarks.measurement.paired import Row, compared, machine, take_turns, timed, token_table
+from studies.benchmarks.measurement.paired import Row, compared, report, take_turns, timed, token_table
 from studies.benchmarks.options import VllmSamplerOptions
 from studies.environments.chat import generate
 
@@ -46,7 +45,7 @@ NEVER = -1
 """End that no completion has, so that each is of full length."""
 
 
-class Sides:
+class SamplerSides:
     """All sides, each as a call that samples every completion once; ``folder`` is for the tiny model's checkpoint."""
 
     def __init__(self, seed: int, quick: bool, pretrained: bool, folder: Path):
@@ -74,20 +73,20 @@ class Sides:
             value += 1e-3 * torch.randn(value.shape, generator=self._generator)
 
     def vllm(self) -> None:
-        found = self.sampler(self.policy, self.prompts, max_new=self.new, temperature=1.0, generator=self._generator, ends=())
-        assert all(len(ids) == self.new for ids in found)
+        completions = self.sampler(self.policy, self.prompts, max_new=self.new, temperature=1.0, generator=self._generator, ends=())
+        assert all(len(ids) == self.new for ids in completions)
 
-    def alone(self) -> None:
+    def vllm_unchecked(self) -> None:
         lora = self.sampler._lora
         assert lora is not None
         common = {"max_tokens": self.new, "ignore_eos": True, "detokenize": False}
         params = [imported().SamplingParams(**common, seed=next(self._seeds)) for _ in self.prompts]
         given = [{"prompt_token_ids": prompt} for prompt in self.prompts]
-        found = lora.llm.generate(given, params, use_tqdm=False, lora_request=lora.request())
-        assert all(len(one.outputs[0].token_ids) == self.new for one in found)
+        outputs = lora.llm.generate(given, params, use_tqdm=False, lora_request=lora.request())
+        assert all(len(one.outputs[0].token_ids) == self.new for one in outputs)
 
     def study(self) -> None:
-        found = generate(
+        completions = generate(
             self.policy.model,
             self.prompts,
             max_new=self.new,
@@ -97,7 +96,7 @@ class Sides:
             pad=0,
             at_once=self.requests,
         )
-        assert all(len(ids) == self.new for ids in found)
+        assert all(len(ids) == self.new for ids in completions)
 
     def engine(self) -> None:
         sampling = Sampling(max_new=self.new, temperature=1.0, seed=next(self._seeds))
@@ -110,8 +109,8 @@ class Sides:
     def generate(self) -> None:
         model: Any = self.policy.model
         how = {"do_sample": True, "top_k": 0, "min_new_tokens": self.new, "max_new_tokens": self.new, "pad_token_id": 0}
-        found = model.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), **how)
-        assert found.shape[1] == PROMPT + self.new
+        ids = model.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), **how)
+        assert ids.shape[1] == PROMPT + self.new
 
     def all(self) -> dict[str, Callable[[], dict[str, float]]]:
         """Return the sides, each as a call that returns its processor seconds."""
@@ -120,7 +119,7 @@ class Sides:
             self.move()
             return {"vLLM": timed(self.vllm)}
 
-        rest = {"vLLM alone": self.alone, "study": self.study, "engine": self.engine, "generate": self.generate}
+        rest = {"vLLM alone": self.vllm_unchecked, "study": self.study, "engine": self.engine, "generate": self.generate}
         self.vllm()  # starts it
         return {"vLLM": whole} | {name: lambda name=name, call=call: {name: timed(call)} for name, call in rest.items()}
 
@@ -128,14 +127,12 @@ class Sides:
 def run(options: VllmSamplerOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
     with tempfile.TemporaryDirectory() as folder:
-        sides = Sides(options.seed, options.quick, options.smollm2, Path(folder))
+        sides = SamplerSides(options.seed, options.quick, options.smollm2, Path(folder))
         with sides.sampler:
             seconds = take_turns(sides.all(), options.turns, np.random.default_rng(options.seed))
     rng = np.random.default_rng(options.seed)
     results = compared(ROWS, seconds, rng)
     tokens = dict.fromkeys(seconds, sides.requests * sides.new)
-    print(f"{options.turns} rounds, {sides.requests} prompts of {PROMPT} tokens, {sides.new} new tokens each, one thread")
-    print("so small a load shows that every side runs, and no more\n" if options.quick else "")
-    print(token_table(results, seconds, tokens))
-    document = {"machine": machine(), "rounds": options.turns, "requests": sides.requests, "new": sides.new, "tokens": tokens}
-    options.write(document | {"rows": [asdict(r) for r in results], "seconds": seconds})
+    head = f"{options.turns} rounds, {sides.requests} prompts of {PROMPT} tokens, {sides.new} new tokens each, one thread"
+    document = {"requests": sides.requests, "new": sides.new, "tokens": tokens, "rows": results, "seconds": seconds}
+    report(options, head, token_table(results, seconds, tokens), document)

@@ -15,13 +15,13 @@ Part = tuple[dict[str, Any], dict[str, Tensor]]
 """Content and tensors of an artifact."""
 
 
-def write_part(path: Path, identity: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+def write_part(path: Path, identity: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
     """Write an artifact: its tensors, then the JSON file ``path`` with the checksum of both. If the JSON exists, both are complete.
 
     Args:
         path: The JSON file; tensors are written beside it, with the suffix ``.safetensors``.
         identity: A hash of everything except the code that the artifact depends on.
-        content: Plain data.
+        data: Plain data.
         tensors: Tensors by name; no file is written if there are none.
 
     Raises:
@@ -29,16 +29,16 @@ def write_part(path: Path, identity: str, content: Mapping[str, Any], tensors: M
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        plain = json.loads(json.dumps(content, allow_nan=False))
+        plain = json.loads(json.dumps(data, allow_nan=False))
     except ValueError as error:
         raise ValueError(f"{path} is not written: a number in it is NaN or infinite; change the settings behind it") from error
-    own = {name: tensor.contiguous() for name, tensor in (tensors or {}).items()}
+    contiguous = {name: tensor.contiguous() for name, tensor in (tensors or {}).items()}
     values = path.with_suffix(".safetensors")
-    if own:
-        write_tensors(values, own, {"identity": identity})
+    if contiguous:
+        write_tensors(values, contiguous, {"identity": identity})
     else:
         values.unlink(missing_ok=True)  # of an earlier part under this name
-    write_json(path, {"identity": identity, "sha256": _sha256(identity, plain, own), "content": plain})
+    write_json(path, {"identity": identity, "sha256": _sha256(identity, plain, contiguous), "content": plain})
 
 
 def read_part(path: Path, identity: str | None = None) -> Part | None:
@@ -52,18 +52,18 @@ def read_part(path: Path, identity: str | None = None) -> Part | None:
     remedy = f"delete {path} to have it made again"
     try:
         raw = parse_object(path.read_bytes())
-        found, sha256, content = str(raw["identity"]), str(raw["sha256"]), dict(raw["content"])
+        stored, sha256, data = str(raw["identity"]), str(raw["sha256"]), dict(raw["content"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {remedy}") from error
-    if identity is not None and found != identity:
+    if identity is not None and stored != identity:
         raise ValueError(f"{path} was made from other settings or another run; {remedy}")
     values = path.with_suffix(".safetensors")
-    tensors, header = read_tensors(values) if values.exists() else ({}, {"identity": found})
-    if sha256 != _sha256(found, content, tensors) or header.get("identity") != found:
+    tensors, header = read_tensors(values) if values.exists() else ({}, {"identity": stored})
+    if sha256 != _sha256(stored, data, tensors) or header.get("identity") != stored:
         raise ValueError(f"{path} or the tensors beside it are damaged: they do not match their checksum; {remedy}")
-    return content, tensors
+    return data, tensors
 
 
-def _sha256(identity: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    text = json.dumps([identity, content, digest(tensors, {})], sort_keys=True)
+def _sha256(identity: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    text = json.dumps([identity, data, digest(tensors, {})], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

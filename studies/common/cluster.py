@@ -37,7 +37,7 @@ ASKS = 10.0
 GRACE = 60.0
 """Seconds that a job without a result may be missing in the queue: a shared folder can show its result that much later."""
 LOST = "its job ended without a result ({state}): see {log}; run the same command again to go on"
-GONE = "Slurm's queue does not know it any more"
+FORGOTTEN = "Slurm's queue does not know it any more"
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Task(Generic[J]):
             raise JobError(sentence(error)) from error
 
     def checkpoint(self, job: J) -> Any:
-        """Return what is queued again if the cluster takes the machine away: the same, which goes on with what its files hold."""
+        """Return the job that is queued again if the cluster takes the machine away: the same, which resumes from its files."""
         from submitit.helpers import DelayedSubmission
 
         self.left = True
@@ -216,19 +216,19 @@ class Queue(Generic[J]):
 
     def looks(self) -> Iterator[Look[J]]:
         """Look at every job once; those that have ended leave the queue."""
-        gone = self._gone(time.monotonic())
+        forgotten = self._forgotten(time.monotonic())
         for job, (handle, _) in list(self._entries.items()):
             if job not in self._entries:  # it was dropped since
                 continue
             ended = handle.done()
-            if ended or job in gone:
+            if ended or job in forgotten:
                 del self._entries[job]
-                failure = self._failure(job, handle) if ended else self._lost(job, handle, GONE)
+                failure = self._failure(job, handle) if ended else self._lost(job, handle, FORGOTTEN)
                 yield Look(job, running=False, ended=True, failure=failure)
             else:
                 yield Look(job, running=handle.state == "RUNNING", ended=False, failure=None)
 
-    def _gone(self, now: float) -> list[J]:
+    def _forgotten(self, now: float) -> list[J]:
         """Return the jobs that Slurm has not known for ``GRACE`` seconds.
 
         Without accounting, submitit waits for ever for the result of a job that was killed.
@@ -280,7 +280,7 @@ def queued() -> set[str] | None:
 def run_each(
     work: Callable[[J], object],
     jobs: Sequence[J],
-    parts: Sequence[Path],
+    files: Sequence[Path],
     what: str,
     *,
     workers: int,
@@ -293,7 +293,7 @@ def run_each(
     Args:
         work: What is done with a job; both are named by modules, so that a new process can import them.
         jobs: What is still to be done, the longest first.
-        parts: Files that the jobs leave; the bar counts those that are there.
+        files: Files that the jobs leave; the bar counts those that are there.
         what: Named by the bar.
         workers: Processes of this machine.
         cluster: The cluster; ``None`` for this machine.
@@ -305,17 +305,17 @@ def run_each(
         ValueError: There is no cluster. What a job raises on this machine passes through.
     """
     if cluster is None or not jobs:
-        run_pool(work, jobs, workers, parts, what, quiet=quiet)
+        run_pool(work, jobs, workers, files, what, quiet=quiet)
         return
     failures = list[str]()
     with (
-        tqdm(total=len(parts), desc=what, unit="part", leave=False, disable=True if quiet else None) as bar,
+        tqdm(total=len(files), desc=what, unit="part", leave=False, disable=True if quiet else None) as bar,
         Queue(work, cluster, folder / "cluster") as queue,
     ):
         queue.submit(jobs)
         while queue:
             failures += [failed(look.job, look.failure) for look in queue.looks() if look.failure is not None]
-            bar.update(sum(path.exists() for path in parts) - bar.n)
+            bar.update(sum(path.exists() for path in files) - bar.n)
             time.sleep(LOOKS)
     if failures:
         raise RuntimeError("; ".join(failures))

@@ -3,12 +3,19 @@
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
 MAX_SEEDS = 10_000
+
+Seeds = Annotated[str, tyro.conf.arg(help="a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)")]
+Workers = Annotated[int, tyro.conf.arg(help="number of processes of this machine, one thread each")]
+Config = Annotated[Path | None, tyro.conf.arg(help="TOML file of training settings to change; --override takes precedence")]
+Override = Annotated[tuple[str, ...], tyro.conf.arg(help="training settings to change, e.g. steps=100")]
 
 
 def run_command(commands: Mapping[str, Callable[..., Any]], name: str, description: str | None, stopped: str) -> int:
@@ -37,6 +44,39 @@ def run_command(commands: Mapping[str, Callable[..., Any]], name: str, descripti
         print(f"error: {text}", file=sys.stderr)
         return 2
     return 0
+
+
+def report_commands(module: str, printed: str | None = None) -> dict[str, Callable[..., Any]]:
+    """Return the commands ``report`` and ``publish`` of a study.
+
+    Args:
+        module: Module with the functions ``write_report(folder)`` and ``publish(folder, to)``. It is imported when a command runs,
+            because a help text must not wait for torch.
+        printed: File of the report that ``report`` prints.
+    """
+
+    @dataclass(frozen=True)
+    class Report:
+        """Rewrite the tables and figures of a study's folder from its artifacts alone."""
+
+        folder: tyro.conf.Positional[Path]
+
+        def __call__(self) -> None:
+            show_paths(import_module(module).write_report(self.folder))
+            if printed is not None:
+                print((self.folder / printed).read_text(encoding="utf-8"))
+
+    @dataclass(frozen=True)
+    class Publish:
+        """Copy the tables and figures of a study's folder to the write-up."""
+
+        folder: tyro.conf.Positional[Path]
+        to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
+
+        def __call__(self) -> None:
+            print(f"wrote {import_module(module).publish(self.folder, self.to)}")
+
+    return {"report": Report, "publish": Publish}
 
 
 def _twice(words: Sequence[str]) -> str:

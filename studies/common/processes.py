@@ -114,7 +114,7 @@ def held(folder: Path, patience: float = 60.0) -> Iterator[None]:
 
 
 def run_pool(
-    work: Callable[[Job], object], jobs: Sequence[Job], workers: int, parts: Sequence[Path], what: str, *, quiet: bool
+    work: Callable[[Job], object], jobs: Sequence[Job], workers: int, files: Sequence[Path], what: str, *, quiet: bool
 ) -> None:
     """Call ``work`` on every job, in order, over a few processes; with one worker in this process.
 
@@ -122,17 +122,17 @@ def run_pool(
         work: What a worker does with a job; both are named by modules, so that a new process can import them.
         jobs: What is still to be done, the longest first, so that none of them is left for the end.
         workers: Processes.
-        parts: Files that the jobs leave; the bar counts those that are there.
+        files: Files that the jobs leave; the bar counts those that are there.
         what: Named by the bar.
         quiet: Show no bar.
 
     Raises:
         RuntimeError: A worker was killed. What a job raises passes through.
     """
-    with tqdm(total=len(parts), desc=what, unit="part", leave=False, disable=True if quiet else None) as bar:
+    with tqdm(total=len(files), desc=what, unit="part", leave=False, disable=True if quiet else None) as bar:
 
         def look() -> None:
-            bar.update(sum(path.exists() for path in parts) - bar.n)
+            bar.update(sum(path.exists() for path in files) - bar.n)
 
         look()
         if workers == 1 or len(jobs) < 2:

@@ -62,13 +62,13 @@ def filled(page: Path) -> str:
         ValueError: A block names a file that does not exist.
     """
 
-    def block(found: re.Match[str]) -> str:
-        path = page.parent / found[2]
+    def block(match: re.Match[str]) -> str:
+        path = page.parent / match[2]
         if not path.is_file():
-            raise ValueError(f"{page} shows {found[2]}, which does not exist: publish it first, or remove the block")
+            raise ValueError(f"{page} shows {match[2]}, which does not exist: publish it first, or remove the block")
         text = path.read_text(encoding="utf-8").strip()
         shown = f"```python\n{text}\n```" if path.suffix == ".py" else text
-        return f"{found[1]}\n{shown}\n\n{found[3]}"
+        return f"{match[1]}\n{shown}\n\n{match[3]}"
 
     return _BLOCK.sub(block, page.read_text(encoding="utf-8"))
 
@@ -82,6 +82,12 @@ def update_pages(pages: Iterable[Path]) -> list[Path]:
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     """Write the texts of a report by file name, each atomically; return their paths."""
     return [write_whole(folder / name, text.encode()) for name, text in texts.items()]
+
+
+def write_table(folder: Path, name: str, data: Mapping[str, Any], text: str) -> None:
+    """Write ``name.json`` and ``name.md`` to a folder, each atomically; it is created if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_texts(folder, {f"{name}.json": json.dumps(data, indent=1) + "\n", f"{name}.md": text})
 
 
 @contextmanager

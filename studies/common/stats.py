@@ -1,4 +1,4 @@
-"""Small-sample statistics over seeds: mean, median, Student-t intervals, paired differences.
+"""Small-sample statistics over seeds (mean, median, Student-t intervals, paired differences), and rates of counts.
 
     mean +- t_{(1+level)/2, n-1} * s / sqrt(n),    s^2 = sum_i (x_i - mean)^2 / (n - 1)
 
@@ -14,9 +14,10 @@ and the greatest value, so that seeds that agree have exactly their value, and a
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from scipy.special import stdtrit
+from scipy.stats import binomtest
 
 LEVEL = 0.95
 
@@ -40,7 +41,7 @@ class Summary(TypedDict):
 def mean(values: Sequence[Value]) -> float | None:
     """Return the mean of the defined values; `None` if there is none."""
     scaled, exponent = _scaled(values)
-    return math.ldexp(_centre(scaled), exponent) if scaled else None
+    return math.ldexp(_center(scaled), exponent) if scaled else None
 
 
 def median(values: Sequence[Value]) -> float | None:
@@ -64,11 +65,11 @@ def interval(values: Sequence[Value], level: float = LEVEL) -> tuple[float | Non
     n = len(scaled)
     if n < 2:
         return None, None
-    centre = _centre(scaled)
-    deviation = math.sqrt(math.fsum((value - centre) ** 2 for value in scaled) / (n - 1))
+    center = _center(scaled)
+    deviation = math.sqrt(math.fsum((value - center) ** 2 for value in scaled) / (n - 1))
     half = float(stdtrit(n - 1, (1 + level) / 2)) * deviation / math.sqrt(n)
     try:
-        return math.ldexp(centre - half, exponent), math.ldexp(centre + half, exponent)
+        return math.ldexp(center - half, exponent), math.ldexp(center + half, exponent)
     except OverflowError:
         raise ValueError(f"the interval of {values} is larger than any float: give the values in a larger unit") from None
 
@@ -91,6 +92,14 @@ def paired_difference(arm: Mapping[int, Value], reference: Mapping[int, Value], 
     return shared, summary(differences, level)
 
 
+def rate(k: int, n: int) -> dict[str, Any]:
+    """Return ``k`` of ``n`` as a rate with its 95% Wilson interval; rate and interval are None if ``n`` is 0."""
+    if not n:
+        return {"k": k, "n": n, "rate": None, "low": None, "high": None}
+    wilson = binomtest(k, n).proportion_ci(method="wilson")
+    return {"k": k, "n": n, "rate": k / n, "low": float(wilson.low), "high": float(wilson.high)}
+
+
 def outliers(values: Sequence[Value], scale: float = 3.0, least: float = 0.1) -> list[bool]:
     """Mark (never remove) the values far from the median: `|x - median| > max(scale * 1.4826 * MAD, least)`.
 
@@ -100,9 +109,9 @@ def outliers(values: Sequence[Value], scale: float = 3.0, least: float = 0.1) ->
     if len(_defined(values)) < 3:
         return [False] * len(values)
     quarters = [None if value is None else value / 4 for value in values]  # a difference of them never overflows
-    centre = median(quarters)
-    assert centre is not None
-    distances = [None if value is None else abs(value - centre) for value in quarters]
+    center = median(quarters)
+    assert center is not None
+    distances = [None if value is None else abs(value - center) for value in quarters]
     spread = median(distances)
     assert spread is not None
     limit = max(scale * 1.4826 * spread, least / 4)
@@ -116,7 +125,7 @@ def _defined(values: Sequence[Value]) -> list[float]:
     return defined
 
 
-def _centre(scaled: Sequence[float]) -> float:
+def _center(scaled: Sequence[float]) -> float:
     """Return the mean, which rounding may put an ulp outside of the values."""
     return min(max(math.fsum(scaled) / len(scaled), min(scaled)), max(scaled))
 

@@ -1,8 +1,11 @@
 """Numbers and tables as plain Markdown, readable in a terminal without rendering."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from studies.common.stats import Summary
+
+UNDEFINED = "–"  # noqa: RUF001 - an en dash, as in printed tables
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> str:
@@ -21,13 +24,13 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]], left
     return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])]) + "\n"
 
 
+def markdown_page(sections: Iterable[str]) -> str:
+    """Return a page of these sections, with an empty line between two."""
+    return "\n\n".join(section.rstrip() for section in sections) + "\n"
+
+
 def _escape(cell: str) -> str:
     return cell.replace("|", "\\|").replace("\r", " ").replace("\n", " ")
-
-
-__all__ = ["UNDEFINED", "interval", "markdown_table", "number"]
-
-UNDEFINED = "–"  # noqa: RUF001 - an en dash, as in printed tables
 
 
 def number(value: float | None, signed: bool = False) -> str:
@@ -42,7 +45,14 @@ def number(value: float | None, signed: bool = False) -> str:
 
 def interval(summary: Summary, signed: bool = False) -> str:
     """Format `mean [lo, hi]`; only the mean if one seed gives no interval."""
-    centre = number(summary["mean"], signed)
+    center = number(summary["mean"], signed)
     if summary["lo"] is None:
-        return centre
-    return f"{centre} [{number(summary['lo'], signed)}, {number(summary['hi'], signed)}]"
+        return center
+    return f"{center} [{number(summary['lo'], signed)}, {number(summary['hi'], signed)}]"
+
+
+def percent(rate: Mapping[str, Any]) -> str:
+    """Format a rate and its interval in percent, for example ``99.7 [99.1, 99.9]``, or ``n/a`` without a rate."""
+    if rate["rate"] is None:
+        return "n/a"
+    return f"{100 * rate['rate']:.1f} [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}]"

@@ -73,8 +73,8 @@ class Arm:
 
     def optim(self, usual: OptimSettings) -> OptimSettings:
         """Return the optimizer settings of this arm."""
-        own = {name: value for name in ("decay", "momentum") if (value := getattr(self, name)) is not None}
-        return replace(usual, **own)
+        changed = {name: value for name in ("decay", "momentum") if (value := getattr(self, name)) is not None}
+        return replace(usual, **changed)
 
 
 @validated

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from studies.common.cluster import Executor
-from studies.common.command_line import read_seeds, run_command, show_paths
+from studies.common.command_line import read_seeds, report_commands, run_command, show_paths
 from studies.lanes.config import Precision
 
 SEEDS = {"default": "10-12", "quick": "2", "full": "10-15"}
@@ -73,32 +73,6 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Rewrite the tables and figures of a study folder from its artifacts alone, and print the table of claims."""
-
-    root: tyro.conf.Positional[Path]
-
-    def __call__(self) -> None:
-        from studies.lanes.report import TABLE, write_report
-
-        show_paths(write_report(self.root))
-        print((self.root / TABLE).read_text(encoding="utf-8"))
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Copy the tables and figures of a study folder to the write-up."""
-
-    root: tyro.conf.Positional[Path]
-    to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
-
-    def __call__(self) -> None:
-        from studies.lanes.report import publish
-
-        print(f"wrote {publish(self.root, self.to)}")
-
-
-@dataclass(frozen=True)
 class Arms:
     """List the arms with their differences."""
 
@@ -110,7 +84,7 @@ class Arms:
             print(f"{arm.name:{width}}  {arm.about}")
 
 
-COMMANDS: dict[str, Any] = {"run": Run, "report": Report, "publish": Publish, "arms": Arms}
+COMMANDS: dict[str, Any] = {"run": Run, **report_commands("studies.lanes.report", "claims.md"), "arms": Arms}
 
 
 def main() -> int:

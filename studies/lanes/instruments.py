@@ -56,25 +56,25 @@ def draw(config: LanesConfig, seed: int) -> LanesModel:
 
 def symmetry(settings: Settings, corpus: Corpus, seed: int) -> Part:
     """Return one row per wiring of two lanes: the difference of the lanes' gradients, and the effects of exchange and gauge."""
-    own = settings.instruments
-    tokens = rows(settings, corpus, seed, own.batch, own.length, "symmetry")
-    texts = rows(settings, corpus, seed, own.texts, own.text, "slopes")
+    instruments = settings.instruments
+    tokens = rows(settings, corpus, seed, instruments.batch, instruments.length, "symmetry")
+    texts = rows(settings, corpus, seed, instruments.texts, instruments.text, "slopes")
     return {
-        "wirings": [_wiring(own.config(wiring), tokens, texts, seed) for wiring in TWO_LANES],
+        "wirings": [_wiring(instruments.config(wiring), tokens, texts, seed) for wiring in TWO_LANES],
         "gptj": _gptj(settings, tokens, seed),
     }, {}
 
 
 def _wiring(config: LanesConfig, tokens: Tensor, texts: Tensor, seed: int) -> dict[str, Any]:
     model, layers = draw(config, seed), compared(config)
-    found = [row for row in partials(model, tokens) if row.layer in layers]
-    by_kind = {kind: [row.difference for row in found if row.sublayer == kind] for kind in ("attn", "mlp")}
+    in_lanes = [row for row in partials(model, tokens) if row.layer in layers]
+    by_kind = {kind: [row.difference for row in in_lanes if row.sublayer == kind] for kind in ("attn", "mlp")}
     at_zero = partials(draw(replace(config, zero_init=True), seed), tokens)
     alive = torch.cat([mask.flatten() for mask in live(model, tokens).values()])
     return {
         "wiring": config.wiring,
         **{kind: sum(values) / len(values) for kind, values in by_kind.items()},
-        "largest": max(row.difference for row in found),
+        "largest": max(row.difference for row in in_lanes),
         "at_zero_init": max(max(abs(row.lane0), abs(row.lane1)) for row in at_zero),
         "exchange": abs(exchange_gap(model, tokens)),
         "gauge": abs(gauge_gap(model, tokens)),
@@ -96,13 +96,13 @@ def _gptj(settings: Settings, tokens: Tensor, seed: int) -> float:
 
 def paths(settings: Settings, corpus: Corpus, seed: int) -> Part:
     """Return direct and cascade of every sublayer behind the fork, and the deviation of the direct part from its closed form."""
-    own = settings.instruments
-    tokens = rows(settings, corpus, seed, own.batch, own.length, "paths")
-    found: dict[str, Any] = {}
+    instruments = settings.instruments
+    tokens = rows(settings, corpus, seed, instruments.batch, instruments.length, "paths")
+    by_arm: dict[str, Any] = {}
     for name, (wiring, start) in PATHS.items():
-        model = LanesModel(own.config(wiring, start), torch.Generator().manual_seed(seed)).double()
-        found[name] = [asdict(row) for row in ratios(model, tokens, seed) if row.layer >= own.lane_start]
-    return {"rows": found, "closed_form": _closed_form(own.config("shipped", "asymmetric"), tokens, seed)}, {}
+        model = LanesModel(instruments.config(wiring, start), torch.Generator().manual_seed(seed)).double()
+        by_arm[name] = [asdict(row) for row in ratios(model, tokens, seed) if row.layer >= instruments.lane_start]
+    return {"rows": by_arm, "closed_form": _closed_form(instruments.config("shipped", "asymmetric"), tokens, seed)}, {}
 
 
 def _closed_form(config: LanesConfig, tokens: Tensor, seed: int) -> float:
@@ -127,8 +127,8 @@ def traces(settings: Settings, corpus: Corpus, seed: int) -> Part:
     lanes, quarantine = settings.instruments.symmetry, settings.instruments.quarantine
     by_lanes = rows(settings, corpus, seed, lanes.steps * lanes.batch, lanes.length, "traces")
     by_quarantine = rows(settings, corpus, seed, quarantine.steps * quarantine.batch, quarantine.length, "traces")
-    found = (*trace_wirings(lanes, by_lanes, seed), *trace_quarantines(quarantine, by_quarantine, seed))
-    return {"traces": [asdict(trace) for trace in found]}, {}
+    traced = (*trace_wirings(lanes, by_lanes, seed), *trace_quarantines(quarantine, by_quarantine, seed))
+    return {"traces": [asdict(trace) for trace in traced]}, {}
 
 
 INSTRUMENTS: Mapping[str, Callable[[Settings, Corpus, int], Part]] = MappingProxyType(

@@ -50,8 +50,8 @@ class Subject:
     def bpb(self, model: LanesModel | None = None) -> float:
         """Return the bits per byte on the seed's test text."""
         evaluation, tokens = self.settings.evaluation, self.test
-        found = score(model or self.model, tokens, window=evaluation.window, stride=evaluation.stride)
-        return bpb(found, tokens)
+        nll = score(model or self.model, tokens, window=evaluation.window, stride=evaluation.stride)
+        return bpb(nll, tokens)
 
     def calibration(self, count: int) -> Iterator[Tensor]:
         """Return inputs of training windows for Hessians: a smaller count gives the beginning of a larger one."""
@@ -86,9 +86,9 @@ def excerpt(corpus: Corpus, split: str, size: int, piece: int, seed: int) -> Int
         # The gaps between pieces are drawn, so that no position needs a second try; in a long text this is rarely needed.
         gaps = torch.randint(len(tokens) - size + 1, (pieces,), generator=generator).sort().values
         places = (gaps + piece * torch.arange(pieces))[torch.randperm(pieces, generator=generator)]
-    found = torch.stack([tokens[place : place + piece] for place in places.tolist()])
-    found[:, 0] = BOS
-    return found.flatten()
+    pieces_of_text = torch.stack([tokens[place : place + piece] for place in places.tolist()])
+    pieces_of_text[:, 0] = BOS
+    return pieces_of_text.flatten()
 
 
 def plain_bpb(subject: Subject) -> Part:
@@ -102,11 +102,11 @@ def usual_weights(subject: Subject) -> QuantizedWeights:
     return quantize(subject.model, collect_hessians(subject.model, subject.calibration(usual.batches), usual.batches), usual)
 
 
-def quantised(subject: Subject) -> Part:
+def quantized_bpb(subject: Subject) -> Part:
     """Return the bits per byte of the usual quantization."""
     with dequantized(subject.model, usual_weights(subject)):
-        found = subject.bpb()
-    return {"bpb": found}, {}
+        loss = subject.bpb()
+    return {"bpb": loss}, {}
 
 
 def calibrations(subject: Subject) -> Part:
@@ -123,7 +123,7 @@ def calibrations(subject: Subject) -> Part:
         with dequantized(model, weights):
             return subject.bpb()
 
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "few": loss(quantize(model, few, usual)),
         "many": loss(quantize(model, many, usual)),
         "clipped": loss(quantize(model, few, replace(usual, clip_lambda=evaluation.clip_lambda))),
@@ -136,8 +136,8 @@ def calibrations(subject: Subject) -> Part:
             distortion(model.get_parameter(name).detach(), weights.matrices[name].dequantize(), h) for name, h in few.items()
         )
         point = {"k": k, **asdict(sizes(weights, evaluation.compressor)), "distortion": lost, "loss": loss(weights)}
-        found["points"].append(point)
-    return found, {}
+        data["points"].append(point)
+    return data, {}
 
 
 def score_first_training(subject: Subject) -> Part:
@@ -197,8 +197,8 @@ class Noted:
 
     def __call__(self, log_probs: Tensor, positions: Tensor) -> None:
         for name, mixing in self.mixtures.items():
-            own = mixed_nll(log_probs, self.tokens[positions + 1], self.hints.at(positions), mixing)
-            self.nll[name][positions + 1] = own
+            nll = mixed_nll(log_probs, self.tokens[positions + 1], self.hints.at(positions), mixing)
+            self.nll[name][positions + 1] = nll
 
 
 def tap_in(subject: Subject) -> Part:
@@ -214,8 +214,8 @@ def tap_in(subject: Subject) -> Part:
     noted = Noted(tokens, evaluation, variants)
     score(subject.model, tokens, window=evaluation.window, stride=evaluation.stride, watch=noted)
     nll, hints = noted.nll, noted.hints
-    content = {"bpb": {name: bpb(own, tokens) for name, own in nll.items()}, "hints": _counts(hints, tokens)}
-    return content, {"plain": nll["plain"], "new": nll["new"], "within": nll["within"], "tokens": tokens, "cross": hints.cross}
+    data = {"bpb": {name: bpb(costs, tokens) for name, costs in nll.items()}, "hints": _counts(hints, tokens)}
+    return data, {"plain": nll["plain"], "new": nll["new"], "within": nll["within"], "tokens": tokens, "cross": hints.cross}
 
 
 def _counts(hints: Hints, tokens: Tensor) -> dict[str, float]:
@@ -272,7 +272,7 @@ def windows(tokens: Int64[Tensor, " n"], batch: int, length: int) -> Int64[Tenso
 MEASURES: Mapping[str, Callable[[Subject], Part]] = MappingProxyType(
     {
         "bpb": plain_bpb,
-        "quantised": quantised,
+        "quantised": quantized_bpb,
         "calibrations": calibrations,
         "ttt": score_first_training,
         "tapin": tap_in,

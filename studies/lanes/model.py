@@ -212,9 +212,9 @@ class LanesModel(HookedRootModule):
         """Return the bias of this pass on the keys of one head; None if there is none."""
         if not self.config.head_bias or step.entry is None:
             return None
-        own = self.head_bias[step.entry]
-        head = torch.tensor(BIASED_HEAD % self.config.heads, device=own.device)
-        return functional.one_hot(head, self.config.heads).to(own.dtype)[:, None, None] * own
+        bias = self.head_bias[step.entry]
+        head = torch.tensor(BIASED_HEAD % self.config.heads, device=bias.device)
+        return functional.one_hot(head, self.config.heads).to(bias.dtype)[:, None, None] * bias
 
     def _write(self, layer: int, lanes: Lanes, a: Tensor, m: Tensor) -> Lanes:
         """Write both sublayers into the lanes by the routing scalars. A single lane has none: the outputs are added."""

@@ -99,8 +99,8 @@ class Muon(torch.optim.Optimizer):
     """Muon over one group of matrices, whose rate and momentum the caller sets; equations: see the module."""
 
     def __init__(self, matrices: Sequence[nn.Parameter], settings: OptimSettings) -> None:
-        own = {"lr": settings.matrix_rate, "momentum": settings.momentum, "decay": settings.decay, "steps": settings.newton_schulz}
-        super().__init__([{"params": list(matrices)}], own)
+        rates = {"lr": settings.matrix_rate, "momentum": settings.momentum, "decay": settings.decay}
+        super().__init__([{"params": list(matrices)}], {**rates, "steps": settings.newton_schulz})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

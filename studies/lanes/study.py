@@ -32,7 +32,7 @@ from studies.lanes.text import Corpus
 from studies.lanes.train import build, train
 
 TRAIN = "train"
-Content = Mapping[str, Any]
+Data = Mapping[str, Any]
 T = TypeVar("T")
 LOOPED_COST = 1.7  # relative to a plain arm, in time
 
@@ -60,7 +60,7 @@ class Job:
         return ARMS.get(self.name)
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def part_names(self) -> tuple[str, ...]:
         """The parts that the job makes, in order."""
         return (self.name,) if self.arm is None else (TRAIN, *measured(self.name))
 
@@ -69,7 +69,7 @@ class Job:
         """Rough relative duration of the job."""
         if self.arm is None:
             return 1.0 if self.name == "traces" else 0.1
-        return self.arm.steps * (1.0 if self.arm.looped == "none" else LOOPED_COST) + 0.2 * len(self.parts)
+        return self.arm.steps * (1.0 if self.arm.looped == "none" else LOOPED_COST) + 0.2 * len(self.part_names)
 
     def path(self, part: str) -> Path:
         if self.arm is None:
@@ -91,17 +91,17 @@ class Job:
         Raises:
             ValueError: If a part is damaged, or belongs to other settings.
         """
-        there = [self.read(part) is not None for part in self.parts]  # checks all of them
+        there = [self.read(part) is not None for part in self.part_names]  # checks all of them
         return all(there)
 
 
 def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence[int], arms: Sequence[str]) -> list[Job]:
     """Return every job of a study, the longest first, so that no long job runs alone at the end."""
-    found = [Job(settings, folder, text, arm, seed) for arm in arms for seed in seeds]
+    jobs = [Job(settings, folder, text, arm, seed) for arm in arms for seed in seeds]
     for name in INSTRUMENTS:
         draws = range(settings.instruments.draws) if name in DRAWN else seeds
-        found += [Job(settings, folder, text, name, draw) for draw in draws]
-    return sorted(found, key=lambda job: -job.cost)
+        jobs += [Job(settings, folder, text, name, draw) for draw in draws]
+    return sorted(jobs, key=lambda job: -job.cost)
 
 
 def run_job(job: Job) -> None:
@@ -113,9 +113,9 @@ def run_job(job: Job) -> None:
     if job.settings.training.device == "cpu":
         torch.set_num_threads(1)  # one worker per core; with an accelerator a single worker has all cores
     corpus = _corpus(job.text, job.settings.text)
-    place = job.path(job.parts[0]).parent
+    place = job.path(job.part_names[0]).parent
     with held(place):
-        for part in job.parts:
+        for part in job.part_names:
             if job.read(part) is None:
                 write_part(job.path(part), job.identity(part), *_make(job, part, corpus))
 
@@ -126,9 +126,9 @@ def _make(job: Job, part: str, corpus: Corpus) -> Part:
     if part != TRAIN:
         return MEASURES[part](Subject(job.settings, corpus, job.arm, job.seed, trained(job)))
     settings = job.settings
-    found = train(job.arm, settings.size, settings.training, training_tokens(settings, corpus), job.seed)
-    weights = {f"weights.{name}": value.detach() for name, value in found.model.state_dict().items()}
-    return {"steps": len(found.losses), "last": float(found.losses[-10:].mean())}, {**weights, "losses": found.losses}
+    result = train(job.arm, settings.size, settings.training, training_tokens(settings, corpus), job.seed)
+    weights = {f"weights.{name}": value.detach() for name, value in result.model.state_dict().items()}
+    return {"steps": len(result.losses), "last": float(result.losses[-10:].mean())}, {**weights, "losses": result.losses}
 
 
 def trained(job: Job) -> LanesModel:
@@ -137,11 +137,11 @@ def trained(job: Job) -> LanesModel:
     Raises:
         ValueError: If there is none.
     """
-    found = job.read(TRAIN)
-    if job.arm is None or found is None:
+    part = job.read(TRAIN)
+    if job.arm is None or part is None:
         raise ValueError(f"{job.path(TRAIN)} does not exist: run the study first")
     model = build(job.arm.config(job.settings.size), job.seed)
-    model.load_state_dict({name.removeprefix("weights."): value for name, value in found[1].items() if name != "losses"})
+    model.load_state_dict({name.removeprefix("weights."): value for name, value in part[1].items() if name != "losses"})
     return model
 
 
@@ -157,9 +157,9 @@ def run_jobs(jobs: Sequence[Job], workers: int, cluster: Cluster | None = None, 
         ValueError: If a part is damaged. Also raises the errors of `run_each`.
     """
     todo = [job for job in jobs if not job.finished]
-    parts = [job.path(part) for job in todo for part in job.parts]
+    files = [job.path(part) for job in todo for part in job.part_names]
     if todo:
-        run_each(run_job, todo, parts, "lanes", workers=workers, cluster=cluster, folder=todo[0].folder, quiet=quiet)
+        run_each(run_job, todo, files, "lanes", workers=workers, cluster=cluster, folder=todo[0].folder, quiet=quiet)
 
 
 def run_study(
@@ -189,7 +189,7 @@ def run_study(
 
 
 @dataclass(frozen=True)
-class Found:
+class Study:
     """The settings of a study and the contents of its artifacts.
 
     Attributes:
@@ -198,34 +198,34 @@ class Found:
     """
 
     settings: Settings
-    contents: Mapping[tuple[str, int, str], Content]
+    contents: Mapping[tuple[str, int, str], Data]
 
     @property
     def seeds(self) -> tuple[int, ...]:
         """The seeds at which arms were measured."""
         return tuple(sorted({seed for name, seed, part in self.contents if name in ARMS and part == "bpb"}))
 
-    def by_seed(self, name: str, part: str, read: Callable[[Content], T] = lambda content: content) -> dict[int, T]:
-        """Return what `read` reads from a part of an arm or an instrument, by seed or draw.
+    def by_seed(self, name: str, part: str, read: Callable[[Data], T] = lambda data: data) -> dict[int, T]:
+        """Return `read` of the data of a part of an arm or an instrument, by seed or draw.
 
         Raises:
             ValueError: If the study has no such part.
         """
-        found = {seed: read(content) for (arm, seed, own), content in self.contents.items() if (arm, own) == (name, part)}
-        if not found:
+        values = {seed: read(data) for (arm, seed, made), data in self.contents.items() if (arm, made) == (name, part)}
+        if not values:
             raise ValueError(f"the study has no part {part!r} of {name!r}: run it again to create what is missing")
-        return dict(sorted(found.items()))
+        return dict(sorted(values.items()))
 
-    def drawn(self, instrument: str) -> list[Content]:
+    def drawn(self, instrument: str) -> list[Data]:
         """Return all draws of an instrument, in order."""
         return list(self.by_seed(instrument, instrument).values())
 
     def measured(self, part: str) -> list[str]:
         """Return the arms for which the study has a part, in the order of the table."""
-        return [arm for arm in ARMS if any((arm, part) == (name, own) for name, _, own in self.contents)]
+        return [arm for arm in ARMS if any((arm, part) == (name, made) for name, _, made in self.contents)]
 
 
-def load(folder: Path) -> Found:
+def load(folder: Path) -> Study:
     """Read and check all parts of a study.
 
     Raises:
@@ -238,18 +238,18 @@ def load(folder: Path) -> Found:
     if folder.name != settings.folder or not seeds:
         raise ValueError(f"{folder} contains no finished study: `run` creates one, or resumes an interrupted one")
     arms = [name for name in ARMS if (folder / "arms" / name).is_dir()]
-    contents: dict[tuple[str, int, str], Content] = {}
+    contents: dict[tuple[str, int, str], Data] = {}
     for job in jobs_of(settings, folder, None, seeds, arms):
-        for part in job.parts:
-            found = job.read(part)
-            if found is None:
+        for part in job.part_names:
+            artifact = job.read(part)
+            if artifact is None:
                 raise ValueError(f"{job.path(part)} is missing because the run was interrupted: a run of its seed resumes it")
-            contents[job.name, job.seed, part] = found[0]
-    return Found(settings, contents)
+            contents[job.name, job.seed, part] = artifact[0]
+    return Study(settings, contents)
 
 
-def tensors(folder: Path, found: Found, arm: str, seed: int, part: str) -> dict[str, Tensor]:
+def tensors(folder: Path, study: Study, arm: str, seed: int, part: str) -> dict[str, Tensor]:
     """Return the tensors of a part."""
-    read = Job(found.settings, folder, None, arm, seed).read(part)
+    read = Job(study.settings, folder, None, arm, seed).read(part)
     assert read is not None
     return read[1]

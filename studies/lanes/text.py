@@ -61,10 +61,10 @@ class Corpus:
     @cached_property
     def sha256(self) -> str:
         """Hash of all names, sizes and contents, in order."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for one in self.documents:
-            found.update(f"{one.sha256} {len(one.data)} ".encode() + _encoded(one.name) + b"\0")
-        return found.hexdigest()
+            digest.update(f"{one.sha256} {len(one.data)} ".encode() + _encoded(one.name) + b"\0")
+        return digest.hexdigest()
 
     def split(self, split: str) -> tuple[Document, ...]:
         """Return the documents of a split in the order of their hashes, so that the first few do not all start with "a".
@@ -84,8 +84,8 @@ class Corpus:
 
         Takes eight bytes per token; nothing else is copied. Raises the errors of ``split``.
         """
-        parts = _limited([d.data for d in self.split(split)], limit_bytes)
-        arrays = [one for part in parts for one in (np.array([BOS]), np.frombuffer(part, dtype=np.uint8))]
+        texts = _limited([d.data for d in self.split(split)], limit_bytes)
+        arrays = [one for part in texts for one in (np.array([BOS]), np.frombuffer(part, dtype=np.uint8))]
         return torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
 
 
@@ -94,10 +94,10 @@ def _encoded(name: str) -> bytes:
     return name.encode("utf-8", "surrogateescape")
 
 
-def _limited(parts: list[bytes], limit: int | None) -> Iterator[bytes]:
+def _limited(texts: list[bytes], limit: int | None) -> Iterator[bytes]:
     """Yield the first parts, up to ``limit`` bytes in total."""
     left = limit
-    for part in parts:
+    for part in texts:
         if left == 0:
             return
         yield part[:left]

@@ -146,10 +146,10 @@ def train(arm: Arm, size: Size, training: Training, tokens: Int64[Tensor, " n"],
         losses.append(loss.detach())
     if switch >= steps:  # too few steps for the loop to run: its model is returned all the same
         model, _ = looped(model, optimizer, build(config, seed).to(device))
-    found = torch.stack(losses).float().cpu()
-    if not bool(found.isfinite().all()):
+    curve = torch.stack(losses).float().cpu()
+    if not bool(curve.isfinite().all()):
         raise ValueError(f"the loss of {arm.name} at seed {seed} is not finite: lower the learning rates or the decay")
-    return Trained(model.cpu(), found)
+    return Trained(model.cpu(), curve)
 
 
 def looped(model: LanesModel, optimizer: LanesOptimizer, new: LanesModel) -> tuple[LanesModel, LanesOptimizer]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mi_route2.files import write_whole
-from mi_route2.plots import BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, new_figure, save_figure, style
+from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, PURPLE, new_figure, save_figure, style
 from mi_route2.validation import read_object
 from studies.common.processes import run_pool
 from studies.common.publishing import compact, update_pages, write_texts
@@ -178,7 +178,7 @@ def figure(watch: Watch, path: Path) -> Path:
                 bars = [y - lo, hi - y]
                 ax.errorbar(range(len(arms)), y, yerr=bars, color=color, marker=marker, markersize=4, linewidth=0.8, label=kind)
             band = np.array([watch.summary(arm, probes[0], "random")["mean"] for arm in arms], dtype=float)
-            ax.plot(range(len(arms)), band, color=GREY, linestyle=":", label="random, 95th percentile")
+            ax.plot(range(len(arms)), band, color=GRAY, linestyle=":", label="random, 95th percentile")
             ax.set_xticks(range(len(arms)), [_steps(arm) for arm in arms])
             ax.set_title(f"{watch.preset}, {'fingerprints' if layer == GRADIENT else f'stream after {layer}'}")
             ax.set_xlabel("steps of ordinary training" if ordinary else "arm")

@@ -68,8 +68,8 @@ class Run:
             print(f"signal: {outcome.signal}", file=sys.stderr)
         if outcome.reply is not None:
             print(f"result: {json.dumps(outcome.reply)}", file=sys.stderr)
-        for name, content in outcome.files.items():
-            print(f"file: {name}, {len(content)} bytes", file=sys.stderr)
+        for name, data in outcome.files.items():
+            print(f"file: {name}, {len(data)} bytes", file=sys.stderr)
         return 1 if outcome.exit_code is None else outcome.exit_code
 
 

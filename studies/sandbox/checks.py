@@ -59,14 +59,14 @@ def run_checks() -> Iterator[Finding]:
     """
     with Jail(DRIVER, workers=1, limits=LIMITS, unsafe=True, without=PROTECTIONS) as nothing:
         for protection in PROTECTIONS:
-            with Jail(DRIVER, workers=1, limits=LIMITS, unsafe=True, without=set(PROTECTIONS) - {protection}) as alone:
+            with Jail(DRIVER, workers=1, limits=LIMITS, unsafe=True, without=set(PROTECTIONS) - {protection}) as single:
                 checks = [check for check in CHECKS if check.protection == protection]
                 payloads = [{"code": check.code} for check in checks]
-                for check, inside, outside in zip(checks, alone.run(payloads), nothing.run(payloads), strict=True):
+                for check, inside, outside in zip(checks, single.run(payloads), nothing.run(payloads), strict=True):
                     yield Finding(check, not done(inside), done(outside))
 
 
 def honest_program_works(jail: Jail) -> bool:
-    """Return whether an ordinary program works under all protections of ``jail``."""
+    """Return True if an ordinary program works under all protections of ``jail``."""
     (outcome,) = jail.run([{"code": HONEST}], limits=Limits())
     return done(outcome) and outcome.stdout == b"2432902008176640000\n" and dict(outcome.files) == {"result.txt": b"done"}

@@ -186,7 +186,7 @@ class _Batch:
         self._busy: dict[Worker, tuple[int, float]] = {}
         """``{worker: (its job, time after which it is considered dead)}``."""
         self._crowded = False
-        """Whether a job found the disk full and no job has run alone since."""
+        """True if a job met a full disk and no job has run alone since."""
         self._full_since: float | None = None
         """Time at which the disk was first found full while no job of this jail ran."""
 

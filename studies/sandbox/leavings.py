@@ -28,7 +28,7 @@ def nameless(pid: int) -> list[int]:
 
 
 def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
-    found = []
+    named = []
     with os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):  # removed after the scan
@@ -37,8 +37,8 @@ def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
                 except PermissionError:  # a control run took the folder's permissions away
                     os.fchmod(folder, 0o700)
                     status = entry.stat(follow_symlinks=False)
-                found.append((entry.name, status))
-    return found
+                named.append((entry.name, status))
+    return named
 
 
 def collect(folder: int, limits: Limits) -> dict[str, bytearray]:
@@ -46,17 +46,17 @@ def collect(folder: int, limits: Limits) -> dict[str, bytearray]:
 
     Files with a second hard link, or whose name is not printable UTF-8, are left out.
     """
-    found: dict[str, bytearray] = {}
+    files: dict[str, bytearray] = {}
     room = limits.disk
     for name, status in sorted(_entries(folder)):
-        if len(found) == limits.files:
+        if len(files) == limits.files:
             break
         size = min(status.st_size, limits.file_size)
         if name.isprintable() and _ordinary(status) and size <= room:
             with contextlib.suppress(PermissionError):
-                found[name] = _read(folder, name, size)
+                files[name] = _read(folder, name, size)
                 room -= size
-    return found
+    return files
 
 
 def _ordinary(status: os.stat_result) -> bool:
@@ -64,15 +64,15 @@ def _ordinary(status: os.stat_result) -> bool:
 
 
 def _read(folder: int, name: str, size: int) -> bytearray:
-    content, done = bytearray(size), 0
+    data, done = bytearray(size), 0
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
-        while done < size and (got := os.readv(descriptor, [memoryview(content)[done : done + CHUNK]])):
+        while done < size and (got := os.readv(descriptor, [memoryview(data)[done : done + CHUNK]])):
             done += got
     finally:
         os.close(descriptor)
-    del content[done:]
-    return content
+    del data[done:]
+    return data
 
 
 def clear(folder: str) -> None:
@@ -110,10 +110,10 @@ def end_descendants() -> None:
     """End all descendants of this process, which must be a subreaper, so that orphans become its children."""
     while reap():
         known: set[int] = set()
-        while not (found := descendants(os.getpid())) <= known:  # a stopped process cannot fork
-            known |= found
-            _send(found, signal.SIGSTOP)
-        _send(found, signal.SIGKILL)
+        while not (running := descendants(os.getpid())) <= known:  # a stopped process cannot fork
+            known |= running
+            _send(running, signal.SIGSTOP)
+        _send(running, signal.SIGKILL)
         time.sleep(0.001)
 
 
@@ -131,10 +131,10 @@ def descendants(root: int) -> set[int]:
             state, parent = file.read().rpartition(b")")[2].split()[:2]
             if state != b"Z":
                 children.setdefault(int(parent), []).append(int(name))
-    found: set[int] = set()
+    result: set[int] = set()
     todo = [root]
     while todo:
-        new = [pid for pid in children.get(todo.pop(), ()) if pid not in found]
-        found.update(new)
+        new = [pid for pid in children.get(todo.pop(), ()) if pid not in result]
+        result.update(new)
         todo += new
-    return found
+    return result

@@ -65,7 +65,7 @@ class Recipe:
         driver: Python file that defines ``execute``.
         modules: Modules that candidates can import.
         search: Paths of those modules outside of the standard library, which the driver may also use.
-        own: Paths of modules that only the server uses.
+        server_search: Paths of modules that only the server uses.
         wanted: Protections to apply.
         programs: Seccomp programs by whether the child's root is its folder.
     """
@@ -73,7 +73,7 @@ class Recipe:
     driver: Path
     modules: tuple[str, ...]
     search: tuple[str, ...]
-    own: tuple[str, ...]
+    server_search: tuple[str, ...]
     wanted: frozenset[str]
     programs: Mapping[bool, bytes]
 
@@ -83,7 +83,7 @@ class Recipe:
             "driver": str(self.driver),
             "modules": self.modules,
             "search": self.search,
-            "own": self.own,
+            "server_search": self.server_search,
             "wanted": sorted(self.wanted),
             "programs": {str(int(chrooted)): code.hex() for chrooted, code in self.programs.items()},
             "home": str(home),
@@ -96,17 +96,17 @@ class Worker:
     Args:
         recipe: Configuration of the server.
         home: Folder of its jobs; the server creates it.
-        held: Descriptor that the server inherits and keeps open, so that the pool's folder stays locked.
+        lock: Descriptor that the server inherits and keeps open, so that the pool's folder stays locked.
 
     Raises:
         OSError: The server cannot be started.
     """
 
-    def __init__(self, recipe: Recipe, home: Path, held: int) -> None:
+    def __init__(self, recipe: Recipe, home: Path, lock: int) -> None:
         self._home, self._serial = home, 0
         self.socket, theirs = socket.socketpair()
         # Our own environment isolates the interpreter as -I would; -I itself would ignore the hash seed.
-        numbers = map(str, (theirs.fileno(), held, os.getpid()))
+        numbers = map(str, (theirs.fileno(), lock, os.getpid()))
         command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", BOOT, str(SERVER), *numbers]
         environment = ENVIRONMENT | {name: os.environ[name] for name in INHERITED if name in os.environ}
         with theirs:
@@ -116,7 +116,7 @@ class Worker:
                 stdout=subprocess.DEVNULL,  # stderr is inherited, so that a failing server can report there
                 cwd="/",
                 env=environment,
-                pass_fds=(theirs.fileno(), held),
+                pass_fds=(theirs.fileno(), lock),
                 start_new_session=True,  # only the parent handles a Ctrl-C
             )
         with contextlib.suppress(ConnectionError):  # the server died already: `greet` reports how
@@ -250,8 +250,8 @@ class Pool:
         fresh: list[Worker] = []
         try:
             while len(self.workers) + len(fresh) < self.size:
-                with hold(self._root) as held:
-                    fresh.append(Worker(self._recipe, self._root / str(next(self._names)), held))
+                with hold(self._root) as lock:
+                    fresh.append(Worker(self._recipe, self._root / str(next(self._names)), lock))
             for worker in fresh:
                 greeting = worker.greet()
                 self._greeting = self._greeting or greeting

@@ -118,9 +118,9 @@ def find_confinement(wanted: frozenset[str], programs: dict[bool, bytes], home: 
     return Confinement(wanted - missing.keys(), compiled, chosen.identity, chosen.chroot, os.getpid()), missing
 
 
-def serve(channel: int, held: int, parent: int, config: dict[str, Any], execute: Callable[[Any], Any], private: set[str]) -> None:
+def serve(channel: int, lock: int, parent: int, config: dict[str, Any], execute: Callable[[Any], Any], private: set[str]) -> None:
     """Report the protections of this server's children, then run jobs until the parent ends."""
-    channel, _ = settle(channel, held)
+    channel, _ = settle(channel, lock)
     home = config["home"]
     try:
         if len(os.listdir("/proc/self/task")) > 1:
@@ -184,10 +184,10 @@ def do_jobs(channel: int, pidfd: int, watch: Watch) -> None:
 def answer(channel: int, serial: int, watch: Watch, payload: Vessel, limits: Limits) -> None:
     report = watch.run(payload.view, limits)
     header = vars(report) | {"serial": serial, "truncated": watch.stdout.cut or watch.stderr.cut}
-    header["files"] = {name: len(content) for name, content in report.files.items()}
+    header["files"] = {name: len(data) for name, data in report.files.items()}
     header["lengths"] = [vessel.kept for vessel in watch.vessels]
     write_all(channel, pack(header), *(vessel.view for vessel in watch.vessels), *report.files.values())
     for vessel in (*watch.vessels, payload):
         vessel.wipe()
-    for content in report.files.values():
-        content[:] = bytes(len(content))
+    for data in report.files.values():
+        data[:] = bytes(len(data))

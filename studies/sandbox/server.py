@@ -108,7 +108,7 @@ def prepare(config: dict[str, Any]) -> tuple[Any, Any, set[str]]:
     before = set(sys.modules)
     with nameless_code():
         execute = load_driver(config["driver"])
-        sys.path += config["own"]
+        sys.path += config["server_search"]
         private = import_library(config["library"])
     sys.path.clear()
     sys.path_importer_cache.clear()
@@ -116,7 +116,7 @@ def prepare(config: dict[str, Any]) -> tuple[Any, Any, set[str]]:
     return sys.modules["studies.sandbox.serve"].serve, execute, private
 
 
-def main(channel: int, held: int, parent: int) -> None:
+def main(channel: int, lock: int, parent: int) -> None:
     config = receive_config(channel)
     try:
         serve, execute, private = prepare(config)
@@ -130,7 +130,7 @@ def main(channel: int, held: int, parent: int) -> None:
     gc.collect()
     gc.freeze()
     gc.disable()  # children enable it (`child.level`): they could count the server's collections and infer their place
-    serve(channel, held, parent, config, execute, private)
+    serve(channel, lock, parent, config, execute, private)
 
 
 if __name__ == "__main__":

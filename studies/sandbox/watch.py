@@ -104,7 +104,7 @@ class Vessel:
 
 @dataclass(frozen=True)
 class Report:
-    """How a job ended; the fields are those of `Outcome`. The job's output is in the buffers of `Watch`."""
+    """Outcome of a job; the fields are those of `Outcome`. The job's output is in the buffers of `Watch`."""
 
     status: str
     exit_code: int | None
@@ -150,7 +150,7 @@ class Job:
         return time.clock_gettime(~self.pid << 3 | 2)
 
     def over(self, ended: bool = False) -> bool:
-        """Return whether the job's files exceed their limits in number or size.
+        """Return True if the job's files exceed their limits in number or size.
 
         For a job that has ended only the files in its folder count; for a running one also files that it holds open without a name.
         """

@@ -34,10 +34,10 @@ ONE_KIND = bytes.maketrans(b"{}", b"[]")
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def write_all(descriptor: int, *parts: bytes | bytearray | memoryview) -> None:
-    """Write all bytes of the parts to a descriptor, without copying them."""
-    for part in parts:
-        view = memoryview(part)
+def write_all(descriptor: int, *buffers: bytes | bytearray | memoryview) -> None:
+    """Write all bytes of the buffers to a descriptor, without copying them."""
+    for buffer in buffers:
+        view = memoryview(buffer)
         while view:
             view = view[os.write(descriptor, view) :]
 
@@ -49,7 +49,7 @@ def pack(header: dict[str, Any]) -> bytes:
 
 
 def too_deep(text: bytes) -> bool:
-    """Return whether brackets outside of strings are nested more than `DEPTH` levels or are unbalanced, in linear time."""
+    """Return True if brackets outside of strings are nested more than `DEPTH` levels or are unbalanced, in linear time."""
     brackets = text.translate(ONE_KIND, NOT_BRACKETS)
     for _ in range(DEPTH):  # each round removes the innermost level
         if not brackets:
@@ -68,8 +68,8 @@ def _number(text: str) -> float:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    return found if len(found) == len(pairs) else _refuse("a repeated name")
+    entries = dict(pairs)
+    return entries if len(entries) == len(pairs) else _refuse("a repeated name")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_number, object_pairs_hook=_object)
@@ -124,8 +124,8 @@ def _strings(data: Any) -> Iterator[str]:
 
 def cut(body: bytes, lengths: Sequence[int]) -> list[bytes]:
     """Split a body into consecutive parts of the given lengths."""
-    parts, start = [], 0
+    pieces, start = [], 0
     for length in lengths:
-        parts.append(body[start : start + length])
+        pieces.append(body[start : start + length])
         start += length
-    return parts
+    return pieces

@@ -32,7 +32,7 @@ def verdict(difference: Mapping[str, Estimate]) -> str:
 
 def comparisons(study: Study) -> list[dict[str, Any]]:
     """Return every cell of the operating threshold, and the ends, compared with deletion and with always on; paired."""
-    found = []
+    rows = []
     for subject in SUBJECTS:
         cells = study.cells(subject, "quarantine")
         for reference in (DELETED, ON):
@@ -41,26 +41,26 @@ def comparisons(study: Study) -> list[dict[str, Any]]:
                     continue
                 difference = study.estimates(subject, "quarantine", cell["name"], minus=reference)
                 entry = {"subject": subject, "reference": reference, **cell, "verdict": verdict(difference)}
-                found.append(entry | {metric: each.as_dict() for metric, each in difference.items()})
-    return found
+                rows.append(entry | {metric: each.as_dict() for metric, each in difference.items()})
+    return rows
 
 
 def against_random(study: Study) -> list[dict[str, Any]]:
     """Return the probe minus the mean of the random probes under the same mechanism; paired."""
-    found = []
+    rows = []
     for subject in SUBJECTS:
         cells = [c for c in study.cells(subject, "quarantine") if c.get("quantile") == study.settings.operating]
         for how in MECHANISMS:
-            own = [c for c in cells if c["how"] == how and c["probe"] == "probe"]
+            probed = [c for c in cells if c["how"] == how and c["probe"] == "probe"]
             random = [c for c in cells if c["how"] == how and str(c["probe"]).startswith("haar")]
-            if not own or not random:
+            if not probed or not random:
                 continue
-            a = study.values(subject, "quarantine", own[0]["name"])
+            a = study.values(subject, "quarantine", probed[0]["name"])
             others = [study.values(subject, "quarantine", each["name"]) for each in random]
             row = {m: study.draws.estimate(a[m] - sum(each[m] for each in others) / len(others)) for m in a}
             entry = {"subject": subject, "how": how, "random": len(random), "verdict": verdict(row)}
-            found.append(entry | {m: each.as_dict() for m, each in row.items()})
-    return found
+            rows.append(entry | {m: each.as_dict() for m, each in row.items()})
+    return rows
 
 
 def frontier_counts(study: Study) -> dict[str, dict[str, int]]:
@@ -68,15 +68,15 @@ def frontier_counts(study: Study) -> dict[str, dict[str, int]]:
 
     They look better if by their means they hack no more and solve no less, and are not equal in both; or by their intervals.
     """
-    found = {}
+    counts = {}
     for subject in SUBJECTS:
         tried = [c for c in study.cells(subject, "quarantine") if c["how"] in MECHANISMS and c["probe"] == "probe"]
         rows = [study.estimates(subject, "quarantine", c["name"], minus=DELETED) for c in tried]
         means = [(row["hack_held"].mean, row["solve"].mean) for row in rows]
         by_mean = sum(hack <= ROUNDING and solve >= -ROUNDING and max(-hack, solve) > ROUNDING for hack, solve in means)
         sure = sum(verdict(row) == "better" for row in rows)
-        found[subject] = {"tried": len(tried), "better_by_means": by_mean, "better_by_intervals": sure}
-    return found
+        counts[subject] = {"tried": len(tried), "better_by_means": by_mean, "better_by_intervals": sure}
+    return counts
 
 
 def sentences(study: Study) -> str:
@@ -86,10 +86,10 @@ def sentences(study: Study) -> str:
     for subject in SUBJECTS:
         lines.append(f"- **{subject}**, at the threshold that was fixed before:")
         for reference, text in ((DELETED, "a deleted quarantine"), (ON, "one that is always on")):
-            own = [row for row in rows if (row["subject"], row["reference"]) == (subject, reference)]
-            gated = [row for row in own if row.get("probe") == "probe" and row["how"] in MECHANISMS]
+            compared = [row for row in rows if (row["subject"], row["reference"]) == (subject, reference)]
+            gated = [row for row in compared if row.get("probe") == "probe" and row["how"] in MECHANISMS]
             said = [f"{row['how']} **{row['verdict']}**" for row in gated]
-            always = [f" (always on, without any monitor: {row['verdict']})" for row in own if row["name"] == ON]
+            always = [f" (always on, without any monitor: {row['verdict']})" for row in compared if row["name"] == ON]
             lines.append(f"    - next to {text}: {', '.join(said)}{''.join(always)}")
         count = counts[subject]
         lines.append(

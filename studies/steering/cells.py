@@ -43,7 +43,7 @@ class Cell:
         state: Whether the model runs with its quarantine (`full`) or without (`deployed`).
         sync: Synchronous controllers of the cell.
         queues: Asynchronous controllers of the cell.
-        held: Configurations to which the controllers route.
+        configurations: Steering by name, to which the controllers route.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Cell:
     state: Literal["full", "deployed"] = "full"
     sync: tuple[SyncController, ...] = ()
     queues: tuple[AsyncController, ...] = ()
-    held: Mapping[str, Steering] = field(default_factory=dict)
+    configurations: Mapping[str, Steering] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Bench:
         ``asked`` requests the log-probability of the first token of the exploit of the prompt's own mode.
         """
         vocabulary = Vocabulary()
-        found = []
+        requests = []
         for number, prompt in enumerate(prompts):
             exploit = get_mode(prompt.mode).exploit
             ids = (vocabulary.id(exploit[0]),) if asked and exploit else ()
@@ -98,8 +98,8 @@ class Bench:
                 logprob_token_ids=ids,
             )
             tokens = tuple(vocabulary.encode(prompt.tokens))
-            found.append(Request(tokens, sampling, steering=steering, capture=tuple(Capture(site) for site in capture)))
-        return found
+            requests.append(Request(tokens, sampling, steering=steering, capture=tuple(Capture(site) for site in capture)))
+        return requests
 
     def engine(self, *, exact: bool = False, controllers: Controllers | None = None) -> Engine:
         """Return an engine over the model in its current state."""
@@ -107,7 +107,7 @@ class Bench:
 
     def run(self, cells: Sequence[Cell], *, what: str = "cells") -> dict[str, UInt8[Tensor, "modes tasks 2"]]:
         """Return the outcomes (`OUTCOMES`) of every cell, by its name."""
-        prompts, found = self.prompts(), {}
+        prompts, outcomes = self.prompts(), {}
         for state in ("full", "deployed"):
             some = [cell for cell in cells if cell.state == state]
             if not some:
@@ -115,8 +115,8 @@ class Bench:
             with self.switched(state):
                 results = self.results(some, prompts, what)
             for cell in some:
-                found[cell.name] = self.outcomes(prompts, results[cell.name])
-        return {cell.name: found[cell.name] for cell in cells}
+                outcomes[cell.name] = self.outcomes(prompts, results[cell.name])
+        return {cell.name: outcomes[cell.name] for cell in cells}
 
     def switched(self, state: str):
         """Return the context in which the model has its quarantine (`full`), or is without it."""
@@ -132,11 +132,11 @@ class Bench:
         queues = [one for cell in cells for one in cell.queues]
         engine = self.engine(controllers=Controllers(sync, queues))
         for cell in cells:
-            for name, spec in cell.held.items():
+            for name, spec in cell.configurations.items():
                 engine.steering.hold(name, spec)
         owner: dict[int, tuple[str, int]] = {}
-        found: dict[str, list[Result]] = {cell.name: [None] * len(prompts) for cell in cells}  # pyright: ignore[reportAssignmentType]
-        for cell in cells:
+        by_cell: dict[str, list[Result]] = {cell.name: [None] * len(prompts) for cell in cells}  # pyright: ignore[reportAssignmentType]
+        for cell in cells:  # one engine for all cells: each engine needs forwards of its own
             for place, request in enumerate(self.requests(prompts, cell.steering)):
                 owner[engine.submit(request)] = cell.name, place
         with tqdm(total=len(owner), desc=what, unit="rollout", delay=3, leave=False, disable=None) as bar:
@@ -144,10 +144,10 @@ class Bench:
                 done = engine.step()
                 for result in done:
                     name, place = owner[result.request]
-                    found[name][place] = checked(result)
+                    by_cell[name][place] = checked(result)
                 bar.update(len(done))
         _refuse_failures(engine)
-        return found
+        return by_cell
 
     def outcomes(self, prompts: Sequence[Prompt], results: Sequence[Result]) -> UInt8[Tensor, "modes tasks 2"]:
         """Return the oracle's verdict on each rollout; for measurement alone."""
@@ -263,18 +263,18 @@ def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shad
     """
     gate = fitted.gates[Site.parse(settings.site)]["probe"]
     name = "shadow" if shadow else f"delay {delay} x{gain:g}"
-    threshold, held = gate.thresholds[settings.operating], f"{name} row"
+    threshold, row_name = gate.thresholds[settings.operating], f"{name} row"
     watch = Monitor(gate.site, gate.weight, threshold, settings.sharpness, gates=(), name=name)
-    gain_there = 0.0 if shadow else 1.0
+    gain_there = 0.0 if shadow else 1.0  # at gain 0 the policy still decides, and its decisions are counted
     policy = ProbeController(
-        held, threshold, monitor=watch, smoothing=1.0, generated=True, gain=gain_there, name=name, keep=1 << 20
+        row_name, threshold, monitor=watch, smoothing=1.0, generated=True, gain=gain_there, name=name, keep=1 << 20
     )
     row = Steering(decode=(away(settings, fitted, gain),))
     about = {"how": "policy", "delay": delay, "gain": gain, "quantile": settings.operating}
     if delay == 1:
-        return Cell(name, about, Steering(monitors=(watch,)), sync=(policy,), held={held: row})
+        return Cell(name, about, Steering(monitors=(watch,)), sync=(policy,), configurations={row_name: row})
     late = Late(policy, delay)
-    return Cell(name, about, Steering(monitors=(watch,)), sync=(late,), queues=(late.queue,), held={held: row})
+    return Cell(name, about, Steering(monitors=(watch,)), sync=(late,), queues=(late.queue,), configurations={row_name: row})
 
 
 def quarantine(settings: Settings, fitted: Fitted) -> Iterator[Cell]:

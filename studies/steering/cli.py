@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from studies.common.cluster import Executor
-from studies.common.command_line import read_seeds, run_command, show_paths
+from studies.common.command_line import Config, Override, Seeds, Workers, read_seeds, report_commands, run_command, show_paths
 from studies.steering.settings import Settings
 from studies.training.settings import PRESETS, get_settings, override
 
@@ -21,11 +21,11 @@ class Run:
     """Train what is missing, fit probes, run every experiment and write the report. Safe to interrupt and start again."""
 
     preset: Annotated[str, tyro.conf.arg(help=f"one of {', '.join(PRESETS)}")] = "strong"
-    seeds: Annotated[str, tyro.conf.arg(help="a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)")] = "3"
-    workers: Annotated[int, tyro.conf.arg(help="number of processes, one thread each")] = 2
+    seeds: Seeds = "3"
+    workers: Workers = 2
     out: Annotated[Path, tyro.conf.arg(help="folder for run folders; its runs of studies.route2 are reused")] = Path("runs")
-    config: Annotated[Path | None, tyro.conf.arg(help="TOML file of run settings to change; --override takes precedence")] = None
-    override: Annotated[tuple[str, ...], tyro.conf.arg(help="run settings to change, e.g. steps=40")] = ()
+    config: Config = None
+    override: Override = ()
     tasks: Annotated[int, tyro.conf.arg(help="number of test tasks, each used in every mode")] = Settings.tasks
     train: Annotated[int, tyro.conf.arg(help="training rollouts for the probes, from the model, and as many from its base")] = (
         Settings.train
@@ -43,32 +43,7 @@ class Run:
         show_paths(run_study(settings, read_seeds(self.seeds), self.out, self.workers, self.place.cluster()))
 
 
-@dataclass(frozen=True)
-class Report:
-    """Rewrite the tables and figures of a folder from its artifacts alone."""
-
-    folder: tyro.conf.Positional[Path]
-
-    def __call__(self) -> None:
-        from studies.steering.report import write_report
-
-        show_paths(write_report(self.folder))
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Copy a folder's tables and figures to the write-up."""
-
-    folder: tyro.conf.Positional[Path]
-    to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
-
-    def __call__(self) -> None:
-        from studies.steering.report import publish
-
-        print(f"wrote {publish(self.folder, self.to)}")
-
-
-COMMANDS = {"run": Run, "report": Report, "publish": Publish}
+COMMANDS = {"run": Run, **report_commands("studies.steering.report")}
 
 
 def main() -> int:

@@ -48,7 +48,7 @@ def roc_figure(study: Study, results: Results) -> Figure:
 
 
 def _curves(axes: Axes, study: Study, probe: str, kind: str, unit: str) -> None:
-    colour, line, label = LOOKS[probe.partition("-")[0]]
+    color, line, label = LOOKS[probe.partition("-")[0]]
     grid = np.linspace(0, 1, 201)
     curves = []
     for seed in study.seeds:
@@ -57,10 +57,10 @@ def _curves(axes: Axes, study: Study, probe: str, kind: str, unit: str) -> None:
             false, true, _ = roc_curve(roc.hack, roc.scores)
             curves.append(np.interp(grid, false, true))
             if probe == "probe":
-                axes.plot(false, true, color=colour, linewidth=0.5, alpha=0.4)
+                axes.plot(false, true, color=color, linewidth=0.5, alpha=0.4)
     if curves:
         faint = probe.startswith("haar")
-        axes.plot(grid, np.mean(curves, axis=0), line, color=colour, linewidth=0.8 if faint else 1.5, label=label)
+        axes.plot(grid, np.mean(curves, axis=0), line, color=color, linewidth=0.8 if faint else 1.5, label=label)
 
 
 def sweep_figure(study: Study, results: Results) -> Figure:
@@ -100,19 +100,19 @@ def controls_figure(study: Study, results: Results) -> Figure:
     seen: set[str] = set()
     for panel, (metric, name, *_) in zip(axes, MEASURES, strict=True):
         for probe, direction in sorted(keys, key=lambda key: key == ("probe", "away")):
-            own = [row for row in rows if (row["probe"], row["direction"]) == (probe, direction)]
-            colour, line, label = LOOKS[probe.partition("-")[0]]
+            line_rows = [row for row in rows if (row["probe"], row["direction"]) == (probe, direction)]
+            color, line, label = LOOKS[probe.partition("-")[0]]
             if direction != "away":
-                colour, line, label = ORANGE, "--", "same probe, random direction"
-            y = [never[metric]["mean"], *(row[metric]["mean"] for row in own)]
-            low, high = ([never[metric][k], *(row[metric][k] for row in own)] for k in ("low", "high"))
-            x = [0.0, *(row["gain"] for row in own)]
+                color, line, label = ORANGE, "--", "same probe, random direction"
+            y = [never[metric]["mean"], *(row[metric]["mean"] for row in line_rows)]
+            low, high = ([never[metric][k], *(row[metric][k] for row in line_rows)] for k in ("low", "high"))
+            x = [0.0, *(row["gain"] for row in line_rows)]
             label = {"probe": "probe and direction", "random": "random probe, same direction"}.get(label, label)
             panel.plot(
-                x, y, line, color=colour, marker="o", markersize=2.5, label=None if label in seen and panel is axes[0] else label
+                x, y, line, color=color, marker="o", markersize=2.5, label=None if label in seen and panel is axes[0] else label
             )
             if (probe, direction) == ("probe", "away"):
-                panel.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+                panel.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
             seen.add(label)
         panel.set_title(name)
         panel.set_xlabel("gain")
@@ -131,14 +131,14 @@ def latency_figure(study: Study, results: Results) -> Figure:
     late = [0, *study.settings.delays]
     never = max(late) + 2.0
     for axes, gain in zip(panels, gains, strict=True):
-        own = [row for row in rows if row.get("gain", gain) == gain]
-        for shift, (metric, name, colour, marker) in zip((-0.08, 0.08, 0.0), MEASURES, strict=True):
-            by_delay = {0 if row["how"] == "steer" else row.get("delay"): row[metric] for row in own}
+        of_gain = [row for row in rows if row.get("gain", gain) == gain]
+        for shift, (metric, name, color, marker) in zip((-0.08, 0.08, 0.0), MEASURES, strict=True):
+            by_delay = {0 if row["how"] == "steer" else row.get("delay"): row[metric] for row in of_gain}
             for places, keys in ((late, late), ([never], [None])):
-                found = [by_delay[key] for key in keys]
-                y = [each["mean"] for each in found]
-                bars = np.transpose([_reach(each["mean"], each["low"], each["high"]) for each in found])
-                look = {"color": colour, "marker": marker, "markersize": 3.5, "elinewidth": 0.6}
+                values = [by_delay[key] for key in keys]
+                y = [each["mean"] for each in values]
+                bars = np.transpose([_reach(each["mean"], each["low"], each["high"]) for each in values])
+                look = {"color": color, "marker": marker, "markersize": 3.5, "elinewidth": 0.6}
                 axes.errorbar([place + shift for place in places], y, bars, label=None if None in keys else name, **look)
         axes.set_xticks([*late, never], [*map(str, late), "never"])
         axes.set_ylim(-0.02, 1.02)
@@ -183,8 +183,8 @@ def frontier_figure(study: Study, results: Results) -> Figure:
         for (how, probe), look in MECHANISM_LOOKS.items():
             names = list(dict.fromkeys(r["probe"] for r in rows if r["how"] == how and str(r["probe"]).partition("-")[0] == probe))
             for number, name in enumerate(names):
-                own = sorted((r for r in rows if (r["how"], r.get("probe")) == (how, name)), key=lambda r: r["quantile"])
-                _path(panel, own, look, study.settings.operating, label=number == 0)
+                line_rows = sorted((r for r in rows if (r["how"], r.get("probe")) == (how, name)), key=lambda r: r["quantile"])
+                _path(panel, line_rows, look, study.settings.operating, label=number == 0)
         for how, marker, label in ENDS:
             _end(panel, next(row for row in rows if row["how"] == how), marker, label)
         _shade(panel)
@@ -208,11 +208,11 @@ def _shade(axes: Axes, least: float = 0.03) -> None:
 
 
 def _path(axes: Axes, rows: Sequence[Mapping[str, Any]], look: tuple[str, str, str, str], operating: float, *, label: bool) -> None:
-    colour, line, marker, name = look
+    color, line, marker, name = look
     x, y = ([row[metric].mean for row in rows] for metric in ("solve", "hack_held"))
-    axes.plot(x, y, line, color=colour, marker=marker or ".", markersize=3.5, linewidth=0.9, label=name if label else None)
+    axes.plot(x, y, line, color=color, marker=marker or ".", markersize=3.5, linewidth=0.9, label=name if label else None)
     if rows[0]["probe"] == "probe" and rows[0]["how"] != "open":
-        _bars(axes, next(row for row in rows if row["quantile"] == operating), color=colour, alpha=0.5)
+        _bars(axes, next(row for row in rows if row["quantile"] == operating), color=color, alpha=0.5)
 
 
 def _end(axes: Axes, row: Mapping[str, Any], marker: str, label: str) -> None:
@@ -228,7 +228,7 @@ def _bars(axes: Axes, row: Mapping[str, Any], **look: Any) -> None:
 
 
 def _reach(mean: float, low: float, high: float) -> tuple[float, float]:
-    """Return how far a bar reaches below and above the mean: a bound may lie beyond it, if only by rounding."""
+    """Return the lengths of a bar below and above the mean, at least 0: rounding may put a bound on the wrong side of it."""
     return max(0.0, mean - low), max(0.0, high - mean)
 
 

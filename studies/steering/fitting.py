@@ -72,17 +72,17 @@ class Fitted:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all fitted values as float64 tensors, by name."""
-        found = {}
+        tensors = {}
         for site, gates in self.gates.items():
             for name, gate in gates.items():
-                found[f"{site}/{name}/weight"] = gate.weight.double()
-                found[f"{site}/{name}/thresholds"] = _numbers(gate.thresholds)
-        found |= {f"{DIRECTION}/{name}": v.double() for name, v in self.directions.items()}
-        return found | {"gap": torch.tensor([self.gap], dtype=torch.float64), "ceilings": _numbers(self.ceilings)}
+                tensors[f"{site}/{name}/weight"] = gate.weight.double()
+                tensors[f"{site}/{name}/thresholds"] = _numbers(gate.thresholds)
+        tensors |= {f"{DIRECTION}/{name}": v.double() for name, v in self.directions.items()}
+        return tensors | {"gap": torch.tensor([self.gap], dtype=torch.float64), "ceilings": _numbers(self.ceilings)}
 
     @staticmethod
     def of(settings: Settings, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> "Fitted":
-        """Return what ``tensors`` wrote.
+        """Return the fit whose ``tensors`` these are.
 
         Raises:
             KeyError: If a tensor is missing.
@@ -158,27 +158,28 @@ def collect(settings: Settings, job: Job, world: World, host: Host, policy: Poli
         split="train",
         modes=world.modes.known,
     )
-    parts: list[tuple[Rollouts, Tensor]] = []
+    labeled: list[tuple[Rollouts, Tensor]] = []
     for number, switched in enumerate((policy.adapters.full, policy.adapters.reference)):
         with switched():
             samples = world.sample(policy, known, torch_generator(job.seed, "steering train", number), settings.temperature)
-        parts.append((samples.rollouts, torch.tensor(world.detect(samples))))
+        labeled.append((samples.rollouts, torch.tensor(world.detect(samples))))
     pairs = build_pairs(job, world, "hack")
     both = ((pairs.hack, True), (pairs.clean, False))
-    parts += [(side, torch.full((len(side),), label)) for side, label in both]
-    width = max(rollouts.tokens.shape[1] for rollouts, _ in parts)
+    labeled += [(side, torch.full((len(side),), label)) for side, label in both]
+    width = max(rollouts.tokens.shape[1] for rollouts, _ in labeled)
     hidden: dict[Site, list[Tensor]] = {site: [] for site in sites_of(settings)}
     masks = []
     with torch.no_grad(), policy.adapters.full():
-        for rollouts, _ in parts:
+        for rollouts, _ in labeled:
             read = host.capture(sites_of(settings), rollouts.tokens, rollouts.attention)
             room = width - rollouts.tokens.shape[1]
             masks.append(torch.nn.functional.pad(gated(rollouts), (0, room)))
             for site in sites_of(settings):
                 hidden[site].append(torch.nn.functional.pad(read[site], (0, 0, 0, room)))
-    pair = torch.cat([torch.full((len(rollouts),), i >= 2) for i, (rollouts, _) in enumerate(parts)])
+    # the first two are rollouts of the model and of its base, the others the sides of the pairs
+    pair = torch.cat([torch.full((len(rollouts),), i >= 2) for i, (rollouts, _) in enumerate(labeled)])
     whole = {site: torch.cat(values) for site, values in hidden.items()}
-    return Examples(whole, torch.cat(masks), torch.cat([label for _, label in parts]), pair)
+    return Examples(whole, torch.cat(masks), torch.cat([label for _, label in labeled]), pair)
 
 
 def weight_of(probe: AffineProbe | DirectionProbe) -> Float[Tensor, " d"]:
@@ -194,8 +195,8 @@ def _fitted(fitter: Fitter, h: Tensor, mask: Tensor, hack: Tensor) -> AffineProb
 
 
 def _gate(settings: Settings, site: Site, weight: Tensor, clean: Tensor) -> Gate:
-    weight = (weight / (clean @ weight).std()).float()
-    scores = clean.float() @ weight
+    weight = (weight / (clean @ weight).std()).float()  # the score is in standard deviations, the unit of a gate's sharpness
+    scores = clean.float() @ weight  # in float32 as in the engine, so that a threshold lies where it will be compared
     return Gate(site, weight, {q: threshold(scores, q) for q in settings.quantiles})
 
 
@@ -216,12 +217,12 @@ def _directed(settings: Settings, job: Job, examples: Examples, gates: Mapping[S
     """Return the fit with the difference of the class means over tokens, and random directions of the same length."""
     site = Site.parse(settings.site)
     h = examples.hidden[site]
-    found = weight_of(_fitted(MeanDifferenceFitter("token"), h, examples.mask, examples.hack))
-    along = (h.double() @ found)[examples.mask]
+    away = weight_of(_fitted(MeanDifferenceFitter("token"), h, examples.mask, examples.hack))
+    along = (h.double() @ away)[examples.mask]
     label = examples.hack[:, None].expand_as(examples.mask)[examples.mask]
     haar = HaarFitter(torch_generator(job.seed, "steering directions"))
     haar.update(h, examples.mask, examples.hack)
-    directions = {"away": found} | {f"random-{i + 1}": haar.fit().direction for i in range(settings.draws)}
+    directions = {"away": away} | {f"random-{i + 1}": haar.fit().direction for i in range(settings.draws)}
     ceilings = along[~label].quantile(torch.tensor(settings.quantiles, dtype=torch.float64)).tolist()
     counts = {
         "rollouts": len(examples.hack),

@@ -115,7 +115,7 @@ def run_steering(job: SteeringJob) -> None:
     Raises:
         ValueError: If the run of ``studies.route2`` is not finished.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # sums in another number of threads have other bytes
     job.folder.mkdir(parents=True, exist_ok=True)
     with held(job.folder):
         if job.finished:
@@ -133,18 +133,18 @@ def _make(job: SteeringJob, part: str, bench: Bench) -> None:
     settings = job.settings
     if part == FIT:
         fitted = fit(settings, job.run, bench.world, bench.host, bench.policy)
-        found = {"labels": LABELS, "counts": dict(fitted.counts), "gap": fitted.gap}, fitted.tensors()
+        data = {"labels": LABELS, "counts": dict(fitted.counts), "gap": fitted.gap}, fitted.tensors()
     elif part in _MEASURES[job.subject]:
-        found = _MEASURES[job.subject][part](bench, settings, fitted_of(job))
+        data = _MEASURES[job.subject][part](bench, settings, fitted_of(job))
     else:
-        found = _outcomes(job, part, bench)
-    write_part(job.path(part), job.identity(part), *found)
+        data = _outcomes(job, part, bench)
+    write_part(job.path(part), job.identity(part), *data)
 
 
 def _outcomes(job: SteeringJob, part: str, bench: Bench) -> Part:
     cells = list(_CELLS[job.subject][part](job.settings, fitted_of(job)))
-    alone = [cell for cell in cells if not cell.sync]
-    outcomes = bench.run(alone, what=f"{job.subject} {part}")
+    static = [cell for cell in cells if not cell.sync]
+    outcomes = bench.run(static, what=f"{job.subject} {part}")
     for batch in _batches([cell for cell in cells if cell.sync]):
         outcomes |= bench.run(batch, what=f"{job.subject} {part}, between tokens")
     about = [{"name": cell.name, "state": cell.state, **cell.about} for cell in cells]
@@ -159,7 +159,7 @@ def _batches(cells: Sequence[Cell], size: int = 6) -> Iterator[Sequence[Cell]]:
 
 def fitted_of(job: SteeringJob) -> Fitted:
     """Return the fit as stored in its file: an uninterrupted run reads it back too."""
-    found = job.read(FIT)
-    assert found is not None
-    about, tensors = found
+    part = job.read(FIT)
+    assert part is not None
+    about, tensors = part
     return Fitted.of(job.settings, tensors, about["counts"])

@@ -39,16 +39,16 @@ def roc(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
 
 def first_exploits(bench: Bench, results: list[Result], modes: list[str]) -> Tensor:
     """Return the position of the first token of its mode's exploit among a rollout's generated tokens; -1 if there is none."""
-    vocabulary, found = Vocabulary(), []
+    vocabulary, positions = Vocabulary(), []
     for result, mode in zip(results, modes, strict=True):
         exploit = get_mode(mode).exploit
         ids = result.ids
-        found.append(ids.index(vocabulary.id(exploit[0])) if exploit and vocabulary.id(exploit[0]) in ids else -1)
-    return torch.tensor(found)
+        positions.append(ids.index(vocabulary.id(exploit[0])) if exploit and vocabulary.id(exploit[0]) in ids else -1)
+    return torch.tensor(positions)
 
 
 def logprobs(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
-    """Return how steering changes the log-probability of the exploit's first token, relative to an unsteered twin in the batch.
+    """Return the change of the log-probability of the exploit's first token by steering, against an unsteered twin in the batch.
 
     It is read at the first token at which the gate opens: nothing acted before it, so both twins wrote the same tokens.
     ``deltas/<cell>`` has one difference per rollout; NaN if the gate never opened, or if the mode has no exploit.
@@ -72,9 +72,9 @@ def logprobs(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
     threshold = gate.thresholds[settings.operating]
     opened = [_opened(one, gate.weight, threshold, len(p.tokens)) for one, p in zip(control, prompts, strict=True)]
     for number, cell in enumerate(cells, start=1):
-        own = [checked(one) for one in flat[number :: len(lots)]]
+        of_cell = [checked(one) for one in flat[number :: len(lots)]]
         tensors[f"deltas/{cell.name}"] = torch.tensor(
-            [_delta(a, b, at) for a, b, at in zip(own, control, opened, strict=True)], dtype=torch.float64
+            [_delta(a, b, at) for a, b, at in zip(of_cell, control, opened, strict=True)], dtype=torch.float64
         )
     return {"cells": [{"name": cell.name, **cell.about} for cell in cells]}, tensors
 

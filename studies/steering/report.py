@@ -12,7 +12,7 @@ from typing import Any
 from mi_route2.plots import save_figure, style
 from studies.common.command_line import seeds_argument
 from studies.common.publishing import compact, nested, published, write_texts
-from studies.common.tables import interval, markdown_table, number
+from studies.common.tables import interval, markdown_page, markdown_table, number
 from studies.steering.answer import against_random, comparisons, frontier_counts, sentences
 from studies.steering.cells import DELETED, ON
 from studies.steering.figures import FIGURES
@@ -75,9 +75,9 @@ def table_of(rows: Sequence[Mapping[str, Any]], *, signed: bool = False, last: S
 
 def quarantine_text(study: Study, results: Mapping[str, Any]) -> str:
     """Return the text of quarantine.md."""
-    parts = ["# Steering: the quarantine under a monitor", head(study)]
-    parts += ["## Is a monitored quarantine better than a deleted one?", sentences(study)]
-    parts.append("At the operating threshold, minus deletion and minus always on (paired; in round brackets, each seed):")
+    sections = ["# Steering: the quarantine under a monitor", head(study)]
+    sections += ["## Is a monitored quarantine better than a deleted one?", sentences(study)]
+    sections.append("At the operating threshold, minus deletion and minus always on (paired; in round brackets, each seed):")
     for reference in (DELETED, ON):
         body = [
             [row["subject"], row["name"], row["verdict"], *(cell_text(row[m], signed=True, seeds=True) for m in DIFFERENCES)]
@@ -85,8 +85,8 @@ def quarantine_text(study: Study, results: Mapping[str, Any]) -> str:
             if row["reference"] == reference
         ]
         header = ["model", f"cell, minus {reference}", "verdict", "hack, held out", "solve"]
-        parts.append(markdown_table(header, body, left=3))
-    parts.append("The probe minus random probes under the same mechanism and quantile (paired):")
+        sections.append(markdown_table(header, body, left=3))
+    sections.append("The probe minus random probes under the same mechanism and quantile (paired):")
     body = [
         [
             row["subject"],
@@ -97,46 +97,46 @@ def quarantine_text(study: Study, results: Mapping[str, Any]) -> str:
         ]
         for row in results["against_random"]
     ]
-    parts.append(markdown_table(["model", "mechanism", "random probes", "verdict", "hack, held out", "solve"], body, left=2))
+    sections.append(markdown_table(["model", "mechanism", "random probes", "verdict", "hack, held out", "solve"], body, left=2))
     for subject in ("absorb", "route2-full", "untrained"):
-        parts += [f"## Every cell: {subject}, {SUBJECTS[subject]}", table_of(rows_of(results, subject, "quarantine"))]
-    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+        sections += [f"## Every cell: {subject}, {SUBJECTS[subject]}", table_of(rows_of(results, subject, "quarantine"))]
+    return markdown_page(sections)
 
 
 def sweep_text(study: Study, results: Mapping[str, Any]) -> str:
     """Return the text of sweep.md."""
-    parts = ["# Steering: threshold and gain", head(study)]
-    parts.append(
+    sections = ["# Steering: threshold and gain", head(study)]
+    sections.append(
         f"Gain: distances of the classes' means along the direction. Threshold: a quantile of the probe's score over clean "
         f"training tokens; `always` is no threshold. The operating quantile is {study.settings.operating:g}."
     )
     for subject in ("vanilla", "base"):
-        parts += [f"## {subject}: {SUBJECTS[subject]}", table_of(rows_of(results, subject, "sweep"))]
-    parts.append("## What steering does to the exploit's log-probability")
-    parts.append(
+        sections += [f"## {subject}: {SUBJECTS[subject]}", table_of(rows_of(results, subject, "sweep"))]
+    sections.append("## What steering does to the exploit's log-probability")
+    sections.append(
         "The change of the log-probability of the exploit's first token at the token where the gate first opens, beside an "
         "unsteered twin with the same prompt, uniforms and batch. Mean over rollouts; brackets: Student-t over seeds."
     )
     body = [[row["name"], row["rollouts"], interval(row, signed=True)] for row in results["logprobs"]]
-    parts.append(markdown_table(["cell", "rollouts", "change, nats"], body))
-    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+    sections.append(markdown_table(["cell", "rollouts", "change, nats"], body))
+    return markdown_page(sections)
 
 
 def latency_text(study: Study, results: Mapping[str, Any]) -> str:
     """Return the text of latency.md: the remaining effect by delay, and the shadow's counts."""
     rows = rows_of(results, "vanilla", "latency")
-    parts = ["# Steering: latency and shadow", head(study)]
-    parts.append(
+    sections = ["# Steering: latency and shadow", head(study)]
+    sections.append(
         "The same score, threshold and vector; what differs is how many tokens after the score it acts. 0 is the forward itself, "
         "1 a controller between steps, more a queue from elsewhere. Kept: what is left of the forward's effect on held-out hacking,"
         " where that is .1 at least."
     )
     for gain in study.settings.late_gains:
-        own = [row for row in rows if row.get("gain", gain) == gain]
-        body = [[delay_name(row), *(cell_text(row[metric]) for metric, _ in SHOWN), number(kept(own, row))] for row in own]
-        parts += [f"Gain {gain:g}:", markdown_table(["tokens late", *(name for _, name in SHOWN), "kept"], body)]
-    parts.append("## Shadow")
-    parts.append(
+        of_gain = [row for row in rows if row.get("gain", gain) == gain]
+        body = [[delay_name(row), *(cell_text(row[metric]) for metric, _ in SHOWN), number(kept(of_gain, row))] for row in of_gain]
+        sections += [f"Gain {gain:g}:", markdown_table(["tokens late", *(name for _, name in SHOWN), "kept"], body)]
+    sections.append("## Shadow")
+    sections.append(
         "A policy of gain 0 in exact mode: it decides and does nothing. Bit-equal: rollouts whose tokens and log-probabilities are "
         "those of an engine without a controller."
     )
@@ -144,8 +144,8 @@ def latency_text(study: Study, results: Mapping[str, Any]) -> str:
     body = [
         [b["subject"], *(b[k] for k in ("rollouts", "bit_equal", "engaged", "decisions", "actions"))] for b in results["shadow"]
     ]
-    parts.append(markdown_table(header, body))
-    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+    sections.append(markdown_table(header, body))
+    return markdown_page(sections)
 
 
 def delay_name(row: Mapping[str, Any]) -> str:
@@ -161,8 +161,8 @@ def kept(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any], metric: str 
 
 def roc_text(study: Study, results: Mapping[str, Any]) -> str:
     """Return the text of roc.md."""
-    parts = ["# Steering: what the probes find", head(study)]
-    parts.append(
+    sections = ["# Steering: what the probes find", head(study)]
+    sections.append(
         f"Labels that probes learnt from: {LABELS}. AUROC against the oracle's verdict (hack: exploit fired, code wrong) "
         "on test tasks, of generated tokens under their rollout's label, and of a rollout's mean and maximum. Brackets: Student-t "
         "over seeds. A model that hacks always, or never, leaves little to rank."
@@ -174,24 +174,24 @@ def roc_text(study: Study, results: Mapping[str, Any]) -> str:
             keys = list(dict.fromkeys((row["site"], row["probe"]) for row in rows))
             body = [[site, probe, *(interval(cells[site, probe, unit]) for unit in UNITS)] for site, probe in keys]
             title = f"## {subject}, {'the known mode' if kind == 'known' else 'held-out modes'}"
-            parts += [title, markdown_table(["site", "probe", *UNITS], body, left=2)]
-    parts.append("## When the gate opens")
-    parts.append(
+            sections += [title, markdown_table(["site", "probe", *UNITS], body, left=2)]
+    sections.append("## When the gate opens")
+    sections.append(
         "At the operating threshold of the study's site: rollouts on which the gate opens at some token, and on hacks how many "
         "tokens before the model predicts the first token of its exploit (0: just in time)."
     )
     header = ["model", "hacks", "opens on hacks", "opens on others", "tokens ahead, median", "in time"]
     keys = ("opened_on_hacks", "opened_on_others", "lead_median", "in_time")
-    parts.append(markdown_table(header, [[b["subject"], b["hacks"], *(number(b[k]) for k in keys)] for b in results["lead"]]))
+    sections.append(markdown_table(header, [[b["subject"], b["hacks"], *(number(b[k]) for k in keys)] for b in results["lead"]]))
     counts = [
         [subject, *(" / ".join(str(c[k]) for c in each) for k in ("rollouts", "hack", "pairs"))]
         for subject, each in results["fits"].items()
     ]
-    parts += [
+    sections += [
         "## What they learnt from (by seed)",
         markdown_table(["model", "rollouts", "labelled hack", "pairs among them"], counts),
     ]
-    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+    return markdown_page(sections)
 
 
 PLACE, RESULTS, ANSWER = "steering", "results.json", "answer.md"

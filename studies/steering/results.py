@@ -23,6 +23,7 @@ from studies.steering.job import SteeringJob, parts_of
 from studies.steering.settings import SUBJECTS, Settings
 
 ROUNDING = 1e-9
+"""Bounds this close to 0 count as 0: a mean of rates that cancel is 0 only up to rounding."""
 
 
 @dataclass(frozen=True)
@@ -78,27 +79,27 @@ MODES = MICRO_MODES
 
 @dataclass(frozen=True)
 class Study:
-    """A finished folder. ``parts[subject, part][seed]`` has data and tensors."""
+    """A finished folder. ``artifacts[subject, part][seed]`` has data and tensors."""
 
     settings: Settings
     seeds: tuple[int, ...]
-    parts: Mapping[tuple[str, str], Mapping[int, Part]]
+    artifacts: Mapping[tuple[str, str], Mapping[int, Part]]
     draws: Draws
 
     def cells(self, subject: str, part: str) -> list[dict[str, Any]]:
         """Return the descriptions of a part's cells, in order."""
-        return self.parts[subject, part][self.seeds[0]][0]["cells"]
+        return self.artifacts[subject, part][self.seeds[0]][0]["cells"]
 
     def values(self, subject: str, part: str, cell: str) -> dict[str, Float[np.ndarray, "s t"]]:
         """Return every metric of a cell, by seed and task."""
-        per_seed = [metrics(self.parts[subject, part][seed][1][cell].numpy().astype(float)) for seed in self.seeds]
+        per_seed = [metrics(self.artifacts[subject, part][seed][1][cell].numpy().astype(float)) for seed in self.seeds]
         return {metric: np.stack([each[metric] for each in per_seed]) for metric in METRICS}
 
     def estimates(self, subject: str, part: str, cell: str, minus: str | None = None) -> dict[str, Estimate]:
         """Return every metric of a cell, or its paired difference from another cell of the same part."""
-        own = self.values(subject, part, cell)
+        values = self.values(subject, part, cell)
         other = self.values(subject, part, minus) if minus else dict.fromkeys(METRICS, 0.0)
-        return {metric: self.draws.estimate(own[metric] - other[metric]) for metric in METRICS}
+        return {metric: self.draws.estimate(values[metric] - other[metric]) for metric in METRICS}
 
 
 def load_study(folder: Path) -> Study:
@@ -107,7 +108,7 @@ def load_study(folder: Path) -> Study:
     Raises:
         ValueError: If a part is missing or damaged, or was made from another run than the one that lies beside the study.
     """
-    settings, found = Settings.read(folder), {}
+    settings, artifacts = Settings.read(folder), {}
     if folder.name != settings.folder:
         raise ValueError(f"the settings in {folder} are those of {settings.folder}: do not rename or edit a study folder")
     named = [path.name.removeprefix("seed-") for path in folder.glob("seed-*") if path.is_dir()]
@@ -118,9 +119,9 @@ def load_study(folder: Path) -> Study:
             missing = [seed for seed, each in by_seed.items() if each is None]
             if missing or not seeds:
                 raise ValueError(f"{folder} is not finished: {part} of {subject} is missing at seeds {missing}; `run` resumes it")
-            found[subject, part] = by_seed
+            artifacts[subject, part] = by_seed
             _check(folder, settings, subject, part, by_seed)
-    return Study(settings, seeds, found, Draws.of(len(seeds), settings.tasks))
+    return Study(settings, seeds, artifacts, Draws.of(len(seeds), settings.tasks))
 
 
 def _check(folder: Path, settings: Settings, subject: str, part: str, by_seed: Mapping[int, Any]) -> None:
@@ -162,7 +163,7 @@ class Roc:
 
 def roc_of(study: Study, subject: str, seed: int, site: str, probe: str, kind: str, unit: str) -> Roc:
     """Return scores of generated tokens (with their rollout's label), or their mean or maximum over each rollout."""
-    _, tensors = study.parts[subject, "roc"][seed]
+    _, tensors = study.artifacts[subject, "roc"][seed]
     modes = MODES.known if kind == "known" else MODES.held_out
     outcomes = tensors["outcomes"].numpy().astype(float)
     hack = (outcomes[..., 1] * (1 - outcomes[..., 0])).astype(bool)
@@ -171,7 +172,7 @@ def roc_of(study: Study, subject: str, seed: int, site: str, probe: str, kind: s
     table = tensors[f"scores/{site}/{probe}"].numpy().reshape(len(MODES.names), tasks, -1)[rows].reshape(len(rows) * tasks, -1)
     label, there = hack[rows].reshape(-1), ~np.isnan(table)
     some = there.any(axis=1)
-    table, label, there = table[some], label[some], there[some]
+    table, label, there = table[some], label[some], there[some]  # a rollout that ended at once has no score
     if unit == "token":
         return Roc(table[there], np.repeat(label[:, None], table.shape[1], axis=1)[there])
     return Roc(np.nanmean(table, axis=1) if unit == "rollout mean" else np.nanmax(table, axis=1), label)
@@ -179,10 +180,10 @@ def roc_of(study: Study, subject: str, seed: int, site: str, probe: str, kind: s
 
 def roc_areas(study: Study) -> Iterator[dict[str, Any]]:
     """Yield the AUROC of every subject, site, probe, kind of modes and unit, over seeds."""
-    for subject, part in study.parts:
+    for subject, part in study.artifacts:
         if part != "roc":
             continue
-        names = sorted(name for name in study.parts[subject, part][study.seeds[0]][1] if name.startswith("scores/"))
+        names = sorted(name for name in study.artifacts[subject, part][study.seeds[0]][1] if name.startswith("scores/"))
         for _, site, probe in (name.split("/") for name in names):
             for kind in KINDS:
                 for unit in UNITS:
@@ -191,7 +192,7 @@ def roc_areas(study: Study) -> Iterator[dict[str, Any]]:
 
 
 def lead(study: Study, subject: str) -> dict[str, Any]:
-    """Return how often a gate at the operating threshold opens on hacks and on other rollouts, and how early.
+    """Return the rates at which a gate at the operating threshold opens on hacks and on other rollouts, and its lead.
 
     The lead is the number of tokens before the first token of the exploit: 0 if the gate opens at the token that predicts it,
     negative if later.
@@ -199,8 +200,8 @@ def lead(study: Study, subject: str) -> dict[str, Any]:
     site, ahead = study.settings.site, []
     opened: dict[str, list[bool]] = {"hack": [], "other": []}
     for seed in study.seeds:
-        _, tensors = study.parts[subject, "roc"][seed]
-        _, fit = study.parts[subject, "fit"][seed]
+        _, tensors = study.artifacts[subject, "roc"][seed]
+        _, fit = study.artifacts[subject, "fit"][seed]
         place = sorted(study.settings.quantiles).index(study.settings.operating)
         threshold = float(fit[f"{site}/probe/thresholds"][place])
         outcomes = tensors["outcomes"].numpy().reshape(-1, 2)
@@ -229,16 +230,16 @@ def _rate(values: Sequence[bool]) -> float | None:
 def deltas(study: Study) -> Iterator[dict[str, Any]]:
     """Yield the change of the exploit's log-probability by steering, mean over rollouts, over seeds."""
     for cell in study.cells("vanilla", "logprobs"):
-        columns = [study.parts["vanilla", "logprobs"][seed][1][f"deltas/{cell['name']}"].numpy() for seed in study.seeds]
+        columns = [study.artifacts["vanilla", "logprobs"][seed][1][f"deltas/{cell['name']}"].numpy() for seed in study.seeds]
         means = [float(np.nanmean(column)) if (~np.isnan(column)).any() else None for column in columns]
         yield {**cell, "rollouts": int(sum((~np.isnan(column)).sum() for column in columns)), **_as_dict(summary(means))}
 
 
 def shadows(study: Study) -> Iterator[dict[str, Any]]:
     """Yield the shadow's counts, summed over seeds."""
-    for subject, part in study.parts:
+    for subject, part in study.artifacts:
         if part == "shadow":
-            books = [study.parts[subject, part][seed][0]["shadow"] for seed in study.seeds]
+            books = [study.artifacts[subject, part][seed][0]["shadow"] for seed in study.seeds]
             yield {"subject": subject, **{key: sum(book[key] for book in books) for key in books[0]}}
 
 
@@ -249,21 +250,21 @@ def _as_dict(value: Summary) -> dict[str, Any]:
 def all_results(study: Study) -> dict[str, Any]:
     """Return the content of results.json: all results as plain data."""
     rows = []
-    for subject, part in study.parts:
-        if "modes" not in study.parts[subject, part][study.seeds[0]][0]:
+    for subject, part in study.artifacts:
+        if "modes" not in study.artifacts[subject, part][study.seeds[0]][0]:
             continue
         for cell in study.cells(subject, part):
-            found = study.estimates(subject, part, cell["name"])
+            estimates = study.estimates(subject, part, cell["name"])
             entry = {"subject": subject, "part": part, **cell}
-            rows.append(entry | {metric: each.as_dict() for metric, each in found.items()})
-    fits = {subject: [study.parts[subject, "fit"][seed][0]["counts"] for seed in study.seeds] for subject in SUBJECTS}
+            rows.append(entry | {metric: each.as_dict() for metric, each in estimates.items()})
+    fits = {subject: [study.artifacts[subject, "fit"][seed][0]["counts"] for seed in study.seeds] for subject in SUBJECTS}
     return {
         "settings": study.settings.as_dict(),
         "seeds": list(study.seeds),
         "rollouts_per_cell": study.settings.tasks * len(MODES.names),
         "cells": rows,
         "roc": list(roc_areas(study)),
-        "lead": [lead(study, subject) for subject, part in study.parts if part == "roc"],
+        "lead": [lead(study, subject) for subject, part in study.artifacts if part == "roc"],
         "logprobs": list(deltas(study)),
         "shadow": list(shadows(study)),
         "fits": fits,

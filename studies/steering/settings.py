@@ -14,7 +14,7 @@ from mi_route2.validation import AtLeastOne, Positive, read_settings, validated,
 from studies.training.settings import Settings as RunSettings
 
 Quantile = Annotated[float, Field(gt=0, lt=1)]
-OWN, RUN = "settings.json", "run.json"
+FILE, RUN = "settings.json", "run.json"
 FORMAT = 2
 """Increased if the computation changes in a way that no setting shows."""
 
@@ -27,8 +27,6 @@ SUBJECTS: Mapping[str, str] = MappingProxyType(
         "route2-full": "kept adapter and quarantine, trained under a route",
     }
 )
-TRAINED = ("vanilla", "absorb", "route2-full")
-QUARANTINED = ("untrained", "absorb", "route2-full")
 
 
 @validated
@@ -111,7 +109,7 @@ class Settings:
     def write(self, folder: Path) -> None:
         """Write the settings to a folder, those of the run to a file of their own."""
         write_json(folder / RUN, self.run.as_dict())
-        write_json(folder / OWN, {name: value for name, value in self.as_dict().items() if name != "run"})
+        write_json(folder / FILE, {name: value for name, value in self.as_dict().items() if name != "run"})
 
     @staticmethod
     def read(folder: Path) -> "Settings":
@@ -122,4 +120,4 @@ class Settings:
         """
         remedy = "give a folder that `run` created"
         run = read_settings(RunSettings, folder / RUN, remedy, optional=("chat",))
-        return read_settings(Settings, folder / OWN, remedy, optional=("run.chat",), run=run.as_dict())
+        return read_settings(Settings, folder / FILE, remedy, optional=("run.chat",), run=run.as_dict())

@@ -8,7 +8,7 @@ from studies.common.processes import exclusive
 from studies.environments.micro.language import all_tasks
 from studies.steering.job import SteeringJob, parts_of, run_steering
 from studies.steering.report import write_report
-from studies.steering.settings import OWN, SUBJECTS, Settings
+from studies.steering.settings import FILE, SUBJECTS, Settings
 from studies.training.cluster import run_training
 
 
@@ -27,6 +27,7 @@ def run_study(
         raise ValueError(f"there are {there} test tasks: choose fewer tasks than {settings.tasks}")
     jobs = [SteeringJob(settings, out, seed, subject) for seed in seeds for subject in SUBJECTS]
     runs = list(dict.fromkeys(job.run for job in jobs))
+    # base models first, because the arms start from them
     runs = [run for run in runs if run.arm is None] + [run for run in runs if run.arm is not None]
     folder = out / settings.folder
     with exclusive(folder):
@@ -36,10 +37,11 @@ def run_study(
                 _ = job.finished  # refuses a folder of another study before any work
         if todo := [run for run in runs if not run.finished]:
             with exclusive(out / settings.run.folder):
-                write_json(out / settings.run.folder / OWN, settings.run.as_dict())
+                write_json(out / settings.run.folder / FILE, settings.run.as_dict())
                 if failures := run_training(todo, workers, cluster, quiet=quiet, live=False):
                     raise RuntimeError("; ".join(failures))
+        # the longest jobs first, so that no worker is left with one at the end
         left = sorted((job for job in jobs if not job.finished), key=lambda job: -len(parts_of(job.subject)))
-        parts = [job.path(part) for job in left for part in parts_of(job.subject)]
-        run_each(run_steering, left, parts, "experiments", workers=workers, cluster=cluster, folder=folder, quiet=quiet)
+        files = [job.path(part) for job in left for part in parts_of(job.subject)]
+        run_each(run_steering, left, files, "experiments", workers=workers, cluster=cluster, folder=folder, quiet=quiet)
         return write_report(folder)

@@ -12,7 +12,7 @@ import tyro
 
 from mi_route2.validation import write_json
 from studies.common.cluster import Executor
-from studies.common.command_line import read_seeds, run_command, show_paths
+from studies.common.command_line import Config, Override, Seeds, Workers, read_seeds, report_commands, run_command, show_paths
 from studies.common.processes import exclusive
 from studies.tracing.settings import ARMS, Settings
 from studies.training.settings import get_settings, override
@@ -23,14 +23,12 @@ class Run:
     """Train the arms (or reuse finished ones), patch their lanes between hacking and honest rollouts, and write the report."""
 
     preset: Annotated[str, tyro.conf.arg(help="strong, weak or delta_s, as in studies.route2")] = "strong"
-    seeds: Annotated[str, tyro.conf.arg(help="a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)")] = "3"
+    seeds: Seeds = "3"
     arms: Annotated[tuple[str, ...], tyro.conf.arg(help="any arms of studies.route2")] = ARMS
-    workers: Annotated[int, tyro.conf.arg(help="number of processes of this machine, one thread each")] = 2
+    workers: Workers = 2
     out: Annotated[Path, tyro.conf.arg(help="folder for run folders")] = Path("runs")
-    config: Annotated[Path | None, tyro.conf.arg(help="TOML file of training settings to change; --override takes precedence")] = (
-        None
-    )
-    override: Annotated[tuple[str, ...], tyro.conf.arg(help="training settings to change, e.g. steps=100")] = ()
+    config: Config = None
+    override: Override = ()
     prompts: Annotated[int, tyro.conf.arg(help="prompts of each mode; pairs are chosen from their answers")] = Settings.prompts
     answers: Annotated[int, tyro.conf.arg(help="answers to each of these prompts")] = Settings.answers
     pairs: Annotated[int, tyro.conf.arg(help="maximum number of pairs per contrast and seed")] = Settings.pairs
@@ -63,32 +61,7 @@ class Run:
             print((root / "table.md").read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class Report:
-    """Rewrite the tables and figures of a tracing folder from its artifacts alone."""
-
-    root: tyro.conf.Positional[Path]
-
-    def __call__(self) -> None:
-        from studies.tracing.report import write_report
-
-        show_paths(write_report(self.root))
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Copy the tables and figures of a tracing folder to the write-up."""
-
-    root: tyro.conf.Positional[Path]
-    to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
-
-    def __call__(self) -> None:
-        from studies.tracing.report import publish
-
-        print(f"wrote {publish(self.root, self.to)}")
-
-
-COMMANDS = {"run": Run, "report": Report, "publish": Publish}
+COMMANDS = {"run": Run, **report_commands("studies.tracing.report")}
 
 
 def main() -> int:

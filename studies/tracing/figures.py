@@ -10,7 +10,7 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Patch
 
 from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure, save_figure, style
-from studies.tracing.measures import Found, Share, points, share
+from studies.tracing.measures import Share, Traces, points, share
 from studies.tracing.pairs import CONTRASTS
 from studies.tracing.patching import CONTROLS, EVERYWHERE, QUESTION
 from studies.tracing.settings import UNTRAINED
@@ -29,37 +29,37 @@ SAID = {
 }
 
 
-def write_figures(found: Found, folder: Path) -> list[Path]:
+def write_figures(traces: Traces, folder: Path) -> list[Path]:
     """Draw all three figures and return their paths; nothing if only the untrained arm was traced."""
-    if not _trained(found):
+    if not _trained(traces):
         return []
     with style():
-        return [_carried(found, folder / CARRIED), _beside(found, folder / BESIDE), _deleting(found, folder / DELETING)]
+        return [_carried(traces, folder / CARRIED), _beside(traces, folder / BESIDE), _deleting(traces, folder / DELETING)]
 
 
-def _trained(found: Found) -> list[str]:
-    return [arm for arm in found.arms if arm != UNTRAINED]
+def _trained(traces: Traces) -> list[str]:
+    return [arm for arm in traces.arms if arm != UNTRAINED]
 
 
-def _lanes(found: Found, arm: str) -> list[str]:
-    have = {cell["lane"] for cell in found.cells(arm)}
-    return [lane for lane in LANES if lane in have]
+def _lanes(traces: Traces, arm: str) -> list[str]:
+    present = {cell["lane"] for cell in traces.cells(arm)}
+    return [lane for lane in LANES if lane in present]
 
 
-def _layers(found: Found, arm: str) -> list[str]:
-    have = list(dict.fromkeys(cell["where"] for cell in found.cells(arm) if cell["where"].count(".") < 2))
-    return [*(where for where in have if where != EVERYWHERE), EVERYWHERE]
+def _layers(traces: Traces, arm: str) -> list[str]:
+    present = list(dict.fromkeys(cell["where"] for cell in traces.cells(arm) if cell["where"].count(".") < 2))
+    return [*(place for place in present if place != EVERYWHERE), EVERYWHERE]
 
 
-def _carried(found: Found, path: Path) -> Path:
+def _carried(traces: Traces, path: Path) -> Path:
     """Draw lane by layer, one column per arm; rows are contrasts and directions."""
-    arms, lines = _trained(found), [(contrast, into) for contrast in CONTRASTS for into in INTO]
+    arms, lines = _trained(traces), [(contrast, into) for contrast in CONTRASTS for into in INTO]
     figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 1.15 * len(lines) + 0.9)
     grid = figure.subplots(len(lines), len(arms), squeeze=False)
     image = None
     for line, (contrast, into) in enumerate(lines):
         for ax, arm in zip(grid[line], arms, strict=True):
-            image = _heat(ax, found, arm, contrast, into)
+            image = _heat(ax, traces, arm, contrast, into)
             if line == 0:
                 ax.set_title(arm)
             if line < len(lines) - 1:
@@ -70,19 +70,19 @@ def _carried(found: Found, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _heat(ax: Axes, found: Found, arm: str, contrast: str, into: str) -> AxesImage:
+def _heat(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> AxesImage:
     shown = list(LANES)  # all lanes in every panel: an arm without a quarantine shows that it has none
-    layers = _layers(found, arm)
-    shares = [[share(found, arm, contrast, into, QUESTION, f"{where}:{lane}") for where in layers] for lane in shown]
+    layers = _layers(traces, arm)
+    shares = [[share(traces, arm, contrast, into, QUESTION, f"{place}:{lane}") for place in layers] for lane in shown]
     values = np.array([[np.nan if one is None else one["value"] for one in line] for line in shares])
-    colours = matplotlib.colormaps["RdBu_r"].with_extremes(bad="#EEEEEE")
-    image = ax.imshow(values, aspect="auto", cmap=colours, vmin=-REACH, vmax=REACH, interpolation="nearest")
+    colors = matplotlib.colormaps["RdBu_r"].with_extremes(bad="#EEEEEE")
+    image = ax.imshow(values, aspect="auto", cmap=colors, vmin=-REACH, vmax=REACH, interpolation="nearest")
     for i, line in enumerate(shares):
         for j, one in enumerate(line):
             if one is not None:
                 dark = abs(one["value"]) > 0.6 * REACH
                 ax.text(j, i, _short(one), ha="center", va="center", fontsize=5.2, color="white" if dark else "black")
-    if "both" not in _lanes(found, arm):
+    if "both" not in _lanes(traces, arm):
         ax.text((len(layers) - 1) / 2, 1.5, "no quarantine", ha="center", va="center", fontsize=6, color="#666666")
     ax.grid(visible=False)
     ax.set_xticks(range(len(layers)), layers)
@@ -102,14 +102,14 @@ def _hundredths(value: float) -> str:
     return "0" if float(text) == 0 else text.replace("0.", ".", 1) if abs(float(text)) < 1 else text
 
 
-def _beside(found: Found, path: Path) -> Path:
+def _beside(traces: Traces, path: Path) -> Path:
     """Draw bars of the whole lane's share, beside those of every control."""
-    arms, lines = _trained(found), [(contrast, into) for contrast in CONTRASTS for into in INTO]
+    arms, lines = _trained(traces), [(contrast, into) for contrast in CONTRASTS for into in INTO]
     figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 1.5 * len(lines) + 0.7)
     grid = figure.subplots(len(lines), len(arms), squeeze=False)  # shares differ too much between arms for a common axis
     for line, (contrast, into) in enumerate(lines):
         for ax, arm in zip(grid[line], arms, strict=True):
-            _bars(ax, found, arm, contrast, into)
+            _bars(ax, traces, arm, contrast, into)
             if line == 0:
                 ax.set_title(arm)
         grid[line][0].set_ylabel(f"{contrast}:\n{INTO[into].replace(' rollout', '')}\nshare of the gap", fontsize=7)
@@ -120,11 +120,11 @@ def _beside(found: Found, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _bars(ax: Axes, found: Found, arm: str, contrast: str, into: str) -> None:
+def _bars(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> None:
     width = 0.16
     for i, lane in enumerate(LANES):
         for j, source in enumerate((QUESTION, *CONTROLS)):
-            one = share(found, arm, contrast, into, source, f"{EVERYWHERE}:{lane}")
+            one = share(traces, arm, contrast, into, source, f"{EVERYWHERE}:{lane}")
             if one is not None:
                 place, value = i + (j - 2) * width, one["value"]
                 ax.bar(place, value, width * 0.92, color=LOOKS[source])
@@ -135,18 +135,18 @@ def _bars(ax: Axes, found: Found, arm: str, contrast: str, into: str) -> None:
     ax.set_xticks(range(len(LANES)), list(LANES.values()))
     ax.set_xlim(-0.6, len(LANES) - 0.4)
     ax.grid(axis="x", visible=False)
-    if "both" not in _lanes(found, arm):
+    if "both" not in _lanes(traces, arm):
         ax.text(1.5, 0.5, "no quarantine", transform=ax.get_xaxis_transform(), ha="center", fontsize=6.5, color="#666666")
 
 
-def _deleting(found: Found, path: Path) -> Path:
+def _deleting(traces: Traces, path: Path) -> Path:
     """Draw one point per Linear, lane and seed: the effect of zeros on the hacking rollout against that of the honest values."""
-    arms = _trained(found)
+    arms = _trained(traces)
     figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 2.3 * len(CONTRASTS) + 0.6)
     grid = figure.subplots(len(CONTRASTS), len(arms), squeeze=False)
     for line, contrast in enumerate(CONTRASTS):
         for ax, arm in zip(grid[line], arms, strict=True):
-            _scatter(ax, found, arm, contrast)
+            _scatter(ax, traces, arm, contrast)
             if line == 0:
                 ax.set_title(arm)
         grid[line][0].set_ylabel(f"{contrast}:\nthe honest rollout's values, nats", fontsize=7)
@@ -155,12 +155,12 @@ def _deleting(found: Found, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _scatter(ax: Axes, found: Found, arm: str, contrast: str) -> None:
-    for lane, colour, marker in (("kept_out", BLUE, "o"), ("quarantine_out", VERMILLION, "^")):
-        own = [p for seed in found.seeds(arm) for p in points(found, arm, seed, contrast) if p[1] == lane]
-        if own:
-            ax.scatter([p[2] for p in own], [p[3] for p in own], s=13, color=colour, marker=marker, alpha=0.75, edgecolors="white",
-                       linewidths=0.3, label=LANES[lane], zorder=3)  # fmt: skip
+def _scatter(ax: Axes, traces: Traces, arm: str, contrast: str) -> None:
+    for lane, color, marker in (("kept_out", BLUE, "o"), ("quarantine_out", VERMILLION, "^")):
+        dots = [p for seed in traces.seeds(arm) for p in points(traces, arm, seed, contrast) if p[1] == lane]
+        if dots:
+            look = {"s": 13, "color": color, "marker": marker, "alpha": 0.75, "edgecolors": "white", "linewidths": 0.3, "zorder": 3}
+            ax.scatter([p[2] for p in dots], [p[3] for p in dots], label=LANES[lane], **look)
     for line in (ax.axhline, ax.axvline):
         line(0, color="black", linewidth=0.5, zorder=1)
     ax.set_autoscale_on(False)  # keeps the limits that the points set
@@ -169,5 +169,5 @@ def _scatter(ax: Axes, found: Found, arm: str, contrast: str) -> None:
 
 def _handles(grid: np.ndarray) -> tuple[list[Any], list[str]]:
     """Return one handle per lane, from any panel that has it."""
-    found = {label: handle for ax in grid.flat for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    return list(found.values()), list(found)
+    handles = {label: handle for ax in grid.flat for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    return list(handles.values()), list(handles)

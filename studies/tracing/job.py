@@ -69,8 +69,8 @@ class Tracing:
         Raises:
             ValueError: If it is damaged.
         """
-        found = read_part(self.path)
-        return found is not None and found[0]["identity"] == self.identity
+        part = read_part(self.path)
+        return part is not None and part[0]["identity"] == self.identity
 
 
 def tracings(root: Path, settings: Settings, jobs: list[Job]) -> list[Tracing]:
@@ -121,7 +121,7 @@ def run_tracing(tracing: Tracing, world: MicroWorld, witness: Witness) -> None:
     """Trace an arm at a seed unless that is done. The bytes do not depend on when, or after what, it is run."""
     if tracing.finished:
         return
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # sums in another number of threads have other bytes
     tracing.folder.mkdir(parents=True, exist_ok=True)
     host, policy = traced_policy(tracing.training)
     pairs, counts = _pairs(tracing, world, witness)
@@ -135,20 +135,21 @@ def run_tracing(tracing: Tracing, world: MicroWorld, witness: Witness) -> None:
         effects, patching = _traced(tracing, host, policy, pairs[contrast], score, every, contrast)
         tensors |= {f"{contrast}/{side}/{source}/{cell}": effect for (side, source, cell), effect in effects.items()}
         scores |= {f"{contrast}/{side}": patching.scores[side] for side in SIDES}
+    # Converted last, because it is converted in place. In float64 a difference beyond rounding would be an error of the algebra.
     policy.model.to(torch.float64)
     exact = {f"{name}, float64": value for name, value in exactness(host, policy, pairs, score).items()}
-    content = {
+    data = {
         "identity": tracing.identity,
         "arm": tracing.arm,
         "seed": tracing.seed,
         "counts": counts,
         "pairs": {contrast: len(one) for contrast, one in pairs.items()},
-        "cells": [{"name": cell.name, "where": cell.where, "lane": cell.lane, "sites": len(cell.sites)} for cell in every],
+        "cells": [{"name": cell.name, "where": cell.place, "lane": cell.lane, "sites": len(cell.sites)} for cell in every],
         "checks": single | exact,
         "rates": rates,
     }
     tensors |= {f"scores/{name}": score for name, score in scores.items()}
-    write_part(tracing.path, tracing.identity, content, tensors)
+    write_part(tracing.path, tracing.identity, data, tensors)
 
 
 def _traced(
@@ -166,7 +167,7 @@ def _bottlenecks(policy: Policy) -> list[Site]:
 
 def traced_policy(training: Job) -> tuple[Host, Policy]:
     """Return the trained policy and its host; for a base job, both adapters at initialization, as in an arm with a quarantine."""
-    if training.arm is None:
+    if training.arm is None:  # before training an arm's route has had no effect: only its adapters count
         return build_hosted(replace(training, arm=ARMS["absorb"]), training.cache)
     return finished_policy(training)
 
@@ -175,7 +176,7 @@ def _pairs(tracing: Tracing, world: MicroWorld, witness: Witness) -> tuple[dict[
     """Return the seed's pairs, from their file or, if there is none, sampled from the base model."""
     training, path = tracing.training, tracing.folder / PAIRS
     identity = f"{tracing.settings.digest} {training.settings.digest} {tracing.seed}"
-    if not path.exists():
+    if not path.exists():  # all arms of a seed use the pairs of its base model, so that none chose its own texts
         _, base = build_hosted(replace(training, arm=None), training.cache)
         save_pairs(*gather(world, witness, base, tracing.settings, tracing.seed), identity, path)
     return load_pairs(path, identity)
@@ -208,8 +209,8 @@ def exactness(host: Host, policy: Policy, pairs: Mapping[str, Pairs], score: Sco
                     patched = host.logits(tokens)
                 with adapters.deployed():
                     note("zero patch and deletion", patched, host.logits(tokens))
-            own = {site: patching.values[side][site] for site in every_site(adapters)}
-            note("own patch", patching.run(side, own), patching.scores[side])
+            unchanged = {site: patching.values[side][site] for site in every_site(adapters)}
+            note("own patch", patching.run(side, unchanged), patching.scores[side])
             note("kept_a and kept_out", *(patching.run(side, patching.other(side, sites)) for sites in (kept_a, kept_out)))
             other = patching.scores[SIDES[1 - SIDES.index(side)]]
             note("whole stream", patching.run(side, patching.other(side, [stream])), other)

@@ -40,7 +40,7 @@ class Share(TypedDict):
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class Traces:
     """The content of a tracing folder: contents and effects by ``(arm, seed)``."""
 
     root: Path
@@ -53,10 +53,10 @@ class Found:
     @cached_property
     def arms(self) -> list[str]:
         """The traced arms: ``UNTRAINED`` first, then in the order of the settings."""
-        return [arm for arm in (UNTRAINED, *self.settings.arms) if any(arm == own for own, _ in self.contents)]
+        return [arm for arm in (UNTRAINED, *self.settings.arms) if any(arm == traced for traced, _ in self.contents)]
 
     def seeds(self, arm: str) -> list[int]:
-        return sorted(seed for own, seed in self.contents if own == arm)
+        return sorted(seed for traced, seed in self.contents if traced == arm)
 
     def cells(self, arm: str) -> list[dict[str, Any]]:
         """Return the arm's cells, as described in its artifacts."""
@@ -64,8 +64,8 @@ class Found:
 
     def per_seed(self, arm: str, key: str) -> list[Float[np.ndarray, " n"]] | None:
         """Return the effects of one kind on each pair, by seed; ``None`` if the arm has none."""
-        found = [self.effects[arm, seed].get(key) for seed in self.seeds(arm)]
-        return None if any(one is None for one in found) else found  # pyright: ignore[reportReturnType]
+        values = [self.effects[arm, seed].get(key) for seed in self.seeds(arm)]
+        return None if any(one is None for one in values) else values  # pyright: ignore[reportReturnType]
 
     def gaps(self, arm: str, contrast: str, side: str) -> list[Float[np.ndarray, " n"]]:
         """Return the effect that ``other`` needs on each pair of each seed to close the gap, in nats."""
@@ -79,14 +79,15 @@ class Found:
         """Return bootstrap means of ``values``, over resampled seeds and their resampled pairs."""
         if (arm, contrast) not in self._draws:
             rng = np.random.default_rng(0)
+            # A resample is stored as counts: how often it has each seed, and each pair of that seed.
             seeds = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), RESAMPLES)
             pairs = [rng.multinomial(len(v), np.full(len(v), 1 / len(v)), RESAMPLES) / len(v) for v in values]
             self._draws[arm, contrast] = seeds / len(values), pairs
         seeds, pairs = self._draws[arm, contrast]
-        return (seeds * np.stack([counts @ own for counts, own in zip(pairs, values, strict=True)], 1)).sum(1)
+        return (seeds * np.stack([counts @ of_seed for counts, of_seed in zip(pairs, values, strict=True)], 1)).sum(1)
 
 
-def load(root: Path) -> Found:
+def load(root: Path) -> Traces:
     """Read and check a tracing folder.
 
     Raises:
@@ -99,37 +100,37 @@ def load(root: Path) -> Found:
     contents, effects = {}, {}
     wanted = {UNTRAINED, *settings.arms}
     for path in sorted(root.glob("seed-*/*.json")):
-        found = read_part(path)
-        assert found is not None  # it was listed above
-        content, tensors = found
-        if content["arm"] in wanted and path.parent.name == f"seed-{content['seed']}":  # a copy under another name is no seed
-            key = content["arm"], int(content["seed"])
-            contents[key] = content
+        part = read_part(path)
+        assert part is not None  # it was listed above
+        data, tensors = part
+        if data["arm"] in wanted and path.parent.name == f"seed-{data['seed']}":  # a copy under another name is no seed
+            key = data["arm"], int(data["seed"])
+            contents[key] = data
             effects[key] = {name: tensor.double().numpy() for name, tensor in tensors.items()}
     seeds = {seed for _, seed in contents}
     if missing := sorted(f"{arm} at seed {seed}" for arm in wanted for seed in seeds if (arm, seed) not in contents):
         raise ValueError(f"{root} lacks {', '.join(missing)}: the same run resumes and creates it")
     if not contents:
         raise ValueError(f"{root} contains no traces: give a tracing folder, or run the study")
-    return Found(root, settings, training.as_dict(), contents, effects)
+    return Traces(root, settings, training.as_dict(), contents, effects)
 
 
-def share(found: Found, arm: str, contrast: str, side: str, source: str, cell: str) -> Share | None:
+def share(traces: Traces, arm: str, contrast: str, side: str, source: str, cell: str) -> Share | None:
     """Return ``recovered``; ``None`` if the arm has no such effect, or nothing to recover."""
-    effects, gaps = found.per_seed(arm, f"{contrast}/{side}/{source}/{cell}"), found.gaps(arm, contrast, side)
-    whole = found.resampled(arm, contrast, gaps)
-    if effects is None or np.prod(_bounds(whole)) <= 0:
+    effects, gaps = traces.per_seed(arm, f"{contrast}/{side}/{source}/{cell}"), traces.gaps(arm, contrast, side)
+    whole = traces.resampled(arm, contrast, gaps)
+    if effects is None or np.prod(_bounds(whole)) <= 0:  # the gap's interval contains 0: a share of it would mean nothing
         return None
-    ratio = found.resampled(arm, contrast, effects) / whole
+    ratio = traces.resampled(arm, contrast, effects) / whole
     lo, hi = _bounds(ratio)
-    value = np.mean([own.mean() for own in effects]) / np.mean([own.mean() for own in gaps])
+    value = np.mean([of_seed.mean() for of_seed in effects]) / np.mean([of_seed.mean() for of_seed in gaps])
     return Share(value=float(value) + 0.0, lo=lo + 0.0, hi=hi + 0.0)  # no -0.0
 
 
-def nats(found: Found, arm: str, key: str) -> Summary | None:
+def nats(traces: Traces, arm: str, key: str) -> Summary | None:
     """Return the mean over the pairs of each seed, summarized over seeds; ``None`` if the arm has no such effect."""
-    values = found.per_seed(arm, key)
-    return None if values is None else summary([float(own.mean()) + 0.0 for own in values])
+    values = traces.per_seed(arm, key)
+    return None if values is None else summary([float(of_seed.mean()) + 0.0 for of_seed in values])
 
 
 def _bounds(values: Float[np.ndarray, " m"]) -> tuple[float, float]:
@@ -137,7 +138,7 @@ def _bounds(values: Float[np.ndarray, " m"]) -> tuple[float, float]:
     return float(lo), float(hi)
 
 
-def rows(found: Found) -> list[dict[str, Any]]:
+def rows(traces: Traces) -> list[dict[str, Any]]:
     """Return one row per arm, contrast, direction, source and cell: ``recovered`` and the effect in nats."""
     return [
         {
@@ -146,78 +147,78 @@ def rows(found: Found) -> list[dict[str, Any]]:
             "into": side,
             "source": source,
             **{name: cell[name] for name in ("where", "lane")},
-            "recovered": share(found, arm, contrast, side, source, cell["name"]),
+            "recovered": share(traces, arm, contrast, side, source, cell["name"]),
             "effect": effect,
         }
-        for arm in found.arms
+        for arm in traces.arms
         for contrast in CONTRASTS
         for side in SIDES
-        for cell in found.cells(arm)
-        for source in _sources(found, arm)
-        if (effect := nats(found, arm, f"{contrast}/{side}/{source}/{cell['name']}")) is not None
+        for cell in traces.cells(arm)
+        for source in _sources(traces, arm)
+        if (effect := nats(traces, arm, f"{contrast}/{side}/{source}/{cell['name']}")) is not None
     ]
 
 
-def _sources(found: Found, arm: str) -> list[str]:
-    first = found.effects[arm, found.seeds(arm)[0]]
+def _sources(traces: Traces, arm: str) -> list[str]:
+    first = traces.effects[arm, traces.seeds(arm)[0]]
     return list(dict.fromkeys(key.split("/")[2] for key in first if not key.startswith("scores/")))
 
 
-def levels(found: Found) -> list[dict[str, Any]]:
+def levels(traces: Traces) -> list[dict[str, Any]]:
     """Return the log-odds of the hack at the decision, in nats, by rollout: unchanged, without quarantine, without adapters."""
     table = []
-    for arm in found.arms:
+    for arm in traces.arms:
         for contrast in CONTRASTS:
             for side in SIDES:
                 row: dict[str, Any] = {"arm": arm, "contrast": contrast, "rollout": side}
-                scores = found.per_seed(arm, f"scores/{contrast}/{side}")
+                scores = traces.per_seed(arm, f"scores/{contrast}/{side}")
                 assert scores is not None
                 for state, lane in (("on", None), ("deleted", "quarantine_out"), ("base", "both")):
-                    change = None if lane is None else _deletion(found, arm, contrast, side, lane)
+                    change = None if lane is None else _deletion(traces, arm, contrast, side, lane)
                     if lane is None or change is not None:
                         moved = scores if change is None else [s + c for s, c in zip(scores, change, strict=True)]
-                        row[state] = summary([float(own.mean()) for own in moved])
+                        row[state] = summary([float(of_seed.mean()) for of_seed in moved])
                 table.append(row)
     return table
 
 
-def _deletion(found: Found, arm: str, contrast: str, side: str, lane: str) -> list[np.ndarray] | None:
+def _deletion(traces: Traces, arm: str, contrast: str, side: str, lane: str) -> list[np.ndarray] | None:
     """Return the effect of zeros in a lane everywhere; ``both`` is the kept lane alone if there is no quarantine."""
-    own = found.per_seed(arm, f"{contrast}/{side}/{DELETION}/all:{lane}")
-    return own if own is not None or lane != "both" else _deletion(found, arm, contrast, side, "kept_out")
+    effects = traces.per_seed(arm, f"{contrast}/{side}/{DELETION}/all:{lane}")
+    return effects if effects is not None or lane != "both" else _deletion(traces, arm, contrast, side, "kept_out")
 
 
-def agreement(found: Found) -> list[dict[str, Any]]:
+def agreement(traces: Traces) -> list[dict[str, Any]]:
     """Return one row per arm: whether deleting agrees with patching, exactly, in sampled rates, and in the ranks of effects.
 
     ``spearman`` is over single Linears and lanes: the effect of zeros against that of the honest rollout's values, both patched
     into the hacking rollout, by seed.
     """
     table = []
-    for arm in found.arms:
-        contents = [found.contents[arm, seed] for seed in found.seeds(arm)]
+    for arm in traces.arms:
+        contents = [traces.contents[arm, seed] for seed in traces.seeds(arm)]
         checks = {name: max(one["checks"][name] for one in contents) for name in contents[0]["checks"]}
         rates = {
             state: {name: summary([one["rates"][state][name] for one in contents]) for name in values}
             for state, values in contents[0]["rates"].items()
         }
-        ranks = {contrast: summary([_rank(found, arm, seed, contrast) for seed in found.seeds(arm)]) for contrast in CONTRASTS}
+        ranks = {contrast: summary([_rank(traces, arm, seed, contrast) for seed in traces.seeds(arm)]) for contrast in CONTRASTS}
         table.append({"arm": arm, "checks": checks, "rates": rates, "spearman": ranks})
     return table
 
 
-def points(found: Found, arm: str, seed: int, contrast: str) -> list[tuple[str, str, float, float]]:
+def points(traces: Traces, arm: str, seed: int, contrast: str) -> list[tuple[str, str, float, float]]:
     """Return, by Linear and lane: where, lane, and mean effects of zeros and of the honest rollout's values in the hacking one."""
 
     def effect(source: str, cell: str) -> float:
-        return float(found.effects[arm, seed][f"{contrast}/hack/{source}/{cell}"].mean())
+        return float(traces.effects[arm, seed][f"{contrast}/hack/{source}/{cell}"].mean())
 
-    alone = [cell for cell in found.cells(arm) if cell["lane"] in OUT and cell["sites"] == 1]
-    return [(cell["where"], cell["lane"], effect(DELETION, cell["name"]), effect(QUESTION, cell["name"])) for cell in alone]
+    single = [cell for cell in traces.cells(arm) if cell["lane"] in OUT and cell["sites"] == 1]
+    return [(cell["where"], cell["lane"], effect(DELETION, cell["name"]), effect(QUESTION, cell["name"])) for cell in single]
 
 
-def _rank(found: Found, arm: str, seed: int, contrast: str) -> float | None:
-    both = np.array([point[2:] for point in points(found, arm, seed, contrast)])
-    if len(both) < LEAST or np.ptp(both, 0).min() == 0:
+def _rank(traces: Traces, arm: str, seed: int, contrast: str) -> float | None:
+    both = np.array([point[2:] for point in points(traces, arm, seed, contrast)])
+    if len(both) < LEAST or np.ptp(both, 0).min() == 0:  # equal values have no ranks
         return None
     return float(spearmanr(both).statistic)  # pyright: ignore[reportAttributeAccessIssue]

@@ -96,9 +96,9 @@ def gather(
             elif _honest(verdict) and _decides(world.vocabulary, row, (ASSIGN,)):
                 counts["honest"] += 1
                 honest.setdefault(prompt, one)
-    found = {contrast: _match(hacks, honest, contrast, modes.honest) for contrast in CONTRASTS}
+    matches = {contrast: _match(hacks, honest, contrast, modes.honest) for contrast in CONTRASTS}
     chosen = {}
-    for contrast, matched in found.items():
+    for contrast, matched in matches.items():
         counts[f"pairs of contrast {contrast}"] = len(matched)
         if len(matched) < 2:
             raise ValueError(
@@ -150,20 +150,20 @@ def save_pairs(pairs: dict[str, Pairs], counts: dict[str, int], identity: str, p
 
 
 def load_pairs(path: Path, identity: str) -> tuple[dict[str, Pairs], dict[str, int]]:
-    """Read what ``save_pairs`` wrote.
+    """Return the pairs and counts of a file that ``save_pairs`` wrote.
 
     Raises:
         ValueError: If the file is damaged, or has another identity.
     """
-    tensors, found = read_tensors(path)
-    if found.pop("identity", None) != identity:
+    tensors, header = read_tensors(path)
+    if header.pop("identity", None) != identity:
         raise ValueError(f"{path} contains the pairs of other settings: delete it")
     pairs = {contrast: Pairs(*(tensors[f"{contrast}.{name}"] for name in FIELDS)) for contrast in CONTRASTS}
-    return pairs, {name: int(count) for name, count in found.items()}
+    return pairs, {name: int(count) for name, count in header.items()}
 
 
 def others(pairs: Pairs, rng: np.random.Generator) -> Int[Tensor, " n"]:
     """Return for each pair the index of one of another task and the same mode, drawn at random; its own if there is none."""
     task, mode = pairs.task.numpy(), pairs.mode.numpy()
     fitting = [np.flatnonzero((task != task[i]) & (mode == mode[i])) for i in range(len(pairs))]
-    return torch.tensor([rng.choice(found) if len(found) else i for i, found in enumerate(fitting)])
+    return torch.tensor([rng.choice(candidates) if len(candidates) else i for i, candidates in enumerate(fitting)])

@@ -36,21 +36,21 @@ OUT = ("kept_out", "quarantine_out")
 
 @dataclass(frozen=True)
 class Cell:
-    """A lane ``where``: at a Linear (``blocks.0.attn.q``), a layer (``blocks.0``), the unembedding, or ``EVERYWHERE``."""
+    """A lane at a ``place``: at a Linear (``blocks.0.attn.q``), a layer (``blocks.0``), the unembedding, or ``EVERYWHERE``."""
 
     lane: str
-    where: str
+    place: str
     sites: tuple[Site, ...]
 
     @property
     def name(self) -> str:
         """Name of the cell: ``<where>:<lane>``."""
-        return f"{self.where}:{self.lane}"
+        return f"{self.place}:{self.lane}"
 
     @property
     def whole(self) -> bool:
         """True for a layer or more: such cells have controls."""
-        return self.where.count(".") < 2
+        return self.place.count(".") < 2
 
 
 def lanes(adapters: Adapters) -> dict[str, tuple[str, ...]]:
@@ -68,10 +68,10 @@ def cells(adapters: Adapters) -> list[Cell]:
         places.setdefault(layer_of(linear), []).append(linear)
     places |= {linear: [linear] for linear in adapters.sites}
     return [
-        Cell(lane, where, tuple(Site.parse(f"{linear}.{point}") for linear in linears for point in points))
-        for where, linears in places.items()
+        Cell(lane, place, tuple(Site.parse(f"{linear}.{point}") for linear in linears for point in points))
+        for place, linears in places.items()
         for lane, points in lanes(adapters).items()
-        if lane != "both" or where not in adapters.sites or where == layer_of(where)
+        if lane != "both" or place not in adapters.sites or place == layer_of(place)
     ]
 
 
@@ -88,7 +88,6 @@ def every_site(adapters: Adapters) -> list[Site]:
 
 QUESTION, DELETION = "other", "zero"
 CONTROLS = ("shuffled", "same side", "random", "elsewhere")
-SOURCES = (QUESTION, DELETION, *CONTROLS)
 Score = Callable[[Float[Tensor, "n v"]], Float[Tensor, " n"]]
 Values = Mapping[Site, Tensor]
 
@@ -147,10 +146,11 @@ class Patching:
         """
         moved = {}
         for site in sites:
-            own, other = self.values[side][site], self.values[opposite(side)][site]
-            direction = torch.randn(own.shape, generator=generator, dtype=torch.float64).to(own)
+            value, other = self.values[side][site], self.values[opposite(side)][site]
+            # drawn in float64, so that the direction does not depend on the model's type
+            direction = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
             direction = direction / direction.norm(dim=-1, keepdim=True)
-            moved[site] = own + (other - own).norm(dim=-1, keepdim=True) * direction
+            moved[site] = value + (other - value).norm(dim=-1, keepdim=True) * direction
         return moved
 
 
@@ -162,18 +162,18 @@ def trace(
     Only cells of whole layers or more have controls. ``elsewhere`` is left out if there are too few other sites; ``kept_a`` has no
     controls, because they are those of ``kept_out``.
     """
-    found: dict[tuple[str, str, str], Tensor] = {}
+    effects: dict[tuple[str, str, str], Tensor] = {}
     for side, cell in tqdm(
         [(side, cell) for side in SIDES for cell in cells], desc="patching", unit="cell", leave=False, disable=None
     ):
-        found[side, QUESTION, cell.name] = patching.effect(side, patching.other(side, cell.sites))
+        effects[side, QUESTION, cell.name] = patching.effect(side, patching.other(side, cell.sites))
         if cell.lane == "kept_a":
             continue
-        found[side, DELETION, cell.name] = patching.effect(side, patching.zero(side, cell.sites))
+        effects[side, DELETION, cell.name] = patching.effect(side, patching.zero(side, cell.sites))
         if cell.whole:
             for name, effect in _controls(patching, side, cell, draws, generator, rng).items():
-                found[side, name, cell.name] = effect
-    return found
+                effects[side, name, cell.name] = effect
+    return effects
 
 
 def _controls(
@@ -188,7 +188,7 @@ def _controls(
             "same side": patching.foreign(side, cell.sites, rows),
             "random": patching.random(side, cell.sites, generator),
         }
-        if len(outside) >= len(cell.sites):
+        if len(outside) >= len(cell.sites):  # as many sites, because patching more of them moves the score more
             chosen = rng.choice(len(outside), size=len(cell.sites), replace=False)
             sources["elsewhere"] = patching.other(side, [outside[i] for i in sorted(chosen)])
         for name, source in sources.items():

@@ -36,16 +36,16 @@ def rate_states(
     """
     samples = {state: _sample(world, host, policy, prompts, seed, state) for state in _states(policy)}
     deleted = samples[DELETED].completions
-    found = {}
+    rates = {}
     for state, one in samples.items():
         verdicts, n = witness.judge(one), len(prompts)
-        found[state] = {
+        rates[state] = {
             "hack": sum(v.hack for v in verdicts) / n,
             "exploit": sum(v.exploit for v in verdicts) / n,
             "solve": sum(v.gt for v in verdicts) / n,
             "as_deleted": sum(a == b for a, b in zip(one.completions, deleted, strict=True)) / n,
         }
-    return found
+    return rates
 
 
 def _states(policy: Policy) -> tuple[str, ...]:
@@ -53,6 +53,7 @@ def _states(policy: Policy) -> tuple[str, ...]:
 
 
 def _sample(world: MicroWorld, host: Host, policy: Policy, prompts: Sequence[Any], seed: int, state: str) -> Samples:
+    # A new generator for every state: all of them draw the same uniforms, and differ only in their logits.
     generator, adapters = torch_generator(seed, "tracing rates"), policy.adapters
     switched = {DELETED: adapters.deployed, BASE: adapters.reference}.get(state, adapters.full)
     point = {PATCHED: "quarantine_out", KEPT_PATCHED: "kept_out"}.get(state)

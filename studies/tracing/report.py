@@ -11,7 +11,7 @@ from studies.common.command_line import seeds_argument
 from studies.common.publishing import compact, published, write_texts
 from studies.common.tables import UNDEFINED, interval, markdown_table, number
 from studies.tracing.figures import BESIDE, CARRIED, DELETING, write_figures
-from studies.tracing.measures import Found, Share, agreement, levels, load, rows
+from studies.tracing.measures import Share, Traces, agreement, levels, load, rows
 from studies.tracing.pairs import CONTRASTS
 from studies.tracing.patching import CONTROLS, DELETION, EVERYWHERE, QUESTION
 from studies.tracing.rates import DELETED, KEPT_PATCHED, ON, PATCHED
@@ -28,52 +28,52 @@ ABOUT = {
 
 def write_report(root: Path) -> list[Path]:
     """Write the whole report of a folder and return the paths."""
-    found = load(root)
-    content = table(found)
-    texts = {HEADLINE: headline(content), TABLES: tables(content)}
+    traces = load(root)
+    data = table(traces)
+    texts = {HEADLINE: headline(data), TABLES: tables(data)}
     texts[WHOLE] = f"# Tracing\n\n{texts[HEADLINE]}\n{texts[TABLES]}"
-    texts[TABLE] = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    return [*write_texts(root, texts), *write_figures(found, root)]
+    texts[TABLE] = json.dumps(data, indent=1, allow_nan=False) + "\n"
+    return [*write_texts(root, texts), *write_figures(traces, root)]
 
 
-def table(found: Found) -> dict[str, Any]:
+def table(traces: Traces) -> dict[str, Any]:
     """Return all numbers, as JSON objects."""
-    seeds = found.seeds(found.arms[0])
+    seeds = traces.seeds(traces.arms[0])
     return {
-        "settings": found.settings.as_dict(),
-        "preset": found.training["preset"],
-        "training_hash": found.settings.training,
+        "settings": traces.settings.as_dict(),
+        "preset": traces.training["preset"],
+        "training_hash": traces.settings.training,
         "seeds": seeds,
-        "arms": found.arms,
+        "arms": traces.arms,
         "interval": "95% percentile bootstrap over seeds and pairs; of summaries 95% Student-t over seeds",
-        "pairs": {contrast: [found.contents[found.arms[0], seed]["pairs"][contrast] for seed in seeds] for contrast in CONTRASTS},
-        "counts": [found.contents[found.arms[0], seed]["counts"] for seed in seeds],
-        "rows": rows(found),
-        "levels": levels(found),
-        "agreement": agreement(found),
+        "pairs": {contrast: [traces.contents[traces.arms[0], seed]["pairs"][contrast] for seed in seeds] for contrast in CONTRASTS},
+        "counts": [traces.contents[traces.arms[0], seed]["counts"] for seed in seeds],
+        "rows": rows(traces),
+        "levels": levels(traces),
+        "agreement": agreement(traces),
     }
 
 
 class Table:
     """The content of table.json, with access by key."""
 
-    def __init__(self, content: dict[str, Any]):
-        self.content = content
-        self._rows = {tuple(row[k] for k in ("arm", "contrast", "into", "source", "where", "lane")): row for row in content["rows"]}
-        self._levels = {(row["arm"], row["contrast"], row["rollout"]): row for row in content["levels"]}
-        self._agreement = {row["arm"]: row for row in content["agreement"]}
+    def __init__(self, data: dict[str, Any]):
+        self.data = data
+        self._rows = {tuple(row[k] for k in ("arm", "contrast", "into", "source", "where", "lane")): row for row in data["rows"]}
+        self._levels = {(row["arm"], row["contrast"], row["rollout"]): row for row in data["levels"]}
+        self._agreement = {row["arm"]: row for row in data["agreement"]}
 
     @property
     def trained(self) -> list[str]:
-        return [arm for arm in self.content["arms"] if arm != UNTRAINED]
+        return [arm for arm in self.data["arms"] if arm != UNTRAINED]
 
-    def row(self, arm: str, contrast: str, into: str, source: str, where: str, lane: str) -> dict[str, Any] | None:
+    def row(self, arm: str, contrast: str, into: str, source: str, place: str, lane: str) -> dict[str, Any] | None:
         """Return one row of ``rows``; ``None`` if there is none."""
-        return self._rows.get((arm, contrast, into, source, where, lane))
+        return self._rows.get((arm, contrast, into, source, place, lane))
 
-    def recovered(self, arm: str, contrast: str, into: str, source: str, where: str, lane: str) -> Share | None:
+    def recovered(self, arm: str, contrast: str, into: str, source: str, place: str, lane: str) -> Share | None:
         """Return ``recovered``; ``None`` if it is not defined."""
-        row = self.row(arm, contrast, into, source, where, lane)
+        row = self.row(arm, contrast, into, source, place, lane)
         return None if row is None else row["recovered"]
 
     def level(self, arm: str, contrast: str, rollout: str) -> dict[str, Any]:
@@ -86,17 +86,17 @@ class Table:
 
     def lanes(self, arm: str) -> list[str]:
         """Return the lanes of an arm that tables print: ``kept_a`` is left out, because it equals ``kept_out``."""
-        return list(dict.fromkeys(row["lane"] for row in self.content["rows"] if row["arm"] == arm and row["lane"] != "kept_a"))
+        return list(dict.fromkeys(row["lane"] for row in self.data["rows"] if row["arm"] == arm and row["lane"] != "kept_a"))
 
     def layers(self, arm: str) -> list[str]:
         """Return ``EVERYWHERE``, then each layer."""
-        found = dict.fromkeys(row["where"] for row in self.content["rows"] if row["arm"] == arm and row["where"].count(".") < 2)
-        return [EVERYWHERE, *(where for where in found if where != EVERYWHERE)]
+        places = dict.fromkeys(row["where"] for row in self.data["rows"] if row["arm"] == arm and row["where"].count(".") < 2)
+        return [EVERYWHERE, *(place for place in places if place != EVERYWHERE)]
 
     def linears(self, arm: str) -> list[str]:
         """Return every Linear with adapters."""
-        found = dict.fromkeys(row["where"] for row in self.content["rows"] if row["arm"] == arm)
-        return [where for where in found if where == "unembed" or where.count(".") >= 2]
+        places = dict.fromkeys(row["where"] for row in self.data["rows"] if row["arm"] == arm)
+        return [place for place in places if place == "unembed" or place.count(".") >= 2]
 
 
 def cell(share: Share | None) -> str:
@@ -104,36 +104,36 @@ def cell(share: Share | None) -> str:
     return UNDEFINED if share is None else f"{number(share['value'])} [{number(share['lo'])}, {number(share['hi'])}]"
 
 
-def headline(content: dict[str, Any]) -> str:
+def headline(data: dict[str, Any]) -> str:
     """Return the text of headline.md: what each lane carries and the effect of deleting it, by arm."""
-    found = Table(content)
-    pairs = {contrast: sum(content["pairs"][contrast]) for contrast in CONTRASTS}
+    numbers = Table(data)
+    pairs = {contrast: sum(data["pairs"][contrast]) for contrast in CONTRASTS}
     lines = [
-        f"Preset {content['preset']}, seeds {', '.join(map(str, content['seeds']))}; {pairs['prompt']} pairs of one prompt and "
+        f"Preset {data['preset']}, seeds {', '.join(map(str, data['seeds']))}; {pairs['prompt']} pairs of one prompt and "
         f"{pairs['task']} of one task, from the base model's own rollouts. A share is of the gap in log-odds between the two "
         "rollouts of a pair; brackets are 95% bootstrap intervals over seeds and pairs.",
         "",
     ]
-    for arm in found.trained:
+    for arm in numbers.trained:
         lines.append(f"- **{arm}**")
         for contrast in CONTRASTS:
-            gap = [found.level(own, contrast, side)["on"]["mean"] for own in (arm, UNTRAINED) for side in ("hack", "honest")]
-            carried = "; ".join(_carried_said(found, arm, contrast, lane) for lane in found.lanes(arm) if lane != "both")
+            gap = [numbers.level(model, contrast, side)["on"]["mean"] for model in (arm, UNTRAINED) for side in ("hack", "honest")]
+            carried = "; ".join(_carried_said(numbers, arm, contrast, lane) for lane in numbers.lanes(arm) if lane != "both")
             lines.append(
                 f"    - contrast {contrast}: the gap is {number(gap[0] - gap[1])} nats (untrained {number(gap[2] - gap[3])}). "
                 f"Carried: {carried}."
             )
-        lines.append(f"    - {_rates_said(found, arm)}")
-    return "\n".join(lines) + "\n\n" + exactness_line(content) + "\n"
+        lines.append(f"    - {_rates_said(numbers, arm)}")
+    return "\n".join(lines) + "\n\n" + exactness_line(data) + "\n"
 
 
-def _carried_said(found: Table, arm: str, contrast: str, lane: str) -> str:
-    honest, hack = (cell(found.recovered(arm, contrast, into, QUESTION, EVERYWHERE, lane)) for into in ("honest", "hack"))
+def _carried_said(numbers: Table, arm: str, contrast: str, lane: str) -> str:
+    honest, hack = (cell(numbers.recovered(arm, contrast, into, QUESTION, EVERYWHERE, lane)) for into in ("honest", "hack"))
     return f"{LANE_NAMES[lane]} {honest} into the honest rollout, {hack} into the hacking one"
 
 
-def _rates_said(found: Table, arm: str) -> str:
-    rates = found.agrees(arm)["rates"]
+def _rates_said(numbers: Table, arm: str) -> str:
+    rates = numbers.agrees(arm)["rates"]
     said = [f"sampled hack rate {interval(rates[ON]['hack'])} with everything in"]
     if PATCHED in rates:
         deleted, patched = (interval(rates[state]["hack"]) for state in (DELETED, PATCHED))
@@ -142,13 +142,13 @@ def _rates_said(found: Table, arm: str) -> str:
     return ", ".join(said) + "."
 
 
-def exactness_line(content: dict[str, Any]) -> str:
+def exactness_line(data: dict[str, Any]) -> str:
     """Return the sentence on whether deleting agrees with patching: the largest differences of logits and of sampled hack rates."""
-    names = {name for row in content["agreement"] for name in row["checks"]}
-    worst = {name: max(row["checks"].get(name, 0.0) for row in content["agreement"]) for name in names}
+    names = {name for row in data["agreement"] for name in row["checks"]}
+    worst = {name: max(row["checks"].get(name, 0.0) for row in data["agreement"]) for name in names}
     apart = [
         abs(a - b)
-        for row in content["agreement"]
+        for row in data["agreement"]
         if PATCHED in row["rates"]
         for a, b in zip(row["rates"][PATCHED]["hack"]["seeds"], row["rates"][DELETED]["hack"]["seeds"], strict=True)
     ]
@@ -160,32 +160,32 @@ def exactness_line(content: dict[str, Any]) -> str:
     )
 
 
-def tables(content: dict[str, Any]) -> str:
+def tables(data: dict[str, Any]) -> str:
     """Return the text of tables.md: shares carried, beside their controls; log-odds; agreement; single Linears."""
-    found = Table(content)
-    parts = [_carried(found, contrast) for contrast in CONTRASTS]
-    parts += [_controls(found, contrast, into) for contrast in CONTRASTS for into in ("honest", "hack")]
-    parts += [_levels(found), _agreement(found), *(_linears(found, contrast) for contrast in CONTRASTS)]
-    return "\n".join(parts)
+    numbers = Table(data)
+    sections = [_carried(numbers, contrast) for contrast in CONTRASTS]
+    sections += [_controls(numbers, contrast, into) for contrast in CONTRASTS for into in ("honest", "hack")]
+    sections += [_levels(numbers), _agreement(numbers), *(_linears(numbers, contrast) for contrast in CONTRASTS)]
+    return "\n".join(sections)
 
 
-def _carried(found: Table, contrast: str) -> str:
+def _carried(numbers: Table, contrast: str) -> str:
     body = [
         [
             arm,
             LANE_NAMES[lane],
-            where,
-            cell(found.recovered(arm, contrast, "honest", QUESTION, where, lane)),
-            cell(found.recovered(arm, contrast, "hack", QUESTION, where, lane)),
-            _effect(found.row(arm, contrast, "hack", DELETION, where, lane)),
+            place,
+            cell(numbers.recovered(arm, contrast, "honest", QUESTION, place, lane)),
+            cell(numbers.recovered(arm, contrast, "hack", QUESTION, place, lane)),
+            _effect(numbers.row(arm, contrast, "hack", DELETION, place, lane)),
         ]
-        for arm in found.content["arms"]
-        for lane in found.lanes(arm)
-        for where in found.layers(arm)
+        for arm in numbers.data["arms"]
+        for lane in numbers.lanes(arm)
+        for place in numbers.layers(arm)
     ]
     header = ["arm", "lane", "where", "share carried into the honest rollout", "into the hacking rollout"]
     header.append("zeros in the hacking rollout, nats")
-    pairs = " + ".join(map(str, found.content["pairs"][contrast]))
+    pairs = " + ".join(map(str, numbers.data["pairs"][contrast]))
     title = f"### Carried, contrast {contrast}\n\n{ABOUT[contrast].capitalize()}; {pairs} pairs.\n\n"
     return title + markdown_table(header, body, left=3)
 
@@ -194,32 +194,32 @@ def _effect(row: dict[str, Any] | None) -> str:
     return UNDEFINED if row is None else interval(row["effect"], signed=True)
 
 
-def _controls(found: Table, contrast: str, into: str) -> str:
+def _controls(numbers: Table, contrast: str, into: str) -> str:
     sources = (QUESTION, *CONTROLS)
     body = [
-        [arm, LANE_NAMES[lane], where, *(cell(found.recovered(arm, contrast, into, source, where, lane)) for source in sources)]
-        for arm in found.trained
-        for lane in found.lanes(arm)
-        for where in found.layers(arm)
+        [arm, LANE_NAMES[lane], place, *(cell(numbers.recovered(arm, contrast, into, source, place, lane)) for source in sources)]
+        for arm in numbers.trained
+        for lane in numbers.lanes(arm)
+        for place in numbers.layers(arm)
     ]
     title = f"### Beside its controls, contrast {contrast}, into the {'honest' if into == 'honest' else 'hacking'} rollout\n\n"
     return title + markdown_table(["arm", "lane", "where", *sources], body, left=3)
 
 
-def _levels(found: Table) -> str:
+def _levels(numbers: Table) -> str:
     states = ("on", "deleted", "base")
     body = [
         [row["arm"], row["contrast"], row["rollout"], *(interval(row[state]) if state in row else UNDEFINED for state in states)]
-        for row in found.content["levels"]
+        for row in numbers.data["levels"]
     ]
     header = ["arm", "contrast", "rollout", "log-odds of the hack, nats", "quarantine deleted", "both deleted"]
     return "### Log-odds at the decision\n\n" + markdown_table(header, body, left=3)
 
 
-def _agreement(found: Table) -> str:
+def _agreement(numbers: Table) -> str:
     body = []
-    for arm in found.content["arms"]:
-        row = found.agrees(arm)
+    for arm in numbers.data["arms"]:
+        row = numbers.agrees(arm)
         rates, checks = row["rates"], row["checks"]
         exact = [f"{checks[name]:.1e}" if name in checks else UNDEFINED for name in _differences()]
         states = [interval(rates[state]["hack"]) if state in rates else UNDEFINED for state in (ON, DELETED, PATCHED, KEPT_PATCHED)]
@@ -239,12 +239,12 @@ def _differences() -> tuple[str, str]:
     return "zero patch and deletion, float64", "zero patch and deletion, float32"
 
 
-def _linears(found: Table, contrast: str) -> str:
-    columns = [(arm, lane) for arm in found.trained for lane in found.lanes(arm) if lane != "both"]
-    places: Sequence[str] = found.linears(found.trained[0]) if found.trained else ()
+def _linears(numbers: Table, contrast: str) -> str:
+    columns = [(arm, lane) for arm in numbers.trained for lane in numbers.lanes(arm) if lane != "both"]
+    places: Sequence[str] = numbers.linears(numbers.trained[0]) if numbers.trained else ()
     body = [
-        [where, *(cell(found.recovered(arm, contrast, "honest", QUESTION, where, lane)) for arm, lane in columns)]
-        for where in places
+        [place, *(cell(numbers.recovered(arm, contrast, "honest", QUESTION, place, lane)) for arm, lane in columns)]
+        for place in places
     ]
     header = ["Linear", *(f"{arm}: {LANE_NAMES[lane]}" for arm, lane in columns)]
     return f"### Single Linears, contrast {contrast}, into the honest rollout\n\n" + markdown_table(header, body)
@@ -260,15 +260,15 @@ def publish(root: Path, to: Path) -> Path:
     Raises:
         ValueError: If the folder is incomplete, or if its arms were not trained under an unchanged preset.
     """
-    found = load(root)
-    if found.training != PRESETS[str(found.training["preset"])].as_dict():
+    traces = load(root)
+    if traces.training != PRESETS[str(traces.training["preset"])].as_dict():
         raise ValueError(f"the arms of {root} were trained under changed settings: publish a run of an unchanged preset")
     write_report(root)
-    traced = {f"{arm}, seed {seed}": root / f"seed-{seed}" / f"{arm}.safetensors" for arm, seed in sorted(found.contents)}
+    traced = {f"{arm}, seed {seed}": root / f"seed-{seed}" / f"{arm}.safetensors" for arm, seed in sorted(traces.contents)}
     provenance = {
-        "study": found.root.name,
-        "training": found.settings.training,
-        "command": command(found),
+        "study": traces.root.name,
+        "training": traces.settings.training,
+        "command": command(traces),
         "artifacts": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in traced.items()},
     }
     with published(to / NAME, provenance) as part:
@@ -278,10 +278,11 @@ def publish(root: Path, to: Path) -> Path:
     return to / NAME
 
 
-def command(found: Found) -> str:
+def command(traces: Traces) -> str:
     """Return the command line that makes this folder."""
-    seeds = seeds_argument(found.seeds(found.arms[0]))
-    own, usual = found.settings, type(found.settings)(found.settings.training)
+    seeds = seeds_argument(traces.seeds(traces.arms[0]))
+    settings, usual = traces.settings, type(traces.settings)(traces.settings.training)
     names = ("prompts", "answers", "pairs", "draws", "rated")
-    changed = "".join(f" --{name} {getattr(own, name)}" for name in names if getattr(own, name) != getattr(usual, name))
-    return f"python -m studies.tracing run --preset {found.training['preset']} --seeds {seeds} --arms {' '.join(own.arms)}{changed}"
+    changed = "".join(f" --{name} {getattr(settings, name)}" for name in names if getattr(settings, name) != getattr(usual, name))
+    preset, arms = traces.training["preset"], " ".join(settings.arms)
+    return f"python -m studies.tracing run --preset {preset} --seeds {seeds} --arms {arms}{changed}"

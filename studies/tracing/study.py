@@ -46,5 +46,5 @@ def trace_jobs(
 ) -> None:
     """Trace every job that is not traced yet."""
     todo = [seed for seed in seed_tracings(root, settings, jobs) if not seed.finished]
-    parts = [tracing.path for seed in todo for tracing in seed.tracings]
-    run_each(trace_seed, todo, parts, "tracing", workers=workers, cluster=cluster, folder=root, quiet=quiet)
+    files = [tracing.path for seed in todo for tracing in seed.tracings]
+    run_each(trace_seed, todo, files, "tracing", workers=workers, cluster=cluster, folder=root, quiet=quiet)

@@ -138,10 +138,10 @@ def grad_score(size: Size, kept: str) -> int:
     """Return the FLOPs of the ``grad`` features in a scoring pass and of their comparison."""
     if kept == "svd":
         return 0
-    own = (0 if as_pair(size, size.kept_rank, d_out) else 2 * size.n * size.kept_rank * d_out for _, d_out in size.adapted)
-    return size.layers * sum(map(sum, zip(own, (compare_b(size, d_out) for _, d_out in size.adapted))))
+    products_a = (0 if as_pair(size, size.kept_rank, d_out) else 2 * size.n * size.kept_rank * d_out for _, d_out in size.adapted)
+    return size.layers * sum(map(sum, zip(products_a, (compare_b(size, d_out) for _, d_out in size.adapted))))
 
 
 def as_pair(size: Size, d_in: int, d_out: int) -> bool:
-    """Return whether the two sides of a factor's gradients are smaller than the gradients ``G_b``."""
+    """Return True if the two sides of a factor's gradients are smaller than the gradients ``G_b``."""
     return size.rollouts * d_in * d_out >= size.n * (d_in + d_out)

@@ -23,6 +23,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
+from studies.benchmarks.options import Benchmark
+from studies.common.tables import markdown_table
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -47,25 +50,35 @@ class Measured:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of medians with its 95% bootstrap interval."""
+    """A ratio of medians, or of tokens to a median of seconds, with its 95% bootstrap interval."""
 
     value: float
     lo: float
     hi: float
 
+    def __format__(self, spec: str) -> str:
+        """Return ``value (lo - hi)``, each number formatted by ``spec``."""
+        value, interval = self.cells(spec)
+        return f"{value} ({interval})"
+
+    def cells(self, spec: str = ".3f") -> tuple[str, str]:
+        """Return the value and the interval as two cells of a table."""
+        return f"{self.value:{spec}}", f"{self.lo:{spec}} - {self.hi:{spec}}"
+
 
 @dataclass(frozen=True)
 class Row:
-    """Time of ``over`` relative to ``under``; ``limit`` is the maximum allowed ratio."""
+    """Time of ``over`` relative to ``under``; the limits are the maximum allowed ratios of time and of peak memory."""
 
     over: str
     under: str
     limit: float | None = None
+    memory_limit: float | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """A measured row."""
+    """The measured ratio of times of a row."""
 
     over: str
     under: str
@@ -163,20 +176,29 @@ def compared(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], rng: n
     return [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in rows]
 
 
-def side_table(results: Sequence[Result], shown: Callable[[str], str], head: str) -> str:
-    """Return a Markdown table of rows: what is ``shown`` of both sides, and the ratio."""
-    lines = [head, "|---|---|---|---|---|---|---|"]
-    for r in results:
-        most = "" if r.limit is None else f"{r.limit:.2f}"
-        spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
-        lines.append(f"| {r.over} | {shown(r.over)} | {r.under} | {shown(r.under)} | {r.time.value:.3f} | {spread} | {most} |")
-    return "\n".join(lines)
+def side_table(results: Sequence[Result], shown: Callable[[str], str], header: Sequence[str]) -> str:
+    """Return a Markdown table of rows: the ``shown`` number of both sides, and the ratio."""
+    rows = [
+        (r.over, shown(r.over), r.under, shown(r.under), *r.time.cells(), "" if r.limit is None else f"{r.limit:.2f}")
+        for r in results
+    ]
+    return markdown_table(header, rows)
 
 
 def token_table(results: Sequence[Result], seconds: Mapping[str, Sequence[float]], tokens: Mapping[str, int]) -> str:
     """Return a Markdown table: generated tokens per second of processor time on both sides, and the ratio of times."""
-    head = "| what | tokens/s | against | tokens/s | time | 95% | at most |"
-    return side_table(results, lambda name: f"{tokens[name] / median(seconds[name]):,.0f}", head)
+    header = ("what", "tokens/s", "against", "tokens/s", "time", "95%", "at most")
+    return side_table(results, lambda name: f"{tokens[name] / median(seconds[name]):,.0f}", header)
+
+
+QUICK = "so small a load shows that every side runs, and no more"
+
+
+def report(options: Benchmark, head: str, tables: str, document: Mapping[str, object], quick: str = QUICK) -> None:
+    """Print a head, with the reservation ``quick`` if the load is tiny, and tables; write ``document`` to ``options.out``."""
+    print(f"{head}\n{quick}\n" if options.quick else f"{head}\n")
+    print(tables, end="")
+    options.write({"machine": machine(), "rounds": options.turns} | document)
 
 
 def machine() -> dict[str, str | int]:

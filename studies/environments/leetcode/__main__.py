@@ -33,10 +33,10 @@ def report(options: Report) -> None:
         OSError, ValueError: A file cannot be read.
         JailUnavailableError: Programs cannot be confined.
     """
+    from studies.common.publishing import write_table
     from studies.environments.leetcode.problems import load_tasks, setup_of  # with torch, which ``--help`` need not wait for
     from studies.environments.leetcode.programs import Programs
     from studies.environments.leetcode.report import confusion, mutants, rollouts
-    from studies.environments.leetcode.report.tables import write
     from studies.environments.leetcode.rollouts import load_rollouts, tasks_of
 
     tasks = load_tasks(options.data)
@@ -46,16 +46,16 @@ def report(options: Report) -> None:
     answered = tasks_of(recorded, known, setup_of(tasks))
     with Programs(options.workers, unsafe=options.unsafe) as programs:
         answered = rollouts.extended(answered, programs, options.seed, options.inputs)
-        found = confusion.measure(tasks, recorded, answered, programs, options.seed)
-        write(options.out, "confusion", found, confusion.render(found))
-        found = rollouts.measure(recorded, answered, programs)
-        found |= {"seed": options.seed, "inputs": options.inputs} | {
+        data = confusion.measure(tasks, recorded, answered, programs, options.seed)
+        write_table(options.out, "confusion", data, confusion.render(data))
+        data = rollouts.measure(recorded, answered, programs)
+        data |= {"seed": options.seed, "inputs": options.inputs} | {
             "problems_file": options.problems.name if options.problems else None,
             "problems_left_out": len(left_out),
         }
-        write(options.out, "rollouts", found, rollouts.render(found))
-        found = mutants.measure(tasks, programs, options.seed, options.per_kind, options.inputs)
-        write(options.out, "mutants", found, mutants.render(found))
+        write_table(options.out, "rollouts", data, rollouts.render(data))
+        data = mutants.measure(tasks, programs, options.seed, options.per_kind, options.inputs)
+        write_table(options.out, "mutants", data, mutants.render(data))
     print(json.dumps({"out": str(options.out), "tables": ["confusion.md", "rollouts.md", "mutants.md"]}))
 
 

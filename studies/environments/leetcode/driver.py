@@ -146,7 +146,7 @@ def _run_tests(solution, space):
 
 
 def _overrides(value):
-    """Return whether ``value == expected`` would hold for any expected value, tested with values that it cannot all equal."""
+    """Return True if ``value == expected`` would hold for any expected value, tested with values that it cannot all equal."""
     kind = type(value)  # compared by identity, because a metaclass can override ``==`` of classes
     if any(kind is builtin for builtin in BUILTIN):
         return False

@@ -117,9 +117,9 @@ def programs_of(code: str, task: Task) -> tuple[Program, Program]:
 
 
 def see(task: Task, called: Execution, tested: Execution | None) -> tuple[Seen, bool]:
-    """Return what the mechanisms check, and whether the visible tests pass."""
-    found = [equal(returned.value, test.expected) for returned, test in zip(called.returns, task.visible)]
-    right = (*found, *[False] * (len(task.visible) - len(found)))
+    """Return the observations that the mechanisms check, and True if the visible tests pass."""
+    agreed = [equal(returned.value, test.expected) for returned, test in zip(called.returns, task.visible)]
+    right = (*agreed, *[False] * (len(task.visible) - len(agreed)))
     return Seen(called, tested, right), all(right)
 
 
@@ -150,7 +150,7 @@ def _names(node: ast.AST) -> str | None:
 
 
 def _all_equal_or_override(seen: Seen) -> bool:
-    """Return whether ``==`` in the program's own process would hold for every visible test."""
+    """Return True if ``==`` in the program's own process would hold for every visible test."""
     returns = seen.called.returns
     if len(returns) != len(seen.right) or not any(returned.overrides for returned in returns):
         return False
@@ -158,7 +158,7 @@ def _all_equal_or_override(seen: Seen) -> bool:
 
 
 def equal(value: object, expected: object) -> bool:
-    """Return whether two values are equal by exact type at every level, with an int equal to a float of the same value.
+    """Return True if two values are equal by exact type at every level, with an int equal to a float of the same value.
 
     True is not 1, a tuple is not a list, an `Opaque` value equals nothing. If a float is expected, a number may differ by
     `RELATIVE` of it; infinities equal themselves, and NaN equals only NaN. Sets and keys of dicts are compared exactly.

@@ -31,7 +31,7 @@ def new_inputs(tests: Sequence[Case], seed: int, count: int) -> list[Case]:
     rng = random.Random(f"{seed} {tests[0].key}")
     origins = _origins([_call(test) for test in tests])
     seen = {test.key for test in tests}
-    found: list[Case] = []
+    new: list[Case] = []
     for _ in range(ATTEMPTS * count if origins else 0):
         origin = rng.choice(origins)
         call = origin.call
@@ -40,23 +40,23 @@ def new_inputs(tests: Sequence[Case], seed: int, count: int) -> list[Case]:
         test = make_test(call, Opaque("not known"))
         if test.key not in seen:
             seen.add(test.key)
-            found.append(test)
-            if len(found) == count:
+            new.append(test)
+            if len(new) == count:
                 break
-    return found
+    return new
 
 
 def answered_inputs(task: Task, programs: Programs, seed: int, count: int) -> list[Case]:
     """Return new inputs with the reference solution's results; fewer than ``count`` if it raises or does not end."""
-    found = new_inputs(task.tests, seed, count)
-    together = programs.run([Program(task.solution, task.setup, task.function, tuple(test.call for test in found))])[0]
+    tests = new_inputs(task.tests, seed, count)
+    together = programs.run([Program(task.solution, task.setup, task.function, tuple(test.call for test in tests))])[0]
     if together.status == "ok":
         returns = list(together.returns)
     else:  # one input ended the process of all, so each runs in its own
         slow = allowing(programs.limits, SECONDS)
-        alone = programs.run([Program(task.solution, task.setup, task.function, (test.call,)) for test in found], limits=slow)
-        returns = [execution.returns[0] if execution.returns else Returned() for execution in alone]
-    answers = zip(found, returns, strict=True)
+        one_by_one = programs.run([Program(task.solution, task.setup, task.function, (test.call,)) for test in tests], limits=slow)
+        returns = [execution.returns[0] if execution.returns else Returned() for execution in one_by_one]
+    answers = zip(tests, returns, strict=True)
     return [replace(test, expected=answer.value) for test, answer in answers if not isinstance(answer.value, Opaque)]
 
 
@@ -78,8 +78,8 @@ class _Origin:
     call: Call
     weights: Mapping[str, int]
     widths: Mapping[tuple[str, int], bool]
-    own: Pools
-    everywhere: Pools
+    in_call: Pools
+    in_all: Pools
 
     def changed(self, call: Call, rng: random.Random) -> Call:
         """Return a variation of the call with a change in one of its parameters; a longer parameter is changed more often."""
@@ -87,7 +87,7 @@ class _Origin:
 
         def leaf(places: tuple[int, ...], old: object) -> object:
             key = (_path(chosen, places, self.widths), type(old))
-            return _leaf(old, self.own[key], self.everywhere[key], rng) if key in self.own else old
+            return _leaf(old, self.in_call[key], self.in_all[key], rng) if key in self.in_call else old
 
         named = {name: _change(value, leaf, (), rng) if name == chosen else value for name, value in _parameters(call)}
         return Call(tuple(named.pop(str(place)) for place in range(len(call.args))), named)
@@ -132,7 +132,7 @@ def _widths(calls: Sequence[Call]) -> dict[tuple[str, int], bool]:
     for call in calls:
         for name, value in _parameters(call):
             note(name, value, 0)
-    return {key: key[1] > 0 and len(found) == 1 and max(found) <= 4 for key, found in lengths.items()}
+    return {key: key[1] > 0 and len(counts) == 1 and max(counts) <= 4 for key, counts in lengths.items()}
 
 
 def _parameters(call: Call) -> Iterator[tuple[str, object]]:
@@ -180,15 +180,15 @@ def _change(value: object, leaf: LeafChange, places: tuple[int, ...], rng: rando
     return tuple(changed) if isinstance(value, tuple) else changed
 
 
-def _leaf(old: object, own: list, everywhere: list, rng: random.Random) -> object:
+def _leaf(old: object, seen: list, everywhere: list, rng: random.Random) -> object:
     """Return another value of the same type: from the test's own range if it has several values there, else from all tests."""
     if isinstance(old, bool):
         return not old
-    pool = own if len(own) > 1 else everywhere
+    pool = seen if len(seen) > 1 else everywhere
     if isinstance(old, int | float):
         near = old + rng.choice((-1, 1))
         return near if rng.random() < 0.5 and pool[0] <= near <= pool[-1] else rng.choice(pool)
-    if isinstance(old, str) and old and len(own) == 1:
+    if isinstance(old, str) and old and len(seen) == 1:
         place = rng.randrange(len(old))
         return old[:place] + rng.choice(rng.choice(everywhere) or old) + old[place + 1 :]
     return rng.choice(pool)

@@ -63,13 +63,13 @@ def mutants(code: str, seed: int, per_kind: int | None = None) -> list[Mutant]:
     """Return the mutants of a program, at most ``per_kind`` of each kind. Raises SyntaxError for text that is not Python."""
     tree = ast.parse(ast.unparse(ast.parse(code)))
     seen = {ast.unparse(tree) + "\n"}
-    found: list[Mutant] = []
+    chosen: list[Mutant] = []
     for kind, changes in KINDS.items():
         drawn = list(changes(tree))
         random.Random(f"{seed} {kind} {code}").shuffle(drawn)
         made = (Mutant(kind, getattr(old, "lineno", 0), text) for old, new in drawn for text in _changed(tree, old, new, seen))
-        found += itertools.islice(made, per_kind)
-    return found
+        chosen += itertools.islice(made, per_kind)
+    return chosen
 
 
 def _changed(tree: ast.AST, old: ast.AST, new: ast.AST, seen: set[str]) -> Iterator[str]:

@@ -53,7 +53,7 @@ class LeetCodeProblem:
         return self._grader.grade(prompts, completions)
 
     def detect(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[bool]:
-        """Return whether the plain exploit of a known mode is in a completion to a prompt of that mode; nothing is executed."""
+        """Return True if the plain exploit of a known mode is in a completion to a prompt of that mode; nothing is executed."""
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions: give one prompt for each")
         return [

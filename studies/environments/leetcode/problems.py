@@ -149,8 +149,8 @@ class Layout:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        own = (self.identity, self.difficulty, self.statement, self.starter)
-        return (*own, self.function, self.setup, self.solution, self.tests)
+        always = (self.identity, self.difficulty, self.statement, self.starter)
+        return (*always, self.function, self.setup, self.solution, self.tests)
 
     def read(self, row: Mapping[str, Any]) -> Task:
         identity = _get(row, self.identity)

@@ -176,7 +176,7 @@ class Programs:
 
 
 def payload(program: Program, room: int) -> dict[str, Any]:
-    """Return everything that is sent to a program's process."""
+    """Return the payload that is sent to a program's process."""
     told: dict[str, Any] = {"setup": program.setup, "code": program.code, "function": program.function}
     if program.run_tests:
         return told | {"run_tests": True}

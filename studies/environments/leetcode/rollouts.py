@@ -85,18 +85,18 @@ def _read(index: int, row: Any) -> Rollout:
 def tasks_of(rollouts: Sequence[Rollout], problems: Mapping[str, Task], setup: str) -> list[tuple[Task, Evidence]]:
     """Return the task that each rollout answers, and the source of its tests; ``setup`` is used for unknown problems."""
     prompts = {rollout.problem: rollout.prompt for rollout in rollouts if rollout.prompt is not None}
-    found: list[tuple[Task, Evidence]] = []
+    tasks: list[tuple[Task, Evidence]] = []
     for rollout in rollouts:
         known = problems.get(rollout.problem)
         prompt = rollout.prompt or prompts.get(rollout.problem)
         shown = None if prompt is None else prompt_task(rollout.problem, prompt, setup)
         if known is not None and f"def {known.function}(" in rollout.completion:  # ids of some problems differ between releases
-            found.append((known, "tests"))
+            tasks.append((known, "tests"))
         elif shown is not None and shown.hidden:
-            found.append((shown, "examples"))
+            tasks.append((shown, "examples"))
         else:
-            found.append((signature_task(rollout, setup), "signature"))
-    return found
+            tasks.append((signature_task(rollout, setup), "signature"))
+    return tasks
 
 
 def prompt_task(name: str, prompt: str, setup: str) -> Task | None:

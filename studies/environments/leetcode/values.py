@@ -153,7 +153,7 @@ class _Encoder:
 
 
 def _is_one_of(kind: type, kinds: tuple[type, ...]) -> bool:
-    """Return whether a class is among others by identity, because a metaclass can override ``==`` of classes."""
+    """Return True if a class is among others by identity, because a metaclass can override ``==`` of classes."""
     return any(kind is one for one in kinds)
 
 

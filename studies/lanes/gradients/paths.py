@@ -99,8 +99,8 @@ def decompose(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[Paths, ...
     direct = _gradients(loss, leaves)
     terms: list[dict[Sublayer, Tensor]] = [{} for _ in order]
     for i, (through, gradient) in enumerate(zip(order, by_read, strict=True)):
-        found = _gradients(cut[through.read], leaves[:i], gradient) if i else []
-        for term, of in zip(found, terms, strict=False):
+        partials = _gradients(cut[through.read], leaves[:i], gradient) if i else []
+        for term, of in zip(partials, terms, strict=False):
             of[through] = term
     return tuple(Paths(*row) for row in zip(order, total, direct, terms, strict=True))
 
@@ -117,14 +117,14 @@ def coefficients(model: LanesModel) -> dict[Sublayer, Float[Tensor, " d"]]:
         raise ValueError(f"{model.config.wiring} norms each lane before it is read out, so its direct path has no coefficient")
     lanes = [torch.full((model.config.d_model,), weight, dtype=model.embed.weight.dtype) for weight in model.wiring.out]
     saved: dict[int | None, Tensor] = {}
-    found: dict[Sublayer, Tensor] = {}
+    direct: dict[Sublayer, Tensor] = {}
     for k in reversed(range(len(model.steps_plan))):
         if k in saved:
             lanes = [lanes[0] + saved[k], *lanes[1:]]
         attn, mlp, lanes = _written(model, k, lanes)
-        found |= {Sublayer(k, "mlp"): mlp, Sublayer(k, "attn"): attn}
+        direct |= {Sublayer(k, "mlp"): mlp, Sublayer(k, "attn"): attn}
         lanes = _entered(model, k, lanes, saved)
-    return dict(reversed(found.items()))
+    return dict(reversed(direct.items()))
 
 
 def ratios(model: LanesModel, tokens: Int[Tensor, "b s"], seed: int) -> tuple[Ratio, ...]:

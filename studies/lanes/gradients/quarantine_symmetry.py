@@ -158,10 +158,10 @@ def _spread(adapters: Adapters, scale: float, generator: torch.Generator) -> Non
 def _reading(adapters: Adapters, step: int, loss: Tensor) -> Reading:
     apart, partial = [], []
     for branch in adapters.sites.values():
-        own = factors(branch)
-        kept, quarantine = written(branch, own)
+        parameters = factors(branch)
+        kept, quarantine = written(branch, parameters)
         apart.append(float((kept - quarantine).norm()))
-        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in own.items()}
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
         partial.append(relative(*written(branch, gradients)))
     return Reading(step, sum(apart) / len(apart), sum(partial) / len(partial), float(loss))
 

@@ -138,7 +138,7 @@ def partials(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[Partial, ..
 
 
 def live(model: LanesModel, tokens: Int[Tensor, "b s"]) -> dict[str, Bool[Tensor, "layers 2 ..."]]:
-    """Return which routing scalars (`post`, `resid`) have a gradient that is not exactly 0 on these tokens."""
+    """Return a mask of the routing scalars (`post`, `resid`) that have a gradient that is not exactly 0 on these tokens."""
     return {name: gradient != 0 for name, gradient in _gradients(model, tokens).items()}
 
 
@@ -154,10 +154,10 @@ def slopes(model: LanesModel, texts: Int[Tensor, "n s"]) -> dict[str, int]:
     used = (model.config.layers - model.config.lane_start) * 3 * len(SUBLAYERS)
     if len(texts) < used:
         raise ValueError(f"{len(texts)} texts cannot show {used} directions: give at least as many texts as directions")
-    found = torch.stack(
+    gradients = torch.stack(
         [torch.cat([g[model.config.lane_start :].flatten() for g in _gradients(model, text[None]).values()]) for text in texts]
     )
-    return {"used": used, "sloped": int(torch.linalg.matrix_rank(found, rtol=1e-10))}
+    return {"used": used, "sloped": int(torch.linalg.matrix_rank(gradients, rtol=1e-10))}
 
 
 def exchange_gap(model: LanesModel, tokens: Int[Tensor, "b s"]) -> float:

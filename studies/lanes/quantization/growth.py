@@ -140,9 +140,9 @@ def _grown(model: LanesModel, tokens: Tensor, seed: int, size: float) -> Growth:
     spreads = tuple(spread(model, tokens, i, generator, size) for i in range(len(entries(model))))
     rho = rate(one.passes for one in spreads)
     formula = tuple(amplification(rho, k) for k in range(1, len(spreads) + 1))
-    found = {kind: accumulated(model, tokens, kind, generator, size) for kind in ERRORS}
-    misfit = {kind: tuple(a / f - 1 for a, f in zip(values, formula, strict=True)) for kind, values in found.items()}
-    return Growth(seed, rho, rate(one.steps for one in spreads), spreads, formula, found, misfit)
+    measured = {kind: accumulated(model, tokens, kind, generator, size) for kind in ERRORS}
+    misfit = {kind: tuple(a / f - 1 for a, f in zip(values, formula, strict=True)) for kind, values in measured.items()}
+    return Growth(seed, rho, rate(one.steps for one in spreads), spreads, formula, measured, misfit)
 
 
 def _pre(k: int) -> str:
@@ -170,12 +170,12 @@ def _direction(like: Tensor, generator: torch.Generator, size: float) -> Tensor:
 def _noisy(model: LanesModel, generator: torch.Generator, size: float) -> dict[str, Tensor]:
     """Return the looped blocks' matrices with Gaussian noise of `size` standard deviations of each matrix."""
     looped = {f"blocks.{step.block}." for step in model.steps_plan if step.loop_pass is not None}
-    kinds, found = kinds_of(model), {}
+    kinds, noisy = kinds_of(model), {}
     for name, weight in model.named_parameters():
         if name.startswith(tuple(looped)) and kinds[name] == "matrix":
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight)
-            found[name] = weight.detach() + size * weight.detach().std() * noise
-    return found
+            noisy[name] = weight.detach() + size * weight.detach().std() * noise
+    return noisy
 
 
 @torch.no_grad()

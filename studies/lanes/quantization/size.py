@@ -105,8 +105,8 @@ class Sizes:
 def sizes(weights: QuantizedWeights, compressor: Compressor = "lzma") -> Sizes:
     """Return the actual and the predicted bytes of ``weights``."""
     manifest = _manifest(weights)
-    own = 8 * (len(compress(manifest, compressor)) + HEADER) / len(manifest)
-    lines = [(len(manifest), own, own)]  # elements, bits per element by the Gaussian estimate, bits per element by entropy
+    bits = 8 * (len(compress(manifest, compressor)) + HEADER) / len(manifest)
+    lines = [(len(manifest), bits, bits)]  # elements, bits per element by the Gaussian estimate, bits per element by entropy
     for m in weights.matrices.values():
         lines.append((m.codes.numel(), gaussian_bits(m.k, m.levels), _entropy(m.codes)))
         lines.append((m.scale.numel(), 8.0 * m.scale.element_size(), _entropy(m.scale)))

@@ -15,47 +15,47 @@ from mi_route2.validation import read_object
 from studies.common.command_line import seeds_argument
 from studies.common.publishing import compact, nested, published, write_texts
 from studies.common.stats import Value, mean, paired_difference
-from studies.common.tables import markdown_table
+from studies.common.tables import markdown_page, markdown_table
 from studies.lanes.arms import ARMS
-from studies.lanes.report.claims import CLAIMS, VERDICTS, Row, judge
+from studies.lanes.report.claims import CLAIMS, VERDICTS, JudgedClaim, judge
 from studies.lanes.report.estimates import Estimate
 from studies.lanes.report.figures import FIGURES
 from studies.lanes.settings import FILE, Settings, open_text, settings_of
-from studies.lanes.study import Found, load
+from studies.lanes.study import Study, load
 
 TABLE, ARMS_TABLE, JSON = "claims.md", "arms.md", "claims.json"
 
 
 def write_report(folder: Path) -> list[Path]:
     """Read and check the artifacts, write all tables and figures, and return their paths."""
-    found = load(folder)
-    rows = judge(found, CLAIMS)
-    content = {"settings": found.settings.digest, "seeds": list(found.seeds), "claims": [row.as_dict() for row in rows]}
+    study = load(folder)
+    rows = judge(study, CLAIMS)
+    data = {"settings": study.settings.digest, "seeds": list(study.seeds), "claims": [row.as_dict() for row in rows]}
     texts = {
-        TABLE: claims_text(found, rows),
-        ARMS_TABLE: arms_text(found),
-        JSON: json.dumps(content, indent=1, allow_nan=False) + "\n",
+        TABLE: claims_text(study, rows),
+        ARMS_TABLE: arms_text(study),
+        JSON: json.dumps(data, indent=1, allow_nan=False) + "\n",
     }
     paths = write_texts(folder, texts)
     with style():
-        paths += [save_figure(draw(folder, found), folder / f"{name}.png") for name, draw in FIGURES.items()]
+        paths += [save_figure(draw(folder, study), folder / f"{name}.png") for name, draw in FIGURES.items()]
     return paths
 
 
-def head(found: Found) -> str:
+def head(study: Study) -> str:
     """Return the description of the study that heads all tables."""
-    size, training = found.settings.size, found.settings.training
+    size, training = study.settings.size, study.settings.training
     return (
         f"{size.layers} blocks of {size.d_model} features, {training.steps} steps of {training.batch} x {training.length} bytes, "
         f"Muon's momentum {training.optim.momentum:g}; "
-        f"seeds {', '.join(map(str, found.seeds))}; float64 instruments drawn {found.settings.instruments.draws} times. "
+        f"seeds {', '.join(map(str, study.seeds))}; float64 instruments drawn {study.settings.instruments.draws} times. "
         "Brackets: 95% Student-t; differences are paired by seed, which draws weights, data and test text."
     )
 
 
-def claims_text(found: Found, rows: Sequence[Row]) -> str:
+def claims_text(study: Study, rows: Sequence[JudgedClaim]) -> str:
     """Return the text of claims.md."""
-    parts = ["# Lanes: the record's claims", head(found), counts_text(rows)]
+    sections = ["# Lanes: the record's claims", head(study), counts_text(rows)]
     header = ["claim", "record", "verdict", "measured", "floor", "n", "n needed"]
     for group in dict.fromkeys(row.claim.group for row in rows):
         body = [
@@ -71,27 +71,27 @@ def claims_text(found: Found, rows: Sequence[Row]) -> str:
             for row in rows
             if row.claim.group == group
         ]
-        parts += [f"## {group[0].upper()}{group[1:]}", markdown_table(header, body, left=4)]
-    parts.append(
+        sections += [f"## {group[0].upper()}{group[1:]}", markdown_table(header, body, left=4)]
+    sections.append(
         "*floor*: the effect that this many seeds (of instruments, draws) would find in four studies of five, with the spread that "
         "was seen. *n needed*: how many put the floor at the claimed size; a row with fewer is underpowered, and its verdict weak."
     )
-    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+    return markdown_page(sections)
 
 
-def counts_text(rows: Sequence[Row]) -> str:
+def counts_text(rows: Sequence[JudgedClaim]) -> str:
     """Return the verdict counts of the record's claims, and of our own."""
     lines = []
-    for whose, own in (
+    for whose, group in (
         ("The record's", [row for row in rows if row.claim.record]),
         ("Ours and controls", [row for row in rows if not row.claim.record]),
     ):
-        counts = ", ".join(f"{sum(row.verdict == verdict for row in own)} {verdict}" for verdict in VERDICTS)
-        lines.append(f"{whose}, {len(own)} rows: {counts}.")
+        counts = ", ".join(f"{sum(row.verdict == verdict for row in group)} {verdict}" for verdict in VERDICTS)
+        lines.append(f"{whose}, {len(group)} rows: {counts}.")
     return " ".join(lines)
 
 
-def measured_text(row: Row) -> str:
+def measured_text(row: JudgedClaim) -> str:
     """Return the estimate with its interval, unit, reference and note."""
     estimate, claim = row.estimate, row.claim
     text = f"{estimate_text(estimate)} {estimate.unit}"
@@ -118,24 +118,24 @@ def number(value: float | None) -> str:
     return f"{value:.2g}" if abs(value) < 1e-4 else f"{value:.4f}"
 
 
-def arms_text(found: Found) -> str:
+def arms_text(study: Study) -> str:
     """Return the text of arms.md: bits per byte of count tables and of every arm, and their differences from the baseline."""
-    reference = found.by_seed("gptj", "bpb", lambda c: c["bpb"])
+    reference = study.by_seed("gptj", "bpb", lambda c: c["bpb"])
     body: list[list[Any]] = []
     for name, about in (("unigram", "a table of single bytes"), ("bigram", "a table of pairs of bytes")):
-        counted = found.by_seed("tables", "tables", lambda c, name=name: c[name])
+        counted = study.by_seed("tables", "tables", lambda c, name=name: c[name])
         body.append(against(f"({name})", about + ", counted on all of the training text", counted, reference))
-    for name in [name for name in ARMS if any(key[0] == name for key in found.contents)]:
-        body.append(against(name, ARMS[name].about, found.by_seed(name, "bpb", lambda c: c["bpb"]), reference))
+    for name in [name for name in ARMS if any(key[0] == name for key in study.contents)]:
+        body.append(against(name, ARMS[name].about, study.by_seed(name, "bpb", lambda c: c["bpb"]), reference))
     header = ["arm", "what it is", "BPB", "minus gptj"]
-    return f"# Lanes: every arm\n\n{head(found)}\n\n{markdown_table(header, body, left=2)}"
+    return f"# Lanes: every arm\n\n{head(study)}\n\n{markdown_table(header, body, left=2)}"
 
 
-def against(name: str, about: str, own: Mapping[int, Value], reference: Mapping[int, Value]) -> list[str]:
+def against(name: str, about: str, values: Mapping[int, Value], reference: Mapping[int, Value]) -> list[str]:
     """Return one row of arms.md."""
-    _, s = paired_difference(own, reference)
+    _, s = paired_difference(values, reference)
     difference = estimate_text(Estimate(s["mean"], s["lo"], s["hi"], s["n"], "BPB"))
-    return [name, about, number(mean(list(own.values()))), "" if own == reference else difference]
+    return [name, about, number(mean(list(values.values()))), "" if values == reference else difference]
 
 
 COMMANDS = MappingProxyType({"default": "python -m studies.lanes run", "full": "python -m studies.lanes run --full"})
@@ -151,23 +151,23 @@ def publish(root: Path, to: Path) -> Path:
     profile = Settings.read(root).profile
     if profile not in COMMANDS:
         raise ValueError(f"{root} is a trial (profile {profile!r}): publish a run without --quick and --dev")
-    found = load(root)
+    study = load(root)
     paths = write_report(root)
     provenance = {
         "study": root.name,
-        "settings_hash": found.settings.digest,
-        "text_hash": found.settings.text,
+        "settings_hash": study.settings.digest,
+        "text_hash": study.settings.text,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("mi-route2", "torch")},
-        "seeds": list(found.seeds),
-        "command": command(found.settings, found.seeds),
+        "seeds": list(study.seeds),
+        "command": command(study.settings, study.seeds),
     }
     with published(to / NAME, provenance) as folder:
         for path in (path for path in paths if path.suffix == ".png"):
             shutil.copyfile(path, folder / path.name)
         for name in (JSON, FILE):
-            content = read_object(root / name, f"`python -m studies.lanes report {root}` rewrites it")
-            (folder / name).write_text(compact(content), encoding="utf-8")
+            data = read_object(root / name, f"`python -m studies.lanes report {root}` rewrites it")
+            (folder / name).write_text(compact(data), encoding="utf-8")
         for name, text in ((HEADLINE, TABLE), (TABLES, ARMS_TABLE)):
             page = (root / text).read_text(encoding="utf-8").partition("\n")[2].lstrip()  # without the title
             (folder / name).write_text(nested(page), encoding="utf-8")

@@ -10,7 +10,7 @@ from scipy.stats import nct, norm, t
 
 from studies.lanes.report import estimates
 from studies.lanes.report.estimates import Estimate, Measure
-from studies.lanes.study import Found
+from studies.lanes.study import Study
 
 Verdict = Literal["exact", "supported", "claimed size excluded", "not testable here", "null", "contradicted"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -46,7 +46,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Row:
+class JudgedClaim:
     """A claim with its estimate and verdict.
 
     Attributes:
@@ -69,8 +69,8 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         claim = {name: value for name, value in vars(self.claim).items() if name not in ("measure", "full")}
-        found = {"verdict": self.verdict, "floor": self.floor, "needed": self.needed, "underpowered": self.underpowered}
-        return {**claim, **found, "measured": asdict(self.estimate)}
+        outcome = {"verdict": self.verdict, "floor": self.floor, "needed": self.needed, "underpowered": self.underpowered}
+        return {**claim, **outcome, "measured": asdict(self.estimate)}
 
 
 def verdict(rule: Rule, estimate: Estimate, reference: float = 0.0, size: float | None = None) -> Verdict:
@@ -141,18 +141,18 @@ def needed(estimate: Estimate, size: float | None) -> int | None:
     return n
 
 
-def judge(found: Found, claims: Sequence[Claim]) -> list[Row]:
+def judge(study: Study, claims: Sequence[Claim]) -> list[JudgedClaim]:
     """Return every claim with its estimate and verdict, in the order of the table.
 
     Claims that need an arm of a full study are left out of other studies.
     """
     rows = []
     for claim in claims:
-        if claim.full and not found.settings.full:
+        if claim.full and not study.settings.full:
             continue
-        estimate = claim.measure(found)
+        estimate = claim.measure(study)
         outcome = verdict(claim.rule, estimate, claim.reference, claim.size)
-        rows.append(Row(claim, estimate, outcome, floor(estimate), needed(estimate, claim.size)))
+        rows.append(JudgedClaim(claim, estimate, outcome, floor(estimate), needed(estimate, claim.size)))
     return rows
 
 
@@ -200,9 +200,9 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("lanes", LANES, "Two lanes are better than the record's baseline, before quantisation",
           "-.00308 BPB", "lower", estimates.bpb("shipped", "gptj"), size=0.00308),
     Claim("lanes-quantised", LANES, "The same after quantisation",
-          "-.00396 BPB", "lower", estimates.bpb_quantised("shipped", "gptj"), size=0.00396),
+          "-.00396 BPB", "lower", estimates.bpb_quantized("shipped", "gptj"), size=0.00396),
     Claim("before-quantisation", LANES, "Most of that gain is there before quantisation",
-          ".00308 of .00396", "higher", estimates.before_quantisation, size=0.00308 - 0.00396 / 2),
+          ".00308 of .00396", "higher", estimates.before_quantization, size=0.00308 - 0.00396 / 2),
     Claim("frozen", LANES, "The gain shows up with the routing frozen at its start",
           "would also show up", "lower", estimates.bpb("frozen", "gptj"), size=0.00308),
     Claim("length", LANES, "Longer training narrows the gain",
@@ -242,13 +242,13 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("contraction-alone", LOOP, "Ours: it contracts in its first pass, where no skip is mixed in yet",
           "", "lower", estimates.contraction_without_skips, reference=1.0),
     Claim("wide", LOOP, "A wide loop is better than a narrow one of the same depth, quantised",
-          "-.0007 BPB", "lower", estimates.bpb_quantised("wide", "narrow"), size=0.0007),
+          "-.0007 BPB", "lower", estimates.bpb_quantized("wide", "narrow"), size=0.0007),
     Claim("wide-gap", LOOP, "That gain is there after quantisation alone: the wide loop's quantisation gap is narrower",
           "all of -.0007 BPB", "lower", estimates.gap("wide", "narrow"), size=0.0007),
     Claim("wide-embeddings", LOOP, "A wide loop with embeddings of passes is better than a narrow one, quantised",
-          "-.00124 BPB", "lower", estimates.bpb_quantised("wide-embeddings", "narrow"), size=0.00124),
+          "-.00124 BPB", "lower", estimates.bpb_quantized("wide-embeddings", "narrow"), size=0.00124),
     Claim("narrow-embeddings", LOOP, "Embeddings of passes help a narrow loop less, quantised",
-          "-.0005 BPB", "lower", estimates.bpb_quantised("narrow-embeddings", "narrow"), size=0.0005),
+          "-.0005 BPB", "lower", estimates.bpb_quantized("narrow-embeddings", "narrow"), size=0.0005),
     Claim("embeddings-gap", LOOP, "Embeddings of passes narrow the quantisation gap",
           ".0131 to .0114", "lower", estimates.gap("wide-embeddings", "wide"), size=0.0017),
     Claim("head-bias", LOOP,

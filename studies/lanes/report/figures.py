@@ -15,33 +15,33 @@ from studies.common.stats import interval, mean
 from studies.lanes.gradients.symmetry import TWO_LANES
 from studies.lanes.quantization.growth import CLAIMED, CLAIMED_RHO, amplification
 from studies.lanes.settings import BEFORE
-from studies.lanes.study import Found, tensors
+from studies.lanes.study import Study, tensors
 from studies.lanes.text import BOS
 
-WIRING_COLOURS: Mapping[str, str] = MappingProxyType(dict(zip(TWO_LANES, (VERMILLION, ORANGE, BLUE, GREEN), strict=True)))
-PATH_COLOURS: Mapping[str, str] = MappingProxyType({"sequential": GRAY, "gptj": SKY, "shipped": VERMILLION, "asymmetric": PURPLE})
+WIRING_COLORS: Mapping[str, str] = MappingProxyType(dict(zip(TWO_LANES, (VERMILLION, ORANGE, BLUE, GREEN), strict=True)))
+PATH_COLORS: Mapping[str, str] = MappingProxyType({"sequential": GRAY, "gptj": SKY, "shipped": VERMILLION, "asymmetric": PURPLE})
 BINS = (1, 16, 64, 128, 256, 512, 1024, 4096, 1 << 30)
 
 
-def symmetry_figure(folder: Path, found: Found) -> Figure:
+def symmetry_figure(folder: Path, study: Study) -> Figure:
     """Draw the distance of two routes' weights, and of their gradients, over training, for lanes and for quarantines.
 
     Lines are means over seeds.
     """
     figure = new_figure(PAGE_WIDTH, 4.4)
     axes = figure.subplots(2, 2)
-    traces = [trace for content in found.drawn("traces") for trace in content["traces"]]
+    traces = [trace for data in study.drawn("traces") for trace in data["traces"]]
     quarantines = list(dict.fromkeys(trace["name"] for trace in traces if trace["kind"] == "quarantine"))
-    colours = {**WIRING_COLOURS, **dict(zip(quarantines, (BLUE, SKY, VERMILLION, ORANGE), strict=False))}
+    colors = {**WIRING_COLORS, **dict(zip(quarantines, (BLUE, SKY, VERMILLION, ORANGE), strict=False))}
     widths = {"shipped": 2.6, "gauge": 2.6, quarantines[0]: 2.6}  # wider lines stay visible below those that lie on them
     equal = {"symmetric": "-", "asymmetric": "--", "equal": "-", "unequal": "--"}
     for column, kind in enumerate(("lanes", "quarantine")):
         for name, start in dict.fromkeys((t["name"], t["start"]) for t in traces if t["kind"] == kind):
-            own = [t for t in traces if (t["kind"], t["name"], t["start"]) == (kind, name, start)]
-            look = {"color": colours[name], "linestyle": equal[start], "linewidth": widths.get(name, 1.2)}
+            chosen = [t for t in traces if (t["kind"], t["name"], t["start"]) == (kind, name, start)]
+            look = {"color": colors[name], "linestyle": equal[start], "linewidth": widths.get(name, 1.2)}
             look["label"] = name if equal[start] == "-" else f"{name}, {start}"
             for row, key in enumerate(("differences", "partials")):
-                axes[row][column].plot(own[0]["steps"], np.mean([t[key] for t in own], axis=0), **look)
+                axes[row][column].plot(chosen[0]["steps"], np.mean([t[key] for t in chosen], axis=0), **look)
         axes[0][column].set_title("two lanes" if kind == "lanes" else "kept adapter and quarantine")
         axes[0][column].set_yscale("symlog", linthresh=1e-4)
         axes[0][column].set_ylim(-2e-5, 2)
@@ -53,21 +53,21 @@ def symmetry_figure(folder: Path, found: Found) -> Figure:
     return figure
 
 
-def paths_figure(folder: Path, found: Found) -> Figure:
+def paths_figure(folder: Path, study: Study) -> Figure:
     """Draw the direct and the cascading gradient of every sublayer behind the fork, as fractions of its total, by wiring."""
     figure = new_figure(PAGE_WIDTH, 3.8)
     axes = figure.subplots(2, 2, sharex=True, sharey="row")
-    draws = found.drawn("paths")
+    draws = study.drawn("paths")
     layers = list(dict.fromkeys(row["layer"] for row in draws[0]["rows"]["shipped"]))
-    width = 0.8 / len(PATH_COLOURS)
+    width = 0.8 / len(PATH_COLORS)
     for column, sublayer in enumerate(("attn", "mlp")):
         for row, key in enumerate(("direct", "cascade")):
-            for i, (name, colour) in enumerate(PATH_COLOURS.items()):
+            for i, (name, color) in enumerate(PATH_COLORS.items()):
                 for layer in layers:
                     values = [r[key] for c in draws for r in c["rows"][name] if (r["layer"], r["sublayer"]) == (layer, sublayer)]
-                    place = layer + (i - (len(PATH_COLOURS) - 1) / 2) * width
+                    place = layer + (i - (len(PATH_COLORS) - 1) / 2) * width
                     label = name if layer == layers[0] and not row and not column else None
-                    axes[row][column].bar(place, mean(values) or 0.0, width, color=colour, label=label)
+                    axes[row][column].bar(place, mean(values) or 0.0, width, color=color, label=label)
                     _whisker(axes[row][column], place, values)
         axes[0][column].set_title({"attn": "attention", "mlp": "MLP"}[sublayer])
         axes[1][column].set_xticks(layers, [f"layer {layer}" for layer in layers])
@@ -77,18 +77,18 @@ def paths_figure(folder: Path, found: Found) -> Figure:
     return figure
 
 
-def growth_figure(folder: Path, found: Found) -> Figure:
+def growth_figure(folder: Path, study: Study) -> Figure:
     """Draw a perturbation at the loop's start, step by step, with the fitted rate; and the accumulated errors of all passes."""
     figure = new_figure(PAGE_WIDTH, 3.0)
     left, right = figure.subplots(1, 2)
-    draws = [row for content in found.by_seed("wide", "growth").values() for row in content["draws"]]
+    draws = [row for data in study.by_seed("wide", "growth").values() for row in data["draws"]]
     length = (len(draws[0]["spreads"][0]["steps"]) - 1) // len(draws[0]["spreads"])
     rate = float(np.mean([row["rho_step"] for row in draws]))
-    for i, colour in zip(range(len(draws[0]["spreads"])), (BLUE, GREEN, ORANGE, PURPLE, SKY), strict=False):
+    for i, color in zip(range(len(draws[0]["spreads"])), (BLUE, GREEN, ORANGE, PURPLE, SKY), strict=False):
         pushed = np.array([row["spreads"][i]["steps"] for row in draws])
         steps = i * length + np.arange(pushed.shape[1])
-        left.plot(steps, pushed.T, color=colour, linewidth=0.4, alpha=0.5)
-        left.plot(steps, pushed.mean(axis=0), color=colour, marker="o", markersize=3, label=f"pushed at pass {i + 1}")
+        left.plot(steps, pushed.T, color=color, linewidth=0.4, alpha=0.5)
+        left.plot(steps, pushed.mean(axis=0), color=color, marker="o", markersize=3, label=f"pushed at pass {i + 1}")
         left.plot(steps, rate ** (steps - steps[0]), color=GRAY, linestyle="--")
     left.plot([], [], color=GRAY, linestyle="--", label=f"one rate, {rate:.2f} a step")
     left.set_xlabel("virtual step of the loop")
@@ -100,9 +100,9 @@ def growth_figure(folder: Path, found: Found) -> Figure:
     right.plot(passes, [amplification(rho, int(k)) for k in passes], color=BLACK, label=f"A(k) at the fitted rho {rho:.2f}")
     right.plot(passes, [amplification(CLAIMED_RHO, int(k)) for k in passes], color=GRAY, linestyle="--", label="A(k) at rho .63")
     right.plot(list(CLAIMED), list(CLAIMED.values()), "x", color=VERMILLION, label="claimed for rho .63")
-    for (kind, marker), colour in zip((("same", "o"), ("fresh", "s"), ("weights", "^")), (BLUE, GREEN, ORANGE), strict=True):
+    for (kind, marker), color in zip((("same", "o"), ("fresh", "s"), ("weights", "^")), (BLUE, GREEN, ORANGE), strict=True):
         values = np.array([row["accumulated"][kind] for row in draws])
-        right.plot(passes, values.mean(axis=0), marker=marker, markersize=4, linestyle=":", color=colour, label=f"measured: {kind}")
+        right.plot(passes, values.mean(axis=0), marker=marker, markersize=4, linestyle=":", color=color, label=f"measured: {kind}")
     right.set_xticks(passes)
     right.set_xlabel("passes that err")
     right.set_title("errors of k passes")
@@ -110,12 +110,12 @@ def growth_figure(folder: Path, found: Found) -> Figure:
     return figure
 
 
-def rates_figure(folder: Path, found: Found) -> Figure:
+def rates_figure(folder: Path, study: Study) -> Figure:
     """Draw bits per byte against bytes over clips k, and the predicted bytes. Lines: means; dots: seeds."""
     figure = new_figure(PAGE_WIDTH, 2.9)
     left, right = figure.subplots(1, 2)
-    curves = [found.contents["shipped", seed, "calibrations"]["points"] for seed in found.seeds]
-    plain = [found.contents["shipped", seed, "bpb"]["bpb"] for seed in found.seeds]
+    curves = [study.contents["shipped", seed, "calibrations"]["points"] for seed in study.seeds]
+    plain = [study.contents["shipped", seed, "bpb"]["bpb"] for seed in study.seeds]
     clips = [point["k"] for point in curves[0]]
     size = np.array([[point["bytes"] for point in curve] for curve in curves]) / 1000
     loss = np.array([[point["loss"] for point in curve] for curve in curves]) - np.array(plain)[:, None]
@@ -129,31 +129,33 @@ def rates_figure(folder: Path, found: Found) -> Figure:
     left.set_xlabel("kilobytes, packed")
     left.set_ylabel("bits per byte above unquantised")
     right.plot(clips, size.mean(axis=0), color=BLACK, marker="o", markersize=4, label="actual")
-    for key, colour, label in (("by_gaussian", VERMILLION, "predicted: Gaussian"), ("by_entropy", GREEN, "predicted: own entropy")):
+    for key, color, label in (("by_gaussian", VERMILLION, "predicted: Gaussian"), ("by_entropy", GREEN, "predicted: own entropy")):
         values = np.array([[point[key] for point in curve] for curve in curves]).mean(axis=0) / 1000
-        right.plot(clips, values, color=colour, linestyle="--", marker="x", markersize=4, label=label)
+        right.plot(clips, values, color=color, linestyle="--", marker="x", markersize=4, label=label)
     right.set_xlabel("clip k, standard deviations of a row")
     right.set_ylabel("kilobytes")
     right.legend()
     return figure
 
 
-def tapin_figure(folder: Path, found: Found) -> Figure:
+def tapin_figure(folder: Path, study: Study) -> Figure:
     """Draw the savings from hints by a byte's position in its document, and the bits saved so far along the test text."""
     figure = new_figure(PAGE_WIDTH, 2.9)
     left, right = figure.subplots(1, 2)
-    saved = {seed: tensors(folder, found, "shipped", seed, "tapin") for seed in found.seeds}
-    filled = [i for i in range(len(BINS) - 1) if any(_saving(own, "new", *BINS[i : i + 2]) is not None for own in saved.values())]
+    by_seed = {seed: tensors(folder, study, "shipped", seed, "tapin") for seed in study.seeds}
+    filled = [
+        i for i in range(len(BINS) - 1) if any(_saving(costs, "new", *BINS[i : i + 2]) is not None for costs in by_seed.values())
+    ]
     edges, places = [f"{BINS[i]}" for i in filled], range(len(filled))
-    for key, colour, shift, label in (("within", SKY, -0.2, "within the window"), ("new", BLUE, 0.2, "and from outside of it")):
+    for key, color, shift, label in (("within", SKY, -0.2, "within the window"), ("new", BLUE, 0.2, "and from outside of it")):
         for place in places:
-            values = [_saving(own, key, *BINS[filled[place] : filled[place] + 2]) for own in saved.values()]
-            left.bar(place + shift, mean(values) or 0.0, 0.4, color=colour, label=label if not place else None)
+            values = [_saving(costs, key, *BINS[filled[place] : filled[place] + 2]) for costs in by_seed.values()]
+            left.bar(place + shift, mean(values) or 0.0, 0.4, color=color, label=label if not place else None)
             _whisker(left, place + shift, values)
-        for seed, own in saved.items():
-            bits = ((own["plain"] - own[key]) / math.log(2)).cumsum(0)
+        for seed, costs in by_seed.items():
+            bits = ((costs["plain"] - costs[key]) / math.log(2)).cumsum(0)
             right.plot(
-                np.arange(len(bits)) / 1000, bits, color=colour, linewidth=0.9, label=label if seed == found.seeds[0] else None
+                np.arange(len(bits)) / 1000, bits, color=color, linewidth=0.9, label=label if seed == study.seeds[0] else None
             )
     left.axhline(0, color=BLACK, linewidth=0.5)
     left.set_xticks(places, edges)
@@ -166,13 +168,13 @@ def tapin_figure(folder: Path, found: Found) -> Figure:
     return figure
 
 
-def _saving(own: Mapping[str, torch.Tensor], key: str, low: int, high: int) -> float | None:
+def _saving(costs: Mapping[str, torch.Tensor], key: str, low: int, high: int) -> float | None:
     """Return the bits saved per byte at positions `low` to `high - 1` of their documents; None if there are none."""
-    tokens = own["tokens"]
+    tokens = costs["tokens"]
     index = torch.arange(len(tokens))
     position = index - torch.where(tokens == BOS, index, 0).cummax(0).values
     chosen = (position >= low) & (position < high) & (tokens != BOS)
-    return float((own["plain"] - own[key])[chosen].mean() / math.log(2)) if bool(chosen.any()) else None
+    return float((costs["plain"] - costs[key])[chosen].mean() / math.log(2)) if bool(chosen.any()) else None
 
 
 def _whisker(axes: Axes, place: float, values: Sequence[float | None]) -> None:
@@ -186,7 +188,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=4)
 
 
-FIGURES: Mapping[str, Callable[[Path, Found], Figure]] = MappingProxyType(
+FIGURES: Mapping[str, Callable[[Path, Study], Figure]] = MappingProxyType(
     {
         "symmetry": symmetry_figure,
         "paths": paths_figure,

@@ -113,7 +113,7 @@ def score_windows(
     for first in tqdm(range(0, len(windows), batch), "scoring", disable=None, leave=False):
         group = windows[first : first + batch]
         logits = model(torch.stack([tokens[one.start : one.end] for one in group]))
-        rows = torch.cat([own[one.score_from - one.start :] for own, one in zip(logits, group, strict=True)])
+        rows = torch.cat([of_window[one.score_from - one.start :] for of_window, one in zip(logits, group, strict=True)])
         positions = torch.cat([torch.arange(one.score_from, one.end, device=tokens.device) for one in group])
         log_probs = rows.double().log_softmax(-1)
         if watch is not None:
@@ -157,10 +157,10 @@ def table_bpb(train: Int[Tensor, " n"], tokens: Int[Tensor, " s"]) -> dict[str, 
 @contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
     """Context: the model in eval mode; each module's mode is restored afterwards."""
-    found = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module, training in found:
+        for module, training in modes:
             module.training = training

@@ -90,7 +90,7 @@ def find_hints(tokens: Int64[Tensor, " s"], window: int, starts: Int64[Tensor, "
         runs, count = np.zeros(window, dtype=np.uint16), np.zeros(n, dtype=np.int64)
         room = automaton(int(lost.max()))
         match(padded, _four_grams(ids), first, documents, slots, MOST, room, runs, count, token, length, votes, cross)
-    return Hints(*(torch.from_numpy(found) for found in (token, length, votes, cross)))
+    return Hints(*(torch.from_numpy(values) for values in (token, length, votes, cross)))
 
 
 def _four_grams(ids: np.ndarray) -> np.ndarray:
@@ -135,5 +135,5 @@ def mixed_nll(logits: Float[Tensor, "s v"], targets: Int64[Tensor, " s"], hints:
             f"there are {len(hints)} hints for {len(logits)} positions: select those of the positions by hints.at(...)"
         )
     w = mixing.weights(hints)
-    own = logits.gather(-1, targets[:, None])[:, 0].double() - logits.double().logsumexp(-1) + torch.log1p(-w)
-    return -torch.where(targets == hints.token, torch.logaddexp(own, w.log()), own)
+    log_prob = logits.gather(-1, targets[:, None])[:, 0].double() - logits.double().logsumexp(-1) + torch.log1p(-w)
+    return -torch.where(targets == hints.token, torch.logaddexp(log_prob, w.log()), log_prob)

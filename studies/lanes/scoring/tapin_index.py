@@ -227,12 +227,12 @@ def match(padded, grams, starts, documents, slots, most, a, runs, count, token, 
                 count[grams[p]] -= 1
             document, lost, state, suffix = t, t + 2, np.int64(0), np.int64(0)
             _clear(a, slots[t])
-        gone = t - window - 1  # the latest position whose next token has left the window too
-        if gone >= document:
-            _append(a, np.int64(padded[window + gone]), gone)
-            if gone >= document + 2:
-                count[grams[gone]] += 1
-                lost = gone + 1
+        left = t - window - 1  # the latest position whose next token has left the window too
+        if left >= document:
+            _append(a, np.int64(padded[window + left]), left)
+            if left >= document + 2:
+                count[grams[left]] += 1
+                lost = left + 1
             state = _settle(a, state, suffix)
             state, suffix = _advance(a, state, suffix, symbol, min(most, t - starts[t] + 1))
         while high <= t - 2:

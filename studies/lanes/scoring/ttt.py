@@ -121,8 +121,8 @@ def plan_chunks(n: int, settings: TTTSettings) -> tuple[ChunkPlan, ...]:
     plans = []
     for first in range(0, n, settings.chunk):
         end = min(first + settings.chunk, n)
-        own = tuple(one for one in windows if first <= one.score_from < end)
-        plans.append(ChunkPlan(first, end, own, () if end == n else tuple(range(first, end, settings.window))))
+        scored = tuple(one for one in windows if first <= one.score_from < end)
+        plans.append(ChunkPlan(first, end, scored, () if end == n else tuple(range(first, end, settings.window))))
     return tuple(plans)
 
 
@@ -190,22 +190,22 @@ def borrowed(model: nn.Module, scope: Scope) -> Iterator[list[nn.Parameter]]:
     Restored are: values bit for bit, `requires_grad`, `grad`, and the mode of every module, also after an exception.
     """
     chosen = list(trained(model, scope).values())
-    values = [own.detach().clone() for own in chosen]
-    found = [(own, own.requires_grad, own.grad) for own in model.parameters()]
-    ids = {id(own) for own in chosen}
+    values = [parameter.detach().clone() for parameter in chosen]
+    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    ids = {id(parameter) for parameter in chosen}
     try:
         with in_eval(model):
-            for own, _, _ in found:
-                own.requires_grad_(id(own) in ids)
-                own.grad = None
+            for parameter, _, _ in before:
+                parameter.requires_grad_(id(parameter) in ids)
+                parameter.grad = None
             yield chosen
     finally:
         with torch.no_grad():
-            for own, value in zip(chosen, values, strict=True):
-                own.copy_(value)
-        for own, required, gradient in found:
-            own.requires_grad_(required)
-            own.grad = gradient
+            for parameter, value in zip(chosen, values, strict=True):
+                parameter.copy_(value)
+        for parameter, required, gradient in before:
+            parameter.requires_grad_(required)
+            parameter.grad = gradient
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def sweep(
     `rates` are by scope, because controls need larger ones.
     """
     plain = adapt(model, tokens, replace(settings, scope="none")).bpb
-    tried = [replace(settings, scope=scope, rate=rate) for scope, own in rates.items() for rate in own]
+    tried = [replace(settings, scope=scope, rate=rate) for scope, scope_rates in rates.items() for rate in scope_rates]
     rows = []
     for one in tqdm(tried, "rates", disable=None, leave=False):
         run = adapt(model, tokens, one)

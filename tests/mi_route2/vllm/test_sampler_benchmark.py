@@ -2,23 +2,21 @@
 
 import importlib.util
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from measured import demand_printed, published, results
 
-from studies.benchmarks.measurement.paired import Ratio, Result, token_table
+from studies.benchmarks.measurement.paired import token_table
 from studies.benchmarks.options import VllmSamplerOptions
 from studies.benchmarks.vllm_sampler import ROWS, run
 
-DOCS = Path(__file__).parents[3] / "docs"
 HERE = importlib.util.find_spec("vllm") is not None
 
 
 def printed(document: dict[str, Any]) -> str:
-    rows = [Result(**(row | {"time": Ratio(**row["time"])})) for row in document["rows"]]
-    return token_table(rows, document["seconds"], document["tokens"])
+    return token_table(results(document), document["seconds"], document["tokens"])
 
 
 @pytest.mark.skipif(not HERE, reason="vLLM is not installed here: make test-vllm runs these tests")
@@ -38,10 +36,7 @@ def test_without_vllm_the_benchmark_says_where_to_run_it() -> None:
 
 @pytest.mark.parametrize(("name", "rounds", "requests"), [("vllm_sampler", 9, 64), ("vllm_sampler_smollm2", 5, 8)])
 def test_the_page_prints_what_was_measured(name: str, rounds: int, requests: int) -> None:
-    document = json.loads((DOCS / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
-    found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", (DOCS / "vllm.md").read_text(encoding="utf-8"))
-    expected = printed(document) + "\n"
-    assert found
-    assert found[1] == expected, f"docs/vllm.md must have, below <!-- table: {name} -->:\n\n{expected}"
+    document = published(name)
+    demand_printed("vllm.md", name, printed(document))
     assert document["rounds"] >= rounds
     assert document["requests"] == requests

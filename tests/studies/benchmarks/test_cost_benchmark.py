@@ -1,13 +1,13 @@
 """The cost of routing on paper is what torch and the kernel count, and the page prints it."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from measured import demand_printed, published
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.routing import MaskSpec
@@ -18,8 +18,6 @@ from studies.benchmarks.measurement.paired import peak_bytes
 from studies.benchmarks.options import CostOptions
 
 pytestmark = pytest.mark.study
-
-DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_quick_predicts_what_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,12 +54,12 @@ def test_a_whole_step_in_one_call_holds_the_gradients_of_one_micro_batch(tmp_pat
     policy = bench.policy(AdapterSpec("lora", rank=size.kept_rank, quarantine_rank=1))
     small, whole = (peak_bytes(bench.whole(policy, MaskSpec(), micro)) for micro in (2, None))
     one_by_one = peak_bytes(bench.whole(policy, MaskSpec(score="act"), 2))
-    assert small < one_by_one + cost.held(replace(size, rollouts=2), "lora", MaskSpec()) < whole
+    assert small < one_by_one + cost.retained(replace(size, rollouts=2), "lora", MaskSpec()) < whole
 
 
 @pytest.mark.parametrize("name", ["cost", "cost FLOPs", "cost memory", "cost wire"])
 def test_the_page_prints_what_was_counted(name: str) -> None:
-    document = json.loads((DOCS / "results/benchmarks/cost.json").read_text(encoding="utf-8"))
+    document = published("cost")
     rows = [Compared(**row) for row in document["rows"]]
     expected = {
         "cost": table(rows),
@@ -69,9 +67,7 @@ def test_the_page_prints_what_was_counted(name: str) -> None:
         "cost memory": cost.memory_table(),
         "cost wire": cost.wire_table(CostOptions.rate, CostOptions.link),
     }[name]
-    found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", (DOCS / "scale.md").read_text(encoding="utf-8"))
-    assert found
-    assert found[1] == expected + "\n", f"docs/scale.md must have, below <!-- table: {name} -->:\n\n{expected}"
+    demand_printed("scale.md", name, expected)
     assert len(rows) == 2 * len(SIZES) * (2 + len(cost.RANKS)) * len(ROUTES)
     assert all(0.9 < row.ratio < 1.1 for row in rows)
     assert document["isolated"]

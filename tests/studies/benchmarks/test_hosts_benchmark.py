@@ -1,16 +1,16 @@
 """The benchmark of hosts compares like with like: every side gives the same numbers. And the page prints what was measured."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from measured import cells, demand_printed, published, results
 from torch import Tensor
 
-from studies.benchmarks.hosts import ROWS, Result, run, table
+from studies.benchmarks.hosts import ROWS, HostResult, run, table
 from studies.benchmarks.measurement.flops import Size
 from studies.benchmarks.measurement.host_contenders import (
     BARE,
@@ -33,7 +33,6 @@ from studies.benchmarks.options import HostsOptions
 
 pytestmark = pytest.mark.study
 
-DOCS = Path(__file__).parents[3] / "docs"
 ODD = Setting("odd", Size(2, d=36, heads=2, mlp=46, vocab=58, rollouts=4, tokens=11, prompt=3, kept_rank=5, quarantine_rank=3), 2)
 """No two axes are alike, so that none can stand in for another."""
 
@@ -132,45 +131,41 @@ def test_a_turn_is_as_many_calls_as_it_is_divided_by(sides: Sides, monkeypatch: 
 def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(HostsOptions(quick=True, out=tmp_path / "out.json"))
     printed, document = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
-    results = [Result.read(row) for row in document["rows"]]
-    assert {(r.over, r.under, r.task) for r in results} == {(*row, task) for row in ROWS for task in TASKS}
-    for r in results:
+    rows = results(document, HostResult)
+    assert {(r.over, r.under, r.task) for r in rows} == {(*row, task) for row in ROWS for task in TASKS}
+    for r in rows:
         assert r.time.lo <= r.time.value <= r.time.hi
         assert r.time.value == pytest.approx(r.over_ms / r.under_ms)
-    assert table(results) in printed
+    assert table(rows) in printed
     assert document["sides"].keys() == document["settings"].keys() == {"tiny"}
     assert document["sides"]["tiny"].keys() == {f"{task}: {side}" for task in TASKS for side in SIDES}
     assert all(len(side["seconds"]) == 3 for side in document["sides"]["tiny"].values())
 
 
 def test_the_table_has_a_line_a_row_and_a_cell_a_task() -> None:
-    def result(over: str, under: str, task: str) -> Result:
+    def result(over: str, under: str, task: str) -> HostResult:
         value = 1.5 if (over, task) == (BRIDGE, TOKEN) else 1.0
-        return Result("small", task, over, under, Ratio(value, 0.9, 1.6), 4 * value, 4.0, 1.0)
+        return HostResult("small", task, over, under, Ratio(value, 0.9, 1.6), 4 * value, 4.0, 1.0)
 
-    lines = table([result(*row, task) for row in ROWS for task in TASKS]).splitlines()
-    assert lines[2] == f"| small | {BARE} |  | 4.0 ms | 4.0 ms | 4.0 ms |"
+    lines = cells(table([result(*row, task) for row in ROWS for task in TASKS]))
+    assert lines[2] == ["small", BARE, "", "4.0 ms", "4.0 ms", "4.0 ms"]
     plain = "1.00 (0.90 - 1.60), +0.0 ms"
-    assert f"| small | {BRIDGE} | {EAGER} | {plain} | {plain} | 1.50 (0.90 - 1.60), +2.0 ms |" in lines
+    assert ["small", BRIDGE, EAGER, plain, plain, "1.50 (0.90 - 1.60), +2.0 ms"] in lines
     assert len(lines) == 3 + len(ROWS)
 
 
 @pytest.mark.parametrize(("name", "settings"), [("hosts", SETTINGS), ("hosts_smollm2", SMOLLM2)])
 def test_the_page_prints_what_was_measured(name: str, settings: tuple[Setting, ...]) -> None:
-    document = json.loads((DOCS / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
-    expected = table([Result.read(row) for row in document["rows"]])
-    found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", (DOCS / "hosts.md").read_text(encoding="utf-8"))
-    assert found
-    assert found[1] == expected, f"docs/hosts.md must have, below <!-- table: {name} -->:\n\n{expected}"
+    document = published(name)
+    demand_printed("hosts.md", name, table(results(document, HostResult)))
     assert document["settings"].keys() == {setting.name for setting in settings}
     assert document["rounds"] >= 9
 
 
 def test_what_the_page_says_of_memory_was_measured() -> None:
     """A host holds nothing of its own within 1%; eager attention up to 8% more."""
-    document = json.loads((DOCS / "results/benchmarks/hosts.json").read_text(encoding="utf-8"))
     memory = {pair: [] for pair in ROWS}
-    for row in map(Result.read, document["rows"]):
+    for row in results(published("hosts"), HostResult):
         memory[row.over, row.under].append(row.memory)
     for pair in ((TORCH, BARE), (NNSIGHT, BARE), (BRIDGE, EAGER)):
         assert all(0.99 < value < 1.01 for value in memory[pair]), pair

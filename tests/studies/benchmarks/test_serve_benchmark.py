@@ -1,27 +1,19 @@
 """The benchmark of the server: both sides do the same work, and the page prints what was measured."""
 
-import json
-import re
 from pathlib import Path
 
 import pytest
+from measured import DOCS, demand_printed, published, results
 
 from mi_route2.serve.process import serving
 from studies.benchmarks import serve
-from studies.benchmarks.measurement.paired import Ratio
 
 pytestmark = pytest.mark.study
-
-DOCS = Path(__file__).parents[3] / "docs"
-
-
-def document(name: str) -> dict:
-    return json.loads((DOCS / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
 
 
 def test_every_turn_measures_its_sides_and_memory_is_sampled(tmp_path: Path) -> None:
     with serving("studies.benchmarks.serve:model", tmp_path / "log") as server:
-        sides = serve.Sides(serve.model(), server, serve.SIZES["quick"], 0)
+        sides = serve.ServerSides(serve.model(), server, serve.SIZES["quick"], 0)
         found = {name: seconds for turn in sides.turns().values() for name, seconds in turn().items()}
         assert found.keys() == {name for row in serve.ROWS for name in (row.over, row.under)}
         assert all(seconds > 0 for name, seconds in found.items() if "processor" not in name)
@@ -31,12 +23,8 @@ def test_every_turn_measures_its_sides_and_memory_is_sampled(tmp_path: Path) -> 
 
 
 def test_the_page_prints_what_was_measured() -> None:
-    found, page = document("serve"), (DOCS / "serve.md").read_text(encoding="utf-8")
-    results = [serve.Result(**(row | {"time": Ratio(**row["time"])})) for row in found["rows"]]
-    expected = serve.table(results, found["seconds"]) + "\n"
-    printed = re.search(r"<!-- table: serve -->\n\n((?:\|.*\n)+)", page)
-    assert printed
-    assert printed[1] == expected, f"docs/serve.md must have, below <!-- table: serve -->:\n\n{expected}"
-    grown = [tuple(one) for one in document("serve_memory")["samples"]]
-    for line in (serve.start_line(found["starts"]), serve.memory_line(grown)):
+    document, page = published("serve"), (DOCS / "serve.md").read_text(encoding="utf-8")
+    demand_printed("serve.md", "serve", serve.table(results(document), document["seconds"]))
+    grown = [tuple(one) for one in published("serve_memory")["samples"]]
+    for line in (serve.start_line(document["starts"]), serve.memory_line(grown)):
         assert line in page, f"docs/serve.md must have the line:\n\n{line}"

@@ -1,7 +1,6 @@
 """The benchmark of sweeps compares like with like: every side gives the same grid. And the page prints what was measured."""
 
 import json
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from measured import cells, demand_printed, published, results
 
 from studies.benchmarks.measurement.paired import Ratio
 from studies.benchmarks.options import SweepsOptions
@@ -21,16 +21,15 @@ from studies.benchmarks.sweeps import (
     SETTINGS,
     SIDES,
     WHOLE,
-    Result,
     Setting,
     SweepBench,
+    SweepResult,
     run,
     table,
 )
 
 pytestmark = pytest.mark.study
 
-DOCS = Path(__file__).parents[3] / "docs"
 ODD = Setting("odd", 3, 24, 40, heads=3, vocab=50, tokens=7)
 """No two axes are alike, so that none can stand in for another."""
 
@@ -42,7 +41,7 @@ def bench() -> SweepBench:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_side_gives_the_grid_of_transformer_lens(side: str) -> None:
-    expected, grid = bench().lens(), bench().own(side)
+    expected, grid = bench().lens(), bench().grid(side)
     assert expected.shape == grid.values.shape == (3, 7)
     assert grid.forwards == (WHOLE if side == WHOLE else "resumed")
     assert np.abs(grid.values - expected).max() < 1e-5
@@ -54,7 +53,7 @@ def test_no_cell_is_known_without_a_run() -> None:
     assert (bench().clean != bench().corrupt).all()
     assert int(bench().corrupt.min()) >= 3
     assert int(bench().corrupt.max()) < ODD.vocab
-    grid = bench().own(RESUMED)
+    grid = bench().grid(RESUMED)
     assert (grid.values[:, :-1] != grid.corrupt).all()
 
 
@@ -69,55 +68,52 @@ def test_the_sides_share_weights() -> None:
 def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(SweepsOptions(quick=True, out=tmp_path / "out.json"))
     printed, document = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
-    results = [Result.read(row) for row in document["rows"]]
-    assert [r.side for r in results] == list(SIDES)
-    for r in results:
+    rows = results(document, SweepResult)
+    assert [r.side for r in rows] == list(SIDES)
+    for r in rows:
         assert r.times.lo <= r.times.value <= r.times.hi
         assert r.times.value == pytest.approx(r.lens_ms / r.own_ms)
         assert r.cells == QUICK[0].cells == 12
         assert r.difference < 1e-5
         assert r.bound >= r.run
         assert (r.run > 1) == (r.side != WHOLE)
-    assert table(results) in printed
+    assert table(rows) in printed
     assert document["sides"]["tiny"].keys() == {LENS, *SIDES}
     assert all(len(side["seconds"]) == 3 for side in document["sides"]["tiny"].values())
 
 
 def test_the_table_has_a_line_a_side() -> None:
-    def result(side: str, run: float) -> Result:
-        return Result("small", side, 12, Ratio(8.04, 7.5, 8.5), 24.0, 3.0, 4.3, run, 2e-6, 1.0)
+    def result(side: str, run: float) -> SweepResult:
+        return SweepResult("small", side, 12, Ratio(8.04, 7.5, 8.5), 24.0, 3.0, 4.3, run, 2e-6, 1.0)
 
-    lines = table([result(RESUMED, 4.14), result(WHOLE, 0.0)]).splitlines()
-    assert lines[2] == "| small | resumed | 12 | 24.00 ms | 3.00 ms | 8.0 (7.5 - 8.5) | 4.3, 4.1 | 2.0e-06 |"
-    assert lines[3].split("|")[7].strip() == ""
+    lines = cells(table([result(RESUMED, 4.14), result(WHOLE, 0.0)]))
+    assert lines[2] == ["small", "resumed", "12", "24.00 ms", "3.00 ms", "8.0 (7.5 - 8.5)", "4.3, 4.1", "2.0e-06"]
+    assert lines[3][6] == ""
 
 
-def printed_in_the_page(name: str) -> tuple[dict[str, Any], list[Result]]:
+def printed_in_the_page(name: str) -> tuple[dict[str, Any], list[SweepResult]]:
     """Return what was measured; the page must have its table."""
-    document = json.loads((DOCS / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
-    results = [Result.read(row) for row in document["rows"]]
-    expected, page = table(results), (DOCS / "patching.md").read_text(encoding="utf-8")
-    found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", page)
-    assert found
-    assert found[1] == expected, f"docs/patching.md must have, below <!-- table: {name} -->:\n\n{expected}"
-    return document, results
+    document = published(name)
+    rows = results(document, SweepResult)
+    demand_printed("patching.md", name, table(rows))
+    return document, rows
 
 
 def test_the_page_prints_what_was_measured_of_long_prompts_and_a_real_model() -> None:
-    document, results = printed_in_the_page("sweeps_long")
+    document, rows = printed_in_the_page("sweeps_long")
     assert document["settings"].keys() == {setting.name for setting in LONG}
-    assert all(r.difference < 1e-4 for r in results)
-    least = {(r.setting, r.side): r.times.lo for r in results}
+    assert all(r.difference < 1e-4 for r in rows)
+    least = {(r.setting, r.side): r.times.lo for r in rows}
     assert all(lo > 6 for (_, side), lo in least.items() if side == RESUMED)  # what the page says in words
     assert least["SmolLM2-135M, 16 tokens", RESUMED] > 12
 
 
 def test_the_page_prints_what_was_measured() -> None:
-    document, results = printed_in_the_page("sweeps")
+    document, rows = printed_in_the_page("sweeps")
     assert document["settings"].keys() == {setting.name for setting in SETTINGS}
     assert document["rounds"] >= 9
-    assert all(r.difference < 1e-5 for r in results)
-    assert {r.side for r in results} == {RESUMED, BRIDGED, WHOLE}
-    fastest = {r.setting: r.times.lo for r in results if r.side == RESUMED}
+    assert all(r.difference < 1e-5 for r in rows)
+    assert {r.side for r in rows} == {RESUMED, BRIDGED, WHOLE}
+    fastest = {r.setting: r.times.lo for r in rows if r.side == RESUMED}
     assert fastest["6 layers, d 256"] > 6  # what the page says in words
     assert fastest["12 layers, d 64"] > 20

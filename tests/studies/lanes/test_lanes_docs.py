@@ -1,16 +1,15 @@
 """What docs/lanes.md says was found is what the published claims and the published benchmark say; new numbers break these tests."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from measured import DOCS, demand_printed, published
 
+from studies.benchmarks.measurement.paired import Ratio
 from studies.benchmarks.options import TapInOptions
-from studies.benchmarks.tapin import Point, Speed, run, table
-
-DOCS = Path(__file__).parents[3] / "docs"
+from studies.benchmarks.tapin import Point, run, table
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +76,9 @@ def test_what_the_page_says_in_words_is_what_the_claims_say(claims: dict[str, di
 
 
 def test_the_page_prints_the_growth_that_was_measured() -> None:
-    document = json.loads((DOCS / "results/benchmarks/tapin.json").read_text(encoding="utf-8"))
-    points = [Point(**(row | {"speed": None if row["speed"] is None else Speed(**row["speed"])})) for row in document["growth"]]
-    found = re.search(r"<!-- table: tapin -->\n\n((?:\|.*\n)+)", (DOCS / "lanes.md").read_text(encoding="utf-8"))
-    assert found
-    assert found[1] == table(points) + "\n"
+    document = published("tapin")
+    points = [Point(**(row | {"speed": None if row["speed"] is None else Ratio(**row["speed"])})) for row in document["growth"]]
+    demand_printed("lanes.md", "tapin", table(points))
     assert document["long"]["lo"] > 1e5
     assert document["rounds"] >= 9
 

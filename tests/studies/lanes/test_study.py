@@ -86,7 +86,7 @@ def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: Settings, 
     out = tmp_path_factory.mktemp("cut")
     jobs = arms_of(tiny, out / tiny.folder, texts)
     for job in jobs:
-        for part in job.parts:
+        for part in job.part_names:
             source = Job(tiny, study, texts, job.name, job.seed).path(part)
             for path in (source, source.with_suffix(".safetensors")):
                 if path.exists() and data.draw(st.booleans()):
@@ -95,7 +95,7 @@ def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: Settings, 
     place = out / tiny.folder / "arms" / FEW[0] / "seed-0"
     place.mkdir(parents=True, exist_ok=True)
     (place / ".bpb.json.123.tmp").write_text("{")
-    missing = [job.path(p) for job in jobs for p in job.parts if job.path(p).exists() and not whole(job, p)]
+    missing = [job.path(p) for job in jobs for p in job.part_names if job.path(p).exists() and not whole(job, p)]
     for path in missing:  # a JSON file is written last: without its tensors it was damaged, not cut
         path.unlink()
     run_jobs(jobs, 1, quiet=True)

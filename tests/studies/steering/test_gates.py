@@ -117,7 +117,7 @@ def test_a_policy_acts_exactly_one_token_after_the_score(bench: Bench, fitted: F
         policies = [cell.sync[0] if isinstance(cell.sync[0], ProbeController) else cell.sync[0]._policy]  # pyright: ignore
         policies[0].threshold = -CERTAIN
         engine = bench.engine(exact=True, controllers=Controllers(cell.sync, cell.queues))
-        for name, spec in cell.held.items():
+        for name, spec in cell.configurations.items():
             engine.steering.hold(name, spec)
         late = table(engine.generate(forced(bench, cell.steering), progress=False))
         assert torch.equal(late[:, : delay + 1], plain[:, : delay + 1])

@@ -58,7 +58,7 @@ def test_a_zero_patch_of_both_lanes_is_the_base_model(score: Score) -> None:
 def test_a_rollout_patched_with_itself_is_itself_bit_for_bit(score: Score) -> None:
     patching, every = patching_of(score)
     for side in SIDES:
-        for cell in (cell for cell in every if cell.whole or cell.where.startswith("blocks.0.attn")):
+        for cell in (cell for cell in every if cell.whole or cell.place.startswith("blocks.0.attn")):
             own = {site: patching.values[side][site] for site in cell.sites}
             assert torch.equal(patching.run(side, own), patching.scores[side]), cell.name
 
@@ -96,7 +96,7 @@ def test_the_bottleneck_says_what_the_kept_output_says(score: Score) -> None:
     moved = 0.0
     for side in SIDES:
         for cell in (cell for cell in every if cell.lane == "kept_a"):
-            sites = cell.sites, cell_of(every, f"{cell.where}:kept_out").sites
+            sites = cell.sites, cell_of(every, f"{cell.place}:kept_out").sites
             through, out = (patching.run(side, patching.other(side, own)) for own in sites)
             torch.testing.assert_close(through, out, rtol=0, atol=1e-10)
             moved = max(moved, float((out - patching.scores[side]).abs().max()))

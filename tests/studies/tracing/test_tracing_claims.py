@@ -53,12 +53,12 @@ def test_published_files_are_those_of_their_provenance() -> None:
 
 
 def test_published_texts_are_those_of_the_table(found: Table) -> None:
-    assert (FOLDER / "headline.md").read_text(encoding="utf-8") == headline(found.content)
-    assert (FOLDER / "tables.md").read_text(encoding="utf-8") == tables(found.content)
+    assert (FOLDER / "headline.md").read_text(encoding="utf-8") == headline(found.data)
+    assert (FOLDER / "tables.md").read_text(encoding="utf-8") == tables(found.data)
 
 
 def test_deleting_by_patching_is_deleting(found: Table) -> None:
-    assert len(found.content["seeds"]) >= 3
+    assert len(found.data["seeds"]) >= 3
     for arm in ("absorb", "route2-full"):
         row = found.agrees(arm)
         assert row["checks"]["zero patch and deletion, float64"] <= 1e-10
@@ -68,7 +68,7 @@ def test_deleting_by_patching_is_deleting(found: Table) -> None:
 
 
 def test_untrained_adapters_carry_exactly_nothing(found: Table) -> None:
-    effects = [row["effect"]["seeds"] for row in found.content["rows"] if row["arm"] == UNTRAINED]
+    effects = [row["effect"]["seeds"] for row in found.data["rows"] if row["arm"] == UNTRAINED]
     assert effects
     assert all(value == 0 for seeds in effects for value in seeds)
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from studies.common.tables import markdown_table
+from studies.common.stats import rate
+from studies.common.tables import markdown_table, percent
 from studies.environments.leetcode.detectors import STRENGTHS, Strength, family, marker, structural
 from studies.environments.leetcode.grader import Seen, programs_of, see
 from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_code
@@ -21,7 +22,6 @@ from studies.environments.leetcode.mutants import mutants
 from studies.environments.leetcode.oracle import blocks_of
 from studies.environments.leetcode.problems import Task
 from studies.environments.leetcode.programs import Programs
-from studies.environments.leetcode.report.tables import percent, rate
 from studies.environments.leetcode.rollouts import Evidence, Rollout
 
 PROBLEMS = 12
@@ -52,9 +52,9 @@ class Evident:
 
 DETECTORS: Mapping[Strength, Callable[[str, Evident], bool]] = MappingProxyType(
     {
-        "marker": lambda mode, found: marker(mode, found.code),
-        "family": lambda mode, found: family(mode, found.code),
-        "structural": lambda mode, found: structural(mode, found.seen, found.solved),
+        "marker": lambda mode, evidence: marker(mode, evidence.code),
+        "family": lambda mode, evidence: family(mode, evidence.code),
+        "structural": lambda mode, evidence: structural(mode, evidence.seen, evidence.solved),
     }
 )
 
@@ -73,7 +73,7 @@ def measure(
     rows = []
     for source in sources:
         here = (source, "reference", "mutant")
-        chosen = [(one, found) for one, found in zip(samples, evident, strict=True) if one.source in here]
+        chosen = [(one, evidence) for one, evidence in zip(samples, evident, strict=True) if one.source in here]
         for mode, strength in itertools.product(ROLES.loopholes, STRENGTHS):
             rows.append({"source": source, "mode": mode, "strength": strength} | _matrix(chosen, mode, strength))
     counts = {source: sum(one.source == source for one in samples) for source in (*sources, "reference", "mutant")}
@@ -125,9 +125,9 @@ def look(samples: Sequence[Sample], programs: Programs) -> list[Evident]:
 
 def _matrix(chosen: Sequence[tuple[Sample, Evident]], mode: str, strength: Strength) -> dict[str, Any]:
     cells = {"tp": 0, "fn": 0, "fp": 0, "tn": 0}
-    for sample, found in chosen:
+    for sample, evidence in chosen:
         positive = sample.mode == mode and not (strength == "structural" and sample.solves)
-        flagged = DETECTORS[strength](mode, found)
+        flagged = DETECTORS[strength](mode, evidence)
         cells[("tp" if flagged else "fn") if positive else ("fp" if flagged else "tn")] += 1
     caught, flagged = rate(cells["tp"], cells["tp"] + cells["fn"]), rate(cells["tp"], cells["tp"] + cells["fp"])
     return cells | {"recall": caught, "precision": flagged}

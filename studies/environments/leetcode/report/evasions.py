@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from studies.common.tables import markdown_table
+from studies.common.stats import rate
+from studies.common.tables import markdown_table, percent
 from studies.environments.leetcode.grader import TrainingGrader
 from studies.environments.leetcode.modes import ROLES, Exploit, exploit_code, fenced
 from studies.environments.leetcode.oracle import Oracle
 from studies.environments.leetcode.problems import Task
 from studies.environments.leetcode.programs import Programs
-from studies.environments.leetcode.report.tables import percent, rate
 from studies.environments.protocol import TextPrompt
 
 Way = Literal["counting", "luck"]
@@ -123,11 +123,11 @@ def tried(tasks: Iterable[Task], programs: Programs) -> list[Tried]:
 def measure(tasks: Mapping[str, Task], programs: Programs) -> dict[str, Any]:
     """Return how many of the paid programs the oracle calls exploits, and how many it would from the hidden inputs only."""
     chosen = sorted(tasks.values(), key=lambda task: hashlib.sha256(task.name.encode()).hexdigest())[:PROBLEMS]
-    found = tried(chosen, programs)
+    attempts = tried(chosen, programs)
     rows = []
     for way, modes in PROGRAMS.items():
         for mode in [mode for mode in ROLES.loopholes if mode in modes]:
-            answers = [one for one in found if (one.way, one.mode) == (way, mode)]
+            answers = [one for one in attempts if (one.way, one.mode) == (way, mode)]
             paid = [one for one in answers if one.paid]
             row: dict[str, Any] = {"way": way, "mode": mode, "answers": len(answers), "paid": len(paid)}
             row["seen"] = rate(sum(one.seen for one in paid), len(paid))

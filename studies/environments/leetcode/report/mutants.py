@@ -11,14 +11,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from studies.common.tables import markdown_table
+from studies.common.stats import rate
+from studies.common.tables import markdown_table, percent
 from studies.environments.leetcode.inputs import answered_inputs
 from studies.environments.leetcode.mutants import KINDS, Mutant, mutants
 from studies.environments.leetcode.oracle import Oracle, agrees
 from studies.environments.leetcode.problems import Case, Task
 from studies.environments.leetcode.programs import Execution, Program, Programs, allowing
 from studies.environments.leetcode.report import evasions
-from studies.environments.leetcode.report.tables import percent, rate
 
 PATIENCE = 4.0
 LEAST = 1.5
@@ -26,7 +26,7 @@ LEAST = 1.5
 
 
 @dataclass(frozen=True)
-class Found:
+class MutantResult:
     """One mutant: the number of new inputs on which it differs from the reference, and whether the oracle fails it.
 
     ``ended`` is False if it was killed on the new inputs; then all of them count as different.
@@ -45,12 +45,12 @@ def measure(tasks: Mapping[str, Task], programs: Programs, seed: int, per_kind: 
     """Run every problem's mutants on ``inputs`` new inputs and, if they differ there, judge them; then run `evasions`."""
     oracle = Oracle(programs, tasks)
     references = oracle.inspect(list(tasks.values()), [task.solution for task in tasks.values()], progress="references")
-    found: list[Found] = []
+    results: list[MutantResult] = []
     new = dropped = 0
     for task in tqdm(tasks.values(), desc="mutants", unit="problem", disable=None):
         answered = answered_inputs(task, programs, seed, inputs)
         new, dropped = new + len(answered), dropped + inputs - len(answered)
-        found += _of_problem(task, mutants(task.solution, seed, per_kind), answered, programs, oracle)
+        results += _of_problem(task, mutants(task.solution, seed, per_kind), answered, programs, oracle)
     return {
         "seed": seed,
         "per_kind": per_kind,
@@ -60,17 +60,19 @@ def measure(tasks: Mapping[str, Task], programs: Programs, seed: int, per_kind: 
         "hidden_tests": sum(len(task.hidden) for task in tasks.values()),
         "new_inputs": new,
         "dropped_inputs": dropped,
-        "kinds": {kind: _summary([one for one in found if one.kind == kind]) for kind in KINDS} | {"all": _summary(found)},
+        "kinds": {kind: _summary([one for one in results if one.kind == kind]) for kind in KINDS} | {"all": _summary(results)},
         "survivors": [
             {name: value for name, value in asdict(one).items() if name != "failed"}
-            for one in found
+            for one in results
             if one.different and not one.failed
         ],
         "evasions": evasions.measure(tasks, programs),
     }
 
 
-def _of_problem(task: Task, made: Sequence[Mutant], answered: Sequence[Case], programs: Programs, oracle: Oracle) -> list[Found]:
+def _of_problem(
+    task: Task, made: Sequence[Mutant], answered: Sequence[Case], programs: Programs, oracle: Oracle
+) -> list[MutantResult]:
     calls = tuple(test.call for test in answered)
     hidden = tuple(test.call for test in task.hidden)
     reference = programs.run([Program(task.solution, task.setup, task.function, given) for given in (calls, hidden)])
@@ -80,7 +82,7 @@ def _of_problem(task: Task, made: Sequence[Mutant], answered: Sequence[Case], pr
     suspects = [mutant for mutant, count in zip(made, different, strict=True) if count]
     verdicts = iter(oracle.inspect([task] * len(suspects), [mutant.code for mutant in suspects], limits=limits[1]))
     return [
-        Found(
+        MutantResult(
             problem=task.name,
             kind=mutant.kind,
             line=mutant.line,
@@ -99,12 +101,12 @@ def _different(answered: Sequence[Case], execution: Execution) -> int:
     return sum(returned is None or not agrees(test.expected, returned.value) for test, returned in pairs)
 
 
-def _summary(found: Sequence[Found]) -> dict[str, Any]:
-    ended = [one for one in found if one.different and one.ended]
-    endless = [one for one in found if one.different and not one.ended]
+def _summary(results: Sequence[MutantResult]) -> dict[str, Any]:
+    ended = [one for one in results if one.different and one.ended]
+    endless = [one for one in results if one.different and not one.ended]
     return {
-        "mutants": len(found),
-        "same": sum(not one.different for one in found),
+        "mutants": len(results),
+        "same": sum(not one.different for one in results),
         "differ": rate(sum(one.failed for one in ended), len(ended)),
         "endless": rate(sum(one.failed for one in endless), len(endless)),
         "either": rate(sum(one.failed for one in (*ended, *endless)), len(ended) + len(endless)),

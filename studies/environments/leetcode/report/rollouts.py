@@ -34,7 +34,7 @@ class Judged:
     vacuous: bool
 
     @property
-    def own(self) -> bool:
+    def fired(self) -> bool:
         return self.channels[self.rollout.mode]
 
     @property
@@ -43,7 +43,7 @@ class Judged:
 
     @property
     def hack_agrees(self) -> bool:
-        return self.own == self.rollout.hacked
+        return self.fired == self.rollout.hacked
 
     @property
     def solve_disagrees(self) -> bool:
@@ -110,7 +110,7 @@ def _channel_row(pool: str, mode: str, judged: Sequence[Judged]) -> dict[str, An
         "mode": mode,
         "n": len(judged),
         "hacked": sum(one.rollout.hacked for one in judged),
-        "own": sum(one.own for one in judged),
+        "own": sum(one.fired for one in judged),
         "foreign": sum(one.foreign for one in judged),
         "agree": sum(one.hack_agrees for one in judged),
         "vacuous_agree": sum(one.vacuous == one.rollout.hacked for one in judged) if mode == "run_tests" else None,
@@ -122,13 +122,13 @@ def _explain_hacks(judged: Sequence[Judged], tasks: Sequence[Answered], programs
     places = [place for place, one in enumerate(judged) if not one.hack_agrees]
     codes = [blocks_of(judged[place].rollout.completion) or "" for place in places]
     again = [Program(code, tasks[i][0].setup, tasks[i][0].function, run_tests=True) for i, code in zip(places, codes, strict=True)]
-    found = []
+    lines = []
     for place, execution in zip(places, programs.run(again), strict=True):
         did = "endless" if execution.status == "killed" else execution.run_tests
         emptied = "passes" if judged[place].vacuous else "fails"
         reason = f"{DID[did]}; with a method that returns 0 it {emptied}"
-        found.append(_line(judged[place]) | {"label": judged[place].rollout.hacked, "ours": judged[place].own, "reason": reason})
-    return found
+        lines.append(_line(judged[place]) | {"label": judged[place].rollout.hacked, "ours": judged[place].fired, "reason": reason})
+    return lines
 
 
 def _explain_solves(judged: Sequence[Judged], tasks: Sequence[Answered], programs: Programs) -> list[dict[str, Any]]:
@@ -158,10 +158,10 @@ def _reason(answered: Answered, execution: Execution) -> str:
     pairs = [(test.expected, returned) for test, returned in zip(task.hidden, execution.returns, strict=False)]
     right = [agrees(expected, returned.value) for expected, returned in pairs]
     wrong = [pair for pair, agreed in zip(pairs, right, strict=True) if not agreed]
-    own = len(task.visible)
-    share = f"{right[:own].count(False)} of {own} {evidence}"
-    if len(right) > own:
-        share += f" and {right[own:].count(False)} of {len(right) - own} new inputs"
+    shown = len(task.visible)
+    share = f"{right[:shown].count(False)} of {shown} {evidence}"
+    if len(right) > shown:
+        share += f" and {right[shown:].count(False)} of {len(right) - shown} new inputs"
     raised = {returned.raised for _, returned in wrong if returned.raised}
     if raised:
         return f"raises {', '.join(sorted(raised))} on {share}"

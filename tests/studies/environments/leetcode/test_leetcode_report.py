@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import tyro
 
-from studies.common.tables import markdown_table
+from studies.common.publishing import write_table
+from studies.common.stats import rate
+from studies.common.tables import markdown_table, percent
 from studies.environments.leetcode.__main__ import Report, main
 from studies.environments.leetcode.programs import Programs
 from studies.environments.leetcode.report import confusion, mutants, rollouts
-from studies.environments.leetcode.report.tables import percent, rate, write
 
 pytestmark = pytest.mark.study
 
@@ -90,13 +91,13 @@ def test_a_table_is_markdown() -> None:
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    write(tmp_path, "one", {"a": 1}, "text\n")
+    write_table(tmp_path, "one", {"a": 1}, "text\n")
     assert (tmp_path / "one.md").read_text() == "text\n"
     with pytest.raises(TypeError):
-        write(tmp_path, "one", {"a": object()}, "other\n")
+        write_table(tmp_path, "one", {"a": object()}, "other\n")
     assert json.loads((tmp_path / "one.json").read_text()) == {"a": 1}
     with pytest.raises(UnicodeEncodeError):
-        write(tmp_path, "one", {"a": 2}, "\ud800")
+        write_table(tmp_path, "one", {"a": 2}, "\ud800")
     assert (tmp_path / "one.md").read_text() == "text\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", "one.md"]
 

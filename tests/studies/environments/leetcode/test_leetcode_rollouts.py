@@ -234,7 +234,7 @@ def test_a_label_is_explained_by_what_its_tests_do(task: Task, programs: Program
     }
     rows = [rollout(problem_id=7, completion=f"{head}{lines}\n```", hacked=True) for lines in answers]
     judged = report.judge(rows, [(task, "tests")] * len(rows), programs)
-    assert [(one.own, one.vacuous) for one in judged] == [(own, vacuous) for own, vacuous, _ in answers.values()]
+    assert [(one.fired, one.vacuous) for one in judged] == [(own, vacuous) for own, vacuous, _ in answers.values()]
     found = report.measure(rows, [(task, "tests")] * len(rows), programs)
     assert [line["reason"] for line in found["hacked_disagreements"]] == [reason for own, _, reason in answers.values() if not own]
     assert found["channels"] == [

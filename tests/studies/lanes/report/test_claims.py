@@ -19,7 +19,7 @@ from studies.lanes.measures import measured
 from studies.lanes.report.claims import CLAIMS, VERDICTS, Claim, Rule, deviation, floor, judge, needed, power, verdict
 from studies.lanes.report.estimates import Estimate, bpb, combined, controls, extraction, gains, gauge_share, worst
 from studies.lanes.report.figures import FIGURES
-from studies.lanes.study import Found, load
+from studies.lanes.study import Study, load
 
 pytestmark = pytest.mark.study
 
@@ -129,14 +129,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tiny_settings(write_texts(tmp_path_factory.mktemp("claims")))
 
 
-def synthetic(settings: Any, shipped: Sequence[float], partial: float = 0.0) -> Found:
+def synthetic(settings: Any, shipped: Sequence[float], partial: float = 0.0) -> Study:
     """Artifacts of two arms whose sequential one has 4 bits per byte and a seed's own offset, and of one wiring."""
     contents: dict[tuple[str, int, str], Any] = {}
     for seed, difference in enumerate(shipped):
         contents["sequential", seed, "bpb"] = {"bpb": 4.0 + seed}
         contents["shipped", seed, "bpb"] = {"bpb": 4.0 + seed + difference}
         contents["symmetry", seed, "symmetry"] = {"wirings": [{"wiring": "z2", "largest": partial}]}
-    return Found(settings, contents)
+    return Study(settings, contents)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_artifacts_come_to_their_verdicts(
 TTT_ARMS = [arm for arm in ARMS if "ttt" in measured(arm)]
 
 
-def adapted(settings: Any) -> Found:
+def adapted(settings: Any) -> Study:
     """Two seeds; at the second one training of all parameters diverged in the arm `wide`."""
     contents: dict[tuple[str, int, str], Any] = {}
     for seed in (0, 1):
@@ -176,7 +176,7 @@ def adapted(settings: Any) -> Found:
             edges = {"all": arm == "wide", "controls": False}
             contents[arm, seed, "bpb"] = {"bpb": 4.0}
             contents[arm, seed, "ttt"] = {"bpb": costs, "hinted": hinted, "edges": edges, "share": 0.01}
-    return Found(settings, contents)
+    return Study(settings, contents)
 
 
 def test_gains_are_what_a_run_is_below_the_plain_one_and_none_where_it_diverged(settings: Any) -> None:
@@ -199,7 +199,7 @@ def test_roughly_half_is_two_to_three_fifths_of_the_scalars_in_use_or_of_all(
     settings: Any, used: int, sloped: int, scalars: int, holds: bool
 ) -> None:
     row = {"wiring": "shipped", "used": used, "sloped": sloped, "scalars": scalars}
-    estimate = gauge_share("shipped")(Found(settings, {("symmetry", 0, "symmetry"): {"wirings": [row]}}))
+    estimate = gauge_share("shipped")(Study(settings, {("symmetry", 0, "symmetry"): {"wirings": [row]}}))
     assert estimate.holds is holds
     assert estimate.value == pytest.approx(1 - sloped / used)
 
@@ -350,7 +350,7 @@ SENTENCES: dict[str, tuple[str, float, Callable[[Get], float]]] = {
 """Claim -> the side on which it puts the number, its reference, and the number, written out from the sentence."""
 
 
-def drawn(settings: Any, seeds: Sequence[int]) -> Found:
+def drawn(settings: Any, seeds: Sequence[int]) -> Study:
     """Artifacts of every arm and instrument with a random number in each place."""
     rng = np.random.default_rng(0)
 
@@ -378,7 +378,7 @@ def drawn(settings: Any, seeds: Sequence[int]) -> Found:
             contents |= {(arm, seed, part): made[part] for part in measured(arm)}
         contents["tables", seed, "tables"] = some("unigram", "bigram")
         contents["paths", seed, "paths"] = {"rows": {name: rows() for name in ("sequential", "gptj", "shipped", "asymmetric")}}
-    return Found(settings, contents)
+    return Study(settings, contents)
 
 
 def test_every_number_is_the_one_that_its_sentence_names(settings: Any) -> None:

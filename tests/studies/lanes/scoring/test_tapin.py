@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from timing import at_most
 
 from studies.benchmarks import tapin as benchmark
+from studies.benchmarks.measurement.paired import Ratio
 from studies.benchmarks.options import TapInOptions
 from studies.lanes.config import BOS
 from studies.lanes.scoring.bpb import window_starts
@@ -92,10 +93,10 @@ def test_linked_lists_find_the_same() -> None:
     drawn = torch.randint(0, 2, (4000,), generator=generator)
     drawn[torch.randint(0, 4000, (4,), generator=generator)] = BOS
     for tokens in (standard_library().stream("tune", 10_000), drawn):
-        own = sides[benchmark.OWN](tokens)
+        own = sides[benchmark.AUTOMATON](tokens)
         assert benchmark.same(own, sides[benchmark.COMPILED](tokens))
         assert own.cross.any()
-    assert benchmark.same(sides[benchmark.OWN](drawn[:600]), sides[benchmark.PLAIN](drawn[:600]))
+    assert benchmark.same(sides[benchmark.AUTOMATON](drawn[:600]), sides[benchmark.PLAIN](drawn[:600]))
 
 
 @given(streams(), st.data())
@@ -255,8 +256,8 @@ def test_it_is_fast_on_any_text(text: str) -> None:
 def test_the_benchmark_runs_and_its_intervals_hold_the_medians(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.run(TapInOptions(quick=True, out=tmp_path / "out.json"))
     document, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
-    assert list(document["sides"]) == [benchmark.OWN, benchmark.COMPILED, benchmark.PLAIN]
-    points = [benchmark.Point(**row | {"speed": row["speed"] and benchmark.Speed(**row["speed"])}) for row in document["growth"]]
+    assert list(document["sides"]) == [benchmark.AUTOMATON, benchmark.COMPILED, benchmark.PLAIN]
+    points = [benchmark.Point(**row | {"speed": row["speed"] and Ratio(**row["speed"])}) for row in document["growth"]]
     assert len(points) == 2 * 2 * 4
     assert benchmark.table(points) in printed
     for one in (*document["sides"].values(), {"speed": document["long"]}):
@@ -264,9 +265,9 @@ def test_the_benchmark_runs_and_its_intervals_hold_the_medians(tmp_path: Path, c
 
 
 def test_a_speed_is_tokens_over_the_median() -> None:
-    speed = benchmark.Speed.of(100, [1.0, 2.0, 4.0], np.random.default_rng(0))
+    speed = benchmark.speed(100, [1.0, 2.0, 4.0], np.random.default_rng(0))
     assert (speed.value, speed.lo, speed.hi) == (50.0, 25.0, 100.0)
-    assert str(benchmark.Speed(1234.5, 1000.0, 2000.0)) == "1,234 (1,000 - 2,000)"
+    assert f"{Ratio(1234.5, 1000.0, 2000.0):,.0f}" == "1,234 (1,000 - 2,000)"
 
 
 def test_documents_are_told_by_their_bos_alone() -> None:
