@@ -20,9 +20,9 @@ from torch import Tensor
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec, Route, RouteSpec
 from probes.quality import mask_quality, score_means
-from studies.environments.protocol import Verdict, Witness, World
+from studies.environments.protocol import TeacherPool, Verdict, Witness, World
 from studies.training.checkpoint import Mark, hash_of, refuse_changed
-from studies.training.grpo import StepRecord, TeacherPool
+from studies.training.grpo import StepRecord
 
 METRICS, ROLLOUTS, TIMINGS = "metrics.jsonl", "rollouts.jsonl.gz", "timings.jsonl"
 

@@ -20,9 +20,8 @@ from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import DelayedRoute, DelayedSpec, OpenRoute, OpenSpec, StepContext, TrainBatch
 from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.common.seeds import numpy_generator, torch_generator
-from studies.environments.protocol import World
+from studies.environments.protocol import TeacherPool, World
 from studies.training.arms import LESSON_STEPS, Lesson
-from studies.training.grpo import TeacherPool
 
 FORMAT = "mi-route2 teacher pool 2"
 TRIES = 4096

@@ -13,8 +13,9 @@ from tiny_study import WARM, tiny_job
 from mi_route2.routing import MaskSpec, group_advantages
 from mi_route2.routing.canary import pooled
 from mi_route2.tensor_files import read_tensors
+from studies.environments.protocol import TeacherPool
 from studies.training.arms import ARMS, Lesson, get_arms, with_canaries
-from studies.training.grpo import TeacherPool, gather
+from studies.training.grpo import gather
 from studies.training.job import (
     DEPLOYED,
     EVAL,
