@@ -70,7 +70,7 @@ PRECISION_NAMES = ("float32", "float64", "bfloat16")
 """Dtypes of training."""
 TRACKER_NAMES = ("tensorboard", "wandb", "trackio")
 """Packages that show curves as they grow."""
-ELSEWHERE = ("path", "data", "device", "at_once")
+UNHASHED = ("path", "data", "device", "at_once")
 """Fields of a ``ChatModel`` about places and memory, which do not change the results."""
 
 
@@ -150,7 +150,7 @@ class Settings:
         """SHA-256 of every setting that results depend on."""
         described = self.as_dict()
         if self.chat is not None:
-            without = ELSEWHERE if self.chat.data_hash else (*ELSEWHERE, "data_hash")
+            without = UNHASHED if self.chat.data_hash else (*UNHASHED, "data_hash")
             described["chat"] = {name: v for name, v in described["chat"].items() if name not in without}
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 

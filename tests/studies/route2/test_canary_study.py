@@ -23,7 +23,7 @@ from studies.training.job import (
     MonitoredRoute,
     base_samples,
     build_canary,
-    build_optimiser,
+    build_optimizer,
     build_policy,
     build_route,
     finished_policy,
@@ -355,7 +355,7 @@ def test_each_adapter_learns_at_its_rate_times_the_arms_factor(
     finished: dict[str, Job], arm: str, kept: float, quarantine: float | None
 ) -> None:
     job = replace(finished["canary-2"], arm=ARMS[arm])
-    rates = [group["lr"] for group in build_optimiser(job, build_policy(job, job.cache)).param_groups]
+    rates = [group["lr"] for group in build_optimizer(job, build_policy(job, job.cache)).param_groups]
     assert rates == [job.settings.kept_lr * kept] + ([] if quarantine is None else [job.settings.quarantine_lr * quarantine])
 
 
