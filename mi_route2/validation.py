@@ -17,11 +17,12 @@ import codecs
 import dataclasses
 import functools
 import json
+import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, dataclass_transform, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -159,34 +160,32 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def parse_words(record: T, changes: Mapping[str, str]) -> T:
-    """Return ``record`` with fields replaced by words of a command line: ``{"steps": "100", "warm.lr": "1e-3"}``.
+def replace_fields(record: T, changes: Mapping[str, Any]) -> T:
+    """Return ``record`` with other values of the named fields: ``{"steps": "100", "warm.lr": 1e-3}``.
 
-    ``none`` means no value, and commas separate the entries of a tuple. ``ValueError`` in one sentence.
+    Values are words of a command line or values of a TOML file. The word ``none`` means no value, and commas separate the entries
+    of a tuple. ``ValueError`` in one sentence.
     """
-    raw: dict[str, Any] = _shallow(record)
-    for name, word in changes.items():
-        *records, field = name.split(".")
-        inner = raw
-        for each in records:
-            inner[each] = inner[each] if isinstance(inner[each], dict) else _shallow(inner[each])
-            inner = inner[each]
-        several = isinstance(inner[field], tuple)
-        inner[field] = None if word == "none" else tuple(word.split(",")) if several else word
+    raw = dataclasses.asdict(cast("Any", record))
+    for name, value in changes.items():
+        *path, field = name.split(".")
+        fields = functools.reduce(operator.getitem, path, raw)
+        if value == "none":
+            fields[field] = None
+        elif isinstance(value, str) and isinstance(fields[field], tuple):
+            fields[field] = value.split(",")
+        else:
+            fields[field] = str(value).lower() if isinstance(value, bool) else value  # as a word, true is no number
     try:
         changed = TypeAdapter(type(record)).validate_python(raw, strict=False)
     except ValidationError as error:
         raise ValueError(sentence(error, type(record))) from None
-    for name, word in changes.items():
-        value = functools.reduce(getattr, name.split("."), changed)
-        numbers = [type(entry) in (int, float) for entry in (value if isinstance(value, tuple) else (value,))]
-        if any(numbers) and "_" in word:  # Python reads 1_0 as 10
-            raise ValueError(f"{name} must be {_wanted(_at(type(record), tuple(name.split('.')))[1])}, not {word!r}")
+    for name, value in changes.items():
+        read = functools.reduce(getattr, name.split("."), changed)
+        numbers = [type(entry) in (int, float) for entry in (read if isinstance(read, tuple) else (read,))]
+        if any(numbers) and "_" in str(value):  # Python reads 1_0 as 10
+            raise ValueError(f"{name} must be {_wanted(_at(type(record), tuple(name.split('.')))[1])}, not {value!r}")
     return changed
-
-
-def _shallow(record: Any) -> dict[str, Any]:
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def unknown_name(name: str, known: Sequence[str], what: str) -> str:

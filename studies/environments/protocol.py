@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, final, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mi_route2.files import write_whole
@@ -438,3 +438,33 @@ class World(ABC):
         prompts = [pair.prompt for pair in pairs]
         hack, clean = (self.encode(prompts, [getattr(pair, side) for pair in pairs]) for side in ("hack", "clean"))
         return PairBatch(hack, clean, pairs_hash(pairs))
+
+
+@dataclass(frozen=True)
+class TeacherPool:
+    """Rollouts to learn from (``studies.training.teacher`` samples them): prompts, and the token ids of one completion for each."""
+
+    prompts: tuple[Any, ...]
+    completions: tuple[tuple[int, ...], ...]
+
+    def samples(self, world: World) -> Samples:
+        """Return the pool as rollouts."""
+        return world.package(self.prompts, self.completions)
+
+    def replace_known(self, world: World, prompts: Sequence[Any], rng: np.random.Generator) -> list[Any]:
+        """Replace each prompt of a known mode by a random prompt of the pool."""
+        return [self.prompts[int(rng.integers(len(self.prompts)))] if p.mode in world.modes.known else p for p in prompts]
+
+    def mix(self, world: World, samples: Samples, groups: Int[Tensor, " b"], each: int) -> tuple[Samples, Bool[Tensor, " b"]]:
+        """Replace the first ``each`` rollouts of every known-mode group by the pool's, and return the mask of replaced ones too."""
+        taught = torch.zeros(len(groups), dtype=torch.bool)
+        completions: list[Sequence[int]] = list(samples.rollouts.completions())
+        place = {prompt: i for i, prompt in enumerate(self.prompts)}
+        for group in groups.unique().tolist():
+            rows = (groups == group).nonzero()[:, 0][:each]
+            prompt = samples.prompts[int(rows[0])] if len(rows) else None
+            if prompt is not None and prompt in place:
+                taught[rows] = True
+                for row in rows.tolist():
+                    completions[row] = self.completions[place[prompt]]
+        return world.package(samples.prompts, completions), taught

@@ -62,7 +62,7 @@ class Run:
 
     def __call__(self) -> None:
         from studies.training.cluster import run_training
-        from studies.training.job import ELSEWHERE, PRECISIONS, Job, elsewhere
+        from studies.training.job import BACKEND, PRECISIONS, Job, unusual_backend
         from studies.training.tracking import require
         from studies.training.worlds import MODES, modes_of, plan
 
@@ -80,7 +80,7 @@ class Run:
         if self.sampler == "vllm" and importlib.util.find_spec("vllm") is None:
             raise ValueError("vLLM is not installed here: run this in an environment of its own, see docs/vllm.md")
         how = {"host": self.host, "precision": self.precision, "sampler": self.sampler}
-        unusual = elsewhere(how)
+        unusual = unusual_backend(how)
         root = self.out / "-".join([settings.folder, *unusual.values()])
         jobs = [
             Job(root, self.out / "warmstarts", settings, seed, arm, self.pairs, **how)
@@ -95,7 +95,7 @@ class Run:
                 write_json(root / MODES, asdict(modes_of(settings)))
                 print(plan(settings, settings.chat, PRECISIONS[self.precision], vllm=self.sampler == "vllm"))
             if unusual:
-                write_json(root / ELSEWHERE, {"host": self.host, "precision": self.precision, **unusual})
+                write_json(root / BACKEND, {"host": self.host, "precision": self.precision, **unusual})
             print(f"{len(jobs)} runs into {root}; first the base models of {len({j.seed for j in jobs})} seeds are trained")
             failures = run_training(jobs, self.workers, cluster, live=self.live, report_to=self.report_to)
             if failures:

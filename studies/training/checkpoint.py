@@ -61,14 +61,14 @@ class _Header:
 
 
 def save_checkpoint(
-    folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, step: int, identity: str, logs: dict[str, Mark]
+    folder: Path, adapters: Adapters, optimizer: RoutedAdamW, route: Route, *, step: int, identity: str, logs: dict[str, Mark]
 ) -> None:
     """Write the state after ``step`` steps as the newest checkpoint; the former newest one becomes the previous one.
 
     Args:
         folder: Folder of the run.
         adapters: Adapters to save.
-        optimiser: Optimizer whose moments are saved.
+        optimizer: Optimizer whose moments are saved.
         route: Route whose directions are saved.
         step: Number of finished steps.
         identity: Hash of the run's settings.
@@ -79,7 +79,7 @@ def save_checkpoint(
     """
     tensors: dict[str, Tensor] = {f"adapter.{name}": t for name, t in adapters.tensors().items()}
     for name, p in _named(adapters).items():
-        for key, value in optimiser.state.get(p, {}).items():
+        for key, value in optimizer.state.get(p, {}).items():
             tensors[f"optimiser.{key}.{name}"] = value
     meta = {"format": FORMAT, "step": str(step), "identity": identity, "base_hash": adapters.base_hash}
     meta["logs"] = json.dumps({name: mark.length for name, mark in logs.items()})
@@ -109,18 +109,18 @@ class Checkpoint:
     logs: dict[str, Mark]
     provenance: Provenance | None
 
-    def restore(self, adapters: Adapters, optimiser: RoutedAdamW, route: Route) -> None:
+    def restore(self, adapters: Adapters, optimizer: RoutedAdamW, route: Route) -> None:
         """Restore the whole state, each tensor on the device of its owner."""
         for name, t in adapters.tensors().items():
             t.copy_(self.tensors[f"adapter.{name}"])
         for name, p in _named(adapters).items():
             if f"optimiser.step.{name}" in self.tensors:
                 moments = {key: self.tensors[f"optimiser.{key}.{name}"].to(p.device, copy=True) for key in MOMENTS}
-                optimiser.state[p] = {"step": self.tensors[f"optimiser.step.{name}"].clone(), **moments}
+                optimizer.state[p] = {"step": self.tensors[f"optimiser.step.{name}"].clone(), **moments}
         if self.provenance is not None:
             # In the model's order and newly allocated, so that sums over sites, and BLAS on aligned memory, round as before.
-            found = {site: self.tensors.get(f"direction.{site}") for site in adapters.sites}
-            vectors = {s: v.to(adapters.scored(s).device, copy=True) for s, v in found.items() if v is not None}
+            stored = {site: self.tensors.get(f"direction.{site}") for site in adapters.sites}
+            vectors = {s: v.to(adapters.scored(s).device, copy=True) for s, v in stored.items() if v is not None}
             route.directions = Directions(vectors, self.provenance)
 
 
@@ -148,14 +148,14 @@ def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpo
         raise ValueError(f"{path} was written under other settings")
     if header.base_hash != adapters.base_hash:
         raise ValueError(f"{path} was written on other base weights (hash {header.base_hash}, not {adapters.base_hash})")
-    own = {f"adapter.{name}": t.shape for name, t in adapters.tensors().items()}
-    found = {name: t.shape for name, t in tensors.items() if name.startswith("adapter.")}
-    if differing := sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name)):
+    expected = {f"adapter.{name}": t.shape for name, t in adapters.tensors().items()}
+    stored = {name: t.shape for name, t in tensors.items() if name.startswith("adapter.")}
+    if differing := sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name)):
         raise ValueError(f"{path} does not fit the model's adapters, first in {differing[0]}")
     return Checkpoint(tensors, int(header.step), marks, provenance)
 
 
-def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, identity: str, logs: Collection[str]) -> int:
+def resume(folder: Path, adapters: Adapters, optimizer: RoutedAdamW, route: Route, *, identity: str, logs: Collection[str]) -> int:
     """Restore the newest usable checkpoint in ``folder`` and cut the logs to it; return the number of finished steps.
 
     Without a checkpoint the result is 0 and ``logs`` are emptied. If the newest one is refused and the previous one is used, a
@@ -179,7 +179,7 @@ def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Rout
         if refused:
             warnings.warn(f"{refused[0]}; going on from {path.name}, after {checkpoint.step} steps", stacklevel=2)
             path.replace(folder / CHECKPOINT)  # otherwise the next rotation would make the refused one the previous one
-        checkpoint.restore(adapters, optimiser, route)
+        checkpoint.restore(adapters, optimizer, route)
         for name, mark in checkpoint.logs.items():
             cut(folder / name, mark.length)
         return checkpoint.step
@@ -205,13 +205,13 @@ def refuse_changed(log: Path, mark: Mark, since: str) -> None:
 
 def hash_of(log: Path, length: int) -> "hashlib._Hash":
     """Return the SHA-256 of a log's first ``length`` bytes (none if there is no log), to be updated with what follows."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     if length:
         with log.open("rb") as file:
             while length and (part := file.read(min(length, CHUNK))):
-                found.update(part)
+                digest.update(part)
                 length -= len(part)
-    return found
+    return digest
 
 
 def cut(log: Path, length: int) -> None:

@@ -8,25 +8,24 @@ N rollouts per step and T tokens of the longest completion are fixed, so that a 
 of the others. Sources: Liu et al. 2503.20783 (Dr.GRPO); Schulman, "Approximating KL divergence" (K3).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Decision, Route, StepContext, TrainBatch, group_advantages
 from mi_route2.routing.optimizer import RoutedAdamW
 from studies.common.seeds import numpy_generator, torch_generator
-from studies.environments.protocol import Samples, Witness, World
+from studies.environments.protocol import Samples, TeacherPool, Witness, World
 
 
 @runtime_checkable
 class Hyperparameters(Protocol):
-    """Settings that the loop reads, a part of ``settings.Settings``."""
+    """Settings that the loop reads: those of ``settings.Settings`` that are not about a world, a warm start or an evaluation."""
 
     @property
     def steps(self) -> int: ...
@@ -52,36 +51,6 @@ class Hyperparameters(Protocol):
     def micro_batch(self, tokens: int) -> int | None:
         """Return the number of rollouts in a micro-batch; ``None`` for all at once."""
         ...
-
-
-@dataclass(frozen=True)
-class TeacherPool:
-    """Hacking rollouts of the known mode (see ``teacher``): prompts, and the token ids of one completion per prompt."""
-
-    prompts: tuple[Any, ...]
-    completions: tuple[tuple[int, ...], ...]
-
-    def samples(self, world: World) -> Samples:
-        """Return the pool as rollouts."""
-        return world.package(self.prompts, self.completions)
-
-    def replace_known(self, world: World, prompts: Sequence[Any], rng: np.random.Generator) -> list[Any]:
-        """Replace each prompt of a known mode by a random prompt of the pool."""
-        return [self.prompts[int(rng.integers(len(self.prompts)))] if p.mode in world.modes.known else p for p in prompts]
-
-    def mix(self, world: World, samples: Samples, groups: Int[Tensor, " b"], each: int) -> tuple[Samples, Bool[Tensor, " b"]]:
-        """Replace the first ``each`` rollouts of every known-mode group by the pool's, and return the mask of replaced ones too."""
-        taught = torch.zeros(len(groups), dtype=torch.bool)
-        completions: list[Sequence[int]] = list(samples.rollouts.completions())
-        place = {prompt: i for i, prompt in enumerate(self.prompts)}
-        for group in groups.unique().tolist():
-            rows = (groups == group).nonzero()[:, 0][:each]
-            prompt = samples.prompts[int(rows[0])] if len(rows) else None
-            if prompt is not None and prompt in place:
-                taught[rows] = True
-                for row in rows.tolist():
-                    completions[row] = self.completions[place[prompt]]
-        return world.package(samples.prompts, completions), taught
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings,
 
 
 MANIFEST, EVAL, FULL, DEPLOYED = "manifest.json", "eval.json", "adapters.safetensors", "deployed.safetensors"
-ELSEWHERE = "host.json"
+BACKEND = "host.json"
 """File of a run folder with host, precision and sampler, if they are not the default ones."""
 CHECKPOINT_EVERY = 20
 PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in PRECISION_NAMES})
@@ -207,7 +207,7 @@ class Job:
     @property
     def pool(self) -> Path:
         """File of the teacher pool in the cache; another host, precision or sampler draws other bytes."""
-        drawn = "-".join([base_key(self.settings, self.seed), *self.elsewhere.values()])
+        drawn = "-".join([base_key(self.settings, self.seed), *self.backend.values()])
         return self.cache / f"teachers-{self.settings.teachers}-{drawn}.safetensors"
 
     @property
@@ -220,7 +220,7 @@ class Job:
         """Hash of everything that the job's result depends on, except for the code."""
         canaries = [canary.identity for canary in self.canaries]
         described = json.dumps(
-            [self.settings.digest, self.seed, self.spec, self.pairs_hash, *self.elsewhere.values(), *canaries], sort_keys=True
+            [self.settings.digest, self.seed, self.spec, self.pairs_hash, *self.backend.values(), *canaries], sort_keys=True
         )
         return hashlib.sha256(described.encode()).hexdigest()
 
@@ -232,22 +232,22 @@ class Job:
     @staticmethod
     def of(root: Path, seed: int, arm: Arm | None, pairs: Path | None = None) -> "Job":
         """Return a job of the run folder ``root``, with the settings, host and precision stored there."""
-        path = root / ELSEWHERE
-        where = read_object(path, REMEDY) if path.exists() else {}
-        if unknown := sorted(where.keys() - {"host", "precision", "sampler"}):
+        path = root / BACKEND
+        backend = read_object(path, REMEDY) if path.exists() else {}
+        if unknown := sorted(backend.keys() - {"host", "precision", "sampler"}):
             raise ValueError(f"{path} says {unknown[0]!r}, and knows host, precision and sampler; {REMEDY}")
-        return Job(root, root.parent / "warmstarts", Settings.read(root / "settings.json"), seed, arm, pairs, **where)
+        return Job(root, root.parent / "warmstarts", Settings.read(root / "settings.json"), seed, arm, pairs, **backend)
 
     @property
-    def elsewhere(self) -> dict[str, str]:
+    def backend(self) -> dict[str, str]:
         """Host, precision and sampler, if they are not the default ones."""
-        return elsewhere({"host": self.host, "precision": self.precision, "sampler": self.sampler})
+        return unusual_backend({"host": self.host, "precision": self.precision, "sampler": self.sampler})
 
     @property
     def unusual(self) -> dict[str, str]:
         """Entries of the manifest beyond the usual ones: host, precision, sampler, and the user's pairs."""
         resume = {"resume": RESUME} if self.sampler == "vllm" else {}
-        return self.elsewhere | resume | ({} if self.pairs_hash is None else {"pairs_sha256": self.pairs_hash})
+        return self.backend | resume | ({} if self.pairs_hash is None else {"pairs_sha256": self.pairs_hash})
 
     def open_sampler(self) -> AbstractContextManager[Sampler | None]:
         """Return the context of the engine that samples; ``None`` in it if the model itself does."""
@@ -273,10 +273,10 @@ class Job:
         return manifest.status == "finished"
 
 
-def elsewhere(how: Mapping[str, str]) -> dict[str, str]:
+def unusual_backend(backend: Mapping[str, str]) -> dict[str, str]:
     """Return the entries of host, precision and sampler that are not the default ones."""
     usual = {field.name: field.default for field in fields(Job)}
-    return {name: own for name, own in how.items() if own != usual[name]}
+    return {name: value for name, value in backend.items() if value != usual[name]}
 
 
 @functools.cache
@@ -295,14 +295,14 @@ def _fit_the_world(settings: Settings, pairs: Path | None) -> None:
         world.encode([prompt.text for prompt in asked], [""] * len(asked))
         world.make_pairs(0, settings.pairs, "hack")
         if pairs is not None:
-            own_pairs(world, pairs)
+            users_pairs(world, pairs)
     if settings.chat is None:
         spec = AdapterSpec(settings.kept, settings.kept_rank, "lora", settings.quarantine_rank)
         generator = torch.Generator()
         attach(MicroGPT(settings.warm.model, generator), *settings.adapt, spec=spec, generator=generator)
 
 
-def own_pairs(world: World, path: Path) -> list[Pair]:
+def users_pairs(world: World, path: Path) -> list[Pair]:
     """Read the user's persona pairs.
 
     Raises:
@@ -358,7 +358,7 @@ def build_pairs(job: Job, world: World, kind: str) -> PairBatch:
     The world's pairs are also saved in readable form beside the runs.
     """
     if kind == "hack" and job.pairs is not None:
-        return world.encode_pairs(own_pairs(world, job.pairs))
+        return world.encode_pairs(users_pairs(world, job.pairs))
     pairs = world.make_pairs(derive(job.seed, "pairs"), job.settings.pairs, kind)
     path = job.root / f"seed-{job.seed}" / f"pairs-{kind}.toml"
     if not path.exists():
@@ -421,8 +421,8 @@ class MonitoredRoute(OpenRoute):
         """Flag what scores above the probe's threshold, whatever its reward is."""
         rollouts = samples.rollouts
         each = self._micro(rollouts.tokens.shape[1]) or len(rollouts)
-        parts = torch.arange(len(rollouts), device=rollouts.tokens.device).split(each)
-        scores = torch.cat([score for part in parts if (score := self.score(policy, rollouts.rows(part))) is not None])
+        batches = torch.arange(len(rollouts), device=rollouts.tokens.device).split(each)
+        scores = torch.cat([score for rows in batches if (score := self.score(policy, rollouts.rows(rows))) is not None])
         return Watched(scores > self._probe.spec.tau, scores)
 
 
@@ -466,7 +466,7 @@ def rotate(factors: Iterable[Tensor], generator: torch.Generator) -> None:
         factor.copy_((q * r.diagonal().sign()) @ factor.double())  # the signs make the distribution uniform
 
 
-def build_optimiser(job: Job, policy: Policy) -> RoutedAdamW:
+def build_optimizer(job: Job, policy: Policy) -> RoutedAdamW:
     arm, settings = job.arm, job.settings
     assert arm is not None
     groups: list[dict[str, object]] = [
@@ -484,14 +484,14 @@ def run_job(job: Job, progress: Callable[[int], None] = lambda n: None, stop: Ca
     """Run or resume a job; ``progress`` receives numbers of finished steps. Return False if ``stop`` ended it early."""
     torch.set_num_threads(1)
     try:
-        return _run_held(job, progress, stop)
+        return _run_locked(job, progress, stop)
     except Exception as error:
         if job.settings.chat is not None and out_of_memory(error):
             raise ValueError(ADVICE) from error
         raise
 
 
-def _run_held(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
+def _run_locked(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
     with held(job.folder):
         if not job.finished:
             return _run(job, progress, stop)
@@ -516,7 +516,7 @@ def _train(
 ) -> bool:
     assert job.arm is not None
     settings, folder = job.settings, job.folder
-    route, optimiser = build_route(job, world, policy), build_optimiser(job, policy)
+    route, optimizer = build_route(job, world, policy), build_optimizer(job, policy)
     tries = TRIES if settings.chat is None else settings.chat.tries
     teachers = cached_pool(world, policy, job.seed, settings.teachers, job.pool, tries)
     if job.arm.taught is not None:
@@ -532,14 +532,14 @@ def _train(
             factors = [p for name, p in policy.adapters.quarantine_parameters().items() if name.endswith(".B")]
             rotate(factors, torch_generator(job.seed, "rotate quarantine"))
     recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
-    start = resume(folder, policy.adapters, optimiser, route, identity=job.identity, logs=(METRICS, ROLLOUTS))
+    start = resume(folder, policy.adapters, optimizer, route, identity=job.identity, logs=(METRICS, ROLLOUTS))
     recorder.go_on()
     progress(start)
     began = time.perf_counter()
     mixed = teachers if settings.teachers_per_group else None
     detector = witness if job.arm.recall == 1 else Forgetful(witness, job.arm.recall, derive(job.drawn, "recall"))
     steps = train(
-        world, detector, policy, route, optimiser, replace(settings, steps=job.steps),
+        world, detector, policy, route, optimizer, replace(settings, steps=job.steps),
         seed=job.drawn, start=start, none_fraction=job.arm.none_fraction, teachers=mixed,
         penalty=job.arm.penalty, monitor=route.watch if isinstance(route, MonitoredRoute) else None, stop=stop,
     )  # fmt: skip
@@ -549,7 +549,7 @@ def _train(
         done = record.step + 1
         if done % CHECKPOINT_EVERY == 0 or done == job.steps:
             logs = recorder.flush()
-            save_checkpoint(folder, policy.adapters, optimiser, route, step=done, identity=job.identity, logs=logs)
+            save_checkpoint(folder, policy.adapters, optimizer, route, step=done, identity=job.identity, logs=logs)
         progress(1)
     seconds = {"from": start, "to": done, "seconds": time.perf_counter() - began}
     append(folder / TIMINGS, (json.dumps(seconds) + "\n").encode())

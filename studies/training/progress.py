@@ -7,8 +7,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -92,8 +93,8 @@ class Tracked:
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a metrics row by name (``train/loss``, ``modes/run_tests/hack``); ``None`` values are left out."""
-    found = dict(_numbers(row, ""))
-    return {name if "/" in name else f"train/{name}": value for name, value in found.items() if name != "step"}
+    numbers = {name: value for name, value in _numbers(row, "") if name != "step"}
+    return {name if "/" in name else f"train/{name}": value for name, value in numbers.items()}
 
 
 def evaluated(report: dict[str, Any]) -> dict[str, float]:
@@ -184,8 +185,7 @@ class Pace:
 
 def clock(seconds: float) -> str:
     """Format hours, minutes and seconds: ``1:02:03``."""
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+    return str(timedelta(seconds=int(seconds)))
 
 
 def _listing(seen: list[Seen]) -> Table:
@@ -197,57 +197,38 @@ def _listing(seen: list[Seen]) -> Table:
     return table
 
 
-def _at_work(seen: list[Seen]) -> Table:
-    """Return a table with a row for each running job."""
-    return _listing([one for one in seen if one.state == "running"])
+def _by_seed(seen: list[Seen], title: str, cell: Callable[[Seen], str]) -> Table:
+    """Return a table with a row for each arm and a column for each seed."""
+    seeds = sorted({one.job.seed for one in seen})
+    table = Table(title, *(f"seed {seed}" for seed in seeds), box=None, pad_edge=False)
+    cells = {_key(one.job): Text(cell(one), STYLES[one.state]) for one in seen}
+    for arm in dict.fromkeys(one.job.name for one in seen):
+        table.add_row(arm, *(cells.get((arm, seed), "") for seed in seeds))
+    return table
 
 
-def _grid(cell: Callable[[Seen], str], title: str) -> Callable[[list[Seen]], Table]:
-    """Return a layout with a row for each arm and a column for each seed."""
-
-    def layout(seen: list[Seen]) -> Table:
-        seeds = sorted({one.job.seed for one in seen})
-        arms = list(dict.fromkeys(one.job.name for one in seen))
-        place = {(one.job.name, one.job.seed): one for one in seen}
-        table = Table(title, *(f"seed {seed}" for seed in seeds), box=None, pad_edge=False)
-        for arm in arms:
-            row = [place.get((arm, seed)) for seed in seeds]
-            table.add_row(arm, *(Text("" if one is None else cell(one), STYLES[one.state] if one else "") for one in row))
-        return table
-
-    return layout
-
-
-def _wide(one: Seen) -> str:
+def _everything(one: Seen) -> str:
     rates = [f"{name} {one.rate(name)}" for name in ("hack", "solve") if one.row]
-    return "  ".join(part for part in (one.place, *rates, one.speed) if part)
+    return "  ".join(text for text in (one.place, *rates, one.speed) if text)
 
 
 def _rates(one: Seen) -> str:
     return f"{one.place} {one.rate('hack')}/{one.rate('solve')}" if one.row else one.place
 
 
-def _hack(one: Seen) -> str:
-    return f"{one.place} {one.rate('hack')}"
-
-
-def _place(one: Seen) -> str:
-    return one.place
-
-
-RATES, HACK, PLACE = _grid(_rates, "hack/solve"), _grid(_hack, "hack"), _grid(_place, "arm")
-LAYOUTS: tuple[tuple[Callable[[list[Seen]], Table], ...], ...] = (
-    (_listing,),
-    (_grid(_wide, "arm"),),
-    (RATES, _at_work),
-    (RATES,),
-    (HACK, _at_work),
-    (HACK,),
-    (PLACE, _at_work),
-    (PLACE,),
-    (_at_work,),
-)
-"""Layouts from the most detailed to the least; a window that fits none of them shows only the lines below the tables."""
+def _tables(seen: list[Seen], fits: Callable[[list[Table]], bool]) -> list[Table]:
+    """Return the most detailed tables that fit the window; none in the smallest."""
+    for table in (_listing(seen), _by_seed(seen, "arm", _everything)):
+        if fits([table]):
+            return [table]
+    short = (
+        _by_seed(seen, "hack/solve", _rates),
+        _by_seed(seen, "hack", lambda one: f"{one.place} {one.rate('hack')}"),
+        _by_seed(seen, "arm", lambda one: one.place),
+    )
+    tables = next(([table] for table in short if fits([table])), [])
+    running = _listing([one for one in seen if one.state == "running"])  # with what the short cells leave out
+    return [*tables, running] if fits([*tables, running]) else tables
 
 
 SMALLEST = (60, 10)  # columns and lines of the smallest window with a table; a bar is shown in smaller ones
@@ -257,46 +238,13 @@ WHOLE = ("\x1b[?2026h", "\x1b[?2026l")
 SAID = 3  # maximum number of failures shown at a time; the command prints all of them at its end
 
 
-@runtime_checkable
-class Display(Protocol):
-    """Protocol of displays, which are told about every event of the jobs.
-
-    ``warmed`` reports the progress of a base model's training, and ``say`` prints a permanent line.
-    """
-
-    def __enter__(self) -> "Display": ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def began(self, job: Job) -> None: ...
-
-    def moved(self, job: Job, steps: int) -> None: ...
-
-    def warmed(self, job: Job, steps: int) -> None: ...
-
-    def ended(self, job: Job, failure: str | None) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def tick(self) -> None: ...
-
-
-def open_display(jobs: list[Job], todo: list[Job], *, quiet: bool = False, live: bool = True) -> Display:
-    """Return the table if it was requested and fits, otherwise the bar; ``todo`` are the jobs that were not finished before."""
-    console = Console(stderr=True, highlight=False)
-    roomy = console.width >= SMALLEST[0] and console.height >= SMALLEST[1]
-    if live and not quiet and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown") and roomy:
-        return Grid(jobs, todo, console)
-    return Bar(jobs, todo, quiet)
-
-
 def units(job: Job) -> int:
     """Return the weight of a job in the overall bar: its steps, or one for a base model."""
     return 1 if job.arm is None else job.steps
 
 
 class Bar:
-    """Display as one tqdm bar over all steps."""
+    """Display as one tqdm bar over all steps; see ``Grid`` for what it is told."""
 
     def __init__(self, jobs: list[Job], todo: list[Job], quiet: bool):
         # Steps of an earlier start must not count in the speed, so the bar starts after them.
@@ -329,7 +277,11 @@ class Bar:
 
 
 class Grid:
-    """Display as a table, drawn by rich on stderr."""
+    """Display as a table, drawn by rich on stderr.
+
+    It is told when a job ``began``, ``moved`` by some steps, or ``ended``, and which step of its own training a base model has
+    (``warmed``). ``say`` prints a permanent line.
+    """
 
     def __init__(self, jobs: list[Job], todo: list[Job], console: Console):
         self._seen = {_key(job): Seen(job, Follower(job.folder / METRICS)) for job in jobs}
@@ -398,13 +350,12 @@ class Grid:
         below: list[RenderableType] = [Text(text, "bold red", no_wrap=True, overflow="ellipsis") for text in self._failures[-SAID:]]
         below.append(self._counts())
         below.append(self._overall())
-        for layout in LAYOUTS:
-            tables = [table(list(self._seen.values())) for table in layout]
+
+        def fits(tables: list[Table]) -> bool:
             widest = max(console.measure(table, options=options.update(width=10_000)).maximum for table in tables)
-            if widest <= options.max_width and sum(table.row_count + 1 for table in tables) + len(below) <= height:
-                yield Group(*tables, *below)
-                return
-        yield Group(*below[-height:])
+            return widest <= options.max_width and sum(table.row_count + 1 for table in tables) + len(below) <= height
+
+        yield Group(*_tables(list(self._seen.values()), fits), *below[-height:])
 
     def _counts(self) -> Text:
         states = [seen.state for seen in self._seen.values()]
@@ -426,3 +377,15 @@ class Grid:
 
 def _key(job: Job) -> tuple[str, int]:
     return job.name, job.seed
+
+
+Display = Bar | Grid
+
+
+def open_display(jobs: list[Job], todo: list[Job], *, quiet: bool = False, live: bool = True) -> Display:
+    """Return the table if it was requested and fits, otherwise the bar; ``todo`` are the jobs that were not finished before."""
+    console = Console(stderr=True, highlight=False)
+    roomy = console.width >= SMALLEST[0] and console.height >= SMALLEST[1]
+    if live and not quiet and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown") and roomy:
+        return Grid(jobs, todo, console)
+    return Bar(jobs, todo, quiet)

@@ -20,9 +20,9 @@ from torch import Tensor
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec, Route, RouteSpec
 from probes.quality import mask_quality, score_means
-from studies.environments.protocol import Verdict, Witness, World
+from studies.environments.protocol import TeacherPool, Verdict, Witness, World
 from studies.training.checkpoint import Mark, hash_of, refuse_changed
-from studies.training.grpo import StepRecord, TeacherPool
+from studies.training.grpo import StepRecord
 
 METRICS, ROLLOUTS, TIMINGS = "metrics.jsonl", "rollouts.jsonl.gz", "timings.jsonl"
 
@@ -103,7 +103,7 @@ class Recorder:
         student = (~record.batch.teacher).tolist()
         modes = [prompt.mode for prompt in record.samples.prompts]
         by_mode = {mode: [i for i, m in enumerate(modes) if m == mode and student[i]] for mode in self._modes}
-        everyone = [i for i, own in enumerate(student) if own]
+        everyone = [i for i, sampled in enumerate(student) if sampled]
         row = {"step": record.step, "loss": record.loss, **shares(verdicts, record.batch.rewards, everyone), "kl": record.kl}
         groups = len(record.batch.groups.unique())
         row |= {"groups": groups, "zero_variance_groups": groups - len(record.batch.groups[record.trained].unique())}
@@ -180,9 +180,9 @@ class Recorder:
         Raises:
             ValueError: If a log was changed.
         """
-        for name, found in self._hashes.items():
+        for name, digest in self._hashes.items():
             path = self._folder / name
-            refuse_changed(path, Mark(path.stat().st_size if path.exists() else 0, found.hexdigest()), "the last checkpoint")
+            refuse_changed(path, Mark(path.stat().st_size if path.exists() else 0, digest.hexdigest()), "the last checkpoint")
 
 
 def append(path: Path, data: bytes) -> int:

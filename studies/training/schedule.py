@@ -234,7 +234,7 @@ class _Dispatch:
             self._ready.extend(self._order.release(job))
         else:
             worker.job = None
-            if kind == "gone":
+            if kind == "died":
                 self._crew.remove(worker)
                 _hang_up(worker)
             if job is not None:
@@ -260,7 +260,7 @@ def _runs(n: int) -> str:
 
 
 def _hear(worker: _Worker) -> tuple[str, Any]:
-    """Return a worker's next message; ``gone`` with the reason if the worker has ended."""
+    """Return a worker's next message; ``died`` with the reason if the worker has ended."""
     try:
         return worker.link.recv()
     except (EOFError, ConnectionError):
@@ -268,7 +268,7 @@ def _hear(worker: _Worker) -> tuple[str, Any]:
         code = worker.process.exitcode or 0
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         hint = ", out of memory?" if code == -signal.SIGKILL else ""
-        return "gone", f"its worker process died ({how}{hint}); run the same command again to go on"
+        return "died", f"its worker process died ({how}{hint}); run the same command again to go on"
 
 
 def _dismiss(crew: list[_Worker]) -> None:

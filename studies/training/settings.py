@@ -7,7 +7,7 @@ torch, because command lines print the names.
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,8 +25,8 @@ from mi_route2.validation import (
     Positive,
     Probability,
     Words,
-    parse_words,
     read_settings,
+    replace_fields,
     unknown_name,
     validated,
 )
@@ -70,7 +70,7 @@ PRECISION_NAMES = ("float32", "float64", "bfloat16")
 """Dtypes of training."""
 TRACKER_NAMES = ("tensorboard", "wandb", "trackio")
 """Packages that show curves as they grow."""
-ELSEWHERE = ("path", "data", "device", "at_once")
+UNHASHED = ("path", "data", "device", "at_once")
 """Fields of a ``ChatModel`` about places and memory, which do not change the results."""
 
 
@@ -150,7 +150,7 @@ class Settings:
         """SHA-256 of every setting that results depend on."""
         described = self.as_dict()
         if self.chat is not None:
-            without = ELSEWHERE if self.chat.data_hash else (*ELSEWHERE, "data_hash")
+            without = UNHASHED if self.chat.data_hash else (*UNHASHED, "data_hash")
             described["chat"] = {name: v for name, v in described["chat"].items() if name not in without}
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -203,85 +203,59 @@ def override(settings: Settings, changes: tuple[str, ...], config: Path | None =
 
     Raises:
         ValueError: If a name is unknown (the message lists the valid names) or given twice, or if a value is missing or invalid.
-            Errors of the file are those of `read_changes`.
+            Errors of the file are those of `read_config`.
     """
-    own = _changeable(settings, "", ("preset", "warm", "chat"))
-    known = own | _changeable(settings.warm, "warm.", ("model",))
-    known |= _changeable(settings.chat, "chat.", FIXED) if settings.chat else {}
-    words: dict[str, str] = {}
-    given = [change.partition("=")[0] for change in changes]
-    if twice := [name for place, name in enumerate(given) if name in given[:place]]:
-        raise ValueError(f"--override gives {twice[0]} twice: remove one of them")
-    for change in (*read_changes(config), *changes):
-        name, equals, words[name] = change.partition("=")
-        if name not in known:
-            raise ValueError(unknown_name(name, list(known), "setting"))
-        if not equals:
+    sections = (("", settings, ("preset", "warm", "chat")), ("warm.", settings.warm, ("model",)), ("chat.", settings.chat, FIXED))
+    known = {
+        f"{prefix}{one.name}": getattr(section, one.name)
+        for prefix, section, fixed in sections
+        if section is not None
+        for one in fields(section)
+        if one.name not in fixed
+    }
+    values = {} if config is None else read_config(config)
+    names = [change.partition("=")[0] for change in changes]
+    for place, change in enumerate(changes):
+        name, equals, values[name] = change.partition("=")
+        if name in names[:place]:
+            raise ValueError(f"--override gives {name} twice: remove one of them")
+        if name in known and not equals:
             raise ValueError(f"--override {name} has no value: write {name}=VALUE (it is {known[name]} now)")
-    return parse_words(settings, words)
+    if unknown := [name for name in values if name not in known]:
+        raise ValueError(unknown_name(unknown[0], list(known), "setting"))
+    return replace_fields(settings, values)
 
 
-def changes(settings: Mapping[str, Any], preset: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return ``name=value`` for each setting that differs from the preset's, in the syntax of ``--override``."""
-    found = []
-    for name in sorted(settings.keys() | preset.keys()):
-        own, other = settings.get(name), preset.get(name)
-        if isinstance(own, dict) and isinstance(other, dict):
-            found += changes(own, other, f"{prefix}{name}.")
-        elif own != other:
-            word = ",".join(map(str, own)) if isinstance(own, list) else "none" if own is None else own
-            found.append(f"{prefix}{name}={word}")
-    return found
-
-
-def read_changes(path: Path | None) -> tuple[str, ...]:
-    """Return the settings in a TOML file as `override` takes them; none if ``path`` is None.
-
-    Tables are prefixes: ``steps = 300`` under ``[warm]`` is ``warm.steps=300``. Lists are joined by commas.
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the settings in a TOML file by name; ``steps = 300`` under ``[warm]`` is ``warm.steps``.
 
     Raises:
-        ValueError: The file cannot be read, is not TOML, gives a setting twice, or holds a value that no setting takes.
+        ValueError: The file cannot be read, is not TOML, or gives a setting twice.
     """
-    if path is None:
-        return ()
-    words: dict[str, str] = {}
+    values: dict[str, Any] = {}
     try:
-        for name, value in _flat(tomllib.loads(path.read_text(encoding="utf-8-sig")), ""):
-            if name in words:
-                raise ValueError(f"it gives {name} twice: remove one of them")
-            words[name] = _word(name, value)
+        for name, value in tomllib.loads(path.read_text(encoding="utf-8-sig")).items():
+            section = {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}
+            if twice := sorted(values.keys() & section.keys()):
+                raise ValueError(f"it gives {twice[0]} twice: remove one of them")
+            values |= section
     except OSError as error:
         raise ValueError(f"--config {path} cannot be read ({error.strerror}): give a TOML file of settings") from error
     except RecursionError as error:
         raise ValueError(f"--config {path} is nested too deeply: write lines as steps = 100") from error
     except ValueError as error:
         raise ValueError(f"--config {path} is not a TOML file of settings ({error}): write lines as steps = 100") from error
-    return tuple(f"{name}={word}" for name, word in words.items())
+    return values
 
 
-def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _word(name: str, value: Any) -> str:
-    """Return the text of a value on a command line."""
-    if "=" in name:
-        raise ValueError(f"the name {name!r} has an equals sign")
-    if not isinstance(value, list):
-        return str(value).lower() if isinstance(value, bool) else str(value)
-    for entry in value:
-        if isinstance(entry, list | Mapping):
-            raise ValueError(
-                f"{name} must be one value or a list of values, not a list that holds the {type(entry).__name__} {entry}"
-            )
-        if "," in str(entry):
-            raise ValueError(f"{name} has the entry {entry!r} with a comma: give each as an entry of its own")
-    return ",".join(_word(name, entry) for entry in value)
-
-
-def _changeable(settings: Any, prefix: str, fixed: tuple[str, ...]) -> dict[str, Any]:
-    return {f"{prefix}{f.name}": getattr(settings, f.name) for f in fields(settings) if f.name not in fixed}
+def changes(settings: Mapping[str, Any], preset: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return ``name=value`` for each setting that differs from the preset's, in the syntax of ``--override``."""
+    differing = []
+    for name in sorted(settings.keys() | preset.keys()):
+        value, usual = settings.get(name), preset.get(name)
+        if isinstance(value, dict) and isinstance(usual, dict):
+            differing += changes(value, usual, f"{prefix}{name}.")
+        elif value != usual:
+            word = ",".join(map(str, value)) if isinstance(value, list) else "none" if value is None else value
+            differing.append(f"{prefix}{name}={word}")
+    return differing

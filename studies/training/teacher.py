@@ -20,9 +20,8 @@ from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import DelayedRoute, DelayedSpec, OpenRoute, OpenSpec, StepContext, TrainBatch
 from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.common.seeds import numpy_generator, torch_generator
-from studies.environments.protocol import World
+from studies.environments.protocol import TeacherPool, World
 from studies.training.arms import LESSON_STEPS, Lesson
-from studies.training.grpo import TeacherPool
 
 FORMAT = "mi-route2 teacher pool 2"
 TRIES = 4096
@@ -43,7 +42,7 @@ def make_pool(
     """
     modes, fraction = {"hacks": (world.modes.known, 0.0), "passing": (None, none_fraction)}.get(lesson, ((), 1.0))
     again = AGAIN if lesson == "easy" else 1
-    found: dict[Any, tuple[int, ...]] = {}
+    lessons: dict[Any, tuple[int, ...]] = {}
     each = 8 * size
     for i in range(-(-tries // (each * again))):
         drawn = world.prompts(each, numpy_generator(seed, "teacher", i), none_fraction=fraction, modes=modes)
@@ -56,18 +55,18 @@ def make_pool(
         completions = samples.rollouts.completions()
         for first in range(0, len(prompts), again):
             prompt = prompts[first]
-            if all(wanted[first : first + again]) and prompt not in found and len(found) < size:
-                found[prompt] = tuple(completions[first])
-        if len(found) == size:
+            if all(wanted[first : first + again]) and prompt not in lessons and len(lessons) < size:
+                lessons[prompt] = tuple(completions[first])
+        if len(lessons) == size:
             break
-    if not found:
+    if not lessons:
         if lesson == "hacks":
             raise ValueError(
                 f"the base model never hacked in {tries} samples of the known mode: set teachers=0 to run without a pool"
             )
         what = "failed" if lesson == "failed" else "solved"
         raise ValueError(f"the base model never {what} a task in {tries} honest samples: leave out the arm that it teaches")
-    return TeacherPool(tuple(found), tuple(found.values()))
+    return TeacherPool(tuple(lessons), tuple(lessons.values()))
 
 
 def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = None, steps: int = LESSON_STEPS) -> None:

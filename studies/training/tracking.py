@@ -1,6 +1,6 @@
 """Curves of a run in TensorBoard, Weights & Biases or trackio (optional extras), written by a separate process.
 
-Training never waits for the tracker.
+Training never waits for the tracker. A step that the tracker has is not written again, whatever stopped the former start.
 """
 
 import contextlib
@@ -9,8 +9,8 @@ import os
 import signal
 import struct
 import sys
-import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextvars import Context
 from importlib import import_module
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, final
 
 from mi_route2.validation import read_object, write_json
 from studies.common.processes import locked, start
@@ -31,26 +31,6 @@ Rows = list[tuple[int, dict[str, float]]]
 """Steps in order, with the numbers of each."""
 
 
-@runtime_checkable
-class Log(Protocol):
-    """One arm at one seed in a tracker. ``last`` is the highest step that it has, -1 if none."""
-
-    last: int
-
-    def add(self, rows: Rows) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class Tracker(Protocol):
-    """Protocol of trackers. ``notice`` is a sentence that says where the curves can be seen."""
-
-    notice: str
-
-    def open(self, run: Tracked) -> Log: ...
-
-
 def require(name: str) -> None:
     """Check that a tracker is known and installed.
 
@@ -59,139 +39,159 @@ def require(name: str) -> None:
     """
     if name not in TRACKERS:
         raise ValueError(f"unknown tracker {name!r}: choose from {', '.join(TRACKERS)}, or leave --report-to out")
-    found = find_spec(name)
-    if found is None or found.origin is None:  # without an origin it is only a folder of that name, such as wandb's own runs
+    package = find_spec(name)
+    if package is None or package.origin is None:  # without an origin it is only a folder of that name, such as wandb's own runs
         raise ValueError(
             f"--report-to {name} needs a package that is not installed: pip install '{PROJECT}[{name}]', "
             f"or choose another of {', '.join(TRACKERS)}"
         )
 
 
-class TensorBoard:
-    """Tracker that writes event files in the run folder. A row is one event; existing rows are read back from the files."""
+class Curves(ABC):
+    """Curves of one arm at one seed in a tracker, which is opened only if there is a row that it lacks."""
 
-    def __init__(self, root: Path):
-        self._folder = root / "tensorboard"
-        self.notice = f"curves: tensorboard --logdir {self._folder}"
+    def __init__(self, run: Tracked):
+        self.run = run
+        self.opened: Any = None
+        """The library's run or writer."""
+        self.finish: Callable[[], object] = lambda: None
+        """Writes what is left."""
+        self._last: int | None = None
 
-    def open(self, run: Tracked) -> Log:
-        return _Events(self._folder / run.key, run)
+    @staticmethod
+    @abstractmethod
+    def notice(root: Path) -> str:
+        """Return a sentence that says where the curves of a run folder can be seen."""
 
+    @abstractmethod
+    def known(self) -> int:
+        """Return the highest step that former starts left where it can be read without opening; -1 if none."""
 
-class _Events:
-    def __init__(self, folder: Path, run: Tracked):
-        self._folder, self._run = folder, run
-        self._event = import_module("tensorboard.compat.proto.event_pb2").Event
-        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
-        self._tensor = import_module("tensorboard.util.tensor_util").make_tensor_proto
-        self._writer: Any = None
-        self.last, self._identity = self._read()
-        if self._identity not in (None, run.identity):
-            raise ValueError(f"{folder} holds the curves of another run; delete that folder")
+    @abstractmethod
+    def open(self) -> int:
+        """Fill ``opened`` and ``finish``; return the highest step that the tracker says it has, -1 if none."""
 
-    def _read(self) -> tuple[int, str | None]:
-        """Return the last step and the identity that earlier starts wrote; a truncated file ends at its last complete record."""
-        loader = import_module("tensorboard.backend.event_processing.event_file_loader").LegacyEventFileLoader
-        last, identity = -1, None
-        for path in sorted(self._folder.glob("events.out.tfevents.*")):
-            for event in loader(str(path)).Load():
-                texts = {v.tag: v.tensor.string_val[0].decode() for v in event.summary.value if v.tensor.string_val}
-                identity = texts.get("identity", identity)
-                if event.summary.value and not texts:
-                    last = max(last, event.step)
-        return last, identity
+    @abstractmethod
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        """Add one row."""
 
-    def _open(self) -> Any:
-        writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(str(self._folder))
-        if self._identity is None:
-            config = "```json\n" + json.dumps(self._run.config, indent=2) + "\n```"
-            writer.add_event(self._made(0, [self._text("config", config), self._text("identity", self._run.identity)]))
-        return writer
-
-    def _text(self, tag: str, text: str) -> Any:
-        return self._summary.Value(tag=tag, metadata={"plugin_data": {"plugin_name": "text"}}, tensor=self._tensor([text]))
-
-    def _made(self, step: int, values: list[Any]) -> Any:
-        return self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
-
+    @final
     def add(self, rows: Rows) -> None:
-        self._writer = self._writer or self._open()
+        """Add the rows that the tracker lacks."""
+        if self._last is None:
+            self._last = self.known()
+        if self.opened is None and any(step > self._last for step, _ in rows):
+            self._last = max(self._last, self.open())
         for step, numbers in rows:
-            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
-            self._writer.add_event(self._made(step, values))
-            self.last = step
-        self._writer.flush()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+            if step > self._last:
+                self.log(step, numbers)
+                self._last = step
 
 
-class Wandb:
-    """Tracker for wandb: offline, unless ``WANDB_MODE`` says otherwise or the user is logged in.
+class TensorBoard(Curves):
+    """Event files in the run folder. A row is one event, because a kill could leave half of several."""
+
+    @staticmethod
+    def notice(root: Path) -> str:
+        return f"curves: tensorboard --logdir {root / 'tensorboard'}"
+
+    @property
+    def folder(self) -> Path:
+        return self.run.root / "tensorboard" / self.run.key
+
+    def known(self) -> int:
+        """Read the event files; a truncated one ends at its last complete row.
+
+        Raises:
+            ValueError: They are of another run.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        reader = import_module("tensorboard.backend.event_processing.event_accumulator")
+        events = reader.EventAccumulator(str(self.folder), {reader.SCALARS: 0})  # 0: all of them
+        tags = events.Reload().Tags()
+        for text in events.Tensors("identity") if "identity" in tags["tensors"] else ():
+            if text.tensor_proto.string_val[0].decode() != self.run.identity:
+                raise ValueError(f"{self.folder} holds the curves of another run; delete that folder")
+        return max((event.step for tag in tags["scalars"] for event in events.Scalars(tag)), default=-1)
+
+    def open(self) -> int:
+        from torch.utils.tensorboard import FileWriter  # needs the extra
+
+        self.opened = FileWriter(str(self.folder))
+        self.finish = self.opened.close
+        return -1
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        row = import_module("tensorboard.compat.proto.summary_pb2").Summary()
+        for tag, value in numbers.items():
+            row.value.add(tag=tag, simple_value=value)
+        if self._last == -1:  # in the first row's event, so that no kill parts them
+            text = import_module("tensorboard.plugins.text.summary_v2").text_pb
+            row.MergeFrom(text("config", "```json\n" + json.dumps(self.run.config, indent=2) + "\n```"))
+            row.MergeFrom(text("identity", self.run.identity))
+        self.opened.add_summary(row, step)
+        self.opened.flush()
+
+
+class Wandb(Curves):
+    """Runs of wandb: offline, unless ``WANDB_MODE`` says otherwise or the user is logged in.
 
     ``wandb/ids.json`` in the run folder stores each run's id. The last step is read from wandb's files offline, and from the server
     online.
     """
 
-    def __init__(self, root: Path):
-        self._wandb, self._root, self._ids = import_module("wandb"), root, root / "wandb" / "ids.json"
-        self._mode = None if "WANDB_MODE" in os.environ else self._usual()
-        self._place = Path(os.environ.get("WANDB_DIR") or root)
-        self.notice = f"wandb project {PROJECT}, group {root.name}"
-        if (self._mode or os.environ["WANDB_MODE"]) == "offline":
-            self.notice += f", kept offline: wandb sync uploads the folders {self._place}/wandb/offline-run-*"
+    @staticmethod
+    def notice(root: Path) -> str:
+        notice = f"wandb project {PROJECT}, group {root.name}"
+        if wandb_mode() == "offline":
+            notice += f", kept offline: wandb sync uploads the folders {wandb_folder(root)}/wandb/offline-run-*"
+        return notice
 
-    def _usual(self) -> str:
-        return "online" if self._wandb.login(prompt=False, verify=False) else "offline"
+    def known(self) -> int:
+        files = wandb_folder(self.run.root).glob(f"wandb/offline-run-*-{self._id()}/*.wandb")
+        return max((offline_step(path) for path in files), default=-1)
 
-    def _id(self, run: Tracked) -> str:
+    def _id(self) -> str:
         """Return the run's id; create and store one if it has none."""
-        known = read_object(self._ids, "delete it, and curves begin anew") if self._ids.exists() else {}
-        key = f"{run.key} {run.identity}"
-        if key not in known:
-            self._ids.parent.mkdir(exist_ok=True)
-            write_json(self._ids, known | {key: uuid.uuid4().hex[:12]})
-            return self._id(run)
-        return known[key]
+        path, key = self.run.root / "wandb" / "ids.json", f"{self.run.key} {self.run.identity}"
+        ids = read_object(path, "delete it, and curves begin anew") if path.exists() else {}
+        if key not in ids:
+            ids[key] = uuid.uuid4().hex[:12]
+            path.parent.mkdir(exist_ok=True)
+            write_json(path, ids)
+        return ids[key]
 
-    def open(self, run: Tracked) -> Log:
-        identifier = self._id(run)
-        files = self._place.glob(f"wandb/offline-run-*-{identifier}/*.wandb")
-        return _WandbLog(lambda: self._begin(run, identifier), max((offline_step(path) for path in files), default=-1))
-
-    def _begin(self, run: Tracked, identifier: str) -> Any:
-        return self._wandb.init(
+    def open(self) -> int:
+        wandb = import_module("wandb")
+        self.opened = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            group=self._root.name,
-            name=f"{run.arm} seed {run.seed}",
-            id=identifier,
-            config=run.config,
-            dir=str(self._place),
-            mode=self._mode,
+            group=self.run.root.name,
+            name=f"{self.run.arm} seed {self.run.seed}",
+            id=self._id(),
+            config=self.run.config,
+            dir=str(wandb_folder(self.run.root)),
+            mode=wandb_mode(),
             resume="allow",
             reinit="create_new",
-            settings=self._wandb.Settings(silent=True, console="off", x_disable_stats=True),
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
         )
+        self.finish = self.opened.finish
+        return self.opened.step - 1
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        self.opened.log(numbers, step=step, commit=True)
 
 
-class _WandbLog:
-    def __init__(self, begin: Callable[[], Any], last: int):
-        self.last, self._begin, self._run = last, begin, None
-        self._start = 0
+def wandb_mode() -> str:
+    """Return ``WANDB_MODE``; without it, ``online`` if the user is logged in, otherwise ``offline``."""
+    if "WANDB_MODE" in os.environ:
+        return os.environ["WANDB_MODE"]
+    return "online" if import_module("wandb").login(prompt=False, verify=False) else "offline"
 
-    def add(self, rows: Rows) -> None:
-        if self._run is None:
-            self._run = self._begin()
-            self._start = self._run.step
-        for step, numbers in rows:
-            if step >= self._start:
-                self._run.log(numbers, step=step, commit=True)
-            self.last = step
 
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+def wandb_folder(root: Path) -> Path:
+    """Return the folder in which wandb makes its own folder ``wandb``."""
+    return Path(os.environ.get("WANDB_DIR") or root)
 
 
 def offline_step(path: Path) -> int:
@@ -210,50 +210,43 @@ def offline_step(path: Path) -> int:
             continue
         whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
         if kind in (1, 4) and at <= len(data):
-            found = record.FromString(whole)
-            last = max([last, *(int(item.value_json) for item in found.history.item if "_step" in (item.key, *item.nested_key))])
+            row = record.FromString(whole).history.item
+            last = max([last, *(int(item.value_json) for item in row if "_step" in (item.key, *item.nested_key))])
         whole = b"" if kind in (1, 4) else whole
     return last
 
 
-class Trackio:
-    """Tracker for trackio's local store (``TRACKIO_DIR``), which is queried for the last step."""
+class Trackio(Curves):
+    """Runs in trackio's local store (``TRACKIO_DIR``), which is asked for the last step."""
 
-    def __init__(self, root: Path):
-        self._trackio, self._group = import_module("trackio"), root.name
-        self.notice = f"curves: trackio show --project {PROJECT}"
+    @staticmethod
+    def notice(root: Path) -> str:
+        return f"curves: trackio show --project {PROJECT}"
 
-    def open(self, run: Tracked) -> Log:
-        opened = Context().run(  # in its own context, otherwise it would end the run that was opened before
-            self._trackio.init,
+    def known(self) -> int:
+        return -1
+
+    def open(self) -> int:
+        run = self.run
+        self.opened = Context().run(  # in its own context, otherwise it would end the run that was opened before
+            import_module("trackio").init,
             project=PROJECT,
-            name=f"{self._group} {run.arm} seed {run.seed} {run.identity[:8]}",
-            group=self._group,
+            name=f"{run.root.name} {run.arm} seed {run.seed} {run.identity[:8]}",
+            group=run.root.name,
             config=run.config,
             resume="allow",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        return _TrackioLog(opened)
+        self.finish = self.opened.finish
+        return self.opened._next_step - 1
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        self.opened.log(numbers, step=step)
 
 
-class _TrackioLog:
-    def __init__(self, run: Any):
-        self._run, self.last = run, run._next_step - 1
-
-    def add(self, rows: Rows) -> None:
-        for step, numbers in rows:
-            self._run.log(numbers, step=step)
-            self.last = step
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-TRACKERS: Mapping[str, Callable[[Path], Tracker]] = MappingProxyType(
-    dict(zip(TRACKER_NAMES, (TensorBoard, Wandb, Trackio), strict=True))
-)
+TRACKERS: Mapping[str, type[Curves]] = MappingProxyType(dict(zip(TRACKER_NAMES, (TensorBoard, Wandb, Trackio), strict=True)))
 
 
 EVERY = 1.0  # seconds between two reads of the files
@@ -330,9 +323,8 @@ def _serve(link: Connection, name: str, runs: list[Tracked]) -> None:
         root = runs[0].root
         root.mkdir(parents=True, exist_ok=True)
         with locked(root / ".tracking", f"another process is still tracking {root}", LOCKED):  # it may outlive its killed parent
-            tracker = TRACKERS[name](root)
-            _send(link, "notice", tracker.notice)
-            _follow(link, tracker, runs)
+            _send(link, "notice", TRACKERS[name].notice(root))
+            _follow(link, [TRACKERS[name](run) for run in runs])
     except (Exception, SystemExit) as error:  # no error of a tracker may disturb the run
         why = str(error) if isinstance(error, ValueError | OSError) and str(error) else f"{type(error).__name__}: {error}"
         ending = ("end", _stopped(name, " ".join(why.split())))
@@ -344,28 +336,26 @@ def _send(link: Connection, kind: str, text: str | None) -> None:
         link.send((kind, text))
 
 
-def _follow(link: Connection, tracker: Tracker, runs: list[Tracked]) -> None:
-    followers = {run.key: Follower(run.metrics) for run in runs}
-    logs: dict[str, Log] = {}
-    left, last_look = list(runs), False
+def _follow(link: Connection, unfinished: list[Curves]) -> None:
+    followers = {curves.run.key: Follower(curves.run.metrics) for curves in unfinished}
+    last_look = False
     try:
-        while left and not last_look:
+        while unfinished and not last_look:
             last_look = link.poll(EVERY)
-            for run in list(left):
+            for curves in list(unfinished):
+                run = curves.run
                 finished = run.manifest.exists()  # checked before the rows are read, so that no row is missed
                 rows: Rows = [(row["step"], scalars(row)) for row in followers[run.key].read()]
                 if finished:
                     rows.append((run.steps, evaluated(json.loads(run.evaluation.read_text()))))
                 if not rows:
                     continue
-                log = logs.get(run.key) or logs.setdefault(run.key, tracker.open(run))
-                if new := [row for row in rows if row[0] > log.last]:
-                    log.add(new)
+                curves.add(rows)
                 if finished:
-                    logs.pop(run.key).close()
-                    left.remove(run)
+                    unfinished.remove(curves)
+                    curves.finish()
                 _send(link, "alive", None)
     finally:
-        for log in logs.values():
-            log.close()
+        for curves in unfinished:
+            curves.finish()
             _send(link, "alive", None)

@@ -64,10 +64,10 @@ def _problem_class(name: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # so that modules in the current folder are found, as with python -m
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(f"cannot import {error.name!r} for the world {name!r}: is it installed, or in this folder?") from error
-    if not callable(kind := getattr(found, attribute, None)):
+    if not callable(kind := getattr(imported, attribute, None)):
         raise ValueError(f"the module {module!r} has no class {attribute!r}")
     return kind
 
@@ -178,12 +178,12 @@ def checkpointed(model: nn.Module, forward: Forward) -> Forward:
     """
     blocks = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
 
-    def call(own: nn.Module, tokens: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+    def call(network: nn.Module, tokens: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
         recorded = torch.is_grad_enabled()
         for block in blocks:
             block.training = recorded
         try:
-            return forward(own, tokens, attention)
+            return forward(network, tokens, attention)
         finally:
             for block in blocks:
                 block.training = False
@@ -250,17 +250,17 @@ LACKING = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FA
 class MemoryPlan:
     """Estimated memory in bytes by use, and the memory of the device (``None`` if unknown)."""
 
-    parts: dict[str, int]
+    sizes: dict[str, int]
     available: int | None
 
     @property
     def peak(self) -> int:
         """Peak memory: the larger of sampling and training, which alternate, plus weights and adapters."""
-        training, vllm = self.parts["activations"] + self.parts["logits"], self.parts.get("vLLM", 0)
-        return self.parts["weights"] + self.parts["adapters"] + vllm + max(training, self.parts["sampling"])
+        training, vllm = self.sizes["activations"] + self.sizes["logits"], self.sizes.get("vLLM", 0)
+        return self.sizes["weights"] + self.sizes["adapters"] + vllm + max(training, self.sizes["sampling"])
 
     def __str__(self) -> str:
-        rows = [f"  {name:12} {_gib(size)}" for name, size in self.parts.items()]
+        rows = [f"  {name:12} {_gib(size)}" for name, size in self.sizes.items()]
         have = "" if self.available is None else f" of {_gib(self.available)}"
         return "\n".join(["memory plan, one worker:", *rows, f"  {'peak':12} {_gib(self.peak)}{have}"])
 
@@ -284,20 +284,20 @@ def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype, vllm: bool = F
     inner = getattr(config, "intermediate_size", None) or 4 * d
     size, tokens = dtype.itemsize, chat.token_budget
     block = 8 * d + 3 * inner + 2 * head * (heads + 2 * kv_heads)
-    held = layers * d + block if chat.checkpointing else layers * block
+    activations = layers * d + block if chat.checkpointing else layers * block
     linears = [(d, heads * head), (d, kv_heads * head), (d, kv_heads * head), (heads * head, d), (d, inner), (d, inner), (inner, d)]
     rank = settings.quarantine_rank + (0 if settings.kept_rank is None else settings.kept_rank)
     adapters = layers * sum((a + b) * rank for a, b in linears)
-    parts = {
+    sizes = {
         "weights": parameters * size,
         "adapters": 4 * FLOAT * adapters,
-        "activations": tokens * held * size,
+        "activations": tokens * activations * size,
         "logits": 3 * FLOAT * tokens * vocabulary,
         "sampling": chat.at_once * min(config.max_position_embeddings, PROMPT + chat.max_new) * 2 * layers * kv_heads * head * size,
     }
     if vllm:
-        parts |= {"vLLM": parts["weights"] + parts["sampling"], "sampling": 0}
-    return MemoryPlan(parts, _available(device_of(chat)))
+        sizes |= {"vLLM": sizes["weights"] + sizes["sampling"], "sampling": 0}
+    return MemoryPlan(sizes, _available(device_of(chat)))
 
 
 SLACK = 512
@@ -312,7 +312,7 @@ def vllm_sampler(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> Abs
 
     context = AutoConfig.from_pretrained(Path(chat.path), trust_remote_code=False).max_position_embeddings
     tokens = chat.at_once * min(context, PROMPT + chat.max_new)
-    room = plan(settings, chat, dtype).parts["sampling"] // tokens * (tokens + SLACK)
+    room = plan(settings, chat, dtype).sizes["sampling"] // tokens * (tokens + SLACK)
     # With a size of its own vLLM leaves the rest of the memory to training.
     return VllmSampler(
         chat.path, dtype=dtype, max_model_len=min(context, tokens), kv_cache_memory_bytes=room, max_num_seqs=chat.at_once

@@ -17,7 +17,7 @@ from mi_route2.adapters import AdapterSpec
 from mi_route2.files import parse_json
 from mi_route2.hosts.base import known_architecture
 from mi_route2.routing import EraseSpec, MaskSpec
-from mi_route2.validation import AtLeastOne, Positive, parse_words, read_lines, read_record, validated
+from mi_route2.validation import AtLeastOne, Positive, read_lines, read_record, replace_fields, validated
 from studies.environments.micro.settings import MicroConfig, WarmStartConfig, WorldConfig
 from studies.lanes.config import LanesConfig, Loop
 from studies.lanes.optim import OptimSettings
@@ -185,17 +185,17 @@ def test_what_fields_are_together_is_said_by_the_record_itself() -> None:
 
 
 def test_words_of_a_command_line_change_records() -> None:
-    changed = parse_words(
+    changed = replace_fields(
         PRESETS["strong"], {"steps": "7", "warm.lr": "1e-2", "kept_rank": "2", "micro": "none", "betas": "0.8,0.9"}
     )
     warm = dataclasses.replace(PRESETS["strong"].warm, lr=1e-2)
     assert changed == dataclasses.replace(PRESETS["strong"], steps=7, warm=warm, kept_rank=2, betas=(0.8, 0.9))
     with pytest.raises(ValueError, match=r"warm.lr must be a finite number above 0, not 'fast'"):
-        parse_words(PRESETS["strong"], {"warm.lr": "fast"})
+        replace_fields(PRESETS["strong"], {"warm.lr": "fast"})
     for name, word in {"steps": "1_0", "kl": "1_0.0", "kept_rank": "1_0", "betas": "0.8,0_0.9", "warm.steps": "1_0"}.items():
         with pytest.raises(ValueError, match=f"{name}.* must be .*, not '"):
-            parse_words(PRESETS["strong"], {name: word})
-    assert parse_words(PRESETS["strong"], {"adapt": "a_1,b"}).adapt == ("a_1", "b")
+            replace_fields(PRESETS["strong"], {name: word})
+    assert replace_fields(PRESETS["strong"], {"adapt": "a_1,b"}).adapt == ("a_1", "b")
 
 
 def test_minus_zero_is_zero_in_settings() -> None:
@@ -203,7 +203,7 @@ def test_minus_zero_is_zero_in_settings() -> None:
     strong = PRESETS["strong"]
     assert strong.folder == "strong-88e860b8"
     for kl in ("-0.0", "-0"):
-        assert parse_words(strong, {"kl": kl}).folder == strong.folder
+        assert replace_fields(strong, {"kl": kl}).folder == strong.folder
     negative = dataclasses.replace(strong, kl=-0.0, none_fraction=-0.0, betas=(-0.0, 0.9))
     assert negative.folder == dataclasses.replace(strong, none_fraction=0.0, betas=(0.0, 0.9)).folder
     assert read_record(Settings, json.dumps(strong.as_dict() | {"kl": -0.0}), optional=("chat",)).folder == strong.folder

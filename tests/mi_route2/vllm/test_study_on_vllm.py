@@ -15,7 +15,7 @@ from mi_route2.vllm import sampler as sampler_module
 from studies.environments.chat import make_tiny_model
 from studies.route2.cli import Run
 from studies.training.arms import ARMS
-from studies.training.job import ELSEWHERE, EVAL, FULL, MANIFEST, RESUME, Job, build_policy, run_job
+from studies.training.job import BACKEND, EVAL, FULL, MANIFEST, RESUME, Job, build_policy, run_job
 from studies.training.recorder import METRICS
 from studies.training.settings import CHAT, ChatModel, Settings
 from studies.training.worlds import open_world, weights_hash
@@ -82,12 +82,12 @@ def test_a_run_on_vllm_ends_goes_on_and_says_what_it_cannot_promise(
 
 def test_the_sampler_is_a_part_of_a_runs_identity_and_the_usual_one_adds_nothing(settings: Settings, tmp_path: Path) -> None:
     usual, vllm = job(tmp_path, settings), job(tmp_path, settings, sampler="vllm")
-    assert usual.elsewhere == usual.unusual == {}
+    assert usual.backend == usual.unusual == {}
     assert usual.identity != vllm.identity
     assert usual.settings.folder == vllm.settings.folder  # the settings are the same, the run folder's name has -vllm
     vllm.root.mkdir(parents=True)
     (vllm.root / "settings.json").write_text(json.dumps(settings.as_dict()))
-    (vllm.root / ELSEWHERE).write_text(json.dumps({"host": "torch", "precision": "float32", "sampler": "vllm"}))
+    (vllm.root / BACKEND).write_text(json.dumps({"host": "torch", "precision": "float32", "sampler": "vllm"}))
     assert Job.of(vllm.root, 0, vllm.arm).identity == vllm.identity
 
 

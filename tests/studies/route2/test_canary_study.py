@@ -13,8 +13,9 @@ from tiny_study import WARM, tiny_job
 from mi_route2.routing import MaskSpec, group_advantages
 from mi_route2.routing.canary import pooled
 from mi_route2.tensor_files import read_tensors
+from studies.environments.protocol import TeacherPool
 from studies.training.arms import ARMS, Lesson, get_arms, with_canaries
-from studies.training.grpo import TeacherPool, gather
+from studies.training.grpo import gather
 from studies.training.job import (
     DEPLOYED,
     EVAL,
@@ -22,7 +23,7 @@ from studies.training.job import (
     MonitoredRoute,
     base_samples,
     build_canary,
-    build_optimiser,
+    build_optimizer,
     build_policy,
     build_route,
     finished_policy,
@@ -354,7 +355,7 @@ def test_each_adapter_learns_at_its_rate_times_the_arms_factor(
     finished: dict[str, Job], arm: str, kept: float, quarantine: float | None
 ) -> None:
     job = replace(finished["canary-2"], arm=ARMS[arm])
-    rates = [group["lr"] for group in build_optimiser(job, build_policy(job, job.cache)).param_groups]
+    rates = [group["lr"] for group in build_optimizer(job, build_policy(job, job.cache)).param_groups]
     assert rates == [job.settings.kept_lr * kept] + ([] if quarantine is None else [job.settings.quarantine_lr * quarantine])
 
 

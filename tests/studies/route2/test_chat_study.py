@@ -29,7 +29,7 @@ from studies.training.job import (
     FULL,
     MANIFEST,
     Job,
-    build_optimiser,
+    build_optimizer,
     build_pairs,
     build_policy,
     build_route,
@@ -114,9 +114,9 @@ def gradients(world: World, own: Job) -> dict[str, torch.Tensor]:
         for p in (*policy.adapters.kept_parameters().values(), *policy.adapters.quarantine_parameters().values()):
             p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(p.dtype)
     own.folder.mkdir(parents=True, exist_ok=True)
-    route, optimiser = build_route(own, world, policy), build_optimiser(own, policy)
+    route, optimiser = build_route(own, world, policy), build_optimizer(own, policy)
     route.refresh(policy, 0)
-    _, batch = gather(world, policy, None, 0, 0, own.settings, 0.25)
+    _, batch, _ = gather(world, policy, None, 0, 0, own.settings, 0.25)
     context = StepContext(torch_generator(0, "route"), own.settings.micro_batch(batch.rollouts.tokens.shape[1]), None)
     update(policy, route, optimiser, batch, context, replace(own.settings, max_norm=1e9), world.max_new)
     both = policy.adapters.kept_parameters() | policy.adapters.quarantine_parameters()
@@ -170,9 +170,9 @@ def test_the_memory_plan_counts_what_the_model_and_the_adapters_have(settings: S
     policy = build_policy(own, own.cache)
     planned = plan(settings, settings.chat, torch.float32)
     trained = [*policy.adapters.kept_parameters().values(), *policy.adapters.quarantine_parameters().values()]
-    assert planned.parts["weights"] == 4 * sum(p.numel() for p in base_model(settings, 0, tmp_path, torch.float32).parameters())
+    assert planned.sizes["weights"] == 4 * sum(p.numel() for p in base_model(settings, 0, tmp_path, torch.float32).parameters())
     ours = 16 * sum(p.numel() for p in trained)  # the plan also counts what of a LoRA is frozen
-    assert ours <= planned.parts["adapters"] <= 2.5 * ours
+    assert ours <= planned.sizes["adapters"] <= 2.5 * ours
     assert "peak" in str(planned)
     smaller = plan(settings, replace(settings.chat, token_budget=512), torch.bfloat16)
     assert smaller.peak < planned.peak

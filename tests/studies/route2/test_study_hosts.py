@@ -16,7 +16,7 @@ from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import evaluation_prompts
 from studies.route2.annotate import Annotator
 from studies.route2.report import write_tables
-from studies.training.job import ELSEWHERE, EVAL, FULL, Job, run_job
+from studies.training.job import BACKEND, EVAL, FULL, Job, run_job
 
 pytestmark = pytest.mark.study
 
@@ -86,7 +86,7 @@ def test_an_unknown_host_or_precision_is_one_sentence(field: str, valid: str, tm
 def test_what_ran_before_hosts_had_names_is_still_known(tmp_path: Path) -> None:
     """The usual host and precision add nothing to the identity: finished folders stay finished."""
     job = tiny_job(tmp_path, "vanilla")
-    assert job.elsewhere == {}
+    assert job.backend == {}
     assert Job(job.root, job.cache, job.settings, job.seed, job.arm).identity == job.identity
 
 
@@ -94,7 +94,7 @@ def test_a_run_folder_knows_its_host_and_its_page_holds_completions_that_never_e
     job = tiny_job(tmp_path, "vanilla", steps=1, host="nnsight", precision="float64")
     job.root.mkdir(parents=True)
     (job.root / "settings.json").write_text(json.dumps(job.settings.as_dict()))
-    (job.root / ELSEWHERE).write_text(json.dumps({"host": "nnsight", "precision": "float64"}))
+    (job.root / BACKEND).write_text(json.dumps({"host": "nnsight", "precision": "float64"}))
     again = Job.of(job.root, job.seed, job.arm)
     assert again.identity == job.identity != Job(job.root, job.cache, job.settings, job.seed, job.arm).identity
     assert run_job(job)

@@ -39,7 +39,7 @@ from studies.training.job import (
     FULL,
     MANIFEST,
     Job,
-    build_optimiser,
+    build_optimizer,
     build_policy,
     build_route,
     run_job,
@@ -265,7 +265,7 @@ def parts(late: Job) -> tuple[Policy, RoutedAdamW, Route]:
     """A policy, an optimiser and a route that the late run's checkpoints fit."""
     with open_world(late.settings) as (world, _):
         policy = build_policy(late, late.cache)
-        return policy, build_optimiser(late, policy), build_route(late, world, policy)
+        return policy, build_optimizer(late, policy), build_route(late, world, policy)
 
 
 @pytest.fixture
@@ -441,7 +441,7 @@ def test_a_checkpoint_is_put_back_where_the_model_is(late: Job, cache: Path) -> 
     """On the device of each parameter, whatever the file was read onto."""
     with open_world(late.settings) as (world, _):
         policy = build_policy(late, cache)
-        optimiser, route = build_optimiser(late, policy), build_route(late, world, policy)
+        optimiser, route = build_optimizer(late, policy), build_route(late, world, policy)
     checkpoint = read_checkpoint(late.folder / CHECKPOINT, policy.adapters, identity=late.identity)
     policy.model.to("meta")
     checkpoint.restore(policy.adapters, optimiser, route)
