@@ -72,7 +72,10 @@ def run(options: PackedOptions) -> None:
         demand_equal(padded, steps["padded"], steps["packed"])
         sides += [Contender(f"{name}, {layout}", 0, step, model.zero_grad) for layout, step in steps.items()]
     measured, rng = measure(sides, options.turns, np.random.default_rng(options.seed)), np.random.default_rng(options.seed)
-    times = {name: ratio(*(side.seconds for side in both(name, measured)), rng) for name in options.routes}
+    times = {}
+    for name in options.routes:
+        over, under = both(name, measured)
+        times[name] = ratio(over.seconds, under.seconds, rng)
     rows = [{"route": name, "time": time, "memory": memory(name, measured)} for name, time in times.items()]
     document = {"lengths": lengths, "smollm2": options.smollm2, "rows": rows, "sides": measured}
     report(options, describe(lengths), table(times, measured), document)

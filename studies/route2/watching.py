@@ -109,7 +109,7 @@ def write_watch(jobs: Sequence[Job], per_mode: int, workers: int, to: Path) -> l
     parts = [Part(job, per_mode, job.root / "watch") for job in jobs]
     left = [part for part in parts if part.numbers is None]
     run_pool(measure, left, workers, [part.path for part in parts], "probing", quiet=False)
-    arms, seeds = (list(dict.fromkeys(own)) for own in ([job.name for job in jobs], [job.seed for job in jobs]))
+    arms, seeds = list(dict.fromkeys(job.name for job in jobs)), list(dict.fromkeys(job.seed for job in jobs))
     numbers = {(part.job.name, part.job.seed): part.numbers or {} for part in parts}
     if not any(numbers.values()):
         raise ValueError(f"no policy of {', '.join(arms)} hacks at times: choose other arms or seeds, or a larger --per-mode")

@@ -198,7 +198,7 @@ def report(options: Benchmark, head: str, tables: str, document: Mapping[str, ob
     """Print a head, with the reservation ``quick`` if the load is tiny, and tables; write ``document`` to ``options.out``."""
     print(f"{head}\n{quick}\n" if options.quick else f"{head}\n")
     print(tables, end="")
-    options.write({"machine": machine(), "rounds": options.turns} | document)
+    options.write({"machine": machine(), "rounds": options.turns, **document})
 
 
 def machine() -> dict[str, str | int]:
