@@ -38,6 +38,7 @@ OTHERS: dict[str, tuple[str, list[str], str]] = {
     "a tiny model in a negative time": ("route2", ["tiny-model", "NONE", "--steps", "-1"], "steps must be at least 0"),
     "show, every 0": ("route2", ["show", "EMPTY", "--every", "0"], "every must be at least 1, not 0"),
     "show, a seed that is none": ("route2", ["show", "DAMAGED"], "is not JSON"),
+    "watch, too few": ("route2", ["watch", "EMPTY", "--per-mode", "0"], "per-mode must be at least"),
     "probes, too few": ("route2", ["probes", "EMPTY", "--per-mode", "0"], "per-mode must be at least"),
     "probes, an unknown arm": ("route2", ["probes", "EMPTY", "--arm", "vanila"], "unknown arm 'vanila': did you mean 'vanilla'?"),
     "steering, no tasks": ("steering", ["run", "--tasks", "0"], "tasks must be at least 1, not 0"),
@@ -110,7 +111,7 @@ def test_a_wrong_run_is_one_sentence(study: str, what: str, places: dict[str, st
 HELPS: dict[str, list[str]] = {
     "studies.route2": [
         "",
-        *["run", "full", "tiny-model", "report", "plot", "leakage", "show", "probes", "publish", "evidence", "arms"],
+        *["run", "full", "tiny-model", "report", "plot", "leakage", "show", "probes", "watch", "publish", "evidence", "arms"],
     ],
     "studies.tracing": ["", "run", "report", "publish"],
     "studies.steering": ["", "run", "report", "publish"],

@@ -76,9 +76,14 @@ def test_a_score_does_not_depend_on_padding_or_company_where_a_gradient_is_round
 ) -> None:
     policy = make_policy(SPECS[name], dtype=dtype)
     route, rollouts = mask_route(policy, MaskSpec(score=kind)), short(5)  # pyright: ignore[reportArgumentType]
+    for seed in range(3, 30):  # which draws leave rounding errors where 0 belongs depends on the processor's kernels
+        rollouts = short(5, seed)
+        features = collect(policy, rollouts, kind, {})  # pyright: ignore[reportArgumentType]
+        if any(f.values().any() for site, f in features.items() if site.endswith(("attn.q", "attn.k"))):
+            break
+    else:
+        pytest.skip("on this machine gradients that are 0 in theory are exactly 0: there is no rounding to tell apart")
     whole, tolerance = route.score(policy, rollouts), 200 * torch.finfo(dtype).eps
-    features = collect(policy, rollouts, kind, {})  # pyright: ignore[reportArgumentType]
-    assert any(f.values().any() for site, f in features.items() if site.endswith(("attn.q", "attn.k"))), "no rounding to tell apart"
     real = [site for site in features if not site.endswith(("attn.q", "attn.k"))]
     cosines = [unit_cosine(features[site].values(), route.directions.vectors[site]) for site in real]
     assert torch.allclose(whole, torch.stack(cosines).sum(0) / len(features), rtol=0, atol=tolerance)
