@@ -11,7 +11,7 @@ import pytest
 from studies.common.stats import mean, paired_difference, summary
 from studies.common.tables import interval, number
 from studies.route2.evidence import CONTROLS as CANARY_CONTROLS
-from studies.route2.evidence import MOST_EXPLOIT, Evidence, coverage, coverage_sentence, lessons, stopped_inside, times
+from studies.route2.evidence import MOST_EXPLOIT, Evidence, coverage, coverage_sentence, lessons, seen, stopped_inside, times
 from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, Result
 from studies.route2.predictions import FILE, Comparison, Outcome, Predictions, outcomes, sign_flip
 from studies.training.settings import PRESETS
@@ -370,9 +370,9 @@ def test_what_differs_from_the_prototype(preset: str, request: pytest.FixtureReq
 CANARY = {preset: Evidence.read(RESULTS / f"canary/{preset}.json") for preset in ("strong", "weak")}
 
 
-def test_the_canarys_page_and_the_readme_say_what_its_runs_hold() -> None:
+def test_the_canarys_page_says_what_its_runs_hold() -> None:
     """The means of the page's first statement, and the three runs that failed."""
-    page, readme = ((DOCS / name).read_text(encoding="utf-8") for name in ("canary.md", "../README.md"))
+    page = (DOCS / "canary.md").read_text(encoding="utf-8")
     for evidence in CANARY.values():
         assert len(evidence.seeds) == 16
         exploit, solve = (evidence.summary("filter-canary", metric) for metric in (EXPLOIT, SOLVE))
@@ -380,7 +380,6 @@ def test_the_canarys_page_and_the_readme_say_what_its_runs_hold() -> None:
         plain = [number(evidence.summary("vanilla", metric)["mean"]) for metric in (EXPLOIT, SOLVE)]
         for value in (interval(exploit), number(solve["mean"]), *plain):
             assert value in page
-            assert value in readme
         assert number(exploit["median"]) in page
     failed = {
         (name, seed): number(value)
@@ -424,14 +423,13 @@ def test_a_quarantine_beside_a_canary_and_one_that_learns_first() -> None:
 
 
 def test_the_canary_that_is_compared_with_the_run() -> None:
-    page, readme = ((DOCS / name).read_text(encoding="utf-8") for name in ("canary.md", "../README.md"))
+    page = (DOCS / "canary.md").read_text(encoding="utf-8")
     for preset, dropped in (("strong", ".181 [.100, .261]"), ("weak", ".190 [.152, .228]")):
         found = Evidence.read(RESULTS / f"canary-run/{preset}.json")
         exploit, solve = (found.summary("filter-canary-run", metric) for metric in (EXPLOIT, SOLVE))
         assert exploit["n"] == 16
-        for text in (page, readme):
-            assert interval(exploit) in text
-            assert number(solve["mean"]) in text
+        assert interval(exploit) in page
+        assert number(solve["mean"]) in page
         assert max(value or 0.0 for value in exploit["seeds"]) < 0.0085
         honest, plain = (number(found.summary(arm, EXPLOIT)["mean"]) for arm in ("canary-run-honest", "vanilla"))
         assert honest in page
@@ -448,17 +446,16 @@ def test_the_canary_that_is_compared_with_the_run() -> None:
 
 
 def test_the_canary_in_a_world_without_a_persona() -> None:
-    page, readme = ((DOCS / name).read_text(encoding="utf-8") for name in ("canary.md", "../README.md"))
+    page = (DOCS / "canary.md").read_text(encoding="utf-8")
     found = Evidence.read(RESULTS / "canary-sparse/sparse.json")
     exploit = {
         arm: found.summary(arm, EXPLOIT)
         for arm in ("filter-canary-run", "filter-full", "vanilla", "filter-canary", "canary-run-early")
     }
     assert {summary["n"] for summary in exploit.values()} == {16}
-    for text in (page, readme):
-        assert interval(exploit["filter-canary-run"]) in text
-        assert interval(exploit["filter-full"]) in text
-        assert number(exploit["vanilla"]["mean"]) in text
+    assert interval(exploit["filter-canary-run"]) in page
+    assert interval(exploit["filter-full"]) in page
+    assert number(exploit["vanilla"]["mean"]) in page
     assert number(max(value or 0.0 for value in exploit["filter-canary-run"]["seeds"])) == ".010"
     solve = {arm: found.summary(arm, SOLVE) for arm in ("filter-canary-run", "vanilla", "filter-canary")}
     assert f"with {interval(solve['filter-canary-run'])} solved (no defence: {number(solve['vanilla']['mean'])})" in page
@@ -476,7 +473,7 @@ def test_the_canary_in_a_world_without_a_persona() -> None:
 
 
 def test_when_flags_miss() -> None:
-    page, readme = ((DOCS / name).read_text(encoding="utf-8") for name in ("misses.md", "../README.md"))
+    page = (DOCS / "misses.md").read_text(encoding="utf-8")
     found = {preset: Evidence.read(RESULTS / f"misses/{preset}.json") for preset in ("strong", "weak")}
 
     def exploit(preset: str, arm: str) -> str:
@@ -500,9 +497,8 @@ def test_when_flags_miss() -> None:
     spread = [number(value) for value in (five[0], five[-1], three[0], three[-1])]
     assert f"{interval(half)}; five seeds leave {spread[0]} to {spread[1]}, three {spread[2]} to {spread[3]}." in page
     assert f"({', '.join(exploit('weak', arm) for arm in ('sees-25', 'sees-known', 'vanilla'))})" in page
-    for text in (page, readme):
-        assert less("weak", "sees-25") in text
-        assert less("weak", "sees-known") in text
+    assert less("weak", "sees-25") in page
+    assert less("weak", "sees-known") in page
     assert f"(+{exploit_more(found['strong'], 'sees-25')}, +{exploit_more(found['strong'], 'sees-known')})" in page
     values = {arm: [value or 0.0 for value in row[EXPLOIT]] for arm, row in found["weak"].values.items()}
     off = {arm: np.subtract(values[arm], values[f"{arm}-quarantine"]) for arm in ("sees-0", "sees-25", "sees-known")}
@@ -518,7 +514,7 @@ def test_when_flags_miss() -> None:
 
 
 def test_who_learns_faster_gets_the_hack() -> None:
-    page, readme = (" ".join((DOCS / name).read_text(encoding="utf-8").split()) for name in ("misses.md", "../README.md"))
+    page = " ".join((DOCS / "misses.md").read_text(encoding="utf-8").split())
     found = {preset: Evidence.read(RESULTS / f"rates/{preset}.json") for preset in ("strong", "weak")}
     known, routed, fast = "sees-known", "sees-known-quarantine", "sees-known-quarantine-fast"
 
@@ -536,8 +532,6 @@ def test_who_learns_faster_gets_the_hack() -> None:
     left = interval(found["weak"].summary(fast, EXPLOIT))
     assert f"it leaves {left}, where the filter alone leaves {mean_of('weak', known)}, and solving stays where it is (" in page
     assert f"({mean_of('weak', fast, SOLVE)}, {mean_of('weak', known, SOLVE)})" in page
-    assert f"three times the rate {left} is left of {mean_of('weak', known)}" in readme
-    assert f"at a third of its learning rate it does little ({less('weak', known, f'{routed}-slow')})" in readme
     assert f"take {less('weak', 'sees-0-quarantine', routed)} more off than none" in page
     assert f"to take {less('weak', 'vanilla', 'sees-0-quarantine-fast')} off what no defence leaves" in page
     alone, slowed = (interval(found["strong"].summary(arm, EXPLOIT)) for arm in (known, fast))
@@ -560,7 +554,7 @@ def test_who_learns_faster_gets_the_hack() -> None:
 
 
 def test_a_quarantine_does_more_than_slow_training() -> None:
-    page, readme = (" ".join((DOCS / name).read_text(encoding="utf-8").split()) for name in ("misses.md", "../README.md"))
+    page = " ".join((DOCS / "misses.md").read_text(encoding="utf-8").split())
     found = {preset: Evidence.read(RESULTS / f"kept/{preset}.json") for preset in ("strong", "weak")}
     slow, beside, usual, fast = (
         "sees-known-slow",
@@ -603,19 +597,12 @@ def test_a_quarantine_does_more_than_slow_training() -> None:
     filtered, fewer = (found["strong"].values[arm][EXPLOIT] for arm in ("sees-known", fast))
     assert sum((b or 0.0) < (a or 0.0) for a, b in zip(filtered, fewer, strict=True)) == 11
     assert f"than the filter alone by {less('strong', 'sees-known', fast)}, on eleven of twelve" in page
-    assert f"on twelve later seeds it is {less('strong', fast, 'sees-known')}, which was not predicted there" in readme
-    assert f"at a third of its own rate it exploits {slowed} on *weak*, and {mean_of('weak', beside)} with a quarantine" in readme
-    before = Evidence.read(RESULTS / "rates/strong.json")
-    sides = [dict(zip(before.seeds, before.values[arm][EXPLOIT], strict=True)) for arm in (fast, "sees-known")]
-    assert f"was predicted and not shown ({interval(paired_difference(*sides)[1])})" in readme
     path = [(found["weak"].summary(f"vanilla-{n}", EXPLOIT)["mean"] or 0.0) for n in (10, 20)]
     assert path[0] < float(mean_of("weak", "vanilla-slower")) < path[1]
 
 
 def test_a_lesson_before_training_is_what_its_pages_say() -> None:
-    page, misses, readme = (
-        " ".join((DOCS / name).read_text(encoding="utf-8").split()) for name in ("taught.md", "misses.md", "../README.md")
-    )
+    page, misses = (" ".join((DOCS / name).read_text(encoding="utf-8").split()) for name in ("taught.md", "misses.md"))
     taught, honest = ({p: Evidence.read(RESULTS / f"{name}/{p}.json") for p in ("strong", "weak")} for name in ("taught", "honest"))
 
     def of(found: dict[str, Evidence], arm: str, metric: str = EXPLOIT) -> list[str]:
@@ -652,13 +639,10 @@ def test_a_lesson_before_training_is_what_its_pages_say() -> None:
 
     lesson, alone, wrong = "taught-honest", "taught-honest-1", "taught-hacks"
     fell = less(honest, lesson, "vanilla")
-    for i, preset in enumerate(("weak", "strong")):
+    for i in range(2):
         rates = [of(honest, arm, metric)[i] for metric in (EXPLOIT, SOLVE) for arm in ("vanilla", lesson)]
         assert f"from {rates[0]} to {rates[1]} ({fell[i]})" in page
         assert f"from {rates[2]} to {rates[3]}" in page
-        assert f"from {rates[0]} to {interval(honest[preset].summary(lesson, EXPLOIT))}" in readme
-        assert f"from {rates[2]} to {rates[3]}" in readme
-    assert f"These bases solve {' and '.join(of(honest, 'base', SOLVE))} before" in readme
     ends = {preset: [value or 0.0 for value in honest[preset].values[lesson][EXPLOIT]] for preset in honest}
     begins = [value or 0.0 for value in honest["weak"].values[alone][EXPLOIT]]
     middle = [number(float(np.median(ends[preset]))) for preset in ("weak", "strong")]
@@ -721,10 +705,8 @@ def test_what_lessons_do_is_what_the_pages_say() -> None:
     assert f"({a} and {b} after one step; equal within .05), and less skill (solve {c} and {d})" in page
     (e, f), (g, h) = of(easy), of(full)
     assert f"it exploits {e}, the full one {g} ({less(easy, full)})" in page
-    assert f"the model cheats as little and solves {c} in place of {d} ends at {e} in place of {g}" in readme
     (a, b), (none, other) = of(failed), of("vanilla")
     assert f"leave {a} and {b}, as much as no lesson on `weak` ({none}, equal within .1)" in page
-    assert f"and honest failures at {a} (none: {none})." in readme
     assert f"and {less(failed, full, preset='strong')} more than the full lesson on `strong`" in page
     (a, _), (b, brief), (c, two) = of("taught-8"), of("taught-brief"), of(unlearned)
     assert f"8 rollouts leave {a} ({less('taught-8', full)}), 15 steps {b} ({less('taught-brief', full)}), 2 rollouts {c}." in page
@@ -760,13 +742,88 @@ def test_what_lessons_do_is_what_the_pages_say() -> None:
     assert f"equal within .05 ({b}, {h}); one of the canary's twelve runs leaves {worst}." in page
     left = [interval(found[preset].summary(both, EXPLOIT)) for preset in ("strong", "weak")]
     assert f"{left[0]} is left on `strong`, {worst} in that run, and {left[1]} on `weak`." in canary
-    assert f"it leaves {b} (one run {worst}) and {a}." in readme
+    assert f"one of twelve left {worst} on *strong*" in readme
     a, b, c = (of(arm, presets=("sparse",))[0] for arm in ("vanilla", full, long))
     worst = number(max(values("sparse", full)))
     assert f"fall from {a} to {b} ({less(full, 'vanilla', preset='sparse')}; the worst seed {worst})" in page
     assert f"rises by {less(full, 'vanilla', SOLVE, 'sparse')}. A long training leaves {c}" in page
     assert f"not shown: {less(long, full, preset='sparse')})" in page
-    assert f"In a third world exploits fall from {a} to {interval(found['sparse'].summary(full, EXPLOIT))}." in readme
+
+
+def test_the_map_is_what_its_page_says() -> None:
+    page = " ".join((DOCS / "map.md").read_text(encoding="utf-8").split())
+    worlds = {preset: Evidence.read(RESULTS / f"map/{preset}.json") for preset in ("sparse", "persona-20", "strong")}
+    assert {evidence.seeds for evidence in worlds.values()} == {tuple(range(352, 360))}
+    quarantined, alone, known = "sees-known-quarantine-fast", "sees-0-quarantine-fast", "sees-known"
+
+    def three(arm: str, metric: str = EXPLOIT) -> str:
+        first, second, third = (number(evidence.summary(arm, metric)["mean"]) for evidence in worlds.values())
+        return f"{first}, {second} and {third}"
+
+    def less(plus: str, minus: str) -> str:
+        """The paired differences ``plus - minus``."""
+        sides = [[dict(zip(e.seeds, e.values[arm][EXPLOIT], strict=True)) for arm in (plus, minus)] for e in worlds.values()]
+        return "; ".join(interval(paired_difference(*each)[1]) for each in sides)
+
+    assert f"It leaves {three('filter-canary-run')} and solves {three('filter-canary-run', SOLVE)}" in page
+    assert f"Ten pairs leave {three('filter-full')}." in page
+    gradients = [number(seen(evidence)) for evidence in worlds.values()]
+    activations = ", ".join(number(mean(evidence.values["filter-act"]["auroc"])) for evidence in worlds.values())
+    assert (
+        f"in the first thirty steps is {gradients[0]}, {gradients[1]} and {gradients[2]}; that of activations {activations}."
+        in page
+    )
+    assert f"As filters activations leave {three('filter-act')}" in page
+    assert f"where no defence leaves {three('vanilla')}." in page
+    assert f"leaves {three(known)} as a filter, and {three(quarantined)} with a quarantine" in page
+    assert f"({less(quarantined, known)})" in page
+    assert f"without any leaves {three(alone)} ({less(quarantined, alone)})" in page
+    (a, b, c), (d, e, f) = ([number(w.summary(arm, SOLVE)["mean"]) for w in worlds.values()] for arm in (quarantined, known))
+    assert f"{a} and {b} in place of {d} and {e}; on `strong` it solves {c} in place of {f}." in page
+    assert f"leaves {three('taught-honest')} and solves the most, {three('taught-honest', SOLVE)}." in page
+    assert f"{three('penalty-full')} with gradients, {three('penalty-act')} with activations" in page
+    assert f"({less('penalty-full', 'filter-full')} and {less('penalty-act', 'filter-act')} against the filters)" in page
+    solved = {arm: [e.summary(arm, SOLVE)["mean"] or 0.0 for e in worlds.values()] for arm in worlds["sparse"].values}
+    assert all(max(solved.values(), key=lambda own: own[i]) == solved["taught-honest"] for i in range(3))
+    told = "".join((RESULTS / f"map/{preset}-tests.md").read_text(encoding="utf-8") for preset in worlds)
+    verdicts = [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown", "the opposite", "not run")]
+    assert sum(verdicts) == 18
+    assert f"Of eighteen comparisons, {COUNTS[verdicts[0]]} are shown." in page
+
+
+COUNTS = {10: "ten", 11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen", 17: "seventeen"}
+
+
+def test_a_probe_as_a_penalty_is_what_its_page_says() -> None:
+    page = " ".join((DOCS / "map.md").read_text(encoding="utf-8").split())
+    weak = Evidence.read(RESULTS / "monitors/weak.json")
+    assert weak.seeds == tuple(range(344, 352))
+
+    def of(arm: str, metric: str = EXPLOIT) -> str:
+        return number(weak.summary(arm, metric)["mean"])
+
+    def less(plus: str, minus: str, metric: str, signed: bool = False) -> str:
+        sides = (dict(zip(weak.seeds, weak.values[arm][metric], strict=True)) for arm in (plus, minus))
+        return interval(paired_difference(*sides)[1], signed=signed)
+
+    full, act, fixed = (("penalty-" + kind, "filter-" + kind) for kind in ("full", "act", "full-fixed"))
+    assert f"{of(full[0])} and {of(full[1])} with gradients (equal within .1), {of(act[0])} and {of(act[1])} with" in page
+    little = [number(mean(weak.values[arm]["recall"])) for arm in act]
+    assert f"(recall {' and '.join(little)}). No defence leaves {of('vanilla')}." in page
+    clean = [number(mean(weak.values[arm]["fire_clean"])) for arm in full]
+    assert f"({clean[0]}; the filter's flags, which count only where a rollout was reinforced, fire on {clean[1]})" in page
+    assert f"It solves {interval(weak.summary(full[0], SOLVE))} in place of {of(full[1], SOLVE)}" in page
+    assert f"and {number(min(value or 0.0 for value in weak.values[full[0]][SOLVE]))} on the worst seed" in page
+    assert f"is not clear of 0 ({less(*full, SOLVE)})" in page
+    assert set(weak.values[fixed[0]][SOLVE]) == set(weak.values[fixed[0]][EXPLOIT]) == {0.0}
+    assert f"as a filter it solves {of(fixed[1], SOLVE)}, a difference of {less(*reversed(fixed), SOLVE)}" in page
+    assert f"{of(fixed[1])} against {of(full[1])} with fitting" in page
+    assert f"is not shown ({less(fixed[1], full[1], EXPLOIT, signed=True)})" in page
+    assert f"solves {of('penalty-haar', SOLVE)} and exploits {interval(weak.summary('penalty-haar', EXPLOIT))}" in page
+    assert f"are not shown ({less('penalty-haar', full[0], EXPLOIT, signed=True)})" in page
+    told = (RESULTS / "monitors/weak-tests.md").read_text(encoding="utf-8")
+    assert [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown")] == [6, 2]
+    assert "Six of eight are shown." in page
 
 
 def exploit_more(evidence: Evidence, arm: str) -> str:

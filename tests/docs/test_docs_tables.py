@@ -12,7 +12,8 @@ import pytest
 
 from mi_route2.specs import LEGAL, MaskSpec
 from studies.common.publishing import filled
-from studies.common.tables import markdown_table
+from studies.common.tables import interval, markdown_table, number
+from studies.route2.evidence import EXPLOIT, SOLVE, Evidence
 from studies.route2.headline import short
 from studies.route2.publish import SHORT, TEXTS, predicted_results
 from studies.training.arms import ARMS, MAIN, Arm
@@ -50,7 +51,34 @@ def ablations_table(arms: Iterable[Arm]) -> str:
     return markdown_table(["arm", "ablation of", "change", "compared with"], rows, left=4)
 
 
+WORLDS = ("weak", "strong", "sparse")
+LESSON, RUN = ("honest", "honest", "lessons-sparse"), ("canary-run", "canary-run", "canary-sparse")
+CANARY, RATES = ("canary", "canary", "canary-sparse"), ("rates", "rates", "map")
+DEFENCES = (
+    ("tasks that nobody can cheat", "[a lesson](docs/taught.md) of them first", "taught-honest", LESSON),
+    ("nothing", "[a canary](docs/canary.md): drop what it likes", "filter-canary-run", RUN),
+    ("ten pairs of one loophole", "[drop](docs/map.md) what their gradients flag", "filter-full", CANARY),
+    ("a detector of one loophole", "drop what it reports", "sees-known", RATES),
+    ("a detector of one loophole", "and add [a fast quarantine](docs/misses.md)", "sees-known-quarantine-fast", RATES),
+)
+"""What one has, what one does, the arm, and its experiment in each of ``WORLDS``."""
+
+
+def defences_table() -> str:
+    rows = []
+    for have, do, arm, folders in DEFENCES:
+        cells = []
+        for world, folder in zip(WORLDS, folders, strict=True):
+            evidence = Evidence.read(RESULTS / folder / f"{world}.json")
+            plain, solve = (number(evidence.summary("vanilla", metric)["mean"]) for metric in (EXPLOIT, SOLVE))
+            left, solved = interval(evidence.summary(arm, EXPLOIT)), number(evidence.summary(arm, SOLVE)["mean"])
+            cells.append(f"{plain} → {left}, solve {solve} → {solved}")
+        rows.append([have, do, *cells])
+    return markdown_table(["you have", "do", *(f"{world}: exploit" for world in WORLDS)], rows, left=5)
+
+
 TABLES = {
+    ("../README.md", "defences"): defences_table(),
     ("routing.md", "legal"): legal_table(),
     ("arms.md", "arms"): arms_table(arm for arm in ARMS.values() if arm.ablation is None),
     ("arms.md", "ablations"): ablations_table(arm for arm in ARMS.values() if arm.ablation is not None),
