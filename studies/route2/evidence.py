@@ -483,7 +483,7 @@ def monitors(evidence: Evidence) -> str:
 MAPPED = {
     "vanilla": (VERMILLION, "."), "sees-0-quarantine-fast": (PURPLE, "^"), "filter-canary-run": (BLUE, "o"),
     "filter-act": (ORANGE, "P"), "penalty-act": (ORANGE, "v"), "filter-full": (GREEN, "P"), "penalty-full": (GREEN, "v"),
-    "filter-known": (SKY, "P"), "sees-known-quarantine-fast": (PURPLE, "X"), "taught-honest": (BLUE, "*"),
+    "sees-known": (SKY, "X"), "sees-known-quarantine-fast": (PURPLE, "X"), "taught-honest": (BLUE, "*"),
 }  # fmt: skip
 """Methods of the map, by what they know."""
 

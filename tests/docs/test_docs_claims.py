@@ -787,11 +787,8 @@ def test_the_map_is_what_its_page_says() -> None:
     assert all(max(solved.values(), key=lambda own: own[i]) == solved["taught-honest"] for i in range(3))
     told = "".join((RESULTS / f"map/{preset}-tests.md").read_text(encoding="utf-8") for preset in worlds)
     verdicts = [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown", "the opposite", "not run")]
-    assert sum(verdicts) == 18
-    assert f"Of eighteen comparisons, {COUNTS[verdicts[0]]} are shown." in page
-
-
-COUNTS = {10: "ten", 11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen", 17: "seventeen"}
+    assert (verdicts[0], sum(verdicts)) == (16, 18)
+    assert "Of eighteen comparisons, sixteen are shown." in page
 
 
 def test_a_probe_as_a_penalty_is_what_its_page_says() -> None:
