@@ -55,7 +55,7 @@ class Hyperparameters(Protocol):
 
 @dataclass(frozen=True)
 class Watched:
-    """What a monitor says of a batch of rollouts: flags, and the scores behind them if it has scores."""
+    """Verdict of a monitor on a batch of rollouts: flags, and the scores behind them if it has scores."""
 
     flags: Bool[Tensor, " b"]
     scores: Float[Tensor, " b"] | None = None
