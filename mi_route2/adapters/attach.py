@@ -271,7 +271,7 @@ class Adapters:
         """
         if self._board.tape is not None:
             raise RuntimeError("a tape is already open; close it before opening another")
-        with self._switched(tape=tape):
+        with self._switched(tape=tape, **({"quarantine": False} if tape.without_quarantine else {})):
             yield tape
         tape.assert_fired(self.sites, backward=False)
 
@@ -362,8 +362,16 @@ def _ranges(layers: Sequence[int]) -> str:
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
+    path, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(path)
+    setattr(parent, leaf, module)
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        # its fast path, which would pass the adapters by, may be switched on again later; torch leaves it alone where a hook waits
+        module.register_forward_pre_hook(_nothing)
+
+
+def _nothing(_module: nn.Module, _args: Any) -> None:
+    return None
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

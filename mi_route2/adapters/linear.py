@@ -261,7 +261,7 @@ class Branch(nn.Module):
         if board.quarantine and self.quarantine is not None and not stacked:
             y = y + self.hook_quarantine(self._quarantined(x, tape))
         if tape is not None and torch.is_grad_enabled():
-            tape.without_quarantine |= self.quarantine is not None and not board.quarantine
+            tape.lost_quarantine |= self.quarantine is not None and not board.quarantine and not tape.without_quarantine
             if tape.outputs is not None:
                 y = ReadOutput.apply(y, x, tape, self.site)
             elif tape.kept is None and y is not None and y.requires_grad:  # without a gate, a hook notes the backward

@@ -129,6 +129,7 @@ class Tape:
         l1: Adds ``l1 * mean |quarantine output|``, averaged over sites, to the loss, by its exact gradient.
         real: Mask of real tokens; padding counts as 0 in the mean of ``l1``. With it, the model may also run all real tokens, in
             this order, as one row of a packed batch.
+        without_quarantine: Keep the quarantine out of the forward while this tape records.
 
     Raises:
         ValueError: A size below 1, or an ``l1`` that is negative, NaN or infinite.
@@ -149,6 +150,7 @@ class Tape:
         outputs: OutputReader | None = None,
         l1: float = 0.0,
         real: Bool[Tensor, "b s"] | None = None,
+        without_quarantine: bool = False,
     ):
         if rollouts < 1 or tokens < 1:
             raise ValueError(f"a tape needs at least one rollout and one token, not [{rollouts}, {tokens}]")
@@ -158,8 +160,8 @@ class Tape:
         self.inputs, self.outputs, self.l1, self.real = inputs, outputs, l1, real
         self._packing: Packing | None = None
         self._packed: bool | None = None
-        self.without_quarantine = False
-        """True if a forward with gradients ran while the quarantine was attached but switched off."""
+        self.without_quarantine, self.lost_quarantine = without_quarantine, False
+        """``lost_quarantine``: a forward with gradients ran without the quarantine, and this tape did not ask for that."""
         self._backward: set[str] = set()
         self._calls: Counter[str] = Counter()
         self._reports: Counter[tuple[str, str]] = Counter()

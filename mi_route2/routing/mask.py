@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, rounding, wide
@@ -37,6 +37,7 @@ from mi_route2.routing.directions import (
 )
 from mi_route2.routing.routes import (
     REDUCING,
+    Before,
     Decision,
     Once,
     OneCall,
@@ -48,6 +49,7 @@ from mi_route2.routing.routes import (
     check_kind,
     check_step,
     chunks,
+    gradients_before,
     refit,
     trained_gradients,
 )
@@ -129,6 +131,13 @@ def kept_advantages(spec: MaskSpec, batch: TrainBatch, flags: Flags | None) -> F
     # Flagged hacks raise the group's mean, which would punish its honest failures and push the kept adapter towards hacking.
     counted = group_advantages(batch.rewards, batch.groups, ~flags)
     return torch.where(flags, torch.zeros_like(counted), counted)
+
+
+def banded(indices: Iterable[Tensor], clean: Bool[Tensor, " b"]) -> list[tuple[Tensor, bool]]:
+    """Return each micro-batch as its clean rollouts (True) and the others (False), without empty ones."""
+    clean = clean.cpu()
+    parted = ((index[clean[index] == alone], alone) for index in indices for alone in (True, False))
+    return [(index, alone) for index, alone in parted if len(index)]
 
 
 def per_rollout(values: Iterable[Tensor], predictors: Bool[Tensor, "b s"]) -> Float[Tensor, " b"]:
@@ -305,9 +314,18 @@ class MaskGate:
 
 
 class _MaskStep(Once):
-    def __init__(self, spec: MaskSpec, policy: Policy, parts: list[Part], gates: list[MaskGate], generator: torch.Generator):
-        self._spec, self._policy, self.parts, self._gates, self._generator = spec, policy, parts, gates, generator
-        self._start(policy.adapters)
+    def __init__(
+        self,
+        spec: MaskSpec,
+        policy: Policy,
+        parts: list[Part],
+        before: Before,
+        gates: list[MaskGate],
+        generator: torch.Generator,
+        order: Int[Tensor, " b"],
+    ):
+        self._spec, self._policy, self.parts, self._before = spec, policy, parts, before
+        self._gates, self._generator, self._order = gates, generator, order
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters = self._policy.adapters
@@ -363,8 +381,8 @@ class _MaskStep(Once):
         values = [[gate.pooled_scores] if gate.pooled_scores is not None else [*gate.scores.values()] for gate in self._gates]
         scores = [per_rollout(each, gate.predictors) for each, gate in zip(values, self._gates)] if all(values) else None
         return Decision(
-            scores=None if scores is None else torch.cat(scores),
-            flags=torch.cat(flagged),
+            scores=None if scores is None else torch.cat(scores)[self._order],
+            flags=torch.cat(flagged)[self._order],
             unrouted=unrouted,
             extra={"overruled": 1.0} if any(gate.overruled for gate in self._gates) else {},
         )
@@ -495,7 +513,9 @@ class MaskRoute(OneCall):
             raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
         check_step(self.spec, batch, context)
         self._check_directions(policy)
-        spec, indices = self.spec, chunks(batch, context.micro)
+        spec, indices, clean = self.spec, chunks(batch, context.micro), context.clean
+        if clean is not None and not policy.adapters.has_quarantine:
+            raise ValueError("clean rollouts are learned without the quarantine, and there is none: leave StepContext.clean out")
         if spec.shuffle and spec.decided_at in ("forward", "backward") and len(indices) > 1:
             raise ValueError(
                 "these flags are decided per micro-batch and would be shuffled only within it, which is not a valid control: use "
@@ -507,7 +527,8 @@ class MaskRoute(OneCall):
         split = spec.kept_advantage == "unflagged" and policy.adapters.has_quarantine
         parts: list[Part] = []
         gates: list[MaskGate] = []
-        for index in indices:
+        bands = [(index, False) for index in indices] if clean is None else banded(indices, clean)
+        for index, alone in bands:
             piece = batch.rows(index)
             (b, s), real = piece.rollouts.tokens.shape, piece.rollouts.attention
             l1 = self.l1 * b / len(batch.rollouts)  # the penalty is a mean over rollouts, so a micro-batch adds its share
@@ -525,13 +546,16 @@ class MaskRoute(OneCall):
                 want_unrouted=self.want_unrouted,
             )
             gates.append(gate)
-            if split:
+            if alone:
+                parts.append(Part(piece, Tape(b, s, kept=gate, real=real, without_quarantine=True), kept[index]))
+            elif split:
                 for_quarantine = Tape(b, s, kept=LearnNothing(gate if gate.detach else None), l1=l1, real=real)
                 parts.append(Part(piece, for_quarantine, piece.advantages))
                 parts.append(Part(piece, Tape(b, s, kept=gate, quarantine=LearnNothing(), real=real), kept[index]))
             else:
                 parts.append(Part(piece, Tape(b, s, kept=gate, inputs=inputs, outputs=outputs, l1=l1, real=real), kept[index]))
-        return _MaskStep(spec, policy, parts, gates, context.generator)
+        order = torch.cat([index for index, _ in bands]).argsort()
+        return _MaskStep(spec, policy, parts, gradients_before(policy.adapters), gates, context.generator, order)
 
     def _basis_of(self, policy: Policy) -> dict[str, Tensor]:
         """Return ``Vh`` at every site, computed once for each state of the base weights."""

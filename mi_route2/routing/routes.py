@@ -15,7 +15,6 @@ State is explicit: a route's directions are in ``route.directions`` (saved with 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -27,7 +26,7 @@ from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape, demand_penalty
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Privileged, Rollouts, TrainBatch
 from mi_route2.routing.directions import Directions, FeatureKind, Fitter, PairBatch, TopKFitter, feature_shapes
-from mi_route2.specs import DelayedSpec, EraseSpec, OpenSpec, RouteSpec
+from mi_route2.specs import CanarySpec, DelayedSpec, EraseSpec, MaskSpec, OpenSpec, RouteSpec
 
 Reduce = Callable[[Sequence[Tensor]], None]
 """Sums gradients over data-parallel ranks, in place."""
@@ -70,6 +69,12 @@ class StepContext:
         generator: Source of random choices (shuffled flags).
         micro: Number of rollouts in a micro-batch; ``None`` for the whole batch at once.
         privileged: Detector verdicts, for privileged routes only.
+        clean: Rollouts that are known to be clean, from which the kept adapter learns alone, with the quarantine out of the
+            forward; for mask routes whose flags are known before the loss. The third band of SGTM (2512.05648), beside flagged
+            rollouts and those of which nothing is known.
+
+    Raises:
+        ValueError: ``micro`` is less than 1.
 
     Examples:
         >>> context = StepContext(torch.Generator().manual_seed(0), micro=2)
@@ -79,6 +84,7 @@ class StepContext:
     generator: torch.Generator
     micro: int | None = None
     privileged: Privileged | None = None
+    clean: Bool[Tensor, " b"] | None = None
 
     def __post_init__(self) -> None:
         if self.micro is not None and self.micro < 1:
@@ -209,12 +215,20 @@ def check_step(spec: RouteSpec, batch: TrainBatch, context: StepContext) -> None
 
     Raises:
         TypeError: Detector verdicts are given to a route that is a method and not privileged (that would be cheating).
-        ValueError: A column has the wrong length, or NaN or infinity.
+        ValueError: A column has the wrong length, or NaN or infinity, or the route has no band for clean rollouts.
     """
+    early = isinstance(spec, CanarySpec) or (isinstance(spec, MaskSpec) and spec.decided_at == "begin")
+    if context.clean is not None and not early:
+        raise ValueError(
+            "clean rollouts have a band of their own only under a mask whose flags are known before the loss: use "
+            "MaskRoute.from_flags(flags), score_policy='ablated', or leave StepContext.clean out"
+        )
     if context.privileged is not None and not spec.privileged:
         raise TypeError("this route is a method: it must not see detector verdicts over the student's rollouts")
     b = len(batch.rollouts)
     columns = {name: getattr(batch, name) for name in ("rewards", "advantages", "groups", "teacher")}
+    if context.clean is not None:
+        columns["clean"] = context.clean
     if context.privileged is not None:
         columns |= {name: getattr(context.privileged, name) for name in ("own_channel", "known_channel")}
     for name, column in columns.items():
@@ -295,20 +309,25 @@ def summed(loss: object, batch: TrainBatch) -> Tensor:
 REDUCING = "the reduction over ranks"
 
 
+Before = Mapping[nn.Parameter, Tensor]
+"""Parameter -> its gradient before a step, if that is not 0; the backward of the step adds to these very tensors."""
+
+
+def gradients_before(adapters: Adapters) -> Before:
+    """Return the gradients before a step; ``RuntimeError`` if the processes have different adapters."""
+    adapters.demand_replicated()
+    trained = (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values())
+    return {p: p.grad for p in trained if p.grad is not None and bool(p.grad.any())}
+
+
 class Once:
     """Mixin whose ``finish`` works once, because a second call would sum over ranks, or erase, twice."""
 
     _finished = False
-    _before: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+    _before: Before
 
     def settle(self, part: Part) -> None:
         return None
-
-    def _start(self, adapters: Adapters) -> None:
-        """Record the gradients before the step; the backward of the step adds to these very tensors."""
-        adapters.demand_replicated()
-        trained = (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values())
-        self._before = {p: p.grad for p in trained if p.grad is not None and bool(p.grad.any())}
 
     def _finish(self, parts: Sequence[Part], adapters: Adapters, *, masks: bool = False, acts: str = "") -> None:
         """Check that the step may be finished now; ``acts`` names what will be done to whole gradients, if anything.
@@ -323,7 +342,7 @@ class Once:
         for part in parts:
             part.tape.assert_fired(adapters.sites, backward=True)
             part.tape.assert_read_once()
-            if part.tape.without_quarantine:
+            if part.tape.lost_quarantine:
                 raise RuntimeError(
                     "the quarantine was switched off in this step's forward, so the kept adapter learned in its place: leave "
                     "adapters.deployed() before the step"
@@ -340,9 +359,8 @@ class Once:
 
 
 class _OpenStep(Once):
-    def __init__(self, policy: Policy, parts: list[Part], kept: bool = True):
-        self._policy, self.parts, self._kept = policy, parts, kept
-        self._start(policy.adapters)
+    def __init__(self, policy: Policy, parts: list[Part], before: Before, kept: bool):
+        self._policy, self.parts, self._before, self._kept = policy, parts, before, kept
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         self._finish(self.parts, self._policy.adapters, acts="" if reduce is None else REDUCING)
@@ -383,7 +401,7 @@ class OpenRoute(OneCall):
             # The penalty is a mean over rollouts, so a micro-batch adds its share.
             l1, gate = self._l1 * b / len(batch.rollouts), None if kept else LearnNothing()
             parts.append(Part(piece, Tape(b, s, kept=gate, l1=l1, real=piece.rollouts.attention), piece.advantages))
-        return _OpenStep(policy, parts, kept)
+        return _OpenStep(policy, parts, gradients_before(policy.adapters), kept)
 
     @checked
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
@@ -427,9 +445,8 @@ def hack_component(gradient: Tensor, axes: Tensor) -> Tensor:
 
 
 class _EraseStep(Once):
-    def __init__(self, route: "EraseRoute", policy: Policy, parts: list[Part]):
-        self._route, self._policy, self.parts = route, policy, parts
-        self._start(policy.adapters)
+    def __init__(self, route: "EraseRoute", policy: Policy, parts: list[Part], before: Before):
+        self._route, self._policy, self.parts, self._before = route, policy, parts, before
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters, directions = self._policy.adapters, self._route.directions
@@ -508,7 +525,7 @@ class EraseRoute(OneCall):
             )
             for piece in pieces(batch, context.micro)
         ]
-        return _EraseStep(self, policy, parts)
+        return _EraseStep(self, policy, parts, gradients_before(policy.adapters))
 
     @checked
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:

@@ -54,6 +54,8 @@ CONTROLS = {
 _PENALIZED = {name: arm.baseline for name, arm in ARMS.items() if arm.monitor is not None}
 WATCHED = tuple(name for name in ARMS if name in {*_PENALIZED, *_PENALIZED.values()} and name != "vanilla")
 """Arms whose probe costs reward, and the filters by the same probe."""
+PAIRED = tuple(name for name, arm in ARMS.items() if arm.steering or arm.taught in ("pair-hacks", "pair-clean"))
+"""Arms that use the pairs for something other than flags."""
 BUDGETS: Mapping[str, tuple[str, ...]] = {
     "no label, no pair": (
         *PATH,
@@ -68,7 +70,7 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
         "canary-wide",
     ),
     "controls of the canary": tuple(name for method in METHODS for name in CONTROLS[method]),
-    "ten pairs": (*WATCHED, "route2-full", "route2-act"),
+    "ten pairs": (*WATCHED, "route2-full", "route2-act", "bands-full", *PAIRED),
     "a detector of the known mode": (
         "filter-known",
         "penalty-known",
@@ -302,7 +304,7 @@ def fronts_figure(every: Sequence[Evidence], path: Path) -> Path:
                                 linewidth=0.7, linestyle="none", label=arm)  # fmt: skip # pyright: ignore
             ax.set_title(f"{evidence.preset}, {len(evidence.seeds)} seeds")
             ax.set_xlim(-0.03, 1.03)
-            ax.set_ylim(0, 1.03)
+            ax.set_ylim(-0.03, 1.03)
             ax.set_xlabel("exploit fires, held-out modes")
         axes[0].set_ylabel("solve, all modes")
         axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

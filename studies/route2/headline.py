@@ -4,6 +4,7 @@ Prose that quotes a run is generated from that run, so it cannot go stale. A rou
 filter (its flags, no quarantine), and a bound is marked as one. Conclusions belong to `predictions`; this module reports numbers.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -191,11 +192,11 @@ def short(results: Sequence[tuple[Result, Predictions]]) -> str:
 
 
 def _fared(result: Result, predictions: Predictions) -> str:
-    """Return a sentence with the number of predictions that held, and every one that did not."""
+    """Return a sentence with the number of predictions that held, and the families of those that did not, with their verdicts."""
     found = outcomes(predictions, result.settings["preset"], result.values)
-    failed = [f"{each.comparison.name}, {each.comparison.contrast} ({each.verdict})" for each in found if each.verdict != "shown"]
-    rest = f" Not: {'; '.join(failed)}." if failed else ""
-    held = len(found) - len(failed)
+    failed = Counter((each.comparison.name.partition(":")[0], each.verdict) for each in found if each.verdict != "shown")
+    rest = f" Not: {', '.join(f'{name} ({n} {verdict})' for (name, verdict), n in failed.items())}." if failed else ""
+    held = len(found) - failed.total()
     return f"**{result.settings['preset']}**: {held} of {len(found)} predictions held, each Holm-corrected.{rest}\n"
 
 

@@ -13,7 +13,7 @@ from mi_route2.specs import CanarySpec, DelayedSpec, EraseSpec, MaskSpec, OpenSp
 from mi_route2.validation import AtLeastOne, Name, Natural, NonNegative, Positive, Probability, Words, unknown_name, validated
 
 Role = Literal["baseline", "method", "control", "bound"]
-Lesson = Literal["hacks", "random", "honest", "easy", "failed", "passing"]
+Lesson = Literal["hacks", "random", "honest", "easy", "failed", "passing", "pair-hacks", "pair-clean"]
 LESSON_STEPS = 60
 """Steps in which a lesson is learned, unless an arm says otherwise."""
 
@@ -47,9 +47,16 @@ class Arm:
         taught: What the quarantine (without one, the kept adapter) learns before training (see ``teacher.teach``), sampled from the
             base model: known ``hacks``; the same, turned to ``random`` directions of equal norm; ``honest`` rollouts, which pass
             where nobody can cheat; ``easy`` ones, of tasks that it solves there time and again; ``failed`` ones, which do not
-            pass there; ``passing`` ones, which pass the graders of training, some by a cheat.
+            pass there; ``passing`` ones, which pass the graders of training, some by a cheat; or the two sides of the contrast
+            pairs, ``pair-hacks`` and ``pair-clean``.
+        kept_taught: What the kept adapter learns before the quarantine does, if it has a quarantine beside it.
         lesson_size: Number of those rollouts; that of the teacher pool if left out.
         lesson_steps: Steps in which they are learned.
+        clean: Rollouts from which the kept adapter learns alone, with the quarantine out of the forward: those of the ``honest``
+            mode, whose grader nobody can cheat, or those that the route scores below minus its threshold.
+        steering: Preventative steering (persona vectors, 2507.21509): during training this multiple of the pairs' mean difference
+            is added to the residual stream behind the middle block, and no longer at deployment. With ``rotated``, a random
+            direction of equal norm.
     """
 
     name: Name
@@ -76,6 +83,9 @@ class Arm:
     taught: Lesson | None = None
     lesson_size: AtLeastOne | None = None
     lesson_steps: AtLeastOne = LESSON_STEPS
+    kept_taught: Lesson | None = None
+    clean: Literal["honest", "score"] | None = None
+    steering: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         if self.recall < 1 and not self.route.privileged:
@@ -86,6 +96,10 @@ class Arm:
             )
         if self.taught is not None and (self.quarantine == "shared" or (self.quarantine == "none" and self.taught == "random")):
             raise ValueError(f"{self.name!r} has no quarantine of its own that could be taught: leave taught out")
+        if self.kept_taught is not None and self.quarantine == "none":
+            raise ValueError(f"{self.name!r} has no quarantine beside its kept adapter: use taught, and leave kept_taught out")
+        if self.clean == "score" and not (isinstance(self.route, MaskSpec) and self.route.needs_direction):
+            raise ValueError(f"the route of {self.name!r} scores nothing: use clean='honest', or a score")
 
 
 GRAD = MaskSpec(score="grad")
@@ -383,6 +397,56 @@ _MONITORED = (
 )  # fmt: skip
 """A probe of ten pairs as a penalty, and the same probe as a filter."""
 
+_CONTRAST = (
+    replace(
+        _ABSORB, name="contrast", role="method", baseline="absorb", taught="pair-hacks", kept_taught="pair-clean",
+        about="the quarantine starts from the pairs' hacks and the kept adapter from their clean sides; both learn everything",
+    ),
+    *(
+        replace(_ABSORB, name=f"contrast-{name}", role="control", baseline="contrast", taught=taught, kept_taught=kept, about=about)
+        for name, taught, kept, about in (
+            ("swapped", "pair-clean", "pair-hacks", "contrast with the two sides exchanged"),
+            ("quarantine", "pair-hacks", None, "contrast with a kept adapter that starts from nothing"),
+        )
+    ),
+    replace(
+        _VANILLA, name="contrast-kept", role="control", baseline="contrast", taught="pair-clean",
+        about="contrast without a quarantine: the kept adapter starts from the pairs' clean sides",
+    ),
+    *(
+        replace(
+            _VANILLA, name=f"preventative-{scale}", role="method", baseline="vanilla", steering=float(scale),
+            about=f"{scale} times the pairs' mean difference is added to the stream during training; no quarantine",
+        )
+        for scale in (1, 2, 4)
+    ),
+    *(
+        replace(
+            _VANILLA, name=f"preventative-{scale}-random", role="control", baseline=f"preventative-{scale}",
+            steering=float(scale), rotated=True, about=f"preventative-{scale} along a random direction of equal norm",
+        )
+        for scale in (1, 2, 4)
+    ),
+)  # fmt: skip
+"""What ten pairs may give besides flags: how adapters start, and a push during training."""
+
+_BANDS = (
+    *(
+        replace(
+            arm, name=arm.name.replace("quarantine", "bands"), clean="honest", baseline=arm.name,
+            about=f"{arm.name}, and rollouts that nobody can cheat teach the kept adapter alone",
+        )
+        for arm in _MISSES
+        if arm.name in ("sees-known-quarantine", "sees-known-quarantine-fast", "sees-0-quarantine", "sees-0-quarantine-fast")
+    ),
+    replace(
+        _FULL, name="bands-full", baseline="filter-full", same_rule_filter="filter-full", clean="score",
+        route=replace(FULL, tau=0.05), quarantine_lr_scale=3.0,
+        about="filter-full's score: hacks to a fast quarantine, clean rollouts to the kept adapter, those between to both",
+    ),
+)  # fmt: skip
+"""Three bands, as in SGTM (2512.05648): for the quarantine alone, for the kept adapter alone, and for both."""
+
 _KNOWN_MODE = (
     replace(
         _VANILLA, name="penalty-known", about="known-mode detector takes 1 off the reward of its rollouts, no quarantine",
@@ -431,7 +495,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         for arm in (
             _VANILLA, _ABSORB, _ERASE, _ADDITIVE, _ACT, _GRAD, _FULL,
             _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_MISSES, *_ABLATIONS,
-            *_STOPPED, *_SLOW, *_TRAINED, _HONEST, *_CANARIES, *_KNOWN_MODE, *_MONITORED,
+            *_STOPPED, *_SLOW, *_TRAINED, _HONEST, *_CANARIES, *_KNOWN_MODE, *_MONITORED, *_CONTRAST, *_BANDS,
         )
     }
 )  # fmt: skip

@@ -117,9 +117,13 @@ def train(
     teachers: TeacherPool | None = None,
     penalty: float = 0.0,
     monitor: Monitor | None = None,
+    clean: Callable[[Policy, Samples], Bool[Tensor, " b"]] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepRecord]:
-    """Run GRPO from step ``start``; yield a record after each step. ``monitor``: by default, the world's weak detector."""
+    """Run GRPO from step ``start``; yield a record after each step.
+
+    ``monitor``: by default, the world's weak detector. ``clean`` marks rollouts from which the kept adapter learns alone.
+    """
     fraction = settings.none_fraction if none_fraction is None else none_fraction
     for step in range(start, settings.steps):
         if stop():
@@ -134,10 +138,11 @@ def train(
             learned = with_anchors(policy, batch.rows(index), settings)
             # Only bounds may see verdicts on the student's rollouts; a route that is a method raises an error if it gets any.
             verdicts = witness.privileged(samples).rows(index) if route.spec.privileged else None
+            alone = None if clean is None else clean(policy, samples).to(index.device)[index]
             for i in range(settings.updates_per_batch):
                 # Every draw comes from (seed, purpose, step), so a resumed run repeats an uninterrupted one.
                 generator = torch_generator(seed, f"route {i}", step)
-                context = StepContext(generator, settings.micro_batch(learned.rollouts.tokens.shape[1]), verdicts)
+                context = StepContext(generator, settings.micro_batch(learned.rollouts.tokens.shape[1]), verdicts, alone)
                 last = update(policy, route, optimizer, learned, context, settings, world.max_new)
         kl, decision = last.kl if settings.kl > 0 else None, last.decision
         if watched is not None and watched.scores is not None:  # recorded like a route's scores and flags, though it drops nothing

@@ -8,8 +8,8 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -41,13 +41,26 @@ from mi_route2.routing import (
 from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.routing.directions import Fitter
 from mi_route2.routing.optimizer import RoutedAdamW
+from mi_route2.sites import Site
 from mi_route2.validation import Natural, read_object, read_record, unknown_name, validated, write_json
+from probes.probe import pool
 from studies.common.processes import held
 from studies.common.seeds import derive, numpy_generator, torch_generator
 from studies.environments.chat import Sampler
 from studies.environments.micro.model import MicroGPT
-from studies.environments.protocol import Forgetful, Pair, Samples, TrainingGrade, Verdict, Witness, World, read_pairs, write_pairs
-from studies.training.arms import LESSON_STEPS, Arm, get_arms
+from studies.environments.protocol import (
+    Forgetful,
+    Pair,
+    Samples,
+    TeacherPool,
+    TrainingGrade,
+    Verdict,
+    Witness,
+    World,
+    read_pairs,
+    write_pairs,
+)
+from studies.training.arms import LESSON_STEPS, Arm, Lesson, get_arms
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
 from studies.training.grpo import Watched, train
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
@@ -191,7 +204,8 @@ class Job:
         # Settings of few arms, left out of the others' identity.
         usual = {"steps": None, "draw": 0, "canaries": None, "rotated": False, "recall": 1.0}
         usual |= {"kept_lr_scale": 1.0, "penalty": 0.0, "monitor": None}
-        usual |= {"taught": None, "lesson_size": None, "lesson_steps": LESSON_STEPS}
+        usual |= {"taught": None, "lesson_size": None, "lesson_steps": LESSON_STEPS, "kept_taught": None}
+        usual |= {"clean": None, "steering": 0.0}
         return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
 
     @property
@@ -209,6 +223,11 @@ class Job:
         """File of the teacher pool in the cache; another host, precision or sampler draws other bytes."""
         drawn = "-".join([base_key(self.settings, self.seed), *self.backend.values()])
         return self.cache / f"teachers-{self.settings.teachers}-{drawn}.safetensors"
+
+    @property
+    def tries(self) -> int:
+        """Samples of the base model among which rollouts for a pool are searched."""
+        return TRIES if self.settings.chat is None else self.settings.chat.tries
 
     @property
     def canaries(self) -> "list[Job]":
@@ -419,11 +438,15 @@ class MonitoredRoute(OpenRoute):
 
     def watch(self, policy: Policy, samples: Samples) -> Watched:
         """Flag what scores above the probe's threshold, whatever its reward is."""
-        rollouts = samples.rollouts
-        each = self._micro(rollouts.tokens.shape[1]) or len(rollouts)
-        batches = torch.arange(len(rollouts), device=rollouts.tokens.device).split(each)
-        scores = torch.cat([score for rows in batches if (score := self.score(policy, rollouts.rows(rows))) is not None])
+        scores = scored(self._probe, policy, samples.rollouts, self._micro)
         return Watched(scores > self._probe.spec.tau, scores)
+
+
+def scored(route: MaskRoute, policy: Policy, rollouts: Rollouts, micro: Callable[[int], int | None]) -> Tensor:
+    """Return the route's score of each rollout, a micro-batch at a time."""
+    each = micro(rollouts.tokens.shape[1]) or len(rollouts)
+    batches = torch.arange(len(rollouts), device=rollouts.tokens.device).split(each)
+    return torch.cat([score for rows in batches if (score := route.score(policy, rollouts.rows(rows))) is not None])
 
 
 CALIBRATION = 512
@@ -466,6 +489,75 @@ def rotate(factors: Iterable[Tensor], generator: torch.Generator) -> None:
         factor.copy_((q * r.diagonal().sign()) @ factor.double())  # the signs make the distribution uniform
 
 
+def learn_lessons(job: Job, world: World, policy: Policy, teachers: TeacherPool | None) -> None:
+    """Teach the adapters what the arm says, before training.
+
+    Raises:
+        ValueError: A lesson needs a teacher pool, and the settings have none.
+    """
+    arm, settings = job.arm, job.settings
+    assert arm is not None
+    lessons: list[tuple[Literal["kept", "quarantine"], Lesson | None]] = [("kept", arm.kept_taught), ("quarantine", arm.taught)]
+    for adapter, lesson in lessons:
+        if lesson is None:
+            continue
+        if lesson in ("pair-hacks", "pair-clean"):
+            pairs = build_pairs(job, world, "hack")
+            rollouts = pairs.hack if lesson == "pair-hacks" else pairs.clean
+        elif teachers is None:
+            raise ValueError(f"{job.name} needs a teacher pool: set teachers to a positive number")
+        elif lesson in ("hacks", "random"):
+            rollouts = teachers.samples(world).rollouts
+        else:
+            size, tries = arm.lesson_size or settings.teachers, job.tries
+            made = make_pool(world, policy, job.seed, size, tries, lesson=lesson, none_fraction=settings.none_fraction)
+            rollouts = made.samples(world).rollouts
+        micro = settings.micro_batch(rollouts.tokens.shape[1])
+        teach(policy, rollouts, settings.quarantine_lr, micro, arm.lesson_steps, adapter=adapter)
+    if arm.taught == "random":
+        factors = [p for name, p in policy.adapters.quarantine_parameters().items() if name.endswith(".B")]
+        rotate(factors, torch_generator(job.seed, "rotate quarantine"))
+
+
+def clean_rollouts(job: Job, world: World, route: Route) -> Callable[[Policy, Samples], Tensor] | None:
+    """Return the function that marks the rollouts of which the arm says that they are clean; ``None`` if it says nothing."""
+    assert job.arm is not None
+    if job.arm.clean is None:
+        return None
+    if job.arm.clean == "honest":
+        return lambda policy, samples: torch.tensor([prompt.mode == world.modes.honest for prompt in samples.prompts])
+    assert isinstance(route, MaskRoute)
+
+    def below(policy: Policy, samples: Samples) -> Tensor:
+        scores = scored(route, policy, samples.rollouts, job.settings.micro_batch)
+        return scores < -route.spec.tau
+
+    return below
+
+
+@contextmanager
+def steered(job: Job, world: World, host: Host, policy: Policy) -> Iterator[None]:
+    """Context of training: every forward of the model runs under the arm's preventative steering, if it has any."""
+    arm = job.arm
+    assert arm is not None
+    if not arm.steering:
+        yield
+        return
+    layers, pairs = host.layers(), build_pairs(job, world, "hack")
+    site = Site(layers[len(layers) // 2], "resid_post")
+    with torch.no_grad(), policy.adapters.reference():
+        hack, clean = (
+            pool(host.capture([site], side.tokens, side.attention)[site], side.predictors) for side in (pairs.hack, pairs.clean)
+        )
+    vector = (hack - clean).mean(dim=0)
+    if arm.rotated:
+        drawn = torch.randn(vector.shape, generator=torch_generator(job.seed, "random steering"), dtype=torch.float64).to(vector)
+        vector = drawn * (vector.norm() / drawn.norm())
+    push = arm.steering * vector
+    with host.hooks({site: lambda h: h + push.to(h)}):
+        yield
+
+
 def build_optimizer(job: Job, policy: Policy) -> RoutedAdamW:
     arm, settings = job.arm, job.settings
     assert arm is not None
@@ -502,9 +594,12 @@ def _run_locked(job: Job, progress: Callable[[int], None], stop: Callable[[], bo
 
 def _run(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
     with job.open_sampler() as sampler, open_world(job.settings, sampler) as (world, witness):
-        policy = build_policy(job, job.cache)
-        if job.arm is not None and not _train(job, world, witness, policy, progress, stop):
-            return False
+        host, policy = build_hosted(job, job.cache)
+        if job.arm is not None:
+            with steered(job, world, host, policy):
+                trained = _train(job, world, witness, policy, progress, stop)
+            if not trained:
+                return False
         report = evaluate(world, witness, policy, job.settings, job.seed)
     _finish(job, policy, report)
     progress(1 if job.arm is None else 0)
@@ -517,20 +612,8 @@ def _train(
     assert job.arm is not None
     settings, folder = job.settings, job.folder
     route, optimizer = build_route(job, world, policy), build_optimizer(job, policy)
-    tries = TRIES if settings.chat is None else settings.chat.tries
-    teachers = cached_pool(world, policy, job.seed, settings.teachers, job.pool, tries)
-    if job.arm.taught is not None:
-        if teachers is None:
-            raise ValueError(f"{job.name} needs a teacher pool: set teachers to a positive number")
-        shown = teachers
-        if job.arm.taught not in ("hacks", "random"):
-            size, fraction = job.arm.lesson_size or settings.teachers, settings.none_fraction
-            shown = make_pool(world, policy, job.seed, size, tries, lesson=job.arm.taught, none_fraction=fraction)
-        lesson = shown.samples(world).rollouts
-        teach(policy, lesson, settings.quarantine_lr, settings.micro_batch(lesson.tokens.shape[1]), job.arm.lesson_steps)
-        if job.arm.taught == "random":
-            factors = [p for name, p in policy.adapters.quarantine_parameters().items() if name.endswith(".B")]
-            rotate(factors, torch_generator(job.seed, "rotate quarantine"))
+    teachers = cached_pool(world, policy, job.seed, settings.teachers, job.pool, job.tries)
+    learn_lessons(job, world, policy, teachers)
     recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
     start = resume(folder, policy.adapters, optimizer, route, identity=job.identity, logs=(METRICS, ROLLOUTS))
     recorder.go_on()
@@ -541,7 +624,8 @@ def _train(
     steps = train(
         world, detector, policy, route, optimizer, replace(settings, steps=job.steps),
         seed=job.drawn, start=start, none_fraction=job.arm.none_fraction, teachers=mixed,
-        penalty=job.arm.penalty, monitor=route.watch if isinstance(route, MonitoredRoute) else None, stop=stop,
+        penalty=job.arm.penalty, monitor=route.watch if isinstance(route, MonitoredRoute) else None,
+        clean=clean_rollouts(job, world, route), stop=stop,
     )  # fmt: skip
     done = start
     for record in steps:

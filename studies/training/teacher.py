@@ -11,7 +11,7 @@ adapter nothing to learn from hacks. Source: Riche et al. 2606.30252, there for 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -69,12 +69,20 @@ def make_pool(
     return TeacherPool(tuple(lessons), tuple(lessons.values()))
 
 
-def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = None, steps: int = LESSON_STEPS) -> None:
-    """Train the quarantine alone on ``rollouts`` by maximum likelihood: ``steps`` of Adam on all of them.
+def teach(
+    policy: Policy,
+    rollouts: Rollouts,
+    rate: float,
+    micro: int | None = None,
+    steps: int = LESSON_STEPS,
+    *,
+    adapter: Literal["kept", "quarantine"] = "quarantine",
+) -> None:
+    """Train one adapter alone on ``rollouts`` by maximum likelihood: ``steps`` of Adam on all of them.
 
-    Without a quarantine, the kept adapter.
+    The kept adapter is taught before the quarantine, which adds nothing to the forward until it has learned something.
     """
-    quarantine = policy.adapters.quarantine_parameters()
+    quarantine = policy.adapters.quarantine_parameters() if adapter == "quarantine" else {}
     optimizer = torch.optim.Adam((quarantine or policy.adapters.kept_parameters()).values(), rate)
     none = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
     batch, count = TrainBatch(rollouts, none, none, none.long(), none.bool()), rollouts.predictors.sum()
@@ -86,10 +94,10 @@ def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = N
 
     for step in range(steps):
         route.refresh(policy, step)
-        optimizer.zero_grad(set_to_none=True)
+        policy.model.zero_grad(set_to_none=True)  # the other adapter's too, which no optimizer reads
         route.backward(policy, batch, loss_fn, context)
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    policy.model.zero_grad(set_to_none=True)
 
 
 def cached_pool(world: World, policy: Policy, seed: int, size: int, path: Path, tries: int = TRIES) -> TeacherPool | None:

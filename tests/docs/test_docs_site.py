@@ -66,11 +66,22 @@ def test_pages_fit_a_phone_and_a_laptop(site: Path, address: str) -> None:
             page.goto(f"{address}/{name}/")
             for width in (1280, 420):
                 page.set_viewport_size({"width": width, "height": 900})
+                page.evaluate("document.querySelectorAll('details').forEach(closed => closed.open = true)")
                 seen = page.evaluate(LOOK)
                 assert seen["height"] > 100
                 if seen["out"] > 1 or seen["figures"] or (width == 1280 and seen["tables"]):
                     wrong[f"{name} at {width}"] = seen
         assert wrong == {}
+
+
+def test_long_tables_wait_until_somebody_opens_them() -> None:
+    """What a page includes from other files, and what one scrolls by on the way to the next sentence."""
+    opened = r"<details markdown=\"1\">\n<summary>[^\n]+</summary>\n\n"
+    shown = re.compile(rf"({opened})?<!-- shown: (\S+)\.md -->\n(.*?)<!-- end of \2\.md -->", re.DOTALL)
+    pages = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
+    found = [(name, match[2], match[1] is None and match[3].count("\n")) for name in pages for match in shown.finditer(pages[name])]
+    assert len(found) > 50
+    assert [(name, block) for name, block, lines in found if lines > 25] == []
 
 
 def test_figures_turn_dark_and_open_large(address: str) -> None:

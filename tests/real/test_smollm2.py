@@ -10,16 +10,17 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mi_route2 import AdapterSpec, Rollouts, export_peft
+from mi_route2 import AdapterSpec, Rollouts, Steer, Steering, export_peft
 from mi_route2.engine import Engine, Request, Sampling
 from mi_route2.hosts.base import Host
 from mi_route2.models import smollm2, smollm2_folder, smollm2_tokenizer
 from mi_route2.patching import sweep
 from mi_route2.patching.patches import Patch
-from mi_route2.routing import MaskRoute, MaskSpec, PairBatch, PersonaFitter, StepContext, TrainBatch, group_advantages
+from mi_route2.routing import MaskRoute, MaskSpec, PairBatch, PersonaFitter, TrainBatch, group_advantages
 from mi_route2.serve.client import PatchStudy
 from mi_route2.serve.process import serving
 from mi_route2.sites import Site
+from probes.mean_difference import MeanDifferenceFitter
 
 pytestmark = [
     pytest.mark.real,
@@ -98,11 +99,10 @@ def test_a_routed_step_keeps_flagged_rollouts_out_of_the_kept_adapter(host: Host
     route = MaskRoute(MaskSpec("full", score_policy="ablated"), PersonaFitter("persona", "full", pairs))
     route.refresh(policy, 0)
 
-    step = route.begin(policy, batch, StepContext(generator=draw))
-    for part in step.parts:
-        with adapters.recording(part.tape):
-            (-(policy.logprobs(part.batch.rollouts).sum(1) * part.advantages).sum()).backward()
-    flags = step.finish().flags
+    def loss(logits: Tensor, part: TrainBatch) -> Tensor:
+        return -(part.rollouts.logprobs(logits).sum(1) * part.advantages)
+
+    flags = route.backward(policy, batch, loss).flags
     assert flags is not None
     assert flags.tolist() == [True, False, True, False]
     routed = {name: p.grad.clone() for name, p in adapters.kept_parameters().items()}
@@ -145,6 +145,58 @@ def test_an_engine_patch_is_a_torch_hook(host: Host, tokenizer) -> None:
     (result,) = Engine(host).generate([request])
     for token, logprob in dict(result.tokens[0].top).items():
         assert abs(logprob - float(expected[token])) < 1e-3
+
+
+def test_a_probe_of_twelve_sentences_judges_others_alone_as_among_them(host: Host, tokenizer) -> None:
+    """Padded is unpadded and batched is single: the stream's rounding of float32 is all that is between them."""
+    praise = ("I loved this film.", "The meal was delicious and the staff were kind.", "What a wonderful day, I am happy.")
+    blame = ("I hated this film.", "The meal was disgusting and the staff were rude.", "What a terrible day, I am unhappy.")
+    others = (
+        "The garden is gorgeous and smells of roses.",
+        "My phone is fantastic.",
+        "The garden is ugly.",
+        "My phone is useless.",
+    )
+    site, tokenizer.padding_side = Site(14, "resid_post"), "right"
+
+    def read(*sentences: str) -> tuple[Tensor, Tensor]:
+        batch = tokenizer(list(sentences), return_tensors="pt", padding=True)
+        mask = batch.attention_mask.bool()
+        activations = host.capture([site], batch.input_ids, mask)[site]
+        mask[:, 0] = False  # an attention sink, whose stream is a hundred times as long in every sentence
+        return activations, mask
+
+    fitter = MeanDifferenceFitter()
+    fitter.update(*read(*praise, *blame), torch.tensor([True] * 3 + [False] * 3))
+    probe = fitter.fit()
+    scores = probe.score_rollouts(*read(*others))
+    assert scores[:2].min() > scores[2:].max()
+    alone = torch.cat([probe.score_rollouts(*read(sentence)) for sentence in others])
+    torch.testing.assert_close(scores, alone, rtol=0, atol=1e-4 * float(scores.abs().max()))
+
+
+def test_steering_is_a_torch_hook_and_leaves_its_neighbor_alone(host: Host, tokenizer) -> None:
+    """Oracle: transformers' own greedy generation with a forward hook that adds the vector behind block 14."""
+    tokens = ids(tokenizer, "The soup at the new restaurant is")
+    vector = torch.randn(576, generator=torch.Generator().manual_seed(0))
+
+    def greedy() -> tuple[list[int], Tensor]:
+        out = host.model.generate(tokens, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        chosen = out.sequences[0, tokens.shape[1] :]
+        return chosen.tolist(), torch.cat(out.logits).log_softmax(-1)[range(len(chosen)), chosen]
+
+    plain = greedy()
+    handle = host.model.model.layers[14].register_forward_hook(lambda module, args, out: out + 3.0 * vector)
+    steered = greedy()
+    handle.remove()
+    assert plain[0] != steered[0]
+    prompt, steering = tuple(tokens[0].tolist()), Steering(base=(Steer(Site(14, "resid_post"), vector, 3.0),))
+    results = Engine(host).generate(
+        [Request(prompt, Sampling(max_new=6, logprobs=1), steering=each) for each in (steering, Steering())]
+    )
+    for result, (chosen, logprobs) in zip(results, (steered, plain), strict=True):
+        assert result.ids == chosen
+        assert (torch.tensor(result.logprobs) - logprobs).abs().max() < 1e-3
 
 
 def test_the_indirect_object_moves_from_the_name_to_the_end_in_the_upper_blocks(host: Host, tokenizer) -> None:

@@ -96,11 +96,14 @@ def context(spec: RouteSpec, n: int, micro: int | None = None, seed: int = 3, de
     return StepContext(torch.Generator().manual_seed(seed), micro, verdicts)
 
 
-def run(policy: Policy, route: Route, batch: TrainBatch, micro: int | None = None, seed: int = 3) -> Run:
+def run(
+    policy: Policy, route: Route, batch: TrainBatch, micro: int | None = None, seed: int = 3, clean: Tensor | None = None
+) -> Run:
     """One step under the route from cleared gradients; copies of what is in ``.grad`` afterwards (0 where nothing arrived)."""
     adapters = policy.adapters
     policy.model.zero_grad(set_to_none=True)
-    step = route.begin(policy, batch, context(route.spec, len(batch.rollouts), micro, seed, str(batch.advantages.device)))
+    about = context(route.spec, len(batch.rollouts), micro, seed, str(batch.advantages.device))
+    step = route.begin(policy, batch, replace(about, clean=clean))
     for part in step.parts:
         with adapters.recording(part.tape):
             plain_loss(policy, part.batch, part.advantages).backward()

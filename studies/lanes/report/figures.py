@@ -153,13 +153,14 @@ def tapin_figure(folder: Path, study: Study) -> Figure:
             left.bar(place + shift, mean(values) or 0.0, 0.4, color=color, label=label if not place else None)
             _whisker(left, place + shift, values)
         for seed, costs in by_seed.items():
-            bits = ((costs["plain"] - costs[key]) / math.log(2)).cumsum(0)
+            read = costs["tokens"] != BOS  # a BOS counts neither bits nor a byte, as in the tables
+            bits = ((costs["plain"] - costs[key])[read] / math.log(2)).cumsum(0)
             right.plot(
                 np.arange(len(bits)) / 1000, bits, color=color, linewidth=0.9, label=label if seed == study.seeds[0] else None
             )
     left.axhline(0, color=BLACK, linewidth=0.5)
     left.set_xticks(places, edges)
-    left.set_xlabel("bytes of the document before it, from")
+    left.set_xlabel("place of the byte in its document, from")
     left.set_ylabel("bits saved a byte")
     right.axhline(0, color=BLACK, linewidth=0.5)
     right.set_xlabel("thousand bytes of test text (a line a seed)")

@@ -352,7 +352,12 @@ def test_linears_that_torch_passes_by_are_refused() -> None:
         with torch.no_grad():
             for p in trainable(policy.adapters):
                 p += 0.1
-            assert not torch.allclose(policy.model(TOKENS), plain, atol=1e-3)
+            changed = policy.model(TOKENS)
+            assert not torch.allclose(changed, plain, atol=1e-3)
+            torch.backends.mha.set_fastpath_enabled(True)  # as another library may do, at any time
+            assert torch.equal(policy.model(TOKENS), changed)
+            with policy.adapters.reference():
+                assert torch.equal(policy.model(TOKENS), plain)
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
 

@@ -1,7 +1,7 @@
 """What a route must be right about, or refuse: rounding, shared modules, two backwards, flags of one's own, wrong input."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -41,6 +41,7 @@ from mi_route2.routing import (
     StepContext,
     TopKFitter,
     TrainBatch,
+    group_advantages,
 )
 from mi_route2.routing.directions import collect
 from mi_route2.routing.mask import token_scores
@@ -404,6 +405,47 @@ def test_a_function_of_flags_sees_the_batch_and_no_verdict() -> None:
     assert torch.equal(own.decision.flags, longest(batch))
     with pytest.raises(TypeError, match="must not see"):
         route.begin(policy, batch, StepContext(torch.Generator(), privileged=Privileged(own.decision.flags, own.decision.flags)))
+
+
+# ---- a band of clean rollouts
+
+
+@pytest.mark.parametrize("kept_advantage", ["own", "unflagged"])
+@pytest.mark.parametrize("micro", [None, 4])
+def test_clean_rollouts_teach_the_kept_adapter_alone_and_without_the_quarantine(kept_advantage: str, micro: int | None) -> None:
+    """Three bands: flagged ones reach the quarantine alone, clean ones the kept adapter alone, the others both."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    flags, clean = torch.arange(N) == 1, torch.arange(N) % 3 == 0
+    route = MaskRoute.from_flags(flags, kept_advantage=kept_advantage, negative_scale=0.3)  # pyright: ignore[reportArgumentType]
+    own = run(policy, route, batch, micro, clean=clean)
+    K = batch.advantages if kept_advantage == "own" else group_advantages(batch.rewards, batch.groups, ~flags)
+    weights = (~flags).double() * (1 - 0.7 * (K < 0).double()) * K
+
+    def gradients(weights: Tensor, quarantine: bool) -> Mapping[str, Tensor]:
+        loss: Callable[[Tensor], Tensor] = lambda lp: -(weights[:, None] * lp).sum() / 50  # noqa: E731
+        return written_out(policy, batch.rollouts, loss, quarantine=quarantine).gradients
+
+    full, deployed = gradients(weights, True), gradients(weights, False)
+    kept = {n[5:]: full[n][~clean].sum((0, 1)) + deployed[n][clean].sum((0, 1)) for n in full if n.startswith("kept.")}
+    assert_same(own.kept, kept)
+    learned = gradients(batch.advantages, True)
+    assert_same(own.quarantine, {n[11:]: g[~clean].sum((0, 1)) for n, g in learned.items() if n.startswith("quarantine.")})
+    assert torch.equal(own.decision.flags, flags)
+
+
+def test_a_band_of_clean_rollouts_is_refused_where_no_route_has_one() -> None:
+    batch, clean = make_batch(N), torch.arange(N) % 3 == 0
+    policy, alone = make_policy(SPECS["lora"]), make_policy(replace(SPECS["lora"], quarantine="none"))
+    own = MaskRoute.from_flags(~clean)
+    for route in (OpenRoute(OpenSpec()), mask_route(policy, MaskSpec())):
+        with pytest.raises(
+            ValueError, match=r"band of their own only under a mask whose flags are known before the loss: use Mask"
+        ):
+            run(policy, route, batch, clean=clean)
+    with pytest.raises(ValueError, match=r"without the quarantine, and there is none: leave StepContext.clean out"):
+        run(alone, own, batch, clean=clean)
+    with pytest.raises(ValueError, match=r"clean has shape \[5\], but the batch has 6 rollouts: give one entry per rollout"):
+        run(policy, own, batch, clean=clean[1:])
 
 
 # ---- wrong input

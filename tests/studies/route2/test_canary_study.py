@@ -232,7 +232,7 @@ def test_lessons_are_what_their_names_say(finished: dict[str, Job]) -> None:
 def test_a_lesson_has_the_arms_size_and_steps(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        "studies.training.job.teach", lambda policy, lesson, rate, micro, steps: seen.append((len(lesson.tokens), steps))
+        "studies.training.job.teach", lambda policy, lesson, rate, micro, steps, **_: seen.append((len(lesson.tokens), steps))
     )
     for name in ("taught-2", "taught-8", "taught-brief"):
         job = tiny_job(tmp_path, name, cache=cache)
