@@ -113,7 +113,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 def _is_whole(folder: Path) -> bool:
     try:
         sums = parse_object((folder / _SUMS).read_bytes())
-        return bool(sums) and all(_sha256(folder / name) == value for name, value in sums.items())
+        there = {file.name for file in folder.iterdir()} - {_SUMS}
+        return there == sums.keys() and all(_sha256(folder / name) == value for name, value in sums.items())
     except (OSError, ValueError):
         return False
 

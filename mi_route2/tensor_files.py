@@ -42,8 +42,10 @@ def read_tensors(path: Path, *, unchecked: bool = False) -> tuple[dict[str, Tens
     """Return all tensors and the header's metadata of a safetensors file.
 
     Raises:
-        ValueError: The file is incomplete or was changed, or it has no checksum and ``unchecked`` is False.
+        ValueError: It is a folder, or the file is incomplete or was changed, or it has no checksum and ``unchecked`` is False.
     """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give the file in it")
     try:
         with safe_open(path, framework="pt") as handle:
             header = parse_json((handle.metadata() or {}).get(HEADER, "{}"))

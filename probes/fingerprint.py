@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.adapters import Adapters
-from mi_route2.adapters.gradients import Pairs
+from mi_route2.adapters.gradients import Pairs, rounding
 from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
@@ -59,7 +59,7 @@ class Fingerprint:
         with untouched(policy.model.parameters()), torch.enable_grad(), policy.adapters.recording(tape):
             (-policy.logprobs(rollouts).sum()).backward()
         tape.assert_fired(self.left, backward=True)
-        sketches, squares = [], []
+        sketches, squares, floor = [], [], rounding(reader.features.values())
         for site, u in self.left.items():
             gradient, v = reader.features[site], self.right[site]
             if isinstance(gradient, Pairs):
@@ -67,7 +67,10 @@ class Fingerprint:
                 sketches.append((out * into).sum(dim=1))
             else:  # of packed rollouts, or the sum over several calls
                 sketches.append(torch.stack([gradient.inner(torch.outer(*w)) for w in zip(u.T, v.T, strict=True)], dim=1))
-            squares.append(gradient.norms().square())
+            norms = gradient.norms()
+            real = norms > floor  # the rest is rounding of a gradient that is 0 in theory
+            sketches[-1] = torch.where(real[:, None], sketches[-1], 0.0)
+            squares.append(torch.where(real, norms, 0.0).square())
         norms = torch.stack(squares).sum(dim=0).sqrt()[:, None] * u.shape[1] ** 0.5
         total = torch.stack(sketches).sum(dim=0)
         # A rollout without a gradient has no direction.

@@ -365,13 +365,17 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     path, _, leaf = name.rpartition(".")
     parent = model.get_submodule(path)
     setattr(parent, leaf, module)
-    if isinstance(parent, nn.TransformerEncoderLayer):
+    if isinstance(parent, nn.TransformerEncoderLayer) and isinstance(module, RoutedLinear):
         # its fast path, which would pass the adapters by, may be switched on again later; torch leaves it alone where a hook waits
-        module.register_forward_pre_hook(_nothing)
+        module.register_forward_pre_hook(_refuse_nested)
 
 
-def _nothing(_module: nn.Module, _args: Any) -> None:
-    return None
+def _refuse_nested(_module: nn.Module, args: tuple[Any, ...]) -> None:
+    if isinstance(args[0], Tensor) and args[0].is_nested:
+        raise RuntimeError(
+            "torch has packed the batch for its fast path, for which adapters are not made: call "
+            "torch.backends.mha.set_fastpath_enabled(False)"
+        )
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -492,8 +496,9 @@ def attach(
         try:
             kept, fold = _kept(slot, spec, generator, cache_dir)
             branch = Branch(slot, kept, _quarantine(slot, kept, spec, generator), board, fold)
-        except ValueError as error:
-            raise ValueError(f"{error}, {slot.name}") from error
+        except (ValueError, torch.linalg.LinAlgError) as error:
+            told = str(error) if isinstance(error, ValueError) else "the weight has no SVD: does it hold NaN or infinity"
+            raise ValueError(f"{told}, {slot.name}") from error
         by_path.setdefault(slot.path, []).append((slot, branch))
     modules = {
         path: RoutedLinear([slot for slot, _ in entries], [branch for _, branch in entries], board)

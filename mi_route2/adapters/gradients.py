@@ -92,6 +92,10 @@ class Written:
         return torch.tensordot(weights.to(self.tensor.dtype), self.tensor, dims=1)
 
 
+_CANCELS = 1e-2
+"""Norm, as a share of the magnitude that was summed, below which a Gram matrix has lost digits."""
+
+
 @dataclass(frozen=True)
 class Pairs:
     """Gradient of a matrix factor, stored as its two sides ``h [b s d_in]`` and ``dy [b s d_out]``.
@@ -122,7 +126,12 @@ class Pairs:
             h, dy = self.h.to(wide(self.h.dtype)), self.dy.to(wide(self.dy.dtype))
             gram = torch.bmm(dy, dy.mT) * torch.bmm(h, h.mT)
             # The sum is a squared norm; rounding may make it slightly negative if it should be 0.
-            return gram.sum(dim=(1, 2)).clamp_min(0).sqrt()
+            norms = gram.sum(dim=(1, 2)).clamp_min(0).sqrt()
+            # Rounding of the square is rounding of half its digits in the norm, so what nearly cancels is computed the long way.
+            near = (norms <= _CANCELS * _magnitude(self.h, self.dy)).nonzero()[:, 0].tolist()
+            for i in near:
+                norms[i] = (dy[i].mT @ h[i]).norm()
+            return norms
         return self.values().flatten(1).norm(dim=1)
 
     def magnitude(self) -> Float[Tensor, " b"]:

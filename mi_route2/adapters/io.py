@@ -69,7 +69,8 @@ def _which(which: str) -> str:
 
 
 def _metadata(adapters: Adapters, which: str) -> dict[str, str]:
-    return {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec)), "base_hash": adapters.file_hash()}
+    header = {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec)), "base_hash": adapters.file_hash()}
+    return header | ({BASES: json.dumps(written)} if (written := bases(adapters)) else {})
 
 
 @checked
@@ -86,7 +87,8 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
 
     Raises:
         ValueError: The file was changed or has no checksum, or differs from ``adapters`` in its spec, its base weights (anywhere in
-            the model), its dtype, or a name or shape, or holds a value that is not finite. The message says what differs.
+            the model), its singular vectors, its dtype, or a name or shape, or holds a value that is not finite. The message says
+            what differs.
         RuntimeError: The weights are merged, or the adapters are detached.
 
     Examples:
@@ -100,7 +102,7 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
     stored, metadata = read_tensors(path, unchecked=unchecked)
     if metadata.get("format") not in (FORMAT, _NARROW):
         raise ValueError(f"{path} is not an adapter file (format {metadata.get('format')!r}, expected {FORMAT!r})")
-    if unknown := sorted(metadata.keys() - set(_KEYS)):
+    if unknown := sorted(metadata.keys() - {*_KEYS, BASES}):
         raise ValueError(f"{path} has the unknown entry {unknown[0]!r} in its header; delete it and write it again")
     if missing := [key for key in _KEYS if key not in metadata]:
         raise ValueError(f"{path} has no entry {missing[0]!r} in its header, which every version wrote: copy or save it again")
@@ -120,6 +122,8 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
             f"{path} was trained on other base weights (hash {metadata['base_hash']}, this model's is {adapters.base_hash}); "
             "load that base model, or pass any_base=True if the difference is intended"
         )
+    if not any_base and BASES in metadata:  # earlier versions wrote them beside the file alone
+        _refuse_other_bases(path, parse_json(metadata[BASES]), bases(adapters))
     for name, tensor in stored.items():
         _refuse_misfit(path, name, tensor, targets[name], any_base)
     for name, tensor in stored.items():
@@ -239,21 +243,21 @@ def from_pretrained(
     try:
         load_adapters(on, folder / TENSORS, any_base=any_base)
         if not any_base:
-            _refuse_other_bases(folder, config[BASES], bases(on))
+            _refuse_other_bases(folder / CONFIG, config[BASES], bases(on))
     except BaseException:
         on.detach()
         raise
     return on
 
 
-def _refuse_other_bases(folder: Path, written: Any, here: dict[str, float]) -> None:
-    """Raise ``ValueError`` if the config's fingerprints of singular vectors, ``written``, are not those computed now, ``here``."""
+def _refuse_other_bases(path: Path, written: Any, here: dict[str, float]) -> None:
+    """Raise ``ValueError`` if ``path`` says other fingerprints of singular vectors, ``written``, than computed now, ``here``."""
     if not isinstance(written, dict) or written.keys() != here.keys():
-        raise ValueError(f"{folder / CONFIG} was changed: its {BASES} are not those of its sites")
+        raise ValueError(f"{path} was changed: its {BASES} are not those of its sites")
     for site, value in written.items():
         if not isinstance(value, float) or not abs(value - here[site]) < TURNED:
             raise ValueError(
-                f"the singular vectors of {site} differ from those where {folder} was written: its weight has equal singular "
+                f"the singular vectors of {site} differ from those where {path} was written: its weight has equal singular "
                 "values, so that they depend on the LAPACK library; pass a cache_dir with the SVDs from there, or export it there"
             )
 

@@ -19,7 +19,18 @@ from torch.nn.modules import module as every_module
 
 from mi_route2.adapters.gradients import wide
 from mi_route2.adapters.svd import SVD
-from mi_route2.adapters.tape import L1, NO_MASK, Gate, ReadOutput, Refuse, Tape, apply_factor, apply_factors, requested
+from mi_route2.adapters.tape import (
+    HOOK_KINDS,
+    L1,
+    NO_MASK,
+    Gate,
+    ReadOutput,
+    Refuse,
+    Tape,
+    apply_factor,
+    apply_factors,
+    requested,
+)
 from mi_route2.sites import Slot, whole
 
 
@@ -190,6 +201,13 @@ class Point(nn.Identity):
     """Identity module at which hooks read or write."""
 
 
+def _functions(point: nn.Module) -> set[object]:
+    """Return the code of the hooks at a point; a library makes a closure or partial of one function for each point."""
+    hooks = [hook for kind in HOOK_KINDS for hook in getattr(point, kind).values()]
+    functions = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
+    return {getattr(function, "__code__", function) for function in functions}
+
+
 def watched(point: nn.Module) -> bool:
     """Return whether a hook, or a library that replaces ``forward`` (nnsight), may read or write at this point."""
     return requested(point) or "forward" in vars(point)
@@ -266,14 +284,17 @@ class Branch(nn.Module):
                 y = ReadOutput.apply(y, x, tape, self.site)
             elif tape.kept is None and y is not None and y.requires_grad:  # without a gate, a hook notes the backward
                 y.register_hook(partial(_note, tape, self.site))
-        elif tape is None and board.kept and torch.is_grad_enabled() and self.mask_requested:
-            y.register_hook(partial(_refuse_unmasked, self.site))  # pyright: ignore[reportOptionalMemberAccess]
+        elif tape is None and board.kept and y is not None and y.requires_grad and self.mask_requested:
+            y.register_hook(partial(_refuse_unmasked, self.site))
         return y  # pyright: ignore[reportReturnType]
 
     @property
     def mask_requested(self) -> bool:
-        """True if a hook is registered for the mask; hooks at all four points at once (to cache everything) do not count."""
-        return requested(self.hook_mask) and not all(map(requested, (self.hook_kept_a, self.hook_kept, self.hook_quarantine)))
+        """True if a hook is registered for the mask; one at the three other points too, to cache all, does not count."""
+        if not requested(self.hook_mask):
+            return False
+        others = [_functions(point) for point in (self.hook_kept_a, self.hook_kept, self.hook_quarantine)]
+        return not all(function in other for function in _functions(self.hook_mask) for other in others)
 
     def _refuse_backward_hooks(self) -> None:
         if self.hook_mask._backward_hooks or self.hook_mask._backward_pre_hooks:
@@ -325,10 +346,11 @@ class Branch(nn.Module):
         if isinstance(kept, LoRA):
             a = apply(x, (kept.A, quarantine.A), name="A")
             return apply(a, (kept.B, quarantine.B), name="B", onto=onto, overwrite=overwrite)
-        both = apply(x, (kept.Vh, quarantine.A), name="A")
+        frozen = partial(apply_factors, tape=tape, gates=(None, gates[1]), site=self.site)  # the kept gate acts at dS
+        both = frozen(x, (kept.Vh, quarantine.A), name="A")
         a, a_q = both.split([kept.rank, quarantine.rank], -1)
         scaled = torch.cat([apply_factor(a, kept.dS, tape, gates[0], self.site, "dS"), a_q], -1)
-        return apply(scaled, (kept.U, quarantine.B), name="B", onto=onto, overwrite=overwrite)
+        return frozen(scaled, (kept.U, quarantine.B), name="B", onto=onto, overwrite=overwrite)
 
     def _folded_kept(self, x: Tensor, tape: Tape | None) -> Tensor:
         kept, gate = self.kept, self._gate("kept")
@@ -357,8 +379,11 @@ class Branch(nn.Module):
 
 def refuse_bypass(name: str, base: nn.Module, transposed: bool) -> None:
     """Raise ``ValueError`` if ``base`` does more than ``x W^T + bias``, which a matmul in its place would lose."""
-    if base._forward_hooks or base._forward_pre_hooks:
-        raise ValueError(f"{name} has hooks, which do not fire while its weight is merged or folded: remove them, or do without")
+    if watched(base):
+        raise ValueError(
+            f"{name} has hooks, or a forward of its own, which do not run while its weight is merged or folded: remove them, or do "
+            "without"
+        )
     if transposed or type(base).forward is nn.Linear.forward:
         return
     weight, bias = base.get_parameter("weight"), base._parameters.get("bias")
@@ -408,13 +433,21 @@ class RoutedLinear(nn.Module):
     def out_features(self) -> int:
         return self.weight.shape[1 if self.transposed else 0]
 
-    def forward(self, x: Float[Tensor, "*batch d_in"], *args: Any, **kwargs: Any) -> Float[Tensor, "*batch d_out"]:
+    def forward(self, input: Float[Tensor, "*batch d_in"], *args: Any, **kwargs: Any) -> Float[Tensor, "*batch d_out"]:
+        x = input  # the argument's name in ``nn.Linear``, by which a model may pass it
         if self.board.merged:
             return functional.linear(x, self.merged_weight, self.bias)
         branches = self.branches
         if branches[0][0].folded:
+            if watched(self.base):
+                refuse_bypass(branches[0][0].site, self.base, self.transposed)
             return branches[0][0](x, None)
         y = self.base(x, *args, **kwargs)
+        if not isinstance(y, Tensor):
+            raise ValueError(
+                f"{branches[0][0].site} is a {type(self.base).__name__} that returns a {type(y).__name__}, to which no adapter can "
+                "add: leave it out of the patterns of attach"
+            )
         for branch, rows in branches:
             y = branch(x, y) if rows is None else y.index_copy(-1, rows, branch(x, y[..., rows]))
         return y

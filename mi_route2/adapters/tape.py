@@ -5,6 +5,7 @@ for
 the quarantine: during the backward, a gate receives each factor's per-rollout gradient and returns the gradient that the parameter
 gets. Readers receive the input of every site in the forward, or the pair (input, gradient at the output) in the backward. The
 caller states the layout; it is never guessed from a tensor's shape, because ``[b * s, d]`` read as rollouts would flag tokens.
+Such rows must be in the batch's order: a Linear that gets all tokens in another one (an expert's, gathered) must have no adapter.
 
 A Linear may run more than once in the forward (weight tying, recurrence): its features are then sums over its calls. Gradient
 checkpointing runs it again in the backward, which does not count as a call. A second backward on the same tape is refused, because
@@ -269,9 +270,12 @@ NO_MASK = (
 )
 
 
+HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def requested(point: nn.Module) -> bool:
     """Return whether any torch hook is registered at this point."""
-    return any((point._forward_hooks, point._forward_pre_hooks, point._backward_hooks, point._backward_pre_hooks))
+    return any(getattr(point, kind) for kind in HOOK_KINDS)
 
 
 def in_backward() -> bool:
@@ -366,7 +370,7 @@ class StackedFactors(torch.autograd.Function):
     """The factors of both adapters in one matmul, each with its own gate's answer as its gradient (``None``: ordinary autograd).
 
     ``A`` and ``A_q`` read one input and are stacked over their outputs; ``B`` and ``B_q`` add to one output and are stacked over
-    their inputs. An SVD adapter's ``Vh`` and ``U`` take the places of ``A`` and ``B``: they learn nothing, its gate acts at ``dS``.
+    their inputs. An SVD adapter's ``Vh`` and ``U`` take the places of ``A`` and ``B``, without a gate: its own acts at ``dS``.
 
     The product may be added ``onto`` the base's output, in its own memory with ``overwrite``: two passes over it less.
     """
@@ -406,7 +410,7 @@ class StackedFactors(torch.autograd.Function):
         tape, site, name = ctx.routing
         learn, axis = ctx.needs_input_grad[1:3], _STACKED[name]
         ranks = [factor.shape[axis] for factor in factors]
-        gates = [gate if one else None for gate, one in zip(ctx.gates, learn, strict=True)]
+        gates = ctx.gates  # also those of frozen factors, which are scored and detached as others are
         hs, dys = ((h, h), dy.split(ranks, -1)) if name == "A" else (h.split(ranks, -1), (dy, dy))
         # A narrow product takes hardly less time than one of twice its width, so that of one adapter gives the other's too.
         whole = _Whole(tape, h, dy, ranks, axis) if tape.packing(h) is None else None
@@ -415,7 +419,8 @@ class StackedFactors(torch.autograd.Function):
             gate, factor = gates[i], factors[i]
             if gate is not None:
                 product = None if whole is None else partial(whole.part, i)
-                answers[i] = _answer(ctx, ("kept", "quarantine")[i], gate, factor, hs[i], dys[i], product)
+                answer = _answer(ctx, ("kept", "quarantine")[i], gate, factor, hs[i], dys[i], product)
+                answers[i] = answer if learn[i] else None
             elif learn[i] and whole is not None and whole.known:
                 answers[i] = whole.part(i).sum(dim=0).to(factor.dtype)
             elif learn[i]:
@@ -442,7 +447,7 @@ class ReadOutput(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, x: Tensor, tape: Tape, site: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.tape, ctx.site, ctx.reported = tape, site, False
-        return y.view_as(y)
+        return y.clone()  # into a view that a Function returns, a model may not write
 
     @staticmethod
     @once_differentiable

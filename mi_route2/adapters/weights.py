@@ -144,10 +144,15 @@ def named(model: nn.Module, linears: Mapping[str, Slot], *, adapters: bool) -> I
     done: set[int] = set()
     for site, slot in linears.items():
         module = slot.module.base if isinstance(slot.module, RoutedLinear) else slot.module
+        known = id(module) in done  # as another part of a fused Linear
         done.add(id(module))
-        yield f"{site}.weight", slot.module.get_parameter("weight"), slot.part
-        if (bias := module._parameters.get("bias")) is not None:  # a bridge adds a zero buffer to Linears without a bias
-            yield f"{site}.bias", bias, slot.part
+        for name in ("weight", "bias"):  # a bridge adds a zero buffer to Linears without a bias
+            if (tensor := module._parameters.get(name)) is not None:
+                yield f"{site}.{name}", tensor, slot.part
+        if not known:  # what a subclass or a parametrization computes the weight or the output from
+            rest = ((name, t) for name, t in _tensors(module) if name not in ("weight", "bias"))
+            children = (entry for name, child in _children(module, done) for entry in _others(child, f"{name}.", done, adapters))
+            yield from ((f"{site}.{name}", t, lambda t: t) for name, t in (*rest, *children))
     others = _others(getattr(model, "original_model", model), "", done, adapters)
     yield from ((name, t, lambda t: t) for name, t in others)
 
@@ -160,9 +165,19 @@ def _others(module: nn.Module, path: str, done: set[int], adapters: bool) -> Ite
         return
     if WRAPPED in module._modules and (copied := module._modules.get(_FUSED_COPY)) is not None:
         done |= {id(one) for one in copied.modules()}
+    yield from ((f"{path}{name}", t) for name, t in _tensors(module))
+    for name, child in _children(module, done):
+        yield from _others(child, path if name in _WRAPPERS else f"{path}{name}.", done, adapters)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers of ``module`` alone."""
     for name, t in (*module._parameters.items(), *module._buffers.items()):
         if t is not None and name not in module._non_persistent_buffers_set:
-            yield f"{path}{name}", t
+            yield name, t
+
+
+def _children(module: nn.Module, done: set[int]) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module._modules.items():
         if child is not None and id(child) not in done:
-            yield from _others(child, path if name in _WRAPPERS else f"{path}{name}.", done, adapters)
+            yield name, child

@@ -22,8 +22,7 @@ The samples need no label: a fraction ``1 - q`` of the base's own rollouts is fl
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 from mi_route2.adapters import from_pretrained, load_adapters
 from mi_route2.adapters.io import TENSORS
 from mi_route2.checks import checked
-from mi_route2.rollouts import Policy, Rollouts, TrainBatch
+from mi_route2.rollouts import Policy, Rollouts, TrainBatch, still
 from mi_route2.routing.directions import Directions
 from mi_route2.routing.mask import MaskRoute, shuffled
 from mi_route2.routing.routes import Decision, OneCall, Part, Reduce, RouteStep, StepContext, check_step, pieces
@@ -124,19 +123,6 @@ class Canary:
                 with adapters.deployed():
                     ratios.append(self.policy.logprobs(rollouts) - base)
         return torch.stack(ratios)
-
-
-@contextmanager
-def still(model: nn.Module) -> Iterator[None]:
-    """Context: nothing is dropped at random, so that two passes differ by the adapters alone."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @torch.no_grad()

@@ -58,8 +58,10 @@ class ActivationReader:
         dtype = wide(x.dtype)
         # torch.where and not a product, because padding may hold any value, NaN included
         kept = torch.where(self._mask[..., None], x, torch.zeros_like(x))
-        mean = kept.sum(dim=1, dtype=dtype) / self._count.to(dtype)
-        feature = Written(mean @ self._basis[site].to(mean).mT, mean.norm(dim=1))
+        count = self._count.to(dtype)
+        mean = kept.sum(dim=1, dtype=dtype) / count
+        summed = torch.linalg.vector_norm(kept, dim=2, dtype=dtype).sum(dim=1) / count[:, 0]
+        feature = Written(mean @ self._basis[site].to(mean).mT, summed)
         self._calls.setdefault(site, []).append(feature)
 
     @property
@@ -190,13 +192,19 @@ def collect(
 
 @contextmanager
 def untouched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Context: put the ``.grad`` of parameters back, because others than the adapters' may train too."""
+    """Context: put the ``.grad`` of parameters back, because others than the adapters' may train too; their hooks do not fire."""
     before = [(p, p.grad) for p in parameters if p.requires_grad]
+    hooks = [hooks for p, _ in before for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+    registered = [dict(each) for each in hooks]
     for p, _ in before:
         p.grad = None  # or the backward would add to the tensor that is to be put back
+    for each in hooks:  # one of them may be an optimizer's step
+        each.clear()
     try:
         yield
     finally:
+        for each, functions in zip(hooks, registered, strict=True):
+            each.update(functions)
         for p, grad in before:
             p.grad = grad
 

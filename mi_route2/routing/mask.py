@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, rounding, wide
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape, demand_penalty
@@ -67,8 +67,8 @@ Mask = Shaped[Tensor, " b"] | Shaped[Tensor, "b s"]
 def cosine(feature: Feature, v: Tensor, floor: Float[Tensor, " b"] | None = None) -> Float[Tensor, " b"]:
     """Return ``cos(f_b, v)``; 0 if the feature is 0 or within rounding errors of 0 (its norm is at most ``floor``)."""
     inner, norms = feature.inner(v), feature.norms()
-    real = norms > (rounding([feature]) if floor is None else floor)
-    return torch.where(real, inner / torch.where(real, norms * v.norm(), torch.ones_like(norms)), torch.zeros_like(inner))
+    none = norms <= (rounding([feature]) if floor is None else floor)  # so that NaN stays NaN, which ``decide`` refuses
+    return torch.where(none, torch.zeros_like(inner), inner / torch.where(none, torch.ones_like(norms), norms * v.norm()))
 
 
 def module_scores(features: Features, directions: Directions) -> dict[str, Float[Tensor, " b"]]:
@@ -99,12 +99,19 @@ def token_scores(
     a = x @ Vh.to(x).mT
     scores = torch.nn.functional.cosine_similarity(a, v.to(x).expand_as(a), dim=-1, eps=0.0)
     noise = NOISE * torch.finfo(wide(x.dtype)).eps
-    scores = torch.where(a.norm(dim=-1) > noise * x.norm(dim=-1), scores, torch.zeros_like(scores))
+    scores = torch.where(a.norm(dim=-1) <= noise * x.norm(dim=-1), torch.zeros_like(scores), scores)
     return torch.where(predictors, scores, torch.full_like(scores, -1.0))
 
 
 def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"], predictors: Bool[Tensor, "b s"]) -> Flags:
-    """Return ``flag_b = s_b > tau and A_b > 0`` (the advantage only if ``reinforced_only``); token flags on predictors only."""
+    """Return ``flag_b = s_b > tau and A_b > 0`` (the advantage only if ``reinforced_only``); token flags on predictors only.
+
+    Raises:
+        ValueError: A score is NaN or infinite.
+    """
+    if not bool(torch.isfinite(scores).all()):
+        rows = (~torch.isfinite(scores)).nonzero()[:, 0].unique().tolist()
+        raise ValueError(f"rollouts {rows[:8]} have activations or gradients that are NaN or infinite, so they have no score")
     flags = scores > spec.tau
     if spec.reinforced_only:
         flags &= (advantages > 0) if scores.ndim == 1 else (advantages > 0)[:, None]
@@ -153,6 +160,15 @@ def hooked(site: str, mask: Tensor, point: Hooks | None) -> Tensor:
         got = f"a mask of shape {list(new.shape)}" if isinstance(new, Tensor) else f"a {type(new).__name__}"
         raise ValueError(f"a hook at {site}.hook_mask returned {got}, not a mask of shape {list(mask.shape)}")
     return new
+
+
+def _refuse_hooked(kept: Mapping[str, nn.Parameter]) -> None:
+    """Raise ``ValueError`` for a kept parameter with a gradient hook, which does not fire if gradients wait for flags."""
+    if hooked := [name for name, p in kept.items() if p._backward_hooks or p._post_accumulate_grad_hooks]:
+        raise ValueError(
+            f"{hooked[0]} has a hook on its gradient, which would not fire: pooled live gradient flags are known after it. "
+            "Remove it, or use score_policy='ablated' or score='act'"
+        )
 
 
 # ---- the state of a step
@@ -512,6 +528,8 @@ class MaskRoute(OneCall):
         if self.spec.needs_direction and self.directions is None:
             raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
         check_step(self.spec, batch, context)
+        if self.spec.decided_at == "finish":
+            _refuse_hooked(policy.adapters.kept_parameters())
         self._check_directions(policy)
         spec, indices, clean = self.spec, chunks(batch, context.micro), context.clean
         if clean is not None and not policy.adapters.has_quarantine:

@@ -48,7 +48,9 @@ class RoutedAdamW(torch.optim.Optimizer):
         _uncompiled(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @torch.no_grad()
-    def step(self, closure: None = None, *, unrouted: Mapping[Any, Tensor] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None, *, unrouted: Mapping[Any, Tensor] | None = None) -> Any:
+        """Take a step; return what ``closure`` returns, which is called before it with gradients enabled, as torch's do."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
         if unrouted is not None and not all(isinstance(p, nn.Parameter) for p in unrouted):
             raise ValueError("unrouted maps parameters to gradients: use {kept[name]: g for name, g in decision.unrouted.items()}")
         for group in self.param_groups:
@@ -71,6 +73,7 @@ class RoutedAdamW(torch.optim.Optimizer):
                 denominator = (state["exp_avg_sq"].sqrt() / (1 - b2**t) ** 0.5).add_(group["eps"])
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - b1**t))
+        return loss
 
 
 def sum_over_ranks(gradients: Sequence[Tensor]) -> None:

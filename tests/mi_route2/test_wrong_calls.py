@@ -63,7 +63,7 @@ def test_the_table_is_as_large_as_it_should_be_and_names_each_call_once() -> Non
 def test_a_mask_of_0_and_1_is_the_boolean_one() -> None:
     sites = [wrong_calls.Site(1, "resid_post")]
     tokens, mask = wrong_calls.tokens(), wrong_calls.attention()
-    mask[1, :3] = False  # padding on the left, where the mask matters
+    mask[1, :1] = False  # padding on the left, where the mask matters
     host = wrong_calls.host()
     expected, found = (host.capture(sites, tokens, one)[sites[0]] for one in (mask, mask.long()))
     assert torch.equal(found[mask], expected[mask])

@@ -1,0 +1,385 @@
+"""Numbers that would be wrong without an error: padding, frozen factors, rounding, hooks that do not run, weights not hashed."""
+
+import copy
+import re
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from families import make_family
+from mask_oracle import FixedFitter, assert_same, random_directions, run
+from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForCausalLM
+
+from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, Policy, Rollouts, attach
+from mi_route2.adapters import load_adapters, save_adapters, save_pretrained
+from mi_route2.adapters.gradients import Pairs
+from mi_route2.adapters.io import TENSORS
+from mi_route2.adapters.svd import SVD
+from mi_route2.routing import Directions, OpenRoute, OpenSpec
+from mi_route2.routing.canary import Canary
+from mi_route2.routing.directions import ActivationReader, collect, floors
+from mi_route2.routing.mask import cosine
+from mi_route2.routing.optimizer import RoutedAdamW
+from probes.fingerprint import Fingerprint
+
+LORA = AdapterSpec("lora", rank=2, quarantine_rank=2)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+# ---- padding
+
+
+def test_a_completion_behind_padding_is_refused() -> None:
+    tokens, real = torch.tensor([[3, 4, 0, 0, 5, 6]]), torch.tensor([[1, 1, 0, 0, 1, 1]])
+    with pytest.raises(
+        ValueError, match=r"in rollout 0 a completion follows padding.*left of the prompt or right of the completion"
+    ):
+        Rollouts(tokens, real, torch.tensor([[0, 0, 0, 0, 1, 1]]))
+    with pytest.raises(ValueError, match=r"a completion follows padding.*give each rollout a prompt"):
+        Rollouts(torch.tensor([[0, 0, 5, 6]]), torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 0, 1, 1]]))
+    with pytest.raises(ValueError, match="have no tokens"):
+        Rollouts(*(torch.zeros(1, 0, dtype=torch.long) for _ in range(3)))
+    Rollouts(tokens, real, torch.tensor([[0, 0, 0, 0, 0, 1]]))  # padding within a prompt
+
+
+class Wrapped(nn.Module):
+    """A model whose signature does not tell that it takes positions, as that of a wrapper with a value head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=24))
+
+    def forward(self, input_ids: Tensor, **given: object) -> object:
+        return self.inner(input_ids, **given)
+
+
+def other_models() -> dict[str, nn.Module]:
+    sizes = {"vocab_size": 50, "max_position_embeddings": 32}
+    bart = BartConfig(**sizes, d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=32)
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    roberta = RobertaConfig(**sizes, **small, is_decoder=True, pad_token_id=1)
+    torch.manual_seed(0)
+    return {"bart": BartForCausalLM(bart), "roberta": RobertaForCausalLM(roberta), "wrapped": Wrapped()}
+
+
+@pytest.mark.parametrize("name", ["bart", "roberta", "wrapped"])
+def test_a_model_that_counts_padding_is_refused_under_left_padding_alone(name: str) -> None:
+    model = other_models()[name]
+    policy = Policy(model, attach(model, "*", spec=LORA, generator=seeded()))
+    assert policy.logprobs(make_rollouts(3)).isfinite().all()
+    with pytest.raises(ValueError, match=r"gives tokens behind padding other logits than alone.*pad on the right"):
+        policy.logprobs(make_rollouts(3, left=True))
+
+
+def test_nan_behind_padding_and_features_that_are_nan_are_refused() -> None:
+    """A NaN would be compared as no more than any threshold, and its rollout would teach the kept adapter."""
+    model = make_family("Llama").double()
+    model.set_attn_implementation("eager")
+    policy = Policy(model, attach(model, "blocks.*", spec=LORA, generator=seeded()))
+    with pytest.raises(ValueError, match="makes NaN of it"):
+        policy.logprobs(make_rollouts(3, left=True))
+    policy, batch = make_policy(SPECS["lora"]), make_batch()
+    policy.model.pos_embed.weight.data[9] = torch.nan  # a position that the longer rollouts reach  # pyright: ignore
+    route = MaskRoute(MaskSpec("act"), FixedFitter(random_directions(policy, "act")))
+    route.refresh(policy, 0)
+    with pytest.raises(ValueError, match=r"rollouts \[.*\] have activations or gradients that are NaN"):
+        route.backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits).sum(1))
+
+
+# ---- rounding
+
+
+def test_activations_that_cancel_have_no_cosine() -> None:
+    x = torch.randn(1, 3, 16, generator=seeded())
+    x = 1000 * torch.cat([x, -x.flip(1)], 1)[:, torch.randperm(6, generator=seeded())]
+    v = torch.randn(16, generator=seeded())
+    for padding in (0, 1, 3, 7):
+        reader = ActivationReader(torch.arange(6 + padding)[None] < 6, {"s": torch.eye(16)})
+        reader.read("s", torch.cat([x, torch.full((1, padding, 16), 9.0)], 1))
+        assert cosine(reader.features["s"], v, floors(reader.features, "act")["s"]).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-2, 1e-3, 2e-4])
+def test_the_norm_of_a_gradient_that_nearly_cancels_has_its_digits(share: float) -> None:
+    """Keys alike and output gradients that sum to 0: |G| is ``share`` of what was summed. Oracle: float64."""
+    generator = seeded()
+    h = torch.randn(4, 1, 128, generator=generator) + share * torch.randn(4, 16, 128, generator=generator)
+    dy = torch.randn(4, 16, 128, generator=generator)
+    dy = dy - dy.mean(1, keepdim=True)
+    exact = torch.bmm(dy.double().mT, h.double()).flatten(1).norm(dim=1)
+    torch.testing.assert_close(Pairs(h, dy).norms().double(), exact, rtol=0.02, atol=0)
+
+
+def test_a_fingerprint_is_of_real_gradients_alone() -> None:
+    """q and k of a prompt of one token and a completion of one: 0 in theory, and rounding of any direction in practice."""
+    policy = make_policy(SPECS["lora"])
+    fingerprint = Fingerprint.draw(policy.adapters, width=8, generator=seeded())
+    other = Fingerprint(
+        {site: u * 1e12 if site[-1] in "qk" else u for site, u in fingerprint.left.items()}, fingerprint.right
+    )  # what rounding there is would be seen
+    short = Rollouts.from_lists([[3], [4], [5]], [[7], [8], [9]], pad=0)
+    assert torch.equal(fingerprint(policy, short), other(policy, short))
+    assert fingerprint(policy, short).norm(dim=1).min() > 0.1
+    assert not torch.equal(fingerprint(policy, make_rollouts(3)), other(policy, make_rollouts(3)))
+
+
+# ---- frozen factors, and models that write into what they get
+
+
+@pytest.mark.parametrize("frozen", [".B", ".A", "blocks.1."])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MaskSpec("grad"),
+        MaskSpec("grad", unit="rollout", through="detach"),
+        MaskSpec("full", unit="rollout", through="detach"),
+        MaskSpec("act", through="detach"),
+    ],
+    ids=lambda spec: f"{spec.score}-{spec.unit}-{spec.through}",
+)
+def test_stacked_adapters_ask_the_gates_of_frozen_factors_too(spec: MaskSpec, frozen: str) -> None:
+    runs = []
+    for stack in (False, True):
+        policy = make_policy(SPECS["lora"])
+        policy.adapters.stack = stack
+        for name, p in policy.adapters.kept_parameters().items():
+            p.requires_grad_(frozen not in f".{name}" and not name.endswith(frozen))
+        route = MaskRoute(spec, FixedFitter(random_directions(policy, spec.score)))  # pyright: ignore[reportArgumentType]
+        route.refresh(policy, 0)
+        runs.append(run(policy, route, make_batch()))
+    plain, stacked = runs
+    assert_same(stacked.kept, plain.kept)
+    assert_same(stacked.quarantine, plain.quarantine)
+    assert torch.equal(stacked.decision.flags, plain.decision.flags)
+
+
+class InPlace(nn.Module):
+    """A residual stream that is added to in place, as Falcon's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.unembed = nn.Embedding(13, 8), nn.Linear(8, 8), nn.Linear(8, 13)
+
+    def forward(self, tokens: Tensor, **_given: object) -> Tensor:
+        x = self.embed(tokens)
+        y = self.up(x)
+        y += x
+        return self.unembed(torch.relu_(y))
+
+
+def test_a_full_score_leaves_a_model_its_writes_in_place() -> None:
+    torch.manual_seed(0)
+    model = InPlace().double()
+    policy = Policy(model, attach(model, "*", spec=LORA, generator=seeded()))
+    features = collect(policy, rollouts := make_rollouts(3), "full", {})
+    weights = {"up": model.up.weight, "unembed": model.unembed.weight}
+    for i in range(3):
+        one = rollouts.rows(torch.tensor([i]))
+        for weight in weights.values():
+            weight.requires_grad_(True)
+        with policy.adapters.reference():
+            gradients = torch.autograd.grad(-policy.logprobs(one).sum(), list(weights.values()))
+        for (site, _), gradient in zip(weights.items(), gradients, strict=True):
+            torch.testing.assert_close(features[site].values()[i], gradient)
+
+
+# ---- hooks
+
+
+def test_reading_features_fires_no_hook_of_a_parameter() -> None:
+    """An optimizer that steps within the backward would train on the pairs."""
+    policy = make_policy(SPECS["lora"])
+    embed = policy.model.embed.weight.requires_grad_(True)  # pyright: ignore[reportAttributeAccessIssue]
+    fired: list[str] = []
+    embed.register_hook(lambda gradient: fired.append("hook"))
+    embed.register_post_accumulate_grad_hook(lambda p: fired.append("step"))
+    collect(policy, make_rollouts(), "grad", {})
+    assert fired == []
+    assert embed.grad is None
+    with policy.adapters.unrouted():
+        policy.logprobs(make_rollouts()).sum().backward()
+    assert fired == ["hook", "step"]
+
+
+def test_a_hook_on_a_gradient_that_waits_for_its_flag_is_refused() -> None:
+    policy = make_policy(SPECS["lora"])
+    first = next(iter(policy.adapters.kept_parameters().values()))
+    handle = first.register_hook(torch.zeros_like)
+    directions = random_directions(policy, "grad")
+    waiting, now = (MaskRoute(MaskSpec(score_policy=p), FixedFitter(directions)) for p in ("live", "ablated"))  # pyright: ignore
+    for route in (waiting, now):
+        route.refresh(policy, 0)
+    assert not run(policy, now, make_batch()).kept[next(iter(policy.adapters.kept_parameters()))].any()
+    with pytest.raises(ValueError, match=r"blocks.0.attn.q.A has a hook on its gradient, which would not fire"):
+        run(policy, waiting, make_batch())
+    handle.remove()
+    run(policy, waiting, make_batch())
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_mask_of_ones_own_beside_other_hooks_is_still_asked_for(cached: bool) -> None:
+    policy = make_policy(SPECS["lora"])
+
+    def log(module: nn.Module, args: object, out: Tensor) -> None:
+        return None
+
+    for branch in policy.adapters.sites.values():
+        for point in (branch.hook_kept_a, branch.hook_kept, branch.hook_quarantine):
+            point.register_forward_hook(log)
+        branch.hook_mask.register_forward_hook(log if cached else lambda module, args, out: torch.zeros_like(out))
+    if cached:
+        run(policy, OpenRoute(OpenSpec()), make_batch())
+        return
+    with pytest.raises(RuntimeError, match=r"hook_mask was hooked at .* and did not fire"):
+        run(policy, OpenRoute(OpenSpec()), make_batch())
+
+
+@pytest.mark.parametrize("how", ["merged", "folded", "folded, later"])
+def test_a_forward_of_ones_own_is_not_left_out_of_a_merged_or_folded_weight(how: str) -> None:
+    model = make_model()
+    linear = model.blocks[0].attn.o  # pyright: ignore[reportAttributeAccessIssue]
+    plain = linear.forward
+
+    def patched() -> None:
+        linear.forward = lambda x: 2 * plain(x)
+
+    spec = SPECS["svd-fold" if how.startswith("folded") else "lora"]
+    if how == "folded":
+        patched()
+        with pytest.raises(ValueError, match=r"blocks.0.attn.o has hooks, or a forward of its own"):
+            attach(model, "blocks.*", spec=spec, generator=seeded())
+        return
+    policy = Policy(model, attach(model, "blocks.*", spec=spec, generator=seeded()))
+    patched()
+    with pytest.raises(ValueError, match=r"blocks.0.attn.o has hooks, or a forward of its own"):  # noqa: PT012
+        if how == "merged":
+            with policy.adapters.merged():
+                pass
+        policy.logprobs(make_rollouts())
+
+
+# ---- files
+
+
+class Scaled(nn.Linear):
+    """A Linear with a gain, and a module within."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__(d, d, bias=False)
+        self.gain, self.shift = nn.Parameter(torch.ones(d)), nn.Linear(d, d)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.shift(super().forward(input) * self.gain)
+
+
+class Toy(nn.Module):
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embed, self.inner, self.unembed = nn.Embedding(13, 8), inner or nn.Linear(8, 8, bias=False), nn.Linear(8, 13)
+
+    def forward(self, tokens: Tensor, **_given: object) -> Tensor:
+        x = self.embed(tokens)
+        return self.unembed(x + self.inner(x))
+
+
+@pytest.mark.parametrize("part", ["gain", "shift.weight", "shift.bias"])
+def test_the_hash_of_the_base_counts_all_that_a_linear_has(part: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Toy(Scaled(8))
+    adapters = attach(model, "unembed", spec=LORA, generator=seeded())
+    save_adapters(adapters, tmp_path / "file.safetensors")
+    load_adapters(adapters, tmp_path / "file.safetensors")
+    model.inner.get_parameter(part).data += 1
+    with pytest.raises(ValueError, match="was trained on other base weights"):
+        load_adapters(adapters, tmp_path / "file.safetensors")
+
+
+def test_a_parametrized_linear_beside_the_adapters_is_hashed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Toy(parametrizations.weight_norm(nn.Linear(8, 8)))
+    adapters = attach(model, "unembed", spec=LORA, generator=seeded())
+    save_adapters(adapters, tmp_path / "file.safetensors")
+    load_adapters(adapters, tmp_path / "file.safetensors")
+    model.inner.parametrizations.weight.original0.data *= 2  # pyright: ignore
+    with pytest.raises(ValueError, match="was trained on other base weights"):
+        load_adapters(adapters, tmp_path / "file.safetensors")
+
+
+def turned(weight: Tensor, cache_dir: Path | None = None, rank: int | None = None) -> SVD:
+    """Another choice of the singular vectors of a weight whose singular values are all equal."""
+    svd, (q, _) = decompose(weight, cache_dir, rank=rank), torch.linalg.qr(torch.randn(8, 8, generator=seeded()))
+    return SVD(svd.U @ q, svd.S, q.mT @ svd.Vh)
+
+
+attaching = import_module("mi_route2.adapters.attach")  # a function of that name hides it
+decompose = attaching.decompose
+
+
+def test_singular_vectors_are_compared_in_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    base = Toy()
+    base.inner.weight.data.copy_(torch.linalg.qr(torch.randn(8, 8))[0])  # pyright: ignore
+
+    def write(folder: Path, decomposed: Callable[..., SVD]) -> None:
+        monkeypatch.setattr(attaching, "decompose", decomposed)
+        adapters = attach(copy.deepcopy(base), "inner", spec=AdapterSpec("svd"), generator=seeded())
+        for p in adapters.kept_parameters().values():
+            p.data.copy_(torch.linspace(-2, 2, 8))
+        save_pretrained(adapters, folder)
+
+    write(tmp_path / "turned", turned)
+    write(tmp_path / "one", decompose)
+    adapters = attach(copy.deepcopy(base), "inner", spec=AdapterSpec("svd"), generator=seeded())
+    load_adapters(adapters, tmp_path / "one" / TENSORS)
+    told = re.escape(f"the singular vectors of inner differ from those where {tmp_path / 'turned'}")
+    with pytest.raises(ValueError, match=told):
+        load_adapters(adapters, tmp_path / "turned" / TENSORS)
+    with pytest.raises(ValueError, match=told):
+        Canary.from_pretrained(copy.deepcopy(base), [tmp_path / "one", tmp_path / "turned"])
+
+
+# ---- wrong calls
+
+
+def test_small_things_say_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder: give the file in it"):
+        Directions.load(tmp_path)
+    model = Toy()
+    model.inner.weight.data[0, 0] = torch.nan  # pyright: ignore[reportIndexIssue]
+    with pytest.raises(ValueError, match=r"does it hold NaN or infinity, inner"):
+        attach(model, "inner", spec=AdapterSpec("svd"), generator=seeded())
+
+    class Pair(nn.Linear):
+        def forward(self, input: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(input), None
+
+    model = Toy(Pair(8, 8))
+    attach(model, "inner", spec=LORA, generator=seeded())
+    with pytest.raises(ValueError, match=r"inner is a Pair that returns a tuple, to which no adapter can add: leave it out"):
+        model(torch.zeros(1, 2, dtype=torch.long))
+    model = Toy()
+    attach(model, "inner", spec=LORA, generator=seeded())
+    x = torch.randn(2, 8)
+    assert torch.equal(model.inner(input=x), model.inner(x))
+
+
+def test_an_optimizer_calls_its_closure() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = RoutedAdamW([{"params": [p]}], lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure)) == 3.0
+    assert (p < 1).all()
