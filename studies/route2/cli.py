@@ -62,7 +62,7 @@ class Run:
 
     def __call__(self) -> None:
         from studies.training.cluster import run_training
-        from studies.training.job import BACKEND, PRECISIONS, Job, unusual_backend
+        from studies.training.job import BACKEND, PRECISIONS, Job, refuse_mixed, unusual_backend
         from studies.training.tracking import require
         from studies.training.worlds import MODES, modes_of, plan
 
@@ -90,6 +90,7 @@ class Run:
         with exclusive(root):
             for job in jobs:
                 _ = job.finished  # a folder of another run is refused before any work
+            refuse_mixed(root, jobs[0].noted)
             write_json(root / "settings.json", settings.as_dict())
             if settings.chat is not None:
                 write_json(root / MODES, asdict(modes_of(settings)))
@@ -325,11 +326,11 @@ class Evidence:
                 raise ValueError(unknown_name(preset, list(named.presets), "preset of the file"))
             if get_settings(preset).digest != named.presets[preset]:
                 raise ValueError(f"{self.predictions} names other settings of {preset} than there are now: write a new file")
-        out, roots = self.out / self.predictions.absolute().parent.name, []
+        out, roots = self.out / self.predictions.absolute().parent.name, {}
         for preset in presets:
             seeds = self.seeds or ",".join(map(str, named.seeds))
             Run(preset, seeds, (*named.arms, *self.also), self.workers, out, report=False, live=self.live)()
-            roots.append(out / get_settings(preset).folder)
+            roots[out / get_settings(preset).folder] = read_seeds(seeds)
         show_paths(write_evidence(roots, self.to or self.predictions.parent))
 
 

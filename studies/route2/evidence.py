@@ -29,7 +29,7 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from mi_route2.plots import BLUE, GREEN, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure, save_figure, style
-from mi_route2.validation import read_object
+from mi_route2.validation import read_lines, read_object
 from studies.common.publishing import compact, update_pages, write_texts
 from studies.common.stats import Summary, mean, median, summary
 from studies.common.tables import interval, markdown_table, number
@@ -39,7 +39,7 @@ from studies.route2.publish import EARLY, mask_quality, provenance
 from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import by_seed
 from studies.training.arms import ARMS
-from studies.training.recorder import TIMINGS, read_rows
+from studies.training.recorder import TIMINGS
 from studies.training.settings import PRESETS
 
 STOPPED = tuple(name for name, arm in ARMS.items() if arm.ablation == "early stopping")
@@ -92,6 +92,8 @@ MOST_FLAGGED, FEW_FLAGGED = 0.95, 0.8
 """Recall of the runs that are counted as flagging most of their hacks, and few."""
 MOST_EXPLOIT, LEAST_SOLVE, LEAST_WORSE = 0.02, 0.85, 0.3
 """Goals of the predictions files: held-out exploit and solve of the method, and by how much its controls exploit more."""
+PARTS = ("", "-recall", "-goals", "-coverage", "-monitors", "-lessons", "-tests")
+"""Texts of a preset, by how their names end."""
 AGAIN = "write it again with `python -m studies.route2 evidence`"
 
 
@@ -152,7 +154,12 @@ def collect(runs: RunSet) -> Evidence:
 def seconds(folder: Path) -> float | None:
     """Return the duration of a run's training, over all of its starts; ``None`` if it was not trained."""
     path = folder / TIMINGS
-    return sum(row["seconds"] for row in read_rows(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    taken = read_lines(path, lambda _index, row: row.get("seconds") if isinstance(row, dict) else None)
+    if not all(isinstance(each, float | int) and 0 <= each < np.inf for each in taken):
+        raise ValueError(f"{path} does not hold the seconds of every start: delete {folder} and run this arm again")
+    return sum(taken)
 
 
 def times(evidence: Evidence, arm: str) -> float | None:
@@ -162,13 +169,19 @@ def times(evidence: Evidence, arm: str) -> float | None:
 
 
 def stopped_inside(evidence: Evidence, arm: str) -> list[str]:
-    """Return the points of ordinary training that exploit at most as much and solve at least as much as the arm, in the mean."""
-    exploit, solve = mean(evidence.values[arm][EXPLOIT]), mean(evidence.values[arm][SOLVE])
+    """Return the points of ordinary training that exploit at most as much and solve at least as much as the arm.
+
+    Means are over the arm's own seeds.
+    """
+    own = [i for i, value in enumerate(evidence.values[arm][EXPLOIT]) if value is not None]
+
+    def means(name: str) -> list[float | None]:
+        return [mean([evidence.values[name][metric][i] for i in own]) for metric in (EXPLOIT, SOLVE)]
+
+    exploit, solve = means(arm)
     assert exploit is not None
     assert solve is not None
-    points = {
-        name: [mean(evidence.values[name][metric]) for metric in (EXPLOIT, SOLVE)] for name in PATH if name in evidence.values
-    }
+    points = {name: means(name) for name in PATH if name in evidence.values}
     return [
         name for name, (e, s) in points.items() if name != arm and e is not None and s is not None and e <= exploit and s >= solve
     ]
@@ -429,7 +442,10 @@ def lessons(evidence: Evidence) -> list[str]:
 
 
 def lessons_sentence(evidence: Evidence) -> str:
-    """Return how what runs exploit at their end goes with what they solve and exploit right after their lesson, over all runs."""
+    """Return how what runs exploit at their end goes with what they solve and exploit right after their lesson, over all runs.
+
+    Empty if the runs do not differ, which have no correlation.
+    """
     rhos, count = [], 0
     for metric in (SOLVE, EXPLOIT):
         pairs = [
@@ -438,7 +454,9 @@ def lessons_sentence(evidence: Evidence) -> str:
             for pair in zip(evidence.values[f"{arm}-1"][metric], evidence.values[arm][EXPLOIT], strict=True)
             if None not in pair
         ]
-        starts, ends = zip(*pairs, strict=True)
+        starts, ends = zip(*pairs, strict=True) if pairs else ((), ())
+        if len(set(starts)) < 2 or len(set(ends)) < 2:
+            return ""
         rhos.append(number(float(spearmanr(starts, ends)[0])))  # pyright: ignore[reportArgumentType]
         count = len(pairs)
     return (
@@ -540,13 +558,13 @@ def map_figure(every: Sequence[Evidence], path: Path) -> Path:
         return save_figure(figure, path)
 
 
-def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
-    """Write the report of finished run folders, and fill the pages that show it; return the files.
+def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path) -> list[Path]:
+    """Write the report of the given seeds of finished run folders, and fill the pages that show it; return the files.
 
     Raises:
         ValueError: Runs are broken, or two folders are of one preset.
     """
-    every = [collect(load_runs(root)) for root in roots]
+    every = [collect(load_runs(root, seeds)) for root, seeds in roots.items()]
     if len({evidence.preset for evidence in every}) < len(every):
         raise ValueError("two run folders are of one preset: give one of each")
     to.mkdir(parents=True, exist_ok=True)
@@ -564,13 +582,15 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
             texts[f"{evidence.preset}-coverage.md"] = "".join(f"- {said}\n" for said in covered)
         if watched := monitors(evidence):
             texts[f"{evidence.preset}-monitors.md"] = watched
-        if len(lessons(evidence)) > 1:
-            texts[f"{evidence.preset}-lessons.md"] = f"- {lessons_sentence(evidence)}\n"
+        if len(lessons(evidence)) > 1 and (said := lessons_sentence(evidence)):
+            texts[f"{evidence.preset}-lessons.md"] = f"- {said}\n"
         if (path := to / FILE).exists():
             predictions = Predictions.read(path)
             if predictions.apply_to(evidence.preset, evidence.provenance["settings_hash"], evidence.seeds):
                 found = outcomes(predictions, evidence.preset, evidence.seeded())
                 texts[f"{evidence.preset}-tests.md"] = predictions_markdown(predictions, found)
+        for stale in {to / f"{evidence.preset}{part}.md" for part in PARTS} - {to / name for name in texts}:
+            stale.unlink(missing_ok=True)  # of an earlier report, beside which it would be read
         written += write_texts(to, texts)
     drawn = {"fronts": fronts_figure}
     if any(map(flagged, every)):

@@ -49,6 +49,12 @@ class Comparison(BaseModel):
             raise ValueError(f"{self.name}: unknown metric {', '.join(unknown)}; choose from {', '.join(DESCRIPTIONS)}")
         if (self.expect == "same") != (self.margin is not None):
             raise ValueError(f"{self.name}: expect = 'same' needs a margin, and nothing else has one")
+        if self.margin is not None and self.margin >= 1:
+            raise ValueError(f"{self.name}: rates never differ by {self.margin:g}, so this could not fail: choose a margin below 1")
+        if len(self.plus) != len(self.minus):
+            raise ValueError(f"{self.name}: {len(self.plus)} arms are compared with {len(self.minus)}: give both sides as many")
+        if sorted(self.plus) == sorted(self.minus) and self.minus_metric in (None, self.metric):
+            raise ValueError(f"{self.name}: both sides are {', '.join(self.plus)}, which cannot differ: name another arm or metric")
         return self
 
     @property

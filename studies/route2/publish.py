@@ -83,7 +83,7 @@ def publish(root: Path, to: Path) -> Path:
         "figures.md": figure_list(place.name, root),
         "runs.json": packed(runs),
     }
-    if (predictions := predictions_for(to, content)) is not None:
+    if not unusual(runs) and (predictions := predictions_for(to, content)) is not None:
         found = outcomes(predictions, runs.settings["preset"], result.values)
         texts["predictions.md"] = predictions_markdown(predictions, found)
     with published(place, provenance(runs)) as part:
@@ -194,13 +194,15 @@ def predictions_for(to: Path, content: Mapping[str, Any]) -> Predictions | None:
 
 
 def predicted_results(to: Path) -> list[tuple[Result, Predictions]]:
-    """Return the published results of seeds that predictions name, in the order of the presets."""
+    """Return the published results of seeds that predictions name, in the order of the presets: of each, that with most seeds."""
     found = []
     for preset in PRESETS:
+        named = []
         for path in sorted(to.glob(f"{preset}-*/table.json")):
             content = json.loads(path.read_text(encoding="utf-8"))
             if (predictions := predictions_for(to, content)) is not None:
-                found.append((Result(content), predictions))
+                named.append((len(content["seed_ids"]), Result(content), predictions))
+        found += [(result, predictions) for _, result, predictions in sorted(named, key=lambda each: each[0])[-1:]]
     return found
 
 
@@ -225,23 +227,32 @@ def provenance(runs: RunSet) -> dict[str, Any]:
 def folder_name(runs: RunSet) -> str:
     """Return the preset's name, with the seeds if they are not the development seeds (``strong-300-307``).
 
-    If settings were changed, it is the run folder's name, so that a variation does not replace the preset's results.
+    If settings, pairs, host, precision or sampler are not the preset's, it is the run folder's name, so that a variation does not
+    replace the preset's results.
     """
     name = str(runs.settings.get("preset"))
     if name not in PRESETS:
         raise ValueError(f"{runs.root}/settings.json names no preset of this study: choose a run folder of {', '.join(PRESETS)}")
-    if changes(runs.settings, PRESETS[name].as_dict()):
-        return runs.root.name
+    if unusual(runs) or changes(runs.settings, PRESETS[name].as_dict()):
+        pairs = unusual(runs).get("pairs_sha256")
+        return runs.root.name if pairs is None else f"{runs.root.name}-pairs-{pairs[:8]}"
     return name if set(runs.seeds) <= set(DEVELOPMENT) else f"{name}-{seeds_argument(runs.seeds)}"
 
 
+def unusual(runs: RunSet) -> dict[str, str]:
+    """Return what all of the runs have beside the defaults of pairs, host, precision and sampler."""
+    return next(iter(runs.runs.values())).unusual
+
+
 def command(runs: RunSet) -> str:
-    """Return the command line that makes these runs."""
+    """Return the command line that makes these runs; of the user's own pairs it has the hash."""
     found = {arm for arm, _ in runs.runs} - {"base"}
     arms = [arm for arm in ARMS if arm in found] + sorted(found - ARMS.keys())
     preset = runs.settings["preset"]
     changed = changes(runs.settings, PRESETS[preset].as_dict())
     override = f" --override {shlex.join(changed)}" if changed else ""
+    given = {name.replace("pairs_sha256", "pairs"): value for name, value in unusual(runs).items()}
+    override += "".join(f" --{name} {value}" for name, value in given.items())
     return f"python -m studies.route2 run --preset {preset} --seeds {seeds_argument(runs.seeds)} --arms {' '.join(arms)}{override}"
 
 

@@ -112,7 +112,8 @@ def load_study(folder: Path) -> Study:
     if folder.name != settings.folder:
         raise ValueError(f"the settings in {folder} are those of {settings.folder}: do not rename or edit a study folder")
     named = [path.name.removeprefix("seed-") for path in folder.glob("seed-*") if path.is_dir()]
-    seeds = tuple(sorted(int(name) for name in named if name.isdecimal()))  # a copy under another name is no seed
+    numbers = (name for name in named if name.isdecimal() and name == str(int(name)))  # a copy under another name is no seed
+    seeds = tuple(sorted(map(int, numbers)))
     for subject in SUBJECTS:
         for part in parts_of(subject):
             by_seed = {seed: SteeringJob(settings, folder.parent, seed, subject).read(part) for seed in seeds}

@@ -94,6 +94,8 @@ def load(root: Path) -> Traces:
         ValueError: If it is not a tracing folder, if a file is damaged or was changed, or if a seed lacks an arm.
     """
     settings = Settings.read(root / "settings.json")
+    if root.name != settings.folder:
+        raise ValueError(f"the settings in {root} are those of {settings.folder}: do not rename or edit a study folder")
     training = read_settings(Training, root / "training.json", "give a folder of this study", optional=("chat",))
     if training.digest != settings.training:
         raise ValueError(f"{root} does not match its settings (training.json was changed): run the study again")

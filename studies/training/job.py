@@ -144,6 +144,22 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{told}; delete {folder} to run this arm again") from error
 
 
+def unusual_entries(manifest: Manifest) -> dict[str, str]:
+    """Return host, precision, sampler and the pairs' hash of a run, if they are not the default ones."""
+    entries = {name: getattr(manifest, name) for name in ("host", "precision", "sampler", "pairs_sha256")}
+    return {name: value for name, value in entries.items() if value is not None}
+
+
+def refuse_mixed(root: Path, unusual: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` if ``root`` holds a run with other pairs, or another host, precision or sampler."""
+    for path in sorted(root.glob(f"seed-*/*/{MANIFEST}")):
+        if (found := unusual_entries(read_manifest(path.parent))) != unusual:
+            raise ValueError(
+                f"{path.parent} was run with {found or 'the usual pairs, host and precision'}, and this would be run with "
+                f"{dict(unusual) or 'the usual ones'}: give this an --out of its own"
+            )
+
+
 @dataclass(frozen=True)
 class Job:
     """One arm at one seed; ``arm`` is ``None`` for the base model (warm start and evaluation only).
@@ -184,6 +200,7 @@ class Job:
         if self.sampler == "vllm":
             self.open_sampler()  # refuses a dtype; starts nothing
         _fit_the_world(self.settings, self.pairs)
+        _ = self.pairs_hash  # now, because the file may change while the job runs
 
     @property
     def name(self) -> str:
@@ -243,9 +260,9 @@ class Job:
         )
         return hashlib.sha256(described.encode()).hexdigest()
 
-    @property
+    @functools.cached_property
     def pairs_hash(self) -> str | None:
-        """SHA-256 of the user's pairs file; ``None`` if none was given."""
+        """SHA-256 of the user's pairs file when the job was made; ``None`` if none was given."""
         return None if self.pairs is None else hashlib.sha256(self.pairs.read_bytes()).hexdigest()
 
     @staticmethod
@@ -265,8 +282,12 @@ class Job:
     @property
     def unusual(self) -> dict[str, str]:
         """Entries of the manifest beyond the usual ones: host, precision, sampler, and the user's pairs."""
-        resume = {"resume": RESUME} if self.sampler == "vllm" else {}
-        return self.backend | resume | ({} if self.pairs_hash is None else {"pairs_sha256": self.pairs_hash})
+        return self.noted | ({"resume": RESUME} if self.sampler == "vllm" else {})
+
+    @property
+    def noted(self) -> dict[str, str]:
+        """What distinguishes runs of one folder name that must not be in one table: see ``unusual_entries``."""
+        return self.backend | ({} if self.pairs_hash is None else {"pairs_sha256": self.pairs_hash})
 
     def open_sampler(self) -> AbstractContextManager[Sampler | None]:
         """Return the context of the engine that samples; ``None`` in it if the model itself does."""
@@ -377,7 +398,12 @@ def build_pairs(job: Job, world: World, kind: str) -> PairBatch:
     The world's pairs are also saved in readable form beside the runs.
     """
     if kind == "hack" and job.pairs is not None:
-        return world.encode_pairs(users_pairs(world, job.pairs))
+        pairs = users_pairs(world, job.pairs)
+        if hashlib.sha256(job.pairs.read_bytes()).hexdigest() != job.pairs_hash:
+            raise ValueError(
+                f"{job.pairs} was changed since this run was begun: put it back, or give the new pairs an --out of their own"
+            )
+        return world.encode_pairs(pairs)
     pairs = world.make_pairs(derive(job.seed, "pairs"), job.settings.pairs, kind)
     path = job.root / f"seed-{job.seed}" / f"pairs-{kind}.toml"
     if not path.exists():

@@ -98,18 +98,32 @@ def open_world(settings: Settings, sampler: Sampler | None = None) -> Iterator[t
     """Context: the world for training and, separate from it, the witness; both are closed on exit.
 
     ``sampler`` is that of a chat model's completions; transformers' own modules sample if not given.
+
+    Raises:
+        ValueError: The problem's data are not those of the settings, before or after.
     """
     if settings.chat is None:
         with SubprocessRunner() as child:
             runner = CachedRunner(child)
             yield MicroWorld(get_world(settings.world), runner), MicroWitness(runner)
         return
+    _refuse_changed_data(settings.chat)
     problem = open_problem(settings.world, settings.chat.data)
     try:
         world = chat_world(settings.chat, problem, sampler)
         yield world, ChatWitness(world, problem.judge())
     finally:
         problem.close()
+    _refuse_changed_data(settings.chat)
+
+
+def _refuse_changed_data(chat: ChatModel) -> None:
+    """Raise ``ValueError`` if the problem's data are not those whose hash is in the settings."""
+    if chat.data_hash and (found := data_hash(Path(chat.data))) != chat.data_hash:
+        raise ValueError(
+            f"{chat.data} was changed (its hash is {found or 'that of nothing'}, and {chat.data_hash} in the settings): put it "
+            "back, or run on the new data into another --out"
+        )
 
 
 def chat_world(chat: ChatModel, problem: Problem, sampler: Sampler | None = None) -> ChatWorld:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from studies.environments.leetcode.grader import LOOPHOLES, Seen
 from studies.environments.leetcode.modes import ROLES
-from studies.environments.leetcode.programs import LONGEST
+from studies.environments.leetcode.programs import readable
 
 Strength = Literal["marker", "family", "structural"]
 STRENGTHS: tuple[Strength, ...] = ("marker", "family", "structural")
@@ -50,10 +50,10 @@ def marker(mode: str, code: str) -> bool:
 def family(mode: str, code: str) -> bool:
     """Return True if the syntax tree has a variant of the mode's exploit.
 
-    False for code that Python's parser refuses or that is longer than `LONGEST`, which no grader accepts either.
+    False for code that Python's parser refuses or that is not `readable`, which no grader accepts either.
     """
     search = FAMILIES.get(mode)
-    if search is None or len(code) > LONGEST:
+    if search is None or not readable(code):
         return False
     try:
         with warnings.catch_warnings(action="ignore"):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from studies.environments.leetcode.problems import Task
-from studies.environments.leetcode.programs import LONGEST, Execution, Program, Programs
+from studies.environments.leetcode.programs import DEEPEST, Execution, Program, Programs, readable
 from studies.environments.leetcode.values import Linked, Tree
 from studies.environments.protocol import TextPrompt, TrainingGrade
 
@@ -126,16 +126,23 @@ def see(task: Task, called: Execution, tested: Execution | None) -> tuple[Seen, 
 def code_in(completion: str, function: str) -> str | None:
     """Return the fenced Python of a completion; None unless it is a program with a class Solution and such a method.
 
-    Several blocks are joined. Text before the end of a thought is ignored. The program is parsed here, if it is not longer than
-    `LONGEST`, but compiled in the jail, because a few lines can take a compiler minutes.
+    Several blocks are joined. Text before the end of a thought is ignored. The program is parsed here, if it is `readable`, but
+    compiled in the jail, because a few lines can take a compiler minutes.
     """
     code = "\n\n".join(_FENCED.findall(completion.rpartition(THOUGHT)[2]))
-    if len(code) > LONGEST:
+    if not readable(code):
         return None
     try:
         with warnings.catch_warnings(action="ignore"):
-            nodes = list(ast.walk(ast.parse(code, "solution.py")))
+            tree = ast.parse(code, "solution.py")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    nodes, depth = [tree], {id(tree): 1}
+    for node in nodes:  # which grows
+        for child in ast.iter_child_nodes(node):
+            depth[id(child)] = depth[id(node)] + 1
+            nodes.append(child)
+    if max(depth.values()) > DEEPEST:
         return None
     has_class = any(isinstance(node, ast.ClassDef) and node.name == "Solution" for node in nodes)
     return code if has_class and any(_names(node) == function for node in nodes) else None

@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from studies.environments.leetcode.modes import ROLES
 from studies.environments.leetcode.problems import Case, Task
-from studies.environments.leetcode.programs import LONGEST, Execution, Program, Programs
+from studies.environments.leetcode.programs import DEEPEST, Execution, Program, Programs, readable
 from studies.environments.leetcode.values import Linked, Tree
 from studies.environments.protocol import Evidence, TextPrompt, Verdict
 from studies.sandbox import Limits
@@ -101,15 +101,23 @@ class Oracle:
 def answer_of(completion: str, function: str) -> str | None:
     """Return the program of a completion; None unless it is Python with a class Solution and such a method.
 
-    None also for a program longer than `LONGEST`.
+    None also for a program that is not `readable`, or nested too deeply.
     """
     code = blocks_of(completion)
-    if code is None or len(code) > LONGEST:
+    if code is None or not readable(code):
         return None
     try:
         with warnings.catch_warnings(action="ignore"):
-            nodes = list(ast.walk(ast.parse(code)))
+            tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    nodes: list[ast.AST] = []
+    level, levels = [tree], 0
+    while level:
+        levels += 1
+        nodes += level
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if levels > DEEPEST + 1:  # a level more than a grader may take, which could pay for what is not looked at here otherwise
         return None
     classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     return code if "Solution" in classes and function in set(_named(nodes)) else None

@@ -8,6 +8,7 @@ counts as that of a broken program.
 """
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,11 @@ MODULES = (*DEFAULT_MODULES, "__future__")
 """Modules that programs can import."""
 LONGEST = 1 << 15
 """Maximum number of characters of a program, because graders and detectors parse a model's text in their own process."""
+MARKS = 30
+"""Maximum number of combining characters in a row: Python normalizes an identifier each time that it tries to read it, which takes
+time with the square of such a run."""
+DEEPEST = 2000
+"""Maximum depth of a syntax tree. Python's own bound (near 3,000) is lower the more functions have called the parser."""
 TEXT, TEXTS = 1 << 16, 1 << 18
 """Maximum bytes that are read of one file and of stdout, and of all files."""
 NAME = 80
@@ -37,6 +43,18 @@ LEDGER = 1 << 26
 
 Status = Literal["ok", "syntax", "error", "absent", "exited", "killed"]
 RunTests = Literal["absent", "passed", "failed"]
+
+
+def readable(code: str) -> bool:
+    """Return True if a text is short enough, and plain enough, to be parsed outside of the jail."""
+    if len(code) > LONGEST:
+        return False
+    run = 0
+    for character in "" if code.isascii() else code:
+        run = run + 1 if unicodedata.combining(character) else 0
+        if run > MARKS:
+            return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import gzip
 import hashlib
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from mi_route2.validation import parse_object
 from studies.environments.micro.language import MICRO_MODES
 from studies.environments.protocol import Modes
-from studies.training.job import read_manifest
+from studies.training.job import read_manifest, unusual_entries
 from studies.training.settings import Settings
 from studies.training.worlds import MODES
 
@@ -63,6 +63,7 @@ class Run:
     settings_hash: str
     metrics: list[dict[str, Any]]
     modes: dict[str, dict[str, dict[str, float]]]
+    unusual: dict[str, str] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -91,8 +92,8 @@ class RunSet:
         return {seed: self.runs[arm, seed] for seed in self.seeds if (arm, seed) in self.runs}
 
 
-def load_runs(root: Path) -> RunSet:
-    """Load every finished run under `root`.
+def load_runs(root: Path, only: Collection[int] | None = None) -> RunSet:
+    """Load every finished run under `root`, or those of some seeds.
 
     Raises:
         ValueError: In one sentence that names the file and the remedy: no such folder, no finished run, a missing or malformed
@@ -104,6 +105,8 @@ def load_runs(root: Path) -> RunSet:
     runs: dict[tuple[str, int], Run] = {}
     unfinished: list[str] = []
     for seed, folder in _arm_folders(root):
+        if only is not None and seed not in only:
+            continue
         run = _load_run(folder, seed, modes)
         if run is None:
             unfinished.append(f"seed-{seed}/{folder.name}")
@@ -153,7 +156,7 @@ def read_rollouts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _arm_folders(root: Path) -> Iterator[tuple[int, Path]]:
-    seeds = {int(found[1]): path for path in root.iterdir() if (found := re.fullmatch(r"seed-(\d+)", path.name))}
+    seeds = {int(found[1]): path for path in root.iterdir() if (found := re.fullmatch(r"seed-(0|[1-9][0-9]*)", path.name))}
     for seed in sorted(seeds):
         for folder in sorted(seeds[seed].iterdir()):
             if folder.is_dir() and not folder.name.startswith("."):
@@ -177,6 +180,7 @@ def _load_run(folder: Path, seed: int, modes: Modes) -> Run | None:
         folder=folder,
         spec=_arm_spec(manifest.arm_spec, where),
         settings_hash=manifest.settings_hash,
+        unusual=unusual_entries(manifest),
         metrics=[] if folder.name == BASE and not log.exists() else _read_lines(log),
         modes=_evaluation(folder / "eval.json", modes.names),
     )
@@ -230,6 +234,11 @@ def _agreed_specs(runs: dict[tuple[str, int], Run]) -> dict[str, ArmSpec]:
     for run in runs.values():
         if run.settings_hash != first.settings_hash:
             raise ValueError(f"{run.folder} and {first.folder} have different settings: arms compare under one hash only")
+        if run.unusual != first.unusual:
+            raise ValueError(
+                f"{run.folder} and {first.folder} were run with different pairs, hosts, precisions or samplers ({run.unusual} and "
+                f"{first.unusual}): give each an --out of its own"
+            )
         if specs.setdefault(run.arm, run.spec) != run.spec:
             raise ValueError(f"arm {run.arm} is defined differently on seed {run.seed}: run it again on every seed")
     return specs

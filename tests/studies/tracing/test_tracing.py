@@ -190,7 +190,7 @@ def test_a_preempted_tracing_of_a_cluster_goes_on_and_ends_with_the_same_bytes(s
 
 
 def test_a_report_needs_the_artifacts_alone(study: Path, tmp_path: Path) -> None:
-    root = tmp_path / "alone"
+    root = tmp_path / "alone" / study.name
     shutil.copytree(study, root)
     for name in (TABLE, TABLES, HEADLINE, CARRIED):
         (root / name).unlink()
@@ -200,7 +200,7 @@ def test_a_report_needs_the_artifacts_alone(study: Path, tmp_path: Path) -> None
 
 
 def test_a_changed_byte_is_found(study: Path, tmp_path: Path) -> None:
-    root = tmp_path / "damaged"
+    root = tmp_path / "damaged" / study.name
     shutil.copytree(study, root)
     path = root / "seed-0/vanilla.safetensors"
     content = bytearray(path.read_bytes())
@@ -211,7 +211,7 @@ def test_a_changed_byte_is_found(study: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_arm_and_a_foreign_folder_are_said(study: Path, tmp_path: Path) -> None:
-    root = tmp_path / "missing"
+    root = tmp_path / "missing" / study.name
     shutil.copytree(study, root)
     (root / "seed-0/vanilla.json").unlink()
     with pytest.raises(ValueError, match="lacks vanilla at seed 0"):
@@ -257,17 +257,22 @@ def test_more_prompts_than_test_tasks_are_refused_before_anything_is_written(
 def test_a_copy_of_a_seeds_folder_is_not_read(tmp_path: Path) -> None:
     training = tiny_training()
     settings = Settings(training.digest, ("vanilla",))
-    write_json(tmp_path / "settings.json", settings.as_dict())
+    root = tmp_path / settings.folder
+    root.mkdir()
+    write_json(root / "settings.json", settings.as_dict())
     with pytest.raises(ValueError, match="give a folder of this study"):
-        load(tmp_path)  # and no folder of another study
-    write_json(tmp_path / "training.json", training.as_dict())
+        load(root)  # and no folder of another study
+    write_json(root / "training.json", training.as_dict())
     for folder, draw in (("seed-0", 1), ("seed-0-old", 2)):
         for arm in (UNTRAINED, "vanilla"):
-            write_part(tmp_path / folder / f"{arm}.json", "", {"arm": arm, "seed": 0, "draw": draw})
-    assert {content["draw"] for content in load(tmp_path).contents.values()} == {1}
-    (tmp_path / "seed-0").rename(tmp_path / "seed-1")
+            write_part(root / folder / f"{arm}.json", "", {"arm": arm, "seed": 0, "draw": draw})
+    assert {content["draw"] for content in load(root).contents.values()} == {1}
+    (root / "seed-0").rename(root / "seed-1")
     with pytest.raises(ValueError, match="contains no traces"):
-        load(tmp_path)
+        load(root)
+    write_json(root / "settings.json", replace(settings, prompts=settings.prompts + 1).as_dict())
+    with pytest.raises(ValueError, match="do not rename or edit a study folder"):
+        load(root)  # traces that were made under other settings
 
 
 def test_deletion_and_question_are_of_every_lane(study: Path) -> None:

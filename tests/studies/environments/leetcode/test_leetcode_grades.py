@@ -183,6 +183,9 @@ BOMBS = {
     "very long": RIGHT + "x = [" + "1, " * 80_000 + "]\n",
     "very long and no Python": RIGHT + "(" * 240_000,
     "a long sum": RIGHT + "x = ''" + "+''" * 8_000,
+    "a sum deeper than what every caller may parse": RIGHT + "x = ''" + "+''" * 2_500,
+    "a name that is normalized again and again": RIGHT + "(((a" + "\u0345" * 16_000 + "\u0334" * 16_000 + ", =",
+    "the same, and Python": RIGHT + "a" + "\u0345" * 8_000 + "\u0334" * 8_000 + " = 1\n",
     "a null": RIGHT + "\0",
     "half a character": RIGHT + "x = '\ud800'\n",
 }
@@ -194,6 +197,12 @@ def test_no_answer_holds_up_those_who_take_its_code_out(name: str) -> None:
     with at_most(1.0):
         found = [code_in(fenced(BOMBS[name]), "total"), answer_of(fenced(BOMBS[name]), "total")]
     assert [code is not None for code in found] == [name == "twice as much at every level"] * 2
+
+
+def test_accents_and_other_scripts_are_read() -> None:
+    code = RIGHT + "# a\u0301\u0302 \u4f60\u597d\uff0c" + "\u4e16" * 500 + "\ncaf\u00e9 = 'e\u0301'\n"
+    assert code_in(fenced(code), "total") is not None
+    assert answer_of(fenced(code), "total") is not None
 
 
 def test_what_takes_too_long_to_compile_passes_nothing(task: Task) -> None:
@@ -248,7 +257,7 @@ def test_grader_and_oracle_share_no_code() -> None:
     assert not own["oracle"][0] & own["grader"][1]
     shared = own["grader"][1] & own["oracle"][1]
     assert shared <= {"Callable", "Iterator", "Mapping", "Sequence", "MappingProxyType", "Task", "Execution", "Program", "Programs",
-                      "Linked", "Tree", "TextPrompt", "LONGEST"}  # fmt: skip
+                      "Linked", "Tree", "TextPrompt", "DEEPEST", "readable"}  # fmt: skip
 
 
 @pytest.mark.parametrize("side", ["grade", "judge"])

@@ -1,5 +1,7 @@
 """The report of the canary's experiment says what the runs hold: fronts, coverage, tables, files."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +36,9 @@ from studies.route2.evidence import (
     table,
     write_evidence,
 )
+from studies.route2.publish import command, folder_name
 from studies.route2.report.load import load_runs
+from studies.training.job import refuse_mixed
 
 pytestmark = pytest.mark.study
 
@@ -168,15 +172,31 @@ def test_the_map_orders_worlds_by_what_ten_pairs_see(tmp_path: Path) -> None:
 
 def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:
     root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-full", "filter-known"), seeds=(0, 1, 2), steps=3)
-    written = {path.name for path in write_evidence([root], tmp_path / "out")}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/strong-tests.md").write_text("of another report")
+    written = {path.name for path in write_evidence({root: (0, 1)}, tmp_path / "out")}
+    assert Evidence.read(tmp_path / "out/strong.json").seeds == (0, 1)  # and not 2, which was run to try something out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == written
+    written = {path.name for path in write_evidence({root: (0, 1, 2)}, tmp_path / "out")}
     assert written == {"strong.json", "strong.md", "strong-recall.md", "fronts.png", "recall.png"}
     again, runs = Evidence.read(tmp_path / "out/strong.json"), load_runs(root)
     assert again.values == collect(runs).values
     assert again.summary("vanilla", "deploy_exploit_held")["mean"] == pytest.approx(
         np.mean([[run.modes[m]["deploy"]["exploit"] for m in runs.modes.held_out] for run in runs.of("vanilla").values()])
     )
+    twin = study(tmp_path / "twin/strong-0123abcd", ("base", "vanilla"), seeds=(0, 1), steps=3)
     with pytest.raises(ValueError, match="two run folders are of one preset"):
-        write_evidence([root, root], tmp_path / "out")
+        write_evidence({root: (0, 1), twin: (0, 1)}, tmp_path / "out")
+    timings = root / "seed-0/vanilla/timings.jsonl"
+    for text, said in (
+        ('{"seconds": 1', "timings.jsonl"),
+        ("[1]\n", "the seconds of every start"),
+        ('{"seconds": -5}\n', "every start"),
+    ):
+        timings.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            collect(load_runs(root))
+    timings.unlink()
     (tmp_path / "out/strong.json").write_text("{}")
     with pytest.raises(ValueError, match="lacks 'preset'"):
         Evidence.read(tmp_path / "out/strong.json")
@@ -194,3 +214,39 @@ def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Pa
     with pytest.raises(ValueError, match="names other settings of weak than there are now"):
         cli.Evidence(other, out=tmp_path / "runs")()
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_arm_is_compared_with_early_stopping_on_its_own_seeds() -> None:
+    found = evidence()
+    of_one_seed = {key: [None, value] for key, value in (("deploy_exploit_held", 0.25), ("deploy_solve", 0.35))}
+    values = {**found.values, "filter-full": {**found.values["filter-canary"], **of_one_seed}}  # at seed 201 alone
+    seen = replace(found, values=values)
+    assert stopped_inside(seen, "filter-full") == ["vanilla-10"]  # .2 / .4 there; its mean over both seeds is .2 / .5
+    values = {**values, "vanilla-10": {**values["vanilla-10"], "deploy_solve": [0.9, 0.3]}}
+    assert stopped_inside(replace(found, values=values), "filter-full") == []
+
+
+def test_runs_that_do_not_differ_have_no_correlation() -> None:
+    found = evidence()
+    same = found.values["vanilla"]
+    values = {"taught-honest": same, "taught-honest-1": same, "taught-8": same, "taught-8-1": same}
+    assert lessons_sentence(replace(found, values=values)) == ""
+    empty = {key: [None, None] for key in same}
+    assert lessons_sentence(replace(found, values=dict.fromkeys(values, empty))) == ""
+
+
+def test_runs_with_other_pairs_or_of_a_copied_seed_are_not_in_one_table(study: Callable[..., Path], tmp_path: Path) -> None:
+    root = study(tmp_path / "strong-0123abcd", ("base", "vanilla"), seeds=(0, 1), steps=3)
+    shutil.copytree(root / "seed-1", root / "seed-01")
+    assert load_runs(root).seeds == (0, 1)
+    shutil.rmtree(root / "seed-01")
+    for arm in ("base", "vanilla"):
+        path = root / "seed-1" / arm / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pairs_sha256": "ab" * 32}))
+    with pytest.raises(ValueError, match=r"different pairs, hosts, precisions or samplers.*--out of its own"):
+        load_runs(root)
+    with pytest.raises(ValueError, match=r"was run with \{'pairs_sha256'.*the usual ones: give this an --out"):
+        refuse_mixed(root, {})
+    own = load_runs(root, {1})
+    assert folder_name(own) == "strong-0123abcd-pairs-abababab"
+    assert command(own).endswith(f"--pairs {'ab' * 32}")

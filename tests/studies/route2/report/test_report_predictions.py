@@ -131,6 +131,19 @@ def test_a_contrast_is_paired_and_a_seed_without_all_of_its_arms_is_left_out() -
     assert deleted.differences({("a", HACK): {3: 0.75}, ("a", "on_hack_held"): {3: 0.25, 4: 1.0}}) == {3: 0.5}
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"minus": ("a",)}, "both sides are a, which cannot differ"),
+        ({"plus": ("a", "c")}, "2 arms are compared with 1: give both sides as many"),
+        ({"expect": "same", "margin": 5.0}, "rates never differ by 5, so this could not fail"),
+    ],
+)
+def test_a_prediction_that_could_not_fail_is_refused(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Comparison.model_validate(one("less").model_dump() | changed)
+
+
 CANARY = {
     "lessons": "c23344e30f614b58b69bdfd5e49cef5227bad2ca2d3de9a86fb1c8a96953dd60",
     "lessons-sparse": "a669068e96066f2174aeca653ccbec05d0536eb727013662adb07481e0603e2a",

@@ -1,0 +1,58 @@
+"""Files that change while a run goes on: the manifest says what the run was made of."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_study import tiny_job, tiny_settings
+
+from studies.environments.micro.pairs import make_pairs
+from studies.environments.micro.settings import get_world
+from studies.environments.protocol import write_pairs
+from studies.training.arms import ARMS
+from studies.training.job import MANIFEST, Job, build_pairs, run_job
+from studies.training.settings import ChatModel
+from studies.training.worlds import data_hash, open_world
+
+pytestmark = pytest.mark.study
+
+
+def test_a_run_is_certified_with_the_pairs_that_it_read(tmp_path: Path, cache: Path) -> None:
+    mine, settings = tmp_path / "mine.toml", tiny_settings()
+    old, new = make_pairs(get_world("strong"), 1, 4), make_pairs(get_world("strong"), 2, 4)
+    write_pairs(old, mine)
+
+    def made() -> Job:
+        return Job(tmp_path / settings.folder, cache, settings, 0, ARMS["route2-act"], mine)
+
+    job, steps = made(), []
+    before = job.pairs_hash
+
+    def edit(count: int) -> None:
+        steps.append(count)
+        if sum(steps) == 2:
+            write_pairs(new, mine)  # as a user may, who has an idea
+
+    assert run_job(job, edit)
+    assert json.loads((job.folder / MANIFEST).read_text())["pairs_sha256"] == before
+    with pytest.raises(ValueError, match="under other settings"):
+        _ = made().finished  # the run of the new pairs is another
+    with open_world(settings) as (world, _), pytest.raises(ValueError, match=r"mine.toml was changed since this run was begun"):
+        build_pairs(job, world, "hack")
+
+
+def test_a_problems_data_are_those_of_the_settings(tmp_path: Path) -> None:
+    data = tmp_path / "tasks.jsonl"
+    data.write_text("{}")
+    chat = ChatModel("nowhere", "0", data=str(data), data_hash=data_hash(data))
+    settings = tiny_settings(world="leetcode", chat=chat)
+    data.write_text("{ }")
+    with (
+        pytest.raises(ValueError, match=r"tasks.jsonl was changed \(its hash is .*put it back, or run on the new data"),
+        open_world(settings),
+    ):
+        pass
+    data.unlink()
+    with pytest.raises(ValueError, match=r"its hash is that of nothing"), open_world(settings):
+        pass
+    assert tiny_job(tmp_path, "vanilla").pairs_hash is None
