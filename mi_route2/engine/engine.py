@@ -219,7 +219,7 @@ class Engine:
 
     @checked
     def check(self, request: Request) -> None:
-        """Raise what ``submit`` would raise, without queueing the request."""
+        """Raise what ``submit`` would raise except for a full queue, without queueing the request."""
         self._checked(request)
 
     @checked

@@ -147,8 +147,8 @@ class EngineRequest:
     ``named`` are the vectors that names in its rules stood for when it came. ``row`` is its row of key-value slots while it runs;
     ``saved`` holds its keys and values while it is preempted, or ``unsaved`` why there is no memory for them. ``lost`` is called if
     the run that it writes cannot go on. ``turn`` is its place among equal priorities, ``text`` the text in which stop texts are
-    looked for. ``noted`` is the steering state's change count when ``acts`` was last updated for generated tokens. ``kept`` is the
-    last position that each capture has.
+    looked for. ``noted`` is the steering state's change count when ``acts`` was last updated for generated tokens, and ``told``
+    when the run's notes were. ``kept`` is the last position that each capture has.
     """
 
     id: int
@@ -166,6 +166,7 @@ class EngineRequest:
     admitted: bool = False
     acts: Acts = field(default_factory=Acts)
     noted: int = -1
+    told: int = -1
     turn: float = 0.0
     text: Growing | None = None
     keys: list[bytes] = field(default_factory=list)
@@ -253,13 +254,13 @@ class EngineRequest:
                 self.lost(self, str(error))
 
     def settle(self) -> None:
-        """Move the captures into the result, or close the run; the run of a failed request is discarded."""
+        """Move the captures into the result, or close the run; that of a failed or cancelled request is a part, and discarded."""
         result = self.result
         result.unfired = self.unfired()
         for number, stored in self.captured.items():
             positions = tuple(chain.from_iterable(some for some, _ in stored))
             result.captured[self.request.capture[number].site] = Captured(positions, torch.cat([rows for _, rows in stored]))
-        if self.writer is not None and result.finish == "error":
+        if self.writer is not None and result.finish in ("error", "cancelled"):
             self.writer.abort()
         elif self.writer is not None:
             try:

@@ -165,11 +165,16 @@ class Residents:
             self.rules.release(one.id)
             self._patches -= Counter(patch.site for patch in one.patches)
 
-    def note(self, pieces: Iterable[tuple[EngineRequest, int]]) -> None:
+    def note(self, pieces: Sequence[tuple[EngineRequest, int]]) -> None:
         """Record the current steering as the one under which the next positions are computed."""
+        idle, changes = not self.steering.sites(), self.steering.changes
+        for one, _ in pieces:
+            if one.writer is not None and one.computed < one.prompt and one.told != changes:
+                one.told = changes  # steering of all requests may have come or gone since the run was opened
+                if self._behind(one):
+                    one.writer.note(BEHIND, True)
         if not self._caching:
             return
-        idle, changes = not self.steering.sites(), self.steering.changes
         for one, count in pieces:
             if (idle and not one.acts.digests) or one.noted == changes:
                 continue  # no intervention acts or has acted, or those recorded at a generated token are unchanged
@@ -232,11 +237,8 @@ class Residents:
 
     def _open(self, one: EngineRequest, store: RunStore) -> None:
         assert one.request.run is not None
-        changed = {patch.site for patch in one.patches}
-        if self.steering.fingerprint(one.id, decode=False):
-            changed |= self.steering.sites()
-        final = Site(self.decoder.layers - 1, "resid_post")
-        meta = {BEHIND: True} if any(site.layer is None or site == final for site in changed) else None
+        meta = {BEHIND: True} if self._behind(one) else None
+        one.told = self.steering.changes
         try:
             one.writer = store.writing(
                 one.request.run, weights=self.state.weights(), tokens=one.request.prompt, prompt_length=one.prompt, meta=meta
@@ -247,6 +249,14 @@ class Residents:
             self.rules.release(one.id)
             self._patches -= Counter(patch.site for patch in one.patches)
             raise
+
+    def _behind(self, one: EngineRequest) -> bool:
+        """Return whether something changes the prompt's logits behind the last value that a run can hold."""
+        changed = {patch.site for patch in one.patches}
+        if self.steering.fingerprint(one.id, decode=False):
+            changed |= self.steering.sites()
+        final = Site(self.decoder.layers - 1, "resid_post")
+        return any(site.layer is None or site == final for site in changed)
 
     def _reused(self, one: EngineRequest) -> list[Saved]:
         """Return the blocks of the prompt that were computed before under the same interventions.

@@ -5,7 +5,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,19 +74,29 @@ class Group:
 
 
 def plan(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> list[Group]:
-    """Group the cells with ``(entry, position)`` in ``places``; ``batch`` limits the cells of a group."""
+    """Run ``planning`` to its end."""
+    steps = planning(places, costs, batch)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def planning(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> Generator[None, None, list[Group]]:
+    """Group the cells with ``(entry, position)`` in ``places``; ``batch`` limits the cells of a group. Yields now and then."""
     if batch is not None and batch < 1:
         raise ValueError(f"a batch of {batch} cells is not possible: choose at least 1, or leave it out")
     # Neighbors in this order begin at nearly the same position, so a group runs few columns that a cell does not need.
     cells = sorted(range(len(places)), key=lambda cell: places[cell][::-1])
-    cuts = cut([places[cell] for cell in cells], costs, batch)
+    cuts = yield from cut([places[cell] for cell in cells], costs, batch)
     return [
         Group(places[cells[low]][1], tuple(sorted(cells[low:high], key=lambda cell: places[cell][0])))
         for low, high in zip(cuts, [*cuts[1:], len(cells)])
     ]
 
 
-def cut(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None) -> list[int]:
+def cut(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None) -> Generator[None, None, list[int]]:
     """Return the first cell of every group, for cells in order of position, by the cut with the least total cost."""
     entries, columns = np.array([entry for entry, _ in places]), costs.length - np.array([position for _, position in places])
     slopes = np.concatenate(([0.0], np.cumsum([costs.slope(int(entry)) for entry in entries])))
@@ -95,6 +105,8 @@ def cut(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None) -> l
     # are best cut does not depend on the cells after them, so all cuts are compared in n times the size of a group.
     best, before = np.zeros(len(columns) + 1), np.zeros(len(columns) + 1, dtype=int)
     for high in range(1, len(columns) + 1):
+        if not high % 512:
+            yield
         low = np.arange(max(0, high - limits[high - 1]), high)
         low = low[high - low <= limits[low]]
         # a group calls the blocks from its lowest entry on, and runs each cell over the columns of its first one

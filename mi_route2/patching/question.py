@@ -333,9 +333,12 @@ def places(given: Positions, prompt: Prompt) -> tuple[int, ...]:
     if given is None:
         return tuple(range(len(prompt.tokens)))
     positions: set[int] = set()
+    spans: set[Span] = set()  # each is looked for once, because that reads the whole text
     for one in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
         if isinstance(one, str | Span):
-            positions.update(prompt.spans(Span(one) if isinstance(one, str) else one))
+            if (span := Span(one) if isinstance(one, str) else one) not in spans:
+                spans.add(span)
+                positions.update(prompt.spans(span))
             continue
         try:
             positions.add(inside(whole(one), prompt))

@@ -1,6 +1,6 @@
 """Patch sweep: the clean and the corrupt run of a question, and the grid of scores between them."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from mi_route2.architectures import HEADED
 from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.state import ModelState
-from mi_route2.patching.forwards import Forwards, Group, Record, Row, forwards, needed, plan, spent, with_idle
+from mi_route2.patching.forwards import Forwards, Group, Record, Row, forwards, needed, planning, spent, with_idle
 from mi_route2.patching.grid import Cell, Grid
 from mi_route2.patching.question import CleanRun, Given, Metric, Positions, Question, ask, refuse_dropout, refuse_foreign
 from mi_route2.patching.targets import Choice, Target, choose, seen_by, split
@@ -94,6 +94,10 @@ class Pair:
             seconds=dict(seconds or {}),
             flops=dict(flops or {}),
         )
+
+
+class TooManyCellsError(ValueError):
+    """A sweep has more cells than it may have."""
 
 
 T = TypeVar("T")
@@ -203,10 +207,11 @@ class Sweep:
         """Number of cells."""
         return len(self.targets) * len(self.pair.question.columns)
 
-    def run(self, *, exclusive: bool = False) -> Iterator[Finished]:
+    def run(self, *, exclusive: bool | Callable[[], bool] = False) -> Iterator[Finished]:
         """Yield the results forward by forward, first those that need no forward. Leaving the loop early skips the rest.
 
-        The model is compared by content before each forward; ``exclusive`` promises that nothing else runs between two of them.
+        The model is compared by content before each forward. ``exclusive`` promises that nothing else runs between two of them; a
+        function is asked before each whether nothing has run since the one before.
 
         Raises:
             RuntimeError: The model was changed since the sweep was prepared, also between two forwards: the keys, values and
@@ -218,7 +223,8 @@ class Sweep:
             yield Finished(self.known)
         for group in self.groups:
             # ``changed`` is quick but misses writes through ``p.data``; ``_moved`` reads the whole model to see them
-            if self.state.changed or (not exclusive and self._moved()):
+            undisturbed = exclusive() if callable(exclusive) else exclusive
+            if self.state.changed or (not undisturbed and self._moved()):
                 raise self._stale()
             rows = [self.rows[i] for i in group.cells]
             scores = self.pair.question.grader(self.forwards.run(group, rows), self.pair.clean.logits).tolist()
@@ -301,8 +307,12 @@ def preparing(
     how: str = "auto",
     shortcuts: bool = True,
     tokens: int | None = None,
+    most: int | None = None,
 ) -> Generator[None, None, Sweep]:
-    """Run ``prepare`` as a generator that yields before each of the two runs, so that others may use the model between them."""
+    """Run ``prepare`` as a generator that yields before each of the two runs and while it plans, so that others may go on.
+
+    ``most`` limits the cells: ``TooManyCellsError`` before anything is run for more.
+    """
     began, alpha = perf_counter(), float(alpha)
     if replicas < REPLICAS:
         raise ValueError(f"{replicas} replicas of the corrupt run do not measure its noise: run at least {REPLICAS}")
@@ -313,22 +323,30 @@ def preparing(
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
     refuse_foreign(host, question, alpha)
     chosen, running, state = choose(host, sites), forwards(host, how), ModelState(host)
+    _refuse_cells(len(chosen) * len(question.columns), most)
     before = state.current  # of before the first pause, in which others may change the model: ``run`` then refuses to go on
     yield
     pair = yield from _recording(running, question, list(dict.fromkeys(target.site for target in chosen)))
     targets, layers = pair.split(chosen, heads), len(host.layers())
-    known, rows = _cells(pair, targets, layers, alpha, running, shortcuts)
+    _refuse_cells(len(targets) * len(question.columns), most)
+    known, rows = yield from _cells(pair, targets, layers, alpha, running, shortcuts)
     rows = with_idle(rows, replicas, running.place(targets[0], question.at))
     costs = running.costs()
-    groups = plan([row.place for row in rows], costs if tokens is None else replace(costs, most=min(costs.most, tokens)), batch)
+    limited = costs if tokens is None else replace(costs, most=min(costs.most, tokens))
+    groups = yield from planning([row.place for row in rows], limited, batch)
     seconds = perf_counter() - began
     return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), running, seconds, state, before)
 
 
+def _refuse_cells(count: int, most: int | None) -> None:
+    if most is not None and count > most:
+        raise TooManyCellsError(f"{count} cells are more than {most}: name fewer sites or positions")
+
+
 def _cells(
     pair: Pair, targets: Sequence[Target], layers: int, alpha: float, running: Forwards, shortcuts: bool
-) -> tuple[list[Cell], list[Row]]:
-    """Return the cells that certainly have the corrupt score, and rows for the others."""
+) -> Generator[None, None, tuple[list[Cell], list[Row]]]:
+    """Return the cells that certainly have the corrupt score, and rows for the others; yield after each target."""
     known, rows, question = [], [], pair.question
     positions = list(question.sources)
     for target in targets:
@@ -343,6 +361,7 @@ def _cells(
                 rows.append(Row(running.place(target, chosen[0]), target, chosen, values[acting]))
             else:
                 known.append(Cell(target, column, pair.scores[1]))
+        yield
     return known, rows
 
 

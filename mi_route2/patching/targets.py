@@ -54,7 +54,7 @@ def choose(host: Host, sites: Choice) -> tuple[Target, ...]:
     if not given:
         raise ValueError("no sites: name at least one, as 'resid_pre', 'blocks.*.z' or Site(3, 'mlp_out')")
     known = host.sites()
-    return tuple(dict.fromkeys(target for one in given for target in _meant(host, one, known)))
+    return tuple(dict.fromkeys(target for one in dict.fromkeys(given) for target in _meant(host, one, known)))
 
 
 def _meant(host: Host, one: Site | Target | str, known: list[Site]) -> list[Target]:

@@ -281,7 +281,7 @@ class Disk:
         if not (self._index.exists() and self._index.stat().st_size) and any(self._shards.iterdir()):
             raise ValueError(
                 f"{self._shards} holds files but {self._index.name} beside it is {lost}: restore the index, or give the store an "
-                "empty folder"
+                "empty folder (with an older index, the files of later runs are deleted)"
             )
         db = sqlite3.connect(self._index, check_same_thread=False)
         with self._explained():

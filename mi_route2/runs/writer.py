@@ -80,6 +80,12 @@ class Writer:
             self._demand_open()
             self.about = replace(self.about, tokens=(*self.about.tokens, *token_ids(self.run, tokens)))
 
+    def note(self, name: str, value: bool) -> None:
+        """Add a note to the run's meta."""
+        with self._lock:
+            self._demand_open()
+            self.about = replace(self.about, meta={**self.about.meta, name: value})
+
     def close(self) -> None:
         """Finish the run, which can be read from now on; ``RuntimeError`` and ``OSError`` as in ``append``."""
         with self._lock:

@@ -99,7 +99,7 @@ def create_app(
     app.add_exception_handler(RequestValidationError, lambda request, error: answer(noted(request, invalid(error))))  # pyright: ignore
     app.add_exception_handler(HTTPException, _plain)  # pyright: ignore[reportArgumentType]
     app.add_exception_handler(Exception, _failed)
-    app.add_middleware(Front, limit=limits.max_body, local=not keys, done=server.metrics.done)
+    app.add_middleware(Front, limit=limits.max_body, local=not keys, done=server.metrics.done, keys=keys)
     return app
 
 
@@ -187,17 +187,22 @@ async def set_steering(body: SetSteering, server: TheServer, client: TheClient) 
         return await _set_global(body, server, client)
     names = server.names(client)
     given = {name: Vector(_numbers(one, names, name)) for name, one in body.vectors.items()}
-    vectors = {**names.vectors, **given}
-    configurations = {**names.configurations, **({} if body.name is None else {body.name: body})}
-    size = sum(vector.data.nbytes for vector in vectors.values())
-    if len(vectors) > KEPT or len(configurations) > KEPT or size > KEPT_BYTES:
-        raise ApiError(
-            400,
-            f"a key keeps at most {KEPT} vectors of {KEPT_BYTES} bytes and {KEPT} configurations: clear some by /v1/steering/clear",
-        )
     if body.name is None and _steers(body):
         raise ApiError(400, "steering needs a name under which it is held: give name, or scope 'global' to steer every request")
+    async with names.changing:
+        return await _set_own(body, given, names, server, client)
+
+
+async def _set_own(body: SetSteering, given: dict[str, Vector], names: Names, server: Server, client: Client) -> Response:
+    vectors = {**names.vectors, **given}
+    configurations = {**names.configurations, **({} if body.name is None else {body.name: body})}
     trial = Names(names.prefix, names.shared, vectors, configurations)
+    if len(vectors) > KEPT or len(configurations) > KEPT or trial.nbytes > KEPT_BYTES:
+        raise ApiError(
+            400,
+            f"a key keeps at most {KEPT} vectors and {KEPT} configurations of {KEPT_BYTES} bytes in all: clear some by "
+            "/v1/steering/clear",
+        )
 
     def change(engine: Engine) -> None:
         before = {trial.inside(name): engine.steering.vectors.get(trial.inside(name)) for name in given}
@@ -215,9 +220,7 @@ async def set_steering(body: SetSteering, server: TheServer, client: TheClient) 
             raise
 
     await called(server, client, change)
-    # another request of the key may have changed them meanwhile
-    names.vectors = {**names.vectors, **given}
-    names.configurations = {**names.configurations, **({} if body.name is None else {body.name: body})}
+    names.vectors, names.configurations = vectors, configurations
     return Json(_registered(names))
 
 
@@ -290,16 +293,17 @@ async def clear_steering(body: ClearSteering, server: TheServer, client: TheClie
             known = ", ".join(sorted(names.vectors)) or "none"
             raise ApiError(404, f"no vector of yours is registered as {name!r}; there are: {known}", code="unknown_name")
     every = body.name is None and not body.vectors
-    dropped = list(names.vectors) if every else body.vectors
+    async with names.changing:
+        dropped = list(names.vectors) if every else body.vectors
 
-    def forget(engine: Engine) -> None:
-        for name in dropped:
-            engine.steering.unregister(names.inside(name))
+        def forget(engine: Engine) -> None:
+            for name in dropped:
+                engine.steering.unregister(names.inside(name))
 
-    # before the engine forgets them, so that no request of the key is accepted and then finds them missing
-    names.vectors = {name: one for name, one in names.vectors.items() if name not in dropped}
-    names.configurations = {} if every else {name: one for name, one in names.configurations.items() if name != body.name}
-    await called(server, client, forget)
+        # before the engine forgets them, so that no request of the key is accepted and then finds them missing
+        names.vectors = {name: one for name, one in names.vectors.items() if name not in dropped}
+        names.configurations = {} if every else {name: one for name, one in names.configurations.items() if name != body.name}
+        await called(server, client, forget)
     return Json(_registered(names))
 
 

@@ -4,6 +4,7 @@ Everything that a client leaves in the server belongs to its key: vectors, held 
 cache, whose salt is derived from the key by HMAC with a secret of this process.
 """
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -29,6 +30,8 @@ LONGEST, SHORTEST = 512, 16
 """Characters of a key."""
 LOCAL = "local"
 """Owner of everything on a server without keys."""
+BODY_SECONDS = 60.0
+"""Seconds in which a request's body must come."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 log = logging.getLogger("mi_route2.serve")
@@ -273,13 +276,13 @@ def _prompts(body: bytes) -> dict[str, Any]:
 class Front:
     """ASGI middleware in front of every route.
 
-    It refuses a body above ``limit`` bytes, a page of another origin, and on a server without keys a host name that is not this
-    machine's (which a page of any site could point here). It writes one line of the log per request, without what was sent
-    unless the app's state says ``log_prompts``.
+    It refuses a body above ``limit`` bytes, one of a client without a key, one that does not come, a page of another origin, and on
+    a server without keys a host name that is not this machine's (which a page of any site could point here). It writes one line of
+    the log per request, without what was sent unless the app's state says ``log_prompts``.
     """
 
-    def __init__(self, app: ASGIApp, *, limit: int, local: bool, done: Callable[[str, int, float, str | None], None]):
-        self._app, self._limit, self._local, self._done = app, limit, local, done
+    def __init__(self, app: ASGIApp, *, limit: int, local: bool, done: Callable[[str, int, float, str | None], None], keys: Keys):
+        self._app, self._limit, self._local, self._done, self._keys = app, limit, local, done, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -295,8 +298,11 @@ class Front:
             await send(message)
 
         try:
-            self._check(Headers(scope=scope))
-            body = await self._body(Headers(scope=scope), receive)
+            headers = Headers(scope=scope)
+            self._check(headers)
+            if scope["method"] not in ("GET", "HEAD", "OPTIONS"):  # a body is only read for who has a key
+                self._keys.client(headers.get("authorization"))
+            body = await self._timely(self._body(headers, receive))
         except ApiError as error:
             notes["error"] = error.reason
             await answer(error)(scope, receive, sending)
@@ -321,6 +327,13 @@ class Front:
             raise ApiError(
                 400, "a page of another origin may not use this server: open the page that it serves", code="wrong_origin"
             )
+
+    async def _timely(self, body: Awaitable[bytes]) -> bytes:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                return await body
+        except TimeoutError as error:
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s: send it at once", code="timeout") from error
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         large = ApiError(

@@ -49,11 +49,13 @@ def _plain(value: Any) -> Any:
         return {"text": value.text, "occurrence": value.occurrence}
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, np.generic):
+        return value.item()
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _ids(prompt: Any) -> Any:
-    return prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
+    return prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else _plain(prompt)
 
 
 def _refused(response: httpx.Response) -> ServerError:
@@ -137,8 +139,8 @@ class _Requests:
         body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "sites": _plain(named), "stream": True}
         positions = given.get("positions")
         if positions is not None:
-            body["positions"] = _plain([positions] if isinstance(positions, int | str | Span) else list(positions))
-        return body | {name: value for name, value in given.items() if name != "positions" and value is not None}
+            body["positions"] = _plain([positions] if isinstance(positions, int | np.integer | str | Span) else list(positions))
+        return body | {name: _plain(value) for name, value in given.items() if name != "positions" and value is not None}
 
     @staticmethod
     def _completion(prompt: Any, given: Mapping[str, Any], stream: bool) -> dict[str, Any]:

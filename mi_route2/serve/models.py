@@ -141,10 +141,13 @@ class Served:
             quarantined=closed if mode == "reference" else None, prompt=True, name=CLOSED,
         )  # fmt: skip
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a prompt, with the tokenizer's usual special tokens; ``ValueError`` for a text that it cannot read."""
+    def encode(self, text: str, tokenizer: Any = None) -> list[int]:
+        """Return the ids of a prompt, with the tokenizer's usual special tokens; ``ValueError`` for a text that it cannot read.
+
+        ``tokenizer``: a copy of the model's, for another thread.
+        """
         try:
-            return [int(token) for token in self.tokenizer.encode(text)]
+            return [int(token) for token in (tokenizer or self.tokenizer).encode(text)]
         except ValueError:
             raise
         except Exception as error:  # tokenizers raise errors of their own kinds
@@ -157,13 +160,14 @@ class Served:
                 self._texts[token] = str(self.tokenizer.decode([token]))
         return [self._texts[token] for token in ids]
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]], tokenizer: Any = None) -> list[int]:
         """Return the ids of a conversation by the tokenizer's chat template; ``ValueError`` if it has none, or refuses it."""
+        tokenizer = tokenizer or self.tokenizer
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"{self.name} has no chat template: use /v1/completions with a prompt")
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-            return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
         except Exception as error:  # templates raise errors of their own kinds
             raise ValueError(f"the chat template refuses these messages: {' '.join(str(error).split()):.300}") from error
 

@@ -23,7 +23,7 @@ class Limits:
         per_key: Requests of one key in the server at once; never more than an equal share of those that may run and wait.
         sweeps: Sweeps of one key at once.
         cells: Cells of one sweep.
-        deadline: Seconds after which a request ends, in any case.
+        deadline: Seconds after which a request or a sweep ends, between two of its forwards.
         max_body: Bytes of a body.
         backlog: Steps that a stream may wait for its reader.
         store: Bytes of captured runs.

@@ -145,6 +145,7 @@ class Job(Source[Finished]):
         self._runs: Iterator[Finished] = iter(())
         self._done: list[Finished] = []
         self._seconds = 0.0
+        self._seen = owner.commands
         self.cancelled = False
 
     def cancel(self) -> None:
@@ -175,13 +176,18 @@ class Job(Source[Finished]):
             self._demand_time("before both prompts were run")
             next(self._preparing)
         except StopIteration as end:
-            self._runs = end.value.run(exclusive=True)  # the thread is the only one that touches the model
+            self._runs = end.value.run(exclusive=self._undisturbed)  # the thread is the only one that touches the model
             self.prepared.set_result(end.value)
         except Exception as error:  # handed to the caller
             self.error = " ".join(str(error).split())
             self.prepared.set_exception(error)
             return False
         return True
+
+    def _undisturbed(self) -> bool:
+        """Return whether no command, which may change the model, ran on the thread since the last forward."""
+        seen, self._seen = self._seen, self._owner.commands
+        return seen == self._seen
 
     def _demand_time(self, done: str) -> None:
         """Raise ``RuntimeError`` if the sweep was cancelled, ``TimeoutError`` if its deadline has passed."""
@@ -211,7 +217,8 @@ class Owner:
     """The thread of an engine; see the module.
 
     ``snapshot`` is plain data about the engine, replaced while it runs, which any thread may read. ``failure`` is the reason why
-    the thread has ended, if it has. ``slow`` counts the streams that were cancelled because their readers were too slow.
+    the thread has ended, if it has. ``slow`` counts the streams that were cancelled because their readers were too slow, and
+    ``commands`` the functions that ``call`` ran.
 
     A stream's first token and its end are delivered at once. What comes between is delivered to all clients together, at most every
     three milliseconds for each stream, up to 100: with many streams of a fast model, several tokens arrive at a time and cost
@@ -245,7 +252,7 @@ class Owner:
         """Events that were not delivered yet."""
         self._due = 0.0
         self.failure: str | None = None
-        self.slow = 0
+        self.slow = self.commands = 0
         self.snapshot: dict[str, Any] = {}
         self._published = -inf
         self._publish()
@@ -276,6 +283,7 @@ class Owner:
             try:
                 if self.failure is not None:
                     raise RuntimeError(self.failure)
+                self.commands += 1
                 future.set_result(function(self._engine))
             except BaseException as error:  # handed to the caller
                 future.set_exception(error)

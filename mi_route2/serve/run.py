@@ -50,11 +50,26 @@ def keys_of(options: Options) -> Keys:
     return keys
 
 
+def _refuse_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"--device {device} is no device of torch: give cpu, or cuda") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"torch finds no GPU here, so --device {device} is not possible: leave it out")
+
+
 def serve(options: Options) -> None:
     """Serve until a signal ends it."""
     keys = keys_of(options)
     if options.study_runs is not None and not options.study_runs.is_dir():
         raise ValueError(f"{options.study_runs} is not a folder: give the one that holds the runs")
+    if options.threads is not None and options.threads < 1:
+        raise ValueError(f"--threads {options.threads} is not a number of threads: give 1 or more, or leave it out")
+    if not 0 <= options.port < 65_536:
+        raise ValueError(f"--port {options.port} is none: give 0 to 65535")
+    if options.device is not None:
+        _refuse_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     handler = logging.StreamHandler(sys.stderr)

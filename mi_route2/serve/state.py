@@ -1,6 +1,10 @@
 """State of the server: the served model, the engine's owner, and what each key has left here."""
 
+import asyncio
+import copy
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,6 +22,8 @@ from mi_route2.serve.owner import Owner, Stream
 from mi_route2.sites import Site
 
 T = TypeVar("T")
+QUICK = 4096
+"""Characters of a text that is encoded at once; a longer one on a thread of its own."""
 
 
 @dataclass
@@ -38,6 +44,7 @@ class Server:
         self.store = store
         self.readable, self.threaded = Readable(served.tokenizer), threaded
         """Tokenizers: the one for answers on the server's thread, and that of the engine's thread."""
+        self._encoding, self._tokenizer = ThreadPoolExecutor(1, "prompts"), None
         self.vocabulary, self.context = engine.decoder.vocabulary, engine.decoder.context
         self.heads = engine.decoder.shape(Site(0, "z"))[0]  # query heads: those that a patch can name
         self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
@@ -48,6 +55,8 @@ class Server:
         self.open: dict[int, Open] = {}
         self.writing: set[str] = set()
         self.sweeping: dict[str, int] = {}
+        self.entering = Counter[str]()
+        """Requests of each key that are being submitted."""
         self._names: dict[str, Names] = {}
         self.globals: dict[str, list[str]] = {}
         """Sites and monitors that concern all clients, for display."""
@@ -57,6 +66,24 @@ class Server:
         """Requests of one key in the server at once: of several keys, at most an equal share of what runs and waits."""
         share = (self.limits.rows + self.limits.queue) // max(1, len(self.keys))
         return min(self.limits.per_key, max(1, share)) if len(self.keys) > 1 else self.limits.per_key
+
+    async def encoded(self, text: str) -> list[int]:
+        """Return the ids of a prompt. A long text is read on a thread of its own, so that streams go on meanwhile."""
+        if len(text) <= QUICK:
+            return self.served.encode(text)
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, lambda: self.served.encode(text, self._reading()))
+
+    async def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the ids of a conversation in the model's chat template, as ``encoded`` does."""
+        if sum(len(message["content"]) for message in messages) <= QUICK:
+            return self.served.chat(messages)
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, lambda: self.served.chat(messages, self._reading()))
+
+    def _reading(self) -> Any:
+        """Return the tokenizer of the thread that reads prompts; it is copied there, which takes half a second."""
+        if self._tokenizer is None:
+            self._tokenizer = copy.deepcopy(self.served.tokenizer)
+        return self._tokenizer
 
     def names(self, client: Client) -> Names:
         """Return the registered names of the client's key."""
@@ -80,7 +107,7 @@ class Server:
         """Return the bytes of the runs and of the vectors of each key, by ``(kind, owner)``."""
         sizes = {("runs", owner): nbytes for owner, nbytes in self.store.bytes_by_owner().items()}
         for owner, names in list(self._names.items()):
-            sizes["vectors", owner] = sum(vector.data.nbytes for vector in list(names.vectors.values()))
+            sizes["vectors", owner] = names.nbytes
         return sizes
 
     def demand_run(self, run: str, client: Client) -> None:

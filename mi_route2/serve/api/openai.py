@@ -58,6 +58,10 @@ class Choice:
         return self.stream.result
 
 
+NUMBER_BYTES = 40
+"""Bytes of one log-probability in an answer: its token and its number as JSON."""
+
+
 @routes.get("/v1/models", tags=["completions"])
 async def models(server: TheServer, _: TheClient) -> Response:
     """Return the served model."""
@@ -84,8 +88,12 @@ def _demand(name: str | None, server: Server) -> None:
 async def completions(body: Completion, server: TheServer, client: TheClient, request: Request) -> Response:
     """Continue prompts, with interventions per request."""
     _demand(body.model, server)
+    prompts = []
     try:
-        prompts = [server.served.encode(one) if isinstance(one, str) else one for one in body.prompts]
+        for one in body.prompts:
+            prompts.append(await server.encoded(one) if isinstance(one, str) else one)
+            if len(prompts[-1]) > server.context:  # the others are not looked at
+                raise ValueError(f"a prompt has {len(prompts[-1])} tokens, but the context has {server.context}")
     except ValueError as error:
         raise ApiError(400, str(error), param="prompt") from error
     if not prompts:
@@ -100,7 +108,7 @@ async def chat_completions(body: ChatCompletion, server: TheServer, client: TheC
     """Answer a conversation in the model's chat template, with interventions per request."""
     _demand(body.model, server)
     try:
-        prompt = server.served.chat([message.plain() for message in body.messages])
+        prompt = await server.chat([message.plain() for message in body.messages])
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
     most = body.max_completion_tokens or body.max_tokens or _fitting(server, prompt, DEFAULT_CHAT)
@@ -124,6 +132,15 @@ async def _answered(
     if len(prompts) * body.n > CHOICES:
         raise ApiError(
             400, f"{len(prompts)} prompts times n = {body.n} is more than {CHOICES} completions: ask for fewer", param="n"
+        )
+    numbers = (len(set(body.logprob_token_ids)) + (top or 0)) * sum(most) * body.n
+    if (need := NUMBER_BYTES * numbers) > server.limits.capture_bytes:
+        raise ApiError(
+            413,
+            f"the log-probabilities of this request may take {need:,} bytes, of {server.limits.capture_bytes:,} that an answer may "
+            "have: name fewer tokens, or ask for fewer completions",
+            param="logprob_token_ids",
+            code="too_large",
         )
     began = time.monotonic()
     words.server, words.wants = server, top is not None
@@ -230,7 +247,7 @@ def refuse_runs(body: Generation, count: int, server: Server, client: Client) ->
 
 async def submitted(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> list[Choice]:
     """Submit all requests or none; ``ApiError`` if one is refused."""
-    running = sum(one.owner == client.owner for one in server.open.values())
+    running = sum(one.owner == client.owner for one in server.open.values()) + server.entering[client.owner]
     if running + len(made) > server.per_key:
         raise ApiError(
             429,
@@ -238,6 +255,14 @@ async def submitted(made: Sequence[tuple[int, list[int], EngineRequest]], server
             code="too_many_requests",
             headers={"Retry-After": "1"},
         )
+    server.entering[client.owner] += len(made)  # before the first await, in which other requests of the key may come
+    try:
+        return await _entered(made, server, client)
+    finally:
+        server.entering[client.owner] -= len(made)
+
+
+async def _entered(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> list[Choice]:
     choices: list[Choice] = []
     for index, prompt, request in made:
         try:

@@ -4,6 +4,7 @@ The engine's own types check what they mean (``Monitor``, ``Patch``, ``Rule``, .
 of numbers, the name of a registered one, or ``{"dtype": "float32", "shape": [64], "data": base64}`` in little-endian bytes.
 """
 
+import asyncio
 import base64
 import binascii
 import math
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from torch import Tensor
 
 from mi_route2.engine import Capture, Request, Sampling
@@ -31,6 +32,8 @@ NUMBERS = 1 << 20
 """Numbers in a vector."""
 TEXT, IDS = 200_000, 65_536
 """Characters of a text, and token ids in a list."""
+SPANS, SITES = 64, 512
+"""Texts among a sweep's positions, and its names of sites, each of which is looked for."""
 CHOICES = 64
 """Completions of one call: prompts times ``n``."""
 
@@ -38,7 +41,7 @@ Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")
 SiteName = Annotated[str, Field(min_length=1, max_length=128)]
 Text = Annotated[str, Field(max_length=TEXT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-Ids = Annotated[list[TokenId], Field(max_length=IDS)]
+Ids = Annotated[list[TokenId], Field(max_length=IDS, fail_fast=True)]
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 """A number as such: true is not 1, nor is a text a number."""
 Position = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -83,8 +86,28 @@ def unpacked(data: Mapping[str, Any]) -> Tensor:
     return torch.from_numpy(raw).view(getattr(torch, data["dtype"])).reshape(data["shape"])
 
 
-Row = Annotated[list[Number], Field(min_length=1, max_length=NUMBERS)]
-VectorIn = Name | Packed | Row | Annotated[list[Row], Field(min_length=1, max_length=1024)]
+Row = Annotated[list[Number], Field(min_length=1, max_length=NUMBERS, fail_fast=True)]
+Rows = Annotated[list[Row], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+def _kind(value: Any) -> str | None:
+    """Return the alternative of a union that a value is meant as, so that no other one is tried on each of its numbers."""
+    if isinstance(value, list):
+        return "rows of numbers" if value and isinstance(value[0], list) else "a list of numbers"
+    if isinstance(value, dict | BaseModel):
+        fields = value if isinstance(value, dict) else type(value).model_fields
+        return "a position of a run" if "run" in fields else "a scaled vector" if "vector" in fields else "packed numbers"
+    return "a name" if isinstance(value, str) else "a number" if isinstance(value, int | float) else None
+
+
+def _one_of(what: str) -> Discriminator:
+    return Discriminator(_kind, "not_of_these_kinds", f"this is {what}")
+
+
+AName, APacked = Annotated[Name, Tag("a name")], Annotated[Packed, Tag("packed numbers")]
+ARow, SomeRows = Annotated[Row, Tag("a list of numbers")], Annotated[Rows, Tag("rows of numbers")]
+_NUMBERS = "a list of numbers, or {dtype, shape, data}"
+VectorIn = Annotated[AName | APacked | ARow | SomeRows, _one_of(f"a name, {_NUMBERS}")]
 
 
 class Scaled(Body):
@@ -94,7 +117,11 @@ class Scaled(Body):
     scale: Number = 1.0
 
 
-Vectors = Annotated[dict[SiteName, VectorIn | Scaled], Field(max_length=1024)]
+ScaledIn = Annotated[
+    AName | APacked | ARow | SomeRows | Annotated[Scaled, Tag("a scaled vector")],
+    _one_of(f"a name, {_NUMBERS}, or {{vector, scale}}"),
+]
+Vectors = Annotated[dict[SiteName, ScaledIn], Field(max_length=1024)]
 """``{site: vector}`` or ``{site: {"vector": ..., "scale": ...}}``."""
 
 
@@ -111,8 +138,11 @@ class PatchIn(Body):
 
     site: SiteName
     position: Position
-    source: RunSource | VectorIn
-    alpha: Number | Packed | Row = 1.0
+    source: Annotated[
+        Annotated[RunSource, Tag("a position of a run")] | AName | APacked | ARow | SomeRows,
+        _one_of(f"a name, {_NUMBERS}, or {{run, position}}"),
+    ]
+    alpha: Annotated[Annotated[Number, Tag("a number")] | APacked | ARow, _one_of(f"a number, {_NUMBERS}")] = 1.0
 
 
 class CaptureIn(Body):
@@ -120,7 +150,7 @@ class CaptureIn(Body):
 
     site: SiteName
     part: SequencePart = "all"
-    positions: Annotated[list[Position], Field(max_length=IDS)] | None = None
+    positions: Annotated[list[Position], Field(max_length=IDS, fail_fast=True)] | None = None
     token_ids: Ids | None = None
 
 
@@ -175,7 +205,7 @@ class SteeringIn(Body):
 class Interventions(SteeringIn):
     """Fields of a completion beyond OpenAI's."""
 
-    patch: Annotated[list[PatchIn], Field(max_length=4096)] = Field(default_factory=list)
+    patch: Annotated[list[PatchIn], Field(max_length=4096, fail_fast=True)] = Field(default_factory=list)
     capture: Annotated[list[CaptureIn | SiteName], Field(max_length=256)] = Field(default_factory=list)
     run: Name | None = Field(None, description="store what is captured under this name, for patches of later requests")
     steering: Annotated[list[dict[str, Any]], Field(max_length=RULES)] = Field(
@@ -304,7 +334,7 @@ class SpanIn(Body):
     occurrence: Annotated[int, Field(ge=0, lt=10_000)] = 0
 
 
-Prompt = Text | Annotated[list[TokenId], Field(min_length=1, max_length=IDS)]
+Prompt = Text | Annotated[list[TokenId], Field(min_length=1, max_length=IDS, fail_fast=True)]
 Answer = TokenId | Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -324,14 +354,25 @@ class SweepIn(Body):
     answer: Answer | None = None
     foil: Answer | None = None
     metric: Literal["logit_diff", "logprob", "kl"] = "logit_diff"
-    sites: SiteName | Annotated[list[SiteName], Field(min_length=1, max_length=4096)] = "resid_pre"
-    positions: Annotated[list[Position | SpanIn | Annotated[str, Field(max_length=1024)]], Field(max_length=IDS)] | None = None
+    sites: SiteName | Annotated[list[SiteName], Field(min_length=1, max_length=SITES)] = "resid_pre"
+    positions: (
+        Annotated[list[Position | SpanIn | Annotated[str, Field(max_length=1024)]], Field(max_length=IDS, fail_fast=True)] | None
+    ) = None
     heads: bool = False
     together: bool = False
     at: Position | None = None
     alpha: Number = 1.0
     replicas: Annotated[int, Field(ge=3, le=64)] = 3
     stream: bool = False
+
+    @model_validator(mode="after")
+    def _spans(self) -> "SweepIn":
+        texts = {
+            one if isinstance(one, str) else (one.text, one.occurrence) for one in self.positions or () if not isinstance(one, int)
+        }
+        if len(texts) > SPANS:
+            raise ValueError(f"positions name {len(texts)} texts, each of which is looked for: name at most {SPANS}, or numbers")
+        return self
 
 
 class CellIn(Body):
@@ -399,6 +440,14 @@ class Names:
     shared: Mapping[str, Tensor]
     vectors: dict[str, Vector] = field(default_factory=dict)
     configurations: dict[str, SteeringIn] = field(default_factory=dict)
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while they change, so that what several requests add is counted together."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the vectors, and of the numbers in configurations."""
+        held = sum(_weight(one) for one in self.configurations.values())
+        return held + sum(vector.data.nbytes for vector in self.vectors.values())
 
     def inside(self, name: str) -> str:
         """Return the engine's name for a vector, run or conversation of this key."""
@@ -419,6 +468,17 @@ class Names:
             known = ", ".join(sorted(self.configurations)) or "none"
             raise UnknownNameError(f"no configuration is held as {name!r}; there are: {known}: hold it with /v1/steering/set")
         return self.configurations[name]
+
+
+def _weight(given: Any) -> int:
+    """Return about how many bytes the numbers and texts of a body take."""
+    if isinstance(given, BaseModel):
+        return sum(_weight(getattr(given, name)) for name in type(given).model_fields)
+    if isinstance(given, dict):
+        return sum(len(name) + _weight(one) for name, one in given.items())
+    if isinstance(given, list):
+        return 32 * len(given) if given and isinstance(given[0], float | int) else sum(map(_weight, given))
+    return len(given) if isinstance(given, str) else 8
 
 
 def site_of(name: str) -> Site:
@@ -518,7 +578,12 @@ def rules_of(given: Sequence[dict[str, Any]], names: Names) -> tuple[Rule, ...]:
 
     def vector(value: Any) -> Any:
         if isinstance(value, dict):
-            return Packed.model_validate(value).tensor()
+            try:
+                return Packed.model_validate(value).tensor()
+            except ValidationError as error:
+                first = error.errors()[0]
+                place = ".".join(map(str, first["loc"]))
+                raise ValueError(f"the vector of a rule: {place}: {first['msg']}") from error
         if isinstance(value, list) and len(value) > NUMBERS:
             raise ValueError(f"a vector has {len(value)} numbers, more than {NUMBERS}")
         return names.vector(value) if isinstance(value, str) else value

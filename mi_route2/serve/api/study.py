@@ -13,6 +13,7 @@ from mi_route2.engine import Request as EngineRequest
 from mi_route2.patching.grid import Grid
 from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, CleanRun, Span, align, one_token
+from mi_route2.patching.sweep import TooManyCellsError
 from mi_route2.patching.targets import Target
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection
@@ -54,9 +55,9 @@ async def study(server: TheServer) -> Response:
     )
 
 
-def _ids(prompt: str | list[int], server: Server, name: str) -> list[int]:
+async def _ids(prompt: str | list[int], server: Server, name: str) -> list[int]:
     try:
-        ids = server.served.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = await server.encoded(prompt) if isinstance(prompt, str) else prompt
     except ValueError as error:
         raise ApiError(400, f"the {name} prompt: {error}", param=name) from error
     if wrong := [one for one in ids if one >= server.vocabulary]:
@@ -64,8 +65,8 @@ def _ids(prompt: str | list[int], server: Server, name: str) -> list[int]:
     return ids
 
 
-def _aligned(body: AlignIn | CellIn, server: Server) -> tuple[list[int], list[int], Alignment]:
-    clean, corrupt = _ids(body.clean, server, "clean"), _ids(body.corrupt, server, "corrupt")
+async def _aligned(body: AlignIn | CellIn, server: Server) -> tuple[list[int], list[int], Alignment]:
+    clean, corrupt = await _ids(body.clean, server, "clean"), await _ids(body.corrupt, server, "corrupt")
     try:
         return clean, corrupt, align(clean, corrupt)
     except ValueError as error:
@@ -75,14 +76,14 @@ def _aligned(body: AlignIn | CellIn, server: Server) -> tuple[list[int], list[in
 @routes.post("/v1/tokenize")
 async def tokenize(body: TokenizeIn, server: TheServer, _: TheClient) -> Response:
     """Return the tokens of a prompt."""
-    ids = _ids(body.text, server, "text")
+    ids = await _ids(body.text, server, "text")
     return Json({"ids": ids, "tokens": server.served.tokens(ids)})
 
 
 @routes.post("/v1/align")
 async def aligned(body: AlignIn, server: TheServer, _: TheClient) -> Response:
     """Return the tokens of two prompts, and for each position of the corrupt one its partner in the clean one."""
-    clean, corrupt, alignment = _aligned(body, server)
+    clean, corrupt, alignment = await _aligned(body, server)
     return Json(
         {
             "clean": server.served.tokens(clean),
@@ -150,7 +151,7 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
     for name in ("clean", "corrupt"):
         if isinstance(prompt := getattr(body, name), StoredIn):
             continue
-        length = len(_ids(prompt, server, name))
+        length = len(await _ids(prompt, server, name))
         if length > server.context:
             raise ApiError(400, f"the {name} prompt has {length} tokens, but the context has {server.context}", param=name)
     tokens = {name: _token(getattr(body, name), server, name) for name in ("answer", "foil")}
@@ -172,7 +173,10 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
             at=body.at,
             replicas=body.replicas,
             tokenizer=server.threaded,
+            most=server.limits.cells,
         )
+    except TooManyCellsError as error:
+        raise ApiError(413, str(error)) from error
     except TimeoutError as error:
         raise ApiError(422, str(error), code="sweep_failed") from error
     except Exception as error:
@@ -187,9 +191,6 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
         elif refused.message.startswith("position"):
             refused.param = "positions"
         raise refused from error
-    if job.sweep.total > server.limits.cells:
-        job.cancel()
-        raise ApiError(413, f"{job.sweep.total} cells are more than {server.limits.cells}: name fewer sites or positions")
     return job
 
 
@@ -281,7 +282,7 @@ async def _told(request: Request, job: Job, server: Server, free: Callable[[], N
 @routes.post("/v1/patch_cell")
 async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request: Request) -> Response:
     """Return the completion of the corrupt prompt with one clean value patched in, and its most likely first tokens."""
-    clean, corrupt, alignment = _aligned(body, server)
+    clean, corrupt, alignment = await _aligned(body, server)
     try:
         target = Target.parse(body.site)
         wanted = range(len(corrupt)) if body.position is None else [body.position]
