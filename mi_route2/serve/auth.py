@@ -147,9 +147,10 @@ def invalid(error: RequestValidationError) -> ApiError:
     for one in faults:
         meant.setdefault(tuple(part for part in one["loc"] if _alternative(part)), []).append(one)
 
-    def strange(some: list[Any]) -> tuple[bool, int, int]:
+    def strange(some: list[Any]) -> tuple[bool, bool, int, int]:
         fields = sum(one["type"] in ("missing", "extra_forbidden") for one in some)
-        return _alternative(some[0]["loc"][-1]), fields, -max(len(one["loc"]) for one in some)
+        whole = _alternative(some[0]["loc"][-1])
+        return whole and some[0]["type"].endswith("_type"), whole, fields, -max(len(one["loc"]) for one in some)
 
     first = max(
         min(meant.values(), key=strange),

@@ -410,8 +410,16 @@ _CONTRAST = (
         )
     ),
     replace(
-        _VANILLA, name="contrast-kept", role="control", baseline="contrast", taught="pair-clean",
+        _VANILLA, name="contrast-kept", role="method", baseline="vanilla", taught="pair-clean",
         about="contrast without a quarantine: the kept adapter starts from the pairs' clean sides",
+    ),
+    replace(
+        _VANILLA, name="contrast-kept-1", role="control", baseline="contrast-kept", taught="pair-clean", steps=1,
+        about="contrast-kept stopped after 1 step",
+    ),
+    replace(
+        _VANILLA, name="contrast-kept-hacks", role="control", baseline="contrast-kept", taught="pair-hacks",
+        about="contrast-kept with the pairs' hacks",
     ),
     *(
         replace(

@@ -1,6 +1,8 @@
 """Every limit of the server: those of ``Limits``, of what a key keeps, and the bounds of every field of every body."""
 
+import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,10 +13,11 @@ import httpx
 import pytest
 import torch
 
-from mi_route2.serve import app
+from mi_route2.serve import app, auth
 from mi_route2.serve.auth import Keys
 from mi_route2.serve.client import PatchStudy, ServerError
 from mi_route2.serve.options import Limits
+from mi_route2.serve.state import QUICK
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
@@ -129,7 +132,7 @@ def test_a_key_keeps_so_many_configurations_and_bytes(alice: PatchStudy, monkeyp
     alice.steer(name="b", decode_steering_vectors={SITE: "push"})
     monkeypatch.setattr(app, "KEPT_BYTES", 200)
     found = refusal(alice.steer, vectors={"v": torch.ones(64, dtype=torch.float64)})
-    assert (found.status, "vectors of 200 bytes" in str(found)) == (400, True)
+    assert (found.status, "of 200 bytes in all" in str(found)) == (400, True)
 
 
 def test_a_request_that_waits_cannot_be_tuned_yet(server: Running, alice: PatchStudy) -> None:
@@ -156,7 +159,7 @@ def sample(schema: Any, refs: Any) -> Any:
     """Return a small value that the schema allows."""
     if "$ref" in schema:
         schema = refs[schema["$ref"].rpartition("/")[2]]
-    for key in ("const", "enum", "anyOf"):
+    for key in ("const", "enum", "anyOf", "oneOf"):
         if key in schema:
             return schema[key] if key == "const" else schema[key][0] if key == "enum" else sample(schema[key][0], refs)
     match schema.get("type"):
@@ -186,7 +189,7 @@ def past(schema: Any, refs: Any, seen: set[str]) -> Iterator[tuple[tuple[str, ..
             return
         seen.add(name)
         schema = refs[name]
-    for one in schema.get("anyOf", ()):
+    for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
         yield from past(one, refs, seen)
     number = int if schema.get("type") == "integer" else float
     for bound, away in (("minimum", -1), ("maximum", 1), ("exclusiveMinimum", 0), ("exclusiveMaximum", 0)):
@@ -242,3 +245,104 @@ def test_every_bound_of_every_field_is_kept_and_the_sentence_names_the_field(ser
     some = {("top_p", "exclusiveMinimum"), ("seed", "exclusiveMaximum"), ("data", "maxLength"), ("metadata", "maxProperties")}
     some |= {("messages", "minItems"), ("max_tokens", "maximum"), ("replicas", "minimum"), ("name", "minLength")}
     assert some <= found
+
+
+# What would take long or much before it is refused
+
+
+def test_requests_that_come_together_are_counted_together() -> None:
+    limits = Limits(per_key=4, rows=1, queue=60)
+
+    async def at_once(url: str) -> list[int]:
+        body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            return [one.status_code for one in await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(24)))]
+
+    with running(random_micro(context=512), limits=limits) as server:
+        with unhurried(server, 0.005):
+            statuses = asyncio.run(at_once(server.url))
+        assert not server.server.entering.total()
+    assert 1 <= statuses.count(200) <= 8  # four at a time; who comes when one has ended may enter
+    assert statuses.count(429) >= 16
+
+
+def test_one_wrong_number_in_each_of_many_vectors_is_one_fault(server: Running) -> None:
+    row = [*range(2000), "x"]
+    body = {"prompt": [1], "patch": [{"site": SITE, "position": 0, "source": row}] * 200}
+    began = time.perf_counter()
+    response = server.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {ALICE}"})
+    assert response.status_code == 422
+    assert response.json()["error"]["param"] == "patch.0.source.2000"
+    assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        (
+            "patch_sweep",
+            {"clean": PROMPT, "corrupt": OTHER, "positions": [f"t{i}" for i in range(65)]},
+            422,
+            "positions name 65 texts",
+        ),
+        ("patch_sweep", {"clean": PROMPT, "corrupt": OTHER, "sites": [f"x{i}" for i in range(513)]}, 422, "at most 512"),
+        (
+            "completions",
+            {"prompt": PROMPT, "max_tokens": 400, "n": 64, "logprob_token_ids": list(range(200)) * 16},
+            413,
+            "the log-probabilities of this request may take",
+        ),
+        ("completions", {"prompt": [PROMPT * 100, PROMPT * 3000], "max_tokens": 1}, 400, "tokens, but the context has 512"),
+        (
+            "steering/set",
+            {"name": "n", "steering_vectors": {SITE: 5}},
+            422,
+            "this is a name, a list of numbers, or {dtype, shape, data}",
+        ),
+    ],
+)
+def test_what_is_too_much_is_refused_before_it_is_made(server: Running, path: str, body: Any, status: int, said: str) -> None:
+    response = server.http.post(f"/v1/{path}", json=body, headers={"Authorization": f"Bearer {ALICE}"})
+    assert response.status_code == status
+    assert said in response.json()["error"]["message"]
+
+
+def test_numbers_in_configurations_count_and_sets_that_come_together_too(
+    server: Running, alice: PatchStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "KEPT_BYTES", 40_000)
+    alice.steer(name="small", steering_vectors={SITE: [0.5] * 16})
+    large = {f"blocks.{layer}.{point}": [[0.5] * 16] * 60 for layer in (0, 1) for point in ("resid_pre", "z")}
+    told = refusal(alice.steer, name="large", steering_vectors=large)
+    assert "of 40000 bytes in all" in str(told)
+    alice.unsteer()
+    monkeypatch.setattr(app, "KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(app, "KEPT", 6)
+
+    async def at_once() -> list[int]:
+        headers = {"Authorization": f"Bearer {ALICE}"}
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, headers=headers) as http:
+            sets = [http.post("/v1/steering/set", json={"vectors": {f"v{i}": [1.0] * 16}}) for i in range(12)]
+            return [one.status_code for one in await asyncio.gather(*sets)]
+
+    assert sorted(asyncio.run(at_once())) == [200] * 6 + [400] * 6
+
+
+def test_a_body_is_read_for_a_known_key_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_line(key: str) -> bytes:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            fields = (f"Host: {host}:{port}", f"Authorization: Bearer {key}", "Content-Length: 1000")
+            head = "\r\n".join(("POST /v1/completions HTTP/1.1", *fields, "", ""))
+            connection.sendall(head.encode() + b"{")  # and no more of it
+            return connection.recv(100).split(b"\r\n")[0]
+
+    assert b" 401 " in first_line("somebody-without-a-key")
+    monkeypatch.setattr(auth, "BODY_SECONDS", 0.2)
+    assert b" 408 " in first_line(ALICE)
+
+
+def test_a_long_text_is_encoded_elsewhere_and_alike(server: Running) -> None:
+    text = PROMPT * 200
+    assert len(text) > QUICK
+    assert asyncio.run(server.server.encoded(text)) == server.server.served.encode(text)
