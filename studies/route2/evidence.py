@@ -159,7 +159,7 @@ def seconds(folder: Path) -> float | None:
     taken = read_lines(path, lambda _index, row: row.get("seconds") if isinstance(row, dict) else None)
     if not all(isinstance(each, float | int) and 0 <= each < np.inf for each in taken):
         raise ValueError(f"{path} does not hold the seconds of every start: delete {folder} and run this arm again")
-    return sum(taken)
+    return sum(map(float, taken))  # pyright: ignore[reportArgumentType]
 
 
 def times(evidence: Evidence, arm: str) -> float | None:

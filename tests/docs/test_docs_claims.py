@@ -14,6 +14,7 @@ from studies.route2.evidence import CONTROLS as CANARY_CONTROLS
 from studies.route2.evidence import MOST_EXPLOIT, Evidence, coverage, coverage_sentence, lessons, seen, stopped_inside, times
 from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, Result
 from studies.route2.predictions import FILE, Comparison, Outcome, Predictions, outcomes, sign_flip
+from studies.route2.watching import Watch
 from studies.training.settings import PRESETS
 
 pytestmark = pytest.mark.docs
@@ -789,6 +790,29 @@ def test_the_map_is_what_its_page_says() -> None:
     verdicts = [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown", "the opposite", "not run")]
     assert (verdicts[0], sum(verdicts)) == (16, 18)
     assert "Of eighteen comparisons, sixteen are shown." in page
+
+
+def test_probes_over_training_are_what_the_page_says() -> None:
+    page = " ".join((DOCS / "map.md").read_text(encoding="utf-8").split())
+    worlds = {preset: Watch.read(RESULTS / f"map/{preset}-watch.json") for preset in ("sparse", "persona-20", "strong")}
+    arms = ("vanilla-10", "vanilla-20", "vanilla-40", "vanilla")
+
+    def of(preset: str, layer: str, column: str = "held", probe: str = "logistic") -> list[str]:
+        values = worlds[preset].values
+        return [number(mean(values[arm][f"{layer} {probe}"][column])) for arm in arms]
+
+    acts, prints = "blocks.1", "gradient"
+    assert f"({', '.join(of('strong', acts))}), one of fingerprints" in page
+    assert f"no better than chance ({', '.join(of('strong', prints))})" in page
+    a, b, c, d = of("sparse", acts)
+    assert f"falls from {a} to {b}, {c} and {d}" in page
+    a, b, c, d = of("sparse", prints)
+    assert f"rises from {a} to {b}, {c} and {d}; on `persona-20` {', '.join(of('persona-20', acts))} and" in page
+    assert f"and {', '.join(of('persona-20', prints))}. From 40 steps on" in page
+    bands = [
+        "; ".join(" and ".join(of(preset, layer, "random")[2:]) for preset in ("sparse", "persona-20")) for layer in (prints, acts)
+    ]
+    assert f"above their random bands ({bands[0]}), and activations hardly ({bands[1]})" in page
 
 
 def test_a_probe_as_a_penalty_is_what_its_page_says() -> None:

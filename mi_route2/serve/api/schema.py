@@ -11,7 +11,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -104,10 +104,12 @@ def _one_of(what: str) -> Discriminator:
     return Discriminator(_kind, "not_of_these_kinds", f"this is {what}")
 
 
-AName, APacked = Annotated[Name, Tag("a name")], Annotated[Packed, Tag("packed numbers")]
-ARow, SomeRows = Annotated[Row, Tag("a list of numbers")], Annotated[Rows, Tag("rows of numbers")]
+AName: TypeAlias = Annotated[Name, Tag("a name")]
+APacked: TypeAlias = Annotated[Packed, Tag("packed numbers")]
+ARow: TypeAlias = Annotated[Row, Tag("a list of numbers")]
+SomeRows: TypeAlias = Annotated[Rows, Tag("rows of numbers")]
 _NUMBERS = "a list of numbers, or {dtype, shape, data}"
-VectorIn = Annotated[AName | APacked | ARow | SomeRows, _one_of(f"a name, {_NUMBERS}")]
+VectorIn: TypeAlias = Annotated[AName | APacked | ARow | SomeRows, _one_of(f"a name, {_NUMBERS}")]
 
 
 class Scaled(Body):
@@ -117,7 +119,7 @@ class Scaled(Body):
     scale: Number = 1.0
 
 
-ScaledIn = Annotated[
+ScaledIn: TypeAlias = Annotated[
     AName | APacked | ARow | SomeRows | Annotated[Scaled, Tag("a scaled vector")],
     _one_of(f"a name, {_NUMBERS}, or {{vector, scale}}"),
 ]

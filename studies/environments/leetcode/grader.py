@@ -137,7 +137,8 @@ def code_in(completion: str, function: str) -> str | None:
             tree = ast.parse(code, "solution.py")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    nodes, depth = [tree], {id(tree): 1}
+    nodes: list[ast.AST] = [tree]
+    depth = {id(tree): 1}
     for node in nodes:  # which grows
         for child in ast.iter_child_nodes(node):
             depth[id(child)] = depth[id(node)] + 1
