@@ -182,7 +182,7 @@ def figure(watch: Watch, path: Path) -> Path:
             ax.set_xticks(range(len(arms)), [_steps(arm) for arm in arms])
             ax.set_title(f"{watch.preset}, {'fingerprints' if layer == GRADIENT else f'stream after {layer}'}")
             ax.set_xlabel("steps of ordinary training" if ordinary else "arm")
-        ax.set_ylim(0.4, 1.02)
+        ax.set_ylim(top=1.02)  # a shared axis, as low as the lowest bar
         drawn.axes[0].set_ylabel("AUROC, held-out modes")
         drawn.axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         return save_figure(drawn, path)

@@ -802,7 +802,8 @@ def test_probes_over_training_are_what_the_page_says() -> None:
         return [number(mean(values[arm][f"{layer} {probe}"][column])) for arm in arms]
 
     acts, prints = "blocks.1", "gradient"
-    assert f"({', '.join(of('strong', acts))}), one of fingerprints" in page
+    assert f"({', '.join(of('strong', acts))}), and so does" in page
+    assert f"percentile of random directions ({', '.join(of('strong', acts, 'random'))})" in page
     assert f"no better than chance ({', '.join(of('strong', prints))})" in page
     a, b, c, d = of("sparse", acts)
     assert f"falls from {a} to {b}, {c} and {d}" in page
