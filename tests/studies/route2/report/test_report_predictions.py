@@ -145,6 +145,7 @@ def test_a_prediction_that_could_not_fail_is_refused(changed: dict[str, object],
 
 
 CANARY = {
+    "starts": "494395303f98bbdb41fade613189357dd9a6b14d2e56f1c6390fd18687bb6af0",
     "lessons": "c23344e30f614b58b69bdfd5e49cef5227bad2ca2d3de9a86fb1c8a96953dd60",
     "lessons-sparse": "a669068e96066f2174aeca653ccbec05d0536eb727013662adb07481e0603e2a",
     "taught": "0c521bbb9973725b30a8d60a4c0d19ed1c76adeb124ba6cef6209174362f9bdc",
