@@ -292,6 +292,9 @@ MARKS = {
     "filter-act": (BLUE, "v"), "route2-full": (PURPLE, "P"), "route2-act": (PURPLE, "v"), "filter-act-fixed": (BLUE, "1"),
     "filter-full-fixed": (BLUE, "2"), "penalty-act": (GREEN, "v"), "penalty-act-fixed": (GREEN, "1"),
     "penalty-full": (GREEN, "P"), "penalty-full-fixed": (GREEN, "2"), "penalty-haar": (ORANGE, "h"),
+    "contrast": (PURPLE, "o"), "contrast-kept": (GREEN, "o"), "contrast-kept-1": (GREEN, "2"), "contrast-kept-hacks": (ORANGE, "o"),
+    "preventative-1": (SKY, "s"), "preventative-1-random": (ORANGE, "s"), "bands-full": (PURPLE, "D"),
+    "sees-known-bands-fast": (PURPLE, "h"),
     "sees-known-10": (BLUE, "1"), "sees-known-20": (BLUE, "2"), "sees-known-40": (BLUE, "3"),
     **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=True)},
 }  # fmt: skip

@@ -848,6 +848,42 @@ def test_a_probe_as_a_penalty_is_what_its_page_says() -> None:
     assert "Six of eight are shown." in page
 
 
+def test_what_ten_pairs_are_good_for_is_what_the_page_says() -> None:
+    page = " ".join((DOCS / "starts.md").read_text(encoding="utf-8").split())
+    weak, sparse = worlds = [Evidence.read(RESULTS / f"starts/{preset}.json") for preset in ("weak", "sparse")]
+    assert {evidence.seeds for evidence in worlds} == {tuple(range(360, 368))}
+
+    def two(arm: str, metric: str = EXPLOIT) -> str:
+        return " and ".join(number(evidence.summary(arm, metric)["mean"]) for evidence in worlds)
+
+    def less(plus: str, minus: str, metric: str = EXPLOIT, of: tuple[Evidence, ...] = (weak, sparse)) -> str:
+        sides = [[dict(zip(e.seeds, e.values[arm][metric], strict=True)) for arm in (plus, minus)] for e in of]
+        return "; ".join(interval(paired_difference(*each)[1]) for each in sides)
+
+    def worst(arm: str) -> str:
+        return " and ".join(number(max(value or 0.0 for value in evidence.values[arm][EXPLOIT])) for evidence in worlds)
+
+    kept, hacks, full = "contrast-kept", "contrast-kept-hacks", "filter-full"
+    assert f"leaves {two(kept)} where no defence leaves {two('vanilla')} ({less(kept, 'vanilla')})" in page
+    assert f"and solves {two(kept, SOLVE)}. The filter leaves {two(full)} and solves {two(full, SOLVE)}" in page
+    assert f"({less(kept, full, SOLVE, (sparse,))})" in page
+    assert f"The worst seeds leave {worst(kept)}, the filter's {worst(full)}." in page
+    assert f"honest rollouts leaves {two('taught-honest')}.**" in page
+    assert f"is not shown ({less(kept, 'taught-honest')})" in page
+    assert f"ten hacks leave {number(weak.summary(hacks, EXPLOIT)['mean'])} ({less(hacks, kept, of=(weak,))} more)" in page
+    assert f"is not shown to be more ({less(hacks, kept, of=(sparse,))})" in page
+    assert f"{two('contrast-kept-1', SOLVE)} is solved and {two('contrast-kept-1')} exploited; the base solves" in page
+    least = number(min(value or 0.0 for value in sparse.values["contrast"][SOLVE]))
+    assert f"leaves {two('contrast')} and solves {two('contrast', SOLVE)}; on the worst seed of `sparse` it solves {least}" in page
+    assert f"{two('preventative-1')} are left, by a random push {two('preventative-1-random')}" in page
+    assert f"leaves {two('bands-full')} ({less('bands-full', full)} against its filter)" in page
+    fast = ("sees-known-bands-fast", "sees-known-quarantine-fast")
+    assert f"{two(fast[0])}, the same without the band {two(fast[1])} ({less(*fast)})" in page
+    told = "".join((RESULTS / f"starts/{evidence.preset}-tests.md").read_text(encoding="utf-8") for evidence in worlds)
+    assert [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown", "the opposite")] == [5, 7, 0]
+    assert "Of twelve comparisons, five are shown." in page
+
+
 def exploit_more(evidence: Evidence, arm: str) -> str:
     """The mean difference of held-out exploits that a quarantine makes."""
     routed, plain = (evidence.summary(name, EXPLOIT)["mean"] or 0.0 for name in (f"{arm}-quarantine", arm))
