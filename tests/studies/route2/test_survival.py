@@ -287,7 +287,7 @@ def test_every_flipped_bit_and_every_missing_byte_is_refused(tmp_path: Path, lat
         bad.write_bytes(good[:length])
         with pytest.raises(ValueError, match="bad is not a complete safetensors file"):
             load(bad)
-    with pytest.raises(ValueError, match=r"cannot be read \(.+\)$"):
+    with pytest.raises(ValueError, match="is a folder: give the file in it"):
         load(tmp_path)
     assert load(late.folder / CHECKPOINT) == 4
 
