@@ -379,14 +379,13 @@ class Branch(nn.Module):
 
 def refuse_bypass(name: str, base: nn.Module, transposed: bool) -> None:
     """Raise ``ValueError`` if ``base`` does more than ``x W^T + bias``, which a matmul in its place would lose."""
-    if watched(base):
-        raise ValueError(
-            f"{name} has hooks, or a forward of its own, which do not run while its weight is merged or folded: remove them, or do "
-            "without"
-        )
-    if transposed or type(base).forward is nn.Linear.forward:
+    if requested(base):
+        raise ValueError(f"{name} has hooks, which do not fire while its weight is merged or folded: remove them, or do without")
+    if "forward" not in vars(base) and (transposed or type(base).forward is nn.Linear.forward):
         return
+    # A forward of the instance may be a library's wrapper that changes nothing (nnsight's), or a patch that does.
     weight, bias = base.get_parameter("weight"), base._parameters.get("bias")
+    weight = weight.mT if transposed else weight
     x = torch.linspace(-1, 1, weight.shape[1], device=weight.device).to(weight.dtype)[None]
     with torch.no_grad():
         y, actual = functional.linear(x, weight, bias), base(x)
@@ -402,6 +401,8 @@ class RoutedLinear(nn.Module):
     def __init__(self, slots: Sequence[Slot], branches: Sequence[Branch], board: Switchboard):
         super().__init__()
         self.base, self.transposed, self.board = slots[0].module, slots[0].transposed, board
+        self._forward = vars(self.base).get("forward")
+        """The base's own ``forward``, if it has one, that was there when the weight was last found to be all that it computes."""
         self._names: list[str] = []
         for slot, branch in zip(slots, branches, strict=True):
             self._names.append("route" if slot.rows is None else f"route_{slot.name.rpartition('.')[2]}")
@@ -439,8 +440,9 @@ class RoutedLinear(nn.Module):
             return functional.linear(x, self.merged_weight, self.bias)
         branches = self.branches
         if branches[0][0].folded:
-            if watched(self.base):
+            if requested(self.base) or vars(self.base).get("forward") is not self._forward:
                 refuse_bypass(branches[0][0].site, self.base, self.transposed)
+                self._forward = vars(self.base).get("forward")
             return branches[0][0](x, None)
         y = self.base(x, *args, **kwargs)
         if not isinstance(y, Tensor):

@@ -379,7 +379,7 @@ def test_metrics_count_reasons_within_streams_too_and_bytes_by_key() -> None:
         assert small.http.post("/v1/completions", json={"prompt": "a", "n": -1}, **given).status_code == 422
         assert errors("invalid_field") == 1
         assert small.http.post("/v1/completions", json={"prompt": "a"}).status_code == 401
-        assert errors("invalid_api_key") == 1
+        assert errors("invalid_api_key", "other") == 1
         assert small.http.get("/nowhere", **given).status_code == 404
         assert errors("404", "other") == 1
         body = {"prompt": PROMPT, "capture": [SITE], "max_tokens": 1, "run": "mine"}
