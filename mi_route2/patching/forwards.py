@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from mi_route2.hosts.base import Edit, Host
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.patching.targets import Target, seen_by
 from mi_route2.sites import Site
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,18 @@ class Group:
     cells: tuple[int, ...]
 
 
-def plan(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> list[Group]:
-    """Run ``planning`` to its end."""
-    steps = planning(places, costs, batch)
+def ended(steps: Generator[None, None, T]) -> T:
+    """Run a generator to its end and return its return value."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
             return end.value
+
+
+def plan(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> list[Group]:
+    """Run ``planning`` to its end."""
+    return ended(planning(places, costs, batch))
 
 
 def planning(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> Generator[None, None, list[Group]]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from mi_route2.architectures import HEADED
 from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.state import ModelState
-from mi_route2.patching.forwards import Forwards, Group, Record, Row, forwards, needed, planning, spent, with_idle
+from mi_route2.patching.forwards import Forwards, Group, Record, Row, ended, forwards, needed, planning, spent, with_idle
 from mi_route2.patching.grid import Cell, Grid
 from mi_route2.patching.question import CleanRun, Given, Metric, Positions, Question, ask, refuse_dropout, refuse_foreign
 from mi_route2.patching.targets import Choice, Target, choose, seen_by, split
@@ -98,18 +98,6 @@ class Pair:
 
 class TooManyCellsError(ValueError):
     """A sweep has more cells than it may have."""
-
-
-T = TypeVar("T")
-
-
-def ended(steps: Generator[None, None, T]) -> T:
-    """Run a generator to its end and return its return value."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
 
 
 def record(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Pair:

@@ -286,7 +286,7 @@ class Job:
 
     @property
     def noted(self) -> dict[str, str]:
-        """What distinguishes runs of one folder name that must not be in one table: see ``unusual_entries``."""
+        """Backend and hash of the pairs, if not the default ones, as in ``unusual_entries``."""
         return self.backend | ({} if self.pairs_hash is None else {"pairs_sha256": self.pairs_hash})
 
     def open_sampler(self) -> AbstractContextManager[Sampler | None]:
