@@ -9,8 +9,10 @@ Types and shapes are those of the signature, checked by beartype and jaxtyping: 
 throughout a call. Internal functions are not checked at run time; the tests check every annotation of the package.
 """
 
+import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from operator import index
@@ -19,6 +21,14 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
+
+if "beartype" not in sys.modules and (nnsight := sys.modules.get("nnsight")) and "save" in vars(object):
+    # nnsight gives every object a method `save`, which has no hash; beartype's import hashes what `object` has.
+    nnsight._c.unmount("save")
+    try:
+        importlib.import_module("beartype")
+    finally:
+        nnsight._c.mount(nnsight.save, "save")
 from beartype import BeartypeConf, FrozenDict
 from beartype.door import is_bearable
 from jaxtyping import AbstractArray, Bool, Integer, jaxtyped

@@ -1,7 +1,6 @@
 """What the pages print is runnable: Python blocks in order and without a network, command lines, the file of pairs."""
 
 import json
-import linecache
 import re
 import shlex
 import socket
@@ -14,6 +13,7 @@ import pytest
 import torch
 import tyro
 from families import make_batch, make_family, make_rollouts
+from pages import ROOT, blocks, run_block
 
 from mi_route2 import AdapterSpec, attach
 from mi_route2.adapters import save_pretrained
@@ -28,22 +28,6 @@ from studies.training.arms import get_arms
 from studies.training.settings import CHAT, ChatModel, get_settings, override
 
 pytestmark = pytest.mark.docs
-
-ROOT = Path(__file__).parents[2]
-FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def blocks(path: Path) -> list[tuple[int, str]]:
-    """The fenced Python blocks of a file, each with the line that it begins on."""
-    text = path.read_text(encoding="utf-8")
-    return [(text.count("\n", 0, match.start(1)), match[1]) for match in FENCE.finditer(text)]
-
-
-def run_block(page: str, line: int, code: str, namespace: dict[str, object]) -> None:
-    """As a notebook runs a cell: its source can be read back (nnsight compiles traces from it); tracebacks name the page's line."""
-    source, name = "\n" * line + code, f"{ROOT / page}:{line}"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    exec(compile(source, name, "exec"), namespace)
 
 
 @pytest.fixture(scope="module")

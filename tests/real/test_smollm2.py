@@ -1,11 +1,11 @@
 """The toolkit on a real pretrained model: SmolLM2-135M, in float32 on whatever device the machine has."""
 
-import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from pages import ROOT, blocks, run_block
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -215,12 +215,50 @@ def test_the_indirect_object_moves_from_the_name_to_the_end_in_the_upper_blocks(
 
 
 def test_the_page_s_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).parents[2] / "docs" / "real_model.md"
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    ((line, code),) = blocks(ROOT / "docs/real_model.md")
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, str(page), "exec"), {})
+    run_block("docs/real_model.md", line, code, {})
     assert "+6.1 clean, -5.5 corrupt" in capsys.readouterr().out
     assert (tmp_path / "indirect_object.png").stat().st_size > 5000
+
+
+MODELS = {
+    "transformer_lens": """
+import torch
+from transformers import AutoModelForCausalLM
+from mi_route2.models import smollm2, smollm2_folder
+
+def build():
+    return AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
+
+host = smollm2("transformer_lens")
+bridge = host.model
+""",
+    "nnsight": """
+import torch
+from nnsight import TransformersModel
+from transformers import AutoModelForCausalLM
+from mi_route2 import AdapterSpec
+from mi_route2.hosts.nnsight import NNsightHost
+from mi_route2.models import smollm2_folder, smollm2_tokenizer
+
+torch.manual_seed(0)
+llama = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float64).eval()
+tokenizer = smollm2_tokenizer()
+""",
+}
+"""Tour -> the real model, in place of the random one that its first block makes."""
+
+
+@pytest.mark.parametrize("tour", MODELS)
+def test_a_tour_runs_on_it(tour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patching, masks, routes of one's own and files, with the tour's own assertions."""
+    monkeypatch.chdir(tmp_path)
+    page, namespace = f"docs/{tour}.md", {"__name__": "docs"}
+    (first, _), *others = blocks(ROOT / page)
+    run_block(page, first, MODELS[tour], namespace)
+    for line, code in others:
+        run_block(page, line, code, namespace)
 
 
 @pytest.mark.process

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import functools
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -817,3 +819,12 @@ def test_an_edit_under_checkpointing_is_refused_and_reading_is_not(reentrant: bo
         host.logits(batch.rollouts.tokens)
     with host.hooks({Site(1, "mlp_out"): bend}):  # and this block is not checkpointed
         host.logits(batch.rollouts.tokens)
+
+
+@pytest.mark.process
+def test_nnsight_may_be_imported_first() -> None:
+    """It gives every object a method without a hash, and beartype's first import hashes the methods of ``object``."""
+    code = "from nnsight import TransformersModel; from mi_route2.hosts.nnsight import NNsightHost; print([3].save.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "save\n"
