@@ -1,12 +1,15 @@
 """The toolkit on a real pretrained model: SmolLM2-135M, in float32 on whatever device the machine has."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import trl_grpo
 from pages import ROOT, blocks, run_block
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -259,6 +262,15 @@ def test_a_tour_runs_on_it(tour: str, tmp_path: Path, monkeypatch: pytest.Monkey
     run_block(page, first, MODELS[tour], namespace)
     for line, code in others:
         run_block(page, line, code, namespace)
+
+
+def test_the_example_of_trl_trains_and_saves(tmp_path: Path) -> None:
+    trl_grpo.main(trl_grpo.Settings(out=tmp_path, steps=1, prompts=1, group=2))
+    (step, _) = json.loads((tmp_path / "log.json").read_text())
+    assert {"route/flagged", "train/hack", "mask/fire_clean"} <= step.keys()
+    saved = load_file(tmp_path / "deployed/adapter_model.safetensors")
+    assert len(saved) == 2 * 30 * 7
+    assert any(t.any() for name, t in saved.items() if "lora_B" in name)
 
 
 @pytest.mark.process

@@ -44,9 +44,21 @@ from trl_ranks import HOWS, RANKED, SHARED, SVD, Sharding, run
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
 from mi_route2.adapters import load_adapters
-from mi_route2.integrations.trl import ADAPTERS, RoutedGRPOTrainer, RoutedStep
+from mi_route2.integrations.trl import ADAPTERS, RoutedGRPOTrainer, RoutedStep, _seed
 from mi_route2.rollouts import Rollouts
-from mi_route2.routing import CanarySpec, DelayedRoute, DelayedSpec, EraseRoute, EraseSpec, OpenRoute, OpenSpec, Route, RouteSpec
+from mi_route2.routing import (
+    CanarySpec,
+    DelayedRoute,
+    DelayedSpec,
+    EraseRoute,
+    EraseSpec,
+    HaarFitter,
+    OpenRoute,
+    OpenSpec,
+    PersonaFitter,
+    Route,
+    RouteSpec,
+)
 from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.specs import LEGAL, PRIVILEGED
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, make_tiny_model
@@ -67,7 +79,12 @@ def ours(spec: RouteSpec | MaskRoute) -> Route:
         return EraseRoute.from_pairs(pairs(), spec)
     if isinstance(spec, OpenSpec):
         return OpenRoute(spec)
-    return MaskRoute.from_pairs(pairs(), spec) if spec.needs_direction else MaskRoute(spec, None)
+    if spec.fitter == "persona":
+        return MaskRoute.from_pairs(pairs(), spec) if spec.needs_direction else MaskRoute(spec, None)
+    assert spec.score in ("act", "grad", "full")
+    fixed = PersonaFitter(spec.fitter if spec.fitter == "nonhack" else "persona", spec.score, pairs(), refreshes=False)
+    seed = _seed(config("nowhere").seed, "haar", spec.draw)
+    return MaskRoute(spec, HaarFitter(fixed, seed) if spec.fitter == "haar" else fixed)
 
 
 def assert_close(own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
@@ -111,6 +128,8 @@ ROUTES |= {
     "shared": (MaskSpec(unit="rollout"), SHARED),
     "no quarantine": (MaskSpec(score="act"), ALONE),
     "negative scale": (MaskSpec(score="act", negative_scale=0.3, reinforced_only=False), LORA),
+    "random directions": (MaskSpec(fitter="haar", draw=1), LORA),
+    "pairs without a hack": (MaskSpec(fitter="nonhack"), LORA),
     "unflagged": (UNFLAGGED, LORA),
     "unflagged, detached": (MaskSpec(score="act", score_policy="ablated", kept_advantage="unflagged", through="detach"), LORA),
     "unflagged, no quarantine": (MaskSpec(score="full", score_policy="ablated", kept_advantage="unflagged"), ALONE),
@@ -584,6 +603,19 @@ def test_the_ten_lines_of_the_docs_train_and_save(page: str, tmp_path: Path, mon
     assert {"route/flagged", "route/score", "grad_norm/kept"} <= trainer.state.log_history[0].keys()
     saved = load_file("deployed/adapter_model.safetensors")
     assert max(float(t.abs().max()) for name, t in saved.items() if "lora_B" in name) > 0
+
+
+def test_a_tracker_is_told_what_the_route_did(tmp_path: Path) -> None:
+    """In TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer, seen = make_trainer(tmp_path, MaskSpec(), report_to=["tensorboard"])
+    trainer.train()
+    events = EventAccumulator(str(next(tmp_path.glob("**/events.*")).parent)).Reload()
+    for name in ("route/flagged", "route/score", "grad_norm/kept"):
+        told = [event.value for event in events.Scalars(f"train/{name}")]
+        assert told == pytest.approx([log[name] for log in seen.logs if name in log], rel=1e-6)
+        assert len(told) == 2
 
 
 def test_the_probe_of_the_docs_reads_the_policy_that_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Jobs of a cluster, on submitit's local executor: preempted or not, they end with the bytes of a run on this machine."""
 
 import filecmp
+import importlib
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from studies.route2.cli import main
 from studies.training import cluster as training
 from studies.training.checkpoint import CHECKPOINT
 from studies.training.cluster import run_queued, run_submitted
-from studies.training.job import DEPLOYED, EVAL, FULL, Job, run_job
+from studies.training.job import DEPLOYED, EVAL, FULL, MANIFEST, Job, run_job
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS
 
 pytestmark = [pytest.mark.study, pytest.mark.process]
@@ -40,7 +41,7 @@ def test_a_preempted_sweep_ends_with_the_same_bytes(tmp_path: Path, cache: Path)
     assert len(seen) == 1
     for job, other in zip(here, there, strict=True):
         assert run_job(job)
-        names = [EVAL] if job.arm is None else [EVAL, METRICS, ROLLOUTS, FULL, DEPLOYED]
+        names = [EVAL, MANIFEST] if job.arm is None else [EVAL, MANIFEST, METRICS, ROLLOUTS, FULL, DEPLOYED]
         assert filecmp.cmpfiles(job.folder, other.folder, names, shallow=False) == (names, [], [])
     spans = [json.loads(line) for line in (there[1].folder / TIMINGS).read_text().splitlines()]
     assert [span["from"] for span in spans][-1] in (20, 40), "it went on at its checkpoint"
@@ -151,6 +152,32 @@ def test_slurm_is_told_what_waits_for_what_and_when_to_take_a_job_back(slurm: Pa
     assert not {"array", "dependency"} & base.keys()
     assert arms["dependency"] == "afterok:7"
     assert arms["array"] == "0-1%2"
+
+
+COMMANDS = {
+    "route2": "studies.route2.cli run --seeds 1 --arms vanilla",
+    "lanes": "studies.lanes.cli run --seeds 1",
+}
+
+
+@pytest.mark.parametrize("study", COMMANDS)
+def test_a_command_gives_its_jobs_to_slurm(study: str, slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is trained on this machine; what left the queue without a result is told as failed."""
+    module, *arguments = COMMANDS[study].split()
+    monkeypatch.setattr(
+        "sys.argv", [study, *arguments, "--out", str(tmp_path / "runs"), "--executor", "slurm", "--partition", "cpu"]
+    )
+
+    def end() -> None:
+        while not (slurm / "queue").read_text().split():
+            time.sleep(0.01)
+        time.sleep(1)
+        (slurm / "queue").write_text("")
+
+    threading.Thread(target=end, daemon=True).start()
+    assert importlib.import_module(module).main() != 0
+    assert "#SBATCH --partition=cpu\n" in (slurm / "script-7").read_text()
+    assert not [*(tmp_path / "runs").glob("**/*.safetensors")]
 
 
 @pytest.mark.parametrize("before", ["the queue knows it", "Slurm does not answer"])
