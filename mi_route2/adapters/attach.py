@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -66,6 +67,7 @@ class Adapters:
         self._thawed = thawed  # what was trainable before attach() froze the model
         self._detached = False
         self._gathered: tuple[Versions, str] | None = None  # the hash of a sharded base, and the shards of which it is
+        self._coordinates: tuple[Versions, dict[str, Tensor]] | None = None  # and the weights of which they are
         self.cache_dir: Path | None = None
         """Cache folder for SVDs of the base weights."""
         self.on_detach: list[Callable[[], None]] = []
@@ -158,6 +160,23 @@ class Adapters:
                 "fully_shard(module, ignored_params={*adapters.kept_parameters().values(), "
                 "*adapters.quarantine_parameters().values()})"
             )
+
+    def coordinates(self) -> dict[str, Float[Tensor, "r d_in"]]:
+        """Return ``Vh`` of every site's base weight, the coordinates of activation directions.
+
+        These are the adapter's own if the kept adapter is an SVD. A LoRA has none, so all coordinates of the weight are used. They
+        are computed once, and again if torch counts that an adapted base weight was written or replaced; all processes must call
+        this if the base is sharded.
+        """
+        reshard(self.model)
+        now = Versions(module.weight for module in self.modules.values())
+        if self._coordinates is None or self._coordinates[0] != now:
+            vectors = {
+                site: branch.kept.Vh if isinstance(branch.kept, SVDKept) else decompose(branch.weight, self.cache_dir).Vh
+                for site, branch in self.sites.items()
+            }
+            self._coordinates = now, vectors
+        return self._coordinates[1]
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that the adapters hold, by kind.

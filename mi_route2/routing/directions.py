@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float
@@ -15,10 +14,7 @@ from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.gradients import FactorGradient, Feature, Written, added, compact, rounding, wide
-from mi_route2.adapters.linear import Branch, SVDKept
-from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
-from mi_route2.adapters.weights import Versions, reshard
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.tensor_files import read_tensors, write_tensors
@@ -28,18 +24,6 @@ FeatureKind = Literal["act", "grad", "full"]
 Features = Mapping[str, Feature]
 SCORED = frozenset({"dS", "B"})
 """Factors of kept adapters whose gradient is a ``grad`` feature."""
-
-
-def coordinates(adapters: Adapters) -> dict[str, Float[Tensor, "r d_in"]]:
-    """Return ``Vh`` of every site's base weight, the coordinates of activation directions.
-
-    These are the adapter's own if the kept adapter is an SVD. A LoRA has none, so all coordinates of the weight are used.
-    """
-
-    def of(branch: Branch) -> Tensor:
-        return branch.kept.Vh if isinstance(branch.kept, SVDKept) else decompose(branch.weight, adapters.cache_dir).Vh
-
-    return {site: of(branch) for site, branch in adapters.sites.items()}
 
 
 class ActivationReader:
@@ -220,22 +204,6 @@ def feature_shapes(adapters: Adapters, kind: FeatureKind, basis: Mapping[str, Te
 FORMAT = "mi-route2 directions 1"
 
 
-class Bases:
-    """Cache of ``coordinates``; one is computed again if torch counts that an adapted base weight was written or replaced."""
-
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Adapters, tuple[Versions, dict[str, Tensor]]] = WeakKeyDictionary()
-
-    def of(self, adapters: Adapters) -> dict[str, Tensor]:
-        reshard(adapters.model)
-        now = Versions(module.weight for module in adapters.modules.values())
-        before, basis = self._known.get(adapters, (None, {}))
-        if before != now:
-            basis = coordinates(adapters)
-            self._known[adapters] = now, basis
-        return basis
-
-
 @checked
 @dataclass(frozen=True)
 class PairBatch:
@@ -361,9 +329,9 @@ class Contrast(NamedTuple):
     noise: Tensor
 
 
-def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, bases: Bases) -> dict[str, Contrast]:
+def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str, Contrast]:
     """Return the contrast of the pairs at every site; for ``full``, each side is first scaled to unit norm."""
-    basis = bases.of(policy.adapters) if kind == "act" else {}
+    basis = policy.adapters.coordinates() if kind == "act" else {}
 
     def rows(features: Features, floor: Mapping[str, Tensor], site: str) -> Tensor:
         values = features[site].values()
@@ -405,10 +373,9 @@ class PersonaFitter:
     kind: FeatureKind
     pairs: PairBatch
     refreshes: bool = field(default=True, kw_only=True)
-    _bases: Bases = field(default_factory=Bases, init=False, repr=False, compare=False)
 
     def fit(self, policy: Policy, step: int) -> Directions:
-        deltas = differences(policy, self.pairs, self.kind, self._bases)
+        deltas = differences(policy, self.pairs, self.kind)
         vectors = {site: mean_direction(delta, site) for site, delta in deltas.items()}
         return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
 
@@ -430,7 +397,6 @@ class TopKFitter:
     k: int = field(default=3, kw_only=True)
     noise_quantile: float = field(default=0.25, kw_only=True)
     refreshes: bool = field(default=True, kw_only=True)
-    _bases: Bases = field(default_factory=Bases, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or self.k < 1 or not 0 <= self.noise_quantile <= 1:
@@ -439,7 +405,7 @@ class TopKFitter:
             )
 
     def fit(self, policy: Policy, step: int) -> Directions:
-        deltas = {site: difference.rows for site, difference in differences(policy, self.pairs, self.kind, self._bases).items()}
+        deltas = {site: difference.rows for site, difference in differences(policy, self.pairs, self.kind).items()}
         axes, strengths = {}, {}
         for site, delta in deltas.items():
             _, S, Vh = torch.linalg.svd(delta.flatten(1), full_matrices=False)

@@ -24,7 +24,6 @@ from mi_route2.rollouts import Policy, Rollouts, TrainBatch, group_advantages
 from mi_route2.routing.directions import (
     SCORED,
     ActivationReader,
-    Bases,
     Directions,
     FeatureKind,
     Features,
@@ -449,7 +448,6 @@ class MaskRoute(OneCall):
         self.spec, self._fitter, self.l1, self.want_unrouted = spec, fitter, l1, want_unrouted
         self._given = flags
         self.directions: Directions | None = None
-        self._bases = Bases()
         self._fits: tuple[object, ...] = ()  # the directions, the adapters and the coordinates that were checked last
 
     @staticmethod
@@ -576,8 +574,8 @@ class MaskRoute(OneCall):
         return _MaskStep(spec, policy, parts, gradients_before(policy.adapters), gates, context.generator, order)
 
     def _basis_of(self, policy: Policy) -> dict[str, Tensor]:
-        """Return ``Vh`` at every site, computed once for each state of the base weights."""
-        return self._bases.of(policy.adapters) if self.spec.score == "act" else {}
+        """Return ``Vh`` at every site, which activation directions need."""
+        return policy.adapters.coordinates() if self.spec.score == "act" else {}
 
     def _check_directions(self, policy: Policy) -> None:
         """Raise ``ValueError`` if directions that were not checked yet do not fit the policy."""

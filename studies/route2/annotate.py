@@ -16,7 +16,6 @@ from torch import Tensor
 from mi_route2.adapters import Tape, load_adapters
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Directions, PersonaFitter
-from mi_route2.routing.directions import coordinates
 from mi_route2.routing.mask import TokenReader
 from studies.environments.protocol import World
 from studies.training.job import FULL, Job, build_pairs, build_policy
@@ -41,7 +40,7 @@ class Annotator:
         policy = build_policy(job, job.cache)
         if job.arm is not None:
             load_adapters(policy.adapters, job.folder / FULL)
-        basis = coordinates(policy.adapters)
+        basis = policy.adapters.coordinates()
         return Annotator(world, policy, PersonaFitter("persona", "act", build_pairs(job, world, "hack")), job.settings, basis)
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from written_out import WrittenOut, written_out
 
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Directions, EraseRoute, EraseSpec, MaskRoute, MaskSpec, Privileged, RouteSpec, StepContext, TrainBatch
-from mi_route2.routing.directions import Provenance, coordinates
+from mi_route2.routing.directions import Provenance
 from mi_route2.routing.routes import Decision, Route
 from mi_route2.specs import LEGAL
 
@@ -47,7 +47,7 @@ class FixedFitter:
 def random_directions(policy: Policy, kind: str, seed: int = 5) -> Directions:
     """A random unit vector in each site's space of ``kind`` features."""
     generator = torch.Generator().manual_seed(seed)
-    basis, vectors = coordinates(policy.adapters) if kind == "act" else {}, {}
+    basis, vectors = policy.adapters.coordinates() if kind == "act" else {}, {}
     for site, module in policy.adapters.sites.items():
         shape = {"grad": policy.adapters.scored(site).shape, "full": module.weight.shape}.get(kind) or basis[site].shape[:1]
         draw = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -131,7 +131,7 @@ def unit_cosine(features: Tensor, v: Tensor) -> Tensor:
 
 def _scores(policy: Policy, spec: MaskSpec, directions: Directions, batch: TrainBatch, written: WrittenOut) -> dict[str, Tensor]:
     """``[b]`` a site, or ``[b, s]`` for token flags."""
-    predictors, basis, out = batch.rollouts.predictors, coordinates(policy.adapters), {}
+    predictors, basis, out = batch.rollouts.predictors, policy.adapters.coordinates(), {}
     for site, v in directions.vectors.items():
         if spec.score == "act":
             a = written.inputs[site] @ basis[site].T

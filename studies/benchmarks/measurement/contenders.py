@@ -30,7 +30,7 @@ from mi_route2.routing import (
     TrainBatch,
     group_advantages,
 )
-from mi_route2.routing.directions import FeatureKind, Provenance, coordinates, feature_shapes, unit
+from mi_route2.routing.directions import FeatureKind, Provenance, feature_shapes, unit
 from mi_route2.routing.routes import RouteStep
 from studies.benchmarks.measurement.flops import Size
 from studies.benchmarks.measurement.paired import Contender
@@ -198,7 +198,7 @@ def random_route(spec: MaskSpec | OpenSpec, adapters: Adapters, seed: int) -> Ro
 def random_directions(adapters: Adapters, kind: FeatureKind, seed: int) -> Directions:
     """Return a random unit vector per site, in the space of ``kind``."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = feature_shapes(adapters, kind, coordinates(adapters) if kind == "act" else {})
+    shapes = feature_shapes(adapters, kind, adapters.coordinates() if kind == "act" else {})
     vectors = {site: unit(torch.randn(shape, generator=generator)) for site, shape in shapes.items()}
     return Directions(vectors, Provenance("haar", kind, "none", adapters.base_hash, 0, seed))
 

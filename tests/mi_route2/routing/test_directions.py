@@ -1,5 +1,6 @@
 """Directions against brute force; what a refresh changes and what it must not; top-k; files."""
 
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor
 from written_out import written_out
 
 from mi_route2.adapters import save_adapters
+from mi_route2.adapters.svd import decompose
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import (
     Directions,
@@ -27,7 +29,7 @@ from mi_route2.routing import (
     TopKFitter,
 )
 from mi_route2.routing import directions as directions_module
-from mi_route2.routing.directions import collect, coordinates, unit
+from mi_route2.routing.directions import collect, unit
 
 KINDS = ("act", "grad", "full")
 
@@ -43,7 +45,7 @@ def persona(policy: Policy, kind: str, pairs: PairBatch | None = None, refreshes
 
 def written_features(policy: Policy, kind: str, side: str, n: int = 5) -> Mapping[str, Tensor]:
     """``[pairs, *shape]`` a site, one rollout at a time, by the written-out policy without its quarantine."""
-    rollouts, basis = getattr(make_pairs(n), side), coordinates(policy.adapters)
+    rollouts, basis = getattr(make_pairs(n), side), policy.adapters.coordinates()
     rows: dict[str, list[Tensor]] = {site: [] for site in policy.adapters.sites}
     for b in range(n):
         one = rollouts.rows(torch.tensor([b]))
@@ -217,11 +219,11 @@ def test_haar_is_uniform_on_the_sphere() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fit_does_not_see_the_quarantine(kind: str) -> None:
     policy = make_policy(SPECS["lora"])
-    one, scores = persona(policy, kind).fit(policy, 0), collect(policy, make_rollouts(), kind, coordinates(policy.adapters))
+    one, scores = persona(policy, kind).fit(policy, 0), collect(policy, make_rollouts(), kind, policy.adapters.coordinates())
     with torch.no_grad():
         for p in policy.adapters.quarantine_parameters().values():
             p += 3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=p.dtype)
-    two, again = persona(policy, kind).fit(policy, 0), collect(policy, make_rollouts(), kind, coordinates(policy.adapters))
+    two, again = persona(policy, kind).fit(policy, 0), collect(policy, make_rollouts(), kind, policy.adapters.coordinates())
     assert all(torch.equal(v, two.vectors[s]) for s, v in one.vectors.items())
     assert all(torch.equal(f.values(), again[s].values()) for s, f in scores.items())
     policy.adapters.sites["blocks.0.attn.q"].kept.B.data += 1.0  # pyright: ignore
@@ -235,7 +237,7 @@ def test_collect_touches_no_gradient_and_no_switch(kind: str) -> None:
     grads = {n: (p.grad, None if p.grad is None else p.grad.clone()) for n, p in policy.model.named_parameters()}
     with torch.no_grad():
         logits = policy.model(make_rollouts().tokens)
-        features = collect(policy, make_rollouts(), kind, coordinates(policy.adapters))
+        features = collect(policy, make_rollouts(), kind, policy.adapters.coordinates())
         assert torch.equal(policy.model(make_rollouts().tokens), logits)
     assert not any(f.values().requires_grad for f in features.values())
     for name, p in policy.model.named_parameters():
@@ -383,3 +385,20 @@ def test_printed_directions_say_where_they_came_from() -> None:
     assert len(said) < 200
     for word in ("12 sites", "persona", "act", "step 3", "pairs-h"):
         assert word in said
+
+
+def test_the_coordinates_of_a_lora_are_decomposed_once_for_each_state_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the fitter and the route together; a weight that is written is decomposed again."""
+    decomposed: list[Tensor] = []
+    module = importlib.import_module("mi_route2.adapters.attach")  # as an attribute of its package it is the function
+    monkeypatch.setattr(module, "decompose", lambda weight, *given: decomposed.append(weight) or decompose(weight, *given))
+    policy = make_policy(SPECS["lora"])
+    route = MaskRoute.from_pairs(make_pairs(), MaskSpec(score="act", refresh_every=1))
+    for step in range(2):
+        route.refresh(policy, step)
+        route.score(policy, make_rollouts())
+    assert len(decomposed) == len(policy.adapters.sites)
+    with torch.no_grad():
+        next(iter(policy.adapters.modules.values())).weight.mul_(1.5)
+    assert policy.adapters.coordinates().keys() == policy.adapters.sites.keys()
+    assert len(decomposed) == 2 * len(policy.adapters.sites)

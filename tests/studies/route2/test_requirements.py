@@ -15,7 +15,7 @@ from torch import Tensor
 from mi_route2.adapters.tape import Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Directions, HaarFitter, MaskSpec, PairBatch, PersonaFitter
-from mi_route2.routing.directions import FeatureKind, Features, Fitter, collect, coordinates
+from mi_route2.routing.directions import FeatureKind, Features, Fitter, collect
 from mi_route2.routing.mask import TokenReader, cosine
 from mi_route2.validation import write_json
 from studies.common.seeds import numpy_generator, torch_generator
@@ -64,7 +64,7 @@ def sample(root: Path) -> Sample:
         hack = torch.tensor([v.hack for v in witness.judge(samples)])
     assert hack.sum() >= 20
     kinds: tuple[FeatureKind, ...] = ("act", "grad", "full")
-    basis = coordinates(policy.adapters)
+    basis = policy.adapters.coordinates()
     features = {kind: collect(policy, samples.rollouts, kind, basis) for kind in kinds}
     return Sample(policy, world.encode_pairs(world.make_pairs(0, 10, "hack")), samples.rollouts, features, hack)
 
@@ -73,7 +73,7 @@ def fired(spec: MaskSpec, directions: Directions, sample: Sample) -> Float[Tenso
     """Of each rollout the share of its units over the threshold: tokens of every module, modules, or the rollout itself."""
     policy, rollouts = sample.policy, sample.rollouts
     if spec.unit == "token":
-        reader = TokenReader(rollouts.predictors, coordinates(policy.adapters), directions)
+        reader = TokenReader(rollouts.predictors, policy.adapters.coordinates(), directions)
         with torch.no_grad(), policy.adapters.recording(Tape(*rollouts.tokens.shape, inputs=reader)):
             policy.forward(policy.model, rollouts.tokens, rollouts.attention)
         over = torch.stack([scores > spec.tau for scores in reader.scores.values()]).double().mean(0) * rollouts.predictors
