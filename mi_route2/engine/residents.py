@@ -72,7 +72,7 @@ class Residents:
         # no more rows at once than may be reserved: they are allocated although nobody uses them yet
         self.slots.coming = coming if self.slot_bytes is None else min(coming, max(0, self.slot_bytes - self._reserved) // row)
         try:
-            return scheduler.plan(self.admit, self.put_back)
+            return scheduler.plan(self.admit, self.put_back, lambda one: self.steering.gives_row(one.id))
         finally:
             self._short.clear()
             self._tight = self.steering.rows.closed = False
@@ -80,7 +80,8 @@ class Residents:
     def admit(self, one: EngineRequest) -> Answer:
         """Reserve everything that a request needs (``run``), or nothing.
 
-        Nothing is reserved until another request frees memory (``full``), yet (``wait``), or ever (``drop``).
+        Nothing is reserved until another request frees memory (``full``) or a steering row (``steering``), yet (``wait``), or ever
+        (``drop``).
         """
         cost = self.slots.cost(one.reach)
         if self._tight or (self.slot_bytes is not None and self._reserved + cost > self.slot_bytes):
@@ -89,8 +90,8 @@ class Residents:
         try:
             if one.unsaved is not None:
                 raise RuntimeError(one.unsaved)
-            if not (self._steered(one) if one.admitted else self._reserve(one)):
-                return "wait"
+            if (lacked := self._lacked(one)) is not None:
+                return lacked
             one.admitted = True
             reused = [] if one.computed else self._reused(one)
             one.row = self._new_row(max(1, one.computed, len(reused) * self.prefixes.block))
@@ -195,23 +196,29 @@ class Residents:
             self.prefixes.keep(one.keys, one.request.salt, lambda i: self.slots.save(one.row, (i + 1) * size, i * size))
         one.published = blocks
 
-    def _reserve(self, one: EngineRequest) -> bool:
+    def _lacked(self, one: EngineRequest) -> Answer | None:
+        """Reserve patch slots and steering rows; return the answer to a request that lacks some, having reserved nothing."""
+        if one.admitted:
+            return self._unsteered(one)
         demand = Counter(patch.site for patch in one.patches)
         asked = one.request
         if any(site in self._short or self._patches[site] + count > self.patch_slots for site, count in demand.items()):
             self._short.update(demand)
             self.steering.rows.closed |= bool(asked.steering or asked.rules or asked.conversation)
-            return False
-        if not self._steered(one):
+            return "wait"
+        if (lacked := self._unsteered(one)) is not None:
             self._short.update(demand)
-            return False
+            return lacked
         self._patches.update(demand)
         if asked.run is not None and self.store is not None:
             self._open(one, self.store)
-        return True
+        return None
 
-    def _steered(self, one: EngineRequest) -> bool:
-        """Acquire the request's steering rows; return ``False`` if none are free now or an earlier request waits for some."""
+    def _unsteered(self, one: EngineRequest) -> Answer | None:
+        """Acquire the request's steering rows, or answer that they are not free now or that an earlier request waits for some.
+
+        Only for a single row it is worth to preempt another request: it would take the first of several back in the next step.
+        """
         asked, rows = one.request, self.steering.rows
         # A preempted request has waited already, and keeps what those before it may wait for: they must not keep it from its rows.
         closed, rows.closed = rows.closed, rows.closed and not one.admitted
@@ -228,12 +235,12 @@ class Residents:
                 )
             else:
                 self.steering.admit(one.id, asked.steering, owner=asked.owner)
-        except Full:
+        except Full as full:
             closed = True
-            return False
+            return "steering" if full.missing == 1 else "wait"
         finally:
             rows.closed = closed
-        return True
+        return None
 
     def _open(self, one: EngineRequest, store: RunStore) -> None:
         assert one.request.run is not None

@@ -6,6 +6,7 @@ urgent ones were there, the first of those that wait gains a level; it goes firs
 step computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` key-value positions. If room runs out, or a
 request of higher priority waits for a row or for memory, the last request of the lowest priority is preempted and keeps its state.
 So is the last one of the owner with most rows if an owner without any waits, so that nobody waits for the end of what others run.
+For a steering row only a request is preempted that gives one back.
 The first waiting request that lacks a row or room blocks those behind it, so that no request starves. A request that lacks another
 resource is passed by: ``admit`` ensures that no later request takes that resource.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from math import inf, nextafter
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-Answer = Literal["run", "full", "wait", "drop"]
+Answer = Literal["run", "full", "steering", "wait", "drop"]
 
 
 @runtime_checkable
@@ -46,6 +47,10 @@ class Turn(Generic[J]):
     pieces: list[tuple[J, int]] = field(default_factory=list)
     admitted: list[J] = field(default_factory=list)
     preempted: list[J] = field(default_factory=list)  # compared by identity, because two requests may have equal fields
+
+
+def _any(_job: Job) -> bool:
+    return True
 
 
 def urgency(job: Job) -> tuple[int, float, int]:
@@ -140,7 +145,9 @@ class Scheduler(Generic[J]):
         self._lacking: set[int] = set()
         """Arrival numbers of requests that lacked another resource when last asked."""
         self._tight: J | None = None
-        """The first request that lacked memory when last asked."""
+        """The first request that lacked memory, or a steering row, when last asked."""
+        self._gives: Callable[[J], bool] = _any
+        """True for a running request whose preemption gives back what that one lacks."""
 
     def add(self, job: J) -> None:
         """Queue a new or preempted request."""
@@ -163,28 +170,33 @@ class Scheduler(Generic[J]):
         self.running.remove(job)
         self.add(job)
 
-    def plan(self, admit: Callable[[J], Answer], put_back: Callable[[J], None]) -> Turn[J]:
+    def plan(
+        self, admit: Callable[[J], Answer], put_back: Callable[[J], None], steered: Callable[[J], bool] = lambda job: False
+    ) -> Turn[J]:
         """Plan the next step.
 
         Args:
             admit: meets a waiting request's other demands (``"run"``), or reports that they cannot be met now (``"wait"``), not
-                before another one gives memory back (``"full"``), or ever (``"drop"``).
+                before another one gives memory (``"full"``) or a steering row (``"steering"``) back, or ever (``"drop"``).
             put_back: called for each preempted request, before any request is admitted.
+            steered: True for a running request that would give back a steering row.
         """
         turn: Turn[J] = Turn()
         self._turns += 1
         self._promote()
         self._make_way(turn, put_back)
         left, self._tight = self._go_on(turn, put_back), None
+        owners = {job.owner for job in self.running} if self.waiting else set[str]()
         for job in list(self.waiting):
             if left <= 0 or len(self.running) >= self.rows or job in turn.preempted or not self._fits(turn, job):
                 break
             self._lacking.discard(job.arrival)
             answer = admit(job)
-            if answer in ("wait", "full"):
+            if answer in ("wait", "full", "steering"):
                 self._lacking.add(job.arrival)
-                if answer == "full" and self._tight is None:
-                    self._tight = job
+                # of those that lack something, way is made for the first one whose owner has no row, as nobody makes way for others
+                if answer != "wait" and (self._tight is None or (self._tight.owner in owners and job.owner not in owners)):
+                    self._tight, self._gives = job, steered if answer == "steering" else _any
                 continue
             self.waiting.remove(job)
             if answer == "drop":
@@ -192,6 +204,7 @@ class Scheduler(Generic[J]):
                 continue
             self._since[self._asked(job)] = self._turns
             self.running.append(job)
+            owners.add(job.owner)
             turn.admitted.append(job)
             left -= self._give(turn, job, left)
         return turn
@@ -255,13 +268,14 @@ class Scheduler(Generic[J]):
         What a request has gained by waiting gives it the next row, and nobody else's. ``coming`` are owners who get a row now.
         """
         asked = self._asked(job)
-        least = max(self.running, key=urgency, default=None)
+        givers = [one for one in self.running if self._gives(one)] if job is self._tight else self.running
+        least = max(givers, key=urgency, default=None)
         if least is None or least.priority < asked:
             return least
         rows = Counter(one.owner for one in self.running)
         if job.owner in rows or job.owner in coming:
             return None
-        equal = [one for one in self.running if one.priority == asked and rows[one.owner] > 1]
+        equal = [one for one in givers if one.priority == asked and rows[one.owner] > 1]
         return max(equal, key=lambda one: (rows[one.owner], urgency(one)), default=None)
 
     def _go_on(self, turn: Turn[J], put_back: Callable[[J], None]) -> int:

@@ -61,6 +61,11 @@ class ActiveRequest:
     routed: int | None = None
 
     @property
+    def rows(self) -> tuple[int, ...]:
+        """All rows that it holds while it is resident; 0 is the row without steering."""
+        return self.row, *self.alternatives, *(() if self.routed is None else (self.routed,))
+
+    @property
     def specs(self) -> list[Steering]:
         """All specs that need rows."""
         return [self.spec, *self.configs.values(), *([self.override.spec] if self.override else ())]
@@ -182,13 +187,17 @@ class Requests:
         self._give_back(active)
         return "" if any(other.owner == active.owner for other in self.active.values()) else active.owner
 
+    def gives_row(self, request: int) -> bool:
+        held = Counter(row for row in self.of(request).rows if row)
+        return any(self.rows.rows[row].refs == count for row, count in held.items())
+
     def leave(self, owner: str) -> None:
         for name in [name for name, config in self.configs_by_name.items() if config.owner == owner]:
             self.drop(name)
 
     def _give_back(self, active: ActiveRequest) -> None:
         if active.resident:
-            for row in (active.row, *active.alternatives, *(() if active.routed is None else (active.routed,))):
+            for row in active.rows:
                 self.rows.release(row)
             self._count(active, -1)
         active.row, active.alternatives, active.routed, active.resident = 0, (), None, False
@@ -429,6 +438,10 @@ class SteeringState:
         """Release the rows of a preempted request; its override, scale and monitors are kept until it is admitted again."""
         self._requests.preempted(request)
         self._changed(request)
+
+    def gives_row(self, request: int) -> bool:
+        """Return whether a preemption of ``request`` would free a row, which it does unless others share all of its rows."""
+        return self._requests.gives_row(request)
 
     def release(self, request: int, *, stays: bool = False) -> None:
         """Remove a request that has ended, with everything of its own; no effect if it was never admitted.

@@ -33,7 +33,11 @@ def demand_fit(shape: tuple[int, ...], site: Site, vector: Vector, what: str) ->
 
 
 class Full(RuntimeError):  # noqa: N818 - a state that passes, not a fault
-    """Error of a full table: no row is free now, so wait until a request has ended."""
+    """Error of a full table: ``missing`` rows more are needed than are free now, so wait until a request has ended."""
+
+    def __init__(self, message: str, missing: int = 1):
+        super().__init__(message)
+        self.missing = missing
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,9 @@ class Rows:
             raise ValueError(f"{len(needed)} steering rows are needed but there are {self.capacity}: request fewer, or raise rows")
         free = 0 if self.closed else len(self._free)
         if (new := len(needed - self._by_key.keys())) > free:
-            raise Full(f"{new} steering rows are needed but {free} of {self.capacity} are free: wait for a request to end")
+            raise Full(
+                f"{new} steering rows are needed but {free} of {self.capacity} are free: wait for a request to end", new - free
+            )
 
     def acquire(self, spec: Steering) -> int:
         """Return the row that holds ``spec``, to be returned with ``release``; row 0 if ``spec`` is empty."""

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from mi_route2.engine.controllers import (
     QUEUE,
+    STEP,
+    UNREAD,
     Action,
     Applied,
     AsyncController,
@@ -25,9 +27,10 @@ from mi_route2.engine.controllers import (
     SyncController,
     apply_all,
 )
+from mi_route2.engine.rules import CONVERSATIONS
 from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.sites import Site
-from mi_route2.steering.specs import Monitor, Steer, Steering
+from mi_route2.steering.specs import CLAMPS, Monitor, Steer, Steering
 
 SITE, LATE = Site(0, "resid_post"), Site(1, "resid_post")
 V, W = direction(1), direction(2)
@@ -176,6 +179,7 @@ def test_a_controller_sees_what_it_wants_at_the_last_token(host):
 def test_a_full_queue_drops_what_is_new_and_says_so():
     queue, state = AsyncController("outside"), new_state()
     controllers = Controllers(queues=[queue])
+    assert (QUEUE, CONVERSATIONS, CLAMPS, STEP, UNREAD) == (1024, 1024, 4, 0.05, 16), "what the pages say"
     for i in range(QUEUE - 1):
         assert queue.submit(SetScale(float(i)))
     assert not queue.submit(SetScale(5000.0), SetScale(5001.0))  # both or none

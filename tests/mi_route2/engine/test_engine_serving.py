@@ -341,29 +341,39 @@ def test_cancelled_requests_cost_those_behind_them_no_turn(stays: int) -> None:
     assert queue.order() == "abbab"
 
 
-@pytest.mark.parametrize("scarce", ["rows", "slot_bytes"])
+@pytest.mark.parametrize("scarce", ["rows", "slot_bytes", "steering_rows"])
 def test_an_owner_that_comes_late_does_not_wait_for_the_end_of_what_others_run(scarce: str) -> None:
+    """Beside it runs a request that lacks nothing which is scarce, and that makes way for nobody."""
     host = host_of()
-    limit = {"rows": 4} if scarce == "rows" else {"rows": 64, "slot_bytes": 4 * Engine(host)._residents.slots.cost(52)}
+    limit = {"rows": 64, scarce: 4 * Engine(host)._residents.slots.cost(52) if scarce == "slot_bytes" else 4}
     engine = Engine(host, block=4, **limit)
-    long = Request(PROMPT[:3], replace(ASK, max_new=50), owner="a")
-    numbers = [engine.submit(long) for _ in range(9)]
+
+    def asked(scale: float, most: int, owner: str) -> Request:
+        steering = Steering(base=(Steer(SITE, VECTOR, scale),)) if scarce == "steering_rows" else None
+        return Request(PROMPT[:3], replace(ASK, max_new=most), owner=owner, steering=steering)
+
+    long = [asked(0.1 * (1 + i), 50, "a") for i in range(9)]
+    numbers = [engine.submit(request) for request in long]
     for _ in range(5):
         engine.step()
     assert engine.resources["slots"] == 4
-    for _ in range(3):  # one after the other, each begun when the one before has ended
-        late = engine.submit(Request(PROMPT[:3], Sampling(max_new=3), owner="b"))
+    if scarce == "steering_rows":
+        long.append(Request(PROMPT[:3], replace(ASK, max_new=48), owner="a"))
+        numbers.append(engine.submit(long[-1]))
+    for i in range(3):  # one after the other, each begun when the one before has ended
+        late = engine.submit(asked(-0.1 * (1 + i), 3, "b"))
         waited, ended = 0, set[int]()
         while late not in ended:
             ended |= {result.request for result in engine.step()}
             waited += 1
         assert waited <= 6
     results = finish(engine, 1000)
-    assert list(results)[:4] == numbers[:4]  # whoever made way is the next to go on
+    assert [number for number in results if number not in numbers[9:]][:4] == numbers[:4]  # whoever made way is the next to go on
     assert sorted(results) == numbers
     assert sum(result.preemptions for result in results.values()) == 3
-    for result in results.values():
-        right(host, result, long)
+    assert not any(results[number].preemptions for number in numbers[9:])
+    for number, request in zip(numbers, long, strict=True):
+        right(host, results[number], request)
 
 
 def test_who_asked_for_more_than_it_used_gets_one_row_for_one_preemption_and_costs_newcomers_no_turn() -> None:
