@@ -15,8 +15,7 @@ from pydantic import Field
 from mi_route2.validation import AtLeastOne, Name, NonNegative, Positive, read_settings, validated, write_json
 from studies.lanes.arms import Size
 from studies.lanes.config import LanesConfig, StartName, WiringName, sized
-from studies.lanes.gradients.quarantine_symmetry import QuarantineSettings
-from studies.lanes.gradients.symmetry import SymmetrySettings
+from studies.lanes.gradients.symmetry import QuarantineSettings, SymmetrySettings
 from studies.lanes.quantization.gptq import GPTQSettings
 from studies.lanes.quantization.size import Compressor, compress
 from studies.lanes.scoring.ttt import TTTSettings

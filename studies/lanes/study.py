@@ -11,11 +11,11 @@ same bytes as an uninterrupted one. Workers share nothing.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from studies.lanes.train import build, train
 
 TRAIN = "train"
 Data = Mapping[str, Any]
-T = TypeVar("T")
 LOOPED_COST = 1.7  # relative to a plain arm, in time
 
 
@@ -190,7 +189,7 @@ def run_study(
 
 @dataclass(frozen=True)
 class Study:
-    """The settings of a study and the contents of its artifacts.
+    """The settings of a study and the contents of its artifacts. Every arm has the same seeds.
 
     Attributes:
         settings: The study's settings.
@@ -205,20 +204,20 @@ class Study:
         """The seeds at which arms were measured."""
         return tuple(sorted({seed for name, seed, part in self.contents if name in ARMS and part == "bpb"}))
 
-    def by_seed(self, name: str, part: str, read: Callable[[Data], T] = lambda data: data) -> dict[int, T]:
-        """Return `read` of the data of a part of an arm or an instrument, by seed or draw.
+    def parts(self, name: str, part: str) -> list[Data]:
+        """Return a part of an arm or an instrument, of every seed or draw in order.
 
         Raises:
             ValueError: If the study has no such part.
         """
-        values = {seed: read(data) for (arm, seed, made), data in self.contents.items() if (arm, made) == (name, part)}
-        if not values:
+        by_seed = {seed: data for (arm, seed, made), data in self.contents.items() if (arm, made) == (name, part)}
+        if not by_seed:
             raise ValueError(f"the study has no part {part!r} of {name!r}: run it again to create what is missing")
-        return dict(sorted(values.items()))
+        return [by_seed[seed] for seed in sorted(by_seed)]
 
     def drawn(self, instrument: str) -> list[Data]:
         """Return all draws of an instrument, in order."""
-        return list(self.by_seed(instrument, instrument).values())
+        return self.parts(instrument, instrument)
 
     def measured(self, part: str) -> list[str]:
         """Return the arms for which the study has a part, in the order of the table."""
