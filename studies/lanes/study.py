@@ -80,18 +80,13 @@ class Job:
         return hashlib.sha256(json.dumps([self.settings.digest, self.name, self.seed, part]).encode()).hexdigest()
 
     def read(self, part: str) -> Part | None:
-        """Return the part if it exists; see `read_part`."""
+        """Return the part if it exists; ``ValueError`` if it is damaged or belongs to other settings. It is never made again."""
         return read_part(self.path(part), self.identity(part))
 
     @property
     def finished(self) -> bool:
-        """True if all parts exist.
-
-        Raises:
-            ValueError: If a part is damaged, or belongs to other settings.
-        """
-        there = [self.read(part) is not None for part in self.part_names]  # checks all of them
-        return all(there)
+        """True if all parts exist; all of them are checked (see `read`)."""
+        return None not in [self.read(part) for part in self.part_names]
 
 
 def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence[int], arms: Sequence[str]) -> list[Job]:
@@ -104,11 +99,7 @@ def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence
 
 
 def run_job(job: Job) -> None:
-    """Make the missing parts of a job. Existing parts are kept.
-
-    Raises:
-        ValueError: If a part is damaged: it is not made again.
-    """
+    """Make the missing parts of a job. Existing parts are kept."""
     if job.settings.training.device == "cpu":
         torch.set_num_threads(1)  # one worker per core; with an accelerator a single worker has all cores
     corpus = _corpus(job.text, job.settings.text)
@@ -131,11 +122,7 @@ def _make(job: Job, part: str, corpus: Corpus) -> Part:
 
 
 def trained(job: Job) -> LanesModel:
-    """Return the model of a finished training.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the model of a finished training; ``ValueError`` if there is none."""
     part = job.read(TRAIN)
     if job.arm is None or part is None:
         raise ValueError(f"{job.path(TRAIN)} does not exist: run the study first")
@@ -150,11 +137,7 @@ def _corpus(text: Path | None, expected: str) -> Corpus:
 
 
 def run_jobs(jobs: Sequence[Job], workers: int, cluster: Cluster | None = None, *, quiet: bool = False) -> None:
-    """Run every unfinished job of a study.
-
-    Raises:
-        ValueError: If a part is damaged. Also raises the errors of `run_each`.
-    """
+    """Run every unfinished job of a study; raises the errors of `Job.finished` and `run_each`."""
     todo = [job for job in jobs if not job.finished]
     files = [job.path(part) for job in todo for part in job.part_names]
     if todo:
@@ -189,11 +172,9 @@ def run_study(
 
 @dataclass(frozen=True)
 class Study:
-    """The settings of a study and the contents of its artifacts. Every arm has the same seeds.
+    """The settings of a study, and its contents: (arm or instrument, seed or draw, part) -> content of the part.
 
-    Attributes:
-        settings: The study's settings.
-        contents: (arm or instrument, seed or draw, part) -> content of the part.
+    Every arm has the same seeds.
     """
 
     settings: Settings
@@ -205,11 +186,7 @@ class Study:
         return tuple(sorted({seed for name, seed, part in self.contents if name in ARMS and part == "bpb"}))
 
     def parts(self, name: str, part: str) -> list[Data]:
-        """Return a part of an arm or an instrument, of every seed or draw in order.
-
-        Raises:
-            ValueError: If the study has no such part.
-        """
+        """Return a part of an arm or an instrument, of every seed or draw in order; ``ValueError`` if the study has none."""
         by_seed = {seed: data for (arm, seed, made), data in self.contents.items() if (arm, made) == (name, part)}
         if not by_seed:
             raise ValueError(f"the study has no part {part!r} of {name!r}: run it again to create what is missing")
