@@ -38,14 +38,9 @@ LOOPED_COST = 1.7  # relative to a plain arm, in time
 
 @dataclass(frozen=True)
 class Job:
-    """The work of one worker: an arm at a seed, or a draw of an instrument.
+    """The work of one worker, by ``name`` and ``seed``: an arm at a seed, or a draw of an instrument.
 
-    Attributes:
-        settings: The study's settings.
-        folder: The study's folder.
-        text: Folder of the corpus; None for the running Python's library.
-        name: An arm or an instrument.
-        seed: Seed of an arm, or draw of an instrument.
+    ``folder`` is the study's, ``text`` the corpus's (None for the running Python's library).
     """
 
     settings: Settings

@@ -124,17 +124,11 @@ def compared(config: LanesConfig) -> range:
 
 @validated
 class SymmetrySettings:
-    """Sizes of the lanes' models that are trained, and settings of their training by Adam, in which nothing is routed.
+    """Sizes of the lanes' models that are trained (see `LanesConfig`), and settings of their training by Adam.
 
     Attributes:
-        layers: Number of blocks.
-        d_model: Number of features.
-        heads: Number of attention heads.
-        mlp: Hidden features of the MLP as a multiple of d_model.
-        lane_start: First block behind the fork.
         batch: Rows of tokens per step.
         length: Predictions per row; a row has one token more.
-        steps: Training steps.
         every: Steps between two readings.
         rate: Learning rate.
     """
@@ -153,20 +147,12 @@ class SymmetrySettings:
 
 @validated
 class QuarantineSettings:
-    """Sizes of the frozen base model (a random MicroGPT over bytes) and of its adapters, and settings of their training.
+    """Sizes of the frozen base model, a random MicroGPT over bytes, and its adapters' training (see `SymmetrySettings`).
 
     Attributes:
-        layers: Blocks of the base model.
-        d_model: Features of the base model.
-        heads: Attention heads of the base model.
         mlp: Hidden features of the base model's MLP.
         rank: Rank of every LoRA.
         unequal: Standard deviation of the quarantine's factor at an unequal start.
-        batch: As in `SymmetrySettings`, like the fields that follow.
-        length: Predictions per row.
-        steps: Training steps.
-        every: Steps between two readings.
-        rate: Learning rate.
     """
 
     layers: AtLeastOne = 2

@@ -205,15 +205,7 @@ def borrowed(model: nn.Module, scope: Scope) -> Iterator[list[nn.Parameter]]:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One scope at one rate on the tuning stream.
-
-    Attributes:
-        scope: The scope.
-        rate: The rate.
-        bpb: Bits per byte; inf if the run diverged.
-        gain: Bits per byte below the plain evaluation.
-        share: Share of the model's parameters that were trained.
-    """
+    """One scope at one rate on the tuning stream: bits per byte (inf if it diverged), and the gain over the plain evaluation."""
 
     scope: Scope
     rate: float
