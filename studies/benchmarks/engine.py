@@ -39,7 +39,7 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.benchmarks.measurement.contenders import random_qwen3
 from studies.benchmarks.measurement.flops import Size
-from studies.benchmarks.measurement.paired import Row, compared, report, take_turns, timed, token_table
+from studies.benchmarks.measurement.paired import Row, Turn, compared, report, take_turns, timed, timers, token_table
 from studies.benchmarks.options import EngineOptions
 
 REQUESTS, PROMPT, NEW, SHORTEST, LONGEST, SINGLES = 64, 32, 64, 8, 128, 2
@@ -145,7 +145,7 @@ class EngineSides:
         ids = self.model.generate(prompts, attention_mask=mask, **options)
         assert ids.shape[1] == prompts.shape[1] + new
 
-    def all(self) -> dict[str, Callable[[], dict[str, float]]]:
+    def all(self) -> dict[str, Turn]:
         """Return calls by name; each runs everything once and returns the processor seconds of one or more sides."""
         calls: dict[str, Callable[[], object]] = {
             "engine": self.engine(),
@@ -162,8 +162,7 @@ class EngineSides:
             took = timed(lambda: [self.generate(prompt[None], self.new) for prompt in self.prompts[:SINGLES]])
             return {"generate, one by one": self.requests / SINGLES * took}
 
-        timers = {name: lambda name=name, call=call: {name: timed(call)} for name, call in calls.items()}
-        return {**timers, "one by one": one_by_one, "in turn": self.in_turn}
+        return {**timers(calls), "one by one": one_by_one, "in turn": self.in_turn}
 
     def _vllm(self) -> dict[str, Callable[[], object]]:
         """Return vLLM's engine, in this process, if its CPU build is installed; the model's folder is not deleted."""

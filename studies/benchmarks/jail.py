@@ -22,15 +22,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from studies.benchmarks.measurement.paired import Result, Row, compared, machine, report
+from studies.benchmarks.measurement.paired import Result, Row, compared, machine, report, take_turns
 from studies.benchmarks.options import JailOptions
 from studies.common.tables import markdown_table
 from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, filters
@@ -74,19 +73,6 @@ child.live(how, task, child.Driver(execute, frozenset(private)))
 """
 
 
-@dataclass(frozen=True)
-class GradeTimes:
-    """Grades per second, and processor seconds per grade, of every round."""
-
-    rates: list[float]
-    seconds: list[float]
-
-    @property
-    def cells(self) -> tuple[str, str]:
-        """Both medians, as cells of a table."""
-        return f"{median(self.rates):.0f}", f"{1000 * median(self.seconds):.1f} ms"
-
-
 class FreshProcess:
     """A confined interpreter for every grade. It needs a root of its own for the child: as root, or by a user namespace."""
 
@@ -98,11 +84,7 @@ class FreshProcess:
         self._command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", PEER, json.dumps(config)]
 
     def run(self, payload: dict[str, str]) -> Any:
-        """Return the reply.
-
-        Raises:
-            OSError: If there is none.
-        """
+        """Return the reply; ``OSError`` if there is none."""
         folder = tempfile.mkdtemp(prefix="fresh-")
         try:
             if self._identity is not None:
@@ -155,38 +137,40 @@ def processor_seconds() -> float:
     return used
 
 
-def measure(grades: dict[str, int], rounds: int, rng: np.random.Generator) -> dict[str, GradeTimes]:
-    """Measure every side in every round, after a warm-up turn."""
-    measured = {name: GradeTimes([], []) for name in grades}
-    bar = tqdm(total=(rounds + 1) * len(grades), desc="taking turns", unit="turn", leave=False)
-    with folders_in_memory(), ExitStack() as stack, bar:
+RATE = "grades/s: "
+
+
+def measure(grades: dict[str, int], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
+    """Return, of every side and round, the processor seconds of a grade, and under ``RATE`` grades per second on the clock."""
+    with folders_in_memory(), ExitStack() as stack:
         run = sides(stack)
-        for turn in range(rounds + 1):
-            for name in rng.permutation(list(grades)):
-                start, used = time.perf_counter(), processor_seconds()
-                replies = run[name](grades[name])
-                took, used = time.perf_counter() - start, processor_seconds() - used
-                assert replies == [REPLY] * grades[name], replies
-                if turn:
-                    measured[name].rates.append(grades[name] / took)
-                    measured[name].seconds.append(used / grades[name])
-                bar.update()
-    return measured
+
+        def turn(name: str) -> dict[str, float]:
+            count, start, used = grades[name], time.perf_counter(), processor_seconds()
+            replies = run[name](count)
+            took, used = time.perf_counter() - start, processor_seconds() - used
+            assert replies == [REPLY] * count, replies
+            return {name: used / count, RATE + name: count / took}
+
+        return take_turns({name: partial(turn, name) for name in grades}, rounds, rng)
 
 
-def table(results: list[Result], measured: dict[str, GradeTimes]) -> str:
+def table(results: list[Result], measured: dict[str, list[float]]) -> str:
     """Return a Markdown table: medians of both sides, and the ratio of processor times with its 95% bootstrap interval."""
+
+    def cells(name: str) -> tuple[str, str, str]:
+        return name, f"{median(measured[RATE + name]):.0f}", f"{1000 * median(measured[name]):.1f} ms"
+
     header = ("what", "grades/s", "processor", "against", "grades/s", "processor", "ratio", "95%")
-    rows = [(r.over, *measured[r.over].cells, r.under, *measured[r.under].cells, *r.time.cells()) for r in results]
-    return markdown_table(header, rows)
+    return markdown_table(header, [(*cells(r.over), *cells(r.under), *r.time.cells()) for r in results])
 
 
 def run(options: JailOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
     grades = {WARM: 40, OPEN: 40, FRESH: 2} if options.quick else {WARM: 200, OPEN: 200, FRESH: 20}
     measured = measure(grades, options.turns, np.random.default_rng(options.seed))
-    seconds = {name: side.seconds for name, side in measured.items()}
-    results = compared(ROWS, seconds, np.random.default_rng(options.seed))
+    results = compared(ROWS, measured, np.random.default_rng(options.seed))
     head = f"{options.turns} rounds, {WORKERS} workers, {os.cpu_count()} processors"
-    document = {"machine": machine() | {"processors": os.cpu_count()}, "grades": grades, "rows": results, "sides": measured}
+    by_side = {name: {"rates": measured[RATE + name], "seconds": measured[name]} for name in grades}
+    document = {"machine": machine() | {"processors": os.cpu_count()}, "grades": grades, "rows": results, "sides": by_side}
     report(options, head, table(results, measured), document)

@@ -30,11 +30,7 @@ class Benchmark:
         return self.rounds or (3 if self.quick else 15)
 
     def check(self) -> None:
-        """Check the options before anything is measured.
-
-        Raises:
-            ValueError: If an option cannot work.
-        """
+        """Check the options before anything is measured; ``ValueError`` if an option cannot work."""
         if self.rounds is not None and self.rounds < 3:
             raise ValueError(f"a median of {self.rounds} rounds is meaningless: --rounds must be at least 3")
         if self.out is not None and not self.out.parent.is_dir():

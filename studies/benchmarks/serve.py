@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -53,7 +53,7 @@ from mi_route2.hosts import open_host
 from mi_route2.serve.models import Served, load
 from mi_route2.serve.process import Process, serving
 from studies.benchmarks.engine import LAYERS, VOCABULARY, WIDTH, random_model
-from studies.benchmarks.measurement.paired import Result, Row, compared, machine, report, side_table, take_turns
+from studies.benchmarks.measurement.paired import Result, Row, Turn, compared, machine, report, side_table, take_turns
 from studies.benchmarks.options import ServeOptions
 
 STREAMS, LOAD, FEW, PROMPT = 32, 24, 8, 32
@@ -190,9 +190,7 @@ class ServerSides:
         left, work, before, began = iter(jobs), self.server.seconds, process_time(), perf_counter()
         with selectors.DefaultSelector() as waiting:
             for prompt, new in islice(left, count):
-                connection = Connection(self.address)
-                waiting.register(connection.socket, selectors.EVENT_READ, connection)
-                connection.send("/v1/completions", asked(prompt, new))
+                self._stream(waiting, prompt, new)
             while waiting.get_map():
                 for key, _ in waiting.select():
                     if not key.data.read():
@@ -230,10 +228,7 @@ class ServerSides:
         """Return the same, for requests on a connection that is open."""
         load, others, delays = self.prompts(LOAD), self.prompts(self.size.arrivals), []
         with selectors.DefaultSelector() as waiting:
-            streams = [Connection(self.address) for _ in load]
-            for connection, prompt in zip(streams, load, strict=True):
-                waiting.register(connection.socket, selectors.EVENT_READ, connection)
-                connection.send("/v1/completions", asked(prompt, self.size.load))
+            streams = [self._stream(waiting, prompt, self.size.load) for prompt in load]
             probe, busy, began = Connection(self.address), False, perf_counter()
             waiting.register(probe.socket, selectors.EVENT_READ, probe)
             while len(delays) < len(others):
@@ -266,9 +261,7 @@ class ServerSides:
                 sweep.read()
             began = perf_counter()
             for prompt in self.prompts(FEW):
-                connection = Connection(self.address)
-                waiting.register(connection.socket, selectors.EVENT_READ, connection)
-                connection.send("/v1/completions", asked(prompt, self.size.few))
+                self._stream(waiting, prompt, self.size.few)
             while left:
                 for key, _ in waiting.select():
                     if not key.data.read():
@@ -284,13 +277,20 @@ class ServerSides:
         self._drain()
         return seconds
 
+    def _stream(self, waiting: selectors.BaseSelector, prompt: Sequence[int], new: int) -> Connection:
+        """Open a stream on a connection of its own, on which ``waiting`` waits."""
+        connection = Connection(self.address)
+        waiting.register(connection.socket, selectors.EVENT_READ, connection)
+        connection.send("/v1/completions", asked(prompt, new))
+        return connection
+
     def _drain(self) -> None:
         """Wait until the server has noticed that its clients are gone."""
         busy = ("running", "waiting", "sweeps")
         while any(httpx.get(f"{self.server.url}/v1/steering/dynamic").json()["queue"][name] for name in busy):
             time.sleep(0.05)
 
-    def turns(self) -> dict[str, Callable[[], dict[str, float]]]:
+    def turns(self) -> dict[str, Turn]:
         """Return calls by name; each measures one turn and returns the seconds of one or more sides."""
 
         def in_process() -> dict[str, float]:

@@ -8,6 +8,7 @@ step except for the last side, in which an action changes a request's scale befo
 """
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -18,7 +19,7 @@ from mi_route2.sites import Site
 from mi_route2.steering.plan import Layout, Piece
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.steering.state import SteeringState
-from studies.benchmarks.measurement.paired import Contender, measure, report
+from studies.benchmarks.measurement.paired import report, take_turns, timers
 from studies.benchmarks.options import SteeringOptions
 from studies.common.tables import markdown_table
 
@@ -88,19 +89,14 @@ class SteeringBench:
 def microseconds(width: int, requests: int, calls: int, rounds: int, seed: int) -> dict[str, tuple[float, ...]]:
     """Return the time of a step of every side in each round, averaged over ``calls`` consecutive steps."""
 
-    def many(step: Callable[[], object]) -> Callable[[], object]:
-        def run() -> None:
-            for _ in range(calls):
-                step()
+    def many(step: Callable[[], object]) -> None:
+        for _ in range(calls):
+            step()
 
-        return run
-
-    contenders = [
-        Contender(name, 0, many(step), lambda: None) for name, step in SteeringBench(width, requests, seed).sides().items()
-    ]
+    sides = timers({name: partial(many, step) for name, step in SteeringBench(width, requests, seed).sides().items()})
     with torch.inference_mode():
-        measured = measure(contenders, rounds, np.random.default_rng(seed), memory=False)
-    return {name: tuple(1e6 * seconds / calls for seconds in one.seconds) for name, one in measured.items()}
+        measured = take_turns(sides, rounds, np.random.default_rng(seed))
+    return {name: tuple(1e6 * one / calls for one in seconds) for name, seconds in measured.items()}
 
 
 def table(times: dict[int, dict[str, tuple[float, ...]]]) -> str:

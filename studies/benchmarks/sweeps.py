@@ -31,7 +31,7 @@ from mi_route2.models import smollm2
 from mi_route2.patching import Grid, sweep
 from studies.benchmarks.measurement.contenders import random_qwen3
 from studies.benchmarks.measurement.flops import Size
-from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, measure, ratio, report
+from studies.benchmarks.measurement.paired import Ratio, ratio, report, take_turns, timers
 from studies.benchmarks.options import SweepsOptions
 from studies.common.tables import markdown_table
 
@@ -137,18 +137,17 @@ class SweepBench:
         )
 
 
-def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[SweepResult], dict[str, Measured]]:
-    """Return one row per side, and the measurements of each."""
+def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[SweepResult], dict[str, list[float]]]:
+    """Return one row per side, and the seconds of each."""
     rounds = rounds if setting.most is None else min(rounds, setting.most)
     bench = SweepBench(setting, seed)
     expected, grids = bench.lens(), {side: bench.grid(side) for side in SIDES}
     turns: dict[str, Callable[[], object]] = {LENS: bench.lens, **{side: partial(bench.grid, side) for side in SIDES}}
-    contenders = [Contender(name, 0, turn, lambda: None) for name, turn in turns.items()]
-    measured = measure(contenders, rounds, np.random.default_rng(seed), memory=False)
-    rng, lens, flops = np.random.default_rng(seed), measured[LENS].seconds, grids[RESUMED].flops
+    measured = take_turns(timers(turns), rounds, np.random.default_rng(seed))
+    rng, lens, flops = np.random.default_rng(seed), measured[LENS], grids[RESUMED].flops
 
     def result(side: str) -> SweepResult:
-        seconds, grid = measured[side].seconds, grids[side]
+        seconds, grid = measured[side], grids[side]
         return SweepResult(
             setting=setting.name,
             side=side,
@@ -181,8 +180,9 @@ def run(options: SweepsOptions) -> None:
     settings = QUICK if options.quick else LONG if options.long else SETTINGS
     results, sides = [], {}
     for setting in settings:
-        rows, sides[setting.name] = compare(setting, options.turns, options.seed)
+        rows, seconds = compare(setting, options.turns, options.seed)
         results += rows
+        sides[setting.name] = {side: {"seconds": of_side} for side, of_side in seconds.items()}
     worst = max(row.difference / row.effect for row in results)
     tables = f"{table(results)}\nlargest difference of a cell, relative to the largest effect: {worst:.1e}\n"
     document = {"settings": {setting.name: setting for setting in settings}, "rows": results, "sides": sides}

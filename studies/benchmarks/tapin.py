@@ -13,6 +13,7 @@ Points at which the lists would take more than 5 seconds per round are left out.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxtyping import Int64
 from numba import njit
 from torch import Tensor
 
-from studies.benchmarks.measurement.paired import Contender, Measured, Ratio, measure, ratio, report
+from studies.benchmarks.measurement.paired import Ratio, ratio, report, take_turns, timers
 from studies.benchmarks.options import TapInOptions
 from studies.common.tables import markdown_table
 from studies.lanes.config import BOS, VOCABULARY
@@ -140,12 +141,11 @@ class Point:
     speed: Ratio | None
 
 
-def timed(run: Sides, tokens: Int64[Tensor, " s"], rounds: int, rng: np.random.Generator) -> dict[str, Measured]:
-    """Return the measurements of some sides, which take turns."""
+def seconds_of(run: Sides, tokens: Int64[Tensor, " s"], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
+    """Return the seconds of some sides, which take turns."""
     first, *others = (find(tokens) for find in run.values())
     assert all(same(first, other) for other in others), "the sides differ"
-    contenders = [Contender(name, 0, lambda find=find: find(tokens), lambda: None) for name, find in run.items()]
-    return measure(contenders, rounds, rng, memory=False)
+    return take_turns(timers({name: partial(find, tokens) for name, find in run.items()}), rounds, rng)
 
 
 def growth(run: Sides, lengths: Sequence[int], rng: np.random.Generator, seed: int) -> list[Point]:
@@ -155,12 +155,12 @@ def growth(run: Sides, lengths: Sequence[int], rng: np.random.Generator, seed: i
         expected = 0.0  # seconds of the lists, which grow with the square of the length
         for i, n in enumerate(lengths):
             chosen = {name: run[name] for name in ((AUTOMATON, COMPILED) if expected < PATIENCE else (AUTOMATON,))}
-            measured = timed(chosen, tokens[:n], GROWTH_ROUNDS, rng)
-            speeds = {name: speed(n, one.seconds, rng) for name, one in measured.items()}
+            measured = seconds_of(chosen, tokens[:n], GROWTH_ROUNDS, rng)
+            speeds = {name: speed(n, seconds, rng) for name, seconds in measured.items()}
             points += [Point(text, side, n, speeds.get(side)) for side in (AUTOMATON, COMPILED)]
             if i + 1 < len(lengths):
                 factor = (lengths[i + 1] / n) ** 2
-                expected = median(measured[COMPILED].seconds) * factor if COMPILED in measured else expected * factor
+                expected = median(measured[COMPILED]) * factor if COMPILED in measured else expected * factor
     return points
 
 
@@ -180,11 +180,11 @@ def run(options: TapInOptions) -> None:
     paired, lengths = (600, (300, 1000)) if options.quick else (PAIRED, LENGTHS)
     tokens = texts(lengths[-1], options.seed)["sources, by file"]
     run = sides()
-    measured = timed(run, tokens[:paired], options.turns, rng)
-    measured_long = timed({AUTOMATON: run[AUTOMATON]}, tokens, options.turns, rng)[AUTOMATON]
-    speeds = {name: speed(len(tokens[:paired]), one.seconds, rng) for name, one in measured.items()}
-    ratios = {name: ratio(measured[PLAIN].seconds, one.seconds, rng) for name, one in measured.items()}
-    long = speed(len(tokens), measured_long.seconds, rng)
+    measured = seconds_of(run, tokens[:paired], options.turns, rng)
+    measured_long = seconds_of({AUTOMATON: run[AUTOMATON]}, tokens, options.turns, rng)[AUTOMATON]
+    speeds = {name: speed(len(tokens[:paired]), seconds, rng) for name, seconds in measured.items()}
+    ratios = {name: ratio(measured[PLAIN], seconds, rng) for name, seconds in measured.items()}
+    long = speed(len(tokens), measured_long, rng)
     points = growth(run, lengths, rng, options.seed)
     rows = [(name, f"{speeds[name]:,.0f}", *ratios[name].cells(".1f")) for name in speeds]
     tables = (

@@ -18,7 +18,6 @@ Sides take turns; a ratio is one of medians of processor time, with a 95% bootst
 
 import itertools
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from mi_route2.rollouts import Policy
 from mi_route2.vllm import VllmSampler
 from mi_route2.vllm.facts import imported
 from studies.benchmarks.engine import FEW, NEW, PROMPT, REQUESTS, SHORT, VOCABULARY, random_model
-from studies.benchmarks.measurement.paired import Row, compared, report, take_turns, timed, token_table
+from studies.benchmarks.measurement.paired import Row, Turn, compared, report, take_turns, timed, timers, token_table
 from studies.benchmarks.options import VllmSamplerOptions
 from studies.environments.chat import generate
 
@@ -112,7 +111,7 @@ class SamplerSides:
         ids = model.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), **how)
         assert ids.shape[1] == PROMPT + self.new
 
-    def all(self) -> dict[str, Callable[[], dict[str, float]]]:
+    def all(self) -> dict[str, Turn]:
         """Return the sides, each as a call that returns its processor seconds."""
 
         def whole() -> dict[str, float]:
@@ -121,7 +120,7 @@ class SamplerSides:
 
         rest = {"vLLM alone": self.vllm_unchecked, "study": self.study, "engine": self.engine, "generate": self.generate}
         self.vllm()  # starts it
-        return {"vLLM": whole} | {name: lambda name=name, call=call: {name: timed(call)} for name, call in rest.items()}
+        return {"vLLM": whole, **timers(rest)}
 
 
 def run(options: VllmSamplerOptions) -> None:

@@ -30,17 +30,12 @@ USUAL, EARLY = 0.5, 0.35  # fractions of the steps after which the record's loop
 
 @validated
 class Arm:
-    """One arm.
+    """One arm. Fields that `LanesConfig` has too are explained there.
 
     Attributes:
-        name: Name of the arm.
         about: How the arm differs from the others, in words.
-        wiring: See `LanesConfig`.
-        start: See `LanesConfig`.
-        learned: See `LanesConfig`.
         looped: Which loop of `Size` runs.
         embeddings: True to add an embedding of each pass.
-        head_bias: True to add a bias of each pass to the keys of one head.
         enable_at: Fraction of the steps before which the loop does not run.
         steps: Number of training steps as a fraction of the study's.
         early_fork: True if the lanes fork at the start of the decoder.

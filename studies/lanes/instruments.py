@@ -16,8 +16,19 @@ from studies.common.artifacts import Part
 from studies.common.seeds import torch_generator
 from studies.lanes.config import LanesConfig, StartName, WiringName
 from studies.lanes.gradients.paths import coefficients, decompose, ratios
-from studies.lanes.gradients.quarantine_symmetry import trace_quarantines
-from studies.lanes.gradients.symmetry import TWO_LANES, compared, exchange_gap, gauge_gap, live, partials, slopes, trace_wirings
+from studies.lanes.gradients.symmetry import (
+    SUBLAYERS,
+    TWO_LANES,
+    compared,
+    exchange_gap,
+    gauge_gap,
+    live,
+    partials,
+    relative,
+    slopes,
+    trace_quarantines,
+    trace_wirings,
+)
 from studies.lanes.measures import excerpt, training_tokens
 from studies.lanes.model import LanesModel
 from studies.lanes.scoring.bpb import table_bpb
@@ -66,16 +77,15 @@ def symmetry(settings: Settings, corpus: Corpus, seed: int) -> Part:
 
 
 def _wiring(config: LanesConfig, tokens: Tensor, texts: Tensor, seed: int) -> dict[str, Any]:
-    model, layers = draw(config, seed), compared(config)
-    in_lanes = [row for row in partials(model, tokens) if row.layer in layers]
-    by_kind = {kind: [row.difference for row in in_lanes if row.sublayer == kind] for kind in ("attn", "mlp")}
-    at_zero = partials(draw(replace(config, zero_init=True), seed), tokens)
+    model = draw(config, seed)
+    in_lanes = [[relative(*pair) for pair in layer] for layer in partials(model, tokens)["post"][list(compared(config))]]
+    at_zero = partials(draw(replace(config, zero_init=True), seed), tokens)["post"]
     alive = torch.cat([mask.flatten() for mask in live(model, tokens).values()])
     return {
         "wiring": config.wiring,
-        **{kind: sum(values) / len(values) for kind, values in by_kind.items()},
-        "largest": max(row.difference for row in in_lanes),
-        "at_zero_init": max(max(abs(row.lane0), abs(row.lane1)) for row in at_zero),
+        **{name: sum(values) / len(values) for name, values in zip(SUBLAYERS, zip(*in_lanes, strict=True), strict=True)},
+        "largest": max(map(max, in_lanes)),
+        "at_zero_init": float(at_zero.abs().max()),
         "exchange": abs(exchange_gap(model, tokens)),
         "gauge": abs(gauge_gap(model, tokens)),
         "scalars": len(alive),

@@ -3,6 +3,7 @@
 Each function takes a `Subject` and returns a part's content (JSON) and tensors. All randomness comes from generators of the seed.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -47,11 +48,16 @@ class Subject:
         evaluation = self.settings.evaluation
         return excerpt(self.corpus, "test", evaluation.test, evaluation.piece, self.seed)
 
-    def bpb(self, model: LanesModel | None = None) -> float:
+    @property
+    def windows(self) -> Int64[Tensor, "b s"]:
+        """The first adjacent windows of the test text, as many as the instruments measure."""
+        instruments = self.settings.instruments
+        return self.test[: instruments.batch * (instruments.length + 1)].reshape(instruments.batch, -1)
+
+    def bpb(self) -> float:
         """Return the bits per byte on the seed's test text."""
         evaluation, tokens = self.settings.evaluation, self.test
-        nll = score(model or self.model, tokens, window=evaluation.window, stride=evaluation.stride)
-        return bpb(nll, tokens)
+        return bpb(score(self.model, tokens, window=evaluation.window, stride=evaluation.stride), tokens)
 
     def calibration(self, count: int) -> Iterator[Tensor]:
         """Return inputs of training windows for Hessians: a smaller count gives the beginning of a larger one."""
@@ -250,23 +256,13 @@ def routing(subject: Subject) -> Part:
 
 def gradient_paths(subject: Subject) -> Part:
     """Return direct and cascade of every sublayer of the trained model, on a few test windows, in float64."""
-    instruments = subject.settings.instruments
-    rows = windows(subject.test, instruments.batch, instruments.length)
-    model = LanesModel(subject.model.config, torch.Generator()).double()
-    model.load_state_dict(subject.model.state_dict())
-    return {"rows": [asdict(row) for row in ratios(model, rows, subject.seed)]}, {}
+    model = copy.deepcopy(subject.model).double()
+    return {"rows": [asdict(row) for row in ratios(model, subject.windows, subject.seed)]}, {}
 
 
 def error_growth(subject: Subject) -> Part:
     """Return the growth of a perturbation over the passes of the trained loop, for a few draws of the perturbation."""
-    instruments = subject.settings.instruments
-    rows = windows(subject.test, instruments.batch, instruments.length)
-    return {"draws": [asdict(row) for row in growth(subject.model, rows, range(GROWTH_DRAWS))]}, {}
-
-
-def windows(tokens: Int64[Tensor, " n"], batch: int, length: int) -> Int64[Tensor, "b s"]:
-    """Return the first `batch` adjacent windows of `length` + 1 tokens."""
-    return tokens[: batch * (length + 1)].reshape(batch, length + 1)
+    return {"draws": [asdict(row) for row in growth(subject.model, subject.windows, range(GROWTH_DRAWS))]}, {}
 
 
 MEASURES: Mapping[str, Callable[[Subject], Part]] = MappingProxyType(

@@ -133,7 +133,9 @@ class LanesModel(HookedRootModule):
         self.embed = nn.Embedding(VOCABULARY, config.d_model)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self._add_controls()
-        self.steps = nn.ModuleList(StepHooks(step, self._lanes_at(step), config.loop_embeddings) for step in self.steps_plan)
+        self.steps = nn.ModuleList(
+            StepHooks(step, self.wiring.lanes if step.parallel else 1, config.loop_embeddings) for step in self.steps_plan
+        )
         self.hook_embed, self.hook_final, self.hook_normed, self.hook_logits = (HookPoint() for _ in range(4))
         self._draw(generator)
         self.setup()
@@ -159,29 +161,24 @@ class LanesModel(HookedRootModule):
         """Return the mean nats per byte of `tokens[:, 1:]`; see `byte_loss`."""
         return byte_loss(self(tokens[:, :-1]), tokens)
 
-    def _hooks(self, k: int) -> StepHooks:
-        hooks = self.steps[k]
-        assert isinstance(hooks, StepHooks)
-        return hooks
-
-    def _block(self, k: int) -> Block:
-        block = self.blocks[self.steps_plan[k].block]
-        assert isinstance(block, Block)
-        return block
-
-    def _lanes_at(self, step: Step) -> int:
-        return self.wiring.lanes if step.parallel else 1
-
     def _step(self, k: int, lanes: Lanes, saved: dict[int, Tensor], x0: Tensor, turns: tuple[Tensor, Tensor]) -> Lanes:
-        step, hooks, block = self.steps_plan[k], self._hooks(k), self._block(k)
+        step, hooks, block = self.steps_plan[k], self.steps[k], self.blocks[self.steps_plan[k].block]
+        assert isinstance(hooks, StepHooks)
+        assert isinstance(block, Block)
+
+        def attn(lanes: Lanes, weights: Weights) -> Tensor:
+            read = hooks("attn_read", self._read(block, lanes, x0, weights))
+            return hooks("attn_out", block.attn_scale * block.attn(read, turns, self._bias(step)))
+
+        def mlp(lanes: Lanes, weights: Weights) -> Tensor:
+            return hooks("mlp_out", block.mlp_scale * block.mlp(hooks("mlp_read", self._read(block, lanes, x0, weights))))
+
         lanes = self._enter(step, hooks, lanes, saved)
         if step.parallel and self.wiring.mlp_reads == "before":
-            a = self._attn(step, hooks, block, self._read(block, lanes, x0, self.wiring.attn), turns)
-            m = self._mlp(hooks, block, self._read(block, lanes, x0, self.wiring.mlp))
-            lanes = self._write(step.block, lanes, a, m)
+            lanes = self._write(step.block, lanes, attn(lanes, self.wiring.attn), mlp(lanes, self.wiring.mlp))
         else:
-            x = lanes[0] + self._attn(step, hooks, block, self._read(block, lanes, x0, (1.0,)), turns)
-            lanes = [x + self._mlp(hooks, block, self._read(block, [x], x0, (1.0,)))]
+            x = lanes[0] + attn(lanes, (1.0,))
+            lanes = [x + mlp([x], (1.0,))]
         return [hooks(f"lane{j}_post", lane) for j, lane in enumerate(lanes)]
 
     def _enter(self, step: Step, hooks: StepHooks, lanes: Lanes, saved: dict[int, Tensor]) -> Lanes:
@@ -200,13 +197,6 @@ class LanesModel(HookedRootModule):
         if self.wiring.norm == "of each lane" and len(lanes) > 1:
             return block.damping * weighted([rms(block.mixed(lane, x0)) for lane in lanes], weights)
         return block.damping * rms(block.mixed(weighted(lanes, weights), x0))
-
-    def _attn(self, step: Step, hooks: StepHooks, block: Block, read: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        bias = self._bias(step)
-        return hooks("attn_out", block.attn_scale * block.attn(hooks("attn_read", read), turns, bias))
-
-    def _mlp(self, hooks: StepHooks, block: Block, read: Tensor) -> Tensor:
-        return hooks("mlp_out", block.mlp_scale * block.mlp(hooks("mlp_read", read)))
 
     def _bias(self, step: Step) -> Float[Tensor, "heads 1 d_head"] | None:
         """Return the bias of this pass on the keys of one head; None if there is none."""

@@ -15,8 +15,7 @@ from pydantic import Field
 from mi_route2.validation import AtLeastOne, Name, NonNegative, Positive, read_settings, validated, write_json
 from studies.lanes.arms import Size
 from studies.lanes.config import LanesConfig, StartName, WiringName, sized
-from studies.lanes.gradients.quarantine_symmetry import QuarantineSettings
-from studies.lanes.gradients.symmetry import SymmetrySettings
+from studies.lanes.gradients.symmetry import QuarantineSettings, SymmetrySettings
 from studies.lanes.quantization.gptq import GPTQSettings
 from studies.lanes.quantization.size import Compressor, compress
 from studies.lanes.scoring.ttt import TTTSettings
@@ -92,15 +91,10 @@ class Evaluation:
 
 @validated
 class Instruments:
-    """Settings of the float64 measurements on small models with random weights.
+    """Settings of the float64 measurements on small models with random weights, of as many blocks as the record's.
 
     Attributes:
         draws: Models of each wiring, each with its own weights and text; they are cheap, so there are more draws than seeds.
-        layers: Blocks of these models, as many as in the record.
-        d_model: Features of these models.
-        heads: Attention heads of these models.
-        mlp: Hidden features of the MLP as a multiple of d_model.
-        lane_start: First block behind the fork, as in the record.
         batch: Windows of a measurement.
         length: Predictions per window.
         texts: Windows used to find directions of the routing scalars without a slope.
@@ -183,11 +177,7 @@ class Settings:
 
     @staticmethod
     def read(folder: Path) -> "Settings":
-        """Return the settings that ``write`` stored in a folder.
-
-        Raises:
-            ValueError: If the folder has none.
-        """
+        """Return the settings that ``write`` stored in a folder; ``ValueError`` if the folder has none."""
         return read_settings(Settings, folder / FILE, "give a folder that `run` created")
 
 

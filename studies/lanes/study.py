@@ -11,11 +11,11 @@ same bytes as an uninterrupted one. Workers share nothing.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,20 +33,14 @@ from studies.lanes.train import build, train
 
 TRAIN = "train"
 Data = Mapping[str, Any]
-T = TypeVar("T")
 LOOPED_COST = 1.7  # relative to a plain arm, in time
 
 
 @dataclass(frozen=True)
 class Job:
-    """The work of one worker: an arm at a seed, or a draw of an instrument.
+    """The work of one worker, by ``name`` and ``seed``: an arm at a seed, or a draw of an instrument.
 
-    Attributes:
-        settings: The study's settings.
-        folder: The study's folder.
-        text: Folder of the corpus; None for the running Python's library.
-        name: An arm or an instrument.
-        seed: Seed of an arm, or draw of an instrument.
+    ``folder`` is the study's, ``text`` the corpus's (None for the running Python's library).
     """
 
     settings: Settings
@@ -81,18 +75,13 @@ class Job:
         return hashlib.sha256(json.dumps([self.settings.digest, self.name, self.seed, part]).encode()).hexdigest()
 
     def read(self, part: str) -> Part | None:
-        """Return the part if it exists; see `read_part`."""
+        """Return the part if it exists; ``ValueError`` if it is damaged or belongs to other settings. It is never made again."""
         return read_part(self.path(part), self.identity(part))
 
     @property
     def finished(self) -> bool:
-        """True if all parts exist.
-
-        Raises:
-            ValueError: If a part is damaged, or belongs to other settings.
-        """
-        there = [self.read(part) is not None for part in self.part_names]  # checks all of them
-        return all(there)
+        """True if all parts exist; all of them are checked (see `read`)."""
+        return None not in [self.read(part) for part in self.part_names]
 
 
 def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence[int], arms: Sequence[str]) -> list[Job]:
@@ -105,11 +94,7 @@ def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence
 
 
 def run_job(job: Job) -> None:
-    """Make the missing parts of a job. Existing parts are kept.
-
-    Raises:
-        ValueError: If a part is damaged: it is not made again.
-    """
+    """Make the missing parts of a job. Existing parts are kept."""
     if job.settings.training.device == "cpu":
         torch.set_num_threads(1)  # one worker per core; with an accelerator a single worker has all cores
     corpus = _corpus(job.text, job.settings.text)
@@ -132,11 +117,7 @@ def _make(job: Job, part: str, corpus: Corpus) -> Part:
 
 
 def trained(job: Job) -> LanesModel:
-    """Return the model of a finished training.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the model of a finished training; ``ValueError`` if there is none."""
     part = job.read(TRAIN)
     if job.arm is None or part is None:
         raise ValueError(f"{job.path(TRAIN)} does not exist: run the study first")
@@ -151,11 +132,7 @@ def _corpus(text: Path | None, expected: str) -> Corpus:
 
 
 def run_jobs(jobs: Sequence[Job], workers: int, cluster: Cluster | None = None, *, quiet: bool = False) -> None:
-    """Run every unfinished job of a study.
-
-    Raises:
-        ValueError: If a part is damaged. Also raises the errors of `run_each`.
-    """
+    """Run every unfinished job of a study; raises the errors of `Job.finished` and `run_each`."""
     todo = [job for job in jobs if not job.finished]
     files = [job.path(part) for job in todo for part in job.part_names]
     if todo:
@@ -190,11 +167,9 @@ def run_study(
 
 @dataclass(frozen=True)
 class Study:
-    """The settings of a study and the contents of its artifacts.
+    """The settings of a study, and its contents: (arm or instrument, seed or draw, part) -> content of the part.
 
-    Attributes:
-        settings: The study's settings.
-        contents: (arm or instrument, seed or draw, part) -> content of the part.
+    Every arm has the same seeds.
     """
 
     settings: Settings
@@ -205,20 +180,16 @@ class Study:
         """The seeds at which arms were measured."""
         return tuple(sorted({seed for name, seed, part in self.contents if name in ARMS and part == "bpb"}))
 
-    def by_seed(self, name: str, part: str, read: Callable[[Data], T] = lambda data: data) -> dict[int, T]:
-        """Return `read` of the data of a part of an arm or an instrument, by seed or draw.
-
-        Raises:
-            ValueError: If the study has no such part.
-        """
-        values = {seed: read(data) for (arm, seed, made), data in self.contents.items() if (arm, made) == (name, part)}
-        if not values:
+    def parts(self, name: str, part: str) -> list[Data]:
+        """Return a part of an arm or an instrument, of every seed or draw in order; ``ValueError`` if the study has none."""
+        by_seed = {seed: data for (arm, seed, made), data in self.contents.items() if (arm, made) == (name, part)}
+        if not by_seed:
             raise ValueError(f"the study has no part {part!r} of {name!r}: run it again to create what is missing")
-        return dict(sorted(values.items()))
+        return [by_seed[seed] for seed in sorted(by_seed)]
 
     def drawn(self, instrument: str) -> list[Data]:
         """Return all draws of an instrument, in order."""
-        return list(self.by_seed(instrument, instrument).values())
+        return self.parts(instrument, instrument)
 
     def measured(self, part: str) -> list[str]:
         """Return the arms for which the study has a part, in the order of the table."""

@@ -69,8 +69,7 @@ class Corpus:
     def split(self, split: str) -> tuple[Document, ...]:
         """Return the documents of a split in the order of their hashes, so that the first few do not all start with "a".
 
-        Raises:
-            ValueError: If no document is in the split.
+        ``ValueError`` if it has none.
         """
         before = sum(self.shares[: SPLITS.index(split)])
         upper = before + self.shares[SPLITS.index(split)] if split != SPLITS[-1] else 1.0

@@ -60,12 +60,7 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A trained model on the CPU.
-
-    Attributes:
-        model: The model.
-        losses: Nats per byte of each step's batch, before the step.
-    """
+    """A trained model on the CPU, and the nats per byte of each step's batch, before the step."""
 
     model: LanesModel
     losses: Float[Tensor, " steps"]
@@ -77,11 +72,7 @@ def build(config: LanesConfig, seed: int) -> LanesModel:
 
 
 def check_device(name: str) -> None:
-    """Check that torch can use the device.
-
-    Raises:
-        ValueError: If it cannot; the message lists the devices of this machine.
-    """
+    """Check that torch can use the device; ``ValueError`` if it cannot; the message lists the devices of this machine."""
     here = ["cpu"]
     if torch.accelerator.is_available() and (kind := torch.accelerator.current_accelerator()) is not None:
         here += [f"{kind.type}:{i}" for i in range(torch.accelerator.device_count())]

@@ -8,6 +8,7 @@ better by their means alone is counted, but none is selected.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from studies.steering.cells import DELETED, ON
@@ -41,7 +42,7 @@ def comparisons(study: Study) -> list[dict[str, Any]]:
                     continue
                 difference = study.estimates(subject, "quarantine", cell["name"], minus=reference)
                 entry = {"subject": subject, "reference": reference, **cell, "verdict": verdict(difference)}
-                rows.append(entry | {metric: each.as_dict() for metric, each in difference.items()})
+                rows.append(entry | {metric: asdict(each) for metric, each in difference.items()})
     return rows
 
 
@@ -59,7 +60,7 @@ def against_random(study: Study) -> list[dict[str, Any]]:
             others = [study.values(subject, "quarantine", each["name"]) for each in random]
             row = {m: study.draws.estimate(a[m] - sum(each[m] for each in others) / len(others)) for m in a}
             entry = {"subject": subject, "how": how, "random": len(random), "verdict": verdict(row)}
-            rows.append(entry | {m: each.as_dict() for m, each in row.items()})
+            rows.append(entry | {m: asdict(each) for m, each in row.items()})
     return rows
 
 

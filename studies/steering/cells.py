@@ -158,11 +158,7 @@ class Bench:
 
 
 def checked(result: Result) -> Result:
-    """Return the result.
-
-    Raises:
-        RuntimeError: If the request failed.
-    """
+    """Return the result; ``RuntimeError`` if the request failed."""
     if result.finish == "error":
         raise RuntimeError(f"a rollout could not be generated: {result.error}")
     return result

@@ -12,7 +12,7 @@ from sklearn.metrics import roc_curve
 from mi_route2.plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
 from studies.steering.answer import SUBJECTS
 from studies.steering.cells import BEHIND, CLOSED, DELETED, ON
-from studies.steering.results import Study, roc_of
+from studies.steering.results import Study, roc_of, rows_of
 
 Results = Mapping[str, Any]
 LOOKS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
@@ -65,7 +65,7 @@ def _curves(axes: Axes, study: Study, probe: str, kind: str, unit: str) -> None:
 
 def sweep_figure(study: Study, results: Results) -> Figure:
     """Draw held-out hacking, exploits and solving by threshold and gain."""
-    rows = [row for row in results["cells"] if (row["subject"], row["part"]) == ("vanilla", "sweep")]
+    rows = rows_of(results, "vanilla", "sweep")
     gains, quantiles = study.settings.gains, (None, *study.settings.quantiles)
     grid = {
         (row["quantile"], row["gain"]): row
@@ -91,9 +91,9 @@ def sweep_figure(study: Study, results: Results) -> Figure:
 
 def controls_figure(study: Study, results: Results) -> Figure:
     """Draw the probe and the direction by gain, at the operating threshold, with the controls for alternative explanations."""
-    rows = [row for row in results["cells"] if (row["subject"], row["part"]) == ("vanilla", "sweep")]
-    rows = [row for row in rows if row["how"] == "steer" and row["quantile"] == study.settings.operating]
-    never = next(row for row in results["cells"] if (row["subject"], row["part"], row["how"]) == ("vanilla", "sweep", ON))
+    every = rows_of(results, "vanilla", "sweep")
+    rows = [row for row in every if row["how"] == "steer" and row["quantile"] == study.settings.operating]
+    never = next(row for row in every if row["how"] == ON)
     figure = new_figure(PAGE_WIDTH, 2.8)
     axes = figure.subplots(1, len(MEASURES), sharey=True)
     keys = list(dict.fromkeys((row["probe"], row["direction"]) for row in rows))
@@ -124,7 +124,7 @@ def controls_figure(study: Study, results: Results) -> Figure:
 
 def latency_figure(study: Study, results: Results) -> Figure:
     """Draw the rates by the delay of steering in tokens, one panel per gain."""
-    rows = [row for row in results["cells"] if (row["subject"], row["part"]) == ("vanilla", "latency")]
+    rows = rows_of(results, "vanilla", "latency")
     gains = study.settings.late_gains
     figure = new_figure(PAGE_WIDTH, 2.8)
     panels = figure.subplots(1, len(gains), sharey=True, squeeze=False)[0]

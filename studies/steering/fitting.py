@@ -82,11 +82,7 @@ class Fitted:
 
     @staticmethod
     def of(settings: Settings, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> "Fitted":
-        """Return the fit whose ``tensors`` these are.
-
-        Raises:
-            KeyError: If a tensor is missing.
-        """
+        """Return the fit whose ``tensors`` these are; ``KeyError`` if a tensor is missing."""
         gates: dict[Site, dict[str, Gate]] = {}
         for name in (name for name in tensors if name.endswith("/weight")):
             place, probe, _ = name.split("/")

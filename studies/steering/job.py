@@ -82,11 +82,7 @@ class SteeringJob:
 
     @property
     def finished(self) -> bool:
-        """True if every part exists.
-
-        Raises:
-            ValueError: If a part is damaged, or belongs to another run.
-        """
+        """True if every part exists; ``ValueError`` if a part is damaged, or belongs to another run."""
         return None not in [self.read(part) for part in parts_of(self.subject)]
 
     def identity(self, part: str) -> str:
@@ -110,11 +106,7 @@ class SteeringJob:
 
 
 def run_steering(job: SteeringJob) -> None:
-    """Make the missing parts of a job.
-
-    Raises:
-        ValueError: If the run of ``studies.route2`` is not finished.
-    """
+    """Make the missing parts of a job; ``ValueError`` if the run of ``studies.route2`` is not finished."""
     torch.set_num_threads(1)  # sums in another number of threads have other bytes
     job.folder.mkdir(parents=True, exist_ok=True)
     with held(job.folder):

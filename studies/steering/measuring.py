@@ -1,8 +1,5 @@
 """Experiments that read more than outcomes: scores for the ROC, log-probabilities with an in-batch control, and the shadow."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -108,14 +105,14 @@ def shadow(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
     same = sum(a.ids == b.ids and a.logprobs == b.logprobs for a, b in zip(plain, watched, strict=True))
     decided = {decision.request for decision in policy.decisions if decision.engaged}
     applied = engine.controllers.ledger.snapshot()["sources"].get("shadow", {})
-    about: Mapping[str, Any] = {
+    about = {
         "rollouts": len(prompts),
         "bit_equal": same,
         "decisions": len(policy.decisions),
         "engaged": len(decided),
         "actions": sum(applied.values()),
     }
-    return {"cells": [], "shadow": dict(about)}, {}
+    return {"cells": [], "shadow": about}, {}
 
 
 def _generated(bench: Bench, requests: list, *, exact: bool = False) -> list[Result]:

@@ -17,7 +17,7 @@ from studies.steering.answer import against_random, comparisons, frontier_counts
 from studies.steering.cells import DELETED, ON
 from studies.steering.figures import FIGURES
 from studies.steering.fitting import LABELS
-from studies.steering.results import KINDS, UNITS, Study, all_results, load_study
+from studies.steering.results import KINDS, UNITS, Study, all_results, load_study, rows_of
 from studies.steering.settings import SUBJECTS, Settings
 from studies.training.settings import PRESETS, changes
 
@@ -60,10 +60,6 @@ def cell_text(value: Mapping[str, Any], *, signed: bool = False, seeds: bool = F
     return f"{text} ({' '.join(number(seed, signed) for seed in value['seeds'])})" if seeds else text
 
 
-def rows_of(results: Mapping[str, Any], subject: str, part: str) -> list[dict[str, Any]]:
-    return [row for row in results["cells"] if row["subject"] == subject and row["part"] == part]
-
-
 def table_of(rows: Sequence[Mapping[str, Any]], *, signed: bool = False, last: Sequence[str] = ()) -> str:
     """Return a table with one row per cell."""
     body = [
@@ -93,7 +89,7 @@ def quarantine_text(study: Study, results: Mapping[str, Any]) -> str:
             row["how"],
             str(row["random"]),
             row["verdict"],
-            *(cell_text(row[m], signed=True) for m in ("hack_held", "solve")),
+            *(cell_text(row[m], signed=True) for m in DIFFERENCES),
         ]
         for row in results["against_random"]
     ]

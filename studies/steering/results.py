@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from probes.auroc import auroc, cluster_draws
 from studies.common.artifacts import Part
-from studies.common.stats import Summary, summary
+from studies.common.stats import summary
 from studies.environments.micro.language import MICRO_MODES
 from studies.steering.job import SteeringJob, parts_of
 from studies.steering.settings import SUBJECTS, Settings
@@ -40,9 +40,6 @@ class Estimate:
         """-1 if below 0, 1 if above, 0 if the interval contains 0; a bound that is 0 up to rounding counts as 0."""
         return -1 if self.high < -ROUNDING else 1 if self.low > ROUNDING else 0
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Draws:
@@ -57,11 +54,7 @@ class Draws:
         return Draws(cluster_draws(seeds, draws, rng), cluster_draws(tasks, draws, rng))
 
     def estimate(self, values: Float[np.ndarray, "s t"]) -> Estimate:
-        """Return the estimate of values by seed and task.
-
-        Raises:
-            ValueError: If the sizes differ from those of the draws.
-        """
+        """Return the estimate of values by seed and task; ``ValueError`` if the sizes differ from those of the draws."""
         if values.shape != (self.seeds.shape[1], self.tasks.shape[1]):
             raise ValueError(
                 f"values of {values.shape} do not fit draws of {self.seeds.shape[1]} seeds and {self.tasks.shape[1]} tasks"
@@ -233,7 +226,7 @@ def deltas(study: Study) -> Iterator[dict[str, Any]]:
     for cell in study.cells("vanilla", "logprobs"):
         columns = [study.artifacts["vanilla", "logprobs"][seed][1][f"deltas/{cell['name']}"].numpy() for seed in study.seeds]
         means = [float(np.nanmean(column)) if (~np.isnan(column)).any() else None for column in columns]
-        yield {**cell, "rollouts": int(sum((~np.isnan(column)).sum() for column in columns)), **_as_dict(summary(means))}
+        yield {**cell, "rollouts": int(sum((~np.isnan(column)).sum() for column in columns)), **summary(means)}
 
 
 def shadows(study: Study) -> Iterator[dict[str, Any]]:
@@ -244,8 +237,9 @@ def shadows(study: Study) -> Iterator[dict[str, Any]]:
             yield {"subject": subject, **{key: sum(book[key] for book in books) for key in books[0]}}
 
 
-def _as_dict(value: Summary) -> dict[str, Any]:
-    return dict(value)
+def rows_of(results: Mapping[str, Any], subject: str, part: str) -> list[dict[str, Any]]:
+    """Return the rows of a part's cells in results.json."""
+    return [row for row in results["cells"] if (row["subject"], row["part"]) == (subject, part)]
 
 
 def all_results(study: Study) -> dict[str, Any]:
@@ -257,7 +251,7 @@ def all_results(study: Study) -> dict[str, Any]:
         for cell in study.cells(subject, part):
             estimates = study.estimates(subject, part, cell["name"])
             entry = {"subject": subject, "part": part, **cell}
-            rows.append(entry | {metric: each.as_dict() for metric, each in estimates.items()})
+            rows.append(entry | {metric: asdict(each) for metric, each in estimates.items()})
     fits = {subject: [study.artifacts[subject, "fit"][seed][0]["counts"] for seed in study.seeds] for subject in SUBJECTS}
     return {
         "settings": study.settings.as_dict(),

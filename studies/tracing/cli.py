@@ -39,8 +39,8 @@ class Run:
 
     def __call__(self) -> None:
         from studies.environments.micro.language import all_tasks
+        from studies.tracing.job import trace_jobs, train
         from studies.tracing.report import write_report
-        from studies.tracing.study import trace_jobs, train
 
         training = override(get_settings(self.preset), self.override, self.config)
         settings = Settings(training.digest, self.arms, self.prompts, self.answers, self.pairs, self.draws, self.rated)

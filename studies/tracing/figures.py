@@ -1,11 +1,11 @@
 """Figures of a tracing folder: what each lane and layer carries, the same beside its controls, and deleting against patching."""
 
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.patches import Patch
 
@@ -18,7 +18,7 @@ from studies.tracing.settings import UNTRAINED
 REACH = 0.5  # range of the colors, in shares; a cell beyond it has the last color, and its number
 CARRIED, BESIDE, DELETING = "carried.png", "controls.png", "deleting.png"
 LANES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both"}
-INTO = {"honest": "into the honest rollout", "hack": "into the hacking rollout"}
+INTO = {"honest": "into the honest", "hack": "into the hacking"}
 LOOKS = {QUESTION: BLUE, "shuffled": SKY, "same side": GRAY, "random": ORANGE, "elsewhere": PURPLE}
 SAID = {
     QUESTION: "the pair's other rollout",
@@ -51,22 +51,27 @@ def _layers(traces: Traces, arm: str) -> list[str]:
     return [*(place for place in present if place != EVERYWHERE), EVERYWHERE]
 
 
+def _panels(traces: Traces, lines: list[str], height: float) -> tuple[Figure, list[tuple[Axes, str, str]]]:
+    """Return a figure with a column per trained arm and a row per line, its label, and each panel with its arm and line."""
+    arms = _trained(traces)
+    figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), height)
+    grid = figure.subplots(len(lines), len(arms), squeeze=False)  # shares differ too much between arms for a common axis
+    for ax, arm in zip(grid[0], arms, strict=True):
+        ax.set_title(arm)
+    for row, line in zip(grid, lines, strict=True):
+        row[0].set_ylabel(line, fontsize=7)
+    return figure, [(ax, arm, line) for row, line in zip(grid, lines, strict=True) for ax, arm in zip(row, arms, strict=True)]
+
+
 def _carried(traces: Traces, path: Path) -> Path:
     """Draw lane by layer, one column per arm; rows are contrasts and directions."""
-    arms, lines = _trained(traces), [(contrast, into) for contrast in CONTRASTS for into in INTO]
-    figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 1.15 * len(lines) + 0.9)
-    grid = figure.subplots(len(lines), len(arms), squeeze=False)
-    image = None
-    for line, (contrast, into) in enumerate(lines):
-        for ax, arm in zip(grid[line], arms, strict=True):
-            image = _heat(ax, traces, arm, contrast, into)
-            if line == 0:
-                ax.set_title(arm)
-            if line < len(lines) - 1:
-                ax.set_xticklabels([])
-        grid[line][0].set_ylabel(f"{contrast}:\n{INTO[into].replace(' rollout', '')}", fontsize=7)
-    assert image is not None
-    figure.colorbar(image, ax=grid, label="share of the gap carried", shrink=0.6, extend="both", pad=0.01)
+    lines = {f"{contrast}:\n{into}": (contrast, side) for contrast in CONTRASTS for side, into in INTO.items()}
+    figure, grid = _panels(traces, list(lines), 1.15 * len(lines) + 0.9)
+    images = [_heat(ax, traces, arm, *lines[line]) for ax, arm, line in grid]
+    for ax, _, line in grid:
+        if line != list(lines)[-1]:
+            ax.set_xticklabels([])
+    figure.colorbar(images[-1], ax=figure.axes, label="share of the gap carried", shrink=0.6, extend="both", pad=0.01)
     return save_figure(figure, path)
 
 
@@ -104,15 +109,10 @@ def _hundredths(value: float) -> str:
 
 def _beside(traces: Traces, path: Path) -> Path:
     """Draw bars of the whole lane's share, beside those of every control."""
-    arms, lines = _trained(traces), [(contrast, into) for contrast in CONTRASTS for into in INTO]
-    figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 1.5 * len(lines) + 0.7)
-    grid = figure.subplots(len(lines), len(arms), squeeze=False)  # shares differ too much between arms for a common axis
-    for line, (contrast, into) in enumerate(lines):
-        for ax, arm in zip(grid[line], arms, strict=True):
-            _bars(ax, traces, arm, contrast, into)
-            if line == 0:
-                ax.set_title(arm)
-        grid[line][0].set_ylabel(f"{contrast}:\n{INTO[into].replace(' rollout', '')}\nshare of the gap", fontsize=7)
+    lines = {f"{contrast}:\n{into}\nshare of the gap": (contrast, side) for contrast in CONTRASTS for side, into in INTO.items()}
+    figure, grid = _panels(traces, list(lines), 1.5 * len(lines) + 0.7)
+    for ax, arm, line in grid:
+        _bars(ax, traces, arm, *lines[line])
     handles = [Patch(color=LOOKS[source], label=SAID[source]) for source in LOOKS]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), fontsize=6.5, columnspacing=1.2, handlelength=1.2
@@ -141,17 +141,13 @@ def _bars(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> None:
 
 def _deleting(traces: Traces, path: Path) -> Path:
     """Draw one point per Linear, lane and seed: the effect of zeros on the hacking rollout against that of the honest values."""
-    arms = _trained(traces)
-    figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 2.3 * len(CONTRASTS) + 0.6)
-    grid = figure.subplots(len(CONTRASTS), len(arms), squeeze=False)
-    for line, contrast in enumerate(CONTRASTS):
-        for ax, arm in zip(grid[line], arms, strict=True):
-            _scatter(ax, traces, arm, contrast)
-            if line == 0:
-                ax.set_title(arm)
-        grid[line][0].set_ylabel(f"{contrast}:\nthe honest rollout's values, nats", fontsize=7)
+    lines = {f"{contrast}:\nthe honest rollout's values, nats": contrast for contrast in CONTRASTS}
+    figure, grid = _panels(traces, list(lines), 2.3 * len(lines) + 0.6)
+    for ax, arm, line in grid:
+        _scatter(ax, traces, arm, lines[line])
     figure.supxlabel("zeros (deleting) in the hacking rollout, change of its log-odds in nats; dashed: the two agree", fontsize=7.5)
-    figure.legend(*_handles(grid), loc="outside upper right", ncols=2, fontsize=7)
+    handles = {label: handle for ax, *_ in grid for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(handles.values()), list(handles), loc="outside upper right", ncols=2, fontsize=7)
     return save_figure(figure, path)
 
 
@@ -165,9 +161,3 @@ def _scatter(ax: Axes, traces: Traces, arm: str, contrast: str) -> None:
         line(0, color="black", linewidth=0.5, zorder=1)
     ax.set_autoscale_on(False)  # keeps the limits that the points set
     ax.axline((0, 0), slope=1, color=GREEN, linewidth=0.8, linestyle="--", zorder=2)
-
-
-def _handles(grid: np.ndarray) -> tuple[list[Any], list[str]]:
-    """Return one handle per lane, from any panel that has it."""
-    handles = {label: handle for ax in grid.flat for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    return list(handles.values()), list(handles)

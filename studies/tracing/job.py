@@ -1,4 +1,6 @@
-"""Tracing of one arm at one seed: load its adapters, patch its lanes, sample its rates, and write the result. Results are kept.
+"""The parts of a study that take hours: training of the arms, and the tracing of each at each seed. Results are kept.
+
+A tracing loads the arm's adapters, patches its lanes, samples its rates, and writes the result.
 
 <folder>/seed-<n>/pairs.safetensors           the pairs that all arms of the seed use
 <folder>/seed-<n>/<arm>.json, .safetensors    checks, rates, and the effect of every patch on every pair
@@ -17,17 +19,21 @@ from torch import Tensor
 from mi_route2.hosts import Host
 from mi_route2.rollouts import Policy
 from mi_route2.sites import Site
+from mi_route2.validation import write_json
 from studies.common.artifacts import read_part, write_part
-from studies.common.processes import held
+from studies.common.cluster import Cluster, run_each
+from studies.common.processes import exclusive, held
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Witness
 from studies.tracing.pairs import CONTRASTS, SIDES, Pairs, gather, load_pairs, log_odds, save_pairs
-from studies.tracing.patching import Cell, Patching, Score, cells, every_site, trace
+from studies.tracing.patching import Patching, Score, cells, every_site, trace
 from studies.tracing.rates import rate_states
 from studies.tracing.settings import UNTRAINED, Settings
-from studies.training.arms import ARMS
+from studies.training.arms import ARMS, get_arms
+from studies.training.cluster import run_training
 from studies.training.job import FULL, Job, build_hosted, finished_policy, read_manifest
+from studies.training.settings import Settings as Training
 from studies.training.worlds import open_world
 
 PAIRS = "pairs.safetensors"
@@ -64,11 +70,7 @@ class Tracing:
 
     @property
     def finished(self) -> bool:
-        """True if this tracing exists.
-
-        Raises:
-            ValueError: If it is damaged.
-        """
+        """True if this tracing exists; ``ValueError`` if it is damaged."""
         part = read_part(self.path)
         return part is not None and part[0]["identity"] == self.identity
 
@@ -94,11 +96,7 @@ class SeedTracing:
 
     @property
     def finished(self) -> bool:
-        """True if every arm is traced.
-
-        Raises:
-            ValueError: If a tracing is damaged.
-        """
+        """True if every arm is traced; ``ValueError`` if a tracing is damaged."""
         return False not in [tracing.finished for tracing in self.tracings]  # checks all of them
 
 
@@ -107,6 +105,43 @@ def seed_tracings(root: Path, settings: Settings, jobs: list[Job]) -> list[SeedT
     every = tracings(root, settings, jobs)
     seeds = dict.fromkeys(tracing.seed for tracing in every)
     return [SeedTracing(tuple(tracing for tracing in every if tracing.seed == seed)) for seed in seeds]
+
+
+def train(
+    training: Training,
+    seeds: list[int],
+    arms: tuple[str, ...],
+    workers: int,
+    out: Path,
+    cluster: Cluster | None = None,
+    *,
+    live: bool = True,
+) -> list[Job]:
+    """Run the unfinished jobs of the base model and of every arm at every seed; return all jobs.
+
+    Raises:
+        RuntimeError: If a job failed.
+    """
+    root = out / training.folder
+    jobs = [Job(root, out / "warmstarts", training, seed, arm) for seed in seeds for arm in (None, *get_arms(arms))]
+    todo = [job for job in jobs if not job.finished]
+    if todo:
+        with exclusive(root):
+            write_json(root / "settings.json", training.as_dict())
+            print(f"{len(todo)} of {len(jobs)} runs are still to be trained, into {root}")
+            failures = run_training(jobs, workers, cluster, live=live)
+        if failures:
+            raise RuntimeError("; ".join(failures))
+    return jobs
+
+
+def trace_jobs(
+    root: Path, settings: Settings, jobs: list[Job], workers: int = 1, cluster: Cluster | None = None, *, quiet: bool = False
+) -> None:
+    """Trace every job that is not traced yet."""
+    todo = [seed for seed in seed_tracings(root, settings, jobs) if not seed.finished]
+    files = [tracing.path for seed in todo for tracing in seed.tracings]
+    run_each(trace_seed, todo, files, "tracing", workers=workers, cluster=cluster, folder=root, quiet=quiet)
 
 
 def trace_seed(job: SeedTracing) -> None:
@@ -132,7 +167,10 @@ def run_tracing(tracing: Tracing, world: MicroWorld, witness: Witness) -> None:
     every = cells(policy.adapters)
     tensors, scores = {}, {}
     for contrast in CONTRASTS:
-        effects, patching = _traced(tracing, host, policy, pairs[contrast], score, every, contrast)
+        patching = Patching.of(host, pairs[contrast], score, [*every_site(policy.adapters), *_bottlenecks(policy)])
+        purpose = f"tracing {tracing.arm} {contrast}"
+        draws = torch_generator(tracing.seed, purpose), numpy_generator(tracing.seed, purpose)
+        effects = trace(patching, every, tracing.settings.draws, *draws)
         tensors |= {f"{contrast}/{side}/{source}/{cell}": effect for (side, source, cell), effect in effects.items()}
         scores |= {f"{contrast}/{side}": patching.scores[side] for side in SIDES}
     # Converted last, because it is converted in place. In float64 a difference beyond rounding would be an error of the algebra.
@@ -150,15 +188,6 @@ def run_tracing(tracing: Tracing, world: MicroWorld, witness: Witness) -> None:
     }
     tensors |= {f"scores/{name}": score for name, score in scores.items()}
     write_part(tracing.path, tracing.identity, data, tensors)
-
-
-def _traced(
-    tracing: Tracing, host: Host, policy: Policy, pairs: Pairs, score: Score, every: list[Cell], contrast: str
-) -> tuple[dict[tuple[str, str, str], Tensor], Patching]:
-    patching = Patching.of(host, pairs, score, [*every_site(policy.adapters), *_bottlenecks(policy)])
-    seed, purpose = tracing.seed, f"tracing {tracing.arm} {contrast}"
-    draws = tracing.settings.draws
-    return trace(patching, every, draws, torch_generator(seed, purpose), numpy_generator(seed, purpose)), patching
 
 
 def _bottlenecks(policy: Policy) -> list[Site]:

@@ -121,11 +121,6 @@ class Patching:
         """Return the change of the score by the patch, in nats."""
         return self.run(side, source) - self.scores[side]
 
-    @property
-    def gap(self) -> Float[Tensor, " n"]:
-        """The hacking rollout's score minus the honest one's, in nats."""
-        return self.scores["hack"] - self.scores["honest"]
-
     def other(self, side: str, sites: Iterable[Site], rows: Int[Tensor, " n"] | None = None) -> dict[Site, Tensor]:
         """Return values of the other side, of these rows (``None``: each pair's own)."""
         values = self.values[opposite(side)]
@@ -134,10 +129,6 @@ class Patching:
     def zero(self, side: str, sites: Iterable[Site]) -> dict[Site, Tensor]:
         """Return zeros."""
         return {site: torch.zeros_like(self.values[side][site]) for site in sites}
-
-    def foreign(self, side: str, sites: Iterable[Site], rows: Int[Tensor, " n"]) -> dict[Site, Tensor]:
-        """Return values of the same side, of these rows."""
-        return {site: self.values[side][site][rows] for site in sites}
 
     def random(self, side: str, sites: Iterable[Site], generator: torch.Generator) -> dict[Site, Tensor]:
         """Return the run's own values, displaced in a uniformly random direction.
@@ -185,7 +176,7 @@ def _controls(
         rows = others(patching.pairs, rng)
         sources = {
             "shuffled": patching.other(side, cell.sites, rows),
-            "same side": patching.foreign(side, cell.sites, rows),
+            "same side": patching.other(opposite(side), cell.sites, rows),
             "random": patching.random(side, cell.sites, generator),
         }
         if len(outside) >= len(cell.sites):  # as many sites, because patching more of them moves the score more

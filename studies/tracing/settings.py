@@ -57,9 +57,5 @@ class Settings:
 
     @staticmethod
     def read(path: Path) -> "Settings":
-        """Return the settings that ``as_dict`` wrote.
-
-        Raises:
-            ValueError: If the file does not contain them.
-        """
+        """Return the settings that ``as_dict`` wrote; ``ValueError`` if the file does not contain them."""
         return read_settings(Settings, path, "give a folder of this study")

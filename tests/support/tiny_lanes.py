@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from studies.lanes.arms import Size
-from studies.lanes.gradients.quarantine_symmetry import QuarantineSettings
-from studies.lanes.gradients.symmetry import SymmetrySettings
+from studies.lanes.gradients.symmetry import QuarantineSettings, SymmetrySettings
 from studies.lanes.quantization.gptq import GPTQSettings
 from studies.lanes.scoring.ttt import TTTSettings
 from studies.lanes.settings import Evaluation, Instruments, Settings, open_text

@@ -3,7 +3,18 @@
 import torch
 
 from studies.lanes.config import BOS, LanesConfig
-from studies.lanes.model import LanesModel
+from studies.lanes.model import LanesModel, kinds_of
+
+
+def moved_model(config: LanesConfig, seed: int = 0, moved: float = 0.3) -> LanesModel:
+    """In float64, every control moved off its start."""
+    generator = torch.Generator().manual_seed(seed)
+    model = LanesModel(config, generator).double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if kinds_of(model)[name] == "control":
+                p += moved * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    return model
 
 
 def tiny_reader(seed: int = 0, *, learned: bool = True) -> LanesModel:

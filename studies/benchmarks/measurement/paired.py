@@ -15,6 +15,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import process_time
 
@@ -26,10 +27,13 @@ from tqdm import tqdm
 from studies.benchmarks.options import Benchmark
 from studies.common.tables import markdown_table
 
+Turn = Callable[[], Mapping[str, float]]
+"""A turn: what it measured by name, seconds of one or more sides of a table."""
+
 
 @dataclass(frozen=True)
 class Contender:
-    """A side of a benchmark.
+    """A side of which memory is measured too.
 
     ``step`` is one forward and backward, ``flops`` its floor; ``reset`` drops the gradients, outside of the timed region.
     """
@@ -112,28 +116,6 @@ def collected() -> Iterator[None]:
         gc.unfreeze()
 
 
-def measure(contenders: Sequence[Contender], rounds: int, rng: np.random.Generator, *, memory: bool = True) -> dict[str, Measured]:
-    """Measure ``rounds`` turns of each contender, after a warm-up turn and one under the memory record (0 without ``memory``)."""
-    peaks: dict[str, int] = {}
-    seconds: dict[str, list[float]] = {c.name: [] for c in contenders}
-    with tqdm(total=len(contenders) * (rounds + 1), desc="taking turns", unit="step", leave=False) as bar:
-        for c in contenders:
-            c.step()
-            c.reset()
-            peaks[c.name] = peak_bytes(c.step) if memory else 0
-            c.reset()
-            bar.update()
-        with collected():
-            for i in (i for _ in range(rounds) for i in rng.permutation(len(contenders))):
-                c = contenders[i]
-                start = process_time()
-                c.step()
-                seconds[c.name].append(process_time() - start)
-                c.reset()
-                bar.update()
-    return {c.name: Measured(tuple(seconds[c.name]), peaks[c.name]) for c in contenders}
-
-
 def timed(call: Callable[[], object]) -> float:
     """Return the processor seconds of a call."""
     began = process_time()
@@ -141,19 +123,39 @@ def timed(call: Callable[[], object]) -> float:
     return process_time() - began
 
 
-def take_turns(sides: dict[str, Callable[[], dict[str, float]]], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
-    """Return the processor seconds of every side in every round, after a warm-up turn."""
+def timers(calls: Mapping[str, Callable[[], object]]) -> dict[str, Turn]:
+    """Return sides that time each call."""
+    return {name: lambda name=name, call=call: {name: timed(call)} for name, call in calls.items()}
+
+
+def take_turns(sides: Mapping[str, Turn], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
+    """Return what every side measured in every round, after a warm-up turn; names are in the order of the sides."""
     seconds: dict[str, list[float]] = {}
     with tqdm(total=(rounds + 1) * len(sides), desc="taking turns", unit="turn", leave=False) as bar:
-        for side in sides.values():
-            side()
+        for turn in sides.values():
+            seconds |= {name: [] for name in turn()}
             bar.update()
         with collected():
             for name in (name for _ in range(rounds) for name in rng.permutation(list(sides))):
-                for side, took in sides[name]().items():
-                    seconds.setdefault(side, []).append(took)
+                for part, took in sides[name]().items():
+                    seconds[part].append(took)
                 bar.update()
     return seconds
+
+
+def measure(contenders: Sequence[Contender], rounds: int, rng: np.random.Generator) -> dict[str, Measured]:
+    """Measure ``rounds`` turns of each contender, after a warm-up turn, and the memory of one more."""
+
+    def turn(c: Contender) -> dict[str, float]:
+        seconds = timed(c.step)
+        c.reset()
+        return {c.name: seconds}
+
+    seconds, measured = take_turns({c.name: partial(turn, c) for c in contenders}, rounds, rng), {}
+    for c in contenders:
+        measured[c.name] = Measured(tuple(seconds[c.name]), peak_bytes(c.step))
+        c.reset()
+    return measured
 
 
 def ratio(over: Sequence[float], under: Sequence[float], rng: np.random.Generator, draws: int = 4000) -> Ratio:

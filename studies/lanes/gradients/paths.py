@@ -129,7 +129,13 @@ def coefficients(model: LanesModel) -> dict[Sublayer, Float[Tensor, " d"]]:
 
 def ratios(model: LanesModel, tokens: Int[Tensor, "b s"], seed: int) -> tuple[Ratio, ...]:
     """Return one row per sublayer of a model, trained or random; `seed` is only recorded."""
-    return tuple(_ratio(model, paths, seed) for paths in decompose(model, tokens))
+    rows = []
+    for paths in decompose(model, tokens):
+        (step, name), total = paths.sublayer, float(paths.total.norm())
+        direct, cascade = (float(part.norm()) / total if total else 0.0 for part in (paths.direct, paths.cascade))
+        layer, config = model.schedule[step], model.config
+        rows.append(Ratio(config.wiring, config.start, seed, step, layer, name, direct, cascade, paths.missing))
+    return tuple(rows)
 
 
 def _run(model: LanesModel, tokens: Tensor, names: Sequence[str], cut: Sequence[str]) -> tuple[dict[str, Tensor], Tensor]:
@@ -177,11 +183,3 @@ def _entered(model: LanesModel, k: int, lanes: list[Tensor], saved: dict[int | N
         lanes = [gate * lane for lane in into] + lanes[len(into) :]
     forked = step.parallel and (k == 0 or not model.steps_plan[k - 1].parallel)
     return [sum(lanes[1:], start=lanes[0])] if forked else lanes
-
-
-def _ratio(model: LanesModel, paths: Paths, seed: int) -> Ratio:
-    step, name = paths.sublayer
-    total = float(paths.total.norm())
-    direct, cascade = (float(part.norm()) / total if total else 0.0 for part in (paths.direct, paths.cascade))
-    config = model.config
-    return Ratio(config.wiring, config.start, seed, step, model.schedule[step], name, direct, cascade, paths.missing)

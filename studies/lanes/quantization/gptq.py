@@ -175,11 +175,7 @@ def round_to_nearest(
 
 
 def _feedback(hessian: Tensor, damping: float) -> Tensor:
-    """Return the upper Cholesky factor of the inverse of the damped Hessian.
-
-    Raises:
-        ValueError: If the damped Hessian is singular.
-    """
+    """Return the upper Cholesky factor of the inverse of the damped Hessian; ``ValueError`` if the damped Hessian is singular."""
     mean = hessian.diagonal().mean()
     if mean == 0:  # all inputs were 0: nothing correlates
         return torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)

@@ -39,12 +39,9 @@ CLAIMED = {2: 1.67, 3: 1.96}
 
 @dataclass(frozen=True)
 class Spread:
-    """The stream's displacement by one perturbation, relative to the perturbation.
+    """Norms of the stream's displacement by a perturbation at the start of `loop_pass`, relative to the perturbation.
 
-    Attributes:
-        loop_pass: The pass at whose start the stream was perturbed.
-        steps: Norm at the start of each virtual step from the perturbed one to the last of the loop, and at the loop's end.
-        passes: Norm at the start of each pass, and at the loop's end.
+    `steps` are at the start of each virtual step from there on, `passes` at the start of each pass; both end at the loop's end.
     """
 
     loop_pass: int
@@ -89,7 +86,16 @@ def rate(sequences: Iterable[Sequence[float]]) -> float:
 def growth(model: LanesModel, tokens: Int[Tensor, "b s"], seeds: Iterable[int], size: float = SIZE) -> tuple[Growth, ...]:
     """Return one result per seed of perturbations and noise, for any model with a loop."""
     model = copy.deepcopy(model).double()
-    return tuple(_grown(model, tokens, seed, size) for seed in seeds)
+    results = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        spreads = tuple(spread(model, tokens, i, generator, size) for i in range(len(entries(model))))
+        rho = rate(one.passes for one in spreads)
+        formula = tuple(amplification(rho, k) for k in range(1, len(spreads) + 1))
+        measured = {kind: accumulated(model, tokens, kind, generator, size) for kind in ERRORS}
+        misfit = {kind: tuple(a / f - 1 for a, f in zip(values, formula, strict=True)) for kind, values in measured.items()}
+        results.append(Growth(seed, rho, rate(one.steps for one in spreads), spreads, formula, measured, misfit))
+    return tuple(results)
 
 
 def spread(model: LanesModel, tokens: Int[Tensor, "b s"], loop_pass: int, generator: torch.Generator, size: float = SIZE) -> Spread:
@@ -133,16 +139,6 @@ def accumulated(
 def entries(model: LanesModel) -> tuple[int, ...]:
     """Return the virtual steps at which passes begin."""
     return tuple(k for k, step in enumerate(model.steps_plan) if step.entry is not None)
-
-
-def _grown(model: LanesModel, tokens: Tensor, seed: int, size: float) -> Growth:
-    generator = torch.Generator().manual_seed(seed)
-    spreads = tuple(spread(model, tokens, i, generator, size) for i in range(len(entries(model))))
-    rho = rate(one.passes for one in spreads)
-    formula = tuple(amplification(rho, k) for k in range(1, len(spreads) + 1))
-    measured = {kind: accumulated(model, tokens, kind, generator, size) for kind in ERRORS}
-    misfit = {kind: tuple(a / f - 1 for a, f in zip(values, formula, strict=True)) for kind, values in measured.items()}
-    return Growth(seed, rho, rate(one.steps for one in spreads), spreads, formula, measured, misfit)
 
 
 def _pre(k: int) -> str:

@@ -3,22 +3,20 @@
 import json
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from mi_route2.plots import save_figure, style
 from mi_route2.validation import read_object
 from studies.common.command_line import seeds_argument
 from studies.common.publishing import compact, nested, published, write_texts
-from studies.common.stats import Value, mean, paired_difference
 from studies.common.tables import markdown_page, markdown_table
 from studies.lanes.arms import ARMS
 from studies.lanes.report.claims import CLAIMS, VERDICTS, JudgedClaim, judge
-from studies.lanes.report.estimates import Estimate
+from studies.lanes.report.estimates import Estimate, read
 from studies.lanes.report.figures import FIGURES
 from studies.lanes.settings import FILE, Settings, open_text, settings_of
 from studies.lanes.study import Study, load
@@ -120,22 +118,24 @@ def number(value: float | None) -> str:
 
 def arms_text(study: Study) -> str:
     """Return the text of arms.md: bits per byte of count tables and of every arm, and their differences from the baseline."""
-    reference = study.by_seed("gptj", "bpb", lambda c: c["bpb"])
-    body: list[list[Any]] = []
-    for name, about in (("unigram", "a table of single bytes"), ("bigram", "a table of pairs of bytes")):
-        counted = study.by_seed("tables", "tables", lambda c, name=name: c[name])
-        body.append(against(f"({name})", about + ", counted on all of the training text", counted, reference))
-    for name in [name for name in ARMS if any(key[0] == name for key in study.contents)]:
-        body.append(against(name, ARMS[name].about, study.by_seed(name, "bpb", lambda c: c["bpb"]), reference))
+    tables = {"unigram": "a table of single bytes", "bigram": "a table of pairs of bytes"}
+    rows = [
+        (f"({name})", f"{about}, counted on all of the training text", read(study, "tables", "tables", name))
+        for name, about in tables.items()
+    ]
+    rows += [(name, ARMS[name].about, read(study, name, "bpb", "bpb")) for name in study.measured("bpb")]
+    reference = read(study, "gptj", "bpb", "bpb")
+    body = [
+        [
+            name,
+            about,
+            number(Estimate.of(values, "BPB").value),
+            "" if name == "gptj" else estimate_text(Estimate.of(values - reference, "BPB")),
+        ]
+        for name, about, values in rows
+    ]
     header = ["arm", "what it is", "BPB", "minus gptj"]
     return f"# Lanes: every arm\n\n{head(study)}\n\n{markdown_table(header, body, left=2)}"
-
-
-def against(name: str, about: str, values: Mapping[int, Value], reference: Mapping[int, Value]) -> list[str]:
-    """Return one row of arms.md."""
-    _, s = paired_difference(values, reference)
-    difference = estimate_text(Estimate(s["mean"], s["lo"], s["hi"], s["n"], "BPB"))
-    return [name, about, number(mean(list(values.values()))), "" if values == reference else difference]
 
 
 COMMANDS = MappingProxyType({"default": "python -m studies.lanes run", "full": "python -m studies.lanes run --full"})

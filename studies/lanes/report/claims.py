@@ -47,15 +47,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class JudgedClaim:
-    """A claim with its estimate and verdict.
-
-    Attributes:
-        claim: The claim.
-        estimate: What was measured.
-        verdict: The verdict of the claim's rule.
-        floor: Smallest detectable effect (see `floor`); None if there are fewer than two values.
-        needed: Number of values needed to detect the claimed size (see `needed`); None without a spread or a claimed size.
-    """
+    """A claim with its estimate, its rule's verdict, and what `floor` and `needed` say about the power behind it."""
 
     claim: Claim
     estimate: Estimate

@@ -89,11 +89,7 @@ def score(
 
 
 def unscored(tokens: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
-    """Return zeros for `score_windows` to fill in.
-
-    Raises:
-        ValueError: If the stream is empty.
-    """
+    """Return zeros for `score_windows` to fill in; ``ValueError`` if the stream is empty."""
     if not len(tokens):
         raise ValueError("the stream is empty: give at least one token")
     return torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
@@ -127,11 +123,7 @@ def byte_targets(tokens: Int[Tensor, " s"]) -> Bool[Tensor, " s"]:
 
 
 def bpb(nll: Float[Tensor, " s"], tokens: Int[Tensor, " s"]) -> float:
-    """Return the bits per byte.
-
-    Raises:
-        ValueError: If no token of the stream counts.
-    """
+    """Return the bits per byte; ``ValueError`` if no token of the stream counts."""
     counted = byte_targets(tokens)
     if not bool(counted.any()):
         raise ValueError("no byte of the stream is predicted: give at least two tokens, of which one after the first is a byte")

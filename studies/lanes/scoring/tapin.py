@@ -38,13 +38,9 @@ _NOTHING = np.iinfo(np.uint16).max
 
 @dataclass(frozen=True)
 class Hints:
-    """The hint for ``tokens[t + 1]`` at every position t of a stream; -1, 0, 0 and False if there is none.
+    """The hint for ``tokens[t + 1]`` at every position t of a stream: the winner's token, matched tokens (3 to 100) and votes.
 
-    Attributes:
-        token: Token of the winner.
-        length: Number of matched tokens, 3 to 100.
-        votes: Number of votes, 1 or more.
-        cross: True if the match lies outside of the window.
+    They are -1, 0 and 0 if there is none; ``cross`` is True if the match lies outside of the window.
     """
 
     token: Int64[Tensor, " s"]

@@ -171,16 +171,11 @@ def train_chunk(
             starts = plan.sequences[first : first + settings.train_batch]
             text = torch.stack([tokens[start : start + settings.window + 1] for start in starts])
             optimizer.zero_grad()
-            _loss(model, text).backward()
+            targets = text[:, 1:].flatten()
+            nats = functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), targets, ignore_index=BOS, reduction="sum")
+            (nats / (targets != BOS).sum().clamp(min=1)).backward()  # 0 if every target starts a document
             nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], settings.clip)
             optimizer.step()
-
-
-def _loss(model: nn.Module, text: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
-    """Return the mean nats per byte of all tokens but the first; starts of documents are not predicted (0 if all are)."""
-    targets = text[:, 1:].flatten()
-    total = functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), targets, ignore_index=BOS, reduction="sum")
-    return total / (targets != BOS).sum().clamp(min=1)
 
 
 @contextmanager
@@ -210,15 +205,7 @@ def borrowed(model: nn.Module, scope: Scope) -> Iterator[list[nn.Parameter]]:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One scope at one rate on the tuning stream.
-
-    Attributes:
-        scope: The scope.
-        rate: The rate.
-        bpb: Bits per byte; inf if the run diverged.
-        gain: Bits per byte below the plain evaluation.
-        share: Share of the model's parameters that were trained.
-    """
+    """One scope at one rate on the tuning stream: bits per byte (inf if it diverged), and the gain over the plain evaluation."""
 
     scope: Scope
     rate: float

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_reader import moved_model
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,17 +16,6 @@ from studies.lanes.model import BIASED_HEAD, LanesModel, kinds_of
 TINY = LanesConfig(layers=6, d_model=8, heads=2, mlp=2, lane_start=4, zero_init=False)
 LOOPED = replace(TINY, loop=Loop(1, 2, 1), loop_embeddings=True, head_bias=True)
 TWO = [name for name, wiring in WIRINGS.items() if wiring.lanes == 2]
-
-
-def make(config: LanesConfig, seed: int = 0, moved: float = 0.3) -> LanesModel:
-    """In float64, every control moved off its start."""
-    generator = torch.Generator().manual_seed(seed)
-    model = LanesModel(config, generator).double()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if kinds_of(model)[name] == "control":
-                p += moved * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-    return model
 
 
 def draw(rows: int = 2, length: int = 9, seed: int = 1) -> Tensor:
@@ -152,7 +142,7 @@ class WrittenOut:
 @pytest.mark.parametrize("wiring", WIRINGS)
 def test_every_wiring_is_its_equations(wiring: str, looped: bool, in_fork: bool) -> None:
     config = replace(LOOPED if looped else TINY, wiring=wiring, skips_in_fork=in_fork)
-    model = make(config)
+    model = moved_model(config)
     order = [0, 1, 2, 1, 2, 3, 4, 5] if looped else [0, 1, 2, 3, 4, 5]
     expected = WrittenOut(model, order).logits(draw())
     assert torch.allclose(model(draw()), expected, rtol=0, atol=1e-12)
@@ -162,7 +152,7 @@ def test_every_wiring_is_its_equations(wiring: str, looped: bool, in_fork: bool)
 def test_lanes_of_equal_weight_are_the_gptj_block(wiring: str) -> None:
     """post = 1, resid = 1, mix = (1, 0) and no skip in the fork: both lanes are the stream of the parallel block."""
     config = replace(TINY, skips_in_fork=False)
-    lanes, block = (make(replace(config, wiring=name), moved=0.0) for name in (wiring, "gptj"))
+    lanes, block = (moved_model(replace(config, wiring=name), moved=0.0) for name in (wiring, "gptj"))
     with torch.no_grad():
         lanes.resid.fill_(1.0)
     assert torch.allclose(lanes(draw()), block(draw()), rtol=0, atol=1e-12)
@@ -172,8 +162,8 @@ def test_lanes_of_equal_weight_are_the_gptj_block(wiring: str) -> None:
 
 
 def test_embeddings_of_passes_that_are_zero_change_no_bit() -> None:
-    with_embeddings = make(replace(LOOPED, head_bias=False), moved=0.0)
-    plain = make(replace(LOOPED, head_bias=False, loop_embeddings=False), moved=0.0)
+    with_embeddings = moved_model(replace(LOOPED, head_bias=False), moved=0.0)
+    plain = moved_model(replace(LOOPED, head_bias=False, loop_embeddings=False), moved=0.0)
     assert torch.equal(with_embeddings(draw()), plain(draw()))
     with torch.no_grad():
         with_embeddings.loop_embed[1] = 0.1
@@ -183,7 +173,7 @@ def test_embeddings_of_passes_that_are_zero_change_no_bit() -> None:
 @pytest.mark.parametrize("wiring", WIRINGS)
 def test_blocks_whose_projections_start_at_zero_add_nothing(wiring: str) -> None:
     """The stream is the embedding and copies of it, so logits hang on the last token alone."""
-    model = make(replace(TINY, wiring=wiring, zero_init=True), moved=0.0)
+    model = moved_model(replace(TINY, wiring=wiring, zero_init=True), moved=0.0)
     tokens = draw()
     expected = 30 * torch.tanh(rms(rms(model.embed(tokens))) @ model.embed.weight.T / 30)
     assert torch.allclose(model(tokens), expected, rtol=0, atol=1e-6)  # the norms' epsilon sees how large a lane has grown
@@ -194,7 +184,7 @@ def test_blocks_whose_projections_start_at_zero_add_nothing(wiring: str) -> None
 
 @pytest.mark.parametrize("wiring", WIRINGS)
 def test_every_hook_point_fires_exactly_once(wiring: str) -> None:
-    model = make(replace(LOOPED, wiring=wiring))
+    model = moved_model(replace(LOOPED, wiring=wiring))
     fired: Counter[str] = Counter()
     model.run_with_hooks(draw(), fwd_hooks=[(lambda name: True, lambda x, hook: fired.update([hook.name]))])
     assert fired == dict.fromkeys(model.hook_dict, 1)
@@ -208,7 +198,7 @@ def test_every_hook_point_fires_exactly_once(wiring: str) -> None:
 @pytest.mark.parametrize("wiring", ["sequential", "shipped"])
 def test_what_is_written_at_a_hook_point_reaches_the_logits(wiring: str) -> None:
     """But for the lane that a wiring throws away."""
-    model = make(replace(LOOPED, layers=4, loop=Loop(0, 1, 1), lane_start=2, wiring=wiring))
+    model = moved_model(replace(LOOPED, layers=4, loop=Loop(0, 1, 1), lane_start=2, wiring=wiring))
     clean = model(draw())
     thrown = {f"steps.{len(model.schedule) - 1}.hook_lane0_post"} if wiring in ("shipped", "simultaneous") else set()
     for name in model.hook_dict:
@@ -218,7 +208,7 @@ def test_what_is_written_at_a_hook_point_reaches_the_logits(wiring: str) -> None
 
 
 def test_hook_points_hold_what_they_say() -> None:
-    model = make(LOOPED)
+    model = moved_model(LOOPED)
     logits, cache = model.run_with_cache(draw())
     last = len(model.schedule) - 1
     assert torch.allclose(cache["hook_embed"], rms(model.embed(draw())), rtol=0, atol=1e-13)
@@ -237,7 +227,7 @@ def test_hook_points_hold_what_they_say() -> None:
 
 @pytest.mark.parametrize("wiring", WIRINGS)
 def test_later_tokens_and_other_rows_change_nothing(wiring: str) -> None:
-    model, tokens = make(replace(LOOPED, wiring=wiring)), draw(3)
+    model, tokens = moved_model(replace(LOOPED, wiring=wiring)), draw(3)
     logits = model(tokens)
     later = tokens.clone()
     later[:, 5:] = (later[:, 5:] + 1) % BOS
@@ -248,7 +238,7 @@ def test_later_tokens_and_other_rows_change_nothing(wiring: str) -> None:
 
 
 def test_the_loss_counts_bytes_alone() -> None:
-    model, tokens = make(TINY), draw()
+    model, tokens = moved_model(TINY), draw()
     tokens[0, 4], tokens[1, 0] = BOS, BOS
     nll = -model(tokens[:, :-1]).log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     counted = torch.ones(2, 8, dtype=torch.bool)
@@ -278,7 +268,7 @@ def test_routing_starts_where_the_config_says_and_is_trained_where_it_says(start
 
 
 def test_matrices_and_controls() -> None:
-    model = make(LOOPED)
+    model = moved_model(LOOPED)
     controls = {name for name, kind in kinds_of(model).items() if kind == "control"}
     own = {f"blocks.{i}.{n}" for i in range(6) for n in ("attn.q_gain", "attn_scale", "mlp_scale", "mix")}
     assert controls == own | {"post", "resid", "skip_weight", "skip_gate", "loop_embed", "head_bias"}
@@ -287,7 +277,7 @@ def test_matrices_and_controls() -> None:
 def test_the_bias_of_passes_has_the_records_192_parameters_at_its_size() -> None:
     """Three passes, one head of 64: 11 blocks of 512 features and 8 heads."""
     config = LanesConfig(layers=11, d_model=512, heads=8, mlp=1, lane_start=8, loop=Loop(3, 5, 2), head_bias=True)
-    assert make(config).head_bias.numel() == 192
+    assert moved_model(config).head_bias.numel() == 192
 
 
 @pytest.mark.parametrize(

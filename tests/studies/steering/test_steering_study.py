@@ -3,7 +3,7 @@
 import json
 import shlex
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -299,7 +299,7 @@ def test_bounds_that_rounding_puts_beyond_their_mean_are_drawn() -> None:
     estimate = study.estimates("absorb", "quarantine", ON)["solve"]
     assert estimate.mean < estimate.low
     frontier_figure(study, {})
-    same = dict.fromkeys(("hack_held", "exploit_held", "solve"), estimate.as_dict())
+    same = dict.fromkeys(("hack_held", "exploit_held", "solve"), asdict(estimate))
     about = [{"how": ON}, {"how": "steer", "gain": 1.0}, *({"how": "policy", "gain": 1.0, "delay": d} for d in (1, 3))]
     latency_figure(study, {"cells": [{"subject": "vanilla", "part": "latency", **each, **same} for each in about]})
 

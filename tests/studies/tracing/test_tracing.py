@@ -19,14 +19,13 @@ from studies.environments.micro.settings import WarmStartConfig
 from studies.environments.micro.world import MicroWorld
 from studies.tracing.cli import main
 from studies.tracing.figures import BESIDE, CARRIED, DELETING
-from studies.tracing.job import PAIRS, run_tracing, tracings
+from studies.tracing.job import PAIRS, run_tracing, trace_jobs, tracings
 from studies.tracing.measures import load, rows
 from studies.tracing.pairs import CONTRASTS, DECIDES, FIELDS, gather
 from studies.tracing.patching import DELETION, QUESTION
 from studies.tracing.rates import DELETED, PATCHED
 from studies.tracing.report import HEADLINE, TABLE, TABLES, publish, write_report
 from studies.tracing.settings import UNTRAINED, Settings
-from studies.tracing.study import trace_jobs
 from studies.training.arms import ARMS
 from studies.training.job import Job, build_hosted, run_job
 from studies.training.settings import Settings as Training

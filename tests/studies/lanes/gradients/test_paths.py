@@ -5,11 +5,12 @@ from math import prod
 
 import pytest
 import torch
+from tiny_reader import moved_model
 from torch import Tensor
 
 from studies.lanes.config import BOS, WIRINGS, LanesConfig, Loop
 from studies.lanes.gradients.paths import Paths, Sublayer, coefficients, decompose, ratios, sublayers
-from studies.lanes.model import LanesModel, kinds_of
+from studies.lanes.model import LanesModel
 
 pytestmark = pytest.mark.study
 
@@ -24,17 +25,6 @@ def draw(rows: int = 2, length: int = 7, seed: int = 1) -> Tensor:
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def make(config: LanesConfig) -> LanesModel:
-    """In float64, every control moved off its start."""
-    generator = torch.Generator().manual_seed(0)
-    model = LanesModel(config, generator).double()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if kinds_of(model)[name] == "control":
-                p += 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-    return model
 
 
 def by_sublayer(model: LanesModel) -> dict[Sublayer, Paths]:
@@ -52,7 +42,7 @@ def at_final(model: LanesModel) -> Tensor:
 @pytest.mark.parametrize("config", [PLAIN, LOOPED], ids=["plain", "looped"])
 @pytest.mark.parametrize("wiring", WIRINGS)
 def test_direct_and_terms_add_up_to_the_total(wiring: str, config: LanesConfig) -> None:
-    model = make(replace(config, wiring=wiring))
+    model = moved_model(replace(config, wiring=wiring))
     paths = decompose(model, draw())
     assert [one.sublayer for one in paths] == list(sublayers(model))
     assert len(paths) == 2 * len(model.schedule)
@@ -69,7 +59,7 @@ def test_direct_and_terms_add_up_to_the_total(wiring: str, config: LanesConfig) 
 @pytest.mark.parametrize("wiring", ["sequential", "shipped", "z2"])
 def test_paths_are_what_patching_them_alone_does(wiring: str) -> None:
     """Finite differences: push one output, hold every other sublayer but the path's at what it was, read the loss."""
-    model = make(replace(LOOPED, wiring=wiring))
+    model = moved_model(replace(LOOPED, wiring=wiring))
     all_paths, order = by_sublayer(model), sublayers(model)
     source, through = order[3], order[6]
     _, cache = model.run_with_cache(draw()[:, :-1])
@@ -98,7 +88,7 @@ def test_paths_are_what_patching_them_alone_does(wiring: str) -> None:
 @pytest.mark.parametrize("config", [PLAIN, LOOPED], ids=["plain", "looped"])
 @pytest.mark.parametrize("wiring", READ_AS_ONE)
 def test_the_direct_path_is_a_coefficient(wiring: str, config: LanesConfig) -> None:
-    model = make(replace(config, wiring=wiring, start="asymmetric"))
+    model = moved_model(replace(config, wiring=wiring, start="asymmetric"))
     final, found = at_final(model), coefficients(model)
     assert list(found) == list(sublayers(model))
     for sublayer, paths in by_sublayer(model).items():
@@ -107,7 +97,7 @@ def test_the_direct_path_is_a_coefficient(wiring: str, config: LanesConfig) -> N
 
 @pytest.mark.parametrize("wiring", ["shipped", "simultaneous", "gptj", "sequential"])
 def test_the_coefficient_behind_the_fork_is_a_product(wiring: str) -> None:
-    model = make(replace(PLAIN, layers=6, wiring=wiring))
+    model = moved_model(replace(PLAIN, layers=6, wiring=wiring))
     found, resid = coefficients(model), model.resid.detach() if wiring in ("shipped", "simultaneous") else torch.empty(0)
     for layer in range(3, 6):
         later = range(layer + 1, 6)
@@ -128,7 +118,7 @@ def test_the_coefficient_behind_the_fork_is_a_product(wiring: str) -> None:
 
 def test_norms_of_each_lane_have_no_coefficient() -> None:
     with pytest.raises(ValueError, match="z2 norms each lane"):
-        coefficients(make(replace(PLAIN, wiring="z2")))
+        coefficients(moved_model(replace(PLAIN, wiring="z2")))
 
 
 def test_ratios_have_a_row_a_sublayer_and_seed() -> None:
@@ -148,7 +138,7 @@ def test_ratios_have_a_row_a_sublayer_and_seed() -> None:
 
 
 def test_frozen_and_looped_models_have_ratios_too() -> None:
-    model = make(replace(LOOPED, learned=False)).requires_grad_(True)
+    model = moved_model(replace(LOOPED, learned=False)).requires_grad_(True)
     model.post.requires_grad_(False)
     rows = ratios(model, draw(), seed=7)
     assert [row.layer for row in rows][::2] == list(model.schedule)

@@ -8,23 +8,18 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad
 
-from mi_route2.adapters import attach
 from studies.lanes.config import BOS, LanesConfig
-from studies.lanes.gradients.quarantine_symmetry import (
+from studies.lanes.gradients.symmetry import (
     PAIRS,
+    TWO_LANES,
     AdapterPair,
     QuarantineSettings,
-    base,
-    factors,
-    train_quarantine,
-    written,
-)
-from studies.lanes.gradients.symmetry import (
-    TWO_LANES,
     SymmetrySettings,
     Trace,
+    base,
     compared,
     exchange_gap,
+    factors,
     gauge_gap,
     live,
     partials,
@@ -32,7 +27,9 @@ from studies.lanes.gradients.symmetry import (
     rows_at,
     slopes,
     trace_wirings,
+    train_quarantine,
     train_symmetry,
+    written,
 )
 from studies.lanes.model import LanesModel, byte_loss
 
@@ -69,13 +66,9 @@ def by_torch_func(model: LanesModel, tokens: Tensor) -> dict[str, Tensor]:
 def test_partials_are_the_gradients_and_leave_the_model_as_it_was(wiring: str, learned: bool) -> None:
     model = make(replace(SMALL, wiring=wiring, start="asymmetric", learned=learned))
     before = {name: (p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
-    rows, expected = partials(model, draw()), by_torch_func(model, draw())
-    assert [(row.layer, row.sublayer) for row in rows] == [(i, name) for i in range(4) for name in ("attn", "mlp")]
-    found = torch.tensor([[row.lane0, row.lane1] for row in rows], dtype=torch.float64)
-    assert torch.allclose(found.view(4, 2, 2), expected["post"], rtol=0, atol=1e-14)
-    for row, (g0, g1) in zip(rows, found.tolist(), strict=True):
-        larger = max(abs(g0), abs(g1))
-        assert row.difference == pytest.approx(abs(g0 - g1) / larger if larger else 0.0, abs=1e-12)
+    found, expected = partials(model, draw()), by_torch_func(model, draw())
+    for scalars in ("post", "resid"):
+        assert torch.allclose(found[scalars], expected[scalars], rtol=0, atol=1e-14)
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name][0])
         assert p.requires_grad == before[name][1]
@@ -84,8 +77,7 @@ def test_partials_are_the_gradients_and_leave_the_model_as_it_was(wiring: str, l
 
 @pytest.mark.parametrize("wiring", TWO_LANES)
 def test_projections_of_zero_leave_no_partial_by_a_weight_of_a_sublayer(wiring: str) -> None:
-    rows = partials(make(replace(SMALL, wiring=wiring, zero_init=True)), draw())
-    assert all(row.lane0 == row.lane1 == row.difference == 0.0 for row in rows)
+    assert not partials(make(replace(SMALL, wiring=wiring, zero_init=True)), draw())["post"].any()
 
 
 def test_partials_of_lanes_of_equal_weight() -> None:
@@ -93,12 +85,12 @@ def test_partials_of_lanes_of_equal_weight() -> None:
     for wiring in TWO_LANES:
         for start in ("symmetric", "asymmetric"):
             model = make(replace(SMALL, wiring=wiring, start=start))
-            rows = [row for row in partials(model, draw()) if row.layer in compared(model.config)]
-            assert all(row.lane0 and row.lane1 for row in rows), "the instrument must see something"
+            pairs = partials(model, draw())["post"][list(compared(model.config))].flatten(0, 1)
+            assert pairs.all(), "the instrument must see something"
             if wiring == "gauge" or (wiring, start) == ("z2", "symmetric"):
-                assert all(row.difference == 0.0 for row in rows), (wiring, start)
+                assert all(relative(*pair) == 0.0 for pair in pairs), (wiring, start)
             else:
-                assert all(row.difference > 1e-3 for row in rows), (wiring, start)
+                assert all(relative(*pair) > 1e-3 for pair in pairs), (wiring, start)
 
 
 def test_the_relative_difference() -> None:
@@ -151,7 +143,8 @@ def test_gaps_are_zero_where_there_is_the_symmetry() -> None:
 
 def test_a_small_gauge_gap_is_the_difference_of_the_partials() -> None:
     model = make(SMALL)
-    slope = sum(row.lane0 - row.lane1 for row in partials(model, draw()))
+    post = partials(model, draw())["post"]
+    slope = float((post[..., 0] - post[..., 1]).sum())
     assert gauge_gap(model, draw(), 1e-6) / 1e-6 == pytest.approx(slope, rel=1e-4)
 
 
@@ -162,8 +155,7 @@ def test_a_small_gauge_gap_is_the_difference_of_the_partials() -> None:
 def trained(wiring: str, start: str, steps: int = 40, learned: bool = True) -> Trace:
     layers = SMALLEST.layers if wiring == "shipped" else 2  # in two, no lane of `shipped` lives on behind its writes
     config = replace(SMALLEST, layers=layers, wiring=wiring, start=start, learned=learned)
-    tokens = draw(4, 7)
-    return train_symmetry(config, tokens, torch.Generator().manual_seed(0), steps=steps, every=20, batch=1, rate=1e-2)
+    return train_symmetry(config, SymmetrySettings(steps=steps, every=20, batch=1, rate=1e-2), draw(4, 7), 0)
 
 
 def test_lanes_that_can_be_exchanged_stay_exactly_equal_for_300_steps() -> None:
@@ -216,7 +208,7 @@ def test_rows_go_round() -> None:
 
 def test_what_cannot_be_traced_is_refused() -> None:
     with pytest.raises(ValueError, match="lower lane_start"):
-        train_symmetry(replace(SMALLEST, lane_start=2), draw(4), torch.Generator(), steps=1)
+        train_symmetry(replace(SMALLEST, lane_start=2), SymmetrySettings(steps=1), draw(4), 0)
     assert list(compared(replace(SMALLEST, lane_start=2, wiring="z2"))) == [2]
 
 
@@ -227,7 +219,7 @@ QUARANTINES = QuarantineSettings(layers=1, d_model=8, heads=2, mlp=8, rank=2, ba
 
 @cache
 def quarantined(pair: AdapterPair) -> Trace:
-    return train_quarantine(pair, QUARANTINES, draw(4, 7), torch.Generator().manual_seed(0))
+    return train_quarantine(pair, QUARANTINES, draw(4, 7), 0)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.name}, {pair.start}")
@@ -249,7 +241,7 @@ def test_in_one_basis_both_adapters_receive_one_gradient(pair: AdapterPair) -> N
 def test_partials_of_adapters_are_gradients_written_into_the_weight(pair: AdapterPair) -> None:
     """Against the matrices that the adapters say they add: a factor's gradient step moves them by this."""
     model = base(QUARANTINES, 7, torch.Generator().manual_seed(0))
-    adapters = attach(model, "blocks.*", spec=pair.spec(2), generator=torch.Generator().manual_seed(1))
+    adapters = pair.attach(model, 2, torch.Generator().manual_seed(1))
     with torch.no_grad():
         for p in (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()):
             p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_reader import moved_model
 from torch import Tensor
 
 from studies.lanes.config import BOS, LanesConfig, Loop
-from studies.lanes.model import LanesModel, kinds_of
 from studies.lanes.quantization.growth import (
     CLAIMED,
     CLAIMED_RHO,
@@ -30,16 +30,6 @@ LOOPED = LanesConfig(layers=6, d_model=8, heads=2, mlp=1, lane_start=4, loop=Loo
 
 def draw(rows: int = 2, length: int = 6) -> Tensor:
     return torch.randint(0, BOS, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
-def make(config: LanesConfig, moved: float = 0.2) -> LanesModel:
-    generator = torch.Generator().manual_seed(0)
-    model = LanesModel(config, generator).double()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if kinds_of(model)[name] == "control":
-                p += moved * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-    return model
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -81,7 +71,7 @@ def test_the_rate_is_a_least_squares_fit() -> None:
 
 
 def test_a_push_reaches_every_later_pass_and_nothing_earlier() -> None:
-    model = make(LOOPED)
+    model = moved_model(LOOPED)
     clean = model.run_with_cache(draw())[1]
     assert entries(model) == (1, 3, 5)
     order = list(clean)
@@ -97,7 +87,7 @@ def test_a_push_reaches_every_later_pass_and_nothing_earlier() -> None:
 
 
 def test_a_spread_is_read_where_steps_and_passes_start() -> None:
-    model = make(LOOPED)
+    model = moved_model(LOOPED)
     point, later = "steps.3.hook_lane0_pre", [*(f"steps.{k}.hook_lane0_pre" for k in (3, 4, 5, 6)), "steps.6.hook_lane0_post"]
     clean = model.run_with_cache(draw())[1]
     push = torch.randn(clean[point].shape, generator=generator(), dtype=torch.float64)
@@ -114,7 +104,7 @@ def test_a_spread_is_read_where_steps_and_passes_start() -> None:
 
 def test_a_loop_that_is_a_linear_recurrence_has_its_rate_and_its_amplification() -> None:
     """Blocks that add nothing, and a hook that shrinks the stream at the end of each: the formula is exact."""
-    model = make(replace(LOOPED, zero_init=True, skips=False), moved=0.0)
+    model = moved_model(replace(LOOPED, zero_init=True, skips=False), moved=0.0)
     shrunk = [(f"steps.{k}.hook_lane0_post", lambda x, hook: 0.8 * x) for k in range(1, 7)]
     with model.hooks(fwd_hooks=shrunk):
         spreads = [spread(model, draw(), i, generator(i)) for i in range(3)]
@@ -129,7 +119,7 @@ def test_a_loop_that_is_a_linear_recurrence_has_its_rate_and_its_amplification()
 
 
 def test_growth_puts_formula_and_measurement_side_by_side() -> None:
-    model = make(LOOPED)
+    model = moved_model(LOOPED)
     rows = growth(model, draw(), range(2))
     assert [row.seed for row in rows] == [0, 1]
     for row in rows:
@@ -146,8 +136,8 @@ def test_growth_puts_formula_and_measurement_side_by_side() -> None:
 
 def test_noise_in_the_weights_is_that_of_looped_matrices_alone() -> None:
     """The error where passes end, against a model whose matrices are moved by hand."""
-    model, noise = make(LOOPED), generator(4)
-    moved = make(LOOPED)
+    model, noise = moved_model(LOOPED), generator(4)
+    moved = moved_model(LOOPED)
     with torch.no_grad():
         for name, p in moved.named_parameters():
             if name.startswith(("blocks.1.", "blocks.2.")) and name.endswith(".weight"):
@@ -159,7 +149,7 @@ def test_noise_in_the_weights_is_that_of_looped_matrices_alone() -> None:
 
 
 def test_the_model_that_is_measured_stays_as_it_is() -> None:
-    model = make(LOOPED).float()
+    model = moved_model(LOOPED).float()
     before = {name: p.clone() for name, p in model.named_parameters()}
     growth(model, draw(), [0])
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -168,4 +158,4 @@ def test_the_model_that_is_measured_stays_as_it_is() -> None:
 
 def test_blocks_that_add_nothing_have_no_error_to_measure() -> None:
     with pytest.raises(ValueError, match="train the model first"):
-        accumulated(make(replace(LOOPED, zero_init=True), moved=0.0), draw(), "weights", generator())
+        accumulated(moved_model(replace(LOOPED, zero_init=True), moved=0.0), draw(), "weights", generator())
