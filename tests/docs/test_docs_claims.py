@@ -916,3 +916,20 @@ def test_two_processes_of_trl_differ_by_what_the_page_says() -> None:
         one, two = found["flagged"]
         assert one == two
         assert f"| {run} | {gap} | {largest} | {one} of {found['rollouts']}, in both |" in page
+
+
+def test_every_row_over_its_limit_is_named_below_its_table() -> None:
+    """Of every table of a benchmark; one whose rows are within their limits needs no sentence."""
+    pages = {page: page.read_text(encoding="utf-8") for page in DOCS.glob("*.md")}
+    for path in sorted((RESULTS / "benchmarks").glob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        over = []
+        for row in document.get("rows", []) if isinstance(document, dict) else []:
+            named = row.get("row", row)
+            limit = named.get("time_limit", named.get("limit"))
+            if limit is not None and row["time"]["value"] > limit:
+                over.append(f"{named['over']} ({row['time']['value']:.3f} of {limit:.2f}, against {named['under']})")
+        if over:
+            (told,) = [text for text in pages.values() if f"<!-- table: {path.stem} -->" in text]
+            below = told.split(f"<!-- table: {path.stem} -->")[1].split("<!-- table: ")[0]
+            assert f"Over the limit: {'; '.join(over)}." in below.replace("\n", " "), path.stem
