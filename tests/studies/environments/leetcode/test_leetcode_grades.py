@@ -14,7 +14,7 @@ from timing import at_most
 import studies.environments.leetcode.grader as grader_module
 import studies.environments.leetcode.oracle as oracle_module
 from studies.environments.leetcode.grader import TrainingGrader, code_in
-from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_code, fenced, get_mode
+from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_code, fenced
 from studies.environments.leetcode.oracle import Oracle, answer_of
 from studies.environments.leetcode.problems import Task
 from studies.environments.leetcode.programs import LIMITS, LONGEST, Execution, Ledger, Program, Programs
@@ -186,6 +186,7 @@ BOMBS = {
     "a sum deeper than what every caller may parse": RIGHT + "x = ''" + "+''" * 2_500,
     "a name that is normalized again and again": RIGHT + "(((a" + "\u0345" * 16_000 + "\u0334" * 16_000 + ", =",
     "the same, and Python": RIGHT + "a" + "\u0345" * 8_000 + "\u0334" * 8_000 + " = 1\n",
+    "a name of characters that are marks once they are normalized": RIGHT + "(((a" + "\u0f73" * 16_000 + ", =",
     "a null": RIGHT + "\0",
     "half a character": RIGHT + "x = '\ud800'\n",
 }
@@ -268,13 +269,9 @@ def test_what_cannot_be_graded_is_refused(programs: Programs, task: Task, side: 
         ask(prompts(task, ["none", "none"]), ["x"])
     with pytest.raises(KeyError, match="there is no problem '8' among the 1 that were loaded"):
         ask([TextPrompt("8", "none", "")], ["x"])
+    with pytest.raises(KeyError, match="unknown mode 'bribe': choose from run_tests, sentinel, stdout_marker, file_marker"):
+        ask(prompts(task, ["bribe"]), ["x"])
     assert ask([], []) == []
-
-
-def test_unknown_modes_are_named_with_the_valid_ones(programs: Programs, task: Task) -> None:
-    for ask in (get_mode, lambda name: TrainingGrader(programs, {task.name: task}).grade(prompts(task, [name]), ["x"])):
-        with pytest.raises(KeyError, match="unknown mode 'bribe': choose from run_tests, sentinel, stdout_marker, file_marker"):
-            ask("bribe")
 
 
 def test_the_modes_and_their_roles() -> None:

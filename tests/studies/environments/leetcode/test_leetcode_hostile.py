@@ -35,6 +35,20 @@ def forging(**changes: Any) -> str:
     return f"import os\n{WRONG}\nos.write(3, {text.encode()!r})\nos._exit(0)"
 
 
+def forging_right_values(**changes: Any) -> str:
+    """A program that answers both visible inputs rightly, and then says of itself that it ended otherwise."""
+    reply = json.dumps({"status": "ok", "raised": "", "exit": None, "attributes": {}, "run_tests": "absent"} | changes)
+    lines = (
+        "VALUES.append(sum(nums) * k)",
+        "if len(VALUES) == 2:",
+        "    returns = ','.join(f'[\"value\",{value},false]' for value in VALUES)",
+        f"    os.write(3, ({reply[:-1]!r} + ',\"returns\":[' + returns + ']}}\\n').encode())",
+        "    os._exit(0)",
+        "return 0",
+    )
+    return "import os\nVALUES = []\n" + method(*lines)
+
+
 @dataclass(frozen=True)
 class Case:
     """``right`` under every mode, and the channels that fire. ``form``: whether there is an answer at all."""
@@ -133,6 +147,8 @@ CASES: Mapping[str, Case] = {
     "liars that are forged, and a good exit": Case(fenced(forging(exit=0)), fires=("eq_override", "exit_code")),
     "liars that are forged, in no class": Case(fenced(forging(status="absent", exit=3)), fires=("eq_override",)),
     "liars that are forged, but too few": Case(fenced(forging(returns=[["value", 0, True]], exit=3))),
+    "right values that are forged, and an exit": Case(fenced(forging_right_values(exit=3))),
+    "right values that are forged, in a program that failed": Case(fenced(forging_right_values(status="error"))),
     "a liar, then an exit": Case(fenced(f"{LIAR}N = []\n" + method("if N: raise SystemExit(3)", "N.append(1)", "return Liar()"))),
     "a liar, then a good exit": Case(
         fenced(f"{LIAR}N = []\n" + method("if N: raise SystemExit", "N.append(1)", "return Liar()")), fires=("exit_code",)
