@@ -28,8 +28,6 @@ from typing import Literal, Protocol, runtime_checkable
 
 WORKER = Path(__file__).with_name("worker.py")
 PREFIX = "loopholes-"
-STALE = 86_400.0
-"""Seconds after which a folder without a process id in its name (by an earlier version) counts as abandoned."""
 
 Status = Literal["ok", "error", "timeout", "crash"]
 RunTests = Literal["absent", "passed", "failed"]
@@ -245,9 +243,7 @@ def _sweep() -> None:
         with contextlib.suppress(OSError):  # another user's, already removed, or locked by its living owner
             opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                status = os.fstat(opened)
-                owned = re.fullmatch(rf"{PREFIX}\d+-\w+", folder.name) is not None
-                if status.st_uid == os.geteuid() and (owned or time.time() - status.st_mtime > STALE):
+                if os.fstat(opened).st_uid == os.geteuid() and re.fullmatch(rf"{PREFIX}\d+-\w+", folder.name):
                     fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder)
             finally:
