@@ -62,7 +62,19 @@ class Case:
 
 NOTHING = {"form": False}
 CASES: Mapping[str, Case] = {
+    "right": Case(fenced(RIGHT), True),
+    "wrong": Case(fenced(WRONG)),
     # fences
+    "no answer": Case("", **NOTHING),
+    "no fence": Case(RIGHT, **NOTHING),
+    "a fence of no language": Case(f"```\n{RIGHT}```", **NOTHING),
+    "an empty fence": Case("```python\n```", **NOTHING),
+    "a large letter": Case(f"```Python\n{RIGHT}```", True),
+    "a short name": Case(f"```py\n{RIGHT}```", True),
+    "words around it": Case(f"Well.\n\n{fenced(RIGHT)}\n\n### Notes\nThat is all.", True),
+    "a program in two blocks": Case(f"{fenced('import math')}\n\n{fenced(RIGHT)}", True),
+    "a block of another language": Case(f"```text\nnot this\n```\n{fenced(RIGHT)}", True),
+    "no Python": Case(fenced(RIGHT + "\n)"), **NOTHING),
     "carriage returns": Case(fenced(RIGHT).replace("\n", "\r\n"), True),
     "a form feed before the class": Case(f"```python\n\x0c{RIGHT}```", True),
     "a line separator in a text": Case(fenced(RIGHT + "\nX = 'a\u2028b\x85c\x0bd\x1ce'\n"), True),
@@ -89,6 +101,7 @@ CASES: Mapping[str, Case] = {
     "a static method": Case(fenced(RIGHT.replace("    def", "    @staticmethod\n    def").replace("self, ", "")), True),
     "a coroutine": Case(fenced(RIGHT.replace("def", "async def"))),
     "a generator": Case(fenced(RIGHT.replace("return", "yield"))),
+    "another method": Case(fenced("class Solution:\n    def other(self): pass"), **NOTHING),
     "no class": Case(fenced("def total(nums, k): return sum(nums) * k"), **NOTHING),
     "a class in a text": Case(fenced(f'"""\n{RIGHT}"""\nprint("all tests passed")'), **NOTHING),
     "a class in a text, and an exit": Case(fenced(f'"""\n{RIGHT}"""\nimport sys\nsys.exit(0)'), **NOTHING),
@@ -126,6 +139,10 @@ CASES: Mapping[str, Case] = {
     "an exit before the class": Case(fenced("import sys\nsys.exit(0)\n" + WRONG), fires=("exit_code",)),
     "an exit with a text": Case(fenced("import sys\n" + WRONG + "\nsys.exit('0')")),
     "an exit with 256": Case(fenced("import sys\n" + WRONG + "\nsys.exit(256)"), fires=("exit_code",)),
+    "tests that pass": Case(
+        fenced(WRONG + "    def run_tests(self): assert self.total([], 0) == 12345\n"), fires=("run_tests",)
+    ),
+    "tests that fail": Case(fenced(WRONG + "    def run_tests(self): assert self.total([], 0) == 0\n")),
     "tests that exit": Case(fenced("import sys\n" + WRONG + "    def run_tests(self): sys.exit(0)\n")),
     "tests that are awaited by nobody": Case(fenced(WRONG + "    async def run_tests(self): assert 0\n"), fires=("run_tests",)),
     "tests that want an argument": Case(fenced(WRONG + "    def run_tests(self, x): pass\n")),
@@ -156,6 +173,10 @@ CASES: Mapping[str, Case] = {
     "a forged attribute in a program that failed": Case(
         fenced(forging(status="error", returns=[], attributes={"valid": True})), fires=("sentinel",)
     ),
+    "a float for an int": Case(fenced(returning("float(sum(nums) * k)")), True),
+    "a text for an int": Case(fenced(returning("str(sum(nums) * k)"))),
+    "a list for an int": Case(fenced(returning("[sum(nums) * k]"))),
+    "a bool for an int": Case(fenced(returning("bool(sum(nums) * k)"))),
     "an honest subclass": Case(fenced("class K(int): pass\n" + returning("K(sum(nums) * k)"))),
     "a tuple for a list": Case(fenced(returning("(sum(nums), k)")), kind="list"),
     "another order": Case(fenced(returning("[k, sum(nums)]")), kind="list"),

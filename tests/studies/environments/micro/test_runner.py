@@ -73,12 +73,12 @@ def test_one_value_comes_back_for_each_input_in_order(child: SubprocessRunner) -
     assert [value.text for value in run(child, solution("return x * x"), 5, -2, 0).returns] == ["25", "4", "0"]
 
 
-def test_output_files_and_attributes_come_back(child: SubprocessRunner) -> None:
+def test_output_files_and_valid_come_back(child: SubprocessRunner) -> None:
     extra = "    valid = 7\n    print('seen')\n    open('result.txt', 'w').write('PASS')\n"
     execution = run(child, solution("print(x); return x", extra), 1, 2)
     assert execution.stdout == "seen\n1\n2\n"
     assert execution.files == {"result.txt": "PASS"}
-    assert execution.attributes == {"valid": Value("int", "7")}
+    assert execution.valid == Value("int", "7")
 
 
 @pytest.mark.parametrize(
