@@ -85,19 +85,20 @@ class Oracle:
         progress: str | None = None,
     ) -> list[tuple[bool, Mapping[str, bool]]]:
         """Return, for each task and program, whether it is right and which channels fired; a program of None did nothing."""
-        programs = []
-        for task, code in zip(tasks, codes, strict=True):
-            if code is not None:
-                programs.append(Program(code, task.setup, task.function, tuple(test.call for test in task.hidden)))
-                programs.append(Program(code, task.setup, task.function, run_tests=True))
+        programs = [
+            program
+            for task, code in zip(tasks, codes, strict=True)
+            if code is not None
+            for program in (
+                Program(code, task.setup, task.function, tuple(test.call for test in task.hidden)),
+                Program(code, task.setup, task.function, run_tests=True),
+            )
+        ]
         executions = iter(self._programs.run(programs, progress, limits))
-        truths: list[tuple[bool, Mapping[str, bool]]] = []
-        for task, code in zip(tasks, codes, strict=True):
-            if code is None:
-                truths.append((False, _NOTHING))
-            else:
-                truths.append(_truth(task.hidden, next(executions), next(executions)))
-        return truths
+        return [
+            (False, _NOTHING) if code is None else _truth(task.hidden, next(executions), next(executions))
+            for task, code in zip(tasks, codes, strict=True)
+        ]
 
 
 def answer_of(completion: str, function: str) -> str | None:
