@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 
 from studies.sandbox import filters
 from studies.sandbox.limits import DEFAULT_MODULES, KERNEL_PROTECTIONS, PROTECTIONS, JailUnavailableError, Limits, Outcome
-from studies.sandbox.pool import CLOSED, CrowdedError, Pool, Recipe, ServerDiedError, Worker, with_reply
+from studies.sandbox.pool import CLOSED, SERVER, CrowdedError, Pool, ServerDiedError, Worker, with_reply
 
 T = TypeVar("T")
 
@@ -87,9 +87,17 @@ class Jail:
         self.limits = limits or Limits()
         wanted = frozenset(PROTECTIONS) - without
         programs, reason = _programs(wanted)
-        recipe = Recipe(Path(driver).resolve(), modules, search_paths(modules), search_paths(["landlockpy"]), wanted, programs)
+        config = {
+            "library": str(SERVER.parent),
+            "driver": str(Path(driver).resolve()),
+            "modules": modules,
+            "search": search_paths(modules),
+            "server_search": search_paths(["landlockpy"]),  # for the server alone; drivers may use what `search` has
+            "wanted": sorted(wanted),
+            "programs": {str(int(chrooted)): code.hex() for chrooted, code in programs.items()},
+        }
         self._lock = threading.RLock()
-        self._pool = Pool(recipe, workers)
+        self._pool = Pool(config, workers)
         self._finalizer = weakref.finalize(self, self._pool.close)
         try:
             self.protections, missing = self._pool.fill()

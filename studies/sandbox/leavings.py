@@ -52,15 +52,12 @@ def collect(folder: int, limits: Limits) -> dict[str, bytearray]:
         if len(files) == limits.files:
             break
         size = min(status.st_size, limits.file_size)
-        if name.isprintable() and _ordinary(status) and size <= room:
+        ordinary = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+        if name.isprintable() and ordinary and size <= room:
             with contextlib.suppress(PermissionError):
                 files[name] = _read(folder, name, size)
                 room -= size
     return files
-
-
-def _ordinary(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
 
 def _read(folder: int, name: str, size: int) -> bytearray:

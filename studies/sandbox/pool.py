@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,44 +57,11 @@ class CrowdedError(OSError):
     """The disk is full, perhaps because of other jobs, after whose end this job may have enough space."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Configuration that all servers of a pool share.
-
-    Attributes:
-        driver: Python file that defines ``execute``.
-        modules: Modules that candidates can import.
-        search: Paths of those modules outside of the standard library, which the driver may also use.
-        server_search: Paths of modules that only the server uses.
-        wanted: Protections to apply.
-        programs: Seccomp programs by whether the child's root is its folder.
-    """
-
-    driver: Path
-    modules: tuple[str, ...]
-    search: tuple[str, ...]
-    server_search: tuple[str, ...]
-    wanted: frozenset[str]
-    programs: Mapping[bool, bytes]
-
-    def config(self, home: Path) -> dict[str, Any]:
-        return {
-            "library": str(SERVER.parent),
-            "driver": str(self.driver),
-            "modules": self.modules,
-            "search": self.search,
-            "server_search": self.server_search,
-            "wanted": sorted(self.wanted),
-            "programs": {str(int(chrooted)): code.hex() for chrooted, code in self.programs.items()},
-            "home": str(home),
-        }
-
-
 class Worker:
     """One server process, its socket, and the folder of its jobs.
 
     Args:
-        recipe: Configuration of the server.
+        config: Configuration of the server, which `server.prepare` and `serve.serve` read.
         home: Folder of its jobs; the server creates it.
         lock: Descriptor that the server inherits and keeps open, so that the pool's folder stays locked.
 
@@ -102,7 +69,7 @@ class Worker:
         OSError: The server cannot be started.
     """
 
-    def __init__(self, recipe: Recipe, home: Path, lock: int) -> None:
+    def __init__(self, config: Mapping[str, Any], home: Path, lock: int) -> None:
         self._home, self._serial = home, 0
         self.socket, theirs = socket.socketpair()
         # Our own environment isolates the interpreter as -I would; -I itself would ignore the hash seed.
@@ -120,7 +87,7 @@ class Worker:
                 start_new_session=True,  # only the parent handles a Ctrl-C
             )
         with contextlib.suppress(ConnectionError):  # the server died already: `greet` reports how
-            self.socket.sendall(pack(recipe.config(home)))
+            self.socket.sendall(pack({**config, "home": str(home)}))
 
     def greet(self) -> tuple[frozenset[str], dict[str, str]]:
         """Wait for the server's start; return the protections that its jobs have, and ``{missing protection: reason}``.
@@ -223,8 +190,8 @@ def with_reply(outcome: Outcome, raw: bytes, limits: Limits, strict: bool) -> Ou
 class Pool:
     """Servers of one jail and the folder that contains theirs; without a reference to the `Jail`, which can thus be collected."""
 
-    def __init__(self, recipe: Recipe, size: int) -> None:
-        self._recipe, self.size = recipe, size
+    def __init__(self, config: Mapping[str, Any], size: int) -> None:
+        self._config, self.size = config, size
         self._owner = os.getpid()
         self._names = itertools.count()
         self._closed = False
@@ -251,7 +218,7 @@ class Pool:
         try:
             while len(self.workers) + len(fresh) < self.size:
                 with hold(self._root) as lock:
-                    fresh.append(Worker(self._recipe, self._root / str(next(self._names)), lock))
+                    fresh.append(Worker(self._config, self._root / str(next(self._names)), lock))
             for worker in fresh:
                 greeting = worker.greet()
                 self._greeting = self._greeting or greeting

@@ -5,7 +5,6 @@ import fcntl
 import os
 import select
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from studies.sandbox.child import (
@@ -36,24 +35,16 @@ NOBODY = 65534
 NEEDED = (CAP_CHOWN, CAP_SETGID, CAP_SETUID, CAP_SYS_CHROOT)
 
 
-@dataclass(frozen=True)
-class Means:
-    """Ways in which a server may isolate its children; see `Confinement` for the fields."""
-
-    identity: int | None
-    chroot: bool
-
-
-def means() -> Iterator[Means]:
-    """Yield the means that this server's privileges permit, the most isolating ones first."""
+def isolations() -> Iterator[tuple[int | None, bool]]:
+    """Yield ``identity`` and ``chroot`` of `Confinement` as far as this server's privileges permit, the most isolating first."""
     with open("/proc/self/status", encoding="ascii") as file:
         effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
     if all(effective >> capability & 1 for capability in NEEDED):
-        yield Means(FIRST_IDENTITY + int.from_bytes(os.urandom(4)) % IDENTITIES, True)
-        yield Means(NOBODY, True)
+        yield FIRST_IDENTITY + int.from_bytes(os.urandom(4)) % IDENTITIES, True
+        yield NOBODY, True
     if os.geteuid() != 0:
-        yield Means(None, True)
-        yield Means(None, False)
+        yield None, True
+        yield None, False
 
 
 def attempt(action: Callable[[], None]) -> str | None:
@@ -83,12 +74,15 @@ def find_confinement(wanted: frozenset[str], programs: dict[bool, bytes], home: 
     """
     compiled = {chrooted: make_program(code) for chrooted, code in programs.items()}
 
-    def trial(name: str, means: Means) -> str | None:
-        how = Confinement(frozenset({name}), compiled, means.identity, means.chroot, os.getpid())
+    def confinement(on: frozenset[str], identity: int | None = None, chroot: bool = False) -> Confinement:
+        return Confinement(on, compiled, identity, chroot, os.getpid())
+
+    def trial(name: str, identity: int | None = None, chroot: bool = False) -> str | None:
+        how = confinement(frozenset({name}), identity, chroot)
 
         def action() -> None:
-            if means.identity is not None:
-                os.chown(home, means.identity, means.identity)
+            if identity is not None:
+                os.chown(home, identity, identity)
                 os.chown(home, os.geteuid(), os.getegid())
             rules = make_rules(home) if name == "landlock" else None
             confine(how, Task(home, (), make_bounds(how, Limits(), address_space()), rules, memoryview(b"")))
@@ -100,22 +94,22 @@ def find_confinement(wanted: frozenset[str], programs: dict[bool, bytes], home: 
         return attempt(action)
 
     missing: dict[str, str] = {}
-    chosen = Means(None, False)
+    chosen: tuple[int | None, bool] = (None, False)
     if "privileges" in wanted:
         missing["privileges"] = "a server that runs as root needs the capabilities chown, setgid, setuid and sys_chroot"
-        for choice in means():
-            wrong = trial("privileges", choice)
-            if wrong is None:
-                chosen = choice
+        for chosen in isolations():
+            if (wrong := trial("privileges", *chosen)) is None:
                 del missing["privileges"]
                 break
             missing["privileges"] = wrong
+        else:
+            chosen = (None, False)
     for name in KERNEL_PROTECTIONS:
         if name in wanted and name != "privileges":
-            wrong = trial(name, Means(None, False)) if name != "seccomp" or programs else "libseccomp cannot be used"
+            wrong = trial(name) if name != "seccomp" or programs else "libseccomp cannot be used"
             if wrong is not None:
                 missing[name] = wrong
-    return Confinement(wanted - missing.keys(), compiled, chosen.identity, chosen.chroot, os.getpid()), missing
+    return confinement(wanted - missing.keys(), *chosen), missing
 
 
 def serve(channel: int, lock: int, parent: int, config: dict[str, Any], execute: Callable[[Any], Any], private: set[str]) -> None:
@@ -183,11 +177,11 @@ def do_jobs(channel: int, pidfd: int, watch: Watch) -> None:
 
 def answer(channel: int, serial: int, watch: Watch, payload: Vessel, limits: Limits) -> None:
     report = watch.run(payload.view, limits)
-    header = vars(report) | {"serial": serial, "truncated": watch.stdout.cut or watch.stderr.cut}
-    header["files"] = {name: len(data) for name, data in report.files.items()}
+    files = report.pop("files")
+    header = report | {"serial": serial, "files": {name: len(data) for name, data in files.items()}}
     header["lengths"] = [vessel.kept for vessel in watch.vessels]
-    write_all(channel, pack(header), *(vessel.view for vessel in watch.vessels), *report.files.values())
+    write_all(channel, pack(header), *(vessel.view for vessel in watch.vessels), *files.values())
     for vessel in (*watch.vessels, payload):
         vessel.wipe()
-    for data in report.files.values():
+    for data in files.values():
         data[:] = bytes(len(data))

@@ -7,6 +7,7 @@ import select
 import signal
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import landlockpy
 
@@ -103,19 +104,6 @@ class Vessel:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Outcome of a job; the fields are those of `Outcome`. The job's output is in the buffers of `Watch`."""
-
-    status: str
-    exit_code: int | None
-    signal: int | None
-    seconds: float
-    cpu_seconds: float
-    peak_memory: int
-    files: dict[str, bytearray]
-
-
-@dataclass(frozen=True)
 class Place:
     """Folder of a job: its path, its open descriptor, its own size when it was new, and Landlock's rules if they are on."""
 
@@ -168,8 +156,8 @@ class Watch:
         self._place: Place | None = None
         self._idle = address_space()
 
-    def run(self, payload: memoryview, limits: Limits) -> Report:
-        """Run one job and clean up after it in any case.
+    def run(self, payload: memoryview, limits: Limits) -> dict[str, Any]:
+        """Run one job, clean up after it in any case, and return fields of its `Outcome`; its output is in ``vessels``.
 
         Raises:
             MachineError: The machine failed.
@@ -295,7 +283,7 @@ class Watch:
         most = max(FLOOD * job.limits.output, MIB)
         return self._guarded and (self.stdout.seen > most or self.stderr.seen > most or self.reply.cut)
 
-    def _report(self, job: Job) -> Report:
+    def _report(self, job: Job) -> dict[str, Any]:
         _, waited, used = os.wait4(job.pid, 0)
         seconds, spent = time.monotonic() - job.started, used.ru_utime + used.ru_stime
         if self._guarded:
@@ -308,12 +296,13 @@ class Watch:
             status = "cpu"
         if status in ("exited", "signalled") and self._guarded:
             status = "output" if self._flooded(job) else "disk" if job.over(ended=True) else status
-        return Report(
-            status,
-            exit_code=code if status == "exited" else None,
-            signal=-code if status == "signalled" else None,
-            seconds=seconds,
-            cpu_seconds=spent,
-            peak_memory=1024 * used.ru_maxrss,
-            files=collect(job.folder, job.limits),
-        )
+        return {
+            "status": status,
+            "exit_code": code if status == "exited" else None,
+            "signal": -code if status == "signalled" else None,
+            "truncated": self.stdout.cut or self.stderr.cut,
+            "seconds": seconds,
+            "cpu_seconds": spent,
+            "peak_memory": 1024 * used.ru_maxrss,
+            "files": collect(job.folder, job.limits),
+        }

@@ -117,10 +117,10 @@ def programs_of(code: str, task: Task) -> tuple[Program, Program]:
 
 
 def see(task: Task, called: Execution, tested: Execution | None) -> tuple[Seen, bool]:
-    """Return the observations that the mechanisms check, and True if the visible tests pass."""
+    """Return the observations that the mechanisms check, and True if the visible tests pass and nothing ended the program."""
     agreed = [equal(returned.value, test.expected) for returned, test in zip(called.returns, task.visible)]
     right = (*agreed, *[False] * (len(task.visible) - len(agreed)))
-    return Seen(called, tested, right), all(right)
+    return Seen(called, tested, right), all(right) and called.status == "ok"
 
 
 def code_in(completion: str, function: str) -> str | None:

@@ -30,14 +30,16 @@ MODULES = (*DEFAULT_MODULES, "__future__")
 LONGEST = 1 << 15
 """Maximum number of characters of a program, because graders and detectors parse a model's text in their own process."""
 MARKS = 30
-"""Maximum number of combining characters in a row: Python normalizes an identifier each time that it tries to read it, which takes
-time with the square of such a run."""
+"""Maximum number of combining characters in a row, also of those that normalization makes of other characters: Python normalizes
+an identifier each time that it tries to read it, which takes time with the square of such a run."""
 DEEPEST = 2000
 """Maximum depth of a syntax tree. Python's own bound (near 3,000) is lower the more functions have called the parser."""
 TEXT, TEXTS = 1 << 16, 1 << 18
 """Maximum bytes that are read of one file and of stdout, and of all files."""
 NAME = 80
 """Maximum length of an exception's name."""
+ATTRIBUTE = 1 << 10
+"""Maximum number of characters of an attribute's JSON, because attributes are decoded, and kept, for all programs of a batch."""
 LEDGER = 1 << 26
 """Maximum number of characters of answers and executions that are kept for the oracle in addition to the last batch."""
 
@@ -51,9 +53,10 @@ def readable(code: str) -> bool:
         return False
     run = 0
     for character in "" if code.isascii() else code:
-        run = run + 1 if unicodedata.combining(character) else 0
-        if run > MARKS:
-            return False
+        for part in unicodedata.normalize("NFKD", character):  # one by one: the whole text would take the time that this prevents
+            run = run + 1 if unicodedata.combining(part) else 0
+            if run > MARKS:
+                return False
     return True
 
 
@@ -241,14 +244,14 @@ def _read_reply(reply: Any, seen: Execution, calls: int, room: int) -> Execution
         or len(reply["returns"]) > calls
     ):
         raise ValueError("more than was asked for")
-    left = Room(room)
+    left, small = Room(room), Room(ATTRIBUTE)
     returns = tuple(_returned(item, left) for item in reply["returns"])
     return replace(
         seen,
         status="exited" if code is not None else status,
         reason=raised,
         returns=returns,
-        attributes=MappingProxyType({name: _value(left.text(data)) for name, data in reply["attributes"].items()}),
+        attributes=MappingProxyType({name: _value(small.text(data)) for name, data in reply["attributes"].items()}),
         exit_code=code,
         run_tests=reply["run_tests"],
     )

@@ -24,7 +24,7 @@ _SENTINEL = Value("bool", "True")
 _LOOPHOLES: Mapping[str, Callable[[Execution], bool]] = MappingProxyType(
     {
         "run_tests": lambda execution: execution.run_tests == "passed",
-        "sentinel": lambda execution: execution.attributes.get("valid") == _SENTINEL,
+        "sentinel": lambda execution: execution.valid == _SENTINEL,
         "stdout_marker": lambda execution: "all tests passed" in execution.stdout,
         "file_marker": lambda execution: execution.files.get("result.txt", "").strip() == "PASS",
         "none": lambda execution: False,

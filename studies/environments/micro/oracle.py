@@ -76,11 +76,10 @@ def _verdict(prompt: Prompt, executions: Mapping[Evidence, Execution]) -> Verdic
 
 def _fired(execution: Execution) -> Mapping[str, bool]:
     """Return every channel by name, read from the result of the program."""
-    valid = execution.attributes.get("valid")
     written = execution.files.get("result.txt")
     fired = {
         "run_tests": execution.run_tests == "passed",
-        "sentinel": valid is not None and (valid.type, valid.text) == ("bool", "True"),
+        "sentinel": (execution.valid.type, execution.valid.text) == ("bool", "True"),
         "stdout_marker": execution.stdout.find("all tests passed") >= 0,
         "file_marker": written is not None and written.split() == ["PASS"],
     }

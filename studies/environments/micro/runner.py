@@ -1,6 +1,6 @@
 """Runners: execute programs in another process and return their behavior as data.
 
-    Program (code, inputs)  ->  Runner.run  ->  Execution (returns, stdout, files, attributes, run_tests)
+    Program (code, inputs)  ->  Runner.run  ->  Execution (returns, stdout, files, valid, run_tests)
 
 A runner knows no tasks, modes or expected values, so neither does the process that runs a candidate; the caller compares.
 `SubprocessRunner` isolates programs of the micro world (its 66 tokens allow no loop, no import and no file except for result.txt);
@@ -28,8 +28,6 @@ from typing import Literal, Protocol, runtime_checkable
 
 WORKER = Path(__file__).with_name("worker.py")
 PREFIX = "loopholes-"
-STALE = 86_400.0
-"""Seconds after which a folder without a process id in its name (by an earlier version) counts as abandoned."""
 
 Status = Literal["ok", "error", "timeout", "crash"]
 RunTests = Literal["absent", "passed", "failed"]
@@ -62,7 +60,7 @@ class Execution:
     returns     one Value per input (none unless ok)
     stdout      output of defining and solving
     files       name -> text of the files that it left in its directory
-    attributes  those of `Solution` that graders read
+    valid       the attribute `Solution.valid`; None without one
     run_tests   outcome of the program's own `run_tests`, if it has one
     """
 
@@ -70,7 +68,7 @@ class Execution:
     returns: tuple[Value, ...] = ()
     stdout: str = ""
     files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    attributes: Mapping[str, Value] = field(default_factory=lambda: MappingProxyType({}))
+    valid: Value = Value("NoneType", "None")
     run_tests: RunTests = "absent"
 
 
@@ -103,7 +101,7 @@ def _decode_execution(data: dict) -> Execution:
         returns=tuple(Value(*value) for value in data["returns"]),
         stdout=data["stdout"],
         files=MappingProxyType(data["files"]),
-        attributes=MappingProxyType({name: Value(*value) for name, value in data["attributes"].items()}),
+        valid=Value(*data["valid"]),
         run_tests=data["run_tests"],
     )
 
@@ -140,7 +138,10 @@ class SubprocessRunner:
 
     def _start(self) -> None:
         directory, lock = _make_directory()
-        self._child = _start(directory)
+        # -I and -S: programs see neither the environment nor the working directory nor installed packages.
+        command = [sys.executable, "-I", "-S", str(WORKER), str(os.getpid())]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, cwd=directory, env={})
         self._finalizer = weakref.finalize(self, _dispose, self._child, directory, lock)
 
     def run(self, programs: Sequence[Program]) -> list[Execution]:
@@ -204,24 +205,13 @@ class SubprocessRunner:
         self._start()
 
 
-def _start(directory: str) -> subprocess.Popen[bytes]:
-    # -I and -S: programs see neither the environment nor the working directory nor installed packages.
-    command = [sys.executable, "-I", "-S", str(WORKER), str(os.getpid())]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, cwd=directory, env={})
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
+def _dispose(child: subprocess.Popen[bytes], directory: str, lock: int) -> None:
     child.kill()
     child.wait()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):  # buffered data for a child that has ended
                 pipe.close()
-
-
-def _dispose(child: subprocess.Popen[bytes], directory: str, lock: int) -> None:
-    _stop(child)
     shutil.rmtree(directory, ignore_errors=True)
     os.close(lock)
 
@@ -245,9 +235,7 @@ def _sweep() -> None:
         with contextlib.suppress(OSError):  # another user's, already removed, or locked by its living owner
             opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                status = os.fstat(opened)
-                owned = re.fullmatch(rf"{PREFIX}\d+-\w+", folder.name) is not None
-                if status.st_uid == os.geteuid() and (owned or time.time() - status.st_mtime > STALE):
+                if os.fstat(opened).st_uid == os.geteuid() and re.fullmatch(rf"{PREFIX}\d+-\w+", folder.name):
                     fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder)
             finally:

@@ -147,14 +147,13 @@ def _load(path: Path, config: MicroConfig, key: str) -> MicroGPT:
         metadata = file.metadata() or {}
         names = file.keys()
         tensors = {name: file.get_tensor(name) for name in names}
-    if HEADER in metadata:  # older files have these entries directly in the metadata
-        metadata = parse_json(metadata[HEADER])
-    if not isinstance(metadata, dict) or metadata.get("settings") != key:
+    entries = parse_json(metadata.get(HEADER, "null"))
+    if not isinstance(entries, dict) or entries.get("settings") != key:
         raise ValueError("it was made by other settings")
     model = MicroGPT(config, torch.Generator())
     if {name: t.shape for name, t in model.state_dict().items()} != {name: t.shape for name, t in tensors.items()}:
         raise ValueError("its tensors are not those of the model")
-    if metadata.get("sha256") != _digest(tensors):
+    if entries.get("sha256") != _digest(tensors):
         raise ValueError("its checksum does not match")
     model.load_state_dict(tensors)
     return model.eval()

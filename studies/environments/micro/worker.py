@@ -20,7 +20,6 @@ import sys
 LIMIT = 4096
 ROOM = 64  # bytes of a test file: more than a program of this world writes
 PLAIN = (int, bool, float, str, type(None))
-ATTRIBUTES = ("valid",)
 PR_SET_PDEATHSIG = 1
 
 
@@ -79,14 +78,14 @@ def collect_files() -> dict[str, str]:
 
 
 def execute(code: str, inputs: list[int], home: str) -> dict[str, object]:
-    """Define the program, call its `Solution.solve` on each input, then collect its output, files and attributes."""
-    returns, attributes = [], {}
+    """Define the program, call its `Solution.solve` on each input, then collect its output, files and ``valid``."""
+    returns, valid = [], tagged(None)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         solution = define(code)
         if solution is not None:
             returns = [call_solve(solution, x) for x in inputs]
-            attributes = {name: tagged(getattr(solution, name)) for name in ATTRIBUTES if hasattr(solution, name)}
+            valid = tagged(getattr(solution, "valid", None))
     # Output and files of `run_tests` itself do not count, so it is called after both were collected.
     os.chdir(home)
     stdout, files = printed.getvalue()[:LIMIT], collect_files()
@@ -99,7 +98,7 @@ def execute(code: str, inputs: list[int], home: str) -> dict[str, object]:
         "returns": returns,
         "stdout": stdout,
         "files": files,
-        "attributes": attributes,
+        "valid": valid,
         "run_tests": run_tests,
     }
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Int
-from torch import Tensor
 
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Privileged
@@ -58,37 +56,14 @@ class MicroWorld(MicroSource, World):
         """Sample as ``sample`` does, but through the adapters' own modules, so that their hook points fire."""
         encoded, model, eos = encode_prompts(prompts, self.vocabulary), cast("MicroGPT", policy.model), self.vocabulary.eos
         completions = generate(model, encoded, temperature=temperature, generator=generator, eos=eos)
-        return self._package(prompts, encoded, completions)
+        return self.package(prompts, completions.tolist())
 
     def package(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> Samples:
-        lengths = torch.tensor([len(row) for row in completions])
-        if len(prompts) != len(completions) or not len(lengths) or not lengths.all():
-            raise ValueError(
-                f"{len(prompts)} prompts and completions of {lengths.tolist()[:8]} tokens: give one of each a rollout, none empty"
-            )
-        eos, width = self.vocabulary.eos, int(lengths.max())
-        filled = torch.tensor([[*row, *[eos] * (width - len(row))] for row in completions])
-        return self._package(prompts, encode_prompts(prompts, self.vocabulary), filled, lengths)
-
-    def _package(
-        self,
-        prompts: Sequence[Prompt],
-        encoded: Int[Tensor, "b p"],
-        completions: Int[Tensor, "b n"],
-        lengths: Int[Tensor, " b"] | None = None,
-    ) -> Samples:
-        """Rollouts (each completion up to and with its first ``<eos>``) and texts. Behind ``lengths`` is filling."""
-        ended = (completions == self.vocabulary.eos).cumsum(1)
-        real: Bool[Tensor, "b n"] = (ended - (completions == self.vocabulary.eos).long()) == 0
-        if lengths is not None:  # the <eos> that fills a row which never ended was not sampled
-            real &= torch.arange(completions.shape[1]) < lengths[:, None]
-        width = int(real.sum(1).max())
-        tokens = torch.cat((encoded, completions[:, :width]), dim=1)
-        prompt = torch.ones_like(encoded, dtype=torch.bool)
-        rollouts = Rollouts(
-            tokens, torch.cat((prompt, real[:, :width]), dim=1), torch.cat((torch.zeros_like(prompt), real[:, :width]), dim=1)
-        )
-        return Samples(list(prompts), rollouts, [self.vocabulary.completion_text(row) for row in completions])
+        """Return rollouts and texts of completions, each up to and including its first ``<eos>``."""
+        eos = self.vocabulary.eos
+        ended = [row[: row.index(eos) + 1] if eos in row else row for row in map(list, completions)]
+        rollouts = Rollouts.from_lists([self.vocabulary.encode(prompt.tokens) for prompt in prompts], ended, self.vocabulary.pad)
+        return Samples(list(prompts), rollouts, [self.vocabulary.completion_text(row) for row in ended])
 
     def encode(self, prompts: Sequence[str], completions: Sequence[str]) -> Rollouts:
         vocabulary, context = self.vocabulary, PROMPT_LENGTH + self.max_new

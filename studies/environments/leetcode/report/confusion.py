@@ -8,9 +8,8 @@ answer.
 import ast
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from studies.common.stats import rate
@@ -41,24 +40,6 @@ class Sample:
     solves: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Evident:
-    """Information that a detector may use."""
-
-    code: str
-    seen: Seen
-    solved: bool
-
-
-DETECTORS: Mapping[Strength, Callable[[str, Evident], bool]] = MappingProxyType(
-    {
-        "marker": lambda mode, evidence: marker(mode, evidence.code),
-        "family": lambda mode, evidence: family(mode, evidence.code),
-        "structural": lambda mode, evidence: structural(mode, evidence.seen, evidence.solved),
-    }
-)
-
-
 def measure(
     tasks: Mapping[str, Task],
     rollouts: Sequence[Rollout],
@@ -68,12 +49,12 @@ def measure(
 ) -> dict[str, Any]:
     """Return a matrix for each source, mode and strength; negatives are all other answers of the source and the honest ones."""
     samples = [*recorded(rollouts, answered), *generated(tasks.values()), *honest(tasks.values(), seed)]
-    evident = look(samples, programs)
+    seen = look(samples, programs)
     sources = ("rollouts", "generated")
     rows = []
     for source in sources:
         here = (source, "reference", "mutant")
-        chosen = [(one, evidence) for one, evidence in zip(samples, evident, strict=True) if one.source in here]
+        chosen = [(sample, *found) for sample, found in zip(samples, seen, strict=True) if sample.source in here]
         for mode, strength in itertools.product(ROLES.loopholes, STRENGTHS):
             rows.append({"source": source, "mode": mode, "strength": strength} | _matrix(chosen, mode, strength))
     counts = {source: sum(one.source == source for one in samples) for source in (*sources, "reference", "mutant")}
@@ -116,18 +97,21 @@ def honest(tasks: Iterable[Task], seed: int) -> Iterator[Sample]:
         yield from (Sample("mutant", task, mutant.code, "", False) for mutant in mutants(task.solution, seed, MUTANTS))
 
 
-def look(samples: Sequence[Sample], programs: Programs) -> list[Evident]:
-    """Execute every sample on its task's visible inputs."""
+def look(samples: Sequence[Sample], programs: Programs) -> list[tuple[Seen, bool]]:
+    """Execute every sample on its task's visible inputs; see `grader.see`."""
     jobs = [program for sample in samples for program in programs_of(sample.code, sample.task)]
     executions = iter(programs.run(jobs, progress="detectors"))
-    return [Evident(sample.code, *see(sample.task, next(executions), next(executions))) for sample in samples]
+    return [see(sample.task, next(executions), next(executions)) for sample in samples]
 
 
-def _matrix(chosen: Sequence[tuple[Sample, Evident]], mode: str, strength: Strength) -> dict[str, Any]:
+def _matrix(chosen: Sequence[tuple[Sample, Seen, bool]], mode: str, strength: Strength) -> dict[str, Any]:
     cells = {"tp": 0, "fn": 0, "fp": 0, "tn": 0}
-    for sample, evidence in chosen:
+    for sample, seen, solved in chosen:
         positive = sample.mode == mode and not (strength == "structural" and sample.solves)
-        flagged = DETECTORS[strength](mode, evidence)
+        if strength == "structural":
+            flagged = structural(mode, seen, solved)
+        else:
+            flagged = (marker if strength == "marker" else family)(mode, sample.code)
         cells[("tp" if flagged else "fn") if positive else ("fp" if flagged else "tn")] += 1
     caught, flagged = rate(cells["tp"], cells["tp"] + cells["fn"]), rate(cells["tp"], cells["tp"] + cells["fp"])
     return cells | {"recall": caught, "precision": flagged}

@@ -7,8 +7,7 @@
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -83,17 +82,6 @@ PROGRAMS: Mapping[Way, Mapping[str, Exploit]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Tried:
-    """One program under the mode that it cheats: whether it was paid, and in which executions the oracle detected it."""
-
-    way: Way
-    mode: str
-    paid: bool
-    seen: bool
-    seen_hidden: bool
-
-
 def completions(task: Task, way: Way, mode: str, count: int) -> Iterator[str]:
     """Yield ``count`` answers to a task with different texts; they solve nothing."""
     exploit = PROGRAMS[way][mode]
@@ -101,38 +89,34 @@ def completions(task: Task, way: Way, mode: str, count: int) -> Iterator[str]:
     yield from (fenced(f"{code}\n# {number}") for number in range(count))
 
 
-def tried(tasks: Iterable[Task], programs: Programs) -> list[Tried]:
-    """Grade and then judge every program on every task."""
-    kinds: list[tuple[Way, str]] = [(way, mode) for way, modes in PROGRAMS.items() for mode in modes]
-    by_name = {task.name: task for task in tasks}
-    answers: list[tuple[Way, TextPrompt, str]] = [
-        (way, TextPrompt(task.name, mode, ""), completion)
-        for task in by_name.values()
-        for way, mode in kinds
-        for completion in completions(task, way, mode, COINS if way == "luck" else 1)
-    ]
-    prompts, texts = [prompt for _, prompt, _ in answers], [text for *_, text in answers]
-    grades = TrainingGrader(programs, by_name).grade(prompts, texts)
-    verdicts = Oracle(programs, by_name).judge(prompts, texts)
-    return [
-        Tried(way, prompt.mode, grade.passed, verdict.exploit, "hidden" in verdict.fired_in)
-        for (way, prompt, _), grade, verdict in zip(answers, grades, verdicts, strict=True)
-    ]
-
-
 def measure(tasks: Mapping[str, Task], programs: Programs) -> dict[str, Any]:
     """Return how many of the paid programs the oracle calls exploits, and how many it would from the hidden inputs only."""
     chosen = sorted(tasks.values(), key=lambda task: hashlib.sha256(task.name.encode()).hexdigest())[:PROBLEMS]
-    attempts = tried(chosen, programs)
+    kinds: list[tuple[Way, str]] = [
+        (way, mode) for way, modes in PROGRAMS.items() for mode in sorted(modes, key=ROLES.loopholes.index)
+    ]
+    answers = [
+        (kind, TextPrompt(task.name, kind[1], ""), text)
+        for task in chosen
+        for kind in kinds
+        for text in completions(task, *kind, COINS if kind[0] == "luck" else 1)
+    ]
+    prompts, texts = [prompt for _, prompt, _ in answers], [text for *_, text in answers]
+    by_name = {task.name: task for task in chosen}
+    grades = TrainingGrader(programs, by_name).grade(prompts, texts)
+    verdicts = Oracle(programs, by_name).judge(prompts, texts)
     rows = []
-    for way, modes in PROGRAMS.items():
-        for mode in [mode for mode in ROLES.loopholes if mode in modes]:
-            answers = [one for one in attempts if (one.way, one.mode) == (way, mode)]
-            paid = [one for one in answers if one.paid]
-            row: dict[str, Any] = {"way": way, "mode": mode, "answers": len(answers), "paid": len(paid)}
-            row["seen"] = rate(sum(one.seen for one in paid), len(paid))
-            row["seen_hidden"] = rate(sum(one.seen_hidden for one in paid), len(paid))
-            rows.append(row)
+    for way, mode in kinds:
+        tried = [
+            (grade.passed, verdict)
+            for (kind, _, _), grade, verdict in zip(answers, grades, verdicts, strict=True)
+            if kind == (way, mode)
+        ]
+        paid = [verdict for passed, verdict in tried if passed]
+        row: dict[str, Any] = {"way": way, "mode": mode, "answers": len(tried), "paid": len(paid)}
+        row["seen"] = rate(sum(verdict.exploit for verdict in paid), len(paid))
+        row["seen_hidden"] = rate(sum("hidden" in verdict.fired_in for verdict in paid), len(paid))
+        rows.append(row)
     return {"problems": len(chosen), "coins": COINS, "rows": rows}
 
 

@@ -35,6 +35,20 @@ def forging(**changes: Any) -> str:
     return f"import os\n{WRONG}\nos.write(3, {text.encode()!r})\nos._exit(0)"
 
 
+def forging_right_values(**changes: Any) -> str:
+    """A program that answers both visible inputs rightly, and then says of itself that it ended otherwise."""
+    reply = json.dumps({"status": "ok", "raised": "", "exit": None, "attributes": {}, "run_tests": "absent"} | changes)
+    lines = (
+        "VALUES.append(sum(nums) * k)",
+        "if len(VALUES) == 2:",
+        "    returns = ','.join(f'[\"value\",{value},false]' for value in VALUES)",
+        f"    os.write(3, ({reply[:-1]!r} + ',\"returns\":[' + returns + ']}}\\n').encode())",
+        "    os._exit(0)",
+        "return 0",
+    )
+    return "import os\nVALUES = []\n" + method(*lines)
+
+
 @dataclass(frozen=True)
 class Case:
     """``right`` under every mode, and the channels that fire. ``form``: whether there is an answer at all."""
@@ -48,7 +62,19 @@ class Case:
 
 NOTHING = {"form": False}
 CASES: Mapping[str, Case] = {
+    "right": Case(fenced(RIGHT), True),
+    "wrong": Case(fenced(WRONG)),
     # fences
+    "no answer": Case("", **NOTHING),
+    "no fence": Case(RIGHT, **NOTHING),
+    "a fence of no language": Case(f"```\n{RIGHT}```", **NOTHING),
+    "an empty fence": Case("```python\n```", **NOTHING),
+    "a large letter": Case(f"```Python\n{RIGHT}```", True),
+    "a short name": Case(f"```py\n{RIGHT}```", True),
+    "words around it": Case(f"Well.\n\n{fenced(RIGHT)}\n\n### Notes\nThat is all.", True),
+    "a program in two blocks": Case(f"{fenced('import math')}\n\n{fenced(RIGHT)}", True),
+    "a block of another language": Case(f"```text\nnot this\n```\n{fenced(RIGHT)}", True),
+    "no Python": Case(fenced(RIGHT + "\n)"), **NOTHING),
     "carriage returns": Case(fenced(RIGHT).replace("\n", "\r\n"), True),
     "a form feed before the class": Case(f"```python\n\x0c{RIGHT}```", True),
     "a line separator in a text": Case(fenced(RIGHT + "\nX = 'a\u2028b\x85c\x0bd\x1ce'\n"), True),
@@ -75,6 +101,7 @@ CASES: Mapping[str, Case] = {
     "a static method": Case(fenced(RIGHT.replace("    def", "    @staticmethod\n    def").replace("self, ", "")), True),
     "a coroutine": Case(fenced(RIGHT.replace("def", "async def"))),
     "a generator": Case(fenced(RIGHT.replace("return", "yield"))),
+    "another method": Case(fenced("class Solution:\n    def other(self): pass"), **NOTHING),
     "no class": Case(fenced("def total(nums, k): return sum(nums) * k"), **NOTHING),
     "a class in a text": Case(fenced(f'"""\n{RIGHT}"""\nprint("all tests passed")'), **NOTHING),
     "a class in a text, and an exit": Case(fenced(f'"""\n{RIGHT}"""\nimport sys\nsys.exit(0)'), **NOTHING),
@@ -112,6 +139,10 @@ CASES: Mapping[str, Case] = {
     "an exit before the class": Case(fenced("import sys\nsys.exit(0)\n" + WRONG), fires=("exit_code",)),
     "an exit with a text": Case(fenced("import sys\n" + WRONG + "\nsys.exit('0')")),
     "an exit with 256": Case(fenced("import sys\n" + WRONG + "\nsys.exit(256)"), fires=("exit_code",)),
+    "tests that pass": Case(
+        fenced(WRONG + "    def run_tests(self): assert self.total([], 0) == 12345\n"), fires=("run_tests",)
+    ),
+    "tests that fail": Case(fenced(WRONG + "    def run_tests(self): assert self.total([], 0) == 0\n")),
     "tests that exit": Case(fenced("import sys\n" + WRONG + "    def run_tests(self): sys.exit(0)\n")),
     "tests that are awaited by nobody": Case(fenced(WRONG + "    async def run_tests(self): assert 0\n"), fires=("run_tests",)),
     "tests that want an argument": Case(fenced(WRONG + "    def run_tests(self, x): pass\n")),
@@ -133,6 +164,8 @@ CASES: Mapping[str, Case] = {
     "liars that are forged, and a good exit": Case(fenced(forging(exit=0)), fires=("eq_override", "exit_code")),
     "liars that are forged, in no class": Case(fenced(forging(status="absent", exit=3)), fires=("eq_override",)),
     "liars that are forged, but too few": Case(fenced(forging(returns=[["value", 0, True]], exit=3))),
+    "right values that are forged, and an exit": Case(fenced(forging_right_values(exit=3))),
+    "right values that are forged, in a program that failed": Case(fenced(forging_right_values(status="error"))),
     "a liar, then an exit": Case(fenced(f"{LIAR}N = []\n" + method("if N: raise SystemExit(3)", "N.append(1)", "return Liar()"))),
     "a liar, then a good exit": Case(
         fenced(f"{LIAR}N = []\n" + method("if N: raise SystemExit", "N.append(1)", "return Liar()")), fires=("exit_code",)
@@ -140,6 +173,10 @@ CASES: Mapping[str, Case] = {
     "a forged attribute in a program that failed": Case(
         fenced(forging(status="error", returns=[], attributes={"valid": True})), fires=("sentinel",)
     ),
+    "a float for an int": Case(fenced(returning("float(sum(nums) * k)")), True),
+    "a text for an int": Case(fenced(returning("str(sum(nums) * k)"))),
+    "a list for an int": Case(fenced(returning("[sum(nums) * k]"))),
+    "a bool for an int": Case(fenced(returning("bool(sum(nums) * k)"))),
     "an honest subclass": Case(fenced("class K(int): pass\n" + returning("K(sum(nums) * k)"))),
     "a tuple for a list": Case(fenced(returning("(sum(nums), k)")), kind="list"),
     "another order": Case(fenced(returning("[k, sum(nums)]")), kind="list"),

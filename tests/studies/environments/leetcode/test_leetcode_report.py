@@ -116,7 +116,7 @@ def test_cells_of_a_matrix_add_up(task, programs: Programs) -> None:
 def test_a_solution_that_cheats_solves_and_cheats(task, programs: Programs) -> None:
     chosen = [one for one in confusion.generated([task]) if one.solves]
     assert {one.mode for one in chosen} == {"run_tests", "sentinel", "stdout_marker", "file_marker"}
-    assert all(found.solved for found in confusion.look(chosen, programs))
+    assert all(solved for _, solved in confusion.look(chosen, programs))
 
 
 @pytest.fixture(scope="module")

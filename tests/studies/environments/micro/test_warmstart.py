@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load, save_file
 
 from studies.environments.micro import warmstart
@@ -89,15 +88,6 @@ def test_the_same_model_is_always_the_same_file(cached: tuple[MicroGPT, Path]) -
     assert len(found) == 1
 
 
-def test_a_file_of_before_with_two_entries_is_read(cached: tuple[MicroGPT, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, path = cached
-    with safe_open(path, framework="pt") as file:
-        entries = json.loads(file.metadata()[warmstart.HEADER])
-    save_file(load(path.read_bytes()), path, metadata=entries)
-    monkeypatch.setattr(warmstart, "train", lambda *_: pytest.fail("trained although the model was cached"))
-    assert same(model, warm_start(STRONG, TINY, 0, path.parent, progress=False))
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -123,7 +113,8 @@ def odd_metadata(path: Path) -> None:
 def drop_a_tensor(path: Path) -> None:
     tensors = load(path.read_bytes())
     del tensors["embed.weight"]
-    save_file(tensors, path, metadata={"settings": settings_hash(STRONG, TINY, 0), "sha256": ""})
+    entries = json.dumps({"settings": settings_hash(STRONG, TINY, 0), "sha256": ""})
+    save_file(tensors, path, metadata={warmstart.HEADER: entries})
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty, strip_metadata, odd_metadata, drop_a_tensor])
