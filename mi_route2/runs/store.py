@@ -299,7 +299,7 @@ class RunStore:
         with self._lock:
             self._demand_written(writer)
             self._demand_room(writer, waiting)
-            self._memory.take(writer, nbytes)
+            self._memory.take(writer, writer.run, nbytes)
             if self._disk is None:
                 self._evict()
                 return self._limit(), True
@@ -334,7 +334,7 @@ class RunStore:
     def _through(self, writer: Writer) -> None:
         if self._writing.get(writer.run) is writer:
             del self._writing[writer.run]
-        self._memory.take(writer, 0)
+        self._memory.take(writer, writer.run, 0)
 
     def _demand_written(self, writer: Writer) -> None:
         if self._writing.get(writer.run) is not writer:
