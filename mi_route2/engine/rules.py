@@ -391,7 +391,7 @@ class RuleBook:
                 del latches[key]
                 self.lapsed += 1
         if not latches:
-            del self._latches[conversation]
+            del self._latches[conversation], self._whose[conversation]
         return [latch.rule for latch in latches.values()]
 
     def withdraw(self, requests: Set[int]) -> None:
@@ -402,7 +402,7 @@ class RuleBook:
                     del latches[key]
                 latch.requests.difference_update(requests)
             if not latches:
-                del self._latches[conversation]
+                del self._latches[conversation], self._whose[conversation]
 
     def _latch(self, run: Run, rule: Rule, request: int) -> None:
         """Make ``rule`` hold in the conversation of ``run``, evicting the least recently used conversation if needed."""

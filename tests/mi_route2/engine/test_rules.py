@@ -173,6 +173,19 @@ def test_a_name_that_changed_its_vector_lapses_and_is_never_swapped(host):
     assert all(same(run(host, [], book=book, state=state, conversation="c"), by_state(host, [None] * 5, [0.5] * 5)))
 
 
+def test_conversations_whose_rules_have_lapsed_leave_nothing_behind(host):
+    book, state = RuleBook(), new_state()
+    for i in range(20):
+        state.register("calm", V)
+        run(host, [named("rest_of_conversation")], 1, book, state=state, conversation=f"c{i}")
+        state.register("calm", W)
+        run(host, [], 1, book, state=state, conversation=f"c{i}")
+    run(host, [rule("rest_of_conversation", {"attenuate": 0.5})], 1, book, state=state, conversation="withdrawn")
+    book.withdraw(set(state.requests))
+    assert (book.lapsed, book.snapshot()["conversations"]) == (20, 0)
+    assert not book._whose
+
+
 def lasting(first: int, count: int, when: object = "always") -> tuple[Rule, ...]:
     """Different rules for the rest of a conversation."""
     factors = [1 - 1e-3 * i for i in range(first, first + count)]
