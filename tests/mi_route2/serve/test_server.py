@@ -495,6 +495,8 @@ def test_a_sweep_over_http_is_the_sweep_of_the_process(alice: PatchStudy) -> Non
     whole = alice._call("POST", "/v1/patch_sweep", {"clean": PROMPT, "corrupt": OTHER, **given})
     assert whole["grid"]["values"] == found.values.tolist()
     assert whole["summary"]["top"][0]["value"] == found.top(1)[0].value
+    for positions in ([2, " sub"], torch.tensor([2, 5]), np.array([5, 2])):
+        assert alice.sweep(PROMPT, OTHER, " +", " *", positions=positions).positions == (2, 5)
     some = alice.sweep(PROMPT, OTHER, " +", " *", positions=[2, " sub"])
     assert some.positions == (2, 5)
 
