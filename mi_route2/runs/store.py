@@ -201,6 +201,12 @@ class RunStore:
             self._demand_open()
             return list(self._disk.runs() if self._disk else self._memory)
 
+    def __contains__(self, run: str) -> bool:
+        """Return whether a finished run has this id, without a list of all."""
+        with self._lock:
+            self._demand_open()
+            return self._about(run) is not None
+
     def stats(self) -> Stats:
         """Return sizes and counts."""
         with self._lock:

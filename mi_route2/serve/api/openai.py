@@ -264,7 +264,7 @@ def refuse_runs(body: Generation, count: int, server: Server, client: Client) ->
         return
     if count > 1:
         raise ApiError(400, f"{count} completions cannot write one run: ask for one", param="run")
-    if body.run in server.runs(client) or server.names(client).inside(body.run) in server.writing:
+    if (name := server.names(client).inside(body.run)) in server.store or name in server.writing:
         raise _exists(body.run)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event, current_thread
@@ -347,6 +348,22 @@ def test_without_a_number_an_eighth_of_the_free_memory_is_for_keys_and_values() 
         given = small.server.owner._engine._residents.slot_bytes
     assert given is not None
     assert 256 << 20 <= given <= 8 << 30
+
+
+def test_an_error_names_some_of_many_runs(server: Running, alice: PatchStudy) -> None:
+    prefix = server.server.names(Keys(KEYS).client(f"Bearer {ALICE}")).prefix
+    for i in range(30):
+        with server.server.store.writing(f"{prefix}r{i:02d}", weights="w"):
+            pass
+    try:
+        for function in (partial(alice.values, "x", SITE), partial(alice.drop, "x")):
+            told = str(refusal(function))
+            assert told.startswith("you have no run 'x'; there are: r00, r01, ")
+            assert told.endswith(", r19 and 10 more")
+        assert len(alice.runs()) == 30
+    finally:
+        for run in alice.runs():
+            alice.drop(run)
 
 
 def test_a_run_larger_than_the_store_is_an_error_with_the_sizes() -> None:
