@@ -656,7 +656,7 @@ def test_a_request_that_cannot_be_steered_as_it_asks_is_refused_whole(model, spe
 
 
 def test_what_a_monitor_adds_is_summed_once_however_often_it_is_checked(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One body may bring 2,000 such vectors for each of 64 requests, which are all admitted within one step."""
+    """A request may bring 2,000 such vectors, and many requests may be admitted within one step."""
     state, values, calls = model.state(), Steer.values, list[Steer]()
 
     def counted(entry: Steer) -> Tensor:
