@@ -241,7 +241,10 @@ class View:
 
 @dataclass
 class Acts:
-    """The interventions that acted on a sequence, by position: steering from a position on, and patches at single positions."""
+    """The interventions that acted on a sequence, by position: steering from a position on, and patches at single positions.
+
+    Both are in order of position.
+    """
 
     starts: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
@@ -265,7 +268,8 @@ class Acts:
                 fragments.append(
                     b"s%d:" % (max(self.starts[i], start) - start) + b"%d:" % (min(ends, stop) - start) + self.digests[i]
                 )
-        fragments += [b"p%d:" % (position - start) + digest for position, digest in self.patches if start <= position < stop]
+        few = self.patches[bisect_left(self.patches, (start,)) : bisect_left(self.patches, (stop,))]
+        fragments += [b"p%d:" % (position - start) + digest for position, digest in few]
         return b"|".join(fragments)
 
 

@@ -639,7 +639,7 @@ class Engine:
             raise ValueError(f"run {request.run!r} would be empty: the request captures nothing")
         if any(one.request.run == request.run for one in self._sequences.values()):
             raise ValueError(f"another request of the engine already writes run {request.run!r}: use another name")
-        if request.run in store.runs():
+        if request.run in store:
             raise ValueError(f"there is already a run {request.run!r}: drop it first, or use another name")
 
     def _seeded(self, sampling: Sampling) -> Sampling:

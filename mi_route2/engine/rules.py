@@ -5,6 +5,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
 from typing import Annotated, Any, Literal, get_args
 
@@ -16,9 +17,9 @@ from mi_route2.validation import NonNegative, Probability, validated
 
 Scope = Literal["this_token", "next_step", "rest_of_request", "rest_of_conversation"]
 SCOPES = get_args(Scope)
-RULES, SWITCHED = 16, 3
-"""Maximum rules per request, and maximum rules that may add vectors between steps: each subset of the latter needs a steering row.
-"""
+RULES, SWITCHED, ADDED = 16, 3, 256
+"""Maximum rules per request; maximum rules that may add vectors between steps, because each subset of them needs a steering row;
+and maximum vectors of all rules that are read from plain data, each of which is summed for each subset."""
 _FIELDS = {
     "a rule": ("when", "scope", "apply"),
     "a probe": ("site", "vector", "threshold", "sharpness"),
@@ -63,8 +64,18 @@ class Rule:
         if self.when is not None and self.scope == "this_token":
             self.monitor("")
 
+    @cached_property
+    def _monitors(self) -> dict[str, Monitor]:
+        """Monitors by name, one for all checks and admissions, because each sums its vectors."""
+        return {}
+
     def monitor(self, name: str) -> Monitor:
         """Return the monitor of this rule; with scope ``this_token`` it also acts. ``ValueError`` for a site before the probe's."""
+        if name not in self._monitors:
+            self._monitors[name] = self._monitor(name)
+        return self._monitors[name]
+
+    def _monitor(self, name: str) -> Monitor:
         assert self.when is not None
         probe = (self.when.site, self.when.vector, self.when.threshold, self.when.sharpness)
         if self.scope != "this_token":
@@ -113,8 +124,16 @@ def parse_rules(data: object) -> tuple[Rule, ...]:
         except (ValueError, KeyError, TypeError) as error:
             reason = error.args[0] if isinstance(error, KeyError) and error.args else error
             raise ValueError(f"steering rule {number}: {reason}") from error
+    _refuse_added(sum(len(rule.add) for rule in rules))
     refuse_rules(rules)
     return tuple(rules)
+
+
+def _refuse_added(count: int) -> None:
+    if count > ADDED:
+        raise ValueError(
+            f"rules that add {count} vectors are too many: those of a request may add {ADDED}, so sum those of one site"
+        )
 
 
 def _refuse_many(rules: Sequence[object]) -> None:
@@ -153,6 +172,7 @@ def _rule(data: object) -> Rule:
         return Rule(fields["scope"], probe, attenuate=apply["attenuate"])
     if not isinstance(apply["add"], Sequence) or isinstance(apply["add"], str) or not apply["add"]:
         raise ValueError("add is a list of at least one object with site, vector and scale")
+    _refuse_added(len(apply["add"]))
     entries = [_object("an added vector", entry) for entry in apply["add"]]
     return Rule(fields["scope"], probe, tuple(Steer(_site(e), _vector(e), e.get("scale", 1.0)) for e in entries))
 
@@ -391,7 +411,7 @@ class RuleBook:
                 del latches[key]
                 self.lapsed += 1
         if not latches:
-            del self._latches[conversation]
+            del self._latches[conversation], self._whose[conversation]
         return [latch.rule for latch in latches.values()]
 
     def withdraw(self, requests: Set[int]) -> None:
@@ -402,7 +422,7 @@ class RuleBook:
                     del latches[key]
                 latch.requests.difference_update(requests)
             if not latches:
-                del self._latches[conversation]
+                del self._latches[conversation], self._whose[conversation]
 
     def _latch(self, run: Run, rule: Rule, request: int) -> None:
         """Make ``rule`` hold in the conversation of ``run``, evicting the least recently used conversation if needed."""

@@ -92,9 +92,17 @@ class Growing:
         """Return the length of the longest end of the text that begins a stop text."""
         if self.stopped:
             return 0
-        return max((n for stop in self._stop for n in range(1, len(stop)) if self._whole.endswith(stop[:n])), default=0)
+        return max((_begun(self._whole, stop) for stop in self._stop), default=0)
 
     def _give(self, withheld: int) -> str:
         new = self._whole[self._given : len(self._whole) - withheld]
         self._given += len(new)
         return new
+
+
+def _begun(text: str, stop: str) -> int:
+    """Return the length of the longest end of ``text`` that begins ``stop``; looked for where its first character is."""
+    place = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while place >= 0 and not stop.startswith(text[place:]):
+        place = text.find(stop[0], place + 1)
+    return len(text) - place if place >= 0 else 0

@@ -299,7 +299,7 @@ def preparing(
 ) -> Generator[None, None, Sweep]:
     """Run ``prepare`` as a generator that yields before each of the two runs and while it plans, so that others may go on.
 
-    ``most`` limits the cells: ``TooManyCellsError`` before anything is run for more.
+    ``most`` limits the cells, or the values that are patched together: ``TooManyCellsError`` before anything is run for more.
     """
     began, alpha = perf_counter(), float(alpha)
     if replicas < REPLICAS:
@@ -311,7 +311,7 @@ def preparing(
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
     refuse_foreign(host, question, alpha)
     chosen, running, state = choose(host, sites), forwards(host, how), ModelState(host)
-    _refuse_cells(len(chosen) * len(question.columns), most)
+    _refuse_cells(len(chosen) * len(question.sources), most)  # a cell of all positions together has as many values
     before = state.current  # of before the first pause, in which others may change the model: ``run`` then refuses to go on
     yield
     pair = yield from _recording(running, question, list(dict.fromkeys(target.site for target in chosen)))
@@ -328,7 +328,7 @@ def preparing(
 
 def _refuse_cells(count: int, most: int | None) -> None:
     if most is not None and count > most:
-        raise TooManyCellsError(f"{count} cells are more than {most}: name fewer sites or positions")
+        raise TooManyCellsError(f"{count} cells (sites times positions) are more than {most}: name fewer sites or positions")
 
 
 def _cells(

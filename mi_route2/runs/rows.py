@@ -292,7 +292,7 @@ class FinishedRun:
 
 
 class Memory:
-    """Memory tier: finished runs, and the bytes of runs that are being written. ``budget=0`` holds no finished run."""
+    """Memory tier: finished runs, and the bytes of runs that are being written, by name. ``budget=0`` holds no finished run."""
 
     def __init__(self, budget: int | None, owner: Callable[[str], str] = lambda run: ""):
         if budget is not None and budget < 0:
@@ -301,7 +301,7 @@ class Memory:
         self.nbytes, self._owner = 0, owner
         """Bytes in use, and whose a run is."""
         self._runs: OrderedDict[str, FinishedRun] = OrderedDict()
-        self._writing: dict[object, int] = {}
+        self._writing: dict[object, tuple[str, int]] = {}
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -312,11 +312,11 @@ class Memory:
     def __iter__(self) -> Iterator[str]:
         return iter(tuple(self._runs))
 
-    def take(self, writer: object, nbytes: int) -> None:
-        """Set the bytes that ``writer`` has in memory; 0 when it is done."""
-        self.nbytes += nbytes - self._writing.pop(writer, 0)
+    def take(self, writer: object, run: str, nbytes: int) -> None:
+        """Set the bytes that the ``writer`` of a run has in memory; 0 when it is done."""
+        self.nbytes += nbytes - self._writing.pop(writer, (run, 0))[1]
         if nbytes:
-            self._writing[writer] = nbytes
+            self._writing[writer] = run, nbytes
 
     def put(self, run: str, finished: FinishedRun) -> None:
         """Store a finished run."""
@@ -345,19 +345,24 @@ class Memory:
     def evict(self, leased: Callable[[str], bool]) -> dict[str, int]:
         """Evict unleased runs until the budget is met; return the evicted runs with their bytes.
 
-        Each time, the least recently used run of the owner that has most bytes goes, so that nobody loses what is within an equal
-        share.
+        Each time, the least recently used run of the owner that has most bytes goes, runs that are being written included. Nobody
+        loses what is within an equal share.
         """
         went: dict[str, int] = {}
         if self.nbytes <= self.budget:
             return went
         queues: dict[str, list[str]] = {}
-        taken = self.by_owner()
+        taken = Counter(self.by_owner())
+        for run, nbytes in self._writing.values():
+            taken[self._owner(run)] += nbytes
+        share = self.budget // max(1, len(taken))
         for run in reversed(self._runs):
             if not leased(run):
                 queues.setdefault(self._owner(run), []).append(run)
         while queues and self.nbytes > self.budget:
             most = max(queues, key=lambda owner: taken[owner])
+            if taken[most] <= share:
+                break
             run = queues[most].pop()
             if finished := self.pop(run):
                 went[run] = finished.nbytes

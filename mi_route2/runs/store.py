@@ -201,6 +201,12 @@ class RunStore:
             self._demand_open()
             return list(self._disk.runs() if self._disk else self._memory)
 
+    def __contains__(self, run: str) -> bool:
+        """Return whether a finished run has this id, without a list of all."""
+        with self._lock:
+            self._demand_open()
+            return self._about(run) is not None
+
     def stats(self) -> Stats:
         """Return sizes and counts."""
         with self._lock:
@@ -299,7 +305,7 @@ class RunStore:
         with self._lock:
             self._demand_written(writer)
             self._demand_room(writer, waiting)
-            self._memory.take(writer, nbytes)
+            self._memory.take(writer, writer.run, nbytes)
             if self._disk is None:
                 self._evict()
                 return self._limit(), True
@@ -334,7 +340,7 @@ class RunStore:
     def _through(self, writer: Writer) -> None:
         if self._writing.get(writer.run) is writer:
             del self._writing[writer.run]
-        self._memory.take(writer, 0)
+        self._memory.take(writer, writer.run, 0)
 
     def _demand_written(self, writer: Writer) -> None:
         if self._writing.get(writer.run) is not writer:

@@ -39,6 +39,7 @@ from mi_route2.serve.auth import ApiError, Client, Front, Json, Keys, answer, in
 from mi_route2.serve.models import CLOSED, Readable, Served
 from mi_route2.serve.options import Limits
 from mi_route2.serve.state import Server, TheClient, TheServer, called
+from mi_route2.sites import Site
 from mi_route2.steering.specs import TIERS, ZEROS, Vector
 
 PAGE = Path(__file__).parent / "page"
@@ -418,12 +419,24 @@ async def get_run(
         }
         if site is not None:
             parsed = site_of(site)
-            positions = server.store.positions(name, parsed)
-            rows = await asyncio.to_thread(server.store.rows, name, parsed, positions)
-            body["values"] = {"site": str(parsed), "positions": positions, "rows": packed(rows)}
+            kind, limit = info.sites.get(parsed), server.limits.capture_bytes
+            if kind is not None and kind.nbytes > limit:
+                raise ApiError(
+                    413,
+                    f"run {run!r} has {kind.nbytes:,} bytes at {parsed}, of {limit:,} that an answer may have: capture fewer "
+                    "positions into a run, or raise the server's --capture-bytes",
+                    param="site",
+                    code="too_large",
+                )
+            body["values"] = await asyncio.to_thread(_values, server.store, name, parsed)
     except (KeyError, ValueError) as error:
         raise ApiError(404, refusal(error, server.names(client).prefix).message, code="unknown_run") from error
     return Json(body)
+
+
+def _values(store: RunStore, run: str, site: Site) -> dict[str, Any]:
+    positions = store.positions(run, site)
+    return {"site": str(site), "positions": positions, "rows": packed(store.rows(run, site, positions))}
 
 
 @routes.delete("/v1/runs/{run}", tags=["runs"])

@@ -30,8 +30,8 @@ LONGEST, SHORTEST = 512, 16
 """Characters of a key."""
 LOCAL = "local"
 """Owner of everything on a server without keys."""
-BODY_SECONDS = 60.0
-"""Seconds in which a request's body must come."""
+BODY_SECONDS, PIECE = 60.0, 1 << 18
+"""Seconds in which a request's body must come, and in which a piece of an answer of so many bytes must be read."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 log = logging.getLogger("mi_route2.serve")
@@ -274,12 +274,17 @@ def _prompts(body: bytes) -> dict[str, Any]:
     return {key: given[key] for key in texts if key in given} if isinstance(given, dict) else {}
 
 
+class _UnreadError(Exception):
+    """A client does not read its answer, which takes memory as long as it waits."""
+
+
 class Front:
     """ASGI middleware in front of every route.
 
     It refuses a body above ``limit`` bytes, one of a client without a key, one that does not come, a page of another origin, and on
-    a server without keys a host name that is not this machine's (which a page of any site could point here). It writes one line of
-    the log per request, without what was sent unless the app's state says ``log_prompts``.
+    a server without keys a host name that is not this machine's (which a page of any site could point here). An answer that is not
+    read is not sent to its end. It writes one line of the log per request, without what was sent unless the app's state says
+    ``log_prompts``.
     """
 
     def __init__(self, app: ASGIApp, *, limit: int, local: bool, done: Callable[[str, int, float, str | None], None], keys: Keys):
@@ -296,20 +301,33 @@ class Front:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            await send(message)
+            body, more = message.get("body", b""), message.get("more_body", False)
+            if len(body) <= PIECE:
+                return await send(message)
+            for start in range(0, len(body), PIECE):  # in pieces, because the server waits for a reader between two messages only
+                piece, last = body[start : start + PIECE], start + PIECE >= len(body)
+                try:
+                    async with asyncio.timeout(BODY_SECONDS):
+                        await send({**message, "body": piece, "more_body": more or not last})
+                except TimeoutError as error:
+                    raise _UnreadError from error
 
         try:
             headers = Headers(scope=scope)
             self._check(headers)
-            if scope["method"] not in ("GET", "HEAD", "OPTIONS"):  # a body is only read for who has a key
+            body = b""
+            if scope["method"] not in ("GET", "HEAD", "OPTIONS"):  # these need no key, and what they bring is not read
                 self._keys.client(headers.get("authorization"))
-            body = await self._timely(self._body(headers, receive))
+                body = await self._timely(self._body(headers, receive))
         except ApiError as error:
             notes["error"] = error.reason
             await answer(error)(scope, receive, sending)
         else:
             notes.update(_prompts(body) if prompts else {})
-            await self._app(scope, self._again(body, receive), sending)
+            try:
+                await self._app(scope, self._again(body, receive), sending)
+            except _UnreadError:
+                notes["error"] = "not_read"
         finally:
             # the route's own path, so that a log and the metrics have no names of clients
             path = getattr(scope.get("route"), "path", "other")

@@ -139,7 +139,8 @@ class _Requests:
         body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "sites": _plain(named), "stream": True}
         positions = given.get("positions")
         if positions is not None:
-            body["positions"] = _plain([positions] if isinstance(positions, int | np.integer | str | Span) else list(positions))
+            single = isinstance(positions, int | np.integer | str | Span)
+            body["positions"] = _ids([positions] if single else positions if hasattr(positions, "tolist") else list(positions))
         return body | {name: _plain(value) for name, value in given.items() if name != "positions" and value is not None}
 
     @staticmethod

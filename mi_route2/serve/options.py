@@ -26,9 +26,10 @@ class Limits:
         deadline: Seconds after which a request or a sweep ends, between two of its forwards.
         max_body: Bytes of a body.
         backlog: Steps that a stream may wait for its reader.
-        store: Bytes of captured runs.
+        store: Bytes of captured runs, and of those that one key writes at once.
         prefix_bytes: Bytes of the prefix cache; 0 switches it off.
-        capture_bytes: Bytes of captured values in one answer; a captured run counts to the store instead.
+        capture_bytes: Bytes of captured values in one answer, and of its log-probabilities, readings and norms; a run that is
+            captured counts to the store instead, until its values are read.
         slot_bytes: Bytes of keys and values that running requests may reserve; if none are given, an eighth of the free memory on a
             CPU, from 256 MiB to 8 GiB, and any number elsewhere.
     """

@@ -22,8 +22,8 @@ from mi_route2.serve.owner import Owner, Stream
 from mi_route2.sites import Site
 
 T = TypeVar("T")
-QUICK = 4096
-"""Characters of a text that is encoded at once; a longer one on a thread of its own."""
+QUICK, TOLD = 4096, 20
+"""Characters of a text that is encoded at once; a longer one on a thread of its own. Names of runs in an error."""
 
 
 @dataclass
@@ -53,7 +53,8 @@ class Server:
         self.owner = Owner(engine, backlog=limits.backlog)
         self.metrics = Metrics(lambda: self.owner.snapshot, self.stored_bytes)
         self.open: dict[int, Open] = {}
-        self.writing: set[str] = set()
+        self.writing: dict[str, int] = {}
+        """Runs that are being written, and the bytes that they may take."""
         self.sweeping: dict[str, int] = {}
         self.entering = Counter[str]()
         """Requests of each key that are being submitted."""
@@ -71,13 +72,17 @@ class Server:
         """Return the ids of a prompt. A long text is read on a thread of its own, so that streams go on meanwhile."""
         if len(text) <= QUICK:
             return self.served.encode(text)
-        return await asyncio.get_running_loop().run_in_executor(self._encoding, lambda: self.served.encode(text, self._reading()))
+        return await self.elsewhere(lambda: self.served.encode(text, self._reading()))
+
+    async def elsewhere(self, function: Callable[[], T]) -> T:
+        """Return what ``function`` returns on the thread that reads long bodies, so that streams go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, function)
 
     async def chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the ids of a conversation in the model's chat template, as ``encoded`` does."""
         if sum(len(message["content"]) for message in messages) <= QUICK:
             return self.served.chat(messages)
-        return await asyncio.get_running_loop().run_in_executor(self._encoding, lambda: self.served.chat(messages, self._reading()))
+        return await self.elsewhere(lambda: self.served.chat(messages, self._reading()))
 
     def _reading(self) -> Any:
         """Return the tokenizer of the thread that reads prompts; it is copied there, which takes half a second."""
@@ -112,12 +117,13 @@ class Server:
 
     def demand_run(self, run: str, client: Client) -> None:
         """Raise ``ApiError`` 404 if the client has no such run, with the reason if it had one."""
-        names = self.runs(client)
-        if run not in names:
-            prefix = self.names(client).prefix
-            why = self.store.why_gone(prefix + run) if run else None
-            told = f"you have no run {run!r}" if why is None else why.replace(prefix, "")
-            raise ApiError(404, f"{told}; there are: {', '.join(names) or 'none'}", code="unknown_run")
+        prefix = self.names(client).prefix
+        if run and prefix + run in self.store:
+            return
+        names, why = self.runs(client), self.store.why_gone(prefix + run) if run else None
+        told = f"you have no run {run!r}" if why is None else why.replace(prefix, "")
+        some = ", ".join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")
+        raise ApiError(404, f"{told}; there are: {some or 'none'}", code="unknown_run")
 
 
 async def server_of(request: Request) -> Server:  # a dependency that is no coroutine runs in another thread

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mi_route2.sites import Site
-from mi_route2.steering.specs import Monitor, Vector, attenuate, clamp, score, squash, summed, term
+from mi_route2.steering.specs import Monitor, Vector, attenuate, clamp, score, squash, term
 from mi_route2.steering.table import Band, Rows, Table
 
 
@@ -90,7 +90,8 @@ def gated(monitor: Monitor, adapters: Iterable[Site]) -> frozenset[Site]:
 def watch_of(monitor: Monitor, name: str, rows: Rows, adapters: tuple[Site, ...]) -> Watch:
     """Compile a resolved ``monitor`` on the device of ``rows``; ``ValueError`` if a vector or a quarantine does not fit."""
     rows.demand_width(monitor.site, Vector(monitor.probe), "the probe")
-    rows.check_entries(monitor.adds)
+    rows.demand_widths(monitor.adds)
+    rows.demand_finite(monitor.sums)
     quarantined = frozenset[Site]()
     if monitor.quarantine is not None:
         there = gated(monitor, adapters)
@@ -100,7 +101,7 @@ def watch_of(monitor: Monitor, name: str, rows: Rows, adapters: tuple[Site, ...]
                 f"the monitor at {monitor.site} shall {monitor.quarantine} a quarantine that does not exist; at its site or later "
                 f"there are: {', '.join(map(str, sorted(there))) or 'none'}"
             )
-    adds = {site: values.to(rows.device, rows.kind) for site, values in summed(monitor.adds).items()}
+    adds = {site: values.to(rows.device, rows.kind) for site, values in monitor.sums.items()}
     return Watch(name, monitor, Vector(monitor.probe).data.to(rows.device, rows.kind), adds, quarantined)
 
 

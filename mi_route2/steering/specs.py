@@ -416,6 +416,11 @@ class Monitor:
         """Return whether the monitor gates the vectors that act at ``site``."""
         return self.reaches(site) if self.gates is None else site in self.gates
 
+    @cached_property
+    def sums(self) -> Mapping[Site, Tensor]:
+        """Site -> sum of what it adds, in float64; computed once, although every check and every admission reads it."""
+        return summed(self.adds)
+
     @property
     def factor(self) -> tuple[float, float]:
         """Coefficients ``(a, b)`` of the factor ``a + b * g``."""

@@ -99,17 +99,24 @@ class Rows:
     def check(self, spec: Steering) -> None:
         """Raise ``ValueError`` for a vector or a clamp that does not fit at its site."""
         for tier in TIERS:
-            self._check(spec.vectors(tier), spec.sums[tier])
+            self.demand_widths(spec.vectors(tier))
+        for tier in TIERS:  # vectors of one site cannot be added before all of them are known to fit
+            self.demand_finite(spec.sums[tier])
         for clamp in spec.clamps:
             self.demand_width(clamp.site, Vector(clamp.vector), "the clamp's direction")
 
     def check_entries(self, entries: Sequence[Steer]) -> None:
         """Raise ``ValueError`` for a vector that does not fit at its site, or a sum that is not finite in the table's dtype."""
-        self._check(entries, summed(entries))
+        self.demand_widths(entries)
+        self.demand_finite(summed(entries))
 
-    def _check(self, entries: Sequence[Steer], sums: Mapping[Site, Tensor]) -> None:
+    def demand_widths(self, entries: Sequence[Steer]) -> None:
+        """Raise ``ValueError`` for a vector that does not fit at its site."""
         for entry in entries:
             self.demand_width(entry.site, Vector(entry.vector), "the vector")
+
+    def demand_finite(self, sums: Mapping[Site, Tensor]) -> None:
+        """Raise ``ValueError`` for a sum that is not finite in the table's dtype."""
         for site, values in sums.items():
             if not bool(torch.isfinite(values.to(self.kind)).all()):
                 raise ValueError(f"the vector at {site} is beyond the range of {self.kind}: scale it down")

@@ -6,9 +6,11 @@ A whole answer and a stream are made of the same events: the same tokens, texts,
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite, prod
 from typing import Any
 
@@ -59,7 +61,9 @@ class Choice:
 
 
 NUMBER_BYTES = 40
-"""Bytes of one log-probability in an answer: its token and its number as JSON."""
+"""Bytes of one number in an answer, with the token or the site that it belongs to, as JSON."""
+QUICK_BODY = 1 << 16
+"""Bytes of a body whose interventions are made at once; those of a longer one on a thread of their own."""
 
 
 @routes.get("/v1/models", tags=["completions"])
@@ -133,20 +137,16 @@ async def _answered(
         raise ApiError(
             400, f"{len(prompts)} prompts times n = {body.n} is more than {CHOICES} completions: ask for fewer", param="n"
         )
-    numbers = (len(set(body.logprob_token_ids)) + (top or 0)) * sum(most) * body.n
-    if (need := NUMBER_BYTES * numbers) > server.limits.capture_bytes:
-        raise ApiError(
-            413,
-            f"the log-probabilities of this request may take {need:,} bytes, of {server.limits.capture_bytes:,} that an answer may "
-            "have: name fewer tokens, or ask for fewer completions",
-            param="logprob_token_ids",
-            code="too_large",
-        )
     began = time.monotonic()
     words.server, words.wants = server, top is not None
-    made = _requests(body, prompts, most, top, server, client)
-    await refuse_captures(made, server, client)
-    choices = await submitted(made, server, client)
+    if body.adapters is not None and (why := server.served.refusal(body.adapters)) is not None:
+        raise ApiError(400, why, param="adapters", code="mode_not_served")
+    refuse_runs(body, len(prompts) * body.n, server, client)
+    making = partial(_requests, body, prompts, most, top, server, client)
+    length = request.headers.get("content-length", "")
+    made = making() if length.isdigit() and int(length) <= QUICK_BODY else await server.elsewhere(making)
+    _refuse_numbers(made, server)
+    choices = await submitted(made, server, client, await refuse_captures(made, server, client))
     server.metrics.prompted.inc(sum(map(len, prompts)))
     usage = Usage(prompts, choices)
 
@@ -175,52 +175,74 @@ def _requests(
 ) -> list[tuple[int, list[int], EngineRequest]]:
     """Return the engine's request of each choice; ``ApiError`` if one cannot be made."""
     served, names = server.served, server.names(client)
-    if body.adapters is not None and (why := served.refusal(body.adapters)) is not None:
-        raise ApiError(400, why, param="adapters", code="mode_not_served")
-    refuse_runs(body, len(prompts) * body.n, server, client)
     closing = served.closing(body.adapters, server.width, server.adapter_sites)
-    made = []
     try:
-        for i, prompt in enumerate(prompts):
-            for j in range(body.n):
-                index = i * body.n + j
-                sampling = sampling_of(body, served, most[i], index, top)
-                request = request_of(
-                    body,
-                    prompt,
-                    sampling,
-                    names,
-                    owner=client.owner,
-                    salt=client.salt,
-                    closing=closing,
-                    deadline=server.limits.deadline,
-                )
-                made.append((index, prompt, request))
+        samplings = [[sampling_of(body, served, most[i], i * body.n + j, top) for j in range(body.n)] for i in range(len(prompts))]
+        # once for all choices, because a body may have thousands of patches and vectors of millions of numbers
+        shared = request_of(
+            body,
+            prompts[0],
+            samplings[0][0],
+            names,
+            owner=client.owner,
+            salt=client.salt,
+            closing=closing,
+            deadline=server.limits.deadline,
+        )
+        return [
+            (i * body.n + j, prompt, replace(shared, prompt=tuple(prompt), sampling=sampling))
+            for i, prompt in enumerate(prompts)
+            for j, sampling in enumerate(samplings[i])
+        ]
     except Exception as error:
         raise refusal(error, names.prefix) from error
-    return made
 
 
-async def refuse_captures(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> None:
-    """Raise ``ApiError`` 413 if the captured values of an answer could be larger than the limit."""
+def _refuse_numbers(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server) -> None:
+    """Raise ``ApiError`` 413 if log-probabilities, readings and norms of an answer could be larger than the limit."""
+    need: Counter[str] = Counter()
+    for _, prompt, request in made:
+        sampling, length = request.sampling, len(prompt) + request.sampling.max_new
+        need["logprob_token_ids"] += (
+            NUMBER_BYTES * (len(set(sampling.logprob_token_ids)) + (sampling.logprobs or 0)) * sampling.max_new
+        )
+        need["norms"] += sum(NUMBER_BYTES // 2 + len(str(site)) for site in set(request.norms)) * length
+        if request.readings:
+            monitors = [one.name for one in request.steering.monitors if one.name != CLOSED] if request.steering else []
+            monitors += [*server.globals.get("monitors", ()), *("rule 00" for rule in request.rules if rule.when is not None)]
+            need["readings"] += sum(2 * NUMBER_BYTES + len(name) for name in monitors) * length
+    if (total := need.total()) > (limit := server.limits.capture_bytes):
+        raise ApiError(
+            413,
+            f"the log-probabilities, readings and norms of this request may take {total:,} bytes, of {limit:,} that an answer may "
+            "have: name fewer tokens, monitors or sites, or ask for fewer completions",
+            param=max(need, key=need.__getitem__),
+            code="too_large",
+        )
+
+
+async def refuse_captures(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> int:
+    """Raise ``ApiError`` 413 if the captured values of an answer could be larger than the limit; return the bytes of a run."""
     wanted = [
         (capture, len(prompt) + request.sampling.max_new - 1, len(prompt))
         for _, prompt, request in made
-        if request.run is None
         for capture in request.capture
     ]
     if not wanted:
-        return
+        return 0
 
     def size(engine: Engine) -> int:
         total = 0
         for capture, length, prompt in wanted:
             with suppress(ValueError, KeyError):  # an unknown site, which the engine refuses
-                total += 4 * prod(engine.decoder.shape(capture.site)) * capture.selection.most(length, prompt)
+                row = prod(engine.decoder.shape(capture.site)) * engine.decoder.dtype.itemsize
+                total += row * capture.selection.most(length, prompt)
         return total
 
-    # the first shape of a site takes a forward, with hooks
-    if (need := await called(server, client, size)) > (limit := server.limits.capture_bytes):
+    need, limit = await called(server, client, size), server.limits.capture_bytes  # the first shape of a site takes a forward
+    if any(request.run is not None for *_, request in made):
+        return need
+    if need > limit:
         raise ApiError(
             413,
             f"what this request captures may take {need:,} bytes, of {limit:,} that an answer may have: name fewer sites or "
@@ -228,6 +250,7 @@ async def refuse_captures(made: Sequence[tuple[int, list[int], EngineRequest]], 
             param="capture",
             code="too_large",
         )
+    return 0
 
 
 def refuse_runs(body: Generation, count: int, server: Server, client: Client) -> None:
@@ -241,12 +264,36 @@ def refuse_runs(body: Generation, count: int, server: Server, client: Client) ->
         return
     if count > 1:
         raise ApiError(400, f"{count} completions cannot write one run: ask for one", param="run")
-    if body.run in server.runs(client) or server.names(client).inside(body.run) in server.writing:
-        raise ApiError(409, f"there is a run {body.run!r} already: delete it, or use another name", param="run", code="run_exists")
+    if (name := server.names(client).inside(body.run)) in server.store or name in server.writing:
+        raise _exists(body.run)
 
 
-async def submitted(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> list[Choice]:
-    """Submit all requests or none; ``ApiError`` if one is refused."""
+def _exists(run: str) -> ApiError:
+    return ApiError(409, f"there is a run {run!r} already: delete it, or use another name", param="run", code="run_exists")
+
+
+def _reserve(run: str, need: int, server: Server, client: Client) -> None:
+    """Count the bytes that a run may take as long as it is written; ``ApiError`` if those of the key are more than the store."""
+    prefix = server.names(client).prefix
+    if run in server.writing:
+        raise _exists(run.removeprefix(prefix))
+    need = min(need, server.limits.store)  # a run that becomes larger ends then
+    if (taken := sum(nbytes for name, nbytes in server.writing.items() if name.startswith(prefix))) + need > server.limits.store:
+        raise ApiError(
+            429,
+            f"this run may take {need:,} bytes, and those of yours that are being written {taken:,}, of {server.limits.store:,} in "
+            "the store: wait for some to end, or capture fewer positions",
+            param="run",
+            code="too_many_runs",
+            headers={"Retry-After": "1"},
+        )
+    server.writing[run] = need
+
+
+async def submitted(
+    made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client, run_bytes: int = 0
+) -> list[Choice]:
+    """Submit all requests or none; ``ApiError`` if one is refused. ``run_bytes`` are what a run that they write may take."""
     running = sum(one.owner == client.owner for one in server.open.values()) + server.entering[client.owner]
     if running + len(made) > server.per_key:
         raise ApiError(
@@ -255,9 +302,16 @@ async def submitted(made: Sequence[tuple[int, list[int], EngineRequest]], server
             code="too_many_requests",
             headers={"Retry-After": "1"},
         )
+    runs = [request.run for *_, request in made if request.run is not None]
+    for run in runs:
+        _reserve(run, run_bytes, server, client)
     server.entering[client.owner] += len(made)  # before the first await, in which other requests of the key may come
     try:
         return await _entered(made, server, client)
+    except BaseException:
+        for run in runs:
+            server.writing.pop(run, None)
+        raise
     finally:
         server.entering[client.owner] -= len(made)
 
@@ -266,15 +320,11 @@ async def _entered(made: Sequence[tuple[int, list[int], EngineRequest]], server:
     choices: list[Choice] = []
     for index, prompt, request in made:
         try:
-            if request.run is not None:
-                server.writing.add(request.run)
             stream = await server.owner.submit(request)
         except BaseException as error:
             for one in choices:
                 one.stream.cancel()
             closed(choices, server)
-            if request.run is not None:
-                server.writing.discard(request.run)
             if isinstance(error, Exception):
                 raise refusal(error, server.names(client).prefix) from error
             raise
@@ -288,7 +338,7 @@ def closed(choices: Iterable[Choice], server: Server) -> None:
     for one in choices:
         server.open.pop(one.stream.number, None)
         if one.request.run is not None:
-            server.writing.discard(one.request.run)
+            server.writing.pop(one.request.run, None)
 
 
 @asynccontextmanager
@@ -329,10 +379,10 @@ def failure(result: Result, server: Server) -> ApiError | None:
 
 
 class Usage:
-    """Tokens that were read and written; a prompt counts once for all its completions."""
+    """Tokens that were read and written; a prompt counts once for all its completions, and as cached what none of them read."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]):
-        self._prompts, self._choices = sum(map(len, prompts)), choices
+        self._prompts, self._choices, self._n = sum(map(len, prompts)), choices, len(choices) // len(prompts)
 
     @property
     def completion(self) -> int:
@@ -341,7 +391,8 @@ class Usage:
 
     def to_json(self) -> dict[str, Any]:
         """Return the usage as OpenAI's clients read it."""
-        cached = sum(one.stream.result.cached for one in self._choices if one.stream.result is not None)
+        each = [0 if one.stream.result is None else one.stream.result.cached for one in self._choices]
+        cached = sum(min(each[i : i + self._n]) for i in range(0, len(each), self._n))
         return {
             "prompt_tokens": self._prompts,
             "completion_tokens": self.completion,
@@ -381,7 +432,7 @@ class Wording:
         if not self.wants:
             return None
         texts = self.server.served.tokens([one.token for one in tokens])
-        tops = [dict(zip(self.server.served.tokens(list(one.top)), one.top.values(), strict=True)) for one in tokens]
+        tops = [list(zip(self.server.served.tokens(list(one.top)), one.top.values(), strict=True)) for one in tokens]
         if not self.chat:
             offsets = [offset]
             for text in texts:
@@ -389,16 +440,24 @@ class Wording:
             return {
                 "tokens": texts,
                 "token_logprobs": [number(one.logprob) for one in tokens],
-                "top_logprobs": [{text: number(value) for text, value in top.items()} for top in tops],
+                "top_logprobs": [_by_text(top) for top in tops],
                 "text_offset": offsets[:-1],
             }
         return {
             "content": [
-                {**_worded(text, one.logprob), "top_logprobs": [_worded(other, value) for other, value in top.items()]}
+                {**_worded(text, one.logprob), "top_logprobs": [_worded(other, value) for other, value in top]}
                 for text, one, top in zip(texts, tokens, tops, strict=True)
             ],
             "refusal": None,
         }
+
+
+def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float | None]:
+    """Return log-probabilities by text, the most likely token's if several have one text, as parts of characters have."""
+    said: dict[str, float | None] = {}
+    for text, value in top:
+        said.setdefault(text, number(value))
+    return said
 
 
 def _worded(text: str, logprob: float) -> dict[str, Any]:

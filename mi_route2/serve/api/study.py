@@ -320,7 +320,11 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
     captured = await run(clean, Sampling(max_new=1), capture=(Capture(target.site, TokenSelection(positions=places)),))
     at_site = captured.captured[target.site]
     value = dict(zip(at_site.positions, at_site.rows, strict=True))
-    patches = tuple(Patch(target.site, position, value[source], alpha) for position, source in pairs.items())
+
+    def made() -> tuple[Patch, ...]:  # one for each of what may be thousands of positions
+        return tuple(Patch(target.site, position, value[source], alpha) for position, source in pairs.items())
+
+    patches = await server.elsewhere(made)
     most = max(1, min(body.max_tokens, server.context - len(corrupt) + 1))
     top = min(TOP, server.vocabulary)
     sampling = Sampling(max_new=most, logprobs=top, stop_tokens=server.served.stop_tokens)

@@ -9,7 +9,7 @@ import torch
 from stepper import PROMPTS, Stepper, direction, new_host, new_state
 
 from mi_route2.engine.controllers import Controllers, RequestView, StepView
-from mi_route2.engine.rules import RULES, SWITCHED, Probe, Rule, RuleBook, parse_rules
+from mi_route2.engine.rules import ADDED, RULES, SWITCHED, Probe, Rule, RuleBook, parse_rules
 from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
@@ -171,6 +171,40 @@ def test_a_name_that_changed_its_vector_lapses_and_is_never_swapped(host):
     assert book.lapsed == 1
     state.register("calm", V)
     assert all(same(run(host, [], book=book, state=state, conversation="c"), by_state(host, [None] * 5, [0.5] * 5)))
+
+
+def test_what_a_rule_adds_is_bounded_and_summed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = {"add": ADD["add"] * (ADDED + 1)}
+    with pytest.raises(ValueError, match=f"steering rule 0: rules that add {ADDED + 1} vectors are too many"):
+        parse_rules([rule("this_token", many, probe())])
+    half = {"add": ADD["add"] * (ADDED // 2)}
+    assert len(parse_rules([rule("rest_of_request", half)] * 2)) == 2
+    with pytest.raises(ValueError, match=f"^rules that add {ADDED + 1} vectors are too many: those of a request may add {ADDED}"):
+        parse_rules([*[rule("rest_of_request", half)] * 2, rule("rest_of_request")])
+    (one,) = parse_rules([rule("this_token", {"add": many["add"][:10]}, probe())])
+    book, state, values, calls = RuleBook(), new_state(), Steer.values, list[Steer]()
+
+    def counted(entry: Steer) -> torch.Tensor:
+        calls.append(entry)
+        return values(entry)
+
+    monkeypatch.setattr(Steer, "values", counted)
+    book.check(state, (one,), None, None)
+    book.admit(state, 0, (one,))
+    assert len(calls) == 10
+
+
+def test_conversations_whose_rules_have_lapsed_leave_nothing_behind(host):
+    book, state = RuleBook(), new_state()
+    for i in range(20):
+        state.register("calm", V)
+        run(host, [named("rest_of_conversation")], 1, book, state=state, conversation=f"c{i}")
+        state.register("calm", W)
+        run(host, [], 1, book, state=state, conversation=f"c{i}")
+    run(host, [rule("rest_of_conversation", {"attenuate": 0.5})], 1, book, state=state, conversation="withdrawn")
+    book.withdraw(set(state.requests))
+    assert (book.lapsed, book.snapshot()["conversations"]) == (20, 0)
+    assert not book._whose
 
 
 def lasting(first: int, count: int, when: object = "always") -> tuple[Rule, ...]:

@@ -553,6 +553,20 @@ def test_who_has_most_loses_first_and_an_equal_share_is_safe(opened: Opened) -> 
     assert sorted({run.partition("/")[0] for run in store.runs()}) == ["alice", "bob", "carol"]
 
 
+def test_what_an_owner_writes_evicts_its_own_runs_and_none_within_anothers_share(opened: Opened) -> None:
+    store = opened(budget=100_000, owner=lambda run: run.partition("/")[0])
+    for run, rows in (("alice/mine", 100), ("bob/old", 40)):
+        with store.writing(run, weights="w") as writer:
+            writer.append(MID, range(rows), torch.zeros(rows, 100))  # 40 kB and 16 kB
+    writer = store.writing("bob/new", weights="w")
+    for i in range(9):
+        writer.append(MID, range(25 * i, 25 * i + 25), torch.zeros(25, 100))
+    assert store.runs() == ["alice/mine"]
+    writer.close()
+    assert store.runs() == ["alice/mine"]  # both together are more than the store, and bob has most
+    assert store.stats().memory_bytes <= 100_000
+
+
 def test_a_run_that_left_memory_is_read_from_the_disk(tmp_path: Path, opened: Opened) -> None:
     store = opened(6000, tmp_path)
     rows = {run: drawn(100, 10, seed=ord(run)) for run in "abc"}

@@ -353,6 +353,42 @@ def test_a_deadline_ends_a_request_with_a_sentence(client: openai.OpenAI) -> Non
         client.completions.create(model="micro", prompt=PROMPT, max_tokens=500, extra_body={"deadline": 0.02, "ignore_eos": True})
 
 
+def test_tokens_of_one_text_are_all_told_and_the_text_has_the_likeliest_ones_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of characters have one text in common, and so do these tokens."""
+    served = random_micro(context=512)
+    decode = served.tokenizer.decode
+    monkeypatch.setattr(
+        served.tokenizer, "decode", lambda ids, **given: decode(ids, **given) and "?" if len(ids) == 1 else decode(ids)
+    )
+    engine = Engine(random_micro(context=512).host)
+    (result,) = engine.generate([Request(ids(), Sampling(max_new=3, logprobs=4))])
+    tops = [list(token.top.values()) for token in result.tokens]
+    with running(served) as server:
+        body = {"prompt": list(ids()), "max_tokens": 3, "temperature": 0, "logprobs": 4, "ignore_eos": True}
+        whole = server.http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+        messages = [{"role": "user", "content": PROMPT}]
+        body = {"messages": messages, "max_tokens": 3, "temperature": 0, "logprobs": True, "top_logprobs": 4, "ignore_eos": True}
+        chat = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+    assert [list(top) for top in whole["top_logprobs"]] == [["?"]] * 3
+    assert [top["?"] for top in whole["top_logprobs"]] == pytest.approx([top[0] for top in tops], abs=1e-5)
+    assert [len(one["top_logprobs"]) for one in chat] == [4] * 3
+    for one in chat:
+        values = [other["logprob"] for other in one["top_logprobs"]]
+        assert values == sorted(values, reverse=True)
+        assert values[0] == one["logprob"]
+
+
+def test_no_more_of_a_prompt_is_cached_than_it_has(client: openai.OpenAI) -> None:
+    prompt = list(ids()) * 4
+    for _ in range(2):
+        usage = client.completions.create(model="micro", prompt=[prompt, prompt[::-1]], n=3, max_tokens=1, temperature=0).usage
+        assert usage is not None
+        assert usage.prompt_tokens == 2 * len(prompt)
+        assert usage.prompt_tokens_details is not None if hasattr(usage, "prompt_tokens_details") else True
+        raw = usage.model_dump()["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < raw < 2 * len(prompt)
+
+
 def test_numbers_travel_without_loss() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         value = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(dtype)

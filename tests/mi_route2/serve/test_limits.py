@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from mi_route2.serve import app, auth
+from mi_route2.serve.api import schema
+from mi_route2.serve.api.schema import patch_of
 from mi_route2.serve.auth import Keys
 from mi_route2.serve.client import PatchStudy, ServerError
 from mi_route2.serve.options import Limits
@@ -290,7 +293,7 @@ def test_one_wrong_number_in_each_of_many_vectors_is_one_fault(server: Running) 
             "completions",
             {"prompt": PROMPT, "max_tokens": 400, "n": 64, "logprob_token_ids": list(range(200)) * 16},
             413,
-            "the log-probabilities of this request may take",
+            "the log-probabilities, readings and norms of this request may take",
         ),
         ("completions", {"prompt": [PROMPT * 100, PROMPT * 3000], "max_tokens": 1}, 400, "tokens, but the context has 512"),
         (
@@ -305,6 +308,92 @@ def test_what_is_too_much_is_refused_before_it_is_made(server: Running, path: st
     response = server.http.post(f"/v1/{path}", json=body, headers={"Authorization": f"Bearer {ALICE}"})
     assert response.status_code == status
     assert said in response.json()["error"]["message"]
+
+
+def test_readings_and_norms_that_would_make_a_large_answer_are_refused_before_they_run() -> None:
+    length = len(random_micro().encode(PROMPT)) + 8
+    monitor = {"site": SITE, "probe": "probe", "name": "watch", "gates": []}
+    rule = {"when": {"probe": {"site": SITE, "vector": "probe"}}, "scope": "next_step", "apply": {"attenuate": 0.5}}
+    with running(random_micro(context=512), limits=Limits(capture_bytes=100 * length)) as small, PatchStudy(small.url) as study:
+        study.steer(name="watched", monitors=[monitor])
+        for one in ({"monitors": [monitor]}, {"hold": "watched"}, {"steering": [rule]}):
+            assert study.complete(PROMPT, max_tokens=8, readings=True, **one)["choices"]
+            large = refusal(study.complete, PROMPT, max_tokens=8, readings=True, n=2, **one)
+            assert (large.status, large.code, large.param) == (413, "too_large", "readings")
+        assert study.complete(PROMPT, max_tokens=8, norms=[SITE, SITE])["choices"]
+        large = refusal(study.complete, PROMPT, max_tokens=8, norms=[SITE, "blocks.0.resid_pre", "blocks.0.resid_post"])
+        assert (large.status, large.param, "norms of this request may take" in str(large)) == (413, "norms", True)
+        study.steer(scope="global", monitors=[{**monitor, "name": "of all"}])
+        assert refusal(study.complete, PROMPT, max_tokens=8, readings=True, monitors=[monitor]).status == 413
+
+
+def test_interventions_are_made_once_for_all_choices_and_those_of_a_long_body_on_another_thread(
+    server: Running, alice: PatchStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[str]()
+
+    def noted(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return patch_of(*given)
+
+    monkeypatch.setattr(schema, "patch_of", noted)
+    prompt = random_micro().encode(PROMPT)
+    few = [{"site": SITE, "position": i, "source": "push"} for i in range(4)]
+    many = [{"site": SITE, "position": i, "source": [0.123456789] * 16} for i in range(400)]
+    for patches, long in ((few, False), (many, True)):
+        prompts = [prompt, prompt[::-1]] if not long else [(prompt * 60)[:450]]
+        threads.clear()
+        body = {"prompt": prompts, "max_tokens": 3, "n": 2, "patch": patches, "seed": 5, "logprobs": 0}
+        together = alice._call("POST", "/v1/completions", body)["choices"]
+        assert len(threads) == len(patches)
+        assert {name.startswith("prompts") for name in threads} == {long}
+        for i, one in enumerate(prompts):
+            alone = alice.complete(one, max_tokens=3, patch=patches, seed=5 + 2 * i, logprobs=0)["choices"][0]
+            assert together[2 * i]["mi_route2"]["token_ids"] == alone["mi_route2"]["token_ids"]
+            given = together[2 * i]["logprobs"]["token_logprobs"]
+            assert given == pytest.approx(alone["logprobs"]["token_logprobs"], abs=1e-5)
+
+
+def test_values_of_a_run_that_would_make_a_large_answer_are_refused() -> None:
+    with running(random_micro(context=512), limits=Limits(capture_bytes=16 * 4 * 40)) as small, PatchStudy(small.url) as study:
+        length = len(random_micro().encode(PROMPT))
+        for run, more in (("fits", 0), ("large", 1)):
+            study.complete(PROMPT, max_tokens=41 - length + more, capture=[SITE], run=run, ignore_eos=True)
+        assert study.values("fits", SITE)[1].shape == (40, 16)
+        large = refusal(study.values, "large", SITE)
+        assert (large.status, large.code, large.param) == (413, "too_large", "site")
+        assert "has 2,624 bytes at blocks.1.resid_pre, of 2,560 that an answer may have" in str(large)
+        assert study._call("GET", "/v1/runs/large")["bytes"] == 2624
+
+
+def test_runs_that_a_key_writes_at_once_take_no_more_than_the_store(server: Running) -> None:
+    length = len(random_micro().encode(PROMPT))
+    body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "capture": [SITE], "stream": True}
+    each = (length + 299) * 16 * 4
+    keys, limits = Keys([(ALICE, False), (BOB, False)]), Limits(store=2 * each)
+    headers = {key: {"Authorization": f"Bearer {key}"} for key in (ALICE, BOB)}
+    with running(random_micro(context=512), keys=keys, limits=limits) as small, unhurried(small):
+        with httpx.Client(base_url=small.url, timeout=60) as http, ExitStack() as streams:
+            for key, run, status in ((ALICE, "a", 200), (ALICE, "a", 409), (ALICE, "b", 200), (ALICE, "c", 429), (BOB, "a", 200)):
+                given = http.stream("POST", "/v1/completions", json={**body, "run": run}, headers=headers[key])
+                response = streams.enter_context(given)
+                assert response.status_code == status, (key, run)
+                if status == 429:
+                    assert response.headers["Retry-After"] == "1"
+                    told = json.loads(response.read())["error"]["message"]
+                    assert f"this run may take {each:,} bytes, and those of yours that are being written {2 * each:,}" in told
+        until = time.monotonic() + 10
+        while small.server.writing:  # who goes away gives them back
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+def test_a_sweep_of_all_positions_together_counts_their_values() -> None:
+    with running(random_micro(context=512), limits=Limits(cells=60)) as small, PatchStudy(small.url) as study:
+        length = len(random_micro().encode(PROMPT))
+        assert study.sweep(PROMPT, OTHER, " +", " *", sites=["resid_pre"], together=True).values.shape == (2, 1)
+        large = refusal(study.sweep, PROMPT, OTHER, " +", " *", sites=["resid_pre", "z", "q", "k", "v", "mlp_in"], together=True)
+        assert (large.status, f"{12 * length} cells" in str(large)) == (413, True)
 
 
 def test_numbers_in_configurations_count_and_sets_that_come_together_too(
@@ -329,17 +418,52 @@ def test_numbers_in_configurations_count_and_sets_that_come_together_too(
 
 
 def test_a_body_is_read_for_a_known_key_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_line(key: str) -> bytes:
+    def first_line(key: str, what: str = "POST /v1/completions") -> bytes:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=20) as connection:
             fields = (f"Host: {host}:{port}", f"Authorization: Bearer {key}", "Content-Length: 1000")
-            head = "\r\n".join(("POST /v1/completions HTTP/1.1", *fields, "", ""))
+            head = "\r\n".join((f"{what} HTTP/1.1", *fields, "", ""))
             connection.sendall(head.encode() + b"{")  # and no more of it
             return connection.recv(100).split(b"\r\n")[0]
 
     assert b" 401 " in first_line("somebody-without-a-key")
     monkeypatch.setattr(auth, "BODY_SECONDS", 0.2)
     assert b" 408 " in first_line(ALICE)
+    assert b" 200 " in first_line("somebody-without-a-key", "GET /health")  # its body is not waited for
+
+
+def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_late_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "BODY_SECONDS", 1.5)
+    sites = [
+        f"blocks.{layer}.{point}" for layer in (0, 1) for point in ("resid_pre", "attn_in", "resid_mid", "mlp_in", "resid_post")
+    ]
+    body = json.dumps({"prompt": [1] * 500, "n": 32, "max_tokens": 1, "temperature": 0, "capture": sites}).encode()
+
+    def answered(served: Running, seconds: float) -> tuple[int, int]:
+        """Return the bytes that were announced and those that came, if nothing is read in the first ``seconds``."""
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            connection.settimeout(60)
+            connection.connect((host, int(port)))
+            fields = (f"Host: {host}:{port}", "Content-Type: application/json", "Connection: close", f"Content-Length: {len(body)}")
+            connection.sendall("\r\n".join(("POST /v1/completions HTTP/1.1", *fields, "", "")).encode() + body)
+            begin = connection.recv(4096, socket.MSG_PEEK)
+            time.sleep(seconds)
+            whole = bytearray()
+            while piece := connection.recv(1 << 20):
+                whole += piece
+        head, _, rest = bytes(whole).partition(b"\r\n\r\n")
+        assert begin[:15] == head[:15] == b"HTTP/1.1 200 OK"
+        return int(head.lower().partition(b"content-length: ")[2].split()[0]), len(rest)
+
+    with running(random_micro(context=512)) as small:
+        announced, came = answered(small, 0)
+        assert came == announced > 10_000_000
+        announced, came = answered(small, 4)
+        assert came < announced
+        told = small.http.get("/metrics").text
+    assert 'mi_route2_errors_total{path="/v1/completions",reason="not_read"} 1.0' in told
 
 
 def test_a_long_text_is_encoded_elsewhere_and_alike(server: Running) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event, current_thread
@@ -349,6 +350,22 @@ def test_without_a_number_an_eighth_of_the_free_memory_is_for_keys_and_values() 
     assert 256 << 20 <= given <= 8 << 30
 
 
+def test_an_error_names_some_of_many_runs(server: Running, alice: PatchStudy) -> None:
+    prefix = server.server.names(Keys(KEYS).client(f"Bearer {ALICE}")).prefix
+    for i in range(30):
+        with server.server.store.writing(f"{prefix}r{i:02d}", weights="w"):
+            pass
+    try:
+        for function in (partial(alice.values, "x", SITE), partial(alice.drop, "x")):
+            told = str(refusal(function))
+            assert told.startswith("you have no run 'x'; there are: r00, r01, ")
+            assert told.endswith(", r19 and 10 more")
+        assert len(alice.runs()) == 30
+    finally:
+        for run in alice.runs():
+            alice.drop(run)
+
+
 def test_a_run_larger_than_the_store_is_an_error_with_the_sizes() -> None:
     with running(random_micro(context=512), limits=Limits(store=20_000)) as small:
         given = {"prompt": PROMPT, "capture": [{"site": SITE, "part": "all"}], "ignore_eos": True}
@@ -495,6 +512,8 @@ def test_a_sweep_over_http_is_the_sweep_of_the_process(alice: PatchStudy) -> Non
     whole = alice._call("POST", "/v1/patch_sweep", {"clean": PROMPT, "corrupt": OTHER, **given})
     assert whole["grid"]["values"] == found.values.tolist()
     assert whole["summary"]["top"][0]["value"] == found.top(1)[0].value
+    for positions in ([2, " sub"], torch.tensor([2, 5]), np.array([5, 2])):
+        assert alice.sweep(PROMPT, OTHER, " +", " *", positions=positions).positions == (2, 5)
     some = alice.sweep(PROMPT, OTHER, " +", " *", positions=[2, " sub"])
     assert some.positions == (2, 5)
 

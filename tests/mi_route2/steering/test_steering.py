@@ -630,6 +630,8 @@ def test_what_was_left_out_is_an_error(model):
     ("spec", "says"),
     [
         (Steering(base=(Steer(MID, [1.0]),)), "has 1 numbers, but the site has 16"),
+        (Steering(base=(Steer(MID, [1.0] * 16), Steer(MID, [1.0] * 15))), "has 15 numbers, but the site has 16"),
+        (Steering(base=(Steer(MID, [1.0] * 16),), decode=(Steer(LATE, [1.0] * 2), Steer(LATE, [1.0] * 3))), "has 2 numbers"),
         (Steering(base=(Steer(MID, "v"),)), "no vector is registered as 'v'"),
         (Steering(base=(Steer(MID, [3e38] * 16, 10.0),)), "beyond the range of torch.float32"),
         (Steering(base=(Steer(MID, torch.ones(4, 4)),)), r"has the shape \[4, 4\], but the site has \[16\]: give it so, or flat"),
@@ -638,6 +640,7 @@ def test_what_was_left_out_is_an_error(model):
         (Steering(clamps=(Clamp(MID, [1.0], value=1),)), "the clamp's direction at"),
         (Steering(monitors=(Monitor(MID, [1.0]),)), "the probe at"),
         (Steering(monitors=(Monitor(MID, [1.0] * 16, adds=(Steer(LATE, [1.0]),)),)), "the vector at"),
+        (Steering(monitors=(Monitor(MID, [1.0] * 16, adds=(Steer(LATE, [1.0] * 16), Steer(LATE, [1.0] * 3))),)), "has 3 numbers"),
         (Steering(monitors=(Monitor(LATE, [1.0] * 16, quarantine="close"),)), "at its site or later there are: none"),
     ],
 )
@@ -650,6 +653,31 @@ def test_a_request_that_cannot_be_steered_as_it_asks_is_refused_whole(model, spe
         state.admit(0, replace(spec, decode=(*spec.decode, Steer(LATE, model.vector(LATE, 1)))))
     assert state.snapshot() == before
     assert state.requests == ()
+
+
+def test_what_a_monitor_adds_is_summed_once_however_often_it_is_checked(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may bring 2,000 such vectors, and many requests may be admitted within one step."""
+    state, values, calls = model.state(), Steer.values, list[Steer]()
+
+    def counted(entry: Steer) -> Tensor:
+        calls.append(entry)
+        return values(entry)
+
+    monkeypatch.setattr(Steer, "values", counted)
+    adds = tuple(Steer(LATE, model.vector(LATE, seed)) for seed in range(10))
+    spec = Steering(monitors=(Monitor(MID, model.vector(MID, 11), adds=adds),))
+    state.check(spec)
+    for request in range(4):
+        state.admit(request, spec)
+    assert len(calls) == len(adds)
+
+
+def test_vectors_of_unequal_lengths_at_a_site_are_refused_for_all_requests_too(model: Model) -> None:
+    state, entries = model.state(), (Steer(MID, [1.0] * 16), Steer(MID, [1.0] * 15))
+    for change in (partial(state.set_global, "base"), state.set_tier):
+        with pytest.raises(ValueError, match="has 15 numbers, but the site has 16"):
+            change(entries)
+    assert not state.sites()
 
 
 def test_a_vector_may_be_by_head_flat_or_one_row(model: Model) -> None:
