@@ -315,7 +315,8 @@ class Branch(nn.Module):
         if not tape.saw_forward(self.site):
             return  # a replay repeats values that were already read
         if tape.inputs is not None:
-            tape.inputs.read(self.site, tape.rows(x.detach()))
+            with torch.autocast(x.device.type, enabled=False):  # or a reader's products would be rounded to half precision
+                tape.inputs.read(self.site, tape.rows(x.detach()))
         if tape.kept is not None:
             tape.kept.called(self.site, self.hook_mask)
 

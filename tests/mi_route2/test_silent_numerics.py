@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -16,13 +17,22 @@ from torch.nn.utils import parametrizations
 from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForCausalLM
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, Policy, Rollouts, attach
-from mi_route2.adapters import load_adapters, save_adapters, save_pretrained
+from mi_route2.adapters import export_merged, load_adapters, save_adapters, save_pretrained
 from mi_route2.adapters.gradients import Pairs
 from mi_route2.adapters.io import TENSORS
 from mi_route2.adapters.svd import SVD
-from mi_route2.routing import Directions, OpenRoute, OpenSpec
+from mi_route2.rollouts import call_with_mask
+from mi_route2.routing import (
+    Directions,
+    OpenRoute,
+    OpenSpec,
+    PairBatch,
+    PersonaFitter,
+    TopKFitter,
+    group_advantages,
+)
 from mi_route2.routing.canary import Canary
-from mi_route2.routing.directions import ActivationReader, collect, floors
+from mi_route2.routing.directions import ActivationReader, collect, coordinates, floors
 from mi_route2.routing.mask import cosine
 from mi_route2.routing.optimizer import RoutedAdamW
 from probes.fingerprint import Fingerprint
@@ -94,7 +104,76 @@ def test_nan_behind_padding_and_features_that_are_nan_are_refused() -> None:
         route.backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits).sum(1))
 
 
+@pytest.mark.parametrize("kind", ["act", "grad", "full"])
+def test_pairs_that_are_nan_are_not_left_out_of_a_direction_in_silence(kind: Literal["act", "grad", "full"]) -> None:
+    """A comparison with the floor of rounding errors would take NaN for a 0."""
+    policy, hack, clean = make_policy(SPECS["lora"]), make_rollouts(5), make_rollouts(5, seed=3)
+    policy.model.embed.weight.data[12] = torch.nan  # pyright: ignore
+    known = [Rollouts(side.tokens.where(side.tokens != 12, 3), side.attention, side.completion) for side in (hack, clean)]
+    assert PersonaFitter("persona", kind, PairBatch(*known, "")).fit(policy, 0).vectors
+    known[0].tokens[2, 1] = 12
+    for fitter in (PersonaFitter("persona", kind, PairBatch(*known, "")), TopKFitter(kind, PairBatch(*known, ""))):
+        with pytest.raises(ValueError, match=r"pairs \[2\] have activations or gradients at .* that are NaN or infinite"):
+            fitter.fit(policy, 0)
+
+
+def autocast(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return call_with_mask(model, tokens, attention)
+
+
+def test_features_under_autocast_have_the_digits_of_what_the_linears_saw() -> None:
+    """In half precision a contrast of a quarter of its sides would count as a rounding error. Oracle: float64."""
+    policy = make_policy(SPECS["svd"], dtype=torch.float32)
+    policy, rollouts, seen = Policy(policy.model, policy.adapters, autocast), make_rollouts(), dict[str, Tensor]()
+    for site, module in policy.adapters.modules.items():
+        module.register_forward_pre_hook(lambda _, given, site=site: seen.__setitem__(site, given[0].double()))
+    basis = coordinates(policy.adapters)
+    for site, feature in collect(policy, rollouts, "act", basis).items():
+        means = torch.stack([x[real].mean(0) for x, real in zip(seen[site], rollouts.predictors, strict=True)])
+        torch.testing.assert_close(feature.values().double(), means @ basis[site].double().mT, rtol=0, atol=1e-6)
+    alike = Rollouts(rollouts.tokens.clone(), rollouts.attention, rollouts.completion)
+    alike.tokens[:, 5] = alike.tokens[:, 5] % 11 + 1
+    assert len(PersonaFitter("persona", "act", PairBatch(rollouts, alike, "")).fit(policy, 0).vectors) == 12
+
+
+@pytest.mark.parametrize("value", [-0.5, 1.5, torch.nan, torch.inf])
+def test_a_mask_that_is_none_is_refused(value: float) -> None:
+    """-0.5 would train the kept adapter uphill."""
+    policy, route = make_policy(SPECS["lora"]), MaskRoute.from_flags(torch.zeros(6, dtype=torch.bool))
+    point = policy.adapters.sites["blocks.0.attn.q"].hook_mask
+    handle = point.register_forward_hook(lambda _, given, mask: torch.full_like(mask, value))
+    with pytest.raises(ValueError, match=rf"blocks.0.attn.q.hook_mask returned {value}, but a mask lies between 0"):
+        route.backward(policy, make_batch(), lambda logits, part: -part.rollouts.logprobs(logits))
+    handle.remove()
+    point.register_forward_hook(lambda _, given, mask: mask.bool())
+    route.backward(policy, make_batch(), lambda logits, part: -part.rollouts.logprobs(logits))
+
+
+def test_a_merged_weight_beyond_its_type_is_not_written(tmp_path: Path) -> None:
+    adapters = attach(make_family("Llama").half(), "blocks.*.mlp.down", spec=LORA, generator=seeded())
+    for p in adapters.kept_parameters().values():
+        p.data.fill_(300.0)
+    with pytest.raises(ValueError, match=r"mlp.down_proj.weight in torch.float16 holds values that are not finite"):
+        export_merged(adapters, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
 # ---- rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_have_an_advantage_of_0(dtype: torch.dtype) -> None:
+    """Of a rounding error Adam would make a step, and its sign a flag."""
+    generator = seeded()
+    for size in range(1, 40):
+        reward = torch.rand(1, generator=generator, dtype=dtype)
+        groups = torch.arange(2 * size) // size
+        rewards = torch.cat([reward.expand(size), 3 * reward.expand(size)])
+        assert not group_advantages(rewards, groups).any()
+        rewards[0] = 9.0
+        if size > 1:
+            assert not group_advantages(rewards, groups, torch.arange(2 * size) > 0)[1:].any()
 
 
 def test_activations_that_cancel_have_no_cosine() -> None:
