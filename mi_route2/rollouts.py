@@ -245,7 +245,8 @@ def packed_forward(model: nn.Module) -> Forward:
     Examples:
         >>> policy = Policy(model, adapters, forward=packed_forward(model))
     """
-    single, behind = _packed_logits(model, [4]), _packed_logits(model, [3, 4])
+    with still(model):  # dropout would tell the two apart
+        single, behind = _packed_logits(model, [4]), _packed_logits(model, [3, 4])
     tolerance = 0.0 if single is None else max(1e-4, 16 * torch.finfo(single.dtype).eps) * float(single.abs().max())
     if single is None or behind is None or not torch.allclose(behind[3:], single, rtol=0, atol=tolerance):
         raise ValueError(

@@ -314,11 +314,11 @@ class Branch(nn.Module):
         tape.packing(x)  # also without a reader, so that a wrong layout is always an error
         if not tape.saw_forward(self.site):
             return  # a replay repeats values that were already read
-        if tape.inputs is not None:
-            with torch.autocast(x.device.type, enabled=False):  # or a reader's products would be rounded to half precision
+        with torch.autocast(x.device.type, enabled=False):  # or products of features would be rounded to half precision
+            if tape.inputs is not None:
                 tape.inputs.read(self.site, tape.rows(x.detach()))
-        if tape.kept is not None:
-            tape.kept.called(self.site, self.hook_mask)
+            if tape.kept is not None:
+                tape.kept.called(self.site, self.hook_mask)
 
     def _stacks(self, tape: Tape | None) -> bool:
         """Return whether both adapters run as one: both are on and train, and nobody looks at what one of them adds."""

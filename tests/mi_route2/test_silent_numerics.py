@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForCausalLM
 
-from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, Policy, Rollouts, attach
+from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, Policy, Rollouts, attach, open_host
 from mi_route2.adapters import export_merged, load_adapters, save_adapters, save_pretrained
 from mi_route2.adapters.gradients import Pairs
 from mi_route2.adapters.io import TENSORS
 from mi_route2.adapters.svd import SVD
-from mi_route2.rollouts import call_with_mask
+from mi_route2.rollouts import call_with_mask, packed_forward
 from mi_route2.routing import (
     Directions,
     OpenRoute,
@@ -135,6 +136,27 @@ def test_features_under_autocast_have_the_digits_of_what_the_linears_saw() -> No
     alike = Rollouts(rollouts.tokens.clone(), rollouts.attention, rollouts.completion)
     alike.tokens[:, 5] = alike.tokens[:, 5] % 11 + 1
     assert len(PersonaFitter("persona", "act", PairBatch(rollouts, alike, "")).fit(policy, 0).vectors) == 12
+
+
+@pytest.mark.parametrize("unit", ["rollout", "pooled"])
+def test_scores_under_autocast_have_the_digits_of_their_features(unit: Literal["rollout", "pooled"]) -> None:
+    """Flags of a module's own are decided in the forward, and so under its autocast. Oracle: float64."""
+    policy, batch, seen = make_policy(SPECS["svd"], dtype=torch.float32), make_batch(), dict[str, Tensor]()
+    batch = replace(batch, rewards=batch.rewards.float(), advantages=batch.advantages.float())
+    route = MaskRoute.from_pairs(PairBatch(make_rollouts(5), make_rollouts(5, seed=3), ""), MaskSpec("act", unit))
+    route.refresh(policy, 0)
+    assert route.directions is not None
+    for site, module in policy.adapters.modules.items():
+        module.register_forward_pre_hook(lambda _, given, site=site: seen.__setitem__(site, given[0].detach().double()))
+    policy = Policy(policy.model, policy.adapters, autocast)
+    scores = route.backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits)).scores
+    cosines = []
+    for site, v in route.directions.vectors.items():
+        means = torch.stack([x[real].mean(0) for x, real in zip(seen[site], batch.rollouts.predictors, strict=True)])
+        features = means @ policy.adapters.sites[site].kept.Vh.double().mT  # pyright: ignore
+        cosines.append(torch.cosine_similarity(features, v.double()[None], dim=1))
+    assert scores is not None
+    torch.testing.assert_close(scores, torch.stack(cosines).mean(0), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [-0.5, 1.5, torch.nan, torch.inf])
@@ -450,6 +472,18 @@ def test_small_things_say_what_is_wrong(tmp_path: Path) -> None:
     assert torch.equal(model.inner(input=x), model.inner(x))
 
 
+def test_no_tokens_are_refused_by_a_host_and_dropout_by_no_packed_forward() -> None:
+    model = make_family("Llama").train()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3  # pyright: ignore
+    packed_forward(model)
+    assert model.training
+    for shape in ((1, 0), (0, 3)):
+        with pytest.raises(ValueError, match=r"give at least one sequence of at least one token"):
+            open_host("torch", model).logits(torch.zeros(shape, dtype=torch.long))
+
+
 def test_an_optimizer_calls_its_closure() -> None:
     p = nn.Parameter(torch.ones(3))
     optimizer = RoutedAdamW([{"params": [p]}], lr=0.1)
@@ -462,3 +496,14 @@ def test_an_optimizer_calls_its_closure() -> None:
 
     assert float(optimizer.step(closure)) == 3.0
     assert (p < 1).all()
+
+
+def test_an_unrouted_gradient_is_that_of_a_parameter_of_the_optimizer() -> None:
+    """Of a copy of the policy it would be ignored, and of another shape it would be broadcast."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = RoutedAdamW([{"params": [p]}], lr=0.1)
+    p.grad = torch.ones(3)
+    for unrouted in ({p: torch.ones(1)}, {nn.Parameter(torch.ones(3)): torch.ones(3)}):
+        with pytest.raises(ValueError, match=r"fits no parameter of this optimizer: give those of the policy's own decision"):
+            optimizer.step(unrouted=unrouted)
+    assert torch.equal(p, torch.ones(3))
