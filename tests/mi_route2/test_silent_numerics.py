@@ -12,8 +12,9 @@ import pytest
 import torch
 from families import make_family
 from mask_oracle import FixedFitter, assert_same, random_directions, run
-from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts
+from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts, named_policy
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations
 from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForCausalLM
 
@@ -36,6 +37,8 @@ from mi_route2.routing.canary import Canary
 from mi_route2.routing.directions import ActivationReader, collect, coordinates, floors
 from mi_route2.routing.mask import cosine
 from mi_route2.routing.optimizer import RoutedAdamW
+from mi_route2.vllm import VllmSampler
+from mi_route2.vllm.sampler import _logprobs
 from probes.fingerprint import Fingerprint
 
 LORA = AdapterSpec("lora", rank=2, quarantine_rank=2)
@@ -470,6 +473,50 @@ def test_small_things_say_what_is_wrong(tmp_path: Path) -> None:
     attach(model, "inner", spec=LORA, generator=seeded())
     x = torch.randn(2, 8)
     assert torch.equal(model.inner(input=x), model.inner(x))
+
+
+def test_stacked_adapters_run_one_by_one_under_a_hook_on_every_module() -> None:
+    policy, seen = named_policy("lora-stacked"), list[str]()
+    handle = register_module_forward_hook(lambda module, given, out: seen.append(type(module).__name__))
+    with policy.adapters.unrouted():
+        policy.logprobs(make_rollouts())
+        handle.remove()
+        assert seen.count("LoRA") == 24
+        policy.logprobs(make_rollouts())
+    assert seen.count("LoRA") == 24
+
+
+@pytest.mark.parametrize("how", ["merged", "folded"])
+def test_an_argument_beside_the_input_is_not_lost(how: str) -> None:
+    class Times(nn.Linear):
+        def forward(self, input: Tensor, scale: float = 1.0) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return scale * super().forward(input)
+
+    class Calling(Toy):
+        def forward(self, tokens: Tensor, **_given: object) -> Tensor:
+            return self.inner(self.embed(tokens), 2.0)
+
+    torch.manual_seed(0)
+    model, tokens = Calling(Times(8, 8)), torch.zeros(1, 2, dtype=torch.long)
+    expected = model(tokens)
+    adapters = attach(model, "inner", spec=AdapterSpec("svd", fold=how == "folded"), generator=seeded())
+    with adapters.reference():
+        assert torch.equal(model(tokens), expected)
+    with adapters.merged() if how == "merged" else adapters.full(), torch.no_grad():
+        with pytest.raises(ValueError, match="inner is called with more than its input"):
+            model(tokens)
+
+
+def test_vllm_is_asked_for_no_prompt_and_torch_drops_nothing_beside_it(tmp_path: Path) -> None:
+    model = make_family("Llama").train()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5  # pyright: ignore
+    policy = Policy(model, attach(model, "blocks.*", spec=LORA, generator=seeded()))
+    found = [_logprobs(policy, [3, 4, 5], [6, 7]) for _ in range(2)]
+    assert torch.equal(*found)
+    sampler = VllmSampler(tmp_path, dtype=torch.float32)
+    assert sampler(policy, [], max_new=1, temperature=1.0, generator=seeded(), ends=(2,)) == []
 
 
 def test_no_tokens_are_refused_by_a_host_and_dropout_by_no_packed_forward() -> None:
