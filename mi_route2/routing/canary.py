@@ -282,7 +282,11 @@ class CanaryRoute(OneCall):
 
     @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
-        """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap."""
+        """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap.
+
+        No checkpoint stores the calibration. A resumed run has the same again if its canary does not change; that of its own
+        quarantine is another one then, unless a refresh was due at that step anyway.
+        """
         every = self.spec.refresh_every
         if self.monitor is None or (every and step % every == 0):
             if self._ratios is None and self.spec.relative_to == "run":

@@ -10,7 +10,8 @@ is short for
             loss(part.batch, part.advantages).backward()
     decision = step.finish()                      # now every .grad is final
 
-State is explicit: a route's directions are in ``route.directions`` (saved with a checkpoint); all other state is in the step.
+State is explicit: a route's directions are in ``route.directions`` (saved with a checkpoint); all other state is in the step, but
+for the calibration of a canary, which the first ``refresh`` computes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
