@@ -11,7 +11,7 @@ of the completion: activations are pooled and log-probabilities are read at thes
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -194,6 +194,9 @@ def right_padded(attention: Bool[Tensor, "b s"]) -> bool:
 
 _LEAK = 1e-3
 """Difference of logits, as a share of the largest, that tells a model that counts padding from rounding."""
+_SEES = 1e-4
+"""The same for a model whose tokens see later ones: no position moves, so that float32 rounds little. (In half precision a mixture
+of experts may choose another one.)"""
 
 
 def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
@@ -243,7 +246,8 @@ def packed_forward(model: nn.Module) -> Forward:
     Examples:
         >>> policy = Policy(model, adapters, forward=packed_forward(model))
     """
-    single, behind = _packed_logits(model, [4]), _packed_logits(model, [3, 4])
+    with still(model):  # dropout would tell the two apart
+        single, behind = _packed_logits(model, [4]), _packed_logits(model, [3, 4])
     tolerance = 0.0 if single is None else max(1e-4, 16 * torch.finfo(single.dtype).eps) * float(single.abs().max())
     if single is None or behind is None or not torch.allclose(behind[3:], single, rtol=0, atol=tolerance):
         raise ValueError(
@@ -293,6 +297,8 @@ class Policy:
     model: nn.Module
     adapters: Adapters
     forward: Forward = call_with_mask
+    _causal: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Not empty once the model was found to be causal, for one of no known architecture."""
 
     def __post_init__(self) -> None:
         inside = set(map(id, self.model.modules()))
@@ -307,10 +313,11 @@ class Policy:
         """Return next-token logits ``[b s v]``.
 
         Raises:
-            ValueError: A token that the model lacks, or padding left of a token that this model would count.
+            ValueError: A token that the model lacks, padding left of a token that this model would count, or a model of no known
+                architecture whose tokens see later ones.
         """
         demand_tokens(self.model, rollouts.tokens)
-        if self.forward is call_with_mask and not right_padded(rollouts.attention):
+        if self.forward is call_with_mask:
             self._demand_no_leak(rollouts)
         return self.forward(self.model, rollouts.tokens, rollouts.attention)
 
@@ -321,23 +328,40 @@ class Policy:
 
     @torch.no_grad()
     def _demand_no_leak(self, rollouts: Rollouts) -> None:
-        """Raise ``ValueError`` if the base model gives three tokens behind padding other logits than alone.
+        """Raise ``ValueError`` if the base model gives three tokens behind padding, or before others, other logits than alone.
 
-        Models differ in how they place tokens (learned positions of their own, positions from a padding token on, recurrence), and
-        their signatures do not tell. Those with a row are known to be right, but for eager attention in float64.
+        Models differ in how they place tokens (learned positions of their own, positions from a padding token on, recurrence) and
+        in which tokens they see (an encoder's head for language models is none of a decoder), and their signatures do not tell.
+        Those with a row are known to be right, but for eager attention in float64.
         """
+        left = not right_padded(rollouts.attention)
+        if not left and self._causal:
+            return
         row, eager = architecture_of(self.model), getattr(config_of(self.model), "_attn_implementation", None) == "eager"
         if row is not None and not (eager and not row.exact_eager):
             return
-        tokens = rollouts.tokens[rollouts.attention][:3].expand(2, -1)
-        tokens = torch.cat([rollouts.tokens[:1, :1].expand(2, 2), tokens], dim=1)
-        seen = torch.ones_like(tokens, dtype=torch.bool)
-        seen[1, :2] = False
-        with still(self.model), self.adapters.reference():
-            alone = self.forward(self.model, tokens[:1, 2:], seen[:1, 2:])
+        tokens, others = rollouts.tokens[rollouts.attention][None, :3], rollouts.tokens[:1, :1].expand(1, 2)
+        real = torch.ones_like(torch.cat([others, tokens], dim=1), dtype=torch.bool)
+        with still(self.model), self.adapters.untaped():
+            alone = self.forward(self.model, tokens, real[:, 2:])
+            size = float(alone.abs().max())
+            if row is None and not self._causal:
+                before = self.forward(self.model, torch.cat([tokens, others], dim=1), real)[:, :-2]
+                share = max(_SEES, 16 * torch.finfo(alone.dtype).eps)
+                if not torch.allclose(before, alone, rtol=0, atol=share * size):
+                    raise ValueError(
+                        f"{type(self.model).__name__} gives tokens before others other logits than alone, so they see what they "
+                        "are to predict: it must be causal (for a model made of an encoder, set is_decoder=True in its config)"
+                    )
+                self._causal.append(True)
+            if not left:
+                return
+            tokens = torch.cat([others.expand(2, -1), tokens.expand(2, -1)], dim=1)
+            seen = real.repeat(2, 1)
+            seen[1, :2] = False
             behind = self.forward(self.model, tokens, seen)[1:, 2:]
         share = max(_LEAK, 4 * torch.finfo(alone.dtype).eps)
-        if not torch.allclose(behind, alone, rtol=0, atol=share * float(alone.abs().max())):
+        if not torch.allclose(behind, alone, rtol=0, atol=share * size):
             raise ValueError(
                 f"{type(self.model).__name__} gives tokens behind padding other logits than alone (it counts the padding, or its "
                 "eager attention makes NaN of it), so they would depend on the batch: pad on the right"
@@ -454,5 +478,11 @@ def group_advantages(
     size = int(index.max()) + 1
     total = rewards.new_zeros(size).index_add_(0, index, rewards * weight)
     count = rewards.new_zeros(size).index_add_(0, index, weight)
-    advantage = rewards - (total / count.clamp_min(1))[index]
+    mean = total / count.clamp_min(1)
+    # A mean of equal rewards may round, and of that rest Adam would make a whole step, and its sign a flag.
+    low, high = (
+        rewards.new_full((size,), worst).scatter_reduce_(0, index, torch.where(weight > 0, rewards, worst), how)
+        for worst, how in ((torch.inf, "amin"), (-torch.inf, "amax"))
+    )
+    advantage = rewards - torch.where(low == high, low, mean)[index]
     return torch.where(count[index] > 0, advantage, torch.zeros_like(advantage))

@@ -36,7 +36,7 @@ COMPUTED = (
     "make it permanent before, with remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove of "
     "torch.nn.utils"
 )
-_SITE = re.compile(r"blocks\.([0-9]+)\.(?:(\w+\.\w+)\.)?(\w+)")
+_SITE = re.compile(r"blocks\.(0|[1-9][0-9]*)\.(?:(\w+\.\w+)\.)?(\w+)")
 _UNEMBED = re.compile(r"unembed\.(\w+)")
 _POINTS = (*POINTS, *ADAPTER_POINTS)
 _LINEARS = (*LINEARS, "unembed")

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.adapters import Adapters
-from mi_route2.adapters.gradients import Pairs, rounding
+from mi_route2.adapters.gradients import Pairs, rounding, wide
 from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
@@ -48,12 +48,18 @@ class Fingerprint:
         for site in sorted(adapters.sites):
             weight = adapters.sites[site].weight
             sides = (torch.randn(d, width, generator=generator, dtype=torch.float64) for d in adapters.sites[site].shape)
-            left[site], right[site] = (side.to(weight.device, weight.dtype) for side in sides)
+            left[site], right[site] = (side.to(weight.device, wide(weight.dtype)) for side in sides)
         return Fingerprint(left, right)
 
     @checked
     def __call__(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, "b k"]:
-        """Return the fingerprints of ``rollouts`` under the adapters as they are switched now; no ``.grad`` is touched."""
+        """Return the fingerprints of ``rollouts`` under the adapters as they are switched now; no ``.grad`` is touched.
+
+        Raises:
+            ValueError: A gradient is NaN or infinite, or the adapters are off, where none reaches them.
+        """
+        if policy.adapters.mode == "reference":
+            raise ValueError("both adapters are off, so that no gradient reaches them: leave adapters.reference()")
         (b, s), reader = rollouts.tokens.shape, FullGradientReader()
         tape = Tape(b, s, kept=LearnNothing(), quarantine=LearnNothing(), outputs=reader, real=rollouts.attention)
         with untouched(policy.model.parameters()), torch.enable_grad(), policy.adapters.recording(tape):
@@ -63,11 +69,14 @@ class Fingerprint:
         for site, u in self.left.items():
             gradient, v = reader.features[site], self.right[site]
             if isinstance(gradient, Pairs):
-                out, into = (einsum(x, w, "b s d, d k -> b s k") for x, w in ((gradient.dy, u), (gradient.h, v)))
+                out, into = (einsum(x.to(w), w, "b s d, d k -> b s k") for x, w in ((gradient.dy, u), (gradient.h, v)))
                 sketches.append((out * into).sum(dim=1))
             else:  # of packed rollouts, or the sum over several calls
                 sketches.append(torch.stack([gradient.inner(torch.outer(*w)) for w in zip(u.T, v.T, strict=True)], dim=1))
             norms = gradient.norms()
+            if not bool(norms.isfinite().all()):  # a comparison would take NaN for a rounding error
+                wrong = (~norms.isfinite()).nonzero()[:, 0].tolist()
+                raise ValueError(f"rollouts {wrong[:8]} have gradients at {site} that are NaN or infinite: leave them out")
             real = norms > floor  # the rest is rounding of a gradient that is 0 in theory
             sketches[-1] = torch.where(real[:, None], sketches[-1], 0.0)
             squares.append(torch.where(real, norms, 0.0).square())

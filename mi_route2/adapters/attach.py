@@ -9,7 +9,7 @@ with adapters.unrouted():      # both learn from everything, by ordinary autogra
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -271,6 +271,10 @@ class Adapters:
     def reference(self):
         """Context: both adapters are off; the output is the base model's, bit for bit."""
         return self._switched(kept=False, quarantine=False)
+
+    def untaped(self):
+        """Context: a forward is no part of the training pass that an open tape records; merged or detached adapters stay so."""
+        return nullcontext() if self._board.merged or self._detached else self.reference()
 
     def unrouted(self):
         """Context: both adapters learn from every forward by ordinary autograd, without a route.

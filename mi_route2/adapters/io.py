@@ -502,6 +502,7 @@ def _merged(adapters: Adapters) -> dict[str, Tensor]:
         delta = B.to(torch.float64) @ A.to(torch.float64)
         weight = state[f"{path}.weight"]
         state[f"{path}.weight"] = (weight + (delta.mT if place.transposed else delta)).to(weight.dtype)
+        refuse_infinite({f"{path}.weight in {weight.dtype}": state[f"{path}.weight"]})  # the sum may be beyond float16
     return state
 
 

@@ -314,10 +314,11 @@ class Branch(nn.Module):
         tape.packing(x)  # also without a reader, so that a wrong layout is always an error
         if not tape.saw_forward(self.site):
             return  # a replay repeats values that were already read
-        if tape.inputs is not None:
-            tape.inputs.read(self.site, tape.rows(x.detach()))
-        if tape.kept is not None:
-            tape.kept.called(self.site, self.hook_mask)
+        with torch.autocast(x.device.type, enabled=False):  # or products of features would be rounded to half precision
+            if tape.inputs is not None:
+                tape.inputs.read(self.site, tape.rows(x.detach()))
+            if tape.kept is not None:
+                tape.kept.called(self.site, self.hook_mask)
 
     def _stacks(self, tape: Tape | None) -> bool:
         """Return whether both adapters run as one: both are on and train, and nobody looks at what one of them adds."""
@@ -328,7 +329,8 @@ class Branch(nn.Module):
             return False  # autograd would compute the gradient of the frozen factors too
         modules = (self.hook_kept_a, self.hook_kept, self.hook_quarantine, self.kept, self.quarantine)
         penalized = tape is not None and tape.l1 > 0  # what the quarantine alone adds
-        return not penalized and not any(module is not None and watched(module) for module in modules)
+        everywhere = every_module._global_forward_hooks or every_module._global_forward_pre_hooks
+        return not penalized and not everywhere and not any(module is not None and watched(module) for module in modules)
 
     def _stacked(self, x: Tensor, y: Tensor, tape: Tape | None) -> Tensor:
         """Return the base's output ``y`` with both adapters added, in its own memory if nobody else can hold it."""
@@ -436,6 +438,10 @@ class RoutedLinear(nn.Module):
 
     def forward(self, input: Float[Tensor, "*batch d_in"], *args: Any, **kwargs: Any) -> Float[Tensor, "*batch d_out"]:
         x = input  # the argument's name in ``nn.Linear``, by which a model may pass it
+        if (args or kwargs) and (self.board.merged or self.branches[0][0].folded):
+            raise ValueError(
+                f"{self.branches[0][0].site} is called with more than its input, which a merged or folded weight would lose"
+            )
         if self.board.merged:
             return functional.linear(x, self.merged_weight, self.bias)
         branches = self.branches

@@ -69,7 +69,7 @@ from mi_route2.routing import (
     StepContext,
     TopKFitter,
 )
-from mi_route2.routing.directions import Fitter
+from mi_route2.routing.directions import Fitter, Provenance
 from mi_route2.routing.optimizer import RoutedAdamW, sum_over_ranks
 from mi_route2.routing.routes import Part, RouteStep
 
@@ -755,10 +755,22 @@ class RoutedGRPOTrainer(GRPOTrainer):
         load_adapters(self.adapters, folder / ADAPTERS)
         if (folder / DIRECTIONS).is_file():
             directions = Directions.load(folder / DIRECTIONS)
+            _refuse_other_pairs(folder, self.route, directions.provenance)
             # in the model's order, so that sums over sites round as before
             known = [site for site in self.adapters.sites if site in directions.vectors]
             vectors = {site: directions.vectors[site].to(self.adapters.scored(site).device) for site in known}
             self.route.directions = replace(directions, vectors=vectors)
+
+
+def _refuse_other_pairs(folder: Path, route: Route, origin: Provenance) -> None:
+    """Raise ``ValueError`` for directions of other pairs or another draw than the route's, which would stay until a refit."""
+    fitter = getattr(route, "_fitter", None)
+    pairs = getattr(getattr(fitter, "pairs", None), "pairs_hash", origin.pairs_hash)
+    if (pairs, getattr(fitter, "seed", origin.seed)) != (origin.pairs_hash, origin.seed):
+        raise ValueError(
+            f"{folder} has directions of other pairs, or of another draw, than this trainer's: give the pairs= and the route= that "
+            "the run began with"
+        )
 
 
 @dataclass

@@ -21,6 +21,7 @@ The samples need no label: a fraction ``1 - q`` of the base's own rollouts is fl
     route = CanaryRoute(CanarySpec(), canary, samples_of_the_base)
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +82,12 @@ class Canary:
                         f"{name} of checkpoint {number} is {list(tensor.shape)} with {int((~tensor.isfinite()).sum())} values that "
                         f"are not finite, and the canary's adapter is {list(current[name].shape)}: give the file that its run saved"
                     )
-        self.policy, self._checkpoints = policy, tuple(checkpoints)
+                if tensor.untyped_storage().data_ptr() == current[name].untyped_storage().data_ptr():
+                    raise ValueError(
+                        f"{name} of checkpoint {number} is the canary's own parameter, into which every checkpoint is copied: give "
+                        "copies, as {name: tensor.clone() for name, tensor in adapters.tensors(quarantine=False).items()}"
+                    )
+        self.policy, self._checkpoints = policy, copy.deepcopy(tuple(checkpoints))  # they may be parameters that train on
 
     @staticmethod
     @checked
@@ -276,7 +282,11 @@ class CanaryRoute(OneCall):
 
     @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
-        """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap."""
+        """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap.
+
+        No checkpoint stores the calibration. A resumed run has the same again if its canary does not change; that of its own
+        quarantine is another one then, unless a refresh was due at that step anyway.
+        """
         every = self.spec.refresh_every
         if self.monitor is None or (every and step % every == 0):
             if self._ratios is None and self.spec.relative_to == "run":
@@ -308,6 +318,8 @@ class CanaryRoute(OneCall):
         return None if self.monitor is None else self._scored(self.monitor, policy, rollouts)
 
     def _scored(self, monitor: Monitor, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"]:
+        if self._ratios is None:  # this policy's quarantine, and not that of one which it is a copy of
+            monitor = replace(monitor, ratios=quarantine_ratios(policy))
         return monitor(rollouts, drift(policy, rollouts) if self.spec.relative_to == "run" else None)
 
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:

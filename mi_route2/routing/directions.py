@@ -335,7 +335,11 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str
 
     def rows(features: Features, floor: Mapping[str, Tensor], site: str) -> Tensor:
         values = features[site].values()
-        real = values.flatten(1).norm(dim=1) > floor[site]
+        norms = values.flatten(1).norm(dim=1)
+        if not bool(norms.isfinite().all()):  # a comparison would take NaN for a rounding error
+            wrong = (~norms.isfinite()).nonzero()[:, 0].tolist()
+            raise ValueError(f"pairs {wrong[:8]} have activations or gradients at {site} that are NaN or infinite: leave them out")
+        real = norms > floor[site]
         values = torch.where(real.view(-1, *[1] * (values.ndim - 1)), values, torch.zeros_like(values))
         if kind != "full":
             return values

@@ -153,11 +153,14 @@ def per_rollout(values: Iterable[Tensor], predictors: Bool[Tensor, "b s"]) -> Fl
 
 
 def hooked(site: str, mask: Tensor, point: Hooks | None) -> Tensor:
-    """Return ``mask`` after the hooks at the site's mask point; ``ValueError`` if they return no tensor of its shape."""
+    """Return ``mask`` after the hooks at the site's mask point; ``ValueError`` if they return no mask of its shape."""
     new = mask if point is None else point(mask)
     if not isinstance(new, Tensor) or new.shape != mask.shape:
         got = f"a mask of shape {list(new.shape)}" if isinstance(new, Tensor) else f"a {type(new).__name__}"
         raise ValueError(f"a hook at {site}.hook_mask returned {got}, not a mask of shape {list(mask.shape)}")
+    if new is not mask and not bool(((new >= 0) & (new <= 1)).all()):  # negated, so that NaN fails too
+        wrong = new[~((new >= 0) & (new <= 1))][0].item()
+        raise ValueError(f"a hook at {site}.hook_mask returned {wrong}, but a mask lies between 0 (flagged) and 1 (learned)")
     return new
 
 

@@ -53,6 +53,12 @@ class RoutedAdamW(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         if unrouted is not None and not all(isinstance(p, nn.Parameter) for p in unrouted):
             raise ValueError("unrouted maps parameters to gradients: use {kept[name]: g for name, g in decision.unrouted.items()}")
+        shapes = {p: p.shape for group in self.param_groups for p in group["params"]}
+        if wrong := [list(g.shape) for p, g in (unrouted or {}).items() if shapes.get(p) != g.shape]:
+            raise ValueError(
+                f"unrouted has a gradient of shape {wrong[0]} that fits no parameter of this optimizer: give those of the policy's "
+                "own decision"
+            )
         for group in self.param_groups:
             b1, b2 = group["betas"]
             for p in group["params"]:

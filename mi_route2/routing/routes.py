@@ -10,7 +10,8 @@ is short for
             loss(part.batch, part.advantages).backward()
     decision = step.finish()                      # now every .grad is final
 
-State is explicit: a route's directions are in ``route.directions`` (saved with a checkpoint); all other state is in the step.
+State is explicit: a route's directions are in ``route.directions`` (saved with a checkpoint); all other state is in the step, but
+for the calibration of a canary, which the first ``refresh`` computes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
+from mi_route2.adapters.linear import SharedQuarantine
 from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape, demand_penalty
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Privileged, Rollouts, TrainBatch
@@ -463,9 +465,9 @@ class _EraseStep(Once):
             removed, total = removed + float(part.square().sum()), total + float(p.grad.square().sum())
             p.grad = p.grad - part
             if self._route.spec.dispose == "quarantine":
-                shared = getattr(adapters.sites[site].quarantine, "shared", None)
-                if shared is None:
-                    raise ValueError("dispose='quarantine' needs the shared-basis quarantine: AdapterSpec(quarantine='shared')")
+                quarantine = adapters.sites[site].quarantine
+                assert isinstance(quarantine, SharedQuarantine)
+                shared = quarantine.shared
                 shared.grad = part if shared.grad is None else shared.grad + part
         return Decision(extra={"removed": (removed / total) ** 0.5 if total > 0 else 0.0})
 
@@ -513,6 +515,8 @@ class EraseRoute(OneCall):
         check_step(self.spec, batch, context)
         if self.directions is None:
             raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
+        if self.spec.dispose == "quarantine" and policy.adapters.spec.quarantine != "shared":
+            raise ValueError("dispose='quarantine' needs the shared-basis quarantine: AdapterSpec(quarantine='shared')")
         if self._fits[0] is not self.directions or self._fits[1] is not policy.adapters:
             check_directions(self.directions, "grad", policy.adapters, {}, axes=True)
             self._fits = self.directions, policy.adapters

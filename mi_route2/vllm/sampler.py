@@ -26,7 +26,7 @@ from torch import Tensor
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.io import export_peft, places
 from mi_route2.adapters.linear import LoRA
-from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.rollouts import Policy, Rollouts, still
 from mi_route2.vllm.client import RANKS
 from mi_route2.vllm.facts import imported
 
@@ -143,7 +143,8 @@ def refuse_stale(theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> None:
 def _logprobs(policy: Policy, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
     """Return the policy's log-probabilities of a completion's tokens."""
     row = Rollouts.from_lists([list(prompt)], [list(completion)], pad=0).to(next(policy.model.parameters()).device)
-    return policy.logprobs(row)[row.predictors].float().cpu()
+    with still(policy.model):  # vLLM drops nothing
+        return policy.logprobs(row)[row.predictors].float().cpu()
 
 
 class VllmSampler:
@@ -202,6 +203,8 @@ class VllmSampler:
         for name, number in (("max_new", max_new), ("temperature", temperature)):
             if not number > 0:
                 raise ValueError(f"{name} = {number} is not positive: choose one above 0")
+        if not prompts:
+            return []
         lora = self._lora = self._lora or PolicyLora(self._start(policy.adapters), policy.adapters)
         if lora.adapters is not policy.adapters:
             raise ValueError("this sampler was started for another policy's adapters: close it, and it starts again for these")

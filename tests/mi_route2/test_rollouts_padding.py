@@ -1,10 +1,21 @@
 """A policy without a host: padding on the left changes no log-probability, whether the model counts positions or is told them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from families import FAMILIES, VOCAB, make_family, make_rollouts, move_all
 from torch import nn
-from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
@@ -44,3 +55,27 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(side: str) -> None:
     policy.model.config.is_causal = False  # pyright: ignore
     with pytest.raises(ValueError, match="LlamaForCausalLM has is_causal=False, but it must be causal: padding would leak"):
         policy.logprobs(make_rollouts(side=side))
+
+
+BERT = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+XLNET = {"vocab_size": VOCAB, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
+
+
+def test_a_model_is_refused_whose_config_does_not_tell_that_tokens_see_later_ones() -> None:
+    """19 of 30 classes of transformers for causal models were so, with the configs that they make: tokens see what they predict."""
+    for model in (BertLMHeadModel(BertConfig(**BERT)), XLNetLMHeadModel(XLNetConfig(**XLNET))):
+        with pytest.raises(ValueError, match=r"tokens before others other logits than alone.*set is_decoder=True"):
+            make_policy(model, "*").logprobs(make_rollouts(side="right"))
+    policy = make_policy(BertLMHeadModel(BertConfig(**BERT, is_decoder=True)), "*")
+    assert policy.logprobs(make_rollouts(side="right")).isfinite().all()
+
+
+@pytest.mark.parametrize("state", ["merged", "detached"])
+def test_left_padding_needs_no_switch_of_adapters(state: str) -> None:
+    policy, rollouts = make_policy(move_all(WITHOUT_A_ROW["OPT"]()).eval(), "*"), make_rollouts(side="left")
+    with torch.no_grad():
+        expected = policy.logprobs(rollouts)
+        if state == "detached":
+            policy.adapters.detach()
+        with policy.adapters.merged() if state == "merged" else nullcontext():
+            torch.testing.assert_close(policy.logprobs(rollouts), expected)

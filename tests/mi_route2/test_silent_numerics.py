@@ -3,28 +3,42 @@
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from families import make_family
 from mask_oracle import FixedFitter, assert_same, random_directions, run
-from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts
+from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts, named_policy
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations
 from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForCausalLM
 
-from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, Policy, Rollouts, attach
-from mi_route2.adapters import load_adapters, save_adapters, save_pretrained
+from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, Policy, Rollouts, attach, open_host
+from mi_route2.adapters import export_merged, load_adapters, save_adapters, save_pretrained
 from mi_route2.adapters.gradients import Pairs
 from mi_route2.adapters.io import TENSORS
 from mi_route2.adapters.svd import SVD
-from mi_route2.routing import Directions, OpenRoute, OpenSpec
+from mi_route2.rollouts import call_with_mask, packed_forward
+from mi_route2.routing import (
+    Directions,
+    OpenRoute,
+    OpenSpec,
+    PairBatch,
+    PersonaFitter,
+    TopKFitter,
+    group_advantages,
+)
 from mi_route2.routing.canary import Canary
-from mi_route2.routing.directions import ActivationReader, collect, floors
+from mi_route2.routing.directions import ActivationReader, collect, coordinates, floors
 from mi_route2.routing.mask import cosine
 from mi_route2.routing.optimizer import RoutedAdamW
+from mi_route2.vllm import VllmSampler
+from mi_route2.vllm.sampler import _logprobs
 from probes.fingerprint import Fingerprint
 
 LORA = AdapterSpec("lora", rank=2, quarantine_rank=2)
@@ -94,7 +108,97 @@ def test_nan_behind_padding_and_features_that_are_nan_are_refused() -> None:
         route.backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits).sum(1))
 
 
+@pytest.mark.parametrize("kind", ["act", "grad", "full"])
+def test_pairs_that_are_nan_are_not_left_out_of_a_direction_in_silence(kind: Literal["act", "grad", "full"]) -> None:
+    """A comparison with the floor of rounding errors would take NaN for a 0."""
+    policy, hack, clean = make_policy(SPECS["lora"]), make_rollouts(5), make_rollouts(5, seed=3)
+    policy.model.embed.weight.data[12] = torch.nan  # pyright: ignore
+    known = [Rollouts(side.tokens.where(side.tokens != 12, 3), side.attention, side.completion) for side in (hack, clean)]
+    assert PersonaFitter("persona", kind, PairBatch(*known, "")).fit(policy, 0).vectors
+    known[0].tokens[2, 1] = 12
+    for fitter in (PersonaFitter("persona", kind, PairBatch(*known, "")), TopKFitter(kind, PairBatch(*known, ""))):
+        with pytest.raises(ValueError, match=r"pairs \[2\] have activations or gradients at .* that are NaN or infinite"):
+            fitter.fit(policy, 0)
+
+
+def autocast(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return call_with_mask(model, tokens, attention)
+
+
+def test_features_under_autocast_have_the_digits_of_what_the_linears_saw() -> None:
+    """In half precision a contrast of a quarter of its sides would count as a rounding error. Oracle: float64."""
+    policy = make_policy(SPECS["svd"], dtype=torch.float32)
+    policy, rollouts, seen = Policy(policy.model, policy.adapters, autocast), make_rollouts(), dict[str, Tensor]()
+    for site, module in policy.adapters.modules.items():
+        module.register_forward_pre_hook(lambda _, given, site=site: seen.__setitem__(site, given[0].double()))
+    basis = coordinates(policy.adapters)
+    for site, feature in collect(policy, rollouts, "act", basis).items():
+        means = torch.stack([x[real].mean(0) for x, real in zip(seen[site], rollouts.predictors, strict=True)])
+        torch.testing.assert_close(feature.values().double(), means @ basis[site].double().mT, rtol=0, atol=1e-6)
+    alike = Rollouts(rollouts.tokens.clone(), rollouts.attention, rollouts.completion)
+    alike.tokens[:, 5] = alike.tokens[:, 5] % 11 + 1
+    assert len(PersonaFitter("persona", "act", PairBatch(rollouts, alike, "")).fit(policy, 0).vectors) == 12
+
+
+@pytest.mark.parametrize("unit", ["rollout", "pooled"])
+def test_scores_under_autocast_have_the_digits_of_their_features(unit: Literal["rollout", "pooled"]) -> None:
+    """Flags of a module's own are decided in the forward, and so under its autocast. Oracle: float64."""
+    policy, batch, seen = make_policy(SPECS["svd"], dtype=torch.float32), make_batch(), dict[str, Tensor]()
+    batch = replace(batch, rewards=batch.rewards.float(), advantages=batch.advantages.float())
+    route = MaskRoute.from_pairs(PairBatch(make_rollouts(5), make_rollouts(5, seed=3), ""), MaskSpec("act", unit))
+    route.refresh(policy, 0)
+    assert route.directions is not None
+    for site, module in policy.adapters.modules.items():
+        module.register_forward_pre_hook(lambda _, given, site=site: seen.__setitem__(site, given[0].detach().double()))
+    policy = Policy(policy.model, policy.adapters, autocast)
+    scores = route.backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits)).scores
+    cosines = []
+    for site, v in route.directions.vectors.items():
+        means = torch.stack([x[real].mean(0) for x, real in zip(seen[site], batch.rollouts.predictors, strict=True)])
+        features = means @ policy.adapters.sites[site].kept.Vh.double().mT  # pyright: ignore
+        cosines.append(torch.cosine_similarity(features, v.double()[None], dim=1))
+    assert scores is not None
+    torch.testing.assert_close(scores, torch.stack(cosines).mean(0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [-0.5, 1.5, torch.nan, torch.inf])
+def test_a_mask_that_is_none_is_refused(value: float) -> None:
+    """-0.5 would train the kept adapter uphill."""
+    policy, route = make_policy(SPECS["lora"]), MaskRoute.from_flags(torch.zeros(6, dtype=torch.bool))
+    point = policy.adapters.sites["blocks.0.attn.q"].hook_mask
+    handle = point.register_forward_hook(lambda _, given, mask: torch.full_like(mask, value))
+    with pytest.raises(ValueError, match=rf"blocks.0.attn.q.hook_mask returned {value}, but a mask lies between 0"):
+        route.backward(policy, make_batch(), lambda logits, part: -part.rollouts.logprobs(logits))
+    handle.remove()
+    point.register_forward_hook(lambda _, given, mask: mask.bool())
+    route.backward(policy, make_batch(), lambda logits, part: -part.rollouts.logprobs(logits))
+
+
+def test_a_merged_weight_beyond_its_type_is_not_written(tmp_path: Path) -> None:
+    adapters = attach(make_family("Llama").half(), "blocks.*.mlp.down", spec=LORA, generator=seeded())
+    for p in adapters.kept_parameters().values():
+        p.data.fill_(300.0)
+    with pytest.raises(ValueError, match=r"mlp.down_proj.weight in torch.float16 holds values that are not finite"):
+        export_merged(adapters, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
 # ---- rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_have_an_advantage_of_0(dtype: torch.dtype) -> None:
+    """Of a rounding error Adam would make a step, and its sign a flag."""
+    generator = seeded()
+    for size in range(1, 40):
+        reward = torch.rand(1, generator=generator, dtype=dtype)
+        groups = torch.arange(2 * size) // size
+        rewards = torch.cat([reward.expand(size), 3 * reward.expand(size)])
+        assert not group_advantages(rewards, groups).any()
+        rewards[0] = 9.0
+        if size > 1:
+            assert not group_advantages(rewards, groups, torch.arange(2 * size) > 0)[1:].any()
 
 
 def test_activations_that_cancel_have_no_cosine() -> None:
@@ -371,6 +475,62 @@ def test_small_things_say_what_is_wrong(tmp_path: Path) -> None:
     assert torch.equal(model.inner(input=x), model.inner(x))
 
 
+def test_stacked_adapters_run_one_by_one_under_a_hook_on_every_module() -> None:
+    policy, seen = named_policy("lora-stacked"), list[str]()
+    handle = register_module_forward_hook(lambda module, given, out: seen.append(type(module).__name__))
+    with policy.adapters.unrouted():
+        policy.logprobs(make_rollouts())
+        handle.remove()
+        assert seen.count("LoRA") == 24
+        policy.logprobs(make_rollouts())
+    assert seen.count("LoRA") == 24
+
+
+@pytest.mark.parametrize("how", ["merged", "folded"])
+def test_an_argument_beside_the_input_is_not_lost(how: str) -> None:
+    class Times(nn.Linear):
+        def forward(self, input: Tensor, scale: float = 1.0) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return scale * super().forward(input)
+
+    class Calling(Toy):
+        def forward(self, tokens: Tensor, **_given: object) -> Tensor:
+            return self.inner(self.embed(tokens), 2.0)
+
+    torch.manual_seed(0)
+    model, tokens = Calling(Times(8, 8)), torch.zeros(1, 2, dtype=torch.long)
+    expected = model(tokens)
+    adapters = attach(model, "inner", spec=AdapterSpec("svd", fold=how == "folded"), generator=seeded())
+    with adapters.reference():
+        assert torch.equal(model(tokens), expected)
+    with adapters.merged() if how == "merged" else adapters.full(), torch.no_grad():
+        with pytest.raises(ValueError, match="inner is called with more than its input"):
+            model(tokens)
+
+
+def test_vllm_is_asked_for_no_prompt_and_torch_drops_nothing_beside_it(tmp_path: Path) -> None:
+    model = make_family("Llama").train()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5  # pyright: ignore
+    policy = Policy(model, attach(model, "blocks.*", spec=LORA, generator=seeded()))
+    found = [_logprobs(policy, [3, 4, 5], [6, 7]) for _ in range(2)]
+    assert torch.equal(*found)
+    sampler = VllmSampler(tmp_path, dtype=torch.float32)
+    assert sampler(policy, [], max_new=1, temperature=1.0, generator=seeded(), ends=(2,)) == []
+
+
+def test_no_tokens_are_refused_by_a_host_and_dropout_by_no_packed_forward() -> None:
+    model = make_family("Llama").train()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3  # pyright: ignore
+    packed_forward(model)
+    assert model.training
+    for shape in ((1, 0), (0, 3)):
+        with pytest.raises(ValueError, match=r"give at least one sequence of at least one token"):
+            open_host("torch", model).logits(torch.zeros(shape, dtype=torch.long))
+
+
 def test_an_optimizer_calls_its_closure() -> None:
     p = nn.Parameter(torch.ones(3))
     optimizer = RoutedAdamW([{"params": [p]}], lr=0.1)
@@ -383,3 +543,14 @@ def test_an_optimizer_calls_its_closure() -> None:
 
     assert float(optimizer.step(closure)) == 3.0
     assert (p < 1).all()
+
+
+def test_an_unrouted_gradient_is_that_of_a_parameter_of_the_optimizer() -> None:
+    """Of a copy of the policy it would be ignored, and of another shape it would be broadcast."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = RoutedAdamW([{"params": [p]}], lr=0.1)
+    p.grad = torch.ones(3)
+    for unrouted in ({p: torch.ones(1)}, {nn.Parameter(torch.ones(3)): torch.ones(3)}):
+        with pytest.raises(ValueError, match=r"fits no parameter of this optimizer: give those of the policy's own decision"):
+            optimizer.step(unrouted=unrouted)
+    assert torch.equal(p, torch.ones(3))

@@ -54,7 +54,7 @@ def test_what_parses_is_a_name_and_all_else_is_one_of_two_errors(text: str) -> N
         site = Site.parse(text)
     except (KeyError, ValueError):
         return
-    assert str(site) == re.sub(r"\.0+(?=\d)", ".", text)
+    assert str(site) == text
 
 
 @given(st.lists(SITES, min_size=2, max_size=6))
@@ -82,6 +82,7 @@ def test_sites_sort_by_layer_with_the_unembedding_last(sites: list[Site]) -> Non
         (lambda: Site(-1, "resid_post"), ValueError, "layer -1 does not exist"),
         (lambda: Site.parse("blocks.-1.resid_post"), ValueError, "is not a site: write blocks.3.resid_mid"),
         (lambda: Site.parse("block.0.resid_post"), ValueError, "is not a site: write blocks.3.resid_mid"),
+        (lambda: Site.parse("blocks.03.resid_post"), ValueError, "is not a site: write blocks.3.resid_mid"),
         (lambda: Site.parse("blocks.0"), ValueError, "is not a site: write blocks.3.resid_mid"),
         (lambda: Site.parse("unembed.resid_post"), ValueError, "'resid_post' is a point of a block"),
     ],

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from families import make_batch, make_policy
-from torch import Tensor
+from torch import Tensor, nn
 
 from mi_route2.adapters import AdapterSpec
-from mi_route2.rollouts import Policy, packed_forward
+from mi_route2.rollouts import Policy, call_with_mask, packed_forward
 from probes.fingerprint import Fingerprint
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -70,3 +70,32 @@ def test_inner_products_of_fingerprints_are_cosines_of_gradients_in_expectation(
 def test_a_width_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, not 0"):
         Fingerprint.draw(make_policy("MicroGPT", LORA)[1].adapters, 0)
+
+
+def test_a_gradient_that_is_nan_has_no_fingerprint() -> None:
+    policy, rollouts = make_policy("MicroGPT", LORA)[1], make_batch().rollouts
+    token = int(rollouts.tokens[1, 0])
+    others = rollouts.tokens.where(rollouts.tokens != token, (token + 1) % 5)
+    others[1, 0] = token
+    policy.model.embed.weight.data[token] = torch.nan  # pyright: ignore
+    with pytest.raises(ValueError, match=r"rollouts \[1\] have gradients at .* that are NaN or infinite"):
+        drawn(policy)(policy, replace(rollouts, tokens=others))
+
+
+def test_under_autocast_a_fingerprint_is_that_of_float32_up_to_half_precision() -> None:
+    policy, rollouts = make_policy("MicroGPT", LORA)[1], make_batch().rollouts
+    policy.model.float()
+
+    def autocast(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call_with_mask(model, tokens, attention)
+
+    z = drawn(policy)(replace(policy, forward=autocast), rollouts)
+    assert z.dtype == torch.float32
+    torch.testing.assert_close(z, drawn(policy)(policy, rollouts), rtol=0, atol=0.05)
+
+
+def test_adapters_that_are_off_get_no_fingerprint() -> None:
+    policy = make_policy("MicroGPT", LORA)[1]
+    with policy.adapters.reference(), pytest.raises(ValueError, match=r"both adapters are off.*leave adapters.reference\(\)"):
+        drawn(policy)(policy, make_batch().rollouts)

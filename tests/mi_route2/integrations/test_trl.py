@@ -55,6 +55,7 @@ from mi_route2.routing import (
     HaarFitter,
     OpenRoute,
     OpenSpec,
+    PairBatch,
     PersonaFitter,
     Route,
     RouteSpec,
@@ -398,6 +399,31 @@ def test_the_defaults_of_trl_are_a_rounding(tmp_path: Path) -> None:
         assert {p.dtype for p in trainer.adapters.kept_parameters().values()} == {torch.float32}
         found.append(torch.cat([g.flatten() for name, g in seen.gradients[0].items() if name.startswith("kept.")]))
     assert 0.999 < float(torch.cosine_similarity(*found, dim=0)) < 1
+
+
+def test_directions_under_the_defaults_of_trl_have_the_digits_of_float32(tmp_path: Path) -> None:
+    """In half precision contrasts of a quarter of their sides would count as rounding errors."""
+    found = []
+    for more in ({}, {"bf16": True}):
+        model = make_family("Llama", torch.float32)
+        trainer, _ = make_trainer(tmp_path, MaskSpec("act"), model=model, size=4, gradient_accumulation_steps=2, steps=1, **more)
+        trainer.train()
+        found.append(trainer.route.directions)
+    assert {v.dtype for v in found[1].vectors.values()} == {torch.float32}
+    assert 0.9999 < found[0].overlap(found[1]) <= 1 + 1e-6
+
+
+def test_a_run_is_not_resumed_with_the_directions_of_other_pairs(tmp_path: Path) -> None:
+    trainer, _ = make_trainer(tmp_path, MaskSpec("act"), steps=1, save_strategy="steps", save_steps=1)
+    trainer.train()
+    folder = tmp_path / "checkpoint-1"
+    others = PairBatch(pairs().hack, pairs().clean, "others")
+    for route, more in ((MaskSpec("act"), {"pairs": others}), (MaskSpec("act", fitter="haar"), {})):
+        other, _ = make_trainer(tmp_path, route, steps=2, own=more)
+        with pytest.raises(ValueError, match=r"has directions of other pairs, or of another draw, than this trainer's"):
+            other.train(resume_from_checkpoint=str(folder))
+    again, _ = make_trainer(tmp_path, MaskSpec("act"), steps=2)
+    again.train(resume_from_checkpoint=str(folder))
 
 
 def test_shuffled_flags_are_as_many(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Canary routes: scores against a plain loop, flags as a mask route's, calibration, and a quarantine that learns first."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,6 +184,31 @@ def test_the_runs_own_quarantine_as_canary_is_calibrated_again_when_due() -> Non
     route.refresh(policy, 2)
     assert route.monitor is not None
     assert route.monitor.threshold != first.threshold
+
+
+def test_a_copy_of_policy_and_route_reads_its_own_quarantine() -> None:
+    first, rollouts = make_policy(SPECS["lora"]), make_batch(N).rollouts
+    route = CanaryRoute(CanarySpec(), None, SAMPLES)
+    route.refresh(first, 0)
+    policy, copied = copy.deepcopy((first, route))
+    for parameter in policy.adapters.quarantine_parameters().values():
+        parameter.data.zero_()
+    score = copied.score(policy, rollouts)
+    assert score is not None
+    assert route.monitor is not None
+    torch.testing.assert_close(score, (-route.monitor.center / route.monitor.spread).expand(N))
+
+
+def test_a_checkpoint_is_what_it_was_when_it_was_given() -> None:
+    """Parameters that train on, or into which the other checkpoints are copied, are none."""
+    trained, own, rollouts = make_policy(SPECS["lora"]), make_policy(SPECS["lora"], seed=3), make_batch(N).rollouts
+    with pytest.raises(ValueError, match=r"of checkpoint 0 is the canary's own parameter.*give copies"):
+        Canary(own, [own.adapters.tensors(quarantine=False)])
+    one = Canary(own, [trained.adapters.tensors(quarantine=False)])
+    before = one(rollouts)
+    for parameter in trained.adapters.kept_parameters().values():
+        parameter.data *= 2
+    assert torch.equal(one(rollouts), before)
 
 
 def test_scoring_moves_no_bit_of_the_trained_policy() -> None:

@@ -159,3 +159,9 @@ def test_finish_twice_is_an_error(kind: str) -> None:
     step.finish()
     with pytest.raises(RuntimeError, match="already called"):
         step.finish()
+
+
+def test_what_cannot_be_erased_into_is_refused_before_the_step() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch()
+    with pytest.raises(ValueError, match=r"needs the shared-basis quarantine"):
+        erase_route(policy, "quarantine").begin(policy, batch, StepContext(torch.Generator()))
