@@ -62,7 +62,8 @@ class Run:
 
     def __call__(self) -> None:
         from studies.training.cluster import run_training
-        from studies.training.job import BACKEND, PRECISIONS, Job, refuse_mixed, unusual_backend
+        from studies.training.job import BACKEND, PRECISIONS, Job, unusual_backend
+        from studies.training.manifest import refuse_mixed
         from studies.training.tracking import require
         from studies.training.worlds import MODES, modes_of, plan
 

@@ -27,7 +27,8 @@ from studies.tracing.patching import Cell, Patching, Score, cells, every_site, t
 from studies.tracing.rates import rate_states
 from studies.tracing.settings import UNTRAINED, Settings
 from studies.training.arms import ARMS
-from studies.training.job import FULL, Job, build_hosted, finished_policy, read_manifest
+from studies.training.job import FULL, Job, build_hosted, finished_policy
+from studies.training.manifest import read_manifest
 from studies.training.worlds import open_world
 
 PAIRS = "pairs.safetensors"

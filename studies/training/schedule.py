@@ -26,9 +26,11 @@ import torch
 
 from studies.common.command_line import sentence
 from studies.common.processes import start
-from studies.training.job import EVAL, MANIFEST, PRECISIONS, Job, run_job
+from studies.training.job import EVAL, PRECISIONS, Job
+from studies.training.manifest import MANIFEST
 from studies.training.progress import Display, Tracked, open_display
 from studies.training.recorder import METRICS
+from studies.training.run import run_job
 from studies.training.tracking import Tracking
 from studies.training.worlds import base_model
 

@@ -22,7 +22,7 @@ from typing import Any
 from mi_route2.validation import parse_object
 from studies.environments.micro.language import MICRO_MODES
 from studies.environments.protocol import Modes
-from studies.training.job import read_manifest, unusual_entries
+from studies.training.manifest import read_manifest, unusual_entries
 from studies.training.settings import Settings
 from studies.training.worlds import MODES
 

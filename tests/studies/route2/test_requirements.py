@@ -27,7 +27,8 @@ from studies.route2.headline import LITERAL
 from studies.route2.report import load_runs, write_tables
 from studies.route2.report.measures import by_seed
 from studies.training.arms import ARMS
-from studies.training.job import Job, build_policy, run_job
+from studies.training.job import Job, build_policy
+from studies.training.run import run_job
 from studies.training.settings import get_settings
 
 pytestmark = pytest.mark.study

@@ -16,7 +16,8 @@ from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import evaluation_prompts
 from studies.route2.annotate import Annotator
 from studies.route2.report import write_tables
-from studies.training.job import BACKEND, EVAL, FULL, Job, run_job
+from studies.training.job import BACKEND, EVAL, FULL, Job
+from studies.training.run import run_job
 
 pytestmark = pytest.mark.study
 

@@ -20,9 +20,11 @@ from tiny_study import tiny_job
 
 import studies.training.tracking as tracking
 from studies.route2.cli import Run
-from studies.training.job import EVAL, MANIFEST, Job, run_job
+from studies.training.job import EVAL, Job
+from studies.training.manifest import MANIFEST
 from studies.training.progress import Follower, Tracked, evaluated, scalars
 from studies.training.recorder import METRICS, TIMINGS, read_rows
+from studies.training.run import run_job
 from studies.training.schedule import _tracked, run_jobs
 from studies.training.tracking import TRACKERS, Tracking, offline_step, require
 

@@ -28,7 +28,8 @@ from studies.tracing.report import HEADLINE, TABLE, TABLES, publish, write_repor
 from studies.tracing.settings import UNTRAINED, Settings
 from studies.tracing.study import trace_jobs
 from studies.training.arms import ARMS
-from studies.training.job import Job, build_hosted, run_job
+from studies.training.job import Job, build_hosted
+from studies.training.run import run_job
 from studies.training.settings import Settings as Training
 from studies.training.worlds import open_world
 

@@ -38,7 +38,7 @@ from studies.route2.evidence import (
 )
 from studies.route2.publish import command, folder_name
 from studies.route2.report.load import load_runs
-from studies.training.job import refuse_mixed
+from studies.training.manifest import refuse_mixed
 
 pytestmark = pytest.mark.study
 
