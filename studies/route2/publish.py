@@ -41,7 +41,7 @@ from studies.route2.headline import (
 from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown
 from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import train_rate
-from studies.route2.report.table import table, table_json
+from studies.route2.report.table import json_text, table
 from studies.training.arms import ARMS
 from studies.training.settings import PRESETS, changes
 
@@ -74,7 +74,7 @@ def publish(root: Path, to: Path) -> Path:
     """
     runs = load_runs(root)
     content = table(runs)
-    if not (root / "table.json").exists() or (root / "table.json").read_text(encoding="utf-8") != table_json(content):
+    if not (root / "table.json").exists() or (root / "table.json").read_text(encoding="utf-8") != json_text(content):
         raise ValueError(f"the report in {root} is not that of its runs: `python -m studies.route2 report {root}` writes it again")
     place, result = to / folder_name(runs), Result(content)
     texts = {

@@ -60,7 +60,7 @@ def evidence() -> Evidence:
         "filter-canary": arm([0.0, 0.5], [0.9, 0.5], [0.0, 0.0], [0.1, 0.9]),
         "canary-rotated": arm([0.3, 0.4], [0.4, 0.5], [0.0, 0.0], [0.1, 0.9]),
     }
-    return Evidence("strong", (200, 201), ("a", "b"), values, {"settings_hash": "0"})
+    return Evidence("strong", (200, 201), ("a", "b"), {"settings_hash": "0"}, values)
 
 
 def test_an_arm_counts_only_outside_of_ordinary_training() -> None:
