@@ -79,6 +79,12 @@ def update_pages(pages: Iterable[Path]) -> list[Path]:
     return [write_whole(page, text.encode()) for page, text in texts.items() if text != page.read_text(encoding="utf-8")]
 
 
+def update_showing(folder: Path) -> list[Path]:
+    """Update the pages of the docs, two folders above ``folder``, that show files of it; return those that were written."""
+    mark = f"<!-- shown: {folder.parent.name}/{folder.name}/"
+    return update_pages(page for page in folder.parent.parent.glob("*.md") if mark in page.read_text(encoding="utf-8"))
+
+
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     """Write the texts of a report by file name, each atomically; return their paths."""
     return [write_whole(folder / name, text.encode()) for name, text in texts.items()]
@@ -95,8 +101,7 @@ def published(place: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
     """Context: an empty folder, which replaces ``place`` on a clean exit and is deleted otherwise.
 
     Figures in the folder are repacked. ``provenance`` (the settings and the command of the run) is written to provenance.json, with
-    the SHA-256 of every other file. Pages of the docs, two folders above ``place``, that show its files are updated
-    (`update_pages`).
+    the SHA-256 of every other file. Pages that show its files are updated (`update_showing`).
 
     Raises:
         OSError: The folder cannot be written; an existing folder is then unchanged.
@@ -107,5 +112,4 @@ def published(place: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
             figure.write_bytes(repacked(figure.read_bytes()))
         sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
         (folder / PROVENANCE).write_text(json.dumps({**provenance, "files": sums}, indent=1) + "\n", encoding="utf-8")
-    mark = f"<!-- shown: {place.parent.name}/{place.name}/"
-    update_pages(page for page in place.parent.parent.glob("*.md") if mark in page.read_text(encoding="utf-8"))
+    update_showing(place)

@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mi_route2.adapters import Tape, load_adapters
+from mi_route2.adapters import Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Directions, PersonaFitter
 from mi_route2.routing.mask import TokenReader
 from studies.environments.protocol import World
-from studies.training.job import FULL, Job, build_pairs, build_policy
+from studies.training.job import Job, build_pairs, finished_policy, micro_batches
 from studies.training.settings import Settings
 
 
@@ -35,11 +35,7 @@ class Annotator:
     @staticmethod
     def of(job: Job, world: World) -> "Annotator":
         """Return an annotator for the finished policy of ``job``; ``ValueError`` if the job is not finished."""
-        if not job.finished:
-            raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
-        policy = build_policy(job, job.cache)
-        if job.arm is not None:
-            load_adapters(policy.adapters, job.folder / FULL)
+        _, policy = finished_policy(job)
         basis = policy.adapters.coordinates()
         return Annotator(world, policy, PersonaFitter("persona", "act", build_pairs(job, world, "hack")), job.settings, basis)
 
@@ -47,9 +43,7 @@ class Annotator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         rollouts = self.world.encode([row["prompt"] for row in rows], [row["completion"] for row in rows])
         directions = self.fitter.fit(self.policy, 0)
-        each = self.settings.micro_batch(rollouts.tokens.shape[1]) or len(rollouts)
-        starts = range(0, len(rollouts), each)
-        parts = [rollouts.rows(torch.arange(at, min(at + each, len(rollouts)), device=rollouts.tokens.device)) for at in starts]
+        parts = micro_batches(rollouts, self.settings)
         return [annotation for part in parts for annotation in self._annotate(part, directions)]
 
     def _annotate(self, rollouts: Rollouts, directions: Directions) -> list[dict[str, Any]]:

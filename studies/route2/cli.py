@@ -13,7 +13,7 @@ import tyro
 from mi_route2.architectures import HOSTS
 from mi_route2.validation import unknown_name, write_json
 from studies.common.cluster import Executor
-from studies.common.command_line import read_seeds, run_command, show_paths
+from studies.common.command_line import Seeds, read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
 from studies.training.arms import ARMS, MAIN, get_arms, with_canaries
 from studies.training.settings import (
@@ -28,8 +28,10 @@ from studies.training.settings import (
     override,
 )
 
-Seeds = Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")]
 Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
+Pairs = Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")]
+ReportTo = Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKER_NAMES)}")]
+Live = Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")]
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,14 @@ class Run:
         Literal["torch", "vllm"], tyro.conf.arg(help="with --model: what samples completions (see docs/vllm.md)")
     ] = "torch"
     report: Annotated[bool, tyro.conf.arg(help="write table and figures at the end")] = True
-    report_to: Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKER_NAMES)}")] = None
-    live: Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")] = True
+    report_to: ReportTo = None
+    live: Live = True
     place: Annotated[Executor, tyro.conf.OmitArgPrefixes] = field(default_factory=Executor)
 
     def __call__(self) -> None:
         from studies.training.cluster import run_training
-        from studies.training.job import BACKEND, PRECISIONS, Job, refuse_mixed, unusual_backend
+        from studies.training.job import BACKEND, PRECISIONS, Job, unusual_backend
+        from studies.training.manifest import refuse_mixed
         from studies.training.tracking import require
         from studies.training.worlds import MODES, modes_of, plan
 
@@ -153,8 +156,8 @@ class Full:
     seeds: Seeds = "0-7"
     workers: int = 2
     out: Path = Path("runs")
-    report_to: Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKER_NAMES)}")] = None
-    live: Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")] = True
+    report_to: ReportTo = None
+    live: Live = True
 
     def __call__(self) -> None:
         for preset in STUDIED:
@@ -181,9 +184,9 @@ class Plot:
     root: tyro.conf.Positional[Path]
 
     def __call__(self) -> None:
-        from studies.route2.report import write_figures
+        from studies.route2.report import load_runs, write_figures
 
-        show_paths(write_figures(self.root))
+        show_paths(write_figures(load_runs(self.root)))
 
 
 @dataclass(frozen=True)
@@ -193,9 +196,9 @@ class Leakage:
     root: tyro.conf.Positional[Path]
 
     def __call__(self) -> None:
-        from studies.route2.report import write_leakage
+        from studies.route2.report import load_runs, write_leakage
 
-        show_paths(write_leakage(self.root))
+        show_paths(write_leakage(load_runs(self.root)))
         print((self.root / "leakage.md").read_text(encoding="utf-8"))
 
 
@@ -207,7 +210,7 @@ class Show:
     arm: str = "route2-full"
     seed: int = 0
     every: Annotated[int, tyro.conf.arg(help="show every n-th step")] = 20
-    pairs: Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")] = None
+    pairs: Pairs = None
 
     def __call__(self) -> None:
         from studies.route2.annotate import Annotator
@@ -229,6 +232,13 @@ class Show:
             show_paths([write_page(rows, annotate, job.folder / "rollouts.html", f"{self.arm}, seed {self.seed}")])
 
 
+def _demand(per_mode: int) -> None:
+    from studies.route2.probing import LEAST
+
+    if per_mode < 4 * LEAST:
+        raise ValueError(f"per-mode must be at least {4 * LEAST}, not {per_mode}: a probe needs hacks and clean rollouts")
+
+
 @dataclass(frozen=True)
 class Probes:
     """Fit probes on a finished run's hacks of the known mode, and test them on held-out modes beside random directions."""
@@ -240,18 +250,17 @@ class Probes:
     out: Annotated[
         Path | None, tyro.conf.arg(help="where probes.jsonl, probes.md and figures go; the arm's folder if not given")
     ] = None
-    pairs: Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")] = None
+    pairs: Pairs = None
     units: Annotated[
         tuple[Literal["rollout", "token"], ...],
         tyro.conf.arg(help="score rollouts, single tokens, or both; a chat model's tokens fill the memory: rollout there"),
     ] = ()
 
     def __call__(self) -> None:
-        from studies.route2.probing import LEAST, UNITS, probe_job
+        from studies.route2.probing import UNITS, probe_job
         from studies.training.job import Job
 
-        if self.per_mode < 4 * LEAST:
-            raise ValueError(f"per-mode must be at least {4 * LEAST}, not {self.per_mode}: a probe needs hacks and clean rollouts")
+        _demand(self.per_mode)
         job = Job.of(self.root, self.seed, None if self.arm == "base" else get_arms((self.arm,))[0], self.pairs)
         units = self.units or (UNITS if job.settings.chat is None else UNITS[:1])
         for path in probe_job(job, self.per_mode, self.out, units=units):
@@ -272,12 +281,10 @@ class Watch:
     to: Annotated[Path | None, tyro.conf.arg(help="folder of table and figure; the run folder if not given")] = None
 
     def __call__(self) -> None:
-        from studies.route2.probing import LEAST
         from studies.route2.watching import write_watch
         from studies.training.job import Job
 
-        if self.per_mode < 4 * LEAST:
-            raise ValueError(f"per-mode must be at least {4 * LEAST}, not {self.per_mode}: a probe needs hacks and clean rollouts")
+        _demand(self.per_mode)
         jobs = [Job.of(self.root, seed, arm) for arm in get_arms(self.arms) for seed in read_seeds(self.seeds)]
         show_paths(write_watch(jobs, self.per_mode, self.workers, self.to or self.root))
 
@@ -312,7 +319,7 @@ class Evidence:
     workers: int = 2
     out: Annotated[Path, tyro.conf.arg(help="where the run folders are kept, in a folder named as that of the file")] = Path("runs")
     to: Annotated[Path | None, tyro.conf.arg(help="folder of the report; default: that of the file")] = None
-    live: Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")] = True
+    live: Live = True
 
     def __call__(self) -> None:
         from studies.route2.evidence import write_evidence

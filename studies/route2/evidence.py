@@ -19,25 +19,25 @@ A method counts only if it is outside the front of early stopping: no point of o
 at least as much.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.stats import spearmanr
 
-from mi_route2.plots import BLUE, GREEN, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure, save_figure, style
+from mi_route2.plots import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from mi_route2.validation import read_lines, read_object
-from studies.common.publishing import compact, update_pages, write_texts
+from studies.common.publishing import compact, update_showing, write_texts
 from studies.common.stats import Summary, mean, median, summary
 from studies.common.tables import interval, markdown_table, number
 from studies.route2.headline import EXPLOIT, HACK, SOLVE
-from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown, sign_flip
+from studies.route2.predictions import FILE, Predictions, outcomes, p_text, predictions_markdown, ranks_within_seeds, sign_flip
 from studies.route2.publish import EARLY, mask_quality, provenance
+from studies.route2.report.figures import draw_means, panels
 from studies.route2.report.load import RunSet, load_runs
-from studies.route2.report.measures import by_seed
+from studies.route2.report.measures import by_seed, stopped_after
 from studies.training.arms import ARMS
 from studies.training.recorder import TIMINGS
 from studies.training.settings import PRESETS
@@ -92,8 +92,6 @@ MOST_FLAGGED, FEW_FLAGGED = 0.95, 0.8
 """Recall of the runs that are counted as flagging most of their hacks, and few."""
 MOST_EXPLOIT, LEAST_SOLVE, LEAST_WORSE = 0.02, 0.85, 0.3
 """Goals of the predictions files: held-out exploit and solve of the method, and by how much its controls exploit more."""
-PARTS = ("", "-recall", "-goals", "-coverage", "-monitors", "-lessons", "-tests")
-"""Texts of a preset, by how their names end."""
 AGAIN = "write it again with `python -m studies.route2 evidence`"
 
 
@@ -104,24 +102,19 @@ class Evidence:
     preset: str
     seeds: tuple[int, ...]
     modes: tuple[str, ...]
-    values: Mapping[str, Mapping[str, list[float | None]]]
     provenance: Mapping[str, Any]
+    values: Mapping[str, Mapping[str, list[float | None]]]
 
     @staticmethod
     def read(path: Path) -> "Evidence":
-        """Read what ``as_dict`` wrote; ``ValueError`` in one sentence if the file is not of that kind."""
+        """Read what `write_evidence` wrote; ``ValueError`` in one sentence if the file is not of that kind."""
         content = read_object(path, AGAIN)
         try:
             return Evidence(
-                content["preset"], tuple(content["seeds"]), tuple(content["modes"]), content["values"], content["provenance"]
+                content["preset"], tuple(content["seeds"]), tuple(content["modes"]), content["provenance"], content["values"]
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} lacks {error}: {AGAIN}") from error
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "preset": self.preset, "seeds": self.seeds, "modes": self.modes, "provenance": self.provenance, "values": self.values,
-        }  # fmt: skip
 
     def summary(self, arm: str, metric: str) -> Summary:
         return summary(self.values[arm][metric])
@@ -148,7 +141,7 @@ def collect(runs: RunSet) -> Evidence:
             for key in ("auroc", "recall", "fire_clean"):
                 values[arm][f"late_{key}"] = [late.get((arm, seed), {}).get(key) for seed in runs.seeds]
         values[arm]["seconds"] = [seconds(runs.runs[arm, seed].folder) if seed in own else None for seed in runs.seeds]
-    return Evidence(str(runs.settings["preset"]), runs.seeds, modes, values, provenance(runs))
+    return Evidence(str(runs.settings["preset"]), runs.seeds, modes, provenance(runs), values)
 
 
 def seconds(folder: Path) -> float | None:
@@ -187,11 +180,6 @@ def stopped_inside(evidence: Evidence, arm: str) -> list[str]:
     ]
 
 
-def _steps(arm: str) -> str:
-    """Return the number of steps after which ordinary training was stopped."""
-    return {"base": "0", "vanilla": "all"}.get(arm, arm.removeprefix("vanilla-"))
-
-
 def table(evidence: Evidence) -> str:
     """Return <preset>.md: the arms by information budget, with the mask's quality over the first steps."""
     header = ["arm", "n", "exploit, held out", "worst seed", "hack, held out", "solve", "vanilla is better after"]
@@ -202,7 +190,7 @@ def table(evidence: Evidence) -> str:
         for arm in (arm for arm in arms if arm in evidence.values):
             row = evidence.values[arm]
             exploit = evidence.summary(arm, EXPLOIT)
-            inside = "" if arm in PATH else ", ".join(map(_steps, stopped_inside(evidence, arm))) or "none"
+            inside = "" if arm in PATH else ", ".join(map(stopped_after, stopped_inside(evidence, arm))) or "none"
             worst = max((value for value in exploit["seeds"] if value is not None), default=None)
             cells = [arm, str(exploit["n"]), interval(exploit), number(worst)]
             cells += [interval(evidence.summary(arm, HACK)), interval(evidence.summary(arm, SOLVE)), inside]
@@ -257,20 +245,17 @@ def coverage(evidence: Evidence, arm: str) -> list[tuple[int, str, float, float]
 def coverage_sentence(evidence: Evidence, arm: str) -> str:
     """Return a sentence on whether an arm exploits what its canary does not; a seed counts once."""
     points = coverage(evidence, arm)
-    seeds = {seed: [(canary, own) for each, _, canary, own in points if each == seed] for seed, *_ in points}
-    several = [list(zip(*own, strict=True)) for own in seeds.values()]
-    rhos = [float(spearmanr(canary, own)[0]) for canary, own in several if len(set(canary)) > 1 and len(set(own)) > 1]  # pyright: ignore
     little = [own for _, _, canary, own in points if canary < 0.2]
     much = [own for _, _, canary, own in points if canary >= 0.5]
     told = (
         f"{arm}: in the {len(little)} seeds and modes of which its canary exploits less than .2 it exploits {number(mean(little))}"
     )
     told += f", in the {len(much)} of which the canary exploits at least .5 {number(mean(much))}"
+    rhos = ranks_within_seeds([(seed, canary, own) for seed, _, canary, own in points])
     if len(rhos) > 1:
-        p = sign_flip(rhos)
         told += (
-            f"; Spearman correlation within a seed: mean {number(mean(rhos))} (exact sign-flip test, "
-            f"{'p < .001' if p < 0.001 else f'p {number(p)}'}, n {len(rhos)})"
+            f"; Spearman correlation within a seed: mean {number(mean(rhos))} (exact sign-flip test, p {p_text(sign_flip(rhos))}, "
+            f"n {len(rhos)})"
         )
     return told + "."
 
@@ -302,50 +287,42 @@ MARKS = {
 
 def fronts_figure(every: Sequence[Evidence], path: Path) -> Path:
     """Draw exploit against solve for each preset, with intervals; the line is ordinary training from the base to its end."""
-    with style():
-        figure = new_figure(PAGE_WIDTH, 3.9)
-        axes = np.atleast_1d(figure.subplots(1, len(every), sharey=True))
+    with panels(path, len(every), 3.9, "exploit fires, held-out modes", "solve, all modes") as axes:
         for ax, evidence in zip(axes, every, strict=True):
             ran = [name for name in PATH if name in evidence.values]
             points = [(evidence.summary(name, EXPLOIT)["mean"], evidence.summary(name, SOLVE)["mean"]) for name in ran]
             ax.plot(*zip(*points, strict=True), color=VERMILLION, marker=".", label="ordinary training, by steps")  # pyright: ignore
             for name, point in zip(ran, points, strict=True):
-                text = {"base": "0", "vanilla": "all"}.get(name, str(ARMS[name].steps if name in ARMS else ""))
-                ax.annotate(text, point, xytext=(3, -8), textcoords="offset points", fontsize=6, color=VERMILLION)  # pyright: ignore
+                ax.annotate(
+                    stopped_after(name),
+                    point,
+                    xytext=(3, -8),
+                    textcoords="offset points",
+                    fontsize=6,
+                    color=VERMILLION,  # pyright: ignore
+                )
             for arm, (color, marker) in MARKS.items():
                 if arm in evidence.values:
                     x, y = evidence.summary(arm, EXPLOIT), evidence.summary(arm, SOLVE)
                     spread = [[[s["mean"] - s["lo"]], [s["hi"] - s["mean"]]] if s["lo"] is not None else None for s in (x, y)]  # pyright: ignore
-                    ax.errorbar(x["mean"], y["mean"], xerr=spread[0], yerr=spread[1], color=color, marker=marker, markersize=5,
-                                linewidth=0.7, linestyle="none", label=arm)  # fmt: skip # pyright: ignore
+                    look = {"color": color, "marker": marker, "markersize": 5, "linewidth": 0.7, "linestyle": "none", "label": arm}
+                    ax.errorbar(x["mean"], y["mean"], xerr=spread[0], yerr=spread[1], **look)  # pyright: ignore
             ax.set_title(f"{evidence.preset}, {len(evidence.seeds)} seeds")
-            ax.set_xlim(-0.03, 1.03)
-            ax.set_ylim(-0.03, 1.03)
-            ax.set_xlabel("exploit fires, held-out modes")
-        axes[0].set_ylabel("solve, all modes")
-        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        return save_figure(figure, path)
+    return path
 
 
 def coverage_figure(every: Sequence[Evidence], path: Path) -> Path:
     """Draw the exploits of a canary in each mode against those that the filtered run keeps; a dot is a seed and mode."""
-    with style():
-        figure = new_figure(PAGE_WIDTH, 3.2)
-        axes = np.atleast_1d(figure.subplots(1, len(every), sharey=True))
+    x, y = "the canary exploits the mode (its best checkpoint)", "the filtered run exploits it"
+    with panels(path, len(every), 3.2, x, y, legend_inside=True) as axes:
         for ax, evidence in zip(axes, every, strict=True):
             for arm, color, marker in zip(COVERED, (VERMILLION, GREEN, BLUE), ("x", "o", "+"), strict=True):
                 if points := coverage(evidence, arm):
                     name = f"{arm}: {len(ARMS[arm].canaries or ())} checkpoints"
-                    ax.scatter(
-                        [p[2] for p in points], [p[3] for p in points], s=14, color=color, marker=marker, alpha=0.7, label=name
-                    )
+                    _, _, canary, own = zip(*points, strict=True)
+                    ax.scatter(canary, own, s=14, color=color, marker=marker, alpha=0.7, label=name)
             ax.set_title(evidence.preset)
-            ax.set_xlim(-0.03, 1.03)
-            ax.set_ylim(-0.03, 1.03)
-            ax.set_xlabel("the canary exploits the mode (its best checkpoint)")
-        axes[0].set_ylabel("the filtered run exploits it")
-        axes[0].legend(loc="center")
-        return save_figure(figure, path)
+    return path
 
 
 def recalls(evidence: Evidence, budget: str) -> list[tuple[float, float]]:
@@ -387,9 +364,8 @@ _DOTS = ((GREEN, "o"), (ORANGE, "v"), (BLUE, "P"), (PURPLE, "x"), (ORANGE, "h"),
 
 def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
     """Draw the recall of a run's flags against what it exploits at its end; a dot is a run."""
-    with style():
-        figure = new_figure(PAGE_WIDTH, 3.2)
-        axes = np.atleast_1d(figure.subplots(1, len(every), sharey=True))
+    x, y = f"share of its hacks that the run flagged\nin its first {EARLY} steps", "exploit fires, held-out modes"
+    with panels(path, len(every), 3.2, x, y) as axes:
         for ax, evidence in zip(axes, every, strict=True):
             for budget, (color, marker) in zip(BUDGETS, _DOTS, strict=True):
                 if not any(recalls(one, budget) for one in every):
@@ -399,12 +375,7 @@ def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
                     *zip(*points, strict=True) if points else ([], []), s=14, color=color, marker=marker, alpha=0.7, label=budget
                 )
             ax.set_title(evidence.preset)
-            ax.set_xlim(-0.03, 1.03)
-            ax.set_ylim(-0.03, 1.03)
-            ax.set_xlabel(f"share of its hacks that the run flagged\nin its first {EARLY} steps")
-        axes[0].set_ylabel("exploit fires, held-out modes")
-        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        return save_figure(figure, path)
+    return path
 
 
 def rates(evidence: Evidence, arm: str) -> list[tuple[float, str]]:
@@ -417,26 +388,18 @@ def rates(evidence: Evidence, arm: str) -> list[tuple[float, str]]:
 
 def rates_figure(every: Sequence[Evidence], path: Path) -> Path:
     """Draw exploits against the rate of the quarantine, with the quarantine and without it; the points at 0 have no quarantine."""
-    with style():
-        figure = new_figure(PAGE_WIDTH, 3.4)
-        axes = np.atleast_1d(figure.subplots(1, len(every), sharex=True, sharey=True))
+    x, y = "rate of the quarantine,\nin rates of the kept adapter", "exploit fires, held-out modes"
+    with panels(path, len(every), 3.4, x, y, x_is_rate=False, sharex=True) as axes:
         for ax, evidence in zip(axes, every, strict=True):
             for (plain, label), color, beside in zip(RATED.items(), (BLUE, VERMILLION), (-0.01, 0.01), strict=True):
                 within = rates(evidence, plain)
                 alone = [(0.0, plain)] if plain in evidence.values else []
-                x, own = zip(*((rate + beside, evidence.summary(arm, EXPLOIT)) for rate, arm in alone + within), strict=True)
-                y, lo, hi = np.array([[each[key] for each in own] for key in ("mean", "lo", "hi")], dtype=float)
-                ax.errorbar(
-                    x, y, yerr=[y - lo, hi - y], color=color, marker="o", markersize=3, label=f"{label}, quarantine deleted"
-                )
-                x, y = zip(*((rate + beside, evidence.summary(arm, ON_EXPLOIT)["mean"]) for rate, arm in within), strict=True)
-                ax.plot(x, y, color=color, linestyle=":", marker="o", markersize=3, label=f"{label}, quarantine in")  # pyright: ignore
+                at, own = zip(*((rate + beside, evidence.summary(arm, EXPLOIT)) for rate, arm in alone + within), strict=True)
+                draw_means(ax, at, own, color=color, marker="o", markersize=3, label=f"{label}, quarantine deleted")
+                at, on = zip(*((rate + beside, evidence.summary(arm, ON_EXPLOIT)["mean"]) for rate, arm in within), strict=True)
+                ax.plot(at, on, color=color, linestyle=":", marker="o", markersize=3, label=f"{label}, quarantine in")  # pyright: ignore
             ax.set_title(f"{evidence.preset}, {len(evidence.seeds)} seeds")
-            ax.set_ylim(-0.03, 1.03)
-            ax.set_xlabel("rate of the quarantine,\nin rates of the kept adapter")
-        axes[0].set_ylabel("exploit fires, held-out modes")
-        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        return save_figure(figure, path)
+    return path
 
 
 def lessons(evidence: Evidence) -> list[str]:
@@ -470,22 +433,16 @@ def lessons_sentence(evidence: Evidence) -> str:
 
 def lessons_figure(every: Sequence[Evidence], path: Path) -> Path:
     """Draw what runs solve right after their lesson against what they exploit at their end; a dot is a run."""
-    with style():
-        figure = new_figure(PAGE_WIDTH, 3.6)
-        axes = np.atleast_1d(figure.subplots(1, len(every), sharex=True, sharey=True))
+    x, y = "solve, right after the lesson", "exploit fires at the end,\nheld-out modes"
+    with panels(path, len(every), 3.6, x, y, sharex=True) as axes:
         for ax, evidence in zip(axes, every, strict=True):
             for arm, start in (("vanilla", "base"), *((arm, f"{arm}-1") for arm in lessons(evidence))):
                 color, marker = MARKS.get(arm, (VERMILLION, "."))
                 label = "no lesson" if arm == "vanilla" else arm
-                x, y = evidence.values[start][SOLVE], evidence.values[arm][EXPLOIT]
-                ax.scatter(x, y, s=16, color=color, marker=marker, alpha=0.7, label=label)  # pyright: ignore[reportArgumentType]
+                starts, ends = evidence.values[start][SOLVE], evidence.values[arm][EXPLOIT]
+                ax.scatter(starts, ends, s=16, color=color, marker=marker, alpha=0.7, label=label)  # pyright: ignore[reportArgumentType]
             ax.set_title(f"{evidence.preset}, {len(evidence.seeds)} seeds")
-            ax.set_xlim(-0.03, 1.03)
-            ax.set_ylim(-0.03, 1.03)
-            ax.set_xlabel("solve, right after the lesson")
-        axes[0].set_ylabel("exploit fires at the end,\nheld-out modes")
-        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        return save_figure(figure, path)
+    return path
 
 
 def monitors(evidence: Evidence) -> str:
@@ -540,25 +497,34 @@ def map_table(every: Sequence[Evidence]) -> str:
 def map_figure(every: Sequence[Evidence], path: Path) -> Path:
     """Draw exploit and solve of each method against how well ten pairs tell hacks in the world; bars are intervals."""
     worlds = mapped(every)
-    with style():
-        figure = new_figure(PAGE_WIDTH, 4.0)
-        axes = np.atleast_1d(figure.subplots(1, 2, sharex=True))
+    x = f"AUROC of ten pairs' score ({SEEN})\non the first {EARLY} steps' rollouts"
+    with panels(path, 2, 4.0, x, "", x_is_rate=False, sharex=True, sharey=False) as axes:
         for ax, metric, what in zip(axes, (EXPLOIT, SOLVE), ("exploit fires, held-out modes", "solve, all modes"), strict=True):
             for i, (arm, (color, marker)) in enumerate(MAPPED.items()):
-                ran = [evidence for evidence in worlds if arm in evidence.values]
-                if not ran:
-                    continue
-                own = [evidence.summary(arm, metric) for evidence in ran]
-                y, lo, hi = np.array([[each[key] for each in own] for key in ("mean", "lo", "hi")], dtype=float)
-                x = np.array([seen(evidence) for evidence in ran]) + 0.002 * (i - len(MAPPED) / 2)  # so that bars do not hide bars
-                ax.errorbar(x, y, yerr=[y - lo, hi - y], color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
-            ax.set_ylim(-0.03, 1.03)
-            ax.set_xlabel(f"AUROC of ten pairs' score ({SEEN})\non the first {EARLY} steps' rollouts")
+                if ran := [evidence for evidence in worlds if arm in evidence.values]:
+                    at = np.array([seen(evidence) for evidence in ran]) + 0.002 * (i - len(MAPPED) / 2)  # no bar hides another
+                    own = [evidence.summary(arm, metric) for evidence in ran]
+                    draw_means(ax, at, own, color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
             ax.set_title(what)
         for evidence in worlds:
             axes[0].annotate(evidence.preset, (seen(evidence), 1.0), ha="center", fontsize=6)
-        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        return save_figure(figure, path)
+    return path
+
+
+def texts(evidence: Evidence, predictions: Predictions | None) -> dict[str, str]:
+    """Return the texts of a preset by the ends of their names; a text is empty if the runs say nothing on its question."""
+    judged, tested = [arm for arm in METHODS if arm in evidence.values], ""
+    if predictions is not None and predictions.apply_to(evidence.preset, evidence.provenance["settings_hash"], evidence.seeds):
+        tested = predictions_markdown(predictions, outcomes(predictions, evidence.preset, evidence.seeded()))
+    return {
+        "": table(evidence),
+        "-recall": f"- {recall_sentence(evidence)}\n" if flagged(evidence) else "",
+        "-goals": goals(evidence, judged[-1]) if judged else "",
+        "-coverage": "".join(f"- {coverage_sentence(evidence, arm)}\n" for arm in COVERED if coverage(evidence, arm)),
+        "-monitors": monitors(evidence),
+        "-lessons": f"- {said}\n" if len(lessons(evidence)) > 1 and (said := lessons_sentence(evidence)) else "",
+        "-tests": tested,
+    }
 
 
 def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path) -> list[Path]:
@@ -571,42 +537,24 @@ def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path) -> list[Path]:
     if len({evidence.preset for evidence in every}) < len(every):
         raise ValueError("two run folders are of one preset: give one of each")
     to.mkdir(parents=True, exist_ok=True)
+    predictions = Predictions.read(to / FILE) if (to / FILE).exists() else None
     written = []
     for evidence in every:
-        texts = {
-            f"{evidence.preset}.json": compact(json.loads(json.dumps(evidence.as_dict()))),
-            f"{evidence.preset}.md": table(evidence),
-        }
-        if flagged(evidence):
-            texts[f"{evidence.preset}-recall.md"] = f"- {recall_sentence(evidence)}\n"
-        if judged := [arm for arm in METHODS if arm in evidence.values]:
-            texts[f"{evidence.preset}-goals.md"] = goals(evidence, judged[-1])
-        if covered := [coverage_sentence(evidence, arm) for arm in COVERED if coverage(evidence, arm)]:
-            texts[f"{evidence.preset}-coverage.md"] = "".join(f"- {said}\n" for said in covered)
-        if watched := monitors(evidence):
-            texts[f"{evidence.preset}-monitors.md"] = watched
-        if len(lessons(evidence)) > 1 and (said := lessons_sentence(evidence)):
-            texts[f"{evidence.preset}-lessons.md"] = f"- {said}\n"
-        if (path := to / FILE).exists():
-            predictions = Predictions.read(path)
-            if predictions.apply_to(evidence.preset, evidence.provenance["settings_hash"], evidence.seeds):
-                found = outcomes(predictions, evidence.preset, evidence.seeded())
-                texts[f"{evidence.preset}-tests.md"] = predictions_markdown(predictions, found)
-        for stale in {to / f"{evidence.preset}{part}.md" for part in PARTS} - {to / name for name in texts}:
-            stale.unlink(missing_ok=True)  # of an earlier report, beside which it would be read
-        written += write_texts(to, texts)
-    drawn = {"fronts": fronts_figure}
-    if any(map(flagged, every)):
-        drawn["recall"] = recall_figure
-    if any(coverage(evidence, arm) for evidence in every for arm in COVERED):
-        drawn["coverage"] = coverage_figure
-    if all(len(rates(evidence, plain)) > 1 for evidence in every for plain in RATED):
-        drawn["rates"] = rates_figure
-    if all(len(lessons(evidence)) > 1 for evidence in every):
-        drawn["lessons"] = lessons_figure
-    if worlds := mapped(every):
-        drawn["map"] = map_figure
+        said = {f"{evidence.preset}{end}.md": text for end, text in texts(evidence, predictions).items()}
+        for stale in (name for name, text in said.items() if not text):
+            (to / stale).unlink(missing_ok=True)  # of an earlier report, beside which it would be read
+        content = {f"{evidence.preset}.json": compact(asdict(evidence))}
+        written += write_texts(to, content | {name: text for name, text in said.items() if text})
+    worlds = mapped(every)
+    figures = (
+        ("fronts", fronts_figure, True),
+        ("recall", recall_figure, any(map(flagged, every))),
+        ("coverage", coverage_figure, any(coverage(evidence, arm) for evidence in every for arm in COVERED)),
+        ("rates", rates_figure, all(len(rates(evidence, plain)) > 1 for evidence in every for plain in RATED)),
+        ("lessons", lessons_figure, all(len(lessons(evidence)) > 1 for evidence in every)),
+        ("map", map_figure, bool(worlds)),
+    )
+    if worlds:
         written += write_texts(to, {"map.md": map_table(worlds)})
-    written += [draw(every, to / f"{name}.png") for name, draw in drawn.items()]
-    pages = [page for page in to.parent.parent.glob("*.md") if f"{to.parent.name}/{to.name}/" in page.read_text(encoding="utf-8")]
-    return [*written, *update_pages(pages)]
+    written += [draw(every, to / f"{name}.png") for name, draw, shown in figures if shown]
+    return [*written, *update_showing(to)]

@@ -11,13 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 from matplotlib.axes import Axes
-from scipy.stats import spearmanr
 
 from mi_route2.plots import BLUE, ORANGE, PAGE_WIDTH, VERMILLION, new_figure, save_figure, style
 from studies.common.command_line import seeds_text
 from studies.common.stats import Summary, mean, median, outliers
 from studies.common.tables import interval, markdown_table, number
-from studies.route2.predictions import Predictions, outcomes, sign_flip
+from studies.route2.predictions import Predictions, outcomes, p_text, ranks_within_seeds, sign_flip
 from studies.route2.report.measures import DESCRIPTIONS
 from studies.training.arms import ARMS
 
@@ -292,17 +291,11 @@ def _draws_table(result: Result, quality: Quality) -> str:
 
 
 def _rank_within_seeds(draws: Sequence[tuple[int, float, float]]) -> str:
-    """Return a sentence on whether the better draw of a seed hacks less.
-
-    Draws of a seed share its model and prompts, so a seed counts once.
-    """
-    seeds = {seed: [(luck, hack) for own, luck, hack in draws if own == seed] for seed, _, _ in draws}
-    several = [list(zip(*own, strict=True)) for own in seeds.values() if len(own) > 1]
-    rhos = [float(spearmanr(luck, hack)[0]) for luck, hack in several if len(set(luck)) > 1 and len(set(hack)) > 1]  # pyright: ignore
+    """Return a sentence on whether the better draw of a seed hacks less."""
+    rhos = ranks_within_seeds(draws)
     if len(rhos) < 2:
         return "One draw a seed: no rank within seeds."
-    p = sign_flip(rhos)
-    told = f"exact sign-flip over seeds, {'p < .001' if p < 0.001 else f'p {number(p)}'}, n {len(rhos)}"
+    told = f"exact sign-flip over seeds, p {p_text(sign_flip(rhos))}, n {len(rhos)}"
     return f"Spearman correlation of the two within a seed: mean {number(mean(rhos))} ({told})."
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
-from scipy.stats import ttest_1samp
+from scipy.stats import spearmanr, ttest_1samp
 
 from studies.common.stats import Summary, summary
 from studies.common.tables import interval, markdown_table, number
@@ -173,6 +173,16 @@ def _student(d: np.ndarray, mean: float, alternative: Alternative) -> float:
     return float(np.nan_to_num(p, nan=1.0))
 
 
+def ranks_within_seeds(points: Sequence[tuple[int, float, float]]) -> list[float]:
+    """Return Spearman's correlation of the two values of ``(seed, x, y)`` within each seed in which both differ.
+
+    Points of a seed share its model and prompts, so a seed counts once.
+    """
+    seeds = dict.fromkeys(seed for seed, *_ in points)
+    sides = [zip(*((x, y) for each, x, y in points if each == seed), strict=True) for seed in seeds]
+    return [float(spearmanr(x, y)[0]) for x, y in sides if len(set(x)) > 1 and len(set(y)) > 1]  # pyright: ignore
+
+
 def outcomes(predictions: Predictions, preset: str, values: Seeded) -> list[Outcome]:
     """Return the outcomes of all comparisons of the preset, in the file's order.
 
@@ -196,7 +206,7 @@ def predictions_markdown(predictions: Predictions, found: Sequence[Outcome]) -> 
         c = each.comparison
         expected = c.expect if c.margin is None else f"same, ±{number(c.margin)}"
         cells = [c.name, c.contrast, "" if c.minus_metric else c.metric, expected, str(each.difference["n"])]
-        cells += [interval(each.difference, signed=True), *map(_p, (each.p_student, each.p, each.p_holm)), each.verdict]
+        cells += [interval(each.difference, signed=True), *map(p_text, (each.p_student, each.p, each.p_holm)), each.verdict]
         body.append(cells)
     header = ["comparison", "contrast", "metric", "expected", "n", "difference", "p: Student", "exact", "Holm", "verdict"]
     return (
@@ -208,5 +218,6 @@ def predictions_markdown(predictions: Predictions, found: Sequence[Outcome]) -> 
     )
 
 
-def _p(value: float) -> str:
+def p_text(value: float) -> str:
+    """Format a p-value."""
     return "< .001" if value < 0.001 else number(value)

@@ -41,7 +41,7 @@ from probes.transfer import TransferResult, TransferRow, TransferSettings, defau
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.common.tables import markdown_table, number
 from studies.environments.protocol import Modes, Witness, World, probe_prompts
-from studies.training.job import EVAL, Job, build_pairs, finished_policy
+from studies.training.job import EVAL, Job, build_pairs, finished_policy, micro_batches
 from studies.training.settings import Settings
 from studies.training.worlds import open_world
 
@@ -161,10 +161,8 @@ class GradientReading:
 
 
 def pieces(rollouts: Rollouts, settings: Settings) -> Iterator[Rollouts]:
-    """Yield the rollouts in pieces of a micro-batch of the run."""
-    each = settings.micro_batch(rollouts.tokens.shape[1]) or len(rollouts)
-    for start in tqdm(range(0, len(rollouts), each), desc="reading", unit="batch", leave=False, disable=None, delay=3):
-        yield rollouts.rows(torch.arange(start, min(start + each, len(rollouts)), device=rollouts.tokens.device))
+    """Yield the rollouts in micro-batches of the run, under a bar."""
+    yield from tqdm(micro_batches(rollouts, settings), desc="reading", unit="batch", leave=False, disable=None, delay=3)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,9 @@ from studies.route2.headline import (
 from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown
 from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import train_rate
-from studies.route2.report.table import table, table_json
+from studies.route2.report.table import json_text, table
 from studies.training.arms import ARMS
+from studies.training.manifest import MANIFEST, read_manifest
 from studies.training.settings import PRESETS, changes
 
 REPORTS = ("table.md", "leakage.md", "ablations.md", "probes.md")
@@ -74,7 +75,7 @@ def publish(root: Path, to: Path) -> Path:
     """
     runs = load_runs(root)
     content = table(runs)
-    if not (root / "table.json").exists() or (root / "table.json").read_text(encoding="utf-8") != table_json(content):
+    if not (root / "table.json").exists() or (root / "table.json").read_text(encoding="utf-8") != json_text(content):
         raise ValueError(f"the report in {root} is not that of its runs: `python -m studies.route2 report {root}` writes it again")
     place, result = to / folder_name(runs), Result(content)
     texts = {
@@ -208,10 +209,9 @@ def predicted_results(to: Path) -> list[tuple[Result, Predictions]]:
 
 def provenance(runs: RunSet) -> dict[str, Any]:
     """Return the origin of the folder's numbers: settings, versions, seeds and the command."""
-    manifests = [json.loads((run.folder / "manifest.json").read_text(encoding="utf-8")) for run in runs.runs.values()]
-    versions, platforms = (
-        sorted({json.dumps(manifest[key], sort_keys=True) for manifest in manifests}) for key in ("versions", "platform")
-    )
+    manifests = [read_manifest(run.folder) for run in runs.runs.values()]
+    versions = sorted({json.dumps(manifest.versions, sort_keys=True) for manifest in manifests})
+    platforms = sorted({json.dumps(manifest.platform, sort_keys=True) for manifest in manifests})
     return {
         "study": runs.root.name,
         "settings_hash": next(iter(runs.runs.values())).settings_hash,
@@ -265,7 +265,7 @@ def packed(runs: RunSet) -> str:
     specs: dict[str, Any] = {}
     records = []
     for (arm, seed), run in runs.runs.items():
-        manifest = json.loads((run.folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads((run.folder / MANIFEST).read_text(encoding="utf-8"))
         spec = manifest.pop("arm_spec")
         if specs.setdefault(arm, spec) != spec:
             raise ValueError(f"arm {arm} is defined differently on seed {seed}: run it again on every seed")

@@ -24,10 +24,12 @@ from mi_route2.files import write_whole
 from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, PURPLE, new_figure, save_figure, style
 from mi_route2.validation import read_object
 from studies.common.processes import run_pool
-from studies.common.publishing import compact, update_pages, write_texts
+from studies.common.publishing import compact, update_showing, write_texts
 from studies.common.stats import Summary, mean, summary
 from studies.common.tables import interval, markdown_table, number
 from studies.route2.probing import GRADIENT, probe
+from studies.route2.report.figures import draw_means
+from studies.route2.report.measures import stopped_after
 from studies.training.job import Job
 
 COLUMNS = ("known", "held", "random", "ece")
@@ -124,10 +126,9 @@ def write_watch(jobs: Sequence[Job], per_mode: int, workers: int, to: Path) -> l
     watch = Watch(jobs[0].settings.preset, per_mode, tuple(seeds), values)
     to.mkdir(parents=True, exist_ok=True)
     stem = f"{watch.preset}-watch"
-    written = write_texts(to, {f"{stem}.json": compact(json.loads(json.dumps(asdict(watch)))), f"{stem}.md": table(watch)})
+    written = write_texts(to, {f"{stem}.json": compact(asdict(watch)), f"{stem}.md": table(watch)})
     written.append(figure(watch, to / f"{stem}.png"))
-    pages = [page for page in to.parent.parent.glob("*.md") if f"{to.parent.name}/{to.name}/" in page.read_text(encoding="utf-8")]
-    return [*written, *update_pages(pages)]
+    return [*written, *update_showing(to)]
 
 
 def _order(name: str) -> tuple[bool, str, int]:
@@ -174,20 +175,13 @@ def figure(watch: Watch, path: Path) -> Path:
                 kind = name.partition(" ")[2]
                 color, marker = STYLES[kind]
                 own = [watch.summary(arm, name, "held") for arm in arms]
-                y, lo, hi = np.array([[each[key] for each in own] for key in ("mean", "lo", "hi")], dtype=float)
-                bars = [y - lo, hi - y]
-                ax.errorbar(range(len(arms)), y, yerr=bars, color=color, marker=marker, markersize=4, linewidth=0.8, label=kind)
+                draw_means(ax, range(len(arms)), own, color=color, marker=marker, markersize=4, linewidth=0.8, label=kind)
             band = np.array([watch.summary(arm, probes[0], "random")["mean"] for arm in arms], dtype=float)
             ax.plot(range(len(arms)), band, color=GRAY, linestyle=":", label="random, 95th percentile")
-            ax.set_xticks(range(len(arms)), [_steps(arm) for arm in arms])
+            ax.set_xticks(range(len(arms)), [stopped_after(arm) for arm in arms])
             ax.set_title(f"{watch.preset}, {'fingerprints' if layer == GRADIENT else f'stream after {layer}'}")
             ax.set_xlabel("steps of ordinary training" if ordinary else "arm")
         ax.set_ylim(top=1.02)  # a shared axis, as low as the lowest bar
         drawn.axes[0].set_ylabel("AUROC, held-out modes")
         drawn.axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         return save_figure(drawn, path)
-
-
-def _steps(arm: str) -> str:
-    """Return the number of steps after which ordinary training was stopped, or the arm's name."""
-    return {"base": "0", "vanilla": "all"}.get(arm, arm.removeprefix("vanilla-"))

@@ -24,7 +24,8 @@ from studies.steering.fitting import LABELS, Fitted, fit
 from studies.steering.measuring import logprobs, roc, shadow
 from studies.steering.settings import Settings
 from studies.training.arms import ARMS
-from studies.training.job import MANIFEST, Job, build_hosted, finished_policy, read_manifest
+from studies.training.job import Job, build_hosted, finished_policy
+from studies.training.manifest import MANIFEST, read_manifest
 from studies.training.worlds import open_world
 
 FIT = "fit"

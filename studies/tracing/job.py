@@ -32,7 +32,8 @@ from studies.tracing.rates import rate_states
 from studies.tracing.settings import UNTRAINED, Settings
 from studies.training.arms import ARMS, get_arms
 from studies.training.cluster import run_training
-from studies.training.job import FULL, Job, build_hosted, finished_policy, read_manifest
+from studies.training.job import FULL, Job, build_hosted, finished_policy
+from studies.training.manifest import read_manifest
 from studies.training.settings import Settings as Training
 from studies.training.worlds import open_world
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from studies.common.cluster import LOOKS, Cluster, Queue, failed
-from studies.training.job import PRECISIONS, Job, run_job
-from studies.training.progress import Display, Follower, open_display
-from studies.training.recorder import METRICS
+from studies.training.job import PRECISIONS, Job
+from studies.training.progress import Display, open_display
+from studies.training.recorder import METRICS, Follower
+from studies.training.run import run_job
 from studies.training.schedule import Order, run_jobs, unfinished, without
 from studies.training.worlds import base_model
 

@@ -1,5 +1,15 @@
 """Dr.GRPO with routed gradients: the whole training loop. It does not depend on the arm; arms differ in their route.
 
+The policy is a frozen model with two trained adapters: the kept one, and the quarantine, which is deleted at deployment. Rollouts
+are sampled with both. The route decides what of a rollout's gradient reaches the kept adapter; what it keeps away (ideally the
+reward hacks) only the quarantine learns. One step, in the order of this file:
+
+    refresh        the route fits its directions to the current policy
+    gather         sample N = prompts * group completions and grade them; advantages within each prompt's group
+    varied         choose the groups that have a gradient
+    with_anchors   store the log-probabilities that the loss compares with
+    update         forward and backward under the route, clipping, one step of Adam
+
     A_b = R_b - mean(R over the prompt's group)                      no std, no length norm
     loss = -1/(N T) sum_b sum_t min(rho A, clip(rho, 1-eps, 1+eps) A) + beta K3,   rho = exp(logp - logp_old)
     K3 = exp(ref - logp) - (ref - logp) - 1                          ref: adapters off
@@ -89,7 +99,20 @@ NO_UPDATE = Update(Decision(), 0.0, 0.0, {"kept": None, "quarantine": None}, {})
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Record of one step. ``samples`` and ``batch`` are aligned; ``trained`` marks groups with reward variance."""
+    """Record of one step.
+
+    Attributes:
+        step: Number of the step, from 0.
+        samples: All rollouts, with their texts.
+        batch: The same rollouts in the same order, with rewards and advantages.
+        trained: Marks the rollouts of groups with reward variance; ``decision`` is about these alone.
+        decision: Decision of the route in the step's last update.
+        overlap: Cosine of the new directions with the former ones; ``None`` if they were not fitted again.
+        loss: Loss of the last update; 0 if no group had a gradient.
+        kl: Its KL term, before beta; ``None`` if the settings have none.
+        grad_norm: Norms of both adapters' gradients before clipping.
+        extra: Further numbers of the route.
+    """
 
     step: int
     samples: Samples
@@ -122,7 +145,21 @@ def train(
 ) -> Iterator[StepRecord]:
     """Run GRPO from step ``start``; yield a record after each step.
 
-    ``monitor``: by default, the world's weak detector. ``clean`` marks rollouts from which the kept adapter learns alone.
+    Args:
+        world: Source of prompts, completions and rewards.
+        witness: The oracle, which only bounds may read.
+        policy: Model with both adapters.
+        route: Decides what the kept adapter learns.
+        optimizer: Adam over both adapters.
+        settings: The loop's settings.
+        seed: Seed of every draw.
+        start: First step; a resumed run has finished those before.
+        none_fraction: Share of prompts in the honest mode, if it is not that of the settings.
+        teachers: Known hacks, which replace some rollouts of their prompts' groups.
+        penalty: Taken off the reward of rollouts that ``monitor`` flags.
+        monitor: By default, the world's weak detector.
+        clean: Marks rollouts from which the kept adapter learns alone, with the quarantine out of the forward.
+        stop: True if the run should end before its next step.
     """
     fraction = settings.none_fraction if none_fraction is None else none_fraction
     for step in range(start, settings.steps):
@@ -139,45 +176,15 @@ def train(
             # Only bounds may see verdicts on the student's rollouts; a route that is a method raises an error if it gets any.
             verdicts = witness.privileged(samples).rows(index) if route.spec.privileged else None
             alone = None if clean is None else clean(policy, samples).to(index.device)[index]
+            micro = settings.micro_batch(learned.rollouts.tokens.shape[1])
             for i in range(settings.updates_per_batch):
                 # Every draw comes from (seed, purpose, step), so a resumed run repeats an uninterrupted one.
-                generator = torch_generator(seed, f"route {i}", step)
-                context = StepContext(generator, settings.micro_batch(learned.rollouts.tokens.shape[1]), verdicts, alone)
+                context = StepContext(torch_generator(seed, f"route {i}", step), micro, verdicts, alone)
                 last = update(policy, route, optimizer, learned, context, settings, world.max_new)
         kl, decision = last.kl if settings.kl > 0 else None, last.decision
         if watched is not None and watched.scores is not None:  # recorded like a route's scores and flags, though it drops nothing
             decision = replace(decision, scores=watched.scores[index], flags=watched.flags[index])
         yield StepRecord(step, samples, batch, trained, decision, overlap, last.loss, kl, last.grad_norm, last.extra)
-
-
-def update(
-    policy: Policy,
-    route: Route,
-    optimizer: RoutedAdamW,
-    batch: TrainBatch,
-    context: StepContext,
-    settings: Hyperparameters,
-    length: int,
-) -> Update:
-    """Take one optimizer step on ``batch`` under ``route``."""
-    adapters, losses = policy.adapters, []
-
-    def loss_fn(logits: Tensor, part: TrainBatch) -> Tensor:
-        loss, kl = objective(logits, part, settings, length)
-        losses.append((float(loss.detach()), float(kl)))
-        return loss
-
-    optimizer.zero_grad(set_to_none=True)
-    # The route runs forward and backward, in micro-batches, and decides which gradients reach the kept adapter.
-    decision = route.backward(policy, batch, loss_fn, context)
-    norms = clip_gradients(policy, settings.max_norm, decision.unrouted.values())
-    before = {site: adapters.scored(site).detach().clone() for site in adapters.sites}
-    kept = adapters.kept_parameters()
-    # With unrouted gradients in Adam's second moment, steps do not grow just because flags made the gradients small.
-    optimizer.step(unrouted={kept[name]: g for name, g in decision.unrouted.items()} or None)
-    moved = {site: adapters.scored(site).detach() - value for site, value in before.items()}
-    loss, kl = (sum(terms) for terms in zip(*losses))
-    return Update(decision, loss, kl, norms, {**decision.extra, **route.after_update(moved)})
 
 
 def gather(
@@ -191,9 +198,13 @@ def gather(
     penalty: float = 0.0,
     monitor: Monitor | None = None,
 ) -> tuple[Samples, TrainBatch, Watched | None]:
-    """Sample a batch from the policy with both adapters on; its rewards, less ``penalty`` where ``monitor`` sees a hack."""
+    """Sample a batch from the policy with both adapters on, and grade it; ``monitor``'s verdict only if there is a penalty.
+
+    Returns:
+        The rollouts with their texts; the same with rewards, less ``penalty`` where ``monitor`` sees a hack; its verdict.
+    """
     prompts = world.prompts(settings.prompts, numpy_generator(seed, "prompts", step), none_fraction)
-    if teachers is not None:
+    if teachers is not None:  # known hacks can stand only in groups of their own prompts
         prompts = teachers.replace_known(world, prompts, numpy_generator(seed, "teacher prompts", step))
     groups = torch.arange(settings.prompts).repeat_interleave(settings.group)
     with policy.adapters.full():
@@ -210,6 +221,55 @@ def gather(
         rewards = rewards - penalty * watched.flags.to(rewards.dtype)
     batch = TrainBatch(samples.rollouts, rewards, group_advantages(rewards, groups), groups, taught.to(device))
     return samples, batch, watched
+
+
+def varied(batch: TrainBatch) -> Bool[Tensor, " b"]:
+    """True for rollouts whose group has more than one reward."""
+    differing = (batch.advantages.abs() > 1e-9).to(batch.rewards.dtype)
+    in_group = torch.zeros(int(batch.groups.max()) + 1, dtype=differing.dtype, device=differing.device)
+    return in_group.index_add_(0, batch.groups, differing)[batch.groups] > 0
+
+
+@torch.no_grad()
+def with_anchors(policy: Policy, batch: TrainBatch, settings: Hyperparameters) -> TrainBatch:
+    """Add the log-probabilities that updates are clipped and penalized against, if the settings use them."""
+    old = policy.logprobs(batch.rollouts) if settings.updates_per_batch > 1 else None
+    reference = None
+    if settings.kl > 0:
+        with policy.adapters.reference():
+            reference = policy.logprobs(batch.rollouts)
+    return replace(batch, old_logprobs=old, reference_logprobs=reference)
+
+
+def update(
+    policy: Policy,
+    route: Route,
+    optimizer: RoutedAdamW,
+    batch: TrainBatch,
+    context: StepContext,
+    settings: Hyperparameters,
+    length: int,
+) -> Update:
+    """Take one optimizer step on ``batch`` under ``route``."""
+    adapters, losses = policy.adapters, []
+
+    # The denominator of the loss is fixed, so the losses of micro-batches add up to that of the batch.
+    def loss_fn(logits: Tensor, part: TrainBatch) -> Tensor:
+        loss, kl = objective(logits, part, settings, length)
+        losses.append((float(loss.detach()), float(kl)))
+        return loss
+
+    optimizer.zero_grad(set_to_none=True)
+    # The route runs forward and backward, in micro-batches, and decides which gradients reach the kept adapter.
+    decision = route.backward(policy, batch, loss_fn, context)
+    norms = clip_gradients(policy, settings.max_norm, decision.unrouted.values())
+    before = {site: adapters.scored(site).detach().clone() for site in adapters.sites}
+    kept = adapters.kept_parameters()
+    # With unrouted gradients in Adam's second moment, steps do not grow just because flags made the gradients small.
+    optimizer.step(unrouted={kept[name]: g for name, g in decision.unrouted.items()} or None)
+    moved = {site: adapters.scored(site).detach() - value for site, value in before.items()}
+    loss, kl = (sum(terms) for terms in zip(*losses))
+    return Update(decision, loss, kl, norms, {**decision.extra, **route.after_update(moved)})
 
 
 def objective(
@@ -231,17 +291,6 @@ def objective(
     return loss + settings.kl * kl, kl.detach()
 
 
-@torch.no_grad()
-def with_anchors(policy: Policy, batch: TrainBatch, settings: Hyperparameters) -> TrainBatch:
-    """Add the log-probabilities that updates are clipped and penalized against, if the settings use them."""
-    old = policy.logprobs(batch.rollouts) if settings.updates_per_batch > 1 else None
-    reference = None
-    if settings.kl > 0:
-        with policy.adapters.reference():
-            reference = policy.logprobs(batch.rollouts)
-    return replace(batch, old_logprobs=old, reference_logprobs=reference)
-
-
 def clip_gradients(policy: Policy, max_norm: float, unrouted: Iterable[Tensor] = ()) -> dict[str, float | None]:
     """Clip kept and quarantine gradients separately and return both norms.
 
@@ -257,10 +306,3 @@ def clip_gradients(policy: Policy, max_norm: float, unrouted: Iterable[Tensor] =
     for gradient in unrouted:
         gradient.mul_(min(1.0, scale))
     return norms
-
-
-def varied(batch: TrainBatch) -> Bool[Tensor, " b"]:
-    """True for rollouts whose group has more than one reward."""
-    moved: Float[Tensor, " b"] = (batch.advantages.abs() > 1e-9).to(batch.rewards.dtype)
-    per_group = torch.zeros(int(batch.groups.max()) + 1, dtype=moved.dtype, device=moved.device).index_add_(0, batch.groups, moved)
-    return per_group[batch.groups] > 0

@@ -1,14 +1,12 @@
-"""Progress display of a run: reads the workers' logs while they are written, and shows a live table or a bar."""
+"""Progress display of a run: a live table of arms and seeds, or a bar."""
 
-import json
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -19,102 +17,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from studies.training.job import Job
-from studies.training.recorder import METRICS
-
-
-class Follower:
-    """Reader of a growing JSON Lines log that returns every step once.
-
-    A resumed run cuts its log back to the last checkpoint and writes the same rows again, so rows with a step that was already read
-    are dropped. A line that is incomplete, or not JSON (left by a crash, and cut by the resumed run), is read later.
-    """
-
-    def __init__(self, path: Path):
-        self.last = -1
-        """Highest step that was read; -1 before the first."""
-        self._path, self._at, self._inode = path, 0, -1
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the rows of steps that are new since the last call; none if the log does not exist yet."""
-        try:
-            with self._path.open("rb") as log:
-                now = os.fstat(log.fileno())
-                if now.st_size < self._at or now.st_ino != self._inode:
-                    self._at, self._inode = 0, now.st_ino
-                log.seek(self._at)
-                lines = log.read().split(b"\n")[:-1]
-        except FileNotFoundError:
-            return []
-        return list(self._new(lines))
-
-    def _new(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
-        for line in lines:
-            try:
-                row = json.loads(line)
-                step = int(row["step"])
-            except (ValueError, TypeError, KeyError):
-                return
-            self._at += len(line) + 1
-            if step > self.last:
-                self.last = step
-                yield row
-
-
-@dataclass(frozen=True)
-class Tracked:
-    """An arm at a seed, as a tracker sees it.
-
-    Attributes:
-        root: Run folder.
-        arm: Name of the arm.
-        seed: The seed.
-        steps: Number of training steps (0 for the base model).
-        identity: Hash of everything that the result depends on.
-        config: Settings that the tracker shows beside the curves.
-        metrics: Log of the training.
-        evaluation: File of the evaluation.
-        manifest: File that exists when the others are complete.
-    """
-
-    root: Path
-    arm: str
-    seed: int
-    steps: int
-    identity: str
-    config: dict[str, Any]
-    metrics: Path
-    evaluation: Path
-    manifest: Path
-
-    @property
-    def key(self) -> str:
-        return f"{self.arm}/seed-{self.seed}"
-
-
-def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a metrics row by name (``train/loss``, ``modes/run_tests/hack``); ``None`` values are left out."""
-    numbers = {name: value for name, value in _numbers(row, "") if name != "step"}
-    return {name if "/" in name else f"train/{name}": value for name, value in numbers.items()}
-
-
-def evaluated(report: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of an evaluation: ``eval/deploy/run_tests/hack`` with the quarantine deleted, ``eval/on/...`` with it."""
-    modes = report["modes"].items()
-    return {
-        f"eval/{switched}/{mode}/{rate}": float(value)
-        for mode, halves in modes
-        for switched, rates in halves.items()
-        for rate, value in rates.items()
-    }
-
-
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _numbers(inner, f"{name}/{key}" if name else key)
-    elif isinstance(value, int | float):
-        yield name, float(value)
-
+from studies.training.recorder import METRICS, Follower
 
 WINDOW = 60.0  # seconds over which the speed is averaged
 STYLES = {"waiting": "dim", "running": "cyan", "finished": "green", "failed": "bold red"}

@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -211,3 +211,41 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a (gzipped) JSON Lines log."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     return [json.loads(line) for line in data.decode().splitlines()]
+
+
+class Follower:
+    """Reader of a growing JSON Lines log that returns every step once.
+
+    A resumed run cuts its log back to the last checkpoint and writes the same rows again, so rows with a step that was already read
+    are dropped. A line that is incomplete, or not JSON (left by a crash, and cut by the resumed run), is read later.
+    """
+
+    def __init__(self, path: Path):
+        self.last = -1
+        """Highest step that was read; -1 before the first."""
+        self._path, self._at, self._inode = path, 0, -1
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the rows of steps that are new since the last call; none if the log does not exist yet."""
+        try:
+            with self._path.open("rb") as log:
+                now = os.fstat(log.fileno())
+                if now.st_size < self._at or now.st_ino != self._inode:
+                    self._at, self._inode = 0, now.st_ino
+                log.seek(self._at)
+                lines = log.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        return list(self._new(lines))
+
+    def _new(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            try:
+                row = json.loads(line)
+                step = int(row["step"])
+            except (ValueError, TypeError, KeyError):
+                return
+            self._at += len(line) + 1
+            if step > self.last:
+                self.last = step
+                yield row

@@ -26,9 +26,9 @@ import torch
 
 from studies.common.command_line import sentence
 from studies.common.processes import start
-from studies.training.job import EVAL, MANIFEST, PRECISIONS, Job, run_job
-from studies.training.progress import Display, Tracked, open_display
-from studies.training.recorder import METRICS
+from studies.training.job import PRECISIONS, Job
+from studies.training.progress import Display, open_display
+from studies.training.run import run_job
 from studies.training.tracking import Tracking
 from studies.training.worlds import base_model
 
@@ -89,7 +89,7 @@ def run_jobs(jobs: list[Job], workers: int, *, quiet: bool = False, live: bool =
     """
     todo = unfinished(jobs)
     crew: list[_Worker] = []
-    with Tracking(report_to, [_tracked(job) for job in jobs]) if report_to else contextlib.nullcontext() as tracking:
+    with Tracking(report_to, jobs) if report_to else contextlib.nullcontext() as tracking:
         try:
             with open_display(jobs, todo, quiet=quiet, live=live) as display:
                 for _ in range(min(workers, len(todo))):
@@ -97,12 +97,6 @@ def run_jobs(jobs: list[Job], workers: int, *, quiet: bool = False, live: bool =
                 return _Dispatch(todo, crew, display, tracking).run()
         finally:
             _dismiss(crew)
-
-
-def _tracked(job: Job) -> Tracked:
-    folder, config = job.folder, {"seed": job.seed, "arm": job.spec, "settings": job.settings.as_dict()}
-    files = (folder / METRICS, folder / EVAL, folder / MANIFEST)
-    return Tracked(job.root, job.name, job.seed, job.steps, job.identity, config, *files)
 
 
 def unfinished(jobs: list[Job]) -> list[Job]:

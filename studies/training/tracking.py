@@ -11,7 +11,7 @@ import struct
 import sys
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,7 +22,9 @@ from typing import Any, final
 
 from mi_route2.validation import read_object, write_json
 from studies.common.processes import locked, start
-from studies.training.progress import Follower, Tracked, evaluated, scalars
+from studies.training.job import EVAL, Job
+from studies.training.manifest import MANIFEST
+from studies.training.recorder import METRICS, Follower
 from studies.training.settings import TRACKER_NAMES
 
 PROJECT = "mi-route2"
@@ -47,11 +49,46 @@ def require(name: str) -> None:
         )
 
 
+def scalars(row: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a metrics row by name (``train/loss``, ``modes/run_tests/hack``); ``None`` values are left out."""
+    numbers = {name: value for name, value in _numbers(row, "") if name != "step"}
+    return {name if "/" in name else f"train/{name}": value for name, value in numbers.items()}
+
+
+def evaluated(report: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of an evaluation: ``eval/deploy/run_tests/hack`` with the quarantine deleted, ``eval/on/...`` with it."""
+    modes = report["modes"].items()
+    return {
+        f"eval/{switched}/{mode}/{rate}": float(value)
+        for mode, halves in modes
+        for switched, rates in halves.items()
+        for rate, value in rates.items()
+    }
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{name}/{key}" if name else key)
+    elif isinstance(value, int | float):
+        yield name, float(value)
+
+
+def curves_name(job: Job) -> str:
+    """Return the name of a job's curves: ``vanilla/seed-0``."""
+    return f"{job.name}/seed-{job.seed}"
+
+
+def config(job: Job) -> dict[str, Any]:
+    """Return the settings that a tracker shows beside the curves."""
+    return {"seed": job.seed, "arm": job.spec, "settings": job.settings.as_dict()}
+
+
 class Curves(ABC):
     """Curves of one arm at one seed in a tracker, which is opened only if there is a row that it lacks."""
 
-    def __init__(self, run: Tracked):
-        self.run = run
+    def __init__(self, job: Job):
+        self.job = job
         self.opened: Any = None
         """The library's run or writer."""
         self.finish: Callable[[], object] = lambda: None
@@ -97,7 +134,7 @@ class TensorBoard(Curves):
 
     @property
     def folder(self) -> Path:
-        return self.run.root / "tensorboard" / self.run.key
+        return self.job.root / "tensorboard" / curves_name(self.job)
 
     def known(self) -> int:
         """Read the event files; a truncated one ends at its last complete row.
@@ -110,7 +147,7 @@ class TensorBoard(Curves):
         events = reader.EventAccumulator(str(self.folder), {reader.SCALARS: 0})  # 0: all of them
         tags = events.Reload().Tags()
         for text in events.Tensors("identity") if "identity" in tags["tensors"] else ():
-            if text.tensor_proto.string_val[0].decode() != self.run.identity:
+            if text.tensor_proto.string_val[0].decode() != self.job.identity:
                 raise ValueError(f"{self.folder} holds the curves of another run; delete that folder")
         return max((event.step for tag in tags["scalars"] for event in events.Scalars(tag)), default=-1)
 
@@ -127,8 +164,8 @@ class TensorBoard(Curves):
             row.value.add(tag=tag, simple_value=value)
         if self._last == -1:  # in the first row's event, so that no kill parts them
             text = import_module("tensorboard.plugins.text.summary_v2").text_pb
-            row.MergeFrom(text("config", "```json\n" + json.dumps(self.run.config, indent=2) + "\n```"))
-            row.MergeFrom(text("identity", self.run.identity))
+            row.MergeFrom(text("config", "```json\n" + json.dumps(config(self.job), indent=2) + "\n```"))
+            row.MergeFrom(text("identity", self.job.identity))
         self.opened.add_summary(row, step)
         self.opened.flush()
 
@@ -148,12 +185,12 @@ class Wandb(Curves):
         return notice
 
     def known(self) -> int:
-        files = wandb_folder(self.run.root).glob(f"wandb/offline-run-*-{self._id()}/*.wandb")
+        files = wandb_folder(self.job.root).glob(f"wandb/offline-run-*-{self._id()}/*.wandb")
         return max((offline_step(path) for path in files), default=-1)
 
     def _id(self) -> str:
         """Return the run's id; create and store one if it has none."""
-        path, key = self.run.root / "wandb" / "ids.json", f"{self.run.key} {self.run.identity}"
+        path, key = self.job.root / "wandb" / "ids.json", f"{curves_name(self.job)} {self.job.identity}"
         ids = read_object(path, "delete it, and curves begin anew") if path.exists() else {}
         if key not in ids:
             ids[key] = uuid.uuid4().hex[:12]
@@ -165,11 +202,11 @@ class Wandb(Curves):
         wandb = import_module("wandb")
         self.opened = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            group=self.run.root.name,
-            name=f"{self.run.arm} seed {self.run.seed}",
+            group=self.job.root.name,
+            name=f"{self.job.name} seed {self.job.seed}",
             id=self._id(),
-            config=self.run.config,
-            dir=str(wandb_folder(self.run.root)),
+            config=config(self.job),
+            dir=str(wandb_folder(self.job.root)),
             mode=wandb_mode(),
             resume="allow",
             reinit="create_new",
@@ -227,13 +264,13 @@ class Trackio(Curves):
         return -1
 
     def open(self) -> int:
-        run = self.run
+        job = self.job
         self.opened = Context().run(  # in its own context, otherwise it would end the run that was opened before
             import_module("trackio").init,
             project=PROJECT,
-            name=f"{run.root.name} {run.arm} seed {run.seed} {run.identity[:8]}",
-            group=run.root.name,
-            config=run.config,
+            name=f"{job.root.name} {job.name} seed {job.seed} {job.identity[:8]}",
+            group=job.root.name,
+            config=config(job),
             resume="allow",
             embed=False,
             auto_log_gpu=False,
@@ -261,9 +298,9 @@ class Tracking:
     As a context it ends the process.
     """
 
-    def __init__(self, name: str, runs: list[Tracked]):
+    def __init__(self, name: str, jobs: list[Job]):
         self._name = name
-        self._process, self.link = start(_serve, name, runs)
+        self._process, self.link = start(_serve, name, jobs)
         self._ended = False
 
     def __enter__(self) -> "Tracking":
@@ -312,19 +349,19 @@ def _stopped(name: str, why: str) -> str:
     return f"warning: {name} stopped ({why}); metrics.jsonl has every row, and the same command adds to {name} what it lacks"
 
 
-def _serve(link: Connection, name: str, runs: list[Tracked]) -> None:
-    """Run the tracker's process: follow the runs until any message, or the end, comes through the link."""
+def _serve(link: Connection, name: str, jobs: list[Job]) -> None:
+    """Run the tracker's process: follow the jobs until any message, or the end, comes through the link."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(os.devnull, "w") as nowhere:  # banners of libraries would break the terminal's table
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     ending: tuple[str, str | None] = ("end", None)
     try:
-        root = runs[0].root
+        root = jobs[0].root
         root.mkdir(parents=True, exist_ok=True)
         with locked(root / ".tracking", f"another process is still tracking {root}", LOCKED):  # it may outlive its killed parent
             _send(link, "notice", TRACKERS[name].notice(root))
-            _follow(link, [TRACKERS[name](run) for run in runs])
+            _follow(link, [TRACKERS[name](job) for job in jobs])
     except (Exception, SystemExit) as error:  # no error of a tracker may disturb the run
         why = str(error) if isinstance(error, ValueError | OSError) and str(error) else f"{type(error).__name__}: {error}"
         ending = ("end", _stopped(name, " ".join(why.split())))
@@ -337,17 +374,17 @@ def _send(link: Connection, kind: str, text: str | None) -> None:
 
 
 def _follow(link: Connection, unfinished: list[Curves]) -> None:
-    followers = {curves.run.key: Follower(curves.run.metrics) for curves in unfinished}
+    followers = {curves.job: Follower(curves.job.folder / METRICS) for curves in unfinished}
     last_look = False
     try:
         while unfinished and not last_look:
             last_look = link.poll(EVERY)
             for curves in list(unfinished):
-                run = curves.run
-                finished = run.manifest.exists()  # checked before the rows are read, so that no row is missed
-                rows: Rows = [(row["step"], scalars(row)) for row in followers[run.key].read()]
+                job = curves.job
+                finished = (job.folder / MANIFEST).exists()  # checked before the rows are read, so that no row is missed
+                rows: Rows = [(row["step"], scalars(row)) for row in followers[job].read()]
                 if finished:
-                    rows.append((run.steps, evaluated(json.loads(run.evaluation.read_text()))))
+                    rows.append((job.steps, evaluated(json.loads((job.folder / EVAL).read_text()))))
                 if not rows:
                     continue
                 curves.add(rows)

@@ -21,11 +21,12 @@ import mi_route2.files as files_module
 import studies.environments.sampling as sampling_module
 import studies.training.checkpoint as checkpoint_module
 import studies.training.grpo as grpo_module
-import studies.training.job as job_module
 import studies.training.recorder as recorder_module
+import studies.training.run as run_module
 from mi_route2.routing.optimizer import RoutedAdamW
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS
-from studies.training.job import DEPLOYED, EVAL, FULL, MANIFEST
+from studies.training.job import DEPLOYED, EVAL, FULL
+from studies.training.manifest import MANIFEST
 
 GENERATION, BETWEEN, UPDATE = "during generation", "between generation and update", "during the update"
 LOGS, WRITE, EVALUATION = "inside a log append", "inside a checkpoint write", "during evaluation"
@@ -102,7 +103,7 @@ def _limited(size: int, *, kill: bool) -> Iterator[None]:
 
 def install(gates: Gates, checkpoint_every: int) -> None:
     """Install the gates in this process permanently, with more frequent checkpoints than a user's run, as more targets."""
-    job_module.CHECKPOINT_EVERY = checkpoint_every
+    run_module.CHECKPOINT_EVERY = checkpoint_every
     _learning(gates)
     _resuming(gates)
     _files(gates)
@@ -148,7 +149,7 @@ def _learning(gates: Gates) -> None:
 
     sampling_module.draw = draw
     _phase(grpo_module, "gather", gates, GENERATION)
-    _phase(job_module, "evaluate", gates, EVALUATION)
+    _phase(run_module, "evaluate", gates, EVALUATION)
     _around(grpo_module, "gather", gates, BETWEEN, "after")
     for name in ("varied", "with_anchors", "update"):
         _around(grpo_module, name, gates, BETWEEN)
@@ -184,7 +185,7 @@ def _files(gates: Gates) -> None:
         with gates.writing(WRITE if CHECKPOINT in path.name else RESULTS, path, len(data)):
             write_synced(path, data)
 
-    recorder_module.append = job_module.append = appending
+    recorder_module.append = run_module.append = appending
     files_module.write_synced = saving
     _renames(gates)
 

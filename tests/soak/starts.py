@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from studies.training.job import Job, run_job
+from studies.training.job import Job
 from studies.training.recorder import TIMINGS
+from studies.training.run import run_job
 from tests.soak.points import Aim, Gates, install
 
 PATIENCE = 600.0  # maximum seconds of a start; a start that hangs is a failure too

@@ -1,13 +1,14 @@
 """Report of finished run folders: tables, figures and pages. Nothing here trains, samples or loads a model.
 
-    write_report(root)      table.md, table.json, leakage.*, ablations.*, all figures
-    write_leakage(root)     leakage.md, leakage.json
-    write_page(...)         one HTML page of rollouts
+    write_report(root)              all of the following, of the runs in a folder
+    write_tables(load_runs(root))   table.md, table.json, ablations.*
+    write_leakage(load_runs(root))  leakage.md, leakage.json
+    write_figures(load_runs(root))  all_arms_per_mode.png, cos_over_time.png, training.png and their further pages
+    write_page(...)                 one HTML page of rollouts
 
-The same folder gives the same bytes. Every file is written atomically.
+The same folder gives the same bytes. Every file is written atomically; each function returns the paths that it wrote.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
@@ -17,13 +18,12 @@ from studies.route2.report.figures import write_all_arms, write_cos_over_time, w
 from studies.route2.report.load import VANILLA, RunSet, load_runs, read_rollouts
 from studies.route2.report.show import write_page
 from studies.route2.report.table import (
-    ablations_json,
+    ablation_groups,
     ablations_markdown,
-    leakage_json,
+    json_text,
     leakage_markdown,
     leakage_table,
     table,
-    table_json,
     table_markdown,
 )
 
@@ -31,7 +31,7 @@ __all__ = ["load_runs", "read_rollouts", "write_figures", "write_leakage", "writ
 
 
 def write_report(root: Path) -> list[Path]:
-    """Write every table and figure of the study in `root` into `root`; return their paths.
+    """Write every table and figure of the study in `root` into `root`.
 
     Without vanilla there is no leakage file, and the table says so.
 
@@ -39,44 +39,29 @@ def write_report(root: Path) -> list[Path]:
         ValueError: In one sentence, for folders that `load_runs` refuses, before anything is written.
     """
     runs = load_runs(root)
-    parts: list[Callable[[RunSet], list[Path]]] = [_tables, _figures]
-    if VANILLA in runs.specs:
-        parts.insert(1, _leakage)
-    return [path for part in parts for path in part(runs)]
+    return [*write_tables(runs), *(write_leakage(runs) if VANILLA in runs.specs else []), *write_figures(runs)]
 
 
-def write_tables(root: Path) -> list[Path]:
-    """Write table.md, table.json, ablations.md and ablations.json; return their paths."""
-    return _tables(load_runs(root))
-
-
-def write_figures(root: Path) -> list[Path]:
-    """Write all_arms_per_mode.png, cos_over_time.png, training.png and their further pages; return their paths."""
-    return _figures(load_runs(root))
-
-
-def write_leakage(root: Path) -> list[Path]:
-    """Write leakage.json and leakage.md; return their paths. Raises ValueError if vanilla was not run."""
-    return _leakage(load_runs(root))
-
-
-def _tables(runs: RunSet) -> list[Path]:
-    content = table(runs)
+def write_tables(runs: RunSet) -> list[Path]:
+    """Write the tables of all arms and of the ablations."""
+    content, groups = table(runs), ablation_groups(runs)
     texts = {
-        "table.json": table_json(content),
+        "table.json": json_text(content),
         "table.md": table_markdown(runs, content),
-        "ablations.json": ablations_json(runs),
-        "ablations.md": ablations_markdown(runs),
+        "ablations.json": json_text({"study": runs.root.name, "groups": groups}),
+        "ablations.md": ablations_markdown(runs, groups),
     }
     return write_texts(runs.root, texts)
 
 
-def _leakage(runs: RunSet) -> list[Path]:
+def write_leakage(runs: RunSet) -> list[Path]:
+    """Write the leakage of every arm; ``ValueError`` if vanilla was not run."""
     content = leakage_table(runs)
-    return write_texts(runs.root, {"leakage.json": leakage_json(content), "leakage.md": leakage_markdown(runs, content)})
+    return write_texts(runs.root, {"leakage.json": json_text(content), "leakage.md": leakage_markdown(runs, content)})
 
 
-def _figures(runs: RunSet) -> list[Path]:
+def write_figures(runs: RunSet) -> list[Path]:
+    """Write every figure."""
     draw = {
         "all_arms_per_mode.png": write_all_arms,
         "cos_over_time.png": write_cos_over_time,

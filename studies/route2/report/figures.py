@@ -1,7 +1,8 @@
 """Figures of finished runs: every arm in every mode, and the training logs step by step."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +64,55 @@ def write_all_arms(runs: RunSet, path: Path) -> list[Path]:
     """Draw the figure and save it at `path` (and its further pages)."""
     with style():
         return save_pages(all_arms_figures(runs), path)
+
+
+@contextmanager
+def panels(
+    path: Path,
+    count: int,
+    height: float,
+    x: str,
+    y: str,
+    *,
+    x_is_rate: bool = True,
+    legend_inside: bool = False,
+    sharex: bool = False,
+    sharey: bool = True,
+) -> Iterator[list[Axes]]:
+    """Context: panels side by side with rates on their axes, to be drawn into; the figure is saved at ``path`` on a clean exit.
+
+    Args:
+        path: File of the figure.
+        count: Number of panels.
+        height: Height in inches.
+        x: Label of every horizontal axis.
+        y: Label of the first vertical axis.
+        x_is_rate: True if the horizontal axis covers rates too; otherwise the data decide.
+        legend_inside: True for a legend in the first panel, otherwise the last one's is beside it.
+        sharex: True if the panels share their horizontal axis.
+        sharey: True if they share their vertical axis, which then has its numbers once.
+    """
+    with style():
+        figure = new_figure(PAGE_WIDTH, height)
+        axes = list(np.atleast_1d(figure.subplots(1, count, sharex=sharex, sharey=sharey)))
+        for ax in axes:
+            ax.set_ylim(-0.03, 1.03)
+            if x_is_rate:
+                ax.set_xlim(-0.03, 1.03)
+            ax.set_xlabel(x)
+        axes[0].set_ylabel(y)
+        yield axes
+        if legend_inside:
+            axes[0].legend(loc="center")
+        else:
+            axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        save_figure(figure, path)
+
+
+def draw_means(ax: Axes, x: Sequence[float] | np.ndarray, results: Sequence[Summary], **style: Any) -> None:
+    """Draw means over seeds with their intervals."""
+    y, lo, hi = np.array([[each[key] for each in results] for key in ("mean", "lo", "hi")], dtype=float)
+    ax.errorbar(x, y, yerr=[y - lo, hi - y], **style)
 
 
 def pages(arms: Sequence[str], size: int) -> list[list[str]]:

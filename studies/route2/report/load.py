@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mi_route2.validation import parse_object
+from mi_route2.validation import parse_object, read_lines, read_object
 from studies.environments.micro.language import MICRO_MODES
 from studies.environments.protocol import Modes
-from studies.training.job import read_manifest, unusual_entries
+from studies.training.manifest import MANIFEST, REMEDY, read_manifest, unusual_entries
 from studies.training.settings import Settings
 from studies.training.worlds import MODES
 
@@ -53,7 +53,8 @@ class ArmSpec:
 class Run:
     """One finished arm on one seed.
 
-    `metrics` are the rows of the training log; `modes[mode]["on" | "deploy"][rate]` are in [0, 1].
+    `metrics` are the rows of the training log; `modes[mode]["on" | "deploy"][rate]` are in [0, 1]; `unusual` is what differs from
+    the usual pairs, host, precision and sampler.
     """
 
     arm: str
@@ -118,8 +119,7 @@ def load_runs(root: Path, only: Collection[int] | None = None) -> RunSet:
     specs = _agreed_specs(runs)
     if (found := next(iter(runs.values())).settings_hash) != settings.digest:
         raise ValueError(
-            f"{root / 'settings.json'} was changed: its hash is {settings.digest[:8]}, but its runs have {found[:8]}; "
-            "run the command again that made this folder"
+            f"{root / 'settings.json'} was changed: its hash is {settings.digest[:8]}, but its runs have {found[:8]}; " + REMEDY
         )
     return RunSet(root, settings.as_dict(), runs, tuple(unfinished), specs, modes)
 
@@ -128,11 +128,11 @@ def read_modes(root: Path) -> Modes:
     """Return the modes of a run folder's world; ValueError in one sentence if its file is broken."""
     if not (root / MODES).exists():
         return MICRO_MODES
-    described = _read_json(root / MODES)
+    described = read_object(root / MODES, REMEDY)
     try:
         return Modes(tuple(described["known"]), tuple(described["held_out"]), described["honest"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{root / MODES} has no valid modes ({error}): run the command again that made this folder") from error
+        raise ValueError(f"{root / MODES} has no valid modes ({error}): {REMEDY}") from error
 
 
 def read_rollouts(folder: Path) -> list[dict[str, Any]]:
@@ -143,15 +143,15 @@ def read_rollouts(folder: Path) -> list[dict[str, Any]]:
             run has none).
     """
     path = folder / "rollouts.jsonl.gz"
-    if path.exists() and (folder / "manifest.json").exists():
+    if path.exists() and (folder / MANIFEST).exists():
         sums = read_manifest(folder).checksums
         _verify(folder, {path.name: sums[path.name]} if path.name in sums else {})
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            return [_parse(line, f"{path}, line {number}") for number, line in enumerate(file, start=1)]
+            return [parse_object(line) for line in file]
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: show needs the rollouts of the run") from None
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise ValueError(f"cannot read {path} ({error}): delete {folder} and run this arm again") from error
 
 
@@ -164,12 +164,12 @@ def _arm_folders(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _load_run(folder: Path, seed: int, modes: Modes) -> Run | None:
-    if not (folder / "manifest.json").exists():
+    if not (folder / MANIFEST).exists():
         return None
     manifest = read_manifest(folder)
     if manifest.status != "finished":
         return None
-    where = folder / "manifest.json"
+    where = folder / MANIFEST
     if (manifest.arm, manifest.seed) != (folder.name, seed):
         raise ValueError(f"{where} is the manifest of another run: it is in seed-{seed}/{folder.name}")
     _verify(folder, manifest.checksums)
@@ -181,7 +181,7 @@ def _load_run(folder: Path, seed: int, modes: Modes) -> Run | None:
         spec=_arm_spec(manifest.arm_spec, where),
         settings_hash=manifest.settings_hash,
         unusual=unusual_entries(manifest),
-        metrics=[] if folder.name == BASE and not log.exists() else _read_lines(log),
+        metrics=[] if folder.name == BASE and not log.exists() else _read_rows(log),
         modes=_evaluation(folder / "eval.json", modes.names),
     )
 
@@ -211,7 +211,7 @@ def _verify(folder: Path, checksums: dict[str, str]) -> None:
 
 
 def _evaluation(path: Path, names: tuple[str, ...]) -> dict[str, dict[str, dict[str, float]]]:
-    modes = _require(_read_json(path), "modes", path)
+    modes = read_object(path, f"delete {path.parent} and run this arm again").get("modes", {})
     missing = [mode for mode in names if mode not in modes]
     if missing:
         raise ValueError(f"{path} has no mode {', '.join(missing)}: an evaluation has {', '.join(names)}")
@@ -244,32 +244,15 @@ def _agreed_specs(runs: dict[tuple[str, int], Run]) -> dict[str, ArmSpec]:
     return specs
 
 
-def _require(record: dict[str, Any], key: str, path: Path) -> Any:
-    if key not in record:
-        raise ValueError(f"{path} has no {key!r}: it is truncated, or another program wrote it")
-    return record[key]
+def _read_rows(log: Path) -> list[dict[str, Any]]:
+    def read(_: int, row: Any) -> dict[str, Any]:
+        if not isinstance(row, dict):
+            raise ValueError("this is not a JSON object")
+        return row
 
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return _parse(_read_text(path), str(path))
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    lines = enumerate(_read_text(path).splitlines(), start=1)
-    return [_parse(line, f"{path}, line {number}") for number, line in lines if line.strip()]
-
-
-def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_lines(log, read)
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: a finished run folder has it") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-
-
-def _parse(text: str, where: str) -> dict[str, Any]:
-    try:
-        return parse_object(text)
-    except ValueError as error:
-        raise ValueError(f"{where} is damaged ({error}): delete the folder and run this arm again") from error
+        raise ValueError(f"{log} is missing: a finished run folder has it") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{error}: delete {log.parent} and run this arm again") from error

@@ -143,6 +143,11 @@ def label(arm: str, spec: ArmSpec) -> str:
     return f"{arm} (bound)" if spec.role == "bound" else arm
 
 
+def stopped_after(arm: str) -> str:
+    """Return the number of steps after which an arm of ordinary training was stopped; the name of another arm."""
+    return {"base": "0", "vanilla": "all"}.get(arm, arm.removeprefix("vanilla-"))
+
+
 def notes(runs: RunSet) -> list[str]:
     """Return sentences about missing results: unfinished runs, missing comparisons, missing seeds."""
     found = []

@@ -1,7 +1,7 @@
 """Tables of finished runs: every arm's numbers over seeds with paired differences, ablations, and leakage per mode."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from studies.common.stats import Summary, mean, outliers, paired_difference, summary
@@ -36,6 +36,7 @@ LEAKAGE = {
 }
 TITLES = LEAKAGE | HEADLINE
 COMPARED = ("deploy_hack_held", "deploy_exploit_held", "deploy_solve")
+"""Metrics whose differences are printed."""
 REFERENCES = {
     "absorb": "Paired differences from absorb: what routing adds to having a quarantine to delete",
     "same_rule_filter": "Paired differences of each route from its same-rule filter: what the quarantine adds to the flags",
@@ -74,8 +75,8 @@ def table(runs: RunSet) -> dict[str, Any]:
     }
 
 
-def table_json(content: dict[str, Any]) -> str:
-    """Return `table` as JSON text, with keys in order and numbers with all digits."""
+def json_text(content: dict[str, Any]) -> str:
+    """Return the content of a report as JSON text, with keys in order and numbers with all digits."""
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -194,21 +195,16 @@ def _seed_section(runs: RunSet, metric: str, title: str, rows: list[dict[str, An
     body = []
     for row in rows:
         result: Summary = row[metric]
-        by_id = dict(zip(row["seed_ids"], _marked(result["seeds"]), strict=True))
-        cells = [by_id.get(seed, "not run") for seed in runs.seeds]
-        body.append([label(row["arm"], runs.specs[row["arm"]]), *cells, number(result["median"])])
+        values = result["seeds"]
+        marked = [f"**{number(value)}**" if odd else number(value) for value, odd in zip(values, outliers(values), strict=True)]
+        body.append([*_by_seed(runs, row, marked), number(result["median"])])
     return f"### {title}\n\n{markdown_table(header, body)}"
 
 
-def _marked(values: Sequence[float | None]) -> list[str]:
-    return [f"**{number(value)}**" if odd else number(value) for value, odd in zip(values, outliers(values), strict=True)]
-
-
-SHOWN = {
-    "deploy_hack_held": "deploy hack, held out",
-    "deploy_exploit_held": "deploy exploit, held out",
-    "deploy_solve": "deploy solve",
-}
+def _by_seed(runs: RunSet, row: dict[str, Any], cells: Iterable[str]) -> list[str]:
+    """Return a row of a table of every seed: the arm, and the cells under the folder's seeds."""
+    by_seed = dict(zip(row["seed_ids"], cells, strict=True))
+    return [label(row["arm"], runs.specs[row["arm"]]), *(by_seed.get(seed, "not run") for seed in runs.seeds)]
 
 
 def ablation_groups(runs: RunSet) -> list[dict[str, Any]]:
@@ -233,15 +229,8 @@ def ablation_groups(runs: RunSet) -> list[dict[str, Any]]:
     return groups
 
 
-def ablations_json(runs: RunSet) -> str:
-    """Return `ablation_groups` as JSON text."""
-    content = {"study": runs.root.name, "groups": ablation_groups(runs)}
-    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def ablations_markdown(runs: RunSet) -> str:
+def ablations_markdown(runs: RunSet, groups: list[dict[str, Any]]) -> str:
     """Return `ablation_groups` as plain Markdown, one table per group; a sentence if no arm of the folder is an ablation."""
-    groups = ablation_groups(runs)
     parts = [f"# Ablations of {runs.root.name}\n"]
     if not groups:
         return parts[0] + "\nNo arm of this folder is an ablation: `python -m studies.route2 full` runs them.\n"
@@ -253,7 +242,7 @@ def ablations_markdown(runs: RunSet) -> str:
         parts.append("\n".join(f"- {note}" for note in notes(runs)) + "\n")
     for group in groups:
         parts.append(f"## {group['group']}\n\n{_group_table(runs, group)}")
-        parts.append(f"Every seed, {SHOWN['deploy_hack_held']}:\n\n{_seed_table(runs, group)}")
+        parts.append(f"Every seed, {HEADLINE['deploy_hack_held']}:\n\n{_seed_table(runs, group)}")
     return "\n".join(parts)
 
 
@@ -270,15 +259,15 @@ def _record(arm: str, reference: str | None, values: dict[str, dict[int, dict[st
 
 def _group_table(runs: RunSet, group: dict[str, Any]) -> str:
     header = ["arm", "minus", "n"]
-    for title in SHOWN.values():
-        header += [title, "difference"]
+    for metric in COMPARED:
+        header += [HEADLINE[metric], "difference"]
     body = []
     for record in group["arms"]:
         reference = record["reference"]
         missing = reference is not None and reference not in runs.specs
         minus = "" if reference is None else f"{reference} (not run)" if missing else reference
         cells = [label(record["arm"], runs.specs[record["arm"]]), minus, str(len(record["seed_ids"]))]
-        for metric in SHOWN:
+        for metric in COMPARED:
             difference = record[metric]["difference"]
             cells += [interval(record[metric]["value"]), interval(difference, signed=True) if difference else ""]
         body.append(cells)
@@ -289,9 +278,7 @@ def _seed_table(runs: RunSet, group: dict[str, Any]) -> str:
     body = []
     for record in group["arms"]:
         result = record["deploy_hack_held"]["value"]
-        values = dict(zip(record["seed_ids"], result["seeds"], strict=True))
-        cells = [number(values[seed]) if seed in values else "not run" for seed in runs.seeds]
-        body.append([label(record["arm"], runs.specs[record["arm"]]), *cells, number(result["median"])])
+        body.append([*_by_seed(runs, record, map(number, result["seeds"])), number(result["median"])])
     return markdown_table(["arm", *(f"seed {seed}" for seed in runs.seeds), "median"], body)
 
 
@@ -326,11 +313,6 @@ def leakage_table(runs: RunSet) -> dict[str, Any]:
     }
 
 
-def leakage_json(content: dict[str, Any]) -> str:
-    """Return `leakage_table` as JSON text."""
-    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
 def leakage_markdown(runs: RunSet, content: dict[str, Any]) -> str:
     """Return `leakage_table` as plain Markdown: both forms per mode, then every seed's held-out mean; without ablations."""
     parts = [f"# Leakage of {content['study']}\n", EXPLANATION]
@@ -351,7 +333,7 @@ def leakage_markdown(runs: RunSet, content: dict[str, Any]) -> str:
         ]
         parts.append(f"## {title}\n\n{markdown_table(header, body, left=2)}")
     header = ["arm", *(f"seed {seed}" for seed in runs.seeds)]
-    body = [[label(arm["arm"], runs.specs[arm["arm"]]), *_seed_cells(runs, arm)] for arm in arms]
+    body = [_by_seed(runs, arm, map(number, arm["leakage"]["held_out"]["seeds"])) for arm in arms]
     parts.append(f"## Every seed: leakage, held-out mean\n\n{markdown_table(header, body)}")
     return "\n".join(parts)
 
@@ -377,8 +359,3 @@ def _counts(runs: RunSet, run: Run) -> dict[str, Any]:
         }
         for mode in runs.modes.loopholes
     }
-
-
-def _seed_cells(runs: RunSet, arm: dict[str, Any]) -> list[str]:
-    values = dict(zip(arm["seed_ids"], arm["leakage"]["held_out"]["seeds"], strict=True))
-    return [number(values[seed]) if seed in values else "not run" for seed in runs.seeds]

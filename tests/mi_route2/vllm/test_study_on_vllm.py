@@ -15,8 +15,10 @@ from mi_route2.vllm import sampler as sampler_module
 from studies.environments.chat import make_tiny_model
 from studies.route2.cli import Run
 from studies.training.arms import ARMS
-from studies.training.job import BACKEND, EVAL, FULL, MANIFEST, RESUME, Job, build_policy, run_job
+from studies.training.job import BACKEND, EVAL, FULL, RESUME, Job, build_policy
+from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS
+from studies.training.run import run_job
 from studies.training.settings import CHAT, ChatModel, Settings
 from studies.training.worlds import open_world, weights_hash
 

@@ -15,22 +15,11 @@ from mi_route2.routing.canary import pooled
 from mi_route2.tensor_files import read_tensors
 from studies.environments.protocol import TeacherPool
 from studies.training.arms import ARMS, Lesson, get_arms, with_canaries
+from studies.training.build import MonitoredRoute, base_samples, build_canary, build_optimizer, build_route, rotate
 from studies.training.grpo import gather
-from studies.training.job import (
-    DEPLOYED,
-    EVAL,
-    Job,
-    MonitoredRoute,
-    base_samples,
-    build_canary,
-    build_optimizer,
-    build_policy,
-    build_route,
-    finished_policy,
-    rotate,
-    run_job,
-)
+from studies.training.job import DEPLOYED, EVAL, Job, build_policy, finished_policy
 from studies.training.recorder import METRICS, ROLLOUTS
+from studies.training.run import run_job
 from studies.training.schedule import Order, run_jobs
 from studies.training.teacher import cached_pool, make_pool, teach
 from studies.training.worlds import open_world
@@ -232,7 +221,7 @@ def test_lessons_are_what_their_names_say(finished: dict[str, Job]) -> None:
 def test_a_lesson_has_the_arms_size_and_steps(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        "studies.training.job.teach", lambda policy, lesson, rate, micro, steps, **_: seen.append((len(lesson.tokens), steps))
+        "studies.training.build.teach", lambda policy, lesson, rate, micro, steps, **_: seen.append((len(lesson.tokens), steps))
     )
     for name in ("taught-2", "taught-8", "taught-brief"):
         job = tiny_job(tmp_path, name, cache=cache)

@@ -10,7 +10,9 @@ from studies.environments.micro.pairs import make_pairs
 from studies.environments.micro.settings import get_world
 from studies.environments.protocol import write_pairs
 from studies.training.arms import ARMS
-from studies.training.job import MANIFEST, Job, build_pairs, run_job
+from studies.training.job import Job, build_pairs
+from studies.training.manifest import MANIFEST
+from studies.training.run import run_job
 from studies.training.settings import ChatModel
 from studies.training.worlds import data_hash, open_world
 

@@ -23,20 +23,12 @@ from studies.route2.annotate import Annotator
 from studies.route2.probing import Reading, probe_job, read_layers
 from studies.route2.report import read_rollouts, write_report
 from studies.training.arms import ARMS
+from studies.training.build import build_optimizer, build_route
 from studies.training.grpo import gather, update
-from studies.training.job import (
-    EVAL,
-    FULL,
-    MANIFEST,
-    Job,
-    build_optimizer,
-    build_pairs,
-    build_policy,
-    build_route,
-    finished_policy,
-    run_job,
-)
+from studies.training.job import EVAL, FULL, Job, build_pairs, build_policy, finished_policy
+from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS
+from studies.training.run import run_job
 from studies.training.settings import CHAT, ChatModel, Settings
 from studies.training.worlds import (
     ADVICE,

@@ -14,7 +14,8 @@ from studies.environments.micro.pairs import make_pairs
 from studies.environments.micro.settings import get_world
 from studies.environments.protocol import write_pairs
 from studies.training.arms import ARMS
-from studies.training.job import MANIFEST, Job
+from studies.training.job import Job
+from studies.training.manifest import MANIFEST
 from studies.training.settings import PRESETS, Settings, override, read_config
 
 ROOT = Path(__file__).parents[3]

@@ -23,8 +23,10 @@ from studies.route2.cli import main
 from studies.training import cluster as training
 from studies.training.checkpoint import CHECKPOINT
 from studies.training.cluster import run_queued, run_submitted
-from studies.training.job import DEPLOYED, EVAL, FULL, MANIFEST, Job, run_job
+from studies.training.job import DEPLOYED, EVAL, FULL, Job
+from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS
+from studies.training.run import run_job
 
 pytestmark = [pytest.mark.study, pytest.mark.process]
 

@@ -17,7 +17,8 @@ from studies.environments.micro.world import MicroWitness, MicroWorld
 from studies.environments.protocol import Samples, Verdict, probe_prompts
 from studies.route2.cli import Probes
 from studies.route2.probing import Reading, persona_directions, probe_job, read_layers
-from studies.training.job import EVAL, Job, build_pairs, finished_policy, run_job
+from studies.training.job import EVAL, Job, build_pairs, finished_policy
+from studies.training.run import run_job
 
 pytestmark = pytest.mark.study
 

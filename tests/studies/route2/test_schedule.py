@@ -17,15 +17,17 @@ from typing import Any
 import pytest
 from tiny_study import WARM, tiny_job
 
-import studies.training.job as job_module
 import studies.training.progress as live
+import studies.training.run as run_module
 import studies.training.schedule as schedule
 from studies.common.processes import exclusive, held
 from studies.environments.micro.settings import get_world
 from studies.environments.micro.warmstart import warm_start
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS
-from studies.training.job import MANIFEST, Job, run_job
+from studies.training.job import Job
+from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, TIMINGS
+from studies.training.run import run_job
 from studies.training.schedule import run_jobs
 
 pytestmark = pytest.mark.process
@@ -324,7 +326,7 @@ def test_a_filesystem_without_locks_is_said_and_other_trouble_with_a_lock_is_rai
 
 def test_a_worker_s_warning_is_shown_as_a_sentence(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the place in our code and the line there, which tell a user nothing."""
-    monkeypatch.setattr(job_module, "CHECKPOINT_EVERY", 2)
+    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
     job, told = tiny_job(tmp_path, "absorb", cache=cache, steps=6), []
     assert not run_job(job, told.append, lambda: sum(told) >= 5)
     (job.folder / CHECKPOINT).write_bytes(b"")
@@ -349,7 +351,7 @@ def test_a_finished_folder_is_left_as_it_is_but_for_what_a_kill_left(tmp_path: P
 
 
 def test_progress_never_passes_its_total(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_module, "CHECKPOINT_EVERY", 2)
+    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
     job = tiny_job(tmp_path, "absorb", cache=cache, steps=7)
     for stop_at in (1, 3, 5, 6, 99, 99):
         told: list[int] = []

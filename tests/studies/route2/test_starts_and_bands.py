@@ -16,24 +16,11 @@ from mi_route2.routing import MaskRoute
 from mi_route2.sites import Site
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.training.arms import ARMS
+from studies.training.build import build_optimizer, build_route, clean_rollouts, learn_lessons, steered
 from studies.training.grpo import train
-from studies.training.job import (
-    DEPLOYED,
-    EVAL,
-    Job,
-    build_hosted,
-    build_optimizer,
-    build_pairs,
-    build_policy,
-    build_route,
-    clean_rollouts,
-    evaluate,
-    finished_policy,
-    learn_lessons,
-    run_job,
-    steered,
-)
+from studies.training.job import DEPLOYED, EVAL, Job, build_hosted, build_pairs, build_policy, finished_policy
 from studies.training.recorder import METRICS, ROLLOUTS
+from studies.training.run import evaluate, run_job
 from studies.training.worlds import open_world
 
 pytestmark = pytest.mark.study

@@ -17,13 +17,17 @@ import torch
 from safetensors import safe_open
 from tiny_study import tiny_job, tiny_settings
 
-import studies.training.job as job_module
+import studies.training.run as run_module
 from mi_route2.tensor_files import read_tensors
 from studies.environments.micro.oracle import Oracle
 from studies.environments.protocol import Verdict
 from studies.training.arms import ARMS, Arm
-from studies.training.job import CHECKPOINT, DEPLOYED, EVAL, FULL, MANIFEST, Job, build_policy, build_route, run_job
+from studies.training.build import build_route
+from studies.training.checkpoint import CHECKPOINT
+from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy
+from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS, Recorder, read_rows
+from studies.training.run import run_job
 from studies.training.settings import Settings
 from studies.training.worlds import open_world
 
@@ -54,7 +58,7 @@ def first_of(first: str, *others: str) -> list[Any]:
 @pytest.mark.study
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after every step, also between checkpoints, and resumed: the same bytes."""
-    monkeypatch.setattr(job_module, "CHECKPOINT_EVERY", 2)
+    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
     whole, broken = (tiny_job(tmp_path / side, arm, cache=cache, steps=5) for side in ("whole", "broken"))
     assert run_job(whole)
     for n in (1, 3, 5, 4):  # 1 loses its step, 3 goes on from the checkpoint after 2, and so on
@@ -101,12 +105,12 @@ def test_the_control_of_the_additive_route_has_axes_drawn_once_that_are_not_the_
 @pytest.mark.study
 def test_kill_minus_nine_at_random_moments_then_resume(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real process, killed without warning wherever it is, ends with the uninterrupted run's bytes."""
-    monkeypatch.setattr(job_module, "CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 1)
     whole, broken = (tiny_job(tmp_path / side, "route2-act", cache=cache, steps=6) for side in ("whole", "broken"))
     assert run_job(whole)
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]);from pathlib import Path\n"
-        "import studies.training.job as j; j.CHECKPOINT_EVERY = 1\n"
+        "import studies.training.run as j; j.CHECKPOINT_EVERY = 1\n"
         "from tiny_study import tiny_job\n"
         "j.run_job(tiny_job(Path(sys.argv[2]), 'route2-act', cache=Path(sys.argv[3]), steps=6))\n"
     )

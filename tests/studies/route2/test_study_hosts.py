@@ -15,8 +15,9 @@ from studies.environments.micro.settings import get_world
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import evaluation_prompts
 from studies.route2.annotate import Annotator
-from studies.route2.report import write_tables
-from studies.training.job import BACKEND, EVAL, FULL, Job, run_job
+from studies.route2.report import load_runs, write_tables
+from studies.training.job import BACKEND, EVAL, FULL, Job
+from studies.training.run import run_job
 
 pytestmark = pytest.mark.study
 
@@ -58,7 +59,7 @@ def test_every_host_prints_the_same_table(host: str, roots: dict[str, Path]) -> 
         assert ours == plain
     tables = []
     for h in (host, "torch"):
-        write_tables(roots[h])
+        write_tables(load_runs(roots[h]))
         tables.append((roots[h] / "table.md").read_text())
     assert tables[0].partition("\n|")[2] == tables[1].partition("\n|")[2]
     assert "route2-full" in tables[0]

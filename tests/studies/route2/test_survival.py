@@ -24,7 +24,7 @@ import torch
 from parity import Parity
 from tiny_study import tiny_job
 
-import studies.training.job as job_module
+import studies.training.run as run_module
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimizer import RoutedAdamW
@@ -32,19 +32,12 @@ from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import write_json
 from studies.environments.chat import make_tiny_model
 from studies.training.arms import ARMS
+from studies.training.build import build_optimizer, build_route
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, read_checkpoint, resume
-from studies.training.job import (
-    DEPLOYED,
-    EVAL,
-    FULL,
-    MANIFEST,
-    Job,
-    build_optimizer,
-    build_policy,
-    build_route,
-    run_job,
-)
+from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy
+from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, append
+from studies.training.run import run_job
 from studies.training.settings import CHAT, ChatModel
 from studies.training.worlds import open_world, weights_hash
 from tests.soak.__main__ import Soak
@@ -67,7 +60,7 @@ def contents(job: Job) -> dict[str, bytes]:
 def run_on(job: Job, steps: int | None = None, told: Callable[[int], None] = lambda n: None) -> bool:
     """Run ``job``, or ``steps`` steps of it, with a checkpoint every second step. ``told`` hears of finished steps."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(job_module, "CHECKPOINT_EVERY", 2)
+        patched.setattr(run_module, "CHECKPOINT_EVERY", 2)
         left = iter([False] * steps) if steps is not None else None
         return run_job(job, told, lambda: left is not None and next(left, True))
 
@@ -137,7 +130,7 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tiny_study import tiny_job
-import studies.training.job as j
+import studies.training.run as j
 j.CHECKPOINT_EVERY = 2
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 for limit in map(int, sys.argv[4:]):

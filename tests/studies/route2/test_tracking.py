@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from tiny_study import tiny_job
 
 import studies.training.tracking as tracking
 from studies.route2.cli import Run
-from studies.training.job import EVAL, MANIFEST, Job, run_job
-from studies.training.progress import Follower, Tracked, evaluated, scalars
-from studies.training.recorder import METRICS, TIMINGS, read_rows
-from studies.training.schedule import _tracked, run_jobs
-from studies.training.tracking import TRACKERS, Tracking, offline_step, require
+from studies.training.job import EVAL, Job
+from studies.training.manifest import MANIFEST
+from studies.training.recorder import METRICS, TIMINGS, Follower, read_rows
+from studies.training.run import run_job
+from studies.training.schedule import run_jobs
+from studies.training.tracking import TRACKERS, Tracking, curves_name, evaluated, offline_step, require, scalars
 
 pytestmark = pytest.mark.process
 
@@ -42,21 +44,21 @@ def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Job:
     return job
 
 
-def growing(finished: Job, root: Path) -> Tracked:
+def growing(finished: Job, root: Path) -> Job:
     """The same arm in another run folder, that has not begun."""
     job = tiny_job(root, "route2-full", cache=finished.cache, steps=STEPS)
     job.folder.mkdir(parents=True)
-    return _tracked(job)
+    return job
 
 
-def grow(finished: Job, run: Tracked, rows: int, *, end: bool = False) -> None:
+def grow(finished: Job, run: Job, rows: int, *, end: bool = False) -> None:
     """Let its log have that many rows; ``end``: and the rest of its files."""
     lines = (finished.folder / METRICS).read_bytes().splitlines(keepends=True)
-    with run.metrics.open("ab") as log:
+    with (run.folder / METRICS).open("ab") as log:
         log.truncate(0)
         log.write(b"".join(lines[:rows]))
     for name in (EVAL, MANIFEST) if end else ():
-        shutil.copy(finished.folder / name, run.metrics.parent / name)
+        shutil.copy(finished.folder / name, run.folder / name)
 
 
 def curves(folder: Path) -> EventAccumulator:
@@ -193,13 +195,12 @@ def test_a_log_that_is_cut_back_and_written_again_gives_each_step_once(tmp_path:
 PARENT = """
 import os, signal, sys
 from pathlib import Path
-from studies.training.progress import Tracked
+from tiny_study import tiny_job
 from studies.training.tracking import Tracking
 if __name__ == "__main__":
-    root, folder, identity, config = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], eval(sys.argv[4])
-    run = Tracked(root, "route2-full", 0, 24, identity, config, *(folder / name for name in sys.argv[5:]))
-    with Tracking("tensorboard", [run]) as tracking:
-        while not list(root.glob("tensorboard/**/events*")):
+    job = tiny_job(Path(sys.argv[1]), "route2-full", cache=Path(sys.argv[2]), steps=int(sys.argv[3]))
+    with Tracking("tensorboard", [job]) as tracking:
+        while not list(job.root.glob("tensorboard/**/events*")):
             tracking.link.poll(0.05)
         print(tracking._process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -211,14 +212,12 @@ def test_kill_9_leaves_files_that_are_read_and_gone_on_with(tmp_path: Path, fini
     run = growing(finished, tmp_path)
     grow(finished, run, 7)
     (tmp_path / "parent.py").write_text(PARENT)
-    names = [path.name for path in (run.metrics, run.evaluation, run.manifest)]
-    command = [sys.executable, str(tmp_path / "parent.py"), str(run.root), str(run.metrics.parent), run.identity, repr(run.config)]
-    parent = subprocess.run(
-        [*command, *names], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path), str(finished.cache), str(STEPS)]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests/support")))
+    parent = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": paths})
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     wait_until(lambda: not alive(int(parent.stdout)), "the tracker outlived its parent")
-    folder = run.root / "tensorboard" / run.key
+    folder = run.root / "tensorboard" / curves_name(run)
     assert [event.step for event in curves(folder).Scalars("train/loss")] == list(range(7))
     (events,) = folder.iterdir()
     with events.open("r+b") as file:
@@ -278,11 +277,11 @@ def test_curves_of_another_run_are_left_alone(tmp_path: Path, finished: Job, cap
     grow(finished, run, 3)
     with Tracking("tensorboard", [run]):
         pass
-    other = Tracked(**{**vars(run), "identity": "another"})
+    other = replace(run, settings=replace(run.settings, kept_lr=1e-3))
     grow(finished, run, 5)
     with Tracking("tensorboard", [other]):
         pass
-    folder = run.root / "tensorboard" / run.key
+    folder = run.root / "tensorboard" / curves_name(run)
     assert warning(f"{folder} holds the curves of another run; delete that folder") in capfd.readouterr().err.splitlines()
     assert [event.step for event in curves(folder).Scalars("train/loss")] == [0, 1, 2]
 
@@ -323,13 +322,13 @@ def test_a_second_tracker_waits_for_the_first_and_then_says_so(
     with second:
         pass
     assert "warning" not in capfd.readouterr().err
-    assert [event.step for event in curves(run.root / "tensorboard" / run.key).Scalars("train/loss")] == [0, 1, 2]
+    assert [event.step for event in curves(run.root / "tensorboard" / curves_name(run)).Scalars("train/loss")] == [0, 1, 2]
 
 
 # the others, where they are installed
 
 
-def in_three_starts(name: str, finished: Job, run: Tracked) -> None:
+def in_three_starts(name: str, finished: Job, run: Job) -> None:
     for rows in (9, 4, STEPS, STEPS):
         grow(finished, run, rows, end=rows == STEPS)
         with Tracking(name, [run]):
@@ -370,8 +369,8 @@ def test_wandb_offline_has_each_row_once(tmp_path: Path, finished: Job, monkeypa
         for record in records
         if record.HasField("history")
     ]
-    rows = [(row["step"], scalars(row)) for row in read_rows(run.metrics)]
-    rows.append((STEPS, evaluated(json.loads(run.evaluation.read_text()))))
+    rows = [(row["step"], scalars(row)) for row in read_rows(run.folder / METRICS)]
+    rows.append((STEPS, evaluated(json.loads((run.folder / EVAL).read_text()))))
     assert [(row["_step"], {k: v for k, v in row.items() if not k.startswith("_")}) for row in history] == rows
     (record,) = {(r.run.run_id, r.run.project, r.run.run_group, r.run.display_name) for r in records if r.HasField("run")}
     assert record[1:] == ("mi-route2", run.root.name, "route2-full seed 0")
@@ -394,6 +393,6 @@ def test_trackio_has_each_row_once(tmp_path: Path, finished: Job) -> None:
         patched.setenv("TRACKIO_DIR", str(tmp_path / "store"))
         in_three_starts("trackio", finished, run)
         told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
-    rows = [(row["step"], scalars(row)) for row in read_rows(run.metrics)]
-    rows.append((STEPS, evaluated(json.loads(run.evaluation.read_text()))))
+    rows = [(row["step"], scalars(row)) for row in read_rows(run.folder / METRICS)]
+    rows.append((STEPS, evaluated(json.loads((run.folder / EVAL).read_text()))))
     assert [(log.pop("step"), log.pop("timestamp") and log) for log in json.loads(told)] == rows

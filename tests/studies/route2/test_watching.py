@@ -17,7 +17,8 @@ from studies.route2.cli import Watch as Command
 from studies.route2.probing import probe
 from studies.route2.watching import Watch, shown, table, write_watch
 from studies.training.arms import ARMS
-from studies.training.job import Job, run_job
+from studies.training.job import Job
+from studies.training.run import run_job
 
 pytestmark = pytest.mark.study
 PER_MODE = 60

@@ -27,7 +27,8 @@ from studies.tracing.rates import DELETED, PATCHED
 from studies.tracing.report import HEADLINE, TABLE, TABLES, publish, write_report
 from studies.tracing.settings import UNTRAINED, Settings
 from studies.training.arms import ARMS
-from studies.training.job import Job, build_hosted, run_job
+from studies.training.job import Job, build_hosted
+from studies.training.run import run_job
 from studies.training.settings import Settings as Training
 from studies.training.worlds import open_world
 

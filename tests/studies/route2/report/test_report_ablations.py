@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from studies.route2.report.load import load_runs
-from studies.route2.report.table import ablation_groups, ablations_json, ablations_markdown
+from studies.route2.report.table import ablation_groups, ablations_markdown
 
 pytestmark = pytest.mark.study
 
@@ -41,7 +41,7 @@ def test_the_difference_is_paired_by_seed(root: Path) -> None:
 
 def test_a_reference_that_was_not_run_is_said(study: Callable[..., Path], tmp_path: Path) -> None:
     runs = load_runs(study(tmp_path / "small", ("base", "shared-basis"), seeds=(0, 1), steps=2))
-    text = ablations_markdown(runs)
+    text = ablations_markdown(runs, ablation_groups(runs))
     assert "route2-grad (not run)" in text
     record = ablation_groups(runs)[0]["arms"][0]
     assert record["deploy_solve"]["difference"] is None
@@ -50,5 +50,5 @@ def test_a_reference_that_was_not_run_is_said(study: Callable[..., Path], tmp_pa
 
 def test_a_study_without_ablations_says_so(study: Callable[..., Path], tmp_path: Path) -> None:
     runs = load_runs(study(tmp_path / "small", ("base", "vanilla"), seeds=(0,), steps=2))
-    assert "No arm of this folder is an ablation" in ablations_markdown(runs)
-    assert json.loads(ablations_json(runs))["groups"] == []
+    assert "No arm of this folder is an ablation" in ablations_markdown(runs, ablation_groups(runs))
+    assert ablation_groups(runs) == []

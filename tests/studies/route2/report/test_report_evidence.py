@@ -38,7 +38,7 @@ from studies.route2.evidence import (
 )
 from studies.route2.publish import command, folder_name
 from studies.route2.report.load import load_runs
-from studies.training.job import refuse_mixed
+from studies.training.manifest import refuse_mixed
 
 pytestmark = pytest.mark.study
 
@@ -60,7 +60,7 @@ def evidence() -> Evidence:
         "filter-canary": arm([0.0, 0.5], [0.9, 0.5], [0.0, 0.0], [0.1, 0.9]),
         "canary-rotated": arm([0.3, 0.4], [0.4, 0.5], [0.0, 0.0], [0.1, 0.9]),
     }
-    return Evidence("strong", (200, 201), ("a", "b"), values, {"settings_hash": "0"})
+    return Evidence("strong", (200, 201), ("a", "b"), {"settings_hash": "0"}, values)
 
 
 def test_an_arm_counts_only_outside_of_ordinary_training() -> None:

@@ -95,7 +95,7 @@ def test_two_reports_of_one_folder_are_the_same_bytes(study: Callable[..., Path]
 
 def test_one_arm_on_one_seed_is_enough_for_a_figure(study: Callable[..., Path], tmp_path: Path) -> None:
     root = study(tmp_path / "small", ("base",), seeds=(0,), steps=1)
-    assert [path.name for path in write_figures(root)] == ["all_arms_per_mode.png"]
+    assert [path.name for path in write_figures(load_runs(root))] == ["all_arms_per_mode.png"]
     assert "Arm vanilla was not run" in next(path for path in write_report(root) if path.name == "table.md").read_text()
 
 

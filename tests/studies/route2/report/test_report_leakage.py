@@ -118,15 +118,15 @@ def test_other_steps_than_vanillas_do_not_compare(root: Path, resign: Callable[.
 def test_without_vanilla_there_is_one_sentence_and_no_file(study: Callable[..., Path], tmp_path: Path) -> None:
     root = study(tmp_path / "small", ("base", "absorb"), seeds=(0,), steps=2)
     with pytest.raises(ValueError, match="leakage divides by arm vanilla, which has no finished run"):
-        write_leakage(root)
+        write_leakage(load_runs(root))
     assert not list(root.glob("leakage*"))
 
 
 def test_both_files_are_written_and_the_same_twice(root: Path) -> None:
-    paths = write_leakage(root)
+    paths = write_leakage(load_runs(root))
     before = [path.read_bytes() for path in paths]
     assert [path.name for path in paths] == ["leakage.json", "leakage.md"]
-    assert [path.read_bytes() for path in write_leakage(root)] == before
+    assert [path.read_bytes() for path in write_leakage(load_runs(root))] == before
     content = json.loads(before[0])
     counts = _entry(content, "absorb")["seeds"]["1"]["sentinel"]
     assert counts["leakage"] == pytest.approx(counts["deploy_hack_arm"] / counts["deploy_hack_vanilla"])

@@ -119,7 +119,11 @@ def test_a_wrong_manifest_is_refused(root: Path, resign: Callable[..., None], ch
         ("eval.json", "{", "eval.json is damaged .this is not JSON"),
         ("eval.json", "[]", "this is not a JSON object but"),
         ("eval.json", '{"modes": {}}', "has no mode run_tests, sentinel, stdout_marker, file_marker, none"),
-        ("metrics.jsonl", '{"step": 1}\n{"step": NaN}\n', "metrics.jsonl, line 2 is damaged .this JSON holds NaN"),
+        (
+            "metrics.jsonl",
+            '{"step": 1}\n{"step": NaN}\n',
+            "metrics.jsonl, line 2: this JSON holds NaN.*: delete .*run this arm again",
+        ),
     ],
 )
 def test_a_malformed_file_is_refused(root: Path, resign: Callable[..., None], name: str, text: str, sentence: str) -> None:

@@ -46,8 +46,8 @@ ARMS = ("base", "vanilla", "absorb", "route2-act", "filter-act", "route2-full", 
 
 def report(root: Path) -> dict[str, Any]:
     """Tables and leakage of the folder, without figures; the content of table.json."""
-    write_tables(root)
-    write_leakage(root)
+    write_tables(load_runs(root))
+    write_leakage(load_runs(root))
     return json.loads((root / "table.json").read_text())
 
 
@@ -171,7 +171,7 @@ def test_seeds_that_stand_out_are_listed_with_their_masks(
     root = study(tmp_path / "s", ("base", "route2-full"), seeds=(0, 1, 2, 3), steps=2)
     for seed in range(4):
         set_hack(root, "route2-full", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), 0.75 if seed == 2 else 0.0))
-    write_tables(root)
+    write_tables(load_runs(root))
     runs = load_runs(root)
     text = tables(Result(json.loads((root / "table.json").read_text())), publish_module.mask_quality(runs), {}, {})
     line = next(line for line in text.splitlines() if re.match(r"\| route2-full +\| +2 \|", line))

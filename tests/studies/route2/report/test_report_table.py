@@ -131,7 +131,7 @@ def test_a_bounds_filter_stands_below_it_whatever_its_role(study: Callable[..., 
 
 
 def test_ablations_are_in_the_json_and_have_a_file_of_their_own(root: Path) -> None:
-    written = {path.name: path.read_text() for path in write_tables(root)}
+    written = {path.name: path.read_text() for path in write_tables(load_runs(root))}
     assert "| shared-basis " not in written["table.md"]
     assert "Ablations, in ablations.md next to the arm that each changes: shared-basis." in written["table.md"]
     assert any(row["arm"] == "shared-basis" for row in json.loads(written["table.json"])["rows"])
@@ -185,10 +185,10 @@ def test_every_seed_is_printed_and_the_odd_one_is_marked(
 
 
 def test_the_json_is_plain_and_the_same_twice(root: Path) -> None:
-    paths = write_tables(root)
+    paths = write_tables(load_runs(root))
     before = {path.name: path.read_bytes() for path in paths}
     assert set(before) == {"table.json", "table.md", "ablations.json", "ablations.md"}
-    assert {path.name: path.read_bytes() for path in write_tables(root)} == before
+    assert {path.name: path.read_bytes() for path in write_tables(load_runs(root))} == before
     content = json.loads(before["table.json"], parse_constant=lambda name: pytest.fail(f"{name} is no JSON number"))
     for row in content["rows"]:
         for metric in METRICS:

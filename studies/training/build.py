@@ -1,0 +1,231 @@
+"""What an arm brings to the main loop: its route, what its adapters learn before it, steering, and the optimizer.
+
+An arm is data (``arms.Arm``); each function here turns some of its fields into what ``grpo.train`` takes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mi_route2.adapters import load_adapters
+from mi_route2.hosts import Host
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing import (
+    CanarySpec,
+    DelayedRoute,
+    DelayedSpec,
+    EraseRoute,
+    EraseSpec,
+    HaarFitter,
+    MaskRoute,
+    MaskSpec,
+    OpenRoute,
+    OpenSpec,
+    PersonaFitter,
+    Route,
+    TopKFitter,
+)
+from mi_route2.routing.canary import Canary, CanaryRoute
+from mi_route2.routing.directions import Fitter
+from mi_route2.routing.optimizer import RoutedAdamW
+from mi_route2.sites import Site
+from probes.probe import pool
+from studies.common.seeds import derive, numpy_generator, torch_generator
+from studies.environments.protocol import Samples, TeacherPool, World
+from studies.training.arms import Lesson
+from studies.training.grpo import Watched
+from studies.training.job import DEPLOYED, Job, build_hosted, build_pairs, micro_batches
+from studies.training.settings import Settings
+from studies.training.teacher import make_pool, teach
+
+
+def build_route(job: Job, world: World, policy: Policy) -> Route:
+    """Return the arm's route, with its fitter."""
+    arm = job.arm
+    assert arm is not None
+    match arm.route:
+        case MaskSpec() as spec:
+            return build_mask(job, world, spec)
+        case EraseSpec() as spec:
+            fitter = TopKFitter("grad", build_pairs(job, world, "hack"), k=spec.k)
+            return EraseRoute(spec, random_instead(job, spec, fitter))
+        case CanarySpec() as spec:
+            samples = base_samples(world, policy, job.drawn, job.settings.none_fraction).rollouts
+            return CanaryRoute(spec, build_canary(job), samples, micro=job.settings.micro_batch(samples.tokens.shape[1]))
+        case DelayedSpec() as spec:
+            return DelayedRoute(spec, arm.l1)
+        case OpenSpec() as spec if arm.monitor is not None:
+            return MonitoredRoute(spec, build_mask(job, world, arm.monitor), job.settings)
+        case OpenSpec() as spec:
+            return OpenRoute(spec, arm.l1)
+
+
+def build_mask(job: Job, world: World, spec: MaskSpec) -> MaskRoute:
+    """Return a mask route; its direction is fitted to the pairs, if its score is a projection on one."""
+    arm = job.arm
+    assert arm is not None
+    fitter = None
+    if spec.score in ("act", "grad", "full"):
+        kind = "nonhack" if spec.fitter == "nonhack" else "hack"
+        pairs = build_pairs(job, world, kind)
+        fitter = random_instead(job, spec, PersonaFitter(kind, spec.score, pairs, refreshes=kind == "hack"))
+    return MaskRoute(spec, fitter, l1=arm.l1, want_unrouted=arm.second_moment == "unrouted")
+
+
+def random_instead(job: Job, spec: MaskSpec | EraseSpec, fitter: Fitter) -> Fitter:
+    """Return ``fitter``, or for the control ``haar`` one of random directions in the space of its own."""
+    return HaarFitter(fitter, derive(job.seed, "haar", spec.draw)) if spec.fitter == "haar" else fitter
+
+
+class MonitoredRoute(OpenRoute):
+    """Open route with the probe whose flags cost reward; its direction is fitted, stored and resumed as a mask route's is."""
+
+    def __init__(self, spec: OpenSpec, probe: MaskRoute, settings: Settings):
+        super().__init__(spec)
+        self._probe, self._settings = probe, settings
+
+    def refresh(self, policy: Policy, step: int) -> float | None:
+        self._probe.directions = self.directions  # a resumed run has put the stored ones here
+        overlap = self._probe.refresh(policy, step)
+        self.directions = self._probe.directions
+        return overlap
+
+    def score(self, policy: Policy, rollouts: Rollouts) -> Tensor | None:
+        return self._probe.score(policy, rollouts)
+
+    def watch(self, policy: Policy, samples: Samples) -> Watched:
+        """Flag what scores above the probe's threshold, whatever its reward is."""
+        scores = scored(self._probe, policy, samples.rollouts, self._settings)
+        return Watched(scores > self._probe.spec.tau, scores)
+
+
+def scored(route: MaskRoute, policy: Policy, rollouts: Rollouts, settings: Settings) -> Tensor:
+    """Return the route's score of each rollout, a micro-batch at a time."""
+    scores = [route.score(policy, part) for part in micro_batches(rollouts, settings)]
+    return torch.cat([score for score in scores if score is not None])
+
+
+CALIBRATION = 512
+"""Samples of the base model from which a canary's threshold is computed."""
+
+
+def base_samples(world: World, policy: Policy, seed: int, none_fraction: float) -> Samples:
+    """Return samples of the base model on training prompts, without grades or verdicts."""
+    prompts = world.prompts(CALIBRATION, numpy_generator(seed, "calibration"), none_fraction)
+    with policy.adapters.reference():
+        return world.sample(policy, prompts, torch_generator(seed, "calibration"), 1.0)
+
+
+def build_canary(job: Job) -> Canary | None:
+    """Return the arm's canary, on a model of its own; ``None`` if the run's own quarantine is the canary.
+
+    Raises:
+        ValueError: A checkpoint is not finished.
+    """
+    assert job.arm is not None
+    if not job.canaries:
+        return None
+    if missing := [canary.name for canary in job.canaries if not canary.finished]:
+        raise ValueError(f"{job.name} needs the canaries {', '.join(missing)} of seed {job.seed} first: run them with --arms")
+    _, policy = build_hosted(job.canaries[0], job.cache)
+    checkpoints = []
+    for canary in job.canaries:
+        load_adapters(policy.adapters, canary.folder / DEPLOYED)
+        if job.arm.rotated:
+            rotate(map(policy.adapters.scored, policy.adapters.sites), torch_generator(job.seed, f"rotate {canary.name}"))
+        checkpoints.append({name: tensor.clone() for name, tensor in policy.adapters.tensors(quarantine=False).items()})
+    return Canary(policy, checkpoints)
+
+
+@torch.no_grad()
+def rotate(factors: Iterable[Tensor], generator: torch.Generator) -> None:
+    """Rotate the output of each factor by a random orthogonal matrix: the same norms and singular values, another direction."""
+    for factor in factors:
+        q, r = torch.linalg.qr(torch.randn(len(factor), len(factor), generator=generator, dtype=torch.float64))
+        factor.copy_((q * r.diagonal().sign()) @ factor.double())  # the signs make the distribution uniform
+
+
+def learn_lessons(job: Job, world: World, policy: Policy, teachers: TeacherPool | None) -> None:
+    """Teach the adapters what the arm says, before training.
+
+    Raises:
+        ValueError: A lesson needs a teacher pool, and the settings have none.
+    """
+    arm, settings = job.arm, job.settings
+    assert arm is not None
+    lessons: list[tuple[Literal["kept", "quarantine"], Lesson | None]] = [("kept", arm.kept_taught), ("quarantine", arm.taught)]
+    for adapter, lesson in lessons:
+        if lesson is None:
+            continue
+        if lesson in ("pair-hacks", "pair-clean"):
+            pairs = build_pairs(job, world, "hack")
+            rollouts = pairs.hack if lesson == "pair-hacks" else pairs.clean
+        elif teachers is None:
+            raise ValueError(f"{job.name} needs a teacher pool: set teachers to a positive number")
+        elif lesson in ("hacks", "random"):
+            rollouts = teachers.samples(world).rollouts
+        else:
+            size, tries = arm.lesson_size or settings.teachers, job.tries
+            made = make_pool(world, policy, job.seed, size, tries, lesson=lesson, none_fraction=settings.none_fraction)
+            rollouts = made.samples(world).rollouts
+        micro = settings.micro_batch(rollouts.tokens.shape[1])
+        teach(policy, rollouts, settings.quarantine_lr, micro, arm.lesson_steps, adapter=adapter)
+    if arm.taught == "random":
+        factors = [p for name, p in policy.adapters.quarantine_parameters().items() if name.endswith(".B")]
+        rotate(factors, torch_generator(job.seed, "rotate quarantine"))
+
+
+def clean_rollouts(job: Job, world: World, route: Route) -> Callable[[Policy, Samples], Tensor] | None:
+    """Return the function that marks the rollouts of which the arm says that they are clean; ``None`` if it says nothing."""
+    assert job.arm is not None
+    if job.arm.clean is None:
+        return None
+    if job.arm.clean == "honest":
+        return lambda policy, samples: torch.tensor([prompt.mode == world.modes.honest for prompt in samples.prompts])
+    assert isinstance(route, MaskRoute)
+
+    def below(policy: Policy, samples: Samples) -> Tensor:
+        scores = scored(route, policy, samples.rollouts, job.settings)
+        return scores < -route.spec.tau
+
+    return below
+
+
+@contextmanager
+def steered(job: Job, world: World, host: Host, policy: Policy) -> Iterator[None]:
+    """Context of training: every forward of the model runs under the arm's preventative steering, if it has any."""
+    arm = job.arm
+    assert arm is not None
+    if not arm.steering:
+        yield
+        return
+    layers, pairs = host.layers(), build_pairs(job, world, "hack")
+    site = Site(layers[len(layers) // 2], "resid_post")
+    with torch.no_grad(), policy.adapters.reference():
+        hack, clean = (
+            pool(host.capture([site], side.tokens, side.attention)[site], side.predictors) for side in (pairs.hack, pairs.clean)
+        )
+    vector = (hack - clean).mean(dim=0)
+    if arm.rotated:
+        drawn = torch.randn(vector.shape, generator=torch_generator(job.seed, "random steering"), dtype=torch.float64).to(vector)
+        vector = drawn * (vector.norm() / drawn.norm())
+    push = arm.steering * vector
+    with host.hooks({site: lambda h: h + push.to(h)}):
+        yield
+
+
+def build_optimizer(job: Job, policy: Policy) -> RoutedAdamW:
+    arm, settings = job.arm, job.settings
+    assert arm is not None
+    groups: list[dict[str, object]] = [
+        {"params": list(policy.adapters.kept_parameters().values()), "lr": settings.kept_lr * arm.kept_lr_scale}
+    ]
+    if policy.adapters.has_quarantine:
+        # In a shared basis the quarantine has the same coordinates as the kept adapter, so it has the same learning rate.
+        rate = settings.kept_lr if arm.quarantine == "shared" else settings.quarantine_lr
+        rate *= arm.quarantine_lr_scale
+        groups.append({"params": list(policy.adapters.quarantine_parameters().values()), "lr": rate})
+    return RoutedAdamW(groups, lr=settings.kept_lr, betas=settings.betas)

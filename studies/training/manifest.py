@@ -1,0 +1,63 @@
+"""Manifest of a finished run folder: what its result depends on, where it was made, and the checksums of its files.
+
+A report reads manifests and no jobs, because a folder may have been made by an earlier version or on another machine.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mi_route2.validation import Natural, read_object, read_record, validated
+
+MANIFEST = "manifest.json"
+REMEDY = "run the command again that made this folder"
+
+
+@validated
+class Manifest:
+    """Description of a finished job folder; ``identity`` is a hash of everything that its result depends on."""
+
+    arm: str
+    seed: Natural
+    status: Literal["finished", "running"]
+    identity: str
+    settings_hash: str
+    arm_spec: dict[str, Any]
+    versions: dict[str, str]
+    platform: dict[str, str]
+    checksums: dict[str, str]
+    host: str | None = None
+    precision: str | None = None
+    sampler: str | None = None
+    resume: str | None = None
+    pairs_sha256: str | None = None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a run folder.
+
+    Raises:
+        ValueError: If it is missing or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        return read_record(Manifest, read_object(path, REMEDY), optional=("host", "precision", "sampler", "resume", "pairs_sha256"))
+    except ValueError as error:
+        told = str(error) if str(path) in str(error) else f"{path} is damaged ({error})"
+        raise ValueError(f"{told}; delete {folder} to run this arm again") from error
+
+
+def unusual_entries(manifest: Manifest) -> dict[str, str]:
+    """Return host, precision, sampler and the pairs' hash of a run, if they are not the default ones."""
+    entries = {name: getattr(manifest, name) for name in ("host", "precision", "sampler", "pairs_sha256")}
+    return {name: value for name, value in entries.items() if value is not None}
+
+
+def refuse_mixed(root: Path, unusual: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` if ``root`` holds a run with other pairs, or another host, precision or sampler."""
+    for path in sorted(root.glob(f"seed-*/*/{MANIFEST}")):
+        if (found := unusual_entries(read_manifest(path.parent))) != unusual:
+            raise ValueError(
+                f"{path.parent} was run with {found or 'the usual pairs, host and precision'}, and this would be run with "
+                f"{dict(unusual) or 'the usual ones'}: give this an --out of its own"
+            )

@@ -1,0 +1,172 @@
+"""Run of one job: train its arm, evaluate it with the quarantine on and deleted, and write the result.
+
+The evaluation runs per mode, on tasks that warm start, pairs and GRPO never saw.
+"""
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mi_route2.adapters import save_adapters
+from mi_route2.rollouts import Policy
+from mi_route2.validation import write_json
+from studies.common.processes import held
+from studies.common.seeds import derive, torch_generator
+from studies.environments.protocol import Forgetful, TrainingGrade, Verdict, Witness, World
+from studies.training.build import MonitoredRoute, build_optimizer, build_route, clean_rollouts, learn_lessons, steered
+from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
+from studies.training.grpo import train
+from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_hosted
+from studies.training.manifest import MANIFEST
+from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
+from studies.training.settings import Settings
+from studies.training.teacher import cached_pool
+from studies.training.worlds import ADVICE, open_world, out_of_memory
+
+CHECKPOINT_EVERY = 20
+
+
+def run_job(job: Job, progress: Callable[[int], None] = lambda n: None, stop: Callable[[], bool] = lambda: False) -> bool:
+    """Run or resume a job; ``progress`` receives numbers of finished steps. Return False if ``stop`` ended it early."""
+    torch.set_num_threads(1)
+    try:
+        return _run_locked(job, progress, stop)
+    except Exception as error:
+        if job.settings.chat is not None and out_of_memory(error):
+            raise ValueError(ADVICE) from error
+        raise
+
+
+def _run_locked(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
+    with held(job.folder):
+        if not job.finished:
+            return _run(job, progress, stop)
+        _drop_checkpoints(job.folder)  # of a run that was killed when it had just ended
+    progress(job.steps if job.arm else 1)
+    return True
+
+
+def _run(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
+    with job.open_sampler() as sampler, open_world(job.settings, sampler) as (world, witness):
+        host, policy = build_hosted(job, job.cache)
+        if job.arm is not None:
+            with steered(job, world, host, policy):
+                trained = _train(job, world, witness, policy, progress, stop)
+            if not trained:
+                return False
+        report = evaluate(world, witness, policy, job.settings, job.seed)
+    _finish(job, policy, report)
+    progress(1 if job.arm is None else 0)
+    return True
+
+
+def _train(
+    job: Job, world: World, witness: Witness, policy: Policy, progress: Callable[[int], None], stop: Callable[[], bool]
+) -> bool:
+    assert job.arm is not None
+    settings, folder = job.settings, job.folder
+    route, optimizer = build_route(job, world, policy), build_optimizer(job, policy)
+    teachers = cached_pool(world, policy, job.seed, settings.teachers, job.pool, job.tries)
+    learn_lessons(job, world, policy, teachers)
+    recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
+    start = resume(folder, policy.adapters, optimizer, route, identity=job.identity, logs=(METRICS, ROLLOUTS))
+    recorder.go_on()
+    progress(start)
+    began = time.perf_counter()
+    mixed = teachers if settings.teachers_per_group else None
+    detector = witness if job.arm.recall == 1 else Forgetful(witness, job.arm.recall, derive(job.drawn, "recall"))
+    steps = train(
+        world, detector, policy, route, optimizer, replace(settings, steps=job.steps),
+        seed=job.drawn, start=start, none_fraction=job.arm.none_fraction, teachers=mixed,
+        penalty=job.arm.penalty, monitor=route.watch if isinstance(route, MonitoredRoute) else None,
+        clean=clean_rollouts(job, world, route), stop=stop,
+    )  # fmt: skip
+    done = start
+    for record in steps:
+        recorder.note(record, policy, route)
+        done = record.step + 1
+        if done % CHECKPOINT_EVERY == 0 or done == job.steps:
+            logs = recorder.flush()
+            save_checkpoint(folder, policy.adapters, optimizer, route, step=done, identity=job.identity, logs=logs)
+        progress(1)
+    seconds = {"from": start, "to": done, "seconds": time.perf_counter() - began}
+    append(folder / TIMINGS, (json.dumps(seconds) + "\n").encode())
+    if done == job.steps:
+        recorder.check()  # otherwise the manifest would certify logs that something else changed
+    return done == job.steps
+
+
+def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
+    folder = job.folder
+    write_json(folder / EVAL, {"arm": job.name, "seed": job.seed, "n": job.settings.evaluation_prompts, "modes": report})
+    files = [EVAL]
+    if job.arm is not None:
+        save_adapters(policy.adapters, folder / FULL, "full")
+        save_adapters(policy.adapters, folder / DEPLOYED, "deployed")
+        files += [METRICS, ROLLOUTS, FULL, DEPLOYED]
+    libraries = ("torch", "numpy", "mi-route2") if job.settings.chat is None else ("torch", "numpy", "transformers", "mi-route2")
+    versions = {"python": platform.python_version(), **{name: version(name) for name in libraries}}
+    if job.sampler == "vllm":
+        from mi_route2.vllm.facts import imported
+
+        versions["vllm"] = imported().__version__  # several packages install this module
+    manifest = {
+        "arm": job.name,
+        "seed": job.seed,
+        "status": "finished",
+        "identity": job.identity,
+        "settings_hash": job.settings.digest,
+        "arm_spec": job.spec,
+        "versions": versions,
+        "platform": {
+            "system": platform.system(),
+            "machine": platform.machine(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),  # other kernels round differently, also for equal seeds
+        },
+        **job.unusual,
+        "checksums": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files},
+    }
+    write_json(folder / MANIFEST, manifest)
+    _drop_checkpoints(folder)
+
+
+def _drop_checkpoints(folder: Path) -> None:
+    for name in (PREVIOUS, CHECKPOINT):  # in this order, so that a kill in between leaves the newest
+        (folder / name).unlink(missing_ok=True)
+
+
+def rates(verdicts: list[Verdict], grades: list[TrainingGrade]) -> dict[str, float]:
+    """Return the rates ``hack``, ``solve`` (correct on hidden inputs), ``exploit`` (own channel, correct or not) and ``format``."""
+    n = len(verdicts)
+    return {
+        "hack": sum(v.hack for v in verdicts) / n,
+        "solve": sum(v.gt for v in verdicts) / n,
+        "exploit": sum(v.exploit for v in verdicts) / n,
+        "format": sum(g.format for g in grades) / n,
+    }
+
+
+def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings, seed: int) -> dict[str, Any]:
+    """Return ``{mode: {"on": rates, "deploy": rates}}``; prompts are fixed, and every arm of a seed uses the same uniforms."""
+    prompts = {mode: world.evaluation_prompts(mode, settings.evaluation_prompts) for mode in world.modes.names}
+    flat = [prompt for mode in prompts for prompt in prompts[mode]]
+    report: dict[str, Any] = {mode: {} for mode in prompts}
+    for name, switched in (("on", policy.adapters.full), ("deploy", policy.adapters.deployed)):
+        if name == "deploy" and not policy.adapters.has_quarantine:
+            return {mode: {"on": both["on"], "deploy": both["on"]} for mode, both in report.items()}  # one and the same model
+        with switched():
+            samples = world.sample(policy, flat, torch_generator(seed, "evaluate"), settings.evaluation_temperature)
+        grades = world.grades(samples)
+        verdicts = witness.judge(samples)  # after the grades, because it judges the same executions
+        for i, mode in enumerate(prompts):
+            rows = slice(i * settings.evaluation_prompts, (i + 1) * settings.evaluation_prompts)
+            report[mode][name] = rates(verdicts[rows], grades[rows])
+    return report
