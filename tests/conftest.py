@@ -11,9 +11,11 @@ import jaxtyping
 import pytest
 from hypothesis import settings
 from sample import choosable, covering
+from shapes import where_shapes_are
 
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.load_profile("fixed")
+jaxtyping.jaxtyped = where_shapes_are(jaxtyping.jaxtyped)  # what the import hook of --jaxtyping-packages decorates with
 # A suite that was started in the background ignores SIGINT, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,10 +1,18 @@
-"""The suite's own choices leave out nothing that they should not."""
+"""The suite's own choices, of tests and of checks, leave out nothing that they should not."""
 
 import random
+from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
+import jaxtyping
 import pytest
+import torch
+from beartype import beartype
+from jaxtyping import Float
 from sample import choosable, covering
+from shapes import where_shapes_are
+from torch import Tensor
 
 WHOLE = "process or study or docs"
 FAST = f"not (matrix or machine or {WHOLE})"
@@ -40,3 +48,55 @@ def test_a_covering_choice_has_every_pair_of_values() -> None:
 )  # fmt: skip
 def test_a_file_is_left_out_only_if_no_test_of_it_can_be_chosen(text: str, asked: str, possible: bool) -> None:
     assert choosable(text, asked) is possible
+
+
+checked = where_shapes_are(jaxtyping._decorator.jaxtyped)(typechecker=beartype)
+
+
+def added(a: Float[Tensor, " d"], b: list[Float[Tensor, " d"]]) -> Float[Tensor, " d"]:
+    return a + sum(b)
+
+
+def alike(a: "Float[Tensor, ' d']", b: "Float[Tensor, ' d'] | None" = None) -> None: ...
+
+
+def doubled(n: int, text: str = "") -> int:
+    return n * 2 if text == "" else text  # pyright: ignore[reportReturnType]
+
+
+def calling(n: int, sizes: list[int]) -> None:
+    for size in sizes:  # axes of one call are not those of the next
+        checked(added)(torch.zeros(size), [torch.zeros(size)])
+
+
+one, two = torch.zeros(1), torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "right", "wrong"),
+    [
+        (added, (two, [two, two]), (two, [one])),
+        (added, (two, [two]), (two[None], [two])),
+        (alike, (two, two), (two, one)),
+        (doubled, (2,), ("2",)),
+        (doubled, (2,), (2, "not an int comes back")),
+        (calling, (1, [2, 3]), (1, "23")),
+    ],
+)
+def test_wrong_shapes_and_wrong_types_are_errors_unless_checks_are_off(
+    fn: Callable[..., Any], right: tuple[Any, ...], wrong: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", False)
+    checked(fn)(*right)
+    with pytest.raises(jaxtyping.TypeCheckError):
+        checked(fn)(*wrong)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    if fn is not added and fn is not calling:
+        checked(fn)(*wrong)
+
+
+def test_only_functions_without_a_shape_have_the_plain_check() -> None:
+    ours, theirs = checked(doubled), jaxtyping._decorator.jaxtyped(doubled, typechecker=beartype)
+    assert ours.__code__ is not theirs.__code__
+    for fn in (added, alike):
+        assert checked(fn).__code__ is theirs.__code__
