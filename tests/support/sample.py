@@ -1,7 +1,10 @@
-"""A small choice of parameter sets that still has every pair of values."""
+"""What of the suite to run: a small choice of parameter sets that still has every pair of values, and files by their markers."""
 
+import re
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import chain, combinations
+
+from _pytest.mark.expression import Expression
 
 
 def covering(rows: Sequence[tuple[object, ...]]) -> set[int]:
@@ -20,3 +23,19 @@ def covering(rows: Sequence[tuple[object, ...]]) -> set[int]:
         chosen.add(best)
         missing -= tokens(rows[best])
     return chosen
+
+
+MARK = re.compile(r"\bmark\.(\w+)")
+ON_ALL = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.MULTILINE | re.DOTALL)
+
+
+def choosable(text: str, asked: str) -> bool:
+    """Return False if no test of a file with this text can have markers that the expression ``asked`` (``-m``) chooses.
+
+    Markers are those that the text names: those of ``pytestmark`` are on every test, the others and ``matrix`` on any.
+    """
+    expression = Expression.compile(asked)
+    on_all = set(MARK.findall(" ".join(ON_ALL.findall(text))))
+    on_some = ({*MARK.findall(text), "matrix"} - on_all) & set(re.findall(r"\w+", asked))
+    sets = chain.from_iterable(combinations(on_some, n) for n in range(len(on_some) + 1))
+    return any(expression.evaluate(lambda name, /, **_: name in on_all or name in some) for some in sets)  # noqa: B023
