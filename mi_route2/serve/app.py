@@ -130,6 +130,7 @@ _REASONS = {
     400: "The request cannot be run; the sentence says what to change.",
     401: "No key, a wrong key, or not the admin's.",
     404: "There is no such thing, or it is another key's.",
+    408: "The body did not come in time.",
     409: "It conflicts with what there is.",
     413: "The body is too large.",
     422: "A field is not as described, or the request failed while it ran.",
@@ -340,15 +341,14 @@ async def dynamic(server: TheServer, client: TheClient) -> Response:
     """Return the current state of steering: queue, rows, counts of actions, times, and the key's requests (an admin sees all)."""
     state: dict[str, Any] = await called(server, client, lambda engine: engine.steering.snapshot())
     snapshot: dict[str, Any] = server.owner.snapshot
-    controllers: dict[str, Any] = dict(snapshot.get("steering", {}))
     mine = {number for number, one in server.open.items() if client.admin or one.owner == client.owner}
-    if not client.admin:
-        controllers.pop("recent", None)
     requests = {number: one for number, one in state["requests"].items() if number in mine}
     rows = dict(state["rows"])
-    if not client.admin:  # requests that steer alike share a row, so that the number of all would tell how others steer
-        rows["used"] = len({row for one in requests.values() for row in one["rows"]})
     queue = {name: snapshot.get(name, 0) for name in ("running", "waiting", "sweeps", "steps", "tokens")}
+    if not client.admin:  # what all keys do would tell what another one does; requests that steer alike share a row
+        rows["used"] = len({row for one in requests.values() for row in one["rows"]})
+        running = sum(one["running"] for one in requests.values())
+        queue = {"running": running, "waiting": len(mine) - running}
     return Json(
         {
             "queue": queue,
@@ -356,7 +356,7 @@ async def dynamic(server: TheServer, client: TheClient) -> Response:
             "tier": state["tier"],
             "monitors": state["monitors"] if client.admin else {},
             "requests": {str(number): _seen(one) for number, one in requests.items()},
-            "controllers": controllers,
+            "controllers": snapshot.get("steering", {}) if client.admin else {},
         }
     )
 

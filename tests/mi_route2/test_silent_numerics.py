@@ -34,7 +34,7 @@ from mi_route2.routing import (
     group_advantages,
 )
 from mi_route2.routing.canary import Canary
-from mi_route2.routing.directions import ActivationReader, collect, coordinates, floors
+from mi_route2.routing.directions import ActivationReader, collect, floors
 from mi_route2.routing.mask import cosine
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.vllm import VllmSampler
@@ -132,7 +132,7 @@ def test_features_under_autocast_have_the_digits_of_what_the_linears_saw() -> No
     policy, rollouts, seen = Policy(policy.model, policy.adapters, autocast), make_rollouts(), dict[str, Tensor]()
     for site, module in policy.adapters.modules.items():
         module.register_forward_pre_hook(lambda _, given, site=site: seen.__setitem__(site, given[0].double()))
-    basis = coordinates(policy.adapters)
+    basis = policy.adapters.coordinates()
     for site, feature in collect(policy, rollouts, "act", basis).items():
         means = torch.stack([x[real].mean(0) for x, real in zip(seen[site], rollouts.predictors, strict=True)])
         torch.testing.assert_close(feature.values().double(), means @ basis[site].double().mT, rtol=0, atol=1e-6)

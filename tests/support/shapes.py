@@ -27,7 +27,9 @@ def where_shapes_are(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
             return jaxtyped(fn, **given)
         if not fn.__annotations__:
             return fn
+        annotations = dict(fn.__annotations__)
         checked: Callable[..., Any] = CHECK(fn)
+        fn.__annotations__ = annotations  # beartype puts equal ones in their place, whose unions may be in another order
 
         @functools.wraps(fn)
         def call(*args: Any, **named: Any) -> Any:

@@ -583,6 +583,14 @@ def test_each_token_costs_a_decoding_of_a_few_and_bytes_that_are_no_text_come_ou
     assert broken.decoded <= 100 * 40
 
 
+def test_the_engine_decodes_a_few_tokens_for_each_that_it_generates() -> None:
+    tokenizer = Bytes([b"x"] * VOCAB)
+    engine = Engine(host_of(), tokenizer=tokenizer)
+    engine.submit(Request(PROMPT, Sampling(max_new=40, stop=("never",))))
+    finish(engine)
+    assert 40 <= tokenizer.decoded <= 4 * 40 + 40  # and the whole text at the end
+
+
 @given(
     st.lists(st.sampled_from(["a", "b", "é", "€", "😀"]), min_size=1, max_size=8),
     st.sampled_from([("b",), ("ab", "é"), ("a€",), (SPLIT,)]),

@@ -30,6 +30,7 @@ from mi_route2.serve.models import load
 from mi_route2.serve.options import Limits
 from mi_route2.serve.process import serving
 from mi_route2.sites import Site
+from mi_route2.steering.state import SteeringState
 from studies.environments.micro.served import MicroTokenizer
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
@@ -265,8 +266,9 @@ def test_a_full_queue_answers_429() -> None:
             streams.append(study.stream(PROMPT, max_tokens=480, ignore_eos=True))
             if len(streams) == 1:
                 next(streams[0])
-        found = refusal(study.complete, PROMPT, n=2)
-        assert (found.status, found.code) == (429, "queue_full")
+        body = {"prompt": PROMPT, "n": 2, "max_tokens": 1}
+        found = small.http.post("/v1/completions", json=body)
+        assert (found.status_code, found.json()["error"]["code"], found.headers["Retry-After"]) == (429, "queue_full", "1")
         streams[0].close()
 
 
@@ -316,8 +318,13 @@ def test_captures_that_would_make_a_large_answer_are_refused_before_they_run() -
         assert refusal(study.complete, PROMPT, capture=["blocks.9.resid_pre"]).status == 400
 
 
-def test_only_the_engines_thread_hooks_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    served, hooking = random_micro(context=512), list[str]()
+def test_only_the_engines_thread_hooks_the_model_and_reads_its_steering(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, hooking, reading = random_micro(context=512), list[str](), list[str]()
+    monkeypatch.setattr(
+        SteeringState,
+        "snapshot",
+        lambda state, read=SteeringState.snapshot: reading.append(current_thread().name) or read(state),
+    )
     hooks = type(served.host).hooks
     with running(served) as server, PatchStudy(server.url) as study:
         monkeypatch.setattr(type(served.host), "hooks", lambda *given: hooking.append(current_thread().name) or hooks(*given))
@@ -329,8 +336,9 @@ def test_only_the_engines_thread_hooks_the_model(monkeypatch: pytest.MonkeyPatch
         study.cell(PROMPT, OTHER, "blocks.1.z[1]", 2, max_tokens=2)
         study.steer(vectors={"v": [0.0] * server.server.width}, name="held", steering_vectors={"blocks.1.attn_out": "v"})
         study.sweep(clean=PROMPT, corrupt=OTHER, answer=5, foil=6, sites=["attn_out"])
+        assert server.http.get("/v1/steering/dynamic").status_code == 200
     assert len(hooking) > 6
-    assert set(hooking) == {"engine"}
+    assert set(hooking) == set(reading) == {"engine"}
 
 
 def test_no_key_fills_the_queue() -> None:
@@ -375,6 +383,28 @@ def test_a_run_larger_than_the_store_is_an_error_with_the_sizes() -> None:
         assert re.search(r"run 'long' needs [\d,]+ bytes or more, and the store holds 20,000", answer.json()["error"]["message"])
         assert small.http.get("/v1/runs/long").status_code == 404
         assert small.http.post("/v1/completions", json={**given, "max_tokens": 2, "run": "again"}).status_code == 200
+
+
+def test_metrics_count_what_runs_what_was_generated_and_what_the_prefix_cache_found() -> None:
+    with running(random_micro(context=512)) as small, PatchStudy(small.url) as study:
+
+        def metric(name: str) -> float:
+            (line,) = [line for line in small.http.get("/metrics").text.splitlines() if line.startswith(f"mi_route2_{name} ")]
+            return float(line.split()[1])
+
+        prompt = list(range(3, 40))
+        for _ in range(2):
+            study.complete(prompt, max_tokens=5, ignore_eos=True)
+        assert (metric("tokens_total"), metric("running"), metric("waiting")) == (10, 0, 0)
+        assert metric("prefix_hits_total") >= 2
+        with unhurried(small):
+            stream = study.stream(PROMPT, max_tokens=400, ignore_eos=True)
+            next(stream)
+            until = time.monotonic() + 10
+            while metric("running") != 1:
+                assert time.monotonic() < until
+            assert metric("slots") == 1
+            stream.close()
 
 
 def test_metrics_count_reasons_within_streams_too_and_bytes_by_key() -> None:
@@ -493,7 +523,10 @@ def test_who_comes_while_the_server_drains_is_sent_away_with_the_reason() -> Non
 # Sweeps
 
 
-def test_a_sweep_over_http_is_the_sweep_of_the_process(alice: PatchStudy) -> None:
+EVENT = re.compile(r"^event: (\w+)\ndata: (.*)$", re.M)
+
+
+def test_a_sweep_over_http_is_the_sweep_of_the_process(server: Running, alice: PatchStudy) -> None:
     served = random_micro(context=512)
     given: dict[str, Any] = {"answer": " +", "foil": " *", "sites": ["resid_pre", "z"], "heads": True}
     truth = sweep(served.host, clean=PROMPT, corrupt=OTHER, tokenizer=served.tokenizer, **given)
@@ -512,6 +545,12 @@ def test_a_sweep_over_http_is_the_sweep_of_the_process(alice: PatchStudy) -> Non
     whole = alice._call("POST", "/v1/patch_sweep", {"clean": PROMPT, "corrupt": OTHER, **given})
     assert whole["grid"]["values"] == found.values.tolist()
     assert whole["summary"]["top"][0]["value"] == found.top(1)[0].value
+    body = {"clean": PROMPT, "corrupt": OTHER, "stream": True, **given}
+    streamed = server.http.post("/v1/patch_sweep", json=body, headers={"Authorization": f"Bearer {ALICE}"})
+    (summary,) = [json.loads(data) for event, data in EVENT.findall(streamed.text) if event == "summary"]
+    for one in (whole, summary):
+        assert min(one["grid"].pop("seconds").values()) > 0
+    assert summary == whole
     for positions in ([2, " sub"], torch.tensor([2, 5]), np.array([5, 2])):
         assert alice.sweep(PROMPT, OTHER, " +", " *", positions=positions).positions == (2, 5)
     some = alice.sweep(PROMPT, OTHER, " +", " *", positions=[2, " sub"])
