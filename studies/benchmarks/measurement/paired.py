@@ -152,7 +152,7 @@ def measure(contenders: Sequence[Contender], rounds: int, rng: np.random.Generat
         return {c.name: seconds}
 
     seconds, measured = take_turns({c.name: partial(turn, c) for c in contenders}, rounds, rng), {}
-    for c in contenders:
+    for c in tqdm(contenders, desc="measuring memory", unit="side", leave=False):
         measured[c.name] = Measured(tuple(seconds[c.name]), peak_bytes(c.step))
         c.reset()
     return measured

@@ -261,6 +261,11 @@ def test_a_fresh_seed_is_drawn_returned_and_repeats_the_answer(client: openai.Op
         ({"prompt": PROMPT, "hold": "none"}, 404, "no configuration is held as 'none'"),
         ({"prompt": PROMPT, "logit_bias": {"5": 1.0}}, 422, "logit_bias"),
         ({"prompt": PROMPT, "n": 65}, 422, "n: "),
+        ({"prompt": [PROMPT] * 33, "n": 2}, 400, "is more than 64 completions"),
+        ({"prompt": PROMPT, "n": 2, "run": "one", "capture": [SITE]}, 400, "2 completions cannot write one run"),
+        ({"prompt": PROMPT, "steering": [{"when": {"when": "always"}, "apply": {}}]}, 400, "steering rule 0"),
+        ({"prompt": PROMPT, "steering_vectors": {SITE: [[1.0] * 8, [1.0] * 7]}}, 400, "needs rows of one length"),
+        ({"prompt": PROMPT, "top_logprobs": 3}, 422, "top_logprobs"),
         ({"prompt": PROMPT, "echo": True}, 422, "echo"),
         ({"prompt": PROMPT, "stop": "\ud800"}, 422, "stop: "),
         ({"prompt": "\ud800"}, 422, "prompt: "),
@@ -282,6 +287,23 @@ def test_errors_come_before_the_first_byte_in_openais_shape(
     assert set(error) == {"message", "type", "param", "code"}
     assert sentence in error["message"], error["message"]
     assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "sentence"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "stream_options": {"include_usage": True}}, 422, "stream_options"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "add 3"}], "top_logprobs": 3}, 422, "top_logprobs"),
+        ("/v1/steering/set", {"scope": "global", "name": "mine"}, 400, "leave name, vectors and steering_clamps out"),
+        ("/v1/steering/set", {"vectors": {"one": "push"}}, 400, "registered by its numbers, not by another name"),
+        ("/v1/steering/set", {"vectors": {"zeros": [1.0]}}, 400, "stands for zeros in a patch"),
+        ("/v1/steering/set", {"steering_vectors": {SITE: [1.0] * 16}}, 400, "needs a name under which it is held"),
+    ],
+)
+def test_what_other_paths_refuse(server: Running, path: str, body: dict[str, Any], status: int, sentence: str) -> None:
+    response = server.http.post(path, json=body)
+    assert response.status_code == status, response.text
+    assert sentence in response.json()["error"]["message"]
 
 
 def test_what_is_no_json_and_what_has_no_address(server: Running) -> None:

@@ -198,6 +198,7 @@ def test_verdicts(time: Ratio | None, memory: float | None, verdict: str) -> Non
         ("routing_smollm2_float32", "float32", False),
         ("routing_smollm2_flags", "float32", False),
         ("routing_smollm2_checkpointing", "float32", True),
+        ("routing_smollm2_checkpointing_flags", "float32", True),
         ("routing_smollm2_bfloat16_checkpointing", "bfloat16", True),
     ],
 )
