@@ -1,22 +1,19 @@
 """Ranks of TRL's loop with a route, which tests/mi_route2/integrations/test_trl.py runs under ``accelerate launch``.
 
-accelerate launch --config_file FSDP.yaml ... trl_ranks.py OUT PORT
+accelerate launch --config_file FSDP.yaml --num_processes 2 ... trl_ranks.py OUT      # and with 4
 
     OUT/<how>/<case>-<rank>.safetensors     gradients of each optimizer step, and final weights
     OUT/<how>/<case>.json                   what was flagged in each step
     OUT/run                                 what a run on a sharded model left: see ``run``
     OUT/refused-<rank>.json                 the sentences with which processes that differ were refused
 
-How: two processes under DDP; two and four under FSDP2, as the launcher's configuration has it. An import of TRL takes seconds, so
-the four are forks of the two.
+How: two processes under DDP; two and four under FSDP2, as the launcher's configuration has it.
 """
 
 import json
-import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -216,35 +213,18 @@ def strangers(out: Path) -> None:
     (out / f"refused-{rank}.json").write_text(json.dumps(told))
 
 
-def fork(processes: int, port: str, target: Callable[..., None], *given: Any) -> None:
-    """Run ``target`` in ``processes`` forks of the launched processes, of which each starts its share."""
-    context, share = multiprocessing.get_context("fork"), processes // int(os.environ["WORLD_SIZE"])
-    ranks = range(share * int(os.environ["RANK"]), share * (int(os.environ["RANK"]) + 1))
-    children = [context.Process(target=_forked, args=(rank, processes, port, target, *given)) for rank in ranks]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-        assert child.exitcode == 0
-
-
-def _forked(rank: int, processes: int, port: str, target: Callable[..., None], *given: Any) -> None:
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the launcher's store is that of the launched processes
-    count = str(processes)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
-    target(*given)
-
-
-def main(out: Path, port: str) -> None:
+def main(out: Path) -> None:
     warnings.simplefilter("ignore")
-    fork(4, port, ranked, out / "fsdp-4", 4, Sharding, HOWS["fsdp-4"])  # before torch has started a thread
-    with patch_environment(accelerate_use_fsdp="false"):
-        ranked(out / "ddp-2", 2, RoutedGRPOTrainer, HOWS["ddp-2"])
-    ranked(out / "fsdp-2", 2, Sharding, HOWS["fsdp-2"])
-    run(out / "run", Sharding, 2)
-    strangers(out)
+    if os.environ["WORLD_SIZE"] == "4":
+        ranked(out / "fsdp-4", 4, Sharding, HOWS["fsdp-4"])
+    else:
+        with patch_environment(accelerate_use_fsdp="false"):
+            ranked(out / "ddp-2", 2, RoutedGRPOTrainer, HOWS["ddp-2"])
+        ranked(out / "fsdp-2", 2, Sharding, HOWS["fsdp-2"])
+        run(out / "run", Sharding, 2)
+        strangers(out)
     PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))
