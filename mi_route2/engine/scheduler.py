@@ -194,8 +194,7 @@ class Scheduler(Generic[J]):
             answer = admit(job)
             if answer in ("wait", "full", "steering"):
                 self._lacking.add(job.arrival)
-                # of those that lack something, way is made for the first one whose owner has no row, as nobody makes way for others
-                if answer != "wait" and (self._tight is None or (self._tight.owner in owners and job.owner not in owners)):
+                if answer != "wait" and (self._tight is None or self._before(job, self._tight, owners)):
                     self._tight, self._gives = job, steered if answer == "steering" else _any
                 continue
             self.waiting.remove(job)
@@ -208,6 +207,11 @@ class Scheduler(Generic[J]):
             turn.admitted.append(job)
             left -= self._give(turn, job, left)
         return turn
+
+    @staticmethod
+    def _before(job: J, first: J, owners: Collection[str]) -> bool:
+        """Return whether way is made for ``job`` and not for the ``first`` one, whose owner has a row: nobody would for that."""
+        return job.priority == first.priority and first.owner in owners and job.owner not in owners
 
     def _asked(self, job: J) -> int:
         """Return the priority that a request had when it came."""

@@ -1,4 +1,4 @@
-"""What an arm brings to the main loop: its route, what its adapters learn before it, steering, and the optimizer.
+"""Route, lessons, steering and optimizer of an arm, as the main loop takes them.
 
 An arm is data (``arms.Arm``); each function here turns some of its fields into what ``grpo.train`` takes.
 """

@@ -376,6 +376,26 @@ def test_an_owner_that_comes_late_does_not_wait_for_the_end_of_what_others_run(s
         right(host, results[number], request)
 
 
+@pytest.mark.parametrize("scarce", ["slot_bytes", "steering_rows"])
+def test_no_newcomer_of_a_lower_priority_keeps_an_urgent_request_from_making_way(scarce: str) -> None:
+    """Its owner runs something, but of a lower priority; the newcomer's owner runs nothing."""
+    limit = {"slot_bytes": Engine(host_of())._residents.slots.cost(52)} if scarce == "slot_bytes" else {"steering_rows": 1}
+    engine = Engine(host_of(), block=4, **limit)
+
+    def submit(owner: str, scale: float, priority: int) -> int:
+        steering = Steering(base=(Steer(SITE, VECTOR, scale),))
+        return engine.submit(Request(PROMPT[:3], Sampling(max_new=50), owner=owner, steering=steering, priority=priority))
+
+    low = submit("a", 0.1, 0)
+    for _ in range(3):
+        engine.step()
+    urgent, newcomer = submit("a", 0.2, 5), submit("b", 0.3, 0)
+    results = finish(engine, 400)
+    assert next(iter(results)) == urgent
+    assert results[low].preemptions >= 1
+    assert results[newcomer].finish == "length"
+
+
 def test_who_asked_for_more_than_it_used_gets_one_row_for_one_preemption_and_costs_newcomers_no_turn() -> None:
     """Its turn is far behind all that the other owner has queued, none of which may be begun in its place."""
     micro = replace(FAMILIES["MicroGPT"], context=1024)
