@@ -41,6 +41,11 @@ class AdapterSpec:
         if self.fold and (self.kept != "svd" or self.rank is not None):
             raise ValueError("fold=True needs the full-rank SVD kept adapter: kept='svd', rank=None")
 
+    @property
+    def stackable(self) -> bool:
+        """True if kept adapter and quarantine can train as one (``Adapters.stack``)."""
+        return self.quarantine == "lora" and not self.fold
+
 
 Score = Literal["none", "act", "grad", "full", "own_channel", "known_channel"]
 Unit = Literal["token", "rollout", "pooled"]

@@ -88,7 +88,7 @@ class Adapters:
         there = {"kept": not self._detached, "quarantine": self.has_quarantine and not self._detached}
         on = [name for name, holds in there.items() if holds and getattr(board, name)]
         states = {
-            "stacked": board.stack,
+            "stacked": board.stack and len(on) == 2,
             "merged": board.merged,
             "recording": board.tape,
             "unrouted": board.unrouted,
@@ -233,7 +233,7 @@ class Adapters:
     @stack.setter
     @checked
     def stack(self, on: bool) -> None:
-        if on and (self.spec.fold or self.spec.quarantine != "lora"):
+        if on and not self.spec.stackable:
             kept = "folded svd" if self.spec.fold else self.spec.kept
             raise ValueError(
                 f"a kept {kept} and a quarantine {self.spec.quarantine} cannot be stacked: attach a LoRA quarantine and no folded "

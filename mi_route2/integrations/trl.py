@@ -211,7 +211,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         model: Model, or a path that ``from_pretrained`` reads.
         reward_funcs: Reward functions.
         args: TRL's settings.
-        adapters: Kind of the adapters; or attached ones.
+        adapters: Kind of the adapters, which then train as one where they can (``Adapters.stack``); or attached ones.
         route: Rule of the route; or a route, for example ``MaskRoute.from_flags(function)``.
         pairs: Contrast pairs, if the rule compares with a direction: a ``PairBatch``, or rows with ``prompt`` (as in the data set),
             ``hack`` and ``clean`` (texts).
@@ -309,7 +309,9 @@ class RoutedGRPOTrainer(GRPOTrainer):
                 )
             return adapters
         generator = torch.Generator().manual_seed(self.args.seed)
-        return attach(self.model, *adapt, spec=adapters, generator=generator, cache_dir=cache_dir)
+        attached = attach(self.model, *adapt, spec=adapters, generator=generator, cache_dir=cache_dir)
+        attached.stack = adapters.stackable  # its rounding is the price of speed, for which one comes to TRL
+        return attached
 
     def _replicate(self) -> None:
         """Exclude the adapters from sharding by FSDP2: a shard's flags would be wrong, and gradients are averaged here."""

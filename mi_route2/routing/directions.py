@@ -41,7 +41,7 @@ class ActivationReader:
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
         dtype = wide(x.dtype)
         # torch.where and not a product, because padding may hold any value, NaN included
-        kept = torch.where(self._mask[..., None], x, torch.zeros_like(x))
+        kept = torch.where(self._mask[..., None], x, 0.0)
         count = self._count.to(dtype)
         mean = kept.sum(dim=1, dtype=dtype) / count
         summed = torch.linalg.vector_norm(kept, dim=2, dtype=dtype).sum(dim=1) / count[:, 0]

@@ -159,6 +159,8 @@ def test_slurm_is_told_what_waits_for_what_and_when_to_take_a_job_back(slurm: Pa
 COMMANDS = {
     "route2": "studies.route2.cli run --seeds 1 --arms vanilla",
     "lanes": "studies.lanes.cli run --seeds 1",
+    "tracing": "studies.tracing.cli run --seeds 1 --arms vanilla",
+    "steering": "studies.steering.cli run --seeds 1",
 }
 
 
