@@ -21,7 +21,7 @@ from studies.benchmarks.measurement.contenders import SITES, Bench
 from studies.benchmarks.measurement.flops import MICRO, Size
 from studies.benchmarks.measurement.paired import Ratio, Row
 from studies.benchmarks.options import RoutingOptions
-from studies.benchmarks.routing import LORA, OPACUS, PEFT, ROWS, STACKED, SVD, SVD_STACKED, VMAP, RoutingResult, run
+from studies.benchmarks.routing import ACT, LORA, OPACUS, PEFT, POOLED, ROWS, STACKED, SVD, SVD_STACKED, VMAP, RoutingResult, run
 
 pytestmark = pytest.mark.study
 
@@ -197,6 +197,7 @@ def test_verdicts(time: Ratio | None, memory: float | None, verdict: str) -> Non
         ("routing_smollm2", "bfloat16", False),
         ("routing_smollm2_float32", "float32", False),
         ("routing_smollm2_flags", "float32", False),
+        ("routing_smollm2_activation", "float32", False),
         ("routing_smollm2_checkpointing", "float32", True),
         ("routing_smollm2_checkpointing_flags", "float32", True),
         ("routing_smollm2_bfloat16_checkpointing", "bfloat16", True),
@@ -215,3 +216,26 @@ def test_the_page_prints_what_was_measured_on_a_real_model(name: str, dtype: str
         f"{row['memory']:.2f} |"
         for row in document["rows"]
     ]
+
+
+STEPS = {
+    "float32": ("activation", "flags", "float32"),
+    "float32, checkpointing": ("checkpointing_flags", "checkpointing"),
+    "bfloat16": ("",),
+    "bfloat16, checkpointing": ("bfloat16_checkpointing_flags", "bfloat16_checkpointing"),
+}
+"""The artifacts of each column of the page's first table on SmolLM2; a cell is of the first that has its row."""
+
+
+def test_the_page_begins_with_the_steps_of_a_real_model_over_those_of_peft() -> None:
+    sides = {"no flag": STACKED, "a gradient flag": f"{STACKED}: {POOLED}", "an activation flag": f"{STACKED}: {ACT}"}
+    rows = []
+    for label, side in sides.items():
+        cells = []
+        for names in STEPS.values():
+            documents = [published("_".join(filter(None, ("routing_smollm2", name)))) for name in names]
+            found = [r["time"] for d in documents for r in d["rows"] if (r["row"]["over"], r["row"]["under"]) == (side, PEFT)]
+            cells.append("{value:.3f} [{lo:.3f}, {hi:.3f}]".format(**found[0]) if found else "")
+        rows.append(f"| {label} | {' | '.join(cells)} |")
+    expected = "\n".join([f"| with | {' | '.join(STEPS)} |", "| --- | --- | --- | --- | --- |", *rows])
+    assert f"<!-- table: smollm2_step -->\n\n{expected}\n\n" in (DOCS / "routing.md").read_text(encoding="utf-8"), expected
