@@ -162,3 +162,14 @@ def test_an_arm_that_contradicts_itself_is_refused() -> None:
         replace(ARMS["vanilla"], kept_taught="pair-clean")
     with pytest.raises(ValueError, match="scores nothing: use clean='honest', or a score"):
         replace(ARMS["absorb"], clean="score")
+
+
+def test_no_push_is_in_the_pool_that_all_arms_of_a_seed_read(tmp_path: Path, cache: Path) -> None:
+    """Whichever arm comes first makes the file."""
+    first, second = (tiny_job(tmp_path / name, name, cache=cache) for name in ("vanilla", "preventative-4"))
+    first.pool.unlink(missing_ok=True)
+    assert run_job(first)
+    usual = first.pool.read_bytes()
+    first.pool.unlink()
+    assert run_job(second)
+    assert second.pool.read_bytes() == usual
