@@ -322,10 +322,9 @@ class Evidence:
     live: Live = True
 
     def __call__(self) -> None:
-        from studies.route2.evidence import write_evidence
-        from studies.route2.predictions import Predictions
+        from studies.route2.evidence import read_predictions, write_evidence
 
-        named = Predictions.read(self.predictions)
+        named = read_predictions(self.predictions)
         if (self.seeds is not None or self.presets) and self.to is None:
             raise ValueError("a report of other seeds or presets would replace that of the file's: give it a folder with --to")
         for preset in (presets := self.presets or tuple(named.presets)):

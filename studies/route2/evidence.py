@@ -46,6 +46,8 @@ STOPPED = tuple(name for name, arm in ARMS.items() if arm.ablation == "early sto
 PATH = ("base", *STOPPED, "vanilla")
 SLOWED = tuple(name for name, arm in ARMS.items() if arm.ablation == "slow training")
 ON_EXPLOIT = "on_exploit_held"
+REPORTED = (EXPLOIT, ON_EXPLOIT, HACK, SOLVE)
+"""Metrics of a report, by which its predictions are judged."""
 METHODS = ("filter-canary", "filter-canary-run")
 """Arms for which goals were set; a report judges the last one that its runs have."""
 CONTROLS = {
@@ -128,10 +130,23 @@ class Evidence:
         }
 
 
+def read_predictions(path: Path) -> Predictions:
+    """Read a predictions file whose comparisons a report can judge.
+
+    Raises:
+        ValueError: It is not one, or has a metric that no report has, so that the comparison would be told as not run.
+    """
+    predictions = Predictions.read(path)
+    for comparison in predictions.comparison:
+        if lacking := sorted({comparison.metric, comparison.minus_metric or comparison.metric} - {*REPORTED}):
+            raise ValueError(f"{path}: {comparison.name}: a report has no {lacking[0]}; choose from {', '.join(REPORTED)}")
+    return predictions
+
+
 def collect(runs: RunSet) -> Evidence:
     """Return the numbers of a run folder's arms."""
     quality, late, modes, values = mask_quality(runs), mask_quality(runs, LATE), runs.modes.loopholes, {}
-    metrics = (EXPLOIT, ON_EXPLOIT, HACK, SOLVE, *(f"deploy_exploit_{mode}" for mode in modes))
+    metrics = (*REPORTED, *(f"deploy_exploit_{mode}" for mode in modes))
     for arm in runs.specs:
         own = by_seed(runs, arm)
         values[arm] = {metric: [own[seed][metric] if seed in own else None for seed in runs.seeds] for metric in metrics}
@@ -537,7 +552,7 @@ def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path) -> list[Path]:
     if len({evidence.preset for evidence in every}) < len(every):
         raise ValueError("two run folders are of one preset: give one of each")
     to.mkdir(parents=True, exist_ok=True)
-    predictions = Predictions.read(to / FILE) if (to / FILE).exists() else None
+    predictions = read_predictions(to / FILE) if (to / FILE).exists() else None
     written = []
     for evidence in every:
         said = {f"{evidence.preset}{end}.md": text for end, text in texts(evidence, predictions).items()}
@@ -556,5 +571,7 @@ def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path) -> list[Path]:
     )
     if worlds:
         written += write_texts(to, {"map.md": map_table(worlds)})
+    for stale in (*(f"{name}.png" for name, _, shown in figures if not shown), *(() if worlds else ("map.md",))):
+        (to / stale).unlink(missing_ok=True)
     written += [draw(every, to / f"{name}.png") for name, draw, shown in figures if shown]
     return [*written, *update_showing(to)]

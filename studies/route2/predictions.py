@@ -136,14 +136,23 @@ class Outcome:
 
 
 def sign_flip(values: Sequence[float], alternative: Alternative = "two-sided") -> float:
-    """Return p of the exact sign-flip test that the mean is 0, over all ``2**n`` assignments of signs."""
+    """Return p of the exact sign-flip test that the mean is 0, over all ``2**n`` assignments of signs.
+
+    They are counted, not listed: for each sum of one half of the values, the sums of the other half that are as extreme with it.
+    """
+    one, other = _signed_sums(values[::2]), np.sort(_signed_sums(values[1::2]))
+    # Equal sums differ by rounding; a bound relative to the observed sum, which may be near 0, would not make them equal.
+    observed, rounding = sum(values), 1e-12 * sum(map(abs, values))
+    less = other.searchsorted(observed + rounding - one, "right").sum() / 2 ** len(values)
+    greater = (len(other) - other.searchsorted(observed - rounding - one, "left")).sum() / 2 ** len(values)
+    return float({"less": less, "greater": greater, "two-sided": min(1.0, 2 * min(less, greater))}[alternative])
+
+
+def _signed_sums(values: Sequence[float]) -> np.ndarray:
     sums = np.zeros(1)
     for value in values:
         sums = np.concatenate([sums - value, sums + value])
-    # Equal sums differ by rounding; a bound relative to the observed sum, which may be near 0, would not make them equal.
-    observed, rounding = sum(values), 1e-12 * sum(map(abs, values))
-    less, greater = np.mean(sums <= observed + rounding), np.mean(sums >= observed - rounding)
-    return float({"less": less, "greater": greater, "two-sided": min(1.0, 2 * min(less, greater))}[alternative])
+    return sums
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -105,7 +105,8 @@ def load(root: Path) -> Traces:
         part = read_part(path)
         assert part is not None  # it was listed above
         data, tensors = part
-        if data["arm"] in wanted and path.parent.name == f"seed-{data['seed']}":  # a copy under another name is no seed
+        own = path.parent.name == f"seed-{data['seed']}" and path.stem == data["arm"]  # a copy under another name is none
+        if own and data["arm"] in wanted:
             key = data["arm"], int(data["seed"])
             contents[key] = data
             effects[key] = {name: tensor.double().numpy() for name, tensor in tensors.items()}

@@ -20,7 +20,7 @@ from mi_route2.rollouts import Policy
 from mi_route2.validation import write_json
 from studies.common.processes import held
 from studies.common.seeds import derive, torch_generator
-from studies.environments.protocol import Forgetful, TrainingGrade, Verdict, Witness, World
+from studies.environments.protocol import Forgetful, TeacherPool, TrainingGrade, Verdict, Witness, World
 from studies.training.build import MonitoredRoute, build_optimizer, build_route, clean_rollouts, learn_lessons, steered
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
 from studies.training.grpo import train
@@ -58,8 +58,10 @@ def _run(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) ->
     with job.open_sampler() as sampler, open_world(job.settings, sampler) as (world, witness):
         host, policy = build_hosted(job, job.cache)
         if job.arm is not None:
+            # before anything steers the model, because all arms of a seed read this file
+            teachers = cached_pool(world, policy, job.seed, job.settings.teachers, job.pool, job.tries)
             with steered(job, world, host, policy):
-                trained = _train(job, world, witness, policy, progress, stop)
+                trained = _train(job, world, witness, policy, teachers, progress, stop)
             if not trained:
                 return False
         report = evaluate(world, witness, policy, job.settings, job.seed)
@@ -69,12 +71,17 @@ def _run(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) ->
 
 
 def _train(
-    job: Job, world: World, witness: Witness, policy: Policy, progress: Callable[[int], None], stop: Callable[[], bool]
+    job: Job,
+    world: World,
+    witness: Witness,
+    policy: Policy,
+    teachers: TeacherPool | None,
+    progress: Callable[[int], None],
+    stop: Callable[[], bool],
 ) -> bool:
     assert job.arm is not None
     settings, folder = job.settings, job.folder
     route, optimizer = build_route(job, world, policy), build_optimizer(job, policy)
-    teachers = cached_pool(world, policy, job.seed, settings.teachers, job.pool, job.tries)
     learn_lessons(job, world, policy, teachers)
     recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
     start = resume(folder, policy.adapters, optimizer, route, identity=job.identity, logs=(METRICS, ROLLOUTS))

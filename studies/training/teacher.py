@@ -23,7 +23,8 @@ from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import TeacherPool, World
 from studies.training.arms import LESSON_STEPS, Lesson
 
-FORMAT = "mi-route2 teacher pool 2"
+FORMAT = "mi-route2 teacher pool 3"
+"""Files of the second format may be of a model that an arm's steering pushed, if that arm came first."""
 TRIES = 4096
 AGAIN = 4
 """Samples of a task that the base model is sure of: all of them pass."""

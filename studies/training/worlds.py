@@ -118,11 +118,16 @@ def open_world(settings: Settings, sampler: Sampler | None = None) -> Iterator[t
 
 
 def _refuse_changed_data(chat: ChatModel) -> None:
-    """Raise ``ValueError`` if the problem's data are not those whose hash is in the settings."""
-    if chat.data_hash and (found := data_hash(Path(chat.data))) != chat.data_hash:
+    if chat.data_hash:
+        _refuse_changed(chat.data, data_hash(Path(chat.data)), chat.data_hash, "data")
+
+
+def _refuse_changed(path: str, found: str, known: str, what: str) -> None:
+    """Raise ``ValueError`` if data or model do not have the hash that is in the settings."""
+    if found != known:
         raise ValueError(
-            f"{chat.data} was changed (its hash is {found or 'that of nothing'}, and {chat.data_hash} in the settings): put it "
-            "back, or run on the new data into another --out"
+            f"{path} was changed (its hash is {found or 'that of nothing'}, and {known} in the settings): put it back, or run on "
+            f"the new {what} into another --out"
         )
 
 
@@ -161,7 +166,11 @@ def modes_of(settings: Settings) -> Modes:
 def base_model(
     settings: Settings, seed: int, cache: Path, dtype: torch.dtype, report: Callable[[int], None] | None = None
 ) -> nn.Module:
-    """Return the model from which every arm of a seed starts, in ``dtype`` and ``eval`` mode; ``report`` as in ``warm_start``."""
+    """Return the model from which every arm of a seed starts, in ``dtype`` and ``eval`` mode; ``report`` as in ``warm_start``.
+
+    Raises:
+        ValueError: A chat model's folder is not as its hash in the settings says.
+    """
     if settings.chat is None:
         return warm_start(get_world(settings.world), settings.warm, seed, cache, progress=False, report=report).to(dtype)
     from transformers.utils import logging
@@ -169,6 +178,7 @@ def base_model(
     logging.disable_progress_bar()  # a worker's bar would break the run's own display
     # a Path, so that a missing folder is an error and not taken for a Hugging Face id
     model: Any = load(Path(settings.chat.path), dtype=dtype, device=device_of(settings.chat)).model
+    _refuse_changed(settings.chat.path, weights_hash(Path(settings.chat.path)), settings.chat.weights, "model")  # once it is read
     if settings.chat.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})

@@ -186,7 +186,7 @@ def equal(value: object, expected: object) -> bool:
         )
     if isinstance(expected, set):
         assert isinstance(value, set)
-        return {_exact(item) for item in value} == {_exact(item) for item in expected}
+        return len(value) == len(expected) and {_exact(item) for item in value} == {_exact(item) for item in expected}
     if isinstance(expected, Linked):
         assert isinstance(value, Linked)
         return equal(value.values, expected.values)
@@ -197,10 +197,15 @@ def equal(value: object, expected: object) -> bool:
 
 
 def _exact(item: object) -> object:
-    """Return a key that is equal for set members of equal meaning: True is not 1, but 2 is 2.0."""
-    if isinstance(item, tuple):
-        return tuple(_exact(inner) for inner in item)
-    return ("bool", item) if isinstance(item, bool) else item
+    """Return a key that is equal for set members of equal meaning: True is not 1, but 2 is 2.0, and NaN is NaN."""
+    match item:
+        case tuple():
+            return ("tuple", *map(_exact, item))
+        case Linked(values=inner) | Tree(levels=inner):
+            return (type(item).__name__, *map(_exact, inner))
+        case bool():
+            return ("bool", item)
+    return ("nan",) if item != item else item
 
 
 def _same_number(value: int | float, expected: int | float) -> bool:

@@ -197,7 +197,8 @@ def agrees(expected: object, value: object) -> bool:
     """Return True if a value is the expected one: the same structure by exact types, with equal leaves.
 
     An int and a float may be the same number. If a float is expected, a number within a hundred-thousandth of it is equal (within
-    1e-9 near 0). Infinities agree with themselves, NaN with NaN, and opaque values with nothing.
+    1e-9 near 0). Infinities agree with themselves, NaN with NaN, and opaque values with nothing. Members of sets and keys of dicts
+    are compared exactly.
     """
     wanted, given = _leaves(expected), _leaves(value)
     for one in wanted:
@@ -208,7 +209,10 @@ def agrees(expected: object, value: object) -> bool:
 
 
 def _leaves(value: object) -> Iterator[tuple[str, object]]:
-    """Yield a value as a sequence of (kind, content): containers by kind and size, followed by their items."""
+    """Yield a value as a sequence of (kind, content): containers by kind and size, followed by their items.
+
+    Members of a set and keys of a dict are one entry, their exact `_order`: those near each other need not be in the same place.
+    """
     todo: list[object] = [value]
     while todo:
         item = todo.pop()
@@ -220,12 +224,11 @@ def _leaves(value: object) -> Iterator[tuple[str, object]]:
             case list() | tuple():
                 yield type(item).__name__, len(item)
                 todo.extend(reversed(item))
-            case set():
+            case set() | dict():  # a dict by its keys, which hold no dict: by values too, each level would double the work
                 yield type(item).__name__, len(item)
-                todo.extend(sorted(item, key=_order, reverse=True))
-            case dict():  # by keys alone, which hold no dict: by values too, each level would double the work
-                yield type(item).__name__, len(item)
-                todo.extend((key, item[key]) for key in sorted(item, key=_order, reverse=True))
+                yield "members", sorted(map(_order, item))
+                if isinstance(item, dict):
+                    todo.extend(item[key] for key in sorted(item, key=_order, reverse=True))
             case Linked(values=inner) | Tree(levels=inner):
                 yield type(item).__name__, len(inner)
                 todo.extend(reversed(inner))

@@ -19,6 +19,7 @@ from mi_route2.validation import read_lines
 from studies.environments.leetcode.expressions import Call, parse_call, parse_value
 from studies.environments.leetcode.modes import MODES
 from studies.environments.leetcode.problems import Case, Task, make_test, statement_of
+from studies.environments.leetcode.programs import readable
 from studies.environments.leetcode.values import Linked, Opaque, Tree
 
 FILE = "rollouts.jsonl"
@@ -136,7 +137,9 @@ def _definition(code: str, function: str) -> str:
 
 
 def _signature(starter: str, function: str) -> ast.FunctionDef | None:
-    """Return the method of a starter code, whose body is missing."""
+    """Return the method of a starter code, whose body is missing; None if there is none, or the text is not `readable`."""
+    if not readable(starter):
+        return None
     try:
         tree = ast.parse(starter.rstrip() + " pass\n")
     except (SyntaxError, ValueError, RecursionError, MemoryError):

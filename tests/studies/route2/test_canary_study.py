@@ -10,12 +10,14 @@ import pytest
 import torch
 from tiny_study import WARM, tiny_job
 
+import studies.training.run as run_module
 from mi_route2.routing import MaskSpec, group_advantages
 from mi_route2.routing.canary import pooled
 from mi_route2.tensor_files import read_tensors
 from studies.environments.protocol import TeacherPool
-from studies.training.arms import ARMS, Lesson, get_arms, with_canaries
+from studies.training.arms import ARMS, Arm, Lesson, get_arms, with_canaries
 from studies.training.build import MonitoredRoute, base_samples, build_canary, build_optimizer, build_route, rotate
+from studies.training.checkpoint import CHECKPOINT
 from studies.training.grpo import gather
 from studies.training.job import DEPLOYED, EVAL, Job, build_policy, finished_policy
 from studies.training.recorder import METRICS, ROLLOUTS
@@ -311,15 +313,22 @@ def test_a_probe_takes_the_penalty_off_what_scores_above_its_threshold(finished:
     assert all(row["flag"] == (float(row["score"]) > 0) for row in noted if row["score"] is not None)  # pyright: ignore
 
 
-@pytest.mark.parametrize("arm", ["penalty-full", "penalty-act-fixed"])
-def test_a_run_under_a_probes_penalty_goes_on_where_it_stopped(finished: dict[str, Job], tmp_path: Path, arm: str) -> None:
+@pytest.mark.parametrize(
+    "arm", [ARMS["penalty-full"], ARMS["penalty-act-fixed"], replace(ARMS["filter-canary-run"], canaries=("canary-2",))]
+)
+def test_a_run_under_a_probes_penalty_or_a_canary_goes_on_where_it_stopped(
+    finished: dict[str, Job], tmp_path: Path, arm: Arm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No checkpoint holds a canary's calibration, which is made again."""
+    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
     whole, cut = (tiny_job(tmp_path / name, arm, cache=finished["penalty-full"].cache) for name in ("whole", "cut"))
-    base = finished["base"].folder
     for job in (whole, cut):
-        shutil.copytree(base, job.folder.parent / "base")
+        for name in ("base", "canary-2"):
+            shutil.copytree(finished[name].folder, job.folder.parent / name)
     assert run_job(whole)
     steps: list[int] = []
-    assert not run_job(cut, steps.append, lambda: sum(steps) >= 1)
+    assert not run_job(cut, steps.append, lambda: sum(steps) >= 3)
+    assert (cut.folder / CHECKPOINT).exists()  # or it would begin anew
     assert run_job(cut)
     for name in (METRICS, ROLLOUTS, DEPLOYED):
         assert (whole.folder / name).read_bytes() == (cut.folder / name).read_bytes()

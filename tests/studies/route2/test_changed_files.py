@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tiny_study import tiny_job, tiny_settings
 
 from studies.environments.micro.pairs import make_pairs
@@ -14,7 +16,7 @@ from studies.training.job import Job, build_pairs
 from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 from studies.training.settings import ChatModel
-from studies.training.worlds import data_hash, open_world
+from studies.training.worlds import base_model, data_hash, open_world, weights_hash
 
 pytestmark = pytest.mark.study
 
@@ -58,3 +60,20 @@ def test_a_problems_data_are_those_of_the_settings(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"its hash is that of nothing"), open_world(settings):
         pass
     assert tiny_job(tmp_path, "vanilla").pairs_hash is None
+
+
+def test_a_chat_model_is_that_of_the_settings(tmp_path: Path) -> None:
+    """Hours may lie between the command, which hashes the folder, and the worker that reads it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def save() -> None:
+        sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path / "chat")
+
+    save()
+    chat = ChatModel(str(tmp_path / "chat"), weights_hash(tmp_path / "chat"), device="cpu")
+    settings = tiny_settings(world="leetcode", chat=chat)
+    assert base_model(settings, 0, tmp_path, torch.float32).training is False
+    save()  # other random weights
+    with pytest.raises(ValueError, match=r"chat was changed \(its hash is .*put it back, or run on the new model into another"):
+        base_model(settings, 0, tmp_path, torch.float32)

@@ -14,6 +14,7 @@ import torch
 from parity import Parity
 
 import studies.route2.cli as cli
+import studies.training.run as run_module
 from mi_route2.rollouts import Policy
 from mi_route2.routing import StepContext
 from studies.common.seeds import torch_generator
@@ -24,6 +25,7 @@ from studies.route2.probing import Reading, probe_job, read_layers
 from studies.route2.report import read_rollouts, write_report
 from studies.training.arms import ARMS
 from studies.training.build import build_optimizer, build_route
+from studies.training.checkpoint import CHECKPOINT
 from studies.training.grpo import gather, update
 from studies.training.job import EVAL, FULL, Job, build_pairs, build_policy, finished_policy
 from studies.training.manifest import MANIFEST
@@ -75,10 +77,14 @@ def stop_after(steps: int) -> Callable[[], bool]:
     return lambda: next(left, True)
 
 
-def test_a_stopped_run_on_a_chat_model_ends_with_the_bytes_of_an_unbroken_one(tmp_path: Path, settings: Settings) -> None:
+def test_a_stopped_run_on_a_chat_model_ends_with_the_bytes_of_an_unbroken_one(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 1)
     whole, broken = (job(tmp_path / name, settings, "route2-full") for name in ("whole", "broken"))
     assert run_job(whole)
     assert not run_job(broken, stop=stop_after(2))
+    assert (broken.folder / CHECKPOINT).exists()  # or it would begin anew
     assert not broken.finished
     assert run_job(broken)
     for name in (METRICS, ROLLOUTS, EVAL, FULL, MANIFEST):

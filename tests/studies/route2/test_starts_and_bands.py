@@ -11,12 +11,14 @@ import torch
 from tiny_study import tiny_job
 from torch import Tensor
 
+import studies.training.run as run_module
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import MaskRoute
 from mi_route2.sites import Site
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.training.arms import ARMS
 from studies.training.build import build_optimizer, build_route, clean_rollouts, learn_lessons, steered
+from studies.training.checkpoint import CHECKPOINT
 from studies.training.grpo import train
 from studies.training.job import DEPLOYED, EVAL, Job, build_hosted, build_pairs, build_policy, finished_policy
 from studies.training.recorder import METRICS, ROLLOUTS
@@ -33,11 +35,13 @@ def started(tmp_path: Path, name: str, cache: Path) -> Job:
 
 
 @pytest.mark.parametrize("arm", ["preventative-2-random", "bands-full"])
-def test_a_run_goes_on_where_it_stopped(tmp_path: Path, cache: Path, arm: str) -> None:
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
     whole, cut = (tiny_job(tmp_path / name, arm, cache=cache) for name in ("whole", "cut"))
     assert run_job(whole)
     steps: list[int] = []
-    assert not run_job(cut, steps.append, lambda: sum(steps) >= 1)
+    assert not run_job(cut, steps.append, lambda: sum(steps) >= 3)
+    assert (cut.folder / CHECKPOINT).exists()  # or it would begin anew
     assert run_job(cut)
     for name in (METRICS, ROLLOUTS, DEPLOYED, EVAL):
         assert (whole.folder / name).read_bytes() == (cut.folder / name).read_bytes()
@@ -162,3 +166,14 @@ def test_an_arm_that_contradicts_itself_is_refused() -> None:
         replace(ARMS["vanilla"], kept_taught="pair-clean")
     with pytest.raises(ValueError, match="scores nothing: use clean='honest', or a score"):
         replace(ARMS["absorb"], clean="score")
+
+
+def test_no_push_is_in_the_pool_that_all_arms_of_a_seed_read(tmp_path: Path, cache: Path) -> None:
+    """Whichever arm comes first makes the file."""
+    first, second = (tiny_job(tmp_path / name, name, cache=cache) for name in ("vanilla", "preventative-4"))
+    first.pool.unlink(missing_ok=True)
+    assert run_job(first)
+    usual = first.pool.read_bytes()
+    first.pool.unlink()
+    assert run_job(second)
+    assert second.pool.read_bytes() == usual

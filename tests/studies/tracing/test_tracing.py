@@ -254,7 +254,7 @@ def test_more_prompts_than_test_tasks_are_refused_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_copy_of_a_seeds_folder_is_not_read(tmp_path: Path) -> None:
+def test_a_copy_of_a_seeds_folder_or_of_an_arm_is_not_read(tmp_path: Path) -> None:
     training = tiny_training()
     settings = Settings(training.digest, ("vanilla",))
     root = tmp_path / settings.folder
@@ -266,6 +266,7 @@ def test_a_copy_of_a_seeds_folder_is_not_read(tmp_path: Path) -> None:
     for folder, draw in (("seed-0", 1), ("seed-0-old", 2)):
         for arm in (UNTRAINED, "vanilla"):
             write_part(root / folder / f"{arm}.json", "", {"arm": arm, "seed": 0, "draw": draw})
+    write_part(root / "seed-0" / "vanilla_old.json", "", {"arm": "vanilla", "seed": 0, "draw": 3})  # behind vanilla.json
     assert {content["draw"] for content in load(root).contents.values()} == {1}
     (root / "seed-0").rename(root / "seed-1")
     with pytest.raises(ValueError, match="contains no traces"):

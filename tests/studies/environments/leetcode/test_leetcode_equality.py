@@ -21,6 +21,8 @@ EQUAL = [
     (INF, INF), (-INF, -INF), (NAN, NAN), ([1, 2.0], [1.0, 2]), ((1, "a"), (1, "a")), ([], []), ([[1], []], [[1], []]),
     ({1, 2}, {2, 1.0}), ({"a": [1.0]}, {"a": [1]}), ({1: "x"}, {1.0: "x"}), ({2: 1.000001, 1: 0}, {1: 0, 2: 1.0}),
     (Linked((1, 2)), Linked((1.0, 2))), (Tree(((1,), None, (2,))), Tree(((1,), None, (2,)))), ({(1, True)}, {(1, True)}),
+    ({float("nan"), 1.5}, {1.5, NAN}), ({float("nan"): 1}, {NAN: 1.0}), ({(10.0, NAN)}, {(10, float("nan"))}),
+    ({0.0, INF}, {INF, -0.0}),
 ]  # fmt: skip
 DIFFERENT = [
     (True, 1), (1, True), (False, 0), (0, False), (1.0, True), (2.5, 2), (1.00002, 1.0), (2.0000001, 2), (1e-8, 0.0), (1, 2),
@@ -29,6 +31,8 @@ DIFFERENT = [
     ([1, 2], [2, 1]), ([True], [1]), ([1], [True]), ([[1]], [1]), ({1}, [1]), ([1], {1}), ({1}, {1, 2}), ({True}, {1}), ({1},
     {True}),
     ({"a": 1}, {"a": 2}), ({"a": 1}, {"b": 1}), ({1: 1}, {True: 1}), ({(1, 1)}, {(1, True)}), ({"a": 1}, {}), ([], ()),
+    ({1.000001}, {1.0}), ({9.999999, 10.5}, {10.0, 10.5}), ({1.000001: 0}, {1.0: 0}), ({("bool", 1)}, {True}),
+    ({("bool", True)}, {True}), ({Linked((1,))}, {Linked((True,))}), ({NAN, float("nan")}, {NAN}),
     (Linked((1, 2)), [1, 2]), ([1, 2], Linked((1, 2))), (None, Linked((1,))), (Linked((1,)), None), (Linked((1,)), Linked((1, 1))),
     (Tree(((1,),)), Linked((1,))), (Tree(((1,), (2,))), Tree(((1,), None, (2,)))), (Tree(((1,),)), [1]), (NAN, "nan"), ("x", 0.0),
 ]  # fmt: skip
@@ -56,13 +60,14 @@ def test_what_is_opaque_equals_nothing(expected: Any) -> None:
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.0, 1.0, 2.0, 1.00001, INF, NAN, "", "a", HUGE])
+MEMBERS = st.integers(0, 3) | st.booleans() | st.sampled_from([1.0, 1.000001, NAN, 10.5, "a", (1, 2), ("bool", 1), (NAN,)])
 VALUES = st.recursive(
     SCALARS,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
         | st.dictionaries(st.integers(0, 2) | st.booleans() | st.sampled_from(["a", 1.0]), inner, max_size=2)
-        | st.sets(st.integers(0, 3) | st.booleans() | st.sampled_from([1.0, "a", (1, 2)]), max_size=3)
+        | st.sets(MEMBERS, max_size=3)
         | st.lists(inner, min_size=1, max_size=3).map(lambda items: Linked(tuple(items)))
     ),
     max_leaves=6,

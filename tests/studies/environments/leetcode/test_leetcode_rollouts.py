@@ -150,6 +150,7 @@ HEAD = "class Solution:\n    def f("
         HEAD + "self, x='\ud800'): pass",
         HEAD + "self, x='\0'): pass",
         HEAD + "self, x: " + "(" * 5000 + "): pass",
+        HEAD + "self, x=(((a" + "\u0f73" * 16_000 + ", =): pass",
     ],
 )
 def test_a_call_is_made_up_for_any_text_in_no_time(completion: str) -> None:

@@ -173,7 +173,8 @@ def test_the_map_orders_worlds_by_what_ten_pairs_see(tmp_path: Path) -> None:
 def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:
     root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-full", "filter-known"), seeds=(0, 1, 2), steps=3)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/strong-tests.md").write_text("of another report")
+    for name in ("strong-tests.md", "map.md", "map.png", "lessons.png"):
+        (tmp_path / "out" / name).write_text("of another report")
     written = {path.name for path in write_evidence({root: (0, 1)}, tmp_path / "out")}
     assert Evidence.read(tmp_path / "out/strong.json").seeds == (0, 1)  # and not 2, which was run to try something out
     assert {path.name for path in (tmp_path / "out").iterdir()} == written
@@ -212,6 +213,9 @@ def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Pa
     other = tmp_path / "predictions.toml"
     other.write_text(file.read_text(encoding="utf-8").replace('weak = "2d0e', 'weak = "3d0e'), encoding="utf-8")
     with pytest.raises(ValueError, match="names other settings of weak than there are now"):
+        cli.Evidence(other, out=tmp_path / "runs")()
+    other.write_text(file.read_text(encoding="utf-8").replace('"deploy_solve"', '"on_solve"', 1), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a report has no on_solve; choose from deploy_exploit_held"):  # it would be "not run"
         cli.Evidence(other, out=tmp_path / "runs")()
     assert not (tmp_path / "runs").exists()
 

@@ -54,10 +54,11 @@ def test_rounding_breaks_no_tie(counts: list[int], modes: int, margins: int) -> 
         assert sign_flip(rates, alternative) == enumerated(exact, alternative)  # pyright: ignore
 
 
-def test_twenty_seeds_take_a_second() -> None:
-    values = [1.0] * 19 + [-1.0]  # as or more extreme: at most one sign differs from the others
+@pytest.mark.parametrize("n", [20, 40])
+def test_many_seeds_take_a_second(n: int) -> None:
+    values = [1.0] * (n - 1) + [-1.0]  # as or more extreme: at most one sign differs from the others
     with at_most(2.0):
-        assert sign_flip(values) == 2 * 21 / 2**20
+        assert sign_flip(values) == 2 * (n + 1) / 2**n
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
