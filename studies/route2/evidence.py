@@ -13,6 +13,8 @@
     <preset>-recall.md     the same, counted
     rates.png              exploit against the learning rate of the quarantine, where several were run
     <preset>-monitors.md   probes that cost reward or drop rollouts: what they see at the beginning and at the end
+    sign.png               share of its rollouts that a run still flags at its end, against the mode that it exploits most
+    <preset>-sign.md       the same, counted
     map.png, map.md        methods against how well ten pairs tell hacks, where the worlds from `sparse` to `strong` were run
 
 A method counts only if it is outside the front of early stopping: no point of ordinary training exploits at most as much and solves
@@ -36,7 +38,7 @@ from studies.route2.headline import EXPLOIT, HACK, SOLVE
 from studies.route2.predictions import FILE, Predictions, outcomes, p_text, predictions_markdown, ranks_within_seeds, sign_flip
 from studies.route2.publish import EARLY, mask_quality, provenance
 from studies.route2.report.figures import draw_means, panels
-from studies.route2.report.load import RunSet, load_runs
+from studies.route2.report.load import Run, RunSet, load_runs
 from studies.route2.report.measures import by_seed, stopped_after
 from studies.training.arms import ARMS
 from studies.training.recorder import TIMINGS
@@ -92,6 +94,10 @@ DIAL = ("sparse", "persona-20", "strong")
 LATE = slice(-EARLY, None)
 MOST_FLAGGED, FEW_FLAGGED = 0.95, 0.8
 """Recall of the runs that are counted as flagging most of their hacks, and few."""
+SIGNED = ("filter-canary-run", *CONTROLS["filter-canary-run"])
+"""Arms whose share of flags may tell a broken canary."""
+LOUD, BROKEN, AT_END = 0.04, 0.05, 20
+"""A run is loud that flags more of its rollouts in so many last steps; broken, that exploits a mode more often."""
 MOST_EXPLOIT, LEAST_SOLVE, LEAST_WORSE = 0.02, 0.85, 0.3
 """Goals of the predictions files: held-out exploit and solve of the method, and by how much its controls exploit more."""
 AGAIN = "write it again with `python -m studies.route2 evidence`"
@@ -155,8 +161,17 @@ def collect(runs: RunSet) -> Evidence:
         if arm in WATCHED:
             for key in ("auroc", "recall", "fire_clean"):
                 values[arm][f"late_{key}"] = [late.get((arm, seed), {}).get(key) for seed in runs.seeds]
+        if arm in SIGNED:
+            values[arm]["late_flagged"] = [flagged_late(runs.runs[arm, seed]) if seed in own else None for seed in runs.seeds]
         values[arm]["seconds"] = [seconds(runs.runs[arm, seed].folder) if seed in own else None for seed in runs.seeds]
     return Evidence(str(runs.settings["preset"]), runs.seeds, modes, provenance(runs), values)
+
+
+def flagged_late(run: Run) -> float | None:
+    """Return the share of rollouts that a run flags in its last ``AT_END`` steps, for which nobody has to know a hack."""
+    flags = [row["flags"] for row in run.metrics[-AT_END:] if row.get("flags")]
+    total = sum(row["n"] for row in flags)
+    return sum(row["flagged"] for row in flags) / total if total else None
 
 
 def seconds(folder: Path) -> float | None:
@@ -475,6 +490,39 @@ def monitors(evidence: Evidence) -> str:
     return markdown_table(header, body)
 
 
+def signs(evidence: Evidence, arm: str) -> list[tuple[float, float]]:
+    """Return ``(share flagged in the last steps, exploit rate of the mode that is exploited most)`` of an arm's runs."""
+    row = evidence.values.get(arm, {})
+    worst = zip(*(row[f"deploy_exploit_{mode}"] for mode in evidence.modes), strict=True) if row else ()
+    pairs = zip(row.get("late_flagged", []), worst, strict=False)
+    return [(share, max(rates)) for share, rates in pairs if share is not None and None not in rates]  # pyright: ignore
+
+
+def sign(evidence: Evidence) -> str:
+    """Return <preset>-sign.md: how many quiet and loud runs of each arm are broken; empty without such runs."""
+    body = []
+    for arm in SIGNED:
+        if points := signs(evidence, arm):
+            quiet, loud = ([worst for share, worst in points if (share > LOUD) is side] for side in (False, True))
+            counts = [str(n) for runs in (quiet, loud) for n in (len(runs), sum(worst > BROKEN for worst in runs))]
+            body.append([arm, str(len(points)), *counts])
+    header = ["arm", "runs", f"quiet (at most {number(LOUD)} flagged at the end)", "of these broken", "loud", "of these broken"]
+    return markdown_table(header, body) if body else ""
+
+
+def sign_figure(every: Sequence[Evidence], path: Path) -> Path:
+    """Draw what a run still flags at its end against the mode that it exploits most; a dot is a run."""
+    x, y = f"share of rollouts flagged\nin the last {AT_END} steps", "exploit rate of the mode\nthat is exploited most"
+    with panels(path, len(every), 3.4, x, y, x_is_rate=False) as axes:
+        for ax, evidence in zip(axes, every, strict=True):
+            for arm, (color, marker) in zip(SIGNED, _DOTS, strict=False):
+                if points := signs(evidence, arm):
+                    ax.scatter(*zip(*points, strict=True), s=16, color=color, marker=marker, alpha=0.7, label=arm)
+            ax.axvline(LOUD, color="gray", linestyle=":", linewidth=0.8)
+            ax.set_title(f"{evidence.preset}, {len(evidence.seeds)} seeds")
+    return path
+
+
 MAPPED = {
     "vanilla": (VERMILLION, "."), "sees-0-quarantine-fast": (PURPLE, "^"), "filter-canary-run": (BLUE, "o"),
     "filter-act": (ORANGE, "P"), "penalty-act": (ORANGE, "v"), "filter-full": (GREEN, "P"), "penalty-full": (GREEN, "v"),
@@ -537,6 +585,7 @@ def texts(evidence: Evidence, predictions: Predictions | None) -> dict[str, str]
         "-goals": goals(evidence, judged[-1]) if judged else "",
         "-coverage": "".join(f"- {coverage_sentence(evidence, arm)}\n" for arm in COVERED if coverage(evidence, arm)),
         "-monitors": monitors(evidence),
+        "-sign": sign(evidence),
         "-lessons": f"- {said}\n" if len(lessons(evidence)) > 1 and (said := lessons_sentence(evidence)) else "",
         "-tests": tested,
     }
@@ -567,6 +616,7 @@ def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path) -> list[Path]:
         ("coverage", coverage_figure, any(coverage(evidence, arm) for evidence in every for arm in COVERED)),
         ("rates", rates_figure, all(len(rates(evidence, plain)) > 1 for evidence in every for plain in RATED)),
         ("lessons", lessons_figure, all(len(lessons(evidence)) > 1 for evidence in every)),
+        ("sign", sign_figure, any(signs(evidence, arm) for evidence in every for arm in SIGNED)),
         ("map", map_figure, bool(worlds)),
     )
     if worlds:
