@@ -33,6 +33,8 @@ STYLE: dict[Any, Any] = {
     "axes.titlesize": 8.5,
     "axes.labelsize": 8.0,
     "axes.titleweight": "bold",
+    "figure.titlesize": 8.5,
+    "figure.titleweight": "bold",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.6,

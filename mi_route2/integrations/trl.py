@@ -21,24 +21,22 @@ once more, and is kept from it. A rollout's ``g_b`` is the gradient of its whole
 import hashlib
 import inspect
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from types import MappingProxyType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.utils import clip_grad_norm_
 
 try:
-    from accelerate.utils import DynamoBackend, gather_object, is_peft_model
+    from accelerate.utils import gather_object, is_peft_model
     from transformers import TrainerCallback, TrainerState
     from trl import GRPOConfig, GRPOTrainer
 except ModuleNotFoundError as error:
@@ -48,7 +46,7 @@ from mi_route2.adapters import Adapters, AdapterSpec, attach, export_peft, load_
 from mi_route2.adapters.gradients import wide
 from mi_route2.adapters.io import TURNED, bases
 from mi_route2.adapters.weights import sharded_modules
-from mi_route2.integrations import trl_vllm
+from mi_route2.integrations import trl_refusals, trl_vllm
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch
 from mi_route2.routing import (
     CanarySpec,
@@ -76,20 +74,6 @@ from mi_route2.routing.routes import Part, RouteStep
 ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safetensors"
 """Files of a checkpoint folder: both adapters, and the route's directions."""
 
-DEEPSPEED = "DeepSpeed reduces and partitions gradients inside of the backward, where a route cannot finish: use DDP or FSDP2"
-COMPILED = "a step under a route runs uncompiled between broken graphs, which costs time and gains none: leave torch_compile out"
-UPLOADS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "clearml": ("CLEARML_LOG_MODEL", "true"),
-        "comet_ml": ("COMET_LOG_ASSETS", "false"),
-        "dagshub": ("HF_DAGSHUB_LOG_ARTIFACTS", "false"),
-        "dvclive": ("HF_DVCLIVE_LOG_MODEL", "false"),
-        "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", "false"),
-        "swanlab": ("SWANLAB_LOG_MODEL", "false"),
-        "wandb": ("WANDB_LOG_MODEL", "false"),
-    }
-)
-"""Tracker -> the environment variable with which transformers uploads models or checkpoints to it, and its default."""
 RESUMED = (
     "this checkpoint lies between two samplings, and TRL stores neither the completions that it has sampled nor its place among "
     "them: adapters, directions, optimizer and random numbers are restored, but the run will differ from an uninterrupted one"
@@ -259,7 +243,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         if arguments.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
             raise ValueError("adapters= attaches this trainer's own adapters, and PEFT's would train unrouted: give a plain model")
         if args is not None:
-            _refuse_settings(args)
+            trl_refusals.refuse_settings(args)
         beta = 0.0 if args is None else args.beta
         vllm = args is not None and args.use_vllm
         if args is not None:
@@ -271,14 +255,14 @@ class RoutedGRPOTrainer(GRPOTrainer):
             if args is not None:
                 args.beta, args.use_vllm = beta, vllm
         self.beta = beta
-        self._refuse_machine()
+        trl_refusals.refuse_machine(self)
         self.adapters = self._attached(adapters, adapt, cache_dir)
         if self.is_fsdp_enabled:
             self._replicate()
         try:
             self.route = self._built(route, pairs)
-            self._refuse_route()
-            self._refuse_optimizer(quarantine_lr)
+            trl_refusals.refuse_route(self)
+            trl_refusals.refuse_optimizer(self, quarantine_lr)
             if vllm:
                 trl_vllm.sample_with_vllm(self)
         except (ValueError, ImportError):
@@ -372,92 +356,6 @@ class RoutedGRPOTrainer(GRPOTrainer):
     def policy(self) -> Policy:
         """The model with its adapters, as a route and a probe take it."""
         return TRLPolicy(self.model, self.adapters, _forward)
-
-    # ---- refusals
-
-    def _refuse_machine(self) -> None:
-        if self._is_vlm:
-            raise ValueError("a rollout here is text, and its score would ignore the images: give a tokenizer and a language model")
-        if (launched := int(os.environ.get("WORLD_SIZE", "1"))) != self.accelerator.num_processes:
-            raise ValueError(
-                f"{launched} processes were launched, but {self.accelerator.num_processes} train together: set use_cpu=True in "
-                "GRPOConfig if there is no GPU"
-            )
-        if self.is_deepspeed_enabled:
-            raise ValueError(DEEPSPEED)
-        if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-            raise ValueError(COMPILED)
-        if self.is_fsdp_enabled:
-            _refuse_fsdp(self.accelerator.state.fsdp_plugin)
-        if getattr(self.accelerator, "parallelism_config", None) is not None:
-            raise ValueError("a rollout that is split over processes has no whole gradient to flag: leave parallelism_config out")
-        if self.is_distributed_loading_by_transformers:
-            raise ValueError("a model that from_pretrained has sharded was never tried with a route: let accelerate's FSDP2 do it")
-
-    def _refuse_route(self) -> None:
-        spec, args = self.route.spec, self.args
-        if spec.privileged:
-            raise ValueError(
-                "this rule reads a detector over the student's rollouts, which TRL's batches do not carry: use a rule without "
-                "one, or MaskRoute.from_flags(function) with flags of your own"
-            )
-        generated = args.steps_per_generation * self.num_iterations
-        if generated % args.gradient_accumulation_steps:
-            raise ValueError(
-                f"a route begins an optimizer step with all of its rollouts, but here some of them would be sampled later: choose "
-                f"steps_per_generation={args.steps_per_generation} as a multiple of "
-                f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
-            )
-        separate = isinstance(spec, MaskSpec | CanarySpec) and spec.kept_advantage == "unflagged" and self.adapters.has_quarantine
-        if args.ddp_static_graph and (separate or args.gradient_accumulation_steps > 1):
-            raise ValueError("a static graph has one backward in a step, and here are several: leave ddp_static_graph out")
-        if isinstance(getattr(self.route, "_given", None), Tensor):
-            raise ValueError(
-                "TRL shuffles the rollouts of a step, so that flags by position would be those of others: give from_flags a "
-                "function of the batch"
-            )
-        if not isinstance(spec, MaskSpec | CanarySpec):
-            return
-        if spec.shuffle and self.accelerator.num_processes > 1:
-            raise ValueError("shuffle=True would shuffle the flags of each process apart: train this control in one process")
-        if spec.kept_advantage == "unflagged":
-            self._refuse_groups()
-
-    def _refuse_optimizer(self, quarantine_lr: float | None) -> None:
-        """Raise ``ValueError`` if an optimizer that the user gave would not do what this trainer's own does."""
-        if self.optimizer is None:
-            return
-        optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        if not {id(p) for parameters in self._both().values() for p in parameters} <= optimized:
-            raise ValueError(
-                "this optimizer does not hold the adapters, which would learn nothing: attach() them first, and make it of their "
-                "kept_parameters() and quarantine_parameters(); or set optim in GRPOConfig"
-            )
-        if quarantine_lr is not None:
-            raise ValueError("an optimizer of your own gives the quarantine its own rate in a group: leave quarantine_lr out")
-        if getattr(self.route, "want_unrouted", False):
-            raise ValueError("want_unrouted=True needs RoutedAdamW, which the trainer makes: leave optimizers out")
-
-    def _refuse_groups(self) -> None:
-        """Raise ``ValueError`` unless each optimizer step of a process has whole groups, with advantages of our definition."""
-        args = self.args
-        if args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize":
-            raise ValueError(
-                "kept_advantage='unflagged' is R - mean(R over the unflagged of the group), which is not divided by a deviation: "
-                "use scale_rewards='none' and multi_objective_aggregation='sum_then_normalize'"
-            )
-        local = args.per_device_train_batch_size * args.steps_per_generation
-        if args.steps_per_generation != args.gradient_accumulation_steps or local % self.num_generations:
-            raise ValueError(
-                "kept_advantage='unflagged' needs whole groups in each optimizer step of a process: choose steps_per_generation = "
-                f"gradient_accumulation_steps, and their product with per_device_train_batch_size ({local}) as a multiple of "
-                f"num_generations ({self.num_generations})"
-            )
-        if args.use_adaptive_entropy and self.adapters.has_quarantine:
-            raise ValueError(
-                "kept_advantage='unflagged' runs a backward for each adapter, and use_adaptive_entropy would count both: set "
-                "entropy_coef"
-            )
 
     # ---- one optimizer step
 
@@ -794,49 +692,3 @@ _COLUMNS = (
 def _seed(*purpose: object) -> int:
     """Return a seed that depends on all of ``purpose``, so that a resumed run draws what an uninterrupted one draws."""
     return int.from_bytes(hashlib.sha256(repr(purpose).encode()).digest()[:7])
-
-
-def _refuse_fsdp(plugin: Any) -> None:
-    """Raise ``ValueError`` for settings of FSDP that routing does not support, with the remedy."""
-    if plugin.fsdp_version != 2:
-        raise ValueError("FSDP 1 flattens adapters and base into shards, whose flags would be wrong: use fsdp_version=2")
-    if isinstance(plugin.ignored_modules, str):
-        raise ValueError("the adapters are what FSDP must ignore, and the trainer says so itself: leave ignored_modules out")
-    if plugin.cpu_ram_efficient_loading:
-        raise ValueError(
-            "cpu_ram_efficient_loading leaves the other processes without weights, from which adapters are made: set it to false"
-        )
-    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise ValueError("weights that are offloaded to the CPU cannot be gathered for their hash: set offload_params to false")
-
-
-def _refuse_settings(args: GRPOConfig) -> None:
-    """Raise ``ValueError`` for settings of TRL that routing does not support, with the reason and the remedy."""
-    reasons = {
-        "use_transformers_continuous_batching": "continuous batching casts adapters to half precision: leave it out",
-        "sync_ref_model": "the reference is the base model itself, and cannot move: leave sync_ref_model out",
-        "fp16_full_eval": "evaluate() would round the adapters themselves to half precision, and for good: leave it out",
-        "bf16_full_eval": "evaluate() would round the adapters themselves to half precision, and for good: leave it out",
-        "torch_compile": COMPILED,
-        "auto_find_batch_size": "a step that ran out of memory cannot be begun again: choose per_device_train_batch_size",
-    }
-    if args.use_vllm:
-        trl_vllm.refuse_settings(args)
-    for name, reason in reasons.items():
-        if getattr(args, name):
-            raise ValueError(reason)
-    if args.mixed_precision == "fp16":  # also if the launcher says so
-        raise ValueError("fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True")
-    if args.deepspeed is not None:
-        raise ValueError(DEEPSPEED)
-    optim = str(getattr(args.optim, "value", args.optim))
-    if "layerwise" in optim or "lomo" in optim:
-        raise ValueError(f"{optim} steps inside of the backward, where a route has not decided yet: use optim='adamw_torch'")
-    for tracker, (variable, usual) in UPLOADS.items():
-        uploads = os.environ.get(variable, usual).lower() not in ("", "0", "off", "no", "none", "false")
-        if uploads and tracker in (args.report_to or ()):
-            raise ValueError(f"{variable} uploads checkpoints, which hold the quarantine: set it to false")
-    if args.push_to_hub and "checkpoint" in str(args.hub_strategy).lower():
-        raise ValueError("checkpoints hold the quarantine and must not be uploaded: use hub_strategy='every_save' or 'end'")
-    if args.load_best_model_at_end and args.save_only_model:
-        raise ValueError("save_only_model leaves out what load_best_model_at_end would load: choose one of them")

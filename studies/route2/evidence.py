@@ -568,7 +568,7 @@ def map_figure(every: Sequence[Evidence], path: Path) -> Path:
                     at = np.array([seen(evidence) for evidence in ran]) + 0.002 * (i - len(MAPPED) / 2)  # no bar hides another
                     own = [evidence.summary(arm, metric) for evidence in ran]
                     draw_means(ax, at, own, color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
-            ax.set_title(what)
+            ax.set_title(f"{what}:\n{', '.join(evidence.preset for evidence in worlds)}")
         for evidence in worlds:
             axes[0].annotate(evidence.preset, (seen(evidence), 1.0), ha="center", fontsize=6)
     return path

@@ -330,7 +330,8 @@ def write_headline_figure(result: Result, path: Path) -> Path:
     """Draw the figure and save it at ``path``."""
     arms = result.shown()
     with style():
-        figure = new_figure(PAGE_WIDTH, 0.9 + 0.21 * len(arms))
+        figure = new_figure(PAGE_WIDTH, 1.1 + 0.21 * len(arms))
+        figure.suptitle(result.settings["preset"])
         axes = figure.subplots(1, len(PANELS), sharey=True)
         for ax, (metric, title, color, marker) in zip(axes, PANELS, strict=True):
             _shade(ax, arms)

@@ -285,6 +285,7 @@ def _write(job: Job, probed: Probed, out: Path) -> list[Path]:
     for (state, unit), result in probed.results.items():
         with style():
             for name, figure in _figures(result, unit).items():
+                figure.suptitle(f"{job.settings.preset}: {job.name}, seed {job.seed}, {STATES[state]}")
                 paths.append(save_figure(figure, out / f"probes-{state}-{unit}-{name}.png"))
     for old in set(out.glob("probes-*.png")) - set(paths):  # figures of a state that is left out this time
         old.unlink()

@@ -30,9 +30,16 @@ MEASURES = (
 )
 
 
+def _titled(study: Study, height: float) -> Figure:
+    """Return an empty figure whose title is the preset of the study's runs, above panels of `height` inches."""
+    figure = new_figure(PAGE_WIDTH, height + 0.2)
+    figure.suptitle(study.settings.run.preset)
+    return figure
+
+
 def roc_figure(study: Study, results: Results) -> Figure:
     """Draw the ROC curves of the model trained without a route, at the study's site: tokens and rollouts, by modes."""
-    figure = new_figure(PAGE_WIDTH, 2.7)
+    figure = _titled(study, 2.7)
     panels = [(kind, unit) for kind in ("known", "held") for unit in ("token", "rollout mean")]
     axes = figure.subplots(1, len(panels), sharex=True, sharey=True)
     probes = list(dict.fromkeys(row["probe"] for row in results["roc"]))
@@ -73,7 +80,7 @@ def sweep_figure(study: Study, results: Results) -> Figure:
         if row["how"] == "steer" and (row["probe"], row["direction"]) == ("probe", "away")
     }
     never = next(row for row in rows if row["how"] == ON)
-    figure = new_figure(PAGE_WIDTH, 3.0)
+    figure = _titled(study, 3.0)
     axes = figure.subplots(1, len(MEASURES), sharey=True)
     for panel, (metric, name, *_) in zip(axes, MEASURES, strict=True):
         values = np.array([[grid[q, gain][metric]["mean"] for gain in gains] for q in quantiles])
@@ -94,7 +101,7 @@ def controls_figure(study: Study, results: Results) -> Figure:
     every = rows_of(results, "vanilla", "sweep")
     rows = [row for row in every if row["how"] == "steer" and row["quantile"] == study.settings.operating]
     never = next(row for row in every if row["how"] == ON)
-    figure = new_figure(PAGE_WIDTH, 2.8)
+    figure = _titled(study, 2.8)
     axes = figure.subplots(1, len(MEASURES), sharey=True)
     keys = list(dict.fromkeys((row["probe"], row["direction"]) for row in rows))
     seen: set[str] = set()
@@ -126,7 +133,7 @@ def latency_figure(study: Study, results: Results) -> Figure:
     """Draw the rates by the delay of steering in tokens, one panel per gain."""
     rows = rows_of(results, "vanilla", "latency")
     gains = study.settings.late_gains
-    figure = new_figure(PAGE_WIDTH, 2.8)
+    figure = _titled(study, 2.8)
     panels = figure.subplots(1, len(gains), sharey=True, squeeze=False)[0]
     late = [0, *study.settings.delays]
     never = max(late) + 2.0
@@ -175,7 +182,7 @@ def frontier_figure(study: Study, results: Results) -> Figure:
     Below and to the right of the cross a gated quarantine would be better. Bars are paired intervals, of the ends and of the
     operating threshold.
     """
-    figure = new_figure(PAGE_WIDTH, 4.2)
+    figure = _titled(study, 4.2)
     axes = figure.subplots(1, len(SUBJECTS))
     for panel, subject in zip(axes, SUBJECTS, strict=True):
         cells = study.cells(subject, "quarantine")

@@ -57,7 +57,7 @@ def _panels(traces: Traces, lines: list[str], height: float) -> tuple[Figure, li
     figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), height)
     grid = figure.subplots(len(lines), len(arms), squeeze=False)  # shares differ too much between arms for a common axis
     for ax, arm in zip(grid[0], arms, strict=True):
-        ax.set_title(arm)
+        ax.set_title(f"{traces.training['preset']}: {arm}")
     for row, line in zip(grid, lines, strict=True):
         row[0].set_ylabel(line, fontsize=7)
     return figure, [(ax, arm, line) for row, line in zip(grid, lines, strict=True) for ax, arm in zip(row, arms, strict=True)]

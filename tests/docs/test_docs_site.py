@@ -74,6 +74,25 @@ def test_pages_fit_a_phone_and_a_laptop(site: Path, address: str) -> None:
         assert wrong == {}
 
 
+def test_pages_of_results_answer_on_their_first_screen(address: str) -> None:
+    """The figure that stands before the first heading, below the answer, is seen whole on a laptop."""
+    pages = {page.stem: page.read_text(encoding="utf-8").partition("\n## ")[0] for page in (ROOT / "docs").glob("*.md")}
+    del pages["index"]  # which says first what the project is
+    answering = [name for name, opening in pages.items() if re.search(r"^!\[.*\]\(results/", opening, re.MULTILINE)]
+    assert len(answering) >= 10
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        bottoms = {}
+        for name in answering:
+            page.goto(f"{address}/{name}/")
+            figure = page.locator("article img").first
+            figure.evaluate("image => image.decode()")
+            box = figure.bounding_box()
+            assert box is not None
+            bottoms[name] = round(box["y"] + box["height"])
+    assert {name: bottom for name, bottom in bottoms.items() if bottom > 800} == {}
+
+
 def test_long_tables_wait_until_somebody_opens_them() -> None:
     """What a page includes from other files, and what one scrolls by on the way to the next sentence."""
     opened = r"<details markdown=\"1\">\n<summary>[^\n]+</summary>\n\n"

@@ -1,4 +1,4 @@
-"""What the pages list is what the code has: legal combinations, arms, main arms, the README's headline, result placeholders.
+"""What the pages list is what the code has: legal combinations, arms, main arms, answers, the README's headline, placeholders.
 
 A table stands below its `<!-- table: name -->`. Where one differs, the failure prints the right one.
 """
@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,10 @@ from mi_route2.specs import LEGAL, MaskSpec
 from studies.common.publishing import filled
 from studies.common.tables import interval, markdown_table, number
 from studies.route2.evidence import EXPLOIT, SOLVE, Evidence
-from studies.route2.headline import short
+from studies.route2.headline import HACK, short
 from studies.route2.publish import SHORT, TEXTS, predicted_results
+from studies.tracing.patching import EVERYWHERE, QUESTION
+from studies.tracing.settings import UNTRAINED
 from studies.training.arms import ARMS, MAIN, Arm
 from studies.training.settings import STUDIED
 
@@ -77,12 +80,181 @@ def defences_table() -> str:
     return markdown_table(["you have", "do", *(f"{world}: exploit" for world in WORLDS)], rows, left=5)
 
 
+HONEST, LESSONS, ALONE = "honest", ("lessons", "lessons", "lessons-sparse"), ("lessons", "lessons", None)
+ANSWERS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str, Any], ...]]] = {
+    "canary.md": (
+        WORLDS,
+        (
+            ("no defence", "vanilla", RUN),
+            ("the canary, compared with the run", "filter-canary-run", RUN),
+            ("its flags shuffled", "canary-run-shuffled", RUN),
+            ("a canary that never hacked", "canary-run-honest", RUN),
+        ),
+    ),
+    "misses.md": (
+        ("weak", "strong"),
+        (
+            ("no defence", "vanilla", "misses"),
+            ("half of the hacks are flagged", "sees-50", "misses"),
+            ("a quarter", "sees-25", "misses"),
+            ("no defence, on other seeds", "vanilla", "rates"),
+            ("one loophole of four is flagged", "sees-known", "rates"),
+            ("and a quarantine beside it", "sees-known-quarantine", "rates"),
+            ("and one that learns three times as fast", "sees-known-quarantine-fast", "rates"),
+        ),
+    ),
+    "taught.md": (
+        ("weak", "strong"),
+        (
+            ("no lesson", "vanilla", HONEST),
+            ("32 honest rollouts, to the model", "taught-honest", HONEST),
+            ("the same, to a frozen quarantine", "inoculation-honest", HONEST),
+            ("32 hacks, to the model", "taught-hacks", HONEST),
+            ("no lesson, on other seeds", "vanilla", "taught"),
+            ("32 hacks, to a frozen quarantine", "inoculation", "taught"),
+            ("32 hacks, to one that learns on", "inoculation-trainable", "taught"),
+        ),
+    ),
+    "lessons.md": (
+        WORLDS,
+        (
+            ("no lesson", "vanilla", LESSONS),
+            ("32 honest rollouts", "taught-honest", LESSONS),
+            ("8 of them", "taught-8", ALONE),
+            ("2 of them", "taught-2", ALONE),
+            ("honest, and little to learn", "taught-easy", ALONE),
+            ("honest, and wrong", "taught-failed", ALONE),
+            ("passing, some by a cheat", "taught-passing", ALONE),
+        ),
+    ),
+    "starts.md": (
+        ("weak", "sparse"),
+        (
+            ("no defence", "vanilla", "starts"),
+            ("a direction, and drop what it flags", "filter-full", "starts"),
+            ("clean sides, taught before training", "contrast-kept", "starts"),
+            ("hacks to a quarantine, clean sides to the model", "contrast", "starts"),
+            ("a push along them while training", "preventative-1", "starts"),
+            ("three bands of their score", "bands-full", "starts"),
+        ),
+    ),
+}
+"""Page -> the presets of its first table, and its rows: words, arm, experiment."""
+
+
+def answers_table(page: str) -> str:
+    """Held-out exploits, with their interval, and solving of the arms that answer a page's question."""
+    presets, rows = ANSWERS[page]
+    body = []
+    for words, arm, runs in rows:
+        cells = []
+        for preset, folder in zip(presets, (runs,) * len(presets) if isinstance(runs, str) else runs, strict=True):
+            found = None if folder is None else Evidence.read(RESULTS / folder / f"{preset}.json")
+            both = [found.summary(arm, metric) for metric in (EXPLOIT, SOLVE)] if found else []
+            cells.append(f"{interval(both[0])} / {number(both[1]['mean'])}" if both else "")
+        body.append([words, f"`{arm}`", *cells])
+    return markdown_table(["", "arm", *(f"{preset}: exploit / solve" for preset in presets)], body, left=2)
+
+
+def routes_table() -> str:
+    """Held-out hacking and solving on fresh seeds."""
+    arms = ("vanilla", "absorb", "haar", "shuffled", "route2-full", "filter-full")
+    rows = {}
+    for preset in ("strong", "weak"):
+        content = json.loads((RESULTS / f"{preset}-300-307/table.json").read_text(encoding="utf-8"))
+        rows[preset] = {row["arm"]: row for row in content["rows"]}
+    body = [[f"`{arm}`", ARMS[arm].about, *(_both(rows[preset][arm], HACK, SOLVE) for preset in rows)] for arm in arms]
+    return markdown_table(["arm", "what it is", *(f"{preset}: hack, held out / solve" for preset in rows)], body, left=2)
+
+
+def _both(row: dict[str, Any], first: str, second: str) -> str:
+    return f"{interval(row[first])} / {number(row[second]['mean'])}"
+
+
+def lanes_of_an_arm_table() -> str:
+    """The share of the gap that each whole lane carries in contrast task."""
+    rows = json.loads((RESULTS / "tracing/table.json").read_text(encoding="utf-8"))["rows"]
+    shares = {
+        (row["arm"], row["lane"], row["into"]): row["recovered"]
+        for row in rows
+        if (row["contrast"], row["source"], row["where"]) == ("task", QUESTION, EVERYWHERE) and row["arm"] != UNTRAINED
+    }
+    lanes = [(arm, lane, name) for arm, lane in dict.fromkeys(key[:2] for key in shares) if (name := LANES_SAID.get(lane))]
+    body = [[f"`{arm}`", name, *(_share(shares[arm, lane, into]) for into in ("honest", "hack"))] for arm, lane, name in lanes]
+    return markdown_table(["arm", "lane", "carried into the honest rollout", "into the hacking one"], body, left=2)
+
+
+LANES_SAID = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both"}
+
+
+def _share(share: dict[str, float]) -> str:
+    return interval({"mean": share["value"], "lo": share["lo"], "hi": share["hi"]})  # pyright: ignore[reportArgumentType]
+
+
+def gates_table() -> str:
+    """A quarantine that a probe switches, minus one that is deleted."""
+    rows = json.loads((RESULTS / "steering/results.json").read_text(encoding="utf-8"))["comparisons"]
+    body = []
+    for row in rows:
+        if row["reference"] == "deleted" and (row["how"] == "on" or (row.get("probe"), row["how"] != "open") == ("probe", True)):
+            differences = [{"mean": row[name]["mean"], "lo": row[name]["low"], "hi": row[name]["high"]} for name in GATED]
+            cells = [interval(each, signed=True) for each in differences]  # pyright: ignore[reportArgumentType]
+            body.append([f"`{row['subject']}`", GATES[row["how"]], *cells, row["verdict"]])
+    return markdown_table(["model", "the quarantine is", "hack, held out, minus deleted", "solve", "verdict"], body, left=2)
+
+
+GATED = ("hack_held", "solve")
+GATES = {
+    "on": "always on",
+    "forward": "closed behind the probe, in the same forward",
+    "early": "closed by a probe of the embedding, in the same forward",
+    "next token": "closed from the next token on, while the score is high",
+    "latch": "closed from the next token on, for good",
+}
+
+
+def verdicts_table() -> str:
+    """How many claims of each kind got each verdict, and the claims of the page's first sentence."""
+    claims = json.loads((RESULTS / "lanes/claims.json").read_text(encoding="utf-8"))["claims"]
+    body = []
+    for name in ("bigram", "stays", "persists", "lanes", "contraction", "momentum", "tapin"):
+        (claim,) = [each for each in claims if each["id"] == name]
+        measured, digits = claim["measured"], 4 if name == "lanes" else 2
+        low, value, high = (f"{measured[key]:.{digits}f}".replace("0.", ".", 1) for key in ("low", "value", "high"))
+        body.append([claim["words"], claim["record"], f"{value} [{low}, {high}]", claim["verdict"]])
+    return markdown_table(["claim", "the record", "here", "verdict"], body, left=2)
+
+
 TABLES = {
+    **{(page, "answer"): answers_table(page) for page in ANSWERS},
+    ("results.md", "answer"): routes_table(),
+    ("tracing.md", "answer"): lanes_of_an_arm_table(),
+    ("steering_study.md", "answer"): gates_table(),
+    ("lanes.md", "answer"): verdicts_table(),
     ("../README.md", "defences"): defences_table(),
     ("routing.md", "legal"): legal_table(),
     ("arms.md", "arms"): arms_table(arm for arm in ARMS.values() if arm.ablation is None),
     ("arms.md", "ablations"): ablations_table(arm for arm in ARMS.values() if arm.ablation is not None),
 }
+
+
+OTHERS = ("map", "results", "results_strong", "results_weak", "tracing", "steering_study", "lanes")
+ANSWERING = (*ANSWERS, *(f"{page}.md" for page in OTHERS))
+INTERVAL = re.compile(r"[+-]?\d*\.\d+ \[[^]\n]+\]")
+
+
+@pytest.mark.parametrize("page", ANSWERING)
+def test_a_page_of_results_answers_before_its_first_heading(page: str) -> None:
+    """The answer with its interval, the figure, the table; intervals are those of the table, or of what the page shows."""
+    opening, _, rest = (DOCS / page).read_text(encoding="utf-8").partition("\n## ")
+    answer, figure, after = opening.partition("\n![")
+    assert figure
+    assert "\n![" not in after
+    shown = re.findall(r"<!-- shown: (\S+) -->\n(.*?)<!-- end of \1 -->", rest, re.DOTALL)
+    table = "".join(re.findall(r"^\|.*\n", after, re.MULTILINE)) or "".join(text for _, text in shown)
+    intervals = INTERVAL.findall(answer)
+    assert intervals
+    assert set(intervals) <= set(INTERVAL.findall(table))
 
 
 @pytest.mark.parametrize(("page", "name"), TABLES)

@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PAGE_HEIGHT, PAGE_WIDTH, PURPLE, VERMILLION, new_figure, save_figure, style
+from studies.common.command_line import seeds_text
 from studies.common.stats import Summary, mean, summary
 from studies.route2.report.load import VANILLA, ArmSpec, Run, RunSet
 from studies.route2.report.measures import arm_order, by_seed, label, without_ablations
@@ -151,7 +152,7 @@ def _page(runs: RunSet, arms: Sequence[str], table: dict[tuple[str, str, str], S
         tick.set_fontweight("bold" if role == "method" else "normal")
         tick.set_fontstyle("italic" if role in ("control", "bound") else "normal")
     figure.supxlabel("rate", fontsize=8)
-    _outcome_legend(figure)
+    _outcome_legend(figure, titled(runs))
     return figure
 
 
@@ -189,7 +190,7 @@ def _shade_blocks(ax: Axes, runs: RunSet, arms: Sequence[str]) -> None:
             ax.axhspan(row - 0.5, row + 0.5, color=SHADE, linewidth=0, zorder=0)
 
 
-def _outcome_legend(figure: Figure) -> None:
+def _outcome_legend(figure: Figure, title: str) -> None:
     handles: list[Line2D | Patch] = [
         Line2D([], [], color=each.color, marker=each.marker, markeredgecolor="white", markersize=5, label=each.name)
         for each in SERIES
@@ -197,7 +198,18 @@ def _outcome_legend(figure: Figure) -> None:
     handles.append(Line2D([], [], color=GRAY, marker=".", linestyle="", markersize=4, label="one seed (below its mean)"))
     handles.append(Line2D([], [], color=GRAY, linewidth=1.4, label="95% t interval of the mean"))
     handles.append(Patch(color=SHADE, label="shading: an arm with its filter and controls"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=3)
+    _legend_above(figure, handles, title, columns=3)
+
+
+def titled(runs: RunSet) -> str:
+    """Return the title of a figure of these runs: their preset and seeds."""
+    return f"{runs.settings['preset']}, {seeds_text(runs.seeds)}"
+
+
+def _legend_above(figure: Figure, handles: Sequence[Line2D | Patch], title: str, columns: int) -> None:
+    """Draw the legend above the panels, under the figure's title: a suptitle would lie on it, because both go to the upper edge."""
+    look = {"weight": "bold", "size": 8.5}
+    figure.legend(handles=list(handles), loc="outside upper center", ncols=columns, title=title, title_fontproperties=look)
 
 
 Read = Callable[[dict[str, Any]], float | int | None]
@@ -342,7 +354,7 @@ def _grid(runs: RunSet, arms: Sequence[str], panels: Sequence[Panel], rows: int,
     for ax, panel in zip(axes[0], panels, strict=True):
         ax.set_title(panel.title)
     figure.supxlabel("training step", fontsize=8)
-    _legend(figure, panels, behind if reference else None, seeds=max(len(runs.of(arm)) for arm in arms))
+    _legend(figure, titled(runs), panels, behind if reference else None, seeds=max(len(runs.of(arm)) for arm in arms))
     return figure
 
 
@@ -382,12 +394,14 @@ def draw_panel(ax: Axes, panel: Panel, runs: Sequence[Run], reference: Sequence[
         ax.locator_params(axis="y", nbins=3)
 
 
-def _legend(figure: Figure, panels: Sequence[Panel], behind: str | None, seeds: int) -> None:
+def _legend(figure: Figure, title: str, panels: Sequence[Panel], behind: str | None, seeds: int) -> None:
     """Draw a legend for panels with several lines; a panel with one line explains it in its title."""
     curves = {curve.name: curve for panel in panels if len(panel.curves) > 1 for curve in panel.curves}
-    handles = [Line2D([], [], color=each.color, linestyle=each.line, label=each.name) for each in curves.values()]
+    handles: list[Line2D | Patch] = [
+        Line2D([], [], color=each.color, linestyle=each.line, label=each.name) for each in curves.values()
+    ]
     if behind:
         handles.append(Line2D([], [], color=GRAY, linewidth=0.8, label=f"{behind}, for comparison"))
     if seeds > 1:
         handles.append(Line2D([], [], color=GRAY, alpha=0.3, linewidth=5, label=f"lowest to highest of {seeds} seeds"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    _legend_above(figure, handles, title, columns=len(handles))

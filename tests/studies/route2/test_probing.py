@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_study import tiny_job
+from titles import saved_titles, untitled
 
 import studies.route2.probing as probing
 from studies.common.seeds import numpy_generator
@@ -170,8 +171,10 @@ def test_everything_is_written_next_to_the_run_in_both_units_and_a_state_without
 
     labelled(only_when_deployed)
     (finished.folder / "probes-on-rollout-residual.png").write_bytes(b"of an earlier time")
-    names = {path.name for path in probe_job(finished, PER_MODE, progress=False)}
+    with saved_titles() as seen:
+        names = {path.name for path in probe_job(finished, PER_MODE, progress=False)}
     kinds = ("residual", "inputs", "reliability")
+    assert [len(seen), untitled(seen, finished.settings.preset)] == [2 * len(kinds), []]
     figures = {f"probes-deploy-{unit}-{kind}.png" for unit in ("rollout", "token") for kind in kinds}
     assert names == {"probes.jsonl", "probes.md", *figures}
     assert {path.name for path in finished.folder.glob("probes*")} == names

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny_study import tiny_job
+from titles import saved_titles, untitled
 
 from studies.common.tables import interval, number
 from studies.environments.micro.world import MicroWitness
@@ -45,8 +46,10 @@ def labelled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_and_the_figure_are_what_the_probes_measured(jobs: list[Job], tmp_path: Path) -> None:
     to, preset = tmp_path / "out", jobs[0].settings.preset
-    written = {path.name for path in write_watch(jobs, PER_MODE, 1, to)}
+    with saved_titles() as seen:
+        written = {path.name for path in write_watch(jobs, PER_MODE, 1, to)}
     assert written == {f"{preset}-watch.{kind}" for kind in ("json", "md", "png")}
+    assert [len(seen), untitled(seen, preset)] == [1, []]
     watch = Watch.read(to / f"{preset}-watch.json")
     rows = probe(jobs[0], PER_MODE, False, ("rollout",)).rows()
     for layer, name in (("blocks.1", "lda"), ("gradient", "logistic"), ("gradient", "direction")):

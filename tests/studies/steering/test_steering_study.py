@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from on_cluster import HERE, preempted
 from tiny_steering import TINY, Made
+from titles import saved_titles, untitled
 
 from mi_route2.sites import Site
 from studies.environments.micro.language import split
@@ -20,10 +21,10 @@ from studies.environments.micro.world import MicroWitness
 from studies.environments.protocol import Samples
 from studies.steering.answer import comparisons, frontier_counts, verdict
 from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, quarantine, sweep
-from studies.steering.figures import frontier_figure, latency_figure
+from studies.steering.figures import FIGURES, frontier_figure, latency_figure
 from studies.steering.fitting import Fitted, Gate, collect, fit, threshold
 from studies.steering.job import parts_of, run_steering
-from studies.steering.report import command, publish
+from studies.steering.report import command, publish, write_report
 from studies.steering.results import MODES, Draws, Estimate, Study, load_study, metrics
 from studies.steering.settings import SUBJECTS, Settings
 from studies.steering.study import run_study
@@ -44,6 +45,12 @@ def test_one_command_makes_everything(made: Made) -> None:
     results = json.loads((made.folder / "results.json").read_text())
     assert results["rollouts_per_cell"] == 10
     assert {row["subject"] for row in results["comparisons"]} == {"absorb", "route2-full"}
+
+
+def test_every_figure_says_of_which_preset_it_is(made: Made) -> None:
+    with saved_titles() as seen:
+        write_report(made.folder)
+    assert [len(seen), untitled(seen, made.settings.run.preset)] == [len(FIGURES), []]
 
 
 def test_a_run_that_was_ended_at_any_part_ends_with_the_same_bytes(made: Made, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from on_cluster import HERE, preempted
 from tiny_study import tiny_settings
+from titles import saved_titles, untitled
 
 from mi_route2.tensor_files import read_tensors
 from mi_route2.validation import write_json
@@ -94,6 +95,12 @@ def test_the_command_leaves_every_artifact_table_and_figure(study: Path) -> None
     assert content["seeds"] == [0]
     assert all(row["effect"]["n"] == 1 for row in content["rows"])
     assert "Does deleting agree with patching" in (study / HEADLINE).read_text()
+
+
+def test_every_figure_says_of_which_preset_it_is(study: Path) -> None:
+    with saved_titles() as seen:
+        write_report(study)
+    assert [len(seen), untitled(seen, tiny_training().preset)] == [3, []]
 
 
 def test_what_must_be_exact_is(study: Path) -> None:

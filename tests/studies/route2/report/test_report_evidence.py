@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from titles import saved_titles, untitled
 
 from studies.common.tables import number
 from studies.route2 import cli
+from studies.route2 import evidence as evidence_module
 from studies.route2.evidence import (
     EXPLOIT,
     ON_EXPLOIT,
@@ -168,6 +170,21 @@ def test_the_map_orders_worlds_by_what_ten_pairs_see(tmp_path: Path) -> None:
     assert map_figure(worlds, tmp_path / "map.png").stat().st_size > 10_000
     assert mapped(worlds[:2]) == []  # two worlds are no map
     assert mapped([replace(world, values={"vanilla": world.values["vanilla"]}) for world in worlds]) == []
+
+
+def test_every_figure_says_of_which_presets_it_is(tmp_path: Path) -> None:
+    """Drawn from what is published: the three worlds of the map, or the experiment of that name."""
+    results = Path(__file__).parents[4] / "docs/results"
+    figures = {name: draw for name, draw in vars(evidence_module).items() if name.endswith("_figure")}
+    assert {"fronts_figure", "map_figure"} <= figures.keys()
+    for name, draw in figures.items():
+        named = results / name.removesuffix("_figure")
+        folder = named if named.is_dir() else results / "map"
+        presets = sorted(path.stem for path in folder.glob("*.json") if not path.stem.endswith("-watch"))
+        with saved_titles() as seen:
+            draw([Evidence.read(folder / f"{preset}.json") for preset in presets], tmp_path / f"{name}.png")
+        assert len(seen) == 1
+        assert [untitled(seen, preset) for preset in presets] == [[]] * len(presets), name
 
 
 def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_rgba
+from titles import saved_titles, untitled
 
 from mi_route2.plots import VERMILLION, new_figure, style
+from studies.route2.headline import Result, write_headline_figure
 from studies.route2.report import write_figures, write_report
 from studies.route2.report.figures import COS_PANELS, all_arms_figures, curve_over_seeds, draw_panel, pages, write_cos_over_time
 from studies.route2.report.load import load_runs
@@ -91,6 +93,14 @@ def test_two_reports_of_one_folder_are_the_same_bytes(study: Callable[..., Path]
     assert {"cos_over_time.png", "training.png"} <= set(before)
     assert {path.name: path.read_bytes() for path in write_report(root)} == before
     assert all(path.parent == root and not path.name.startswith(".") for path in root.iterdir() if path.is_file())
+
+
+def test_every_figure_says_of_which_preset_it_is(root: Path) -> None:
+    with saved_titles() as seen:
+        write_report(root)
+        write_headline_figure(Result(json.loads((root / "table.json").read_text())), root / "headline.png")
+    assert len(seen) == 4
+    assert untitled(seen, "strong") == []
 
 
 def test_one_arm_on_one_seed_is_enough_for_a_figure(study: Callable[..., Path], tmp_path: Path) -> None:
