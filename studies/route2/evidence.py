@@ -38,7 +38,7 @@ from studies.route2.headline import EXPLOIT, HACK, SOLVE
 from studies.route2.predictions import FILE, Predictions, outcomes, p_text, predictions_markdown, ranks_within_seeds, sign_flip
 from studies.route2.publish import EARLY, mask_quality, provenance
 from studies.route2.report.figures import draw_means, panels
-from studies.route2.report.load import Run, RunSet, load_runs
+from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import by_seed, stopped_after
 from studies.training.arms import ARMS
 from studies.training.recorder import TIMINGS
@@ -162,14 +162,16 @@ def collect(runs: RunSet) -> Evidence:
             for key in ("auroc", "recall", "fire_clean"):
                 values[arm][f"late_{key}"] = [late.get((arm, seed), {}).get(key) for seed in runs.seeds]
         if arm in SIGNED:
-            values[arm]["late_flagged"] = [flagged_late(runs.runs[arm, seed]) if seed in own else None for seed in runs.seeds]
+            values[arm]["late_flagged"] = [
+                flagged_late(runs.runs[arm, seed].metrics) if seed in own else None for seed in runs.seeds
+            ]
         values[arm]["seconds"] = [seconds(runs.runs[arm, seed].folder) if seed in own else None for seed in runs.seeds]
     return Evidence(str(runs.settings["preset"]), runs.seeds, modes, provenance(runs), values)
 
 
-def flagged_late(run: Run) -> float | None:
-    """Return the share of rollouts that a run flags in its last ``AT_END`` steps, for which nobody has to know a hack."""
-    flags = [row["flags"] for row in run.metrics[-AT_END:] if row.get("flags")]
+def flagged_late(metrics: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of rollouts that were flagged in a run's last ``AT_END`` steps, for which nobody has to know a hack."""
+    flags = [row["flags"] for row in metrics[-AT_END:] if row.get("flags")]
     total = sum(row["n"] for row in flags)
     return sum(row["flagged"] for row in flags) / total if total else None
 

@@ -22,6 +22,7 @@ from studies.route2.evidence import (
     coverage,
     coverage_sentence,
     flagged,
+    flagged_late,
     goals,
     lessons,
     lessons_figure,
@@ -34,6 +35,7 @@ from studies.route2.evidence import (
     rates_figure,
     recall_sentence,
     recalls,
+    sign,
     stopped_inside,
     table,
     write_evidence,
@@ -170,6 +172,25 @@ def test_the_map_orders_worlds_by_what_ten_pairs_see(tmp_path: Path) -> None:
     assert map_figure(worlds, tmp_path / "map.png").stat().st_size > 10_000
     assert mapped(worlds[:2]) == []  # two worlds are no map
     assert mapped([replace(world, values={"vanilla": world.values["vanilla"]}) for world in worlds]) == []
+
+
+def test_a_run_is_loud_by_its_last_flags_and_broken_by_its_worst_mode() -> None:
+    early, late = ({"flags": {"n": 8, "flagged": flagged}} for flagged in (8, 1))
+    metrics = [*[early] * 30, *[late] * 10, *[{"flags": None}] * 5, {"flags": {"n": 2, "flagged": 1}}, *[late] * 4]
+    assert flagged_late(metrics) == (14 + 1) / (14 * 8 + 2)
+    assert flagged_late([{"flags": None}]) is None
+    found, seeds = evidence(), ("deploy_exploit_a", "deploy_exploit_b", "late_flagged")
+    rows = {
+        "filter-canary-run": ([0.0, 0.0], [0.05, 0.9], [0.03, 0.031]),
+        "canary-run-early": ([0.06, 0.0], [0.0, 0.0], [0.0, 0.2]),
+    }
+    values = {arm: dict(zip(seeds, row, strict=True)) for arm, row in rows.items()}
+    told = sign(replace(found, values={**found.values, **values})).splitlines()[2:]
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in told] == [
+        ["filter-canary-run", "2", "1", "0", "1", "1"],
+        ["canary-run-early", "2", "1", "1", "1", "0"],
+    ]
+    assert sign(found) == ""
 
 
 def test_every_figure_says_of_which_presets_it_is(tmp_path: Path) -> None:
