@@ -88,7 +88,7 @@ def publish(root: Path, to: Path) -> Path:
         found = outcomes(predictions, runs.settings["preset"], result.values)
         texts["predictions.md"] = predictions_markdown(predictions, found)
     with published(place, provenance(runs)) as part:
-        _copy(root, part)
+        _copy(runs, part)
         write_headline_figure(result, part / "headline.png")
         for name, text in texts.items():
             (part / name).write_text(text, encoding="utf-8")
@@ -106,13 +106,14 @@ def placeholder(preset: str, to: Path) -> Path:
     return place
 
 
-def _copy(root: Path, part: Path) -> None:
+def _copy(runs: RunSet, part: Path) -> None:
     """Copy the report's files; a file that the report could not write is replaced by a note."""
+    root = runs.root
     for name in REPORTS:
         source = root / name
         missing = f"# {name.removesuffix('.md')}\n\n*Not computed: no run that it needs is here.*\n"
         (part / name).write_text(source.read_text(encoding="utf-8") if source.exists() else missing, encoding="utf-8")
-    _copy_probes(root, part)
+    _copy_probes(runs, part)
     for name in JSONS:
         if (root / name).exists():
             (part / name).write_text(
@@ -123,10 +124,11 @@ def _copy(root: Path, part: Path) -> None:
     shutil.copyfile(root / "settings.json", part / "settings.json")
 
 
-def _copy_probes(root: Path, part: Path) -> None:
+def _copy_probes(runs: RunSet, part: Path) -> None:
     """Write probes.md: those of every probed arm and seed, each with its figures of the residual stream."""
     sections = []
-    for source in sorted(root.glob("seed-*/*/probes.md")):
+    probed = (run.folder / "probes.md" for run in runs.runs.values())  # a copy of a seed's folder under another name is no run
+    for source in sorted(path for path in probed if path.exists()):
         name = f"{source.parent.name}-{source.parent.parent.name}"
         sections.append(nested(source.read_text(encoding="utf-8")))
         for figure in sorted(source.parent.glob("probes-*-residual.png")):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mi_route2.adapters import load_adapters
-from mi_route2.hosts import Host
+from mi_route2.hosts import Host, open_host
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import (
     CanarySpec,
@@ -213,7 +213,9 @@ def steered(job: Job, world: World, host: Host, policy: Policy) -> Iterator[None
         drawn = torch.randn(vector.shape, generator=torch_generator(job.seed, "random steering"), dtype=torch.float64).to(vector)
         vector = drawn * (vector.norm() / drawn.norm())
     push = arm.steering * vector
-    with host.hooks({site: lambda h: h + push.to(h)}):
+    # A hook on the modules themselves: the model samples by itself, and nnsight's edits are in its traces alone.
+    modules = open_host("torch", policy.model) if job.host == "nnsight" else host
+    with modules.hooks({site: lambda h: h + push.to(h)}):
         yield
 
 

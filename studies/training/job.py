@@ -73,13 +73,16 @@ class Job:
         """Check the arguments before base models are trained.
 
         Raises:
-            ValueError: If the host, the precision or the sampler is unknown, or if the settings do not fit the world.
+            ValueError: If the host, the precision or the sampler is unknown or cannot run the arm, or if the settings do not fit
+                the world.
         """
         for name, known in (("host", HOSTS), ("precision", PRECISIONS), ("sampler", SAMPLERS)):
             if getattr(self, name) not in tuple(known):
                 raise ValueError(unknown_name(getattr(self, name), list(known), name))
         if self.sampler == "vllm" and self.settings.chat is None:
             raise ValueError("vLLM samples from a chat model: give --model and --world with it, or leave out --sampler")
+        if self.sampler == "vllm" and self.arm is not None and self.arm.steering:
+            raise ValueError(f"vLLM samples from a model without the steering of {self.name!r}: leave out this arm or --sampler")
         if self.sampler == "vllm":
             self.open_sampler()  # refuses a dtype; starts nothing
         _fit_the_world(self.settings, self.pairs)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_study import tiny_job
+from tiny_study import tiny_job, tiny_settings
 from torch import Tensor
 
 import studies.training.run as run_module
@@ -23,6 +23,7 @@ from studies.training.grpo import train
 from studies.training.job import DEPLOYED, EVAL, Job, build_hosted, build_pairs, build_policy, finished_policy
 from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.run import evaluate, run_job
+from studies.training.settings import ChatModel
 from studies.training.worlds import open_world
 
 pytestmark = pytest.mark.study
@@ -159,6 +160,12 @@ def test_clean_rollouts_are_those_of_the_honest_mode_or_of_low_scores(tmp_path: 
         assert clean.tolist() == [prompt.mode == "none" for prompt in samples.prompts]
     assert clean.any()
     assert not clean.all()
+
+
+def test_a_sampler_that_knows_no_steering_is_refused(tmp_path: Path) -> None:
+    settings = tiny_settings(world="leetcode", chat=ChatModel("nowhere", "0"))
+    with pytest.raises(ValueError, match=r"without the steering of 'preventative-1': leave out this arm or --sampler"):
+        Job(tmp_path, tmp_path, settings, 0, ARMS["preventative-1"], sampler="vllm")
 
 
 def test_an_arm_that_contradicts_itself_is_refused() -> None:

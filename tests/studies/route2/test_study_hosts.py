@@ -22,7 +22,7 @@ from studies.training.run import run_job
 pytestmark = pytest.mark.study
 
 STEPS = 8
-ARMS = ("base", "vanilla", "route2-act", "route2-full")
+ARMS = ("base", "vanilla", "route2-act", "route2-full", "preventative-2")
 
 
 @pytest.fixture(scope="module")

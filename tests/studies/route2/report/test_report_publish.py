@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -281,6 +282,7 @@ def test_probes_of_every_probed_run_are_copied_with_their_figures(root: Path, tm
         place = root / f"seed-{seed}" / arm
         (place / "probes.md").write_text(f"# Probes of {arm}, seed {seed}\n\n## As deployed\n")
         (place / "probes-deploy-rollout-residual.png").write_bytes(png(np.zeros((2, 2, 4), np.uint8)))
+    shutil.copytree(root / "seed-1", root / "seed-1-before")  # no seed
     folder = publish(root, tmp_path / "after")
     text = (folder / "probes.md").read_text()
     assert re.findall("^#+ .*", text, re.MULTILINE) == [
