@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int, Integer, Shaped
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
+from mi_route2.adapters.gradients import wide
 from mi_route2.architectures import CAUSAL, architecture_of, config_of, unwrapped
 from mi_route2.checks import Mask, as_mask, checked, demand_finite, token_row
 
@@ -493,6 +494,7 @@ def group_advantages(
     if not len(rewards):
         raise ValueError("there are no rewards: the batch has no rollouts")
     demand_finite("rewards", rewards)
+    dtype, rewards = rewards.dtype, rewards.to(wide(rewards.dtype))  # a count in bfloat16 ends at 256
     weight = torch.ones_like(rewards) if counted is None else counted.to(rewards.dtype)
     _, index = groups.unique(return_inverse=True)
     size = int(index.max()) + 1
@@ -505,4 +507,4 @@ def group_advantages(
         for worst, how in ((torch.inf, "amin"), (-torch.inf, "amax"))
     )
     advantage = rewards - torch.where(low == high, low, mean)[index]
-    return torch.where(count[index] > 0, advantage, torch.zeros_like(advantage))
+    return torch.where(count[index] > 0, advantage, torch.zeros_like(advantage)).to(dtype)

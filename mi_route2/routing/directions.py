@@ -408,6 +408,10 @@ class TopKFitter:
                 f"k={self.k}, noise_quantile={self.noise_quantile} are not valid: give at least one axis, and a share from 0 to 1"
             )
 
+    @property
+    def name(self) -> str:
+        return f"top{self.k}"
+
     def fit(self, policy: Policy, step: int) -> Directions:
         deltas = {site: difference.rows for site, difference in differences(policy, self.pairs, self.kind).items()}
         axes, strengths = {}, {}
@@ -425,7 +429,7 @@ class TopKFitter:
             raise ValueError("contrasts of norm 0 have no axes: are the hack and clean sides of the pairs the same?")
         floor = every.quantile(self.noise_quantile)
         vectors = {site: axes[site][strengths[site] >= floor].view(-1, *delta.shape[1:]) for site, delta in deltas.items()}
-        return Directions(vectors, Provenance(f"top{self.k}", self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
+        return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
 
 
 @dataclass(frozen=True)
