@@ -76,10 +76,13 @@ _CASTING = ("cpu", "cuda", "mps", "xpu")
 @contextmanager
 def exact() -> Iterator[None]:
     """Context, or decorator: outside of autocast, which would round the products of float32 numbers to half precision."""
+    casting = [device for device in _CASTING if torch.is_autocast_enabled(device)]
+    if not casting:
+        yield
+        return
     with ExitStack() as off:
-        for device in _CASTING:
-            if torch.is_autocast_enabled(device):
-                off.enter_context(torch.autocast(device, enabled=False))
+        for device in casting:
+            off.enter_context(torch.autocast(device, enabled=False))
         yield
 
 

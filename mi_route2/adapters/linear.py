@@ -314,7 +314,7 @@ class Branch(nn.Module):
         tape.packing(x)  # also without a reader, so that a wrong layout is always an error
         if not tape.saw_forward(self.site):
             return  # a replay repeats values that were already read
-        with torch.autocast(x.device.type, enabled=False):  # or products of features would be rounded to half precision
+        with exact():
             if tape.inputs is not None:
                 tape.inputs.read(self.site, tape.rows(x.detach()))
             if tape.kept is not None:
