@@ -346,8 +346,20 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str
         return torch.nn.functional.normalize(values.flatten(1), dim=1, eps=torch.finfo(values.dtype).tiny).view_as(values)
 
     hack, clean = (collect(policy, side, kind, basis) for side in (pairs.hack, pairs.clean))
-    floor = floors(hack, kind), floors(clean, kind)
-    return {site: contrast(rows(hack, floor[0], site), rows(clean, floor[1], site)) for site in policy.adapters.sites}
+    floor, same, deltas = (floors(hack, kind), floors(clean, kind)), _alike(pairs), dict[str, Contrast]()
+    for site in policy.adapters.sites:
+        one, other = rows(hack, floor[0], site), rows(clean, floor[1], site)
+        deltas[site] = contrast(one, torch.where(same.to(one.device).view(-1, *[1] * (one.ndim - 1)), one, other))
+    return deltas
+
+
+def _alike(pairs: PairBatch) -> Bool[Tensor, " n"]:
+    """Return which pairs have one rollout on both sides, which half precision rounds by its padding."""
+    hack, clean = (
+        [(t[real].tolist(), learned[real].tolist()) for t, real, learned in zip(side.tokens, side.attention, side.completion)]
+        for side in (pairs.hack, pairs.clean)
+    )
+    return torch.tensor([one == other for one, other in zip(hack, clean)])
 
 
 def contrast(hack: Tensor, clean: Tensor) -> Contrast:
