@@ -90,7 +90,7 @@ class Site:
             )
         if (self.layer is None) != (self.linear == "unembed"):
             raise ValueError(f"layer {self.layer!r} does not fit {self.linear or self.point!r}: only the unembedding has no layer")
-        if self.layer is not None and self.layer < 0:
+        if self.layer is not None and (isinstance(self.layer, bool) or self.layer < 0):
             raise ValueError(
                 f"layer {self.layer} does not exist: layers count from 0, and negative numbers do not count from the last one"
             )

@@ -16,11 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.adapters import Adapters
-from mi_route2.adapters.gradients import Pairs, rounding, wide
+from mi_route2.adapters.gradients import Pairs, exact, rounding, wide
 from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing.directions import FullGradientReader, untouched
+from mi_route2.routing.directions import Features, FullGradientReader, untouched
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +65,14 @@ class Fingerprint:
         with untouched(policy.model.parameters()), torch.enable_grad(), policy.adapters.recording(tape):
             (-policy.logprobs(rollouts).sum()).backward()
         tape.assert_fired(self.left, backward=True)
-        sketches, squares, floor = [], [], rounding(reader.features.values())
+        return self._projected(reader.features)
+
+    @exact()
+    def _projected(self, features: Features) -> Float[Tensor, "b k"]:
+        """Return the projections of full-weight gradients; errors as in a call."""
+        sketches, squares, floor = [], [], rounding(features.values())
         for site, u in self.left.items():
-            gradient, v = reader.features[site], self.right[site]
+            gradient, v = features[site], self.right[site]
             if isinstance(gradient, Pairs):
                 out, into = (einsum(x.to(w), w, "b s d, d k -> b s k") for x, w in ((gradient.dy, u), (gradient.h, v)))
                 sketches.append((out * into).sum(dim=1))

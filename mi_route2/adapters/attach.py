@@ -165,8 +165,8 @@ class Adapters:
         """Return ``Vh`` of every site's base weight, the coordinates of activation directions.
 
         These are the adapter's own if the kept adapter is an SVD. A LoRA has none, so all coordinates of the weight are used. They
-        are computed once, and again if torch counts that an adapted base weight was written or replaced; all processes must call
-        this if the base is sharded.
+        are computed once, and again if an adapted base weight was cast, or torch counts that it was written or replaced; all
+        processes must call this if the base is sharded.
         """
         reshard(self.model)
         now = Versions(module.weight for module in self.modules.values())

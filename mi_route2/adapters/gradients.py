@@ -14,7 +14,8 @@ In floating point, a sum that is exactly 0 comes out as about ``eps`` times the 
 ``sum_t |dy_t| |h_t|``, so that such rounding errors can be told from a gradient.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -66,6 +67,23 @@ def rounding(features: Iterable[Feature]) -> Tensor:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for sums over tokens: float32 for half precision, otherwise ``dtype``."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+_CASTING = ("cpu", "cuda", "mps", "xpu")
+"""Devices that autocast knows."""
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Context, or decorator: outside of autocast, which would round the products of float32 numbers to half precision."""
+    casting = [device for device in _CASTING if torch.is_autocast_enabled(device)]
+    if not casting:
+        yield
+        return
+    with ExitStack() as off:
+        for device in casting:
+            off.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 @dataclass(frozen=True)
@@ -153,8 +171,12 @@ class Diagonal:
     h: Float[Tensor, "b s r"]
     dy: Float[Tensor, "b s r"]
 
+    @property
+    def _product(self) -> Float[Tensor, "b s r"]:
+        return self.h.to(wide(self.h.dtype)) * self.dy  # the terms may cancel, and what half precision rounds does not
+
     def values(self) -> Float[Tensor, "b r"]:
-        return (self.h * self.dy).sum(dim=1, dtype=wide(self.h.dtype))
+        return self._product.sum(dim=1)
 
     def inner(self, v: Float[Tensor, " r"]) -> Float[Tensor, " b"]:
         values = self.values()
@@ -168,8 +190,7 @@ class Diagonal:
 
     def weighted(self, weights: Float[Tensor, " b"] | Float[Tensor, "b s"]) -> Float[Tensor, " r"]:
         if weights.ndim == 2:
-            product = (self.h * self.dy).to(wide(self.h.dtype))
-            return torch.einsum("bs,bsr->r", weights.to(product.dtype), product)
+            return torch.einsum("bs,bsr->r", weights.to(wide(self.h.dtype)), self._product)
         values = self.values()
         return weights.to(values.dtype) @ values
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as every_module
 
-from mi_route2.adapters.gradients import wide
+from mi_route2.adapters.gradients import exact, wide
 from mi_route2.adapters.svd import SVD
 from mi_route2.adapters.tape import (
     HOOK_KINDS,
@@ -314,7 +314,7 @@ class Branch(nn.Module):
         tape.packing(x)  # also without a reader, so that a wrong layout is always an error
         if not tape.saw_forward(self.site):
             return  # a replay repeats values that were already read
-        with torch.autocast(x.device.type, enabled=False):  # or products of features would be rounded to half precision
+        with exact():
             if tape.inputs is not None:
                 tape.inputs.read(self.site, tape.rows(x.detach()))
             if tape.kept is not None:
@@ -329,7 +329,7 @@ class Branch(nn.Module):
             return False  # autograd would compute the gradient of the frozen factors too
         modules = (self.hook_kept_a, self.hook_kept, self.hook_quarantine, self.kept, self.quarantine)
         penalized = tape is not None and tape.l1 > 0  # what the quarantine alone adds
-        everywhere = every_module._global_forward_hooks or every_module._global_forward_pre_hooks
+        everywhere = any(getattr(every_module, f"_global{kind}") for kind in HOOK_KINDS)
         return not penalized and not everywhere and not any(module is not None and watched(module) for module in modules)
 
     def _stacked(self, x: Tensor, y: Tensor, tape: Tape | None) -> Tensor:
@@ -337,7 +337,7 @@ class Branch(nn.Module):
         if y.dtype != x.dtype or torch.is_autocast_enabled(y.device.type):
             return y + self._product(x, tape)
         base = self._slot[0].module
-        plain = type(base).forward is nn.Linear.forward and not watched(base) and not every_module._global_forward_hooks
+        plain = type(base).forward is nn.Linear.forward and not watched(base)
         fresh = y._base is None and y.is_contiguous()  # torch would send a view's gradient to another input
         return self._product(x, tape, y, overwrite=plain and fresh and tape is not None)
 
@@ -461,6 +461,7 @@ class RoutedLinear(nn.Module):
         return y
 
     @torch.no_grad()
+    @exact()
     def merge(self) -> None:
         """Merge ``W`` and the adapters that are switched on into one weight, for fast generation without gradients."""
         weight = whole(self.weight.detach())

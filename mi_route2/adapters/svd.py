@@ -26,7 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from mi_route2.adapters.gradients import wide
+from mi_route2.adapters.gradients import exact, wide
 from mi_route2.files import write_whole
 
 TOLERANCE = 0.01  # ``decompose`` warns above this ``error``
@@ -132,6 +132,7 @@ def _keep(path: Path, key: str, svd: SVD) -> None:
     write_whole(path, save(tensors, metadata={"seal": _seal(key, tensors)}))
 
 
+@exact()  # a cache would keep what autocast rounds
 def decompose(weight: Float[Tensor, "d_out d_in"], cache_dir: Path | None = None, *, rank: int | None = None) -> SVD:
     """Return the thin SVD of ``weight`` in at least float32, cut to ``rank``; read from ``cache_dir`` if it is cached there.
 

@@ -26,7 +26,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mi_route2.adapters.gradients import Diagonal, FactorGradient, Packed, Packing, Pairs
+from mi_route2.adapters.gradients import Diagonal, FactorGradient, Packed, Packing, Pairs, exact
 from mi_route2.checks import checked
 
 Hooks = Callable[[Tensor], Tensor]
@@ -301,6 +301,7 @@ def report(ctx: Any, tape: Tape, site: str, what: str) -> None:
     ctx.reported = True
 
 
+@exact()  # a backward may run within autocast too
 def _answer(
     ctx: Any, adapter: str, gate: Gate, factor: Tensor, h: Tensor, dy: Tensor, product: Callable[[], Tensor] | None = None
 ) -> Tensor | None:
@@ -456,7 +457,8 @@ class ReadOutput(torch.autograd.Function):
         (dy,) = grads
         x = ctx.saved_tensors[0].detach().to(dy.dtype)
         report(ctx, ctx.tape, ctx.site, "output")
-        ctx.tape.outputs.read(ctx.site, ctx.tape.pair(x, dy.detach()), ctx.tape.reported(ctx.site, "output"))
+        with exact():
+            ctx.tape.outputs.read(ctx.site, ctx.tape.pair(x, dy.detach()), ctx.tape.reported(ctx.site, "output"))
         return dy, None, None, None
 
 

@@ -93,23 +93,26 @@ def reshard(model: nn.Module) -> bool:
 
 
 class Versions:
-    """Tensors, and how often torch counts that each was written; equal if they are the same and none was written in between."""
+    """Tensors, how often torch counts that each was written, and their types; equal if they are the same and nothing was written.
+
+    (``model.to(dtype)`` gives a parameter other numbers, and counts no write.)
+    """
 
     def __init__(self, tensors: Iterable[Tensor]):
         # the tensors are kept, so that no other one can have their ids
-        self._seen = [(t, _version(t)) for t in tensors]
+        self._seen = [(t, _version(t), t.dtype) for t in tensors]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Versions) and self._ids == other._ids
 
     @property
-    def _ids(self) -> list[tuple[int, int]]:
-        return [(id(t), version) for t, version in self._seen]
+    def _ids(self) -> list[tuple[int, int, torch.dtype]]:
+        return [(id(t), version, dtype) for t, version, dtype in self._seen]
 
     @property
     def unwritten(self) -> bool:
         """True if none of the tensors was written since."""
-        return self == Versions(t for t, _ in self._seen)
+        return self == Versions(t for t, _, _ in self._seen)
 
 
 def _data_hash(t: Tensor) -> bytes:

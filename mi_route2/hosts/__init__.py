@@ -2,8 +2,9 @@
 
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from mi_route2.architectures import HOSTS
 from mi_route2.checks import checked
@@ -31,11 +32,11 @@ def open_host(name: str, model: Any) -> Host:
 
     Raises:
         ValueError: As in ``host_class``.
-        TypeError: ``model`` is a path (``load`` opens a checkpoint) or already a host.
+        TypeError: ``model`` is neither, as a path (``load`` opens a checkpoint), or already a host.
 
     Examples:
         >>> host = open_host("torch", model)
     """
-    if isinstance(model, str | Path | Host):
+    if not isinstance(model, nn.Module) and not hasattr(model, "_module"):  # an envoy of nnsight has one
         raise TypeError(f"open_host: model must be a Module, not {model!r:.60}: load(path) opens a checkpoint")
     return host_class(name)(model)

@@ -379,6 +379,11 @@ class RoutedGRPOTrainer(GRPOTrainer):
             rewards[self._rewards.isnan().all(dim=1)] = torch.nan
             first = self.accelerator.process_index * len(inputs)
             local = torch.arange(first, first + len(inputs), device=rewards.device)
+            group = rewards.view(-1, self.num_generations)
+            if self.args.multi_objective_aggregation == "sum_then_normalize":
+                # a mean of equal rewards may round, and Adam would make a whole step of that rest, as of any gradient
+                equal = (group.amin(dim=1) == group.amax(dim=1)).repeat_interleave(self.num_generations)
+                output["advantages"] = output["advantages"].masked_fill(equal[local], 0.0)
             output |= {"rewards": rewards[local], "groups": local // self.num_generations, "rollout": local - first}
             # What the rewards were computed on: the masks of the batch leave out what nothing is learned from.
             self._sampled = list(zip(inputs, self._completions, strict=True))
@@ -663,10 +668,11 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
 
 def _refuse_other_pairs(folder: Path, route: Route, origin: Provenance) -> None:
-    """Raise ``ValueError`` for directions of other pairs or another draw than the route's, which would stay until a refit."""
+    """Raise ``ValueError`` for directions of other pairs, axes or draw than the route's, which would stay until a refit."""
     fitter = getattr(route, "_fitter", None)
     pairs = getattr(getattr(fitter, "pairs", None), "pairs_hash", origin.pairs_hash)
-    if (pairs, getattr(fitter, "seed", origin.seed)) != (origin.pairs_hash, origin.seed):
+    drawn = getattr(fitter, "name", origin.fitter), getattr(fitter, "seed", origin.seed)
+    if (pairs, *drawn) != (origin.pairs_hash, origin.fitter, origin.seed):
         raise ValueError(
             f"{folder} has directions of other pairs, or of another draw, than this trainer's: give the pairs= and the route= that "
             "the run began with"

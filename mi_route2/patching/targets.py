@@ -14,7 +14,7 @@ from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
 from mi_route2.sites import Site
 
-_TARGET = re.compile(r"(.+?)(?:\[([0-9]+)\])?")
+_TARGET = re.compile(r"(.+?)(?:\[(0|[1-9][0-9]*)\])?")
 _READ_BY_OTHERS = ("resid_pre", "attn_in", "k", "v")
 """Points of a block that later positions read through its attention; so are the adapters at k and v."""
 

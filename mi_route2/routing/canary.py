@@ -21,7 +21,6 @@ The samples need no label: a fraction ``1 - q`` of the base's own rollouts is fl
     route = CanaryRoute(CanarySpec(), canary, samples_of_the_base)
 """
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,7 +86,9 @@ class Canary:
                         f"{name} of checkpoint {number} is the canary's own parameter, into which every checkpoint is copied: give "
                         "copies, as {name: tensor.clone() for name, tensor in adapters.tensors(quarantine=False).items()}"
                     )
-        self.policy, self._checkpoints = policy, copy.deepcopy(tuple(checkpoints))  # they may be parameters that train on
+        self.policy = policy
+        # copies, because they may be parameters that train on
+        self._checkpoints = [{name: t.detach().clone() for name, t in checkpoint.items()} for checkpoint in checkpoints]
 
     @staticmethod
     @checked
@@ -292,7 +293,7 @@ class CanaryRoute(OneCall):
             if self._ratios is None and self.spec.relative_to == "run":
                 raise ValueError("the run's own quarantine is compared relative to the run already: leave relative_to out")
             ratios = quarantine_ratios(policy) if self._ratios is None else self._ratios
-            if isinstance(ratios, Canary) and ratios.policy.model is policy.model:
+            if isinstance(ratios, Canary) and ratios.policy.adapters is policy.adapters:
                 raise ValueError("the canary's checkpoints would overwrite the trained adapters: give it a model of its own")
             self.monitor = calibrate(ratios, self._samples, self.spec.quantile, self.spec.top, self._micro)
         return None

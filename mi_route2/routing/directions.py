@@ -346,8 +346,20 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str
         return torch.nn.functional.normalize(values.flatten(1), dim=1, eps=torch.finfo(values.dtype).tiny).view_as(values)
 
     hack, clean = (collect(policy, side, kind, basis) for side in (pairs.hack, pairs.clean))
-    floor = floors(hack, kind), floors(clean, kind)
-    return {site: contrast(rows(hack, floor[0], site), rows(clean, floor[1], site)) for site in policy.adapters.sites}
+    floor, same, deltas = (floors(hack, kind), floors(clean, kind)), _alike(pairs), dict[str, Contrast]()
+    for site in policy.adapters.sites:
+        one, other = rows(hack, floor[0], site), rows(clean, floor[1], site)
+        deltas[site] = contrast(one, torch.where(same.to(one.device).view(-1, *[1] * (one.ndim - 1)), one, other))
+    return deltas
+
+
+def _alike(pairs: PairBatch) -> Bool[Tensor, " n"]:
+    """Return which pairs have one rollout on both sides, which half precision rounds by its padding."""
+    hack, clean = (
+        [(t[real].tolist(), learned[real].tolist()) for t, real, learned in zip(side.tokens, side.attention, side.completion)]
+        for side in (pairs.hack, pairs.clean)
+    )
+    return torch.tensor([one == other for one, other in zip(hack, clean)])
 
 
 def contrast(hack: Tensor, clean: Tensor) -> Contrast:
@@ -408,6 +420,10 @@ class TopKFitter:
                 f"k={self.k}, noise_quantile={self.noise_quantile} are not valid: give at least one axis, and a share from 0 to 1"
             )
 
+    @property
+    def name(self) -> str:
+        return f"top{self.k}"
+
     def fit(self, policy: Policy, step: int) -> Directions:
         deltas = {site: difference.rows for site, difference in differences(policy, self.pairs, self.kind).items()}
         axes, strengths = {}, {}
@@ -425,7 +441,7 @@ class TopKFitter:
             raise ValueError("contrasts of norm 0 have no axes: are the hack and clean sides of the pairs the same?")
         floor = every.quantile(self.noise_quantile)
         vectors = {site: axes[site][strengths[site] >= floor].view(-1, *delta.shape[1:]) for site, delta in deltas.items()}
-        return Directions(vectors, Provenance(f"top{self.k}", self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
+        return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
 
 
 @dataclass(frozen=True)

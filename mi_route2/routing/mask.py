@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, rounding, wide
+from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, exact, rounding, wide
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape, demand_penalty
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch, group_advantages
@@ -63,6 +63,7 @@ Mask = Shaped[Tensor, " b"] | Shaped[Tensor, "b s"]
 # ---- pure functions: scores -> flags -> weights
 
 
+@exact()
 def cosine(feature: Feature, v: Tensor, floor: Float[Tensor, " b"] | None = None) -> Float[Tensor, " b"]:
     """Return ``cos(f_b, v)``; 0 if the feature is 0 or within rounding errors of 0 (its norm is at most ``floor``)."""
     inner, norms = feature.inner(v), feature.norms()
@@ -154,11 +155,13 @@ def per_rollout(values: Iterable[Tensor], predictors: Bool[Tensor, "b s"]) -> Fl
 
 def hooked(site: str, mask: Tensor, point: Hooks | None) -> Tensor:
     """Return ``mask`` after the hooks at the site's mask point; ``ValueError`` if they return no mask of its shape."""
+    writes = None if mask.is_inference() else mask._version
     new = mask if point is None else point(mask)
     if not isinstance(new, Tensor) or new.shape != mask.shape:
         got = f"a mask of shape {list(new.shape)}" if isinstance(new, Tensor) else f"a {type(new).__name__}"
         raise ValueError(f"a hook at {site}.hook_mask returned {got}, not a mask of shape {list(mask.shape)}")
-    if new is not mask and not bool(((new >= 0) & (new <= 1)).all()):  # negated, so that NaN fails too
+    untouched = new is mask and writes is not None and writes == mask._version
+    if not untouched and not bool(((new >= 0) & (new <= 1)).all()):  # negated, so that NaN fails too
         wrong = new[~((new >= 0) & (new <= 1))][0].item()
         raise ValueError(f"a hook at {site}.hook_mask returned {wrong}, but a mask lies between 0 (flagged) and 1 (learned)")
     return new
@@ -257,6 +260,7 @@ class MaskGate:
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
         if self._want_unrouted:
             plain, name = pair.weighted(torch.ones_like(self._batch.advantages)), f"{site}.{factor}"
+            plain = plain.to(wide(plain.dtype))  # as the parameter's own ``.grad``, which sums micro-batches
             self.unrouted[name] = self.unrouted[name] + plain if name in self.unrouted else plain
         waits, scored = self._spec.decided_at == "finish", self._spec.score == "grad" and factor in SCORED
         # Scored gradients are read three times (inner product, norm, weighted sum), so the product over tokens is computed once.
@@ -345,6 +349,7 @@ class _MaskStep(Once):
         self._spec, self._policy, self.parts, self._before = spec, policy, parts, before
         self._gates, self._generator, self._order = gates, generator, order
 
+    @exact()
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters = self._policy.adapters
         self._finish(self.parts, adapters, masks=True, acts="" if reduce is None else REDUCING)
@@ -362,6 +367,7 @@ class _MaskStep(Once):
             reduce([*trained_gradients(kept, adapters.quarantine_parameters()), *unrouted.values()])
         return self._decision(unrouted)
 
+    @exact()
     def settle(self, part: Part) -> None:
         gate = part.tape.kept
         if self._spec.shuffle or not isinstance(gate, MaskGate) or not gate.waiting:

@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
+from mi_route2.adapters.gradients import exact
 from mi_route2.adapters.linear import SharedQuarantine
 from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape, demand_penalty
 from mi_route2.checks import checked
@@ -440,6 +441,7 @@ class DelayedRoute(OpenRoute):
         return super().begin(policy, batch, context, kept=self._step >= self._first)
 
 
+@exact()
 def hack_component(gradient: Tensor, axes: Tensor) -> Tensor:
     """Return ``relu(V g) V``: the part of ``gradient`` along the orthonormal ``axes [k, *shape]`` that points hack-ward."""
     flat = axes.flatten(1)

@@ -11,6 +11,8 @@ from transformers import (
     BertLMHeadModel,
     GPTBigCodeConfig,
     GPTBigCodeForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     XLNetConfig,
@@ -18,7 +20,7 @@ from transformers import (
 )
 
 from mi_route2.adapters import AdapterSpec, attach
-from mi_route2.rollouts import Policy
+from mi_route2.rollouts import Policy, Rollouts
 
 _SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "max_position_embeddings": 32}
 _SPECIAL = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 1)
@@ -61,13 +63,32 @@ BERT = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_att
 XLNET = {"vocab_size": VOCAB, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
 
 
-def test_a_model_is_refused_whose_config_does_not_tell_that_tokens_see_later_ones() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_is_refused_whose_config_does_not_tell_that_tokens_see_later_ones(dtype: torch.dtype) -> None:
     """19 of 30 classes of transformers for causal models were so, with the configs that they make: tokens see what they predict."""
     for model in (BertLMHeadModel(BertConfig(**BERT)), XLNetLMHeadModel(XLNetConfig(**XLNET))):
         with pytest.raises(ValueError, match=r"tokens before others other logits than alone.*set is_decoder=True"):
-            make_policy(model, "*").logprobs(make_rollouts(side="right"))
-    policy = make_policy(BertLMHeadModel(BertConfig(**BERT, is_decoder=True)), "*")
+            make_policy(move_all(model, 0.1).to(dtype), "*").logprobs(make_rollouts(side="right"))
+    policy = make_policy(BertLMHeadModel(BertConfig(**BERT, is_decoder=True)).to(dtype), "*")
     assert policy.logprobs(make_rollouts(side="right")).isfinite().all()
+
+
+def test_padding_within_a_prompt_is_refused_where_it_counts_and_not_on_the_left() -> None:
+    """Biases by distance: padding on the left moves all tokens alike, and padding between them does not."""
+    torch.manual_seed(0)
+    mpt = MptForCausalLM(MptConfig(vocab_size=VOCAB, d_model=16, n_layers=2, n_heads=2, expansion_ratio=2, max_seq_len=32))
+    for model, counts in ((mpt, True), (WITHOUT_A_ROW["OPT"](), False)):
+        policy = make_policy(move_all(model).eval(), "*")
+        tokens, alone = torch.tensor([[3, 0, 0, 4, 5, 6]]), Rollouts.from_lists([[3, 4]], [[5, 6]], pad=0)
+        split = Rollouts(tokens, tokens > 0, tokens > 4)
+        left = Rollouts(tokens.sort(1).values, tokens.sort(1).values > 0, tokens.sort(1).values > 4)
+        expected = policy.logprobs(alone)[alone.predictors]
+        torch.testing.assert_close(policy.logprobs(left)[left.predictors], expected)
+        if counts:
+            with pytest.raises(ValueError, match=r"MptForCausalLM gives tokens behind padding other logits than alone"):
+                policy.logprobs(split)
+        else:
+            torch.testing.assert_close(policy.logprobs(split)[split.predictors], expected)
 
 
 @pytest.mark.parametrize("state", ["merged", "detached"])

@@ -4,9 +4,10 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ from families import make_family
 from mask_oracle import FixedFitter, assert_same, random_directions, run
 from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts, named_policy
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from torch.nn.utils import parametrizations
 from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForCausalLM
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, Policy, Rollouts, attach, open_host
 from mi_route2.adapters import export_merged, load_adapters, save_adapters, save_pretrained
-from mi_route2.adapters.gradients import Pairs
+from mi_route2.adapters.gradients import Diagonal, Pairs
 from mi_route2.adapters.io import TENSORS
 from mi_route2.adapters.svd import SVD
 from mi_route2.rollouts import call_with_mask, packed_forward
@@ -30,6 +31,7 @@ from mi_route2.routing import (
     OpenSpec,
     PairBatch,
     PersonaFitter,
+    StepContext,
     TopKFitter,
     group_advantages,
 )
@@ -37,6 +39,7 @@ from mi_route2.routing.canary import Canary
 from mi_route2.routing.directions import ActivationReader, collect, floors
 from mi_route2.routing.mask import cosine
 from mi_route2.routing.optimizer import RoutedAdamW
+from mi_route2.routing.routes import hack_component
 from mi_route2.vllm import VllmSampler
 from mi_route2.vllm.sampler import _logprobs
 from probes.fingerprint import Fingerprint
@@ -162,12 +165,82 @@ def test_scores_under_autocast_have_the_digits_of_their_features(unit: Literal["
     torch.testing.assert_close(scores, torch.stack(cosines).mean(0), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["svd", "lora", "lora-stacked"])
+@pytest.mark.parametrize(
+    "spec",
+    [MaskSpec("act"), MaskSpec("act", score_policy="ablated"), MaskSpec("grad"), MaskSpec("full", "rollout")],
+    ids=lambda spec: f"{spec.score}-{spec.unit}-{spec.score_policy}",
+)
+def test_a_whole_step_under_autocast_is_the_one_whose_forward_is(spec: MaskSpec, name: str) -> None:
+    """Autocast reaches the backward and the end of a step too, whose sums would be rounded to half precision."""
+    batch, runs = make_batch(), []
+    batch = replace(batch, rewards=batch.rewards.float(), advantages=batch.advantages.float())
+    for whole in (False, True):
+        policy = make_policy(SPECS[name.removesuffix("-stacked")], dtype=torch.float32)
+        policy.adapters.stack = name.endswith("-stacked")
+        policy = Policy(policy.model, policy.adapters, autocast)
+        route = MaskRoute.from_pairs(PairBatch(make_rollouts(5), make_rollouts(5, seed=3), ""), spec, want_unrouted=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=whole):
+            route.refresh(policy, 0)
+            decision = route.backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits).sum(1) * part.advantages)
+        assert route.directions is not None
+        assert decision.scores is not None
+        gradients = [p.grad for p in policy.adapters.kept_parameters().values()]
+        runs.append([*route.directions.vectors.values(), decision.scores, *gradients, *decision.unrouted.values()])
+    for plain, under in zip(*runs, strict=True):
+        torch.testing.assert_close(under, plain, rtol=0, atol=0)
+
+
+def test_what_is_kept_is_computed_outside_of_autocast(tmp_path: Path) -> None:
+    """Coordinates that a cache keeps, merged weights, what an erase route removes, fingerprints."""
+    q, p = (torch.linalg.qr(torch.randn(1024, 1024, generator=seeded()))[0] for _ in range(2))
+    weight, policy = (q * torch.arange(1, 1025) ** -0.5) @ p, make_policy(SPECS["lora"], dtype=torch.float32)
+    plain = Policy(policy.model, policy.adapters, autocast)
+    axes, fingerprint = torch.linalg.qr(p[:, :3])[0].mT, Fingerprint.draw(policy.adapters, width=8, generator=seeded())
+    found: list[list[Tensor]] = []
+    for casts in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            svd = decompose(weight, tmp_path / str(casts), rank=4)
+            with policy.adapters.merged():
+                merged = [module.merged_weight for module in policy.adapters.modules.values()]
+            found.append([svd.U, svd.S, svd.Vh, *merged, hack_component(p[0], axes), fingerprint(plain, make_rollouts(4))])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_an_unrouted_gradient_of_half_precision_is_summed_as_the_routed_one() -> None:
+    """Over many micro-batches; the second moment of an optimizer comes of it."""
+    policy, batch = make_policy(SPECS["lora"], dtype=torch.bfloat16), make_batch(12)
+    route = MaskRoute.from_flags(torch.zeros(12, dtype=torch.bool), want_unrouted=True)
+    context = StepContext(seeded(), micro=1)
+    decision = route.backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits), context)
+    for name, p in policy.adapters.kept_parameters().items():
+        assert torch.equal(decision.unrouted[name], p.grad)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_diagonal_gradient_that_nearly_cancels_has_its_digits(dtype: torch.dtype) -> None:
+    """Products are summed as they are, and not rounded to half precision before. Oracle: float64."""
+    generator = seeded()
+    h = torch.randn(4, 1, 64, generator=generator) + 0.03 * torch.randn(4, 16, 64, generator=generator)
+    dy = torch.randn(4, 16, 64, generator=generator)
+    gradient = Diagonal(h.to(dtype), (dy - dy.mean(1, keepdim=True)).to(dtype))
+    exact = (gradient.h.double() * gradient.dy.double()).sum(1)
+    torch.testing.assert_close(gradient.values().double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient.weighted(torch.ones(4, 16)).double(), exact.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def written(_: nn.Module, given: object, mask: Tensor, value: float) -> None:
+    mask.fill_(value)
+
+
+@pytest.mark.parametrize("how", ["returned", "written in place"])
 @pytest.mark.parametrize("value", [-0.5, 1.5, torch.nan, torch.inf])
-def test_a_mask_that_is_none_is_refused(value: float) -> None:
+def test_a_mask_that_is_none_is_refused(value: float, how: str) -> None:
     """-0.5 would train the kept adapter uphill."""
     policy, route = make_policy(SPECS["lora"]), MaskRoute.from_flags(torch.zeros(6, dtype=torch.bool))
     point = policy.adapters.sites["blocks.0.attn.q"].hook_mask
-    handle = point.register_forward_hook(lambda _, given, mask: torch.full_like(mask, value))
+    hook = partial(written, value=value) if how != "returned" else lambda _, given, mask: torch.full_like(mask, value)
+    handle = point.register_forward_hook(hook)
     with pytest.raises(ValueError, match=rf"blocks.0.attn.q.hook_mask returned {value}, but a mask lies between 0"):
         route.backward(policy, make_batch(), lambda logits, part: -part.rollouts.logprobs(logits))
     handle.remove()
@@ -199,6 +272,26 @@ def test_equal_rewards_have_an_advantage_of_0(dtype: torch.dtype) -> None:
         rewards[0] = 9.0
         if size > 1:
             assert not group_advantages(rewards, groups, torch.arange(2 * size) > 0)[1:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_advantages_of_half_precision_are_of_the_mean(dtype: torch.dtype) -> None:
+    """A count in bfloat16 ends at 256, and a sum in float16 at 65504."""
+    rewards = (900 * torch.rand(600, generator=seeded())).to(dtype)
+    found, mean = group_advantages(rewards, torch.zeros(600, dtype=torch.long)), rewards.double().mean()
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), rewards.double() - mean, rtol=0, atol=500 * torch.finfo(dtype).eps)
+
+
+def test_coordinates_are_those_of_the_weights_in_their_present_type() -> None:
+    """Torch does not count ``model.to`` as a write; a process that loads the directions has coordinates of the cast weights."""
+    policy = make_policy(SPECS["lora"], dtype=torch.float32)
+    weight = policy.adapters.sites["blocks.0.attn.q"].weight
+    weight.copy_(torch.linalg.qr(torch.randn(16, 16, generator=seeded()))[0])  # no singular vector is more than rounding's choice
+    policy.adapters.coordinates()
+    policy.model.to(torch.bfloat16)
+    for site, vectors in policy.adapters.coordinates().items():
+        assert torch.equal(vectors, decompose(policy.adapters.sites[site].weight).Vh)
 
 
 def test_activations_that_cancel_have_no_cosine() -> None:
@@ -475,11 +568,12 @@ def test_small_things_say_what_is_wrong(tmp_path: Path) -> None:
     assert torch.equal(model.inner(input=x), model.inner(x))
 
 
-def test_stacked_adapters_run_one_by_one_under_a_hook_on_every_module() -> None:
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_full_backward_hook])
+def test_stacked_adapters_run_one_by_one_under_a_hook_on_every_module(register: Callable[..., Any]) -> None:
     policy, seen = named_policy("lora-stacked"), list[str]()
-    handle = register_module_forward_hook(lambda module, given, out: seen.append(type(module).__name__))
+    handle = register(lambda module, given, out: seen.append(type(module).__name__))
     with policy.adapters.unrouted():
-        policy.logprobs(make_rollouts())
+        policy.logprobs(make_rollouts()).sum().backward()
         handle.remove()
         assert seen.count("LoRA") == 24
         policy.logprobs(make_rollouts())

@@ -80,6 +80,7 @@ def test_sites_sort_by_layer_with_the_unembedding_last(sites: list[Site]) -> Non
         (lambda: Site(0, "kept_a", "unembed"), ValueError, "only the unembedding has no layer"),
         (lambda: Site(None, "kept_a", "mlp.up"), ValueError, "only the unembedding has no layer"),
         (lambda: Site(-1, "resid_post"), ValueError, "layer -1 does not exist"),
+        (lambda: Site(True, "resid_post"), ValueError, "layer True does not exist"),
         (lambda: Site.parse("blocks.-1.resid_post"), ValueError, "is not a site: write blocks.3.resid_mid"),
         (lambda: Site.parse("block.0.resid_post"), ValueError, "is not a site: write blocks.3.resid_mid"),
         (lambda: Site.parse("blocks.03.resid_post"), ValueError, "is not a site: write blocks.3.resid_mid"),

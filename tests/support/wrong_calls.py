@@ -257,6 +257,8 @@ wrong("site: parse a module's path", lambda: Site.parse("model.layers.0"), Value
 # Hosts
 wrong("open_host: arguments swapped", lambda: open_host(bare(), "torch"), TypeError, "name")
 wrong("open_host: a path", lambda: open_host("torch", "gpt2"), TypeError, "load(")
+wrong("open_host: no model", lambda: open_host("torch", None), TypeError, "load(")
+wrong("open_host: a number", lambda: open_host("torch", 3), TypeError, "load(")
 wrong("open_host: unknown host", lambda: open_host("tl", bare()), ValueError, "transformer_lens")
 wrong("open_host: unknown architecture", lambda: open_host("torch", nn.Linear(2, 2)), ValueError, "choose among")
 wrong("load: a number", lambda: load(3), TypeError, "path_or_id")

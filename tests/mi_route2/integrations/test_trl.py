@@ -420,12 +420,39 @@ def test_a_run_is_not_resumed_with_the_directions_of_other_pairs(tmp_path: Path)
     trainer.train()
     folder = tmp_path / "checkpoint-1"
     others = PairBatch(pairs().hack, pairs().clean, "others")
-    for route, more in ((MaskSpec("act"), {"pairs": others}), (MaskSpec("act", fitter="haar"), {})):
+    nonhack, haar = (MaskSpec("act", fitter=fitter) for fitter in ("nonhack", "haar"))  # pyright: ignore[reportArgumentType]
+    for route, more in ((MaskSpec("act"), {"pairs": others}), (haar, {}), (nonhack, {})):
         other, _ = make_trainer(tmp_path, route, steps=2, own=more)
         with pytest.raises(ValueError, match=r"has directions of other pairs, or of another draw, than this trainer's"):
             other.train(resume_from_checkpoint=str(folder))
     again, _ = make_trainer(tmp_path, MaskSpec("act"), steps=2)
     again.train(resume_from_checkpoint=str(folder))
+
+
+def test_a_run_is_not_resumed_with_fewer_axes(tmp_path: Path) -> None:
+    trainer, _ = make_trainer(tmp_path, EraseSpec(k=1), steps=1, save_strategy="steps", save_steps=1)
+    trainer.train()
+    other, _ = make_trainer(tmp_path, EraseSpec(k=2, refresh_every=0), steps=2)
+    with pytest.raises(ValueError, match=r"has directions of other pairs, or of another draw, than this trainer's"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+def test_equal_rewards_have_no_advantage(scale: str, tmp_path: Path) -> None:
+    """TRL's mean of them rounds, it divides the rest by 1e-4, and Adam would make whole steps of that."""
+    size = next(n for n in range(3, 40) if torch.full((n,), 0.3).nanmean() != torch.full((1,), 0.3))
+    rewards, steps = [0.3] * size + [0.25 * (i == 0) for i in range(size)], list[RoutedStep]()
+
+    def record(step: RoutedStep) -> dict[str, float]:
+        steps.append(step)
+        return {}
+
+    settings: dict[str, Any] = {"size": 2 * size, "num_generations": size, "scale_rewards": scale, "steps": 1}
+    trainer, _ = make_trainer(tmp_path, OpenSpec(), own={"record": record}, **settings)
+    trainer.reward_funcs = [lambda completions, **_columns: rewards]
+    trainer.train()
+    found = dict(zip(steps[0].rewards, steps[0].advantages, strict=True))
+    assert {round(reward, 2): bool(advantage) for reward, advantage in found.items()} == {0.3: False, 0.0: True, 0.25: True}
 
 
 def test_shuffled_flags_are_as_many(tmp_path: Path) -> None:

@@ -277,6 +277,8 @@ def test_sites_are_chosen_by_point_by_glob_or_by_themselves() -> None:
         choose(open_host("torch", make_family("GPTNeoX")), "resid_mid")
     with pytest.raises(ValueError, match="is not a site"):
         Target.parse("z[2]")
+    with pytest.raises(ValueError, match="is not a site"):
+        Target.parse("blocks.0.z[02]")  # a second name
     with pytest.raises(ValueError, match="has no head"):
         Target(Site(0, "mlp_out"), 1)
 

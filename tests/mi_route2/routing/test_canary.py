@@ -204,6 +204,8 @@ def test_a_checkpoint_is_what_it_was_when_it_was_given() -> None:
     trained, own, rollouts = make_policy(SPECS["lora"]), make_policy(SPECS["lora"], seed=3), make_batch(N).rollouts
     with pytest.raises(ValueError, match=r"of checkpoint 0 is the canary's own parameter.*give copies"):
         Canary(own, [own.adapters.tensors(quarantine=False)])
+    graph = {f"kept.{name}": p * 1.0 for name, p in trained.adapters.kept_parameters().items()}
+    assert torch.equal(Canary(own, [graph])(rollouts), Canary(own, [trained.adapters.tensors(quarantine=False)])(rollouts))
     one = Canary(own, [trained.adapters.tensors(quarantine=False)])
     before = one(rollouts)
     for parameter in trained.adapters.kept_parameters().values():
@@ -251,8 +253,9 @@ def test_bad_canaries_get_a_sentence() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             Canary(policy, wrong)
-    with pytest.raises(ValueError, match="overwrite the trained adapters"):
-        CanaryRoute(CanarySpec(), Canary(policy, [good]), SAMPLES).refresh(policy, 0)
+    for model in (policy.model, nn.Sequential(policy.model)):  # a wrapper is another model, with the same adapters in it
+        with pytest.raises(ValueError, match="overwrite the trained adapters"):
+            CanaryRoute(CanarySpec(), Canary(Policy(model, policy.adapters), [good]), SAMPLES).refresh(policy, 0)
     with pytest.raises(ValueError, match="learned nothing"):
         calibrate(Canary(policy, [{k: torch.zeros_like(v) for k, v in good.items()}]), SAMPLES, 0.9)
     with pytest.raises(ValueError, match="at least 20 samples"):

@@ -319,12 +319,13 @@ def test_haar_axes_for_erase_are_orthonormal() -> None:
             assert torch.allclose(axes.flatten(1) @ axes.flatten(1).T, torch.eye(3, dtype=torch.float64), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_pairs_whose_sides_are_the_same_have_no_direction(kind: str) -> None:
-    """Also where one side is padded further, so that they differ by rounding: noise over its norm would look like a direction."""
-    policy, side = make_policy(SPECS["svd"]), make_rollouts(3)
+def test_pairs_whose_sides_are_the_same_have_no_direction(kind: str, dtype: torch.dtype) -> None:
+    """Also where one side is padded otherwise, so that they differ by rounding: noise over its norm would look like a direction."""
+    policy, side = make_policy(SPECS["svd"], dtype=dtype), make_rollouts(3)
     wider = Rollouts(*(torch.nn.functional.pad(t, (0, 4)) for t in (side.tokens, side.attention, side.completion)))
-    for other in (side, wider):
+    for other in (side, wider, make_rollouts(3, left=True)):
         same = PairBatch(side, other, "same")
         with pytest.raises(ValueError, match="hack and clean sides"):
             persona(policy, kind, same).fit(policy, 0)

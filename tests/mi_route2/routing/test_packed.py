@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import TRANSFORMERS, VOCAB, make_family, move
+from families import TRANSFORMERS, VOCAB, make_family, move, move_all
 from hypothesis import given
 from hypothesis import strategies as st
 from mask_oracle import CASES, FixedFitter, assert_same, case_id, mask_route, random_directions, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import BloomConfig, BloomForCausalLM
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.adapters.gradients import Diagonal, Packed, Packing, Pairs, Written, added, compact
@@ -120,6 +121,16 @@ def test_a_model_whose_rollouts_would_see_each_other_is_refused() -> None:
     for model in (Leaky(make_family("Llama")), make_family("MicroGPT")):
         with pytest.raises(ValueError, match="does not keep the rollouts of one row apart"):
             packed_forward(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_half_precision_hides_no_rollouts_that_see_each_other(dtype: torch.dtype) -> None:
+    """Bloom has no positions, and its biases by distance leave little to tell by."""
+    torch.manual_seed(0)
+    model = move_all(BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2)), 0.1)
+    with pytest.raises(ValueError, match="does not keep the rollouts of one row apart"):
+        packed_forward(model.to(dtype).eval())
+    packed_forward(make_family("Qwen3", dtype))
 
 
 def test_a_row_of_another_length_is_refused() -> None:
