@@ -4,19 +4,23 @@ A worker shares nothing with the parent, so its death affects nothing else and i
 it, however that process ends.
 """
 
+import atexit
+import contextlib
 import errno
 import fcntl
 import multiprocessing as mp
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from multiprocessing import parent_process, resource_tracker
+from multiprocessing import forkserver, parent_process, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,17 +38,77 @@ def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connect
 
     The process never gets SIGINT, because Ctrl-C goes to every process of the terminal, and some may still be importing.
     """
-    context = mp.get_context("spawn")
-    resource_tracker.ensure_running()  # otherwise the first start would start it, which unblocks SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with _without_sigint():
+        context = _context(target)
         link, far = context.Pipe()
-        process = context.Process(target=target, args=(far, *args), daemon=True)
+        process: BaseProcess = context.Process(  # pyright: ignore[reportAttributeAccessIssue]
+            target=_run, args=(dict(os.environ), target, far, *args), daemon=True
+        )
         process.start()
         far.close()  # the parent's copy would keep the pipe open after the process's death
         return process, link
+
+
+@contextmanager
+def _without_sigint() -> Iterator[None]:
+    """Context: SIGINT waits, for this process and for the processes that are started."""
+    resource_tracker.ensure_running()  # otherwise the first start would start it, which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _context(target: Callable[..., object]) -> BaseContext:
+    """Return a context in which processes that run ``target`` start.
+
+    On Linux they are forks of a server, which imports the module of the first target and does nothing else: it has no threads, and
+    no device knows it. Elsewhere each process imports anew, as libraries of macOS do not survive a fork. The server ends when
+    neither this process nor a fork is left.
+    """
+    if sys.platform != "linux":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([target.__module__])
+    paths = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")  # modules come from where ours come from
+    try:
+        forkserver.ensure_running()
+    except OSError:  # TMPDIR may be too long for the path of a socket
+        return mp.get_context("spawn")
+    finally:
+        for name, value in paths.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
+def _end_server(parent: int) -> None:
+    """End the server at once, without torch's own end; if ``parent`` was killed, its socket and the folder of it go too."""
+    address = getattr(forkserver._forkserver, "_forkserver_address", None)
+    if address is not None and os.getppid() != parent:
+        with contextlib.suppress(OSError):
+            os.unlink(address)
+            os.rmdir(os.path.dirname(address))
+    os._exit(0)
+
+
+if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # this is the server; its forks do not get here
+    atexit.register(_end_server, os.getppid())
+
+
+def _run(environment: Mapping[str, str], target: Callable[..., object], *args: object) -> None:
+    _adopt(environment)
+    target(*args)
+
+
+def _adopt(environment: Mapping[str, str]) -> None:
+    """Take over the parent's environment: a fork has that of the server, which may be older."""
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 @contextmanager
@@ -140,7 +204,10 @@ def run_pool(
                 work(job)
                 look()
             return
-        with ProcessPoolExecutor(min(workers, len(jobs)), mp.get_context("spawn"), initializer=_end_silently) as pool:
+        with _without_sigint():
+            context = _context(work)
+        given = (dict(os.environ),)
+        with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_end_silently, initargs=given) as pool:
             left = {pool.submit(work, job) for job in jobs}
             try:
                 while left:
@@ -154,12 +221,14 @@ def run_pool(
                 pool.shutdown(cancel_futures=True)
 
 
-def _end_silently() -> None:
+def _end_silently(environment: Mapping[str, str]) -> None:
     """Make a worker of an executor end at once and without a traceback, at Ctrl-C or when its parent is gone.
 
     Ctrl-C reaches every process of a terminal; the end of the parent is not visible in an executor's queues.
     """
+    _adopt(environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a fork has the server's mask
     tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore that a killed worker would leave in the system
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -112,7 +112,7 @@ class Start:
     def until_at_work(self) -> float:
         """Wait until a job has begun (its grader's child exists) or the command has ended; return the seconds."""
         began = time.monotonic()
-        while self._process.poll() is None and not any("worker.py" in line for line in self._members().values()):
+        while self._process.poll() is None and not any("worker.py" in line for _, line in self._members().values()):
             time.sleep(0.02)
         return time.monotonic() - began
 
@@ -123,7 +123,7 @@ class Start:
         self.until_at_work()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(delay)
-        workers = [pid for pid, line in self._members().items() if "spawn_main" in line]
+        workers = self._workers()
         if self._process.poll() is not None or (target == "a worker" and not workers):
             return False
         if target == "everything":
@@ -158,8 +158,17 @@ class Start:
         """Return the last line of its stderr."""
         return (self._log.read_text(errors="replace").splitlines() or ["nothing"])[-1]
 
-    def _members(self) -> dict[int, str]:
-        """Return the living processes of the group: id -> command line."""
-        listed = subprocess.run(["ps", "-A", "-o", "pid=,pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
-        fields = [line.split(None, 3) for line in listed.splitlines()]
-        return {int(f[0]): f[3] for f in fields if len(f) == 4 and int(f[1]) == self._process.pid and not f[2].startswith("Z")}
+    def _workers(self) -> list[int]:
+        """Return the forks of the command's server, which has their command line."""
+        members = self._members()
+        servers = {pid for pid, (parent, line) in members.items() if parent == self._process.pid and "forkserver" in line}
+        return [pid for pid, (parent, _) in members.items() if parent in servers]
+
+    def _members(self) -> dict[int, tuple[int, str]]:
+        """Return the living processes of the group: id -> parent's id and command line."""
+        listed = subprocess.run(
+            ["ps", "-A", "-o", "pid=,ppid=,pgid=,stat=,args="], capture_output=True, text=True, check=True
+        ).stdout
+        fields = [line.split(None, 4) for line in listed.splitlines()]
+        group = [f for f in fields if len(f) == 5 and int(f[2]) == self._process.pid and not f[3].startswith("Z")]
+        return {int(f[0]): (int(f[1]), f[4]) for f in group}

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch._dynamo  # optimizers import it on first use: once here and not in every fork
 from tqdm import tqdm
 
 from studies.common.tables import markdown_table

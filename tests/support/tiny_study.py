@@ -1,6 +1,11 @@
 """A study small enough for tests: a short warm start, few steps, few rollouts; everything else is the real thing."""
 
+import os
+import signal
+import sys
+import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,3 +29,18 @@ def tiny_job(root: Path, arm: str | Arm | None = "route2-grad", seed: int = 0, c
     settings = tiny_settings(**changes)
     chosen = None if arm == "base" else ARMS[arm] if isinstance(arm, str) else arm
     return Job(root / settings.folder, cache or root / "cache", settings, seed, chosen, **elsewhere)
+
+
+def tell(link: Connection) -> None:
+    """Say what this process is and has: for ``studies.common.processes.start``."""
+    link.send(
+        {
+            "parent": os.getppid(),
+            "threads": len(list(Path("/proc/self/task").iterdir())),
+            "seconds": time.process_time(),
+            "interrupted": signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+            "environment": dict(os.environ),
+            "path": sys.path,
+            "folder": os.getcwd(),
+        }
+    )

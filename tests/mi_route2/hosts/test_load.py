@@ -260,13 +260,20 @@ def test_another_base_is_taken_when_that_is_meant(qwen: Path, tmp_path: Path) ->
 
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
-    """The libraries take seconds each; torch's compiler too, which its own optimizers import when they are made."""
+    """The libraries take seconds each; torch's compiler too, which its own optimizers import when they are made.
+
+    And a base model is trained without it, schedule and all.
+    """
     libraries = "{'transformers', 'transformer_lens', 'nnsight', 'peft', 'mi_route2.engine', 'torch._dynamo'}"
     step = (
         "p = torch.nn.Parameter(torch.ones(2)); o = RoutedAdamW([{'params': [p]}], lr=.1); o.zero_grad(); p.sum().backward(); "
         "o.step(); o.load_state_dict(o.state_dict())"
     )
     names = "import sys, torch, mi_route2; from mi_route2.routing.optimizer import RoutedAdamW"
-    code = f"{names}; {step}; print({libraries} & set(sys.modules))"
+    world = "from studies.environments.micro.settings import WarmStartConfig, get_world"
+    base = (
+        "from studies.environments.micro.warmstart import train; train(get_world('strong'), WarmStartConfig(steps=2, batch=4), 0)"
+    )
+    code = f"{names}; {step}; {world}; {base}; print({libraries} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mi_route2.routing.optimizer import RoutedAdamW
+from mi_route2.routing.optimizer import RoutedAdamW, uncompiled
 
 
 def parameters(seed: int = 0) -> list[nn.Parameter]:
@@ -35,6 +35,36 @@ def test_unrouted_it_is_torchs_adamw(betas: tuple[float, float], weight_decay: f
         plain.step()
     for p, q in zip(own, other):
         assert torch.allclose(p, q, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.AdamW, {"lr": 0.03, "weight_decay": 0.1, "fused": True}),
+        (torch.optim.Adam, {"lr": 0.03}),
+        (torch.optim.SGD, {"lr": 0.03, "momentum": 0.9}),
+    ],
+)
+def test_uncompiled_an_optimizer_of_torch_takes_the_same_steps_to_the_last_bit(
+    kind: type[torch.optim.Optimizer], settings: dict[str, object]
+) -> None:
+    """Under a schedule, and from its own saved state."""
+    sides = []
+    for made in (kind, uncompiled(kind)):
+        own = parameters()
+        optimizer = made(own, **settings)
+        for half in range(2):
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            for step in range(5):
+                optimizer.zero_grad()
+                for p, g in zip(own, gradients(10 * half + step)):
+                    p.grad = g.clone()
+                optimizer.step()
+                schedule.step()
+            saved, optimizer = optimizer.state_dict(), made(own, **settings)
+            optimizer.load_state_dict(saved)
+        sides.append(own)
+    assert all(torch.equal(p, q) and not torch.equal(p, r) for p, q, r in zip(*sides, parameters()))
 
 
 @given(betas=st.sampled_from([(0.9, 0.99), (0.0, 0.9)]), weight_decay=st.sampled_from([0.0, 0.05]), which=st.integers(0, 7))

@@ -9,18 +9,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_study import WARM, tiny_job
+from tiny_study import WARM, tell, tiny_job
 
 import studies.training.progress as live
 import studies.training.run as run_module
 import studies.training.schedule as schedule
-from studies.common.processes import exclusive, held
+from studies.common.processes import exclusive, held, start
 from studies.environments.micro.settings import get_world
 from studies.environments.micro.warmstart import warm_start
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS
@@ -103,6 +105,74 @@ def test_two_workers_write_the_same_bytes_as_one_and_finished_jobs_need_none(
     monkeypatch.setattr(schedule, "_hire", None)
     assert run_jobs(jobs, 2) == []
     assert [(bar.n, bar.total) for bar in bars["bars"]] == [(1 + 2 * STEPS, 1 + 2 * STEPS)] * 2
+
+
+def new_worker() -> dict[str, Any]:
+    """What a new worker says of itself."""
+    process, link = start(tell)
+    with link:
+        said = link.recv()
+    process.join()
+    assert process.exitcode == 0
+    return said
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux alone")
+
+
+@LINUX
+def test_workers_are_forks_of_one_server_that_has_one_thread_and_have_what_their_parent_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever changed since the server started; they have imported torch before they begin, and Ctrl-C is the parent's."""
+    before = new_worker()
+    monkeypatch.setenv("NEW", "of today")
+    monkeypatch.delenv("PATH")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    after = new_worker()
+    assert before["parent"] == after["parent"] != os.getpid()
+    assert (after["environment"], after["path"], after["folder"]) == (dict(os.environ), sys.path, str(tmp_path))
+    for one in (before, after):
+        assert (one["threads"], one["interrupted"]) == (1, False)
+        assert one["seconds"] < 0.5
+
+
+@LINUX
+def test_a_killed_server_costs_no_run_and_the_next_start_makes_another(
+    tmp_path: Path, cache: Path, whole: dict[str, bytes], bars: dict[str, Any]
+) -> None:
+    server, killed = new_worker()["parent"], list[int]()
+    assert server != os.getpid()
+
+    def kill(n: int) -> None:
+        if n >= 10 and not killed:
+            killed.append(server)
+            os.kill(server, signal.SIGKILL)
+
+    bars["tap"], jobs = kill, jobs_in(tmp_path, cache)
+    assert run_jobs(jobs, 2) == []
+    assert contents(jobs) == whole
+    assert killed
+    assert new_worker()["parent"] not in (server, os.getpid())
+
+
+@LINUX
+def test_where_no_socket_can_be_made_workers_are_processes_of_their_own(tmp_path: Path) -> None:
+    """The path of a socket has at most 107 bytes, and its folder is in TMPDIR."""
+    (deep := tmp_path / ("long-" * 25)).mkdir()
+    script = (
+        "import os, sys\n"
+        "from studies.common.processes import start\n"
+        "from tiny_study import tell\n"
+        "process, link = start(tell)\n"
+        "assert link.recv()['parent'] == os.getpid()\n"
+        "process.join()\n"
+    )
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests/support")))
+    environment = {**os.environ, "TMPDIR": str(deep), "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_killed_worker_costs_its_own_job_alone_and_is_reported_in_a_sentence(
@@ -197,13 +267,19 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
         time.sleep(0.01)
 
 
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder for temporary files whose path is as short as a user's."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("how", ["Ctrl-C", "kill -9 of the parent"])
 def test_a_stopped_command_leaves_no_process_and_goes_on_bit_for_bit(
-    tmp_path: Path, cache: Path, whole: dict[str, bytes], how: str
+    tmp_path: Path, cache: Path, whole: dict[str, bytes], how: str, scratch: Path
 ) -> None:
     shutil.copytree(cache, tmp_path / "warmstarts")
-    jobs, scratch = jobs_in(tmp_path, tmp_path / "warmstarts"), tmp_path / "scratch"
-    scratch.mkdir()
+    jobs = jobs_in(tmp_path, tmp_path / "warmstarts")
     run = subprocess.Popen(
         command(tmp_path, 2 if how == "Ctrl-C" else 1),
         stdout=subprocess.PIPE,
@@ -230,8 +306,8 @@ def test_a_stopped_command_leaves_no_process_and_goes_on_bit_for_bit(
     if how == "Ctrl-C":
         assert run.returncode == 130, errors
         assert errors.rstrip().endswith("stopped; the same command goes on from the last checkpoints")
-        assert list(scratch.iterdir()) == []
         assert not list(tmp_path.glob("**/.*.tmp"))
+    assert list(scratch.iterdir()) == []
     assert "Traceback" not in errors + output
     for job in jobs:
         told: list[int] = []
@@ -360,6 +436,15 @@ def test_progress_never_passes_its_total(tmp_path: Path, cache: Path, monkeypatc
     assert job.finished
 
 
+@pytest.fixture
+def another_server() -> Iterator[None]:
+    """The workers of a test are forks of a server of its own, which has the environment of the test."""
+    forkserver._forkserver._stop()
+    yield
+    forkserver._forkserver._stop()
+
+
+@pytest.mark.usefixtures("another_server")
 def test_a_worker_is_one_thread_from_its_first_step_and_says_how_far_its_base_model_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
