@@ -45,8 +45,8 @@ def sentence(document: dict[str, Any]) -> str:
     assert all(counts.values()), "an operation was never asked"
     return (
         f"schemathesis {document['schemathesis']} sent {total:,} drawn requests (seed {document['seed']}) to all {len(counts)} "
-        f"operations in {document['seconds'] / 60:.0f} minutes, of which {accepted:,} were accepted, and every answer had a status, a "
-        f"content type and a body that the schema declares; {failures or 'none'} {'were' if failures > 1 else 'was'} a 5xx"
+        f"operations in {document['seconds'] / 60:.0f} minutes, of which {accepted:,} were accepted, and every answer had a status, "
+        f"a content type and a body that the schema declares; {failures or 'none'} {'were' if failures > 1 else 'was'} a 5xx"
     )
 
 
