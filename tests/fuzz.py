@@ -43,10 +43,11 @@ def sentence(document: dict[str, Any]) -> str:
     accepted, failures = (sum(one.get(kind, 0) for one in counts.values()) for kind in ("2xx", "5xx"))
     assert document["status"] == 0
     assert all(counts.values()), "an operation was never asked"
+    minutes, were = document["seconds"] / 60, "were" if failures > 1 else "was"
     return (
         f"schemathesis {document['schemathesis']} sent {total:,} drawn requests (seed {document['seed']}) to all {len(counts)} "
-        f"operations in {document['seconds'] / 60:.0f} minutes, of which {accepted:,} were accepted, and every answer had a status, "
-        f"a content type and a body that the schema declares; {failures or 'none'} {'were' if failures > 1 else 'was'} a 5xx"
+        f"operations in {minutes:.0f} minutes, of which {accepted:,} were accepted, and every answer had a status, a content type "
+        f"and a body that the schema declares; {failures or 'none'} {were} a 5xx"
     )
 
 
