@@ -80,11 +80,13 @@ bench: $(STAMP)  ## paired speed and memory ratios
 	$(PY) -m studies.benchmarks sweeps
 	$(PY) -m studies.benchmarks steering
 	$(PY) -m studies.benchmarks engine
+	$(PY) -m studies.benchmarks engine --smollm2 --look
 	$(PY) -m studies.benchmarks tapin
 	$(PY) -m studies.benchmarks packed
 	$(PY) -m studies.benchmarks cost
 	$(PY) -m studies.benchmarks serve
 	$(PY) -m studies.benchmarks serve --memory
+	$(PY) -m studies.benchmarks serve --cold
 
 soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage files; 10,000 grades in the jail; an hour of 32 clients of a server
 	$(PY) -m tests.soak --kills 100
@@ -97,7 +99,7 @@ soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage file
 	@touch $@
 
 fuzz: $(STAMP) .venv-fuzz/.installed  ## draw requests to a server from its own schema; schemathesis is in an environment of its own (ten minutes)
-	$(PY) -m tests.fuzz --schemathesis .venv-fuzz/bin/schemathesis
+	$(PY) -m tests.fuzz --schemathesis .venv-fuzz/bin/schemathesis --out docs/results/benchmarks/fuzz.json
 
 clean:  ## remove the virtual environment and built docs
 	rm -rf .venv .venv-vllm .venv-fuzz site

@@ -50,6 +50,8 @@ from mi_route2.steering.plan import Reading
 from mi_route2.steering.specs import Steering, VectorLike, looker
 from mi_route2.steering.state import SteeringState
 
+_DECODING = "the tokenizer's decoding of what was generated"
+
 
 class QueueFullError(RuntimeError):
     """Error for a request beyond the maximum number of waiting requests."""
@@ -61,7 +63,7 @@ class Engine:
 
     ``events`` are the new tokens and readings of the last step, for streams; ``paused`` is true between ``pause`` and ``resume``.
     ``steering`` holds globals, tiers and named vectors; ``prefixes`` counts hits and misses; ``steps`` and ``tokens`` count steps
-    and generated tokens so far; ``last_error`` is the reason for which the last failed forward or run failed its request.
+    and generated tokens so far; ``last_error`` is the reason of the last request that failed.
 
     Args:
         host: the model on the host ``torch`` or ``transformer_lens``, in ``eval`` mode; attach adapters before.
@@ -394,7 +396,6 @@ class Engine:
             if count > 1:
                 self._residents.publish(one)
         if failed := ran.failed | self._residents.lost:
-            self.last_error = next(reversed(failed.values()))
             ended = [one for one in ended if one[0] not in failed] + [(one, "error", why) for one, why in failed.items()]
             self._residents.lost.clear()
         if ran.interrupt is not None:
@@ -535,7 +536,7 @@ class Engine:
             one = self._sequences[number]
             new = {one.request.owner} - owners
             self._owners.update(new)  # so that what the owner held before does not end with this request
-            self._end(one, "error", "withdrawn")  # its unfinished run is not kept
+            self._end(one, "cancelled")  # its unfinished run is not kept
             self._owners.subtract(new)
         self._owners = +self._owners
         self._residents.rules.withdraw(withdrawn)
@@ -677,7 +678,7 @@ class Engine:
             try:
                 stopped = self._stopped(one, token) or token in sampling.stop_tokens
             except Exception as error:  # a tokenizer is the user's code, whose errors must not end other requests
-                ended.append((one, "error", _undecoded(error)))
+                ended.append((one, "error", failure(_DECODING, error)))
                 continue
             if stopped:
                 ended.append((one, "stop", None))
@@ -752,14 +753,11 @@ class Engine:
                     result.text, result.finish = one.text.text, "stop" if finish == "length" else finish
                 else:
                     result.text = self.tokenizer.decode(result.ids)
-            except Exception as failure:
-                result.finish, result.error = "error", error or _undecoded(failure)
+            except Exception as wrong:
+                result.finish, result.error = "error", error or failure(_DECODING, wrong)
         one.settle()
+        self.last_error = result.error or self.last_error
         self._done.append(result)
-
-
-def _undecoded(error: Exception) -> str:
-    return f"the tokenizer could not decode what was generated ({type(error).__name__}: {' '.join(str(error).split()):.200})"
 
 
 def _detailed(token: int, logits: Float[Tensor, " v"], sampling: Sampling) -> Token:

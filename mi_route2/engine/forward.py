@@ -173,7 +173,7 @@ class Ran:
 
 
 def failure(what: str, error: Exception) -> str:
-    """Return the sentence with which a request ends."""
+    """Return the sentence with which a request ends; what foreign code said, a prompt perhaps, is behind `` failed with `` only."""
     return f"{what} failed with {type(error).__name__}: {' '.join(str(error).split()) or 'it says no more':.400}"
 
 

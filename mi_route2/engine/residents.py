@@ -54,6 +54,8 @@ class Residents:
         self._reserved = 0
         self._tight = False
         """True if a request waits for bytes of keys and values in this turn."""
+        self._kept = False
+        """True if a request waits in this turn for more than one steering row, to which any goes that is given back."""
         self._patches: Counter[Site] = Counter()
 
     @property
@@ -75,7 +77,7 @@ class Residents:
             return scheduler.plan(self.admit, self.put_back, lambda one: self.steering.gives_row(one.id))
         finally:
             self._short.clear()
-            self._tight = self.steering.rows.closed = False
+            self._tight = self._kept = self.steering.rows.closed = False
 
     def admit(self, one: EngineRequest) -> Answer:
         """Reserve everything that a request needs (``run``), or nothing.
@@ -204,7 +206,8 @@ class Residents:
         asked = one.request
         if any(site in self._short or self._patches[site] + count > self.patch_slots for site, count in demand.items()):
             self._short.update(demand)
-            self.steering.rows.closed |= bool(asked.steering or asked.rules or asked.conversation)
+            closes = bool(asked.steering or asked.rules or asked.conversation)
+            self.steering.rows.closed, self._kept = self.steering.rows.closed or closes, self._kept or closes
             return "wait"
         if (lacked := self._unsteered(one)) is not None:
             self._short.update(demand)
@@ -217,7 +220,8 @@ class Residents:
     def _unsteered(self, one: EngineRequest) -> Answer | None:
         """Acquire the request's steering rows, or answer that they are not free now or that an earlier request waits for some.
 
-        Only for a single row it is worth to preempt another request: it would take the first of several back in the next step.
+        Only for a single row, which no earlier request waits for, it is worth to preempt another one: it would take any other back
+        in the next step.
         """
         asked, rows = one.request, self.steering.rows
         # A preempted request has waited already, and keeps what those before it may wait for: they must not keep it from its rows.
@@ -237,7 +241,8 @@ class Residents:
                 self.steering.admit(one.id, asked.steering, owner=asked.owner)
         except Full as full:
             closed = True
-            return "steering" if full.missing == 1 else "wait"
+            self._kept |= full.missing > 1
+            return "wait" if full.missing > 1 or (self._kept and not one.admitted) else "steering"
         finally:
             rows.closed = closed
         return None

@@ -185,12 +185,13 @@ class Scheduler(Generic[J]):
         self._turns += 1
         self._promote()
         self._make_way(turn, put_back)
-        left, self._tight = self._go_on(turn, put_back), None
+        left, tight, self._tight = self._go_on(turn, put_back), self._tight, None
         owners = {job.owner for job in self.running} if self.waiting else set[str]()
         for job in list(self.waiting):
             if left <= 0 or len(self.running) >= self.rows or job in turn.preempted or not self._fits(turn, job):
                 break
             self._lacking.discard(job.arrival)
+            tight = None if job is tight else tight
             answer = admit(job)
             if answer in ("wait", "full", "steering"):
                 self._lacking.add(job.arrival)
@@ -206,6 +207,8 @@ class Scheduler(Generic[J]):
             owners.add(job.owner)
             turn.admitted.append(job)
             left -= self._give(turn, job, left)
+        if self._tight is None:
+            self._tight = tight  # it was not asked again, as all rows are taken, and no way was made for it
         return turn
 
     @staticmethod
@@ -255,6 +258,7 @@ class Scheduler(Generic[J]):
                 if victim.priority >= self._asked(job):
                     self._pull(job, victim)
                 self._preempt(victim, turn, put_back)
+                self._tight = None if job is self._tight else self._tight
             taken += 1
             coming.add(job.owner)
 

@@ -79,8 +79,11 @@ class ModelState:
         self.look()
 
     def look(self) -> bool:
-        """Walk the whole model and update ``current``; return True if the state differs from the previous one."""
-        before = self.current
+        """Walk the whole model and update ``current``; return True if the state differs from the previous one.
+
+        Also if ``glance`` saw other bytes meanwhile that are those of before again.
+        """
+        before, seen = self.current, bool(self._written_to)
         model = self._host.model
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._modules, self._tensors = list(model.modules()), list(named.values())
@@ -101,7 +104,7 @@ class ModelState:
         self.digest = hashlib.sha256(repr(self.current).encode()).digest()
         if before and before[-1] != sums:
             self._weights = None
-        return self.current != before
+        return seen or self.current != before
 
     @property
     def changed(self) -> str:

@@ -9,7 +9,7 @@ Nothing here touches the engine but ``Owner``, whose thread runs it.
 import asyncio
 import importlib.util
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +25,7 @@ from mi_route2.runs.rows import automatic, available
 from mi_route2.serve.api import openai, study
 from mi_route2.serve.api.reference import reference
 from mi_route2.serve.api.schema import (
+    PATCHES,
     ClearSteering,
     Names,
     ScaleIn,
@@ -35,7 +36,7 @@ from mi_route2.serve.api.schema import (
     steering_of,
     vector_of,
 )
-from mi_route2.serve.auth import ApiError, Client, Front, Json, Keys, answer, invalid, log, needs_admin, noted, refusal
+from mi_route2.serve.auth import ApiError, Client, Front, Json, Keys, answer, invalid, log, needs_admin, noted, outline, refusal
 from mi_route2.serve.models import CLOSED, Readable, Served
 from mi_route2.serve.options import Limits
 from mi_route2.serve.state import Server, TheClient, TheServer, called
@@ -79,6 +80,7 @@ def create_app(
         store=store,
         prefix_bytes=limits.prefix_bytes,
         slot_bytes=slot_bytes,
+        patch_slots=PATCHES * limits.rows,  # as many as all may ask for: a request whose key holds them would keep others waiting
         tokenizer=decoding,
         vectors=served.vectors,
         exact=exact,
@@ -162,12 +164,16 @@ routes = APIRouter()
 
 
 @routes.get("/health", tags=["server"])
-async def health(server: TheServer) -> Response:
-    """Return whether the engine runs: 503 if its thread has ended."""
-    owner = server.owner
+async def health(server: TheServer, request: Request) -> Response:
+    """Return whether the engine runs, and to an admin why the last request failed: 503 if the engine's thread has ended."""
+    owner, said = server.owner, {"status": "ok", "model": server.served.name, "mode": server.served.mode}
     if not owner.alive:
-        raise ApiError(503, owner.failure or "the engine's thread does not run", code="engine_dead")
-    return Json({"status": "ok", "model": server.served.name, "mode": server.served.mode})
+        raise ApiError(503, outline(owner.failure or "the engine's thread does not run"), code="engine_dead")
+    with suppress(ApiError):  # whether the engine runs takes no key
+        if server.keys.client(request.headers.get("authorization")).admin:
+            last = owner.snapshot["last_error"]
+            said["last_error"] = last and outline(last)
+    return Json(said)
 
 
 @routes.get("/metrics", tags=["server"], response_class=PlainTextResponse)

@@ -129,6 +129,12 @@ def refusal(error: Exception, prefix: str = "") -> ApiError:
     raise error
 
 
+def outline(reason: str) -> str:
+    """Return the reason of a failure for others: without keys' names, and without what the failed code said (a prompt, perhaps)."""
+    what, failed, quoted = _OTHERS.sub("", reason).partition(" failed with ")
+    return what + failed + quoted.partition(":")[0]
+
+
 _FIELD = re.compile(r"(?!(?:str|int|float|bool|dict|list)$)[a-z_][a-z0-9_]*")
 """Parts of a place that are fields; the others are the names of a union's alternatives."""
 
@@ -302,13 +308,11 @@ class Front:
             if message["type"] == "http.response.start":
                 status = message["status"]
             body, more = message.get("body", b""), message.get("more_body", False)
-            if len(body) <= PIECE:
-                return await send(message)
-            for start in range(0, len(body), PIECE):  # in pieces, because the server waits for a reader between two messages only
-                piece, last = body[start : start + PIECE], start + PIECE >= len(body)
+            for start in range(0, len(body) or 1, PIECE):  # in pieces, as the server waits for a reader between two messages only
+                part = {"body": body[start : start + PIECE], "more_body": more or start + PIECE < len(body)} if body else {}
                 try:
                     async with asyncio.timeout(BODY_SECONDS):
-                        await send({**message, "body": piece, "more_body": more or not last})
+                        await send({**message, **part})
                 except TimeoutError as error:
                     raise _UnreadError from error
 

@@ -30,6 +30,7 @@ class Limits:
         prefix_bytes: Bytes of the prefix cache; 0 switches it off.
         capture_bytes: Bytes of captured values in one answer, and of its log-probabilities, readings and norms; a run that is
             captured counts to the store instead, until its values are read.
+        sweep_bytes: Bytes of keys, values and activations that one sweep may hold.
         slot_bytes: Bytes of keys and values that running requests may reserve; if none are given, an eighth of the free memory on a
             CPU, from 256 MiB to 8 GiB, and any number elsewhere.
     """
@@ -46,6 +47,7 @@ class Limits:
     store: AtLeastOne = 256 << 20
     prefix_bytes: Natural = 256 << 20
     capture_bytes: AtLeastOne = 64 << 20
+    sweep_bytes: AtLeastOne = 512 << 20
     slot_bytes: AtLeastOne | None = None
 
 

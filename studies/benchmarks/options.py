@@ -71,6 +71,7 @@ class EngineOptions(Benchmark):
     smollm2: Annotated[bool, tyro.conf.arg(help="measure SmolLM2-135M, in float32 and in bfloat16, in place of a tiny model")] = (
         False
     )
+    look: Annotated[bool, tyro.conf.arg(help="measure the look at the weights of an idle engine, and nothing else")] = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class ServeOptions(Benchmark):
     rounds: Annotated[int | None, tyro.conf.arg(help="turns per side; default: 9, or 3 with --quick")] = None
     smollm2: Annotated[bool, tyro.conf.arg(help="serve SmolLM2-135M in place of a tiny model")] = False
     memory: Annotated[bool, tyro.conf.arg(help="measure memory over many requests, and nothing else")] = False
+    cold: Annotated[bool, tyro.conf.arg(help="measure starts with empty caches, and nothing else")] = False
     requests: Annotated[int, tyro.conf.arg(help="requests of --memory")] = 10_000
 
     @property
@@ -174,6 +176,8 @@ class ServeOptions(Benchmark):
 
     def check(self) -> None:
         super().check()
+        if self.memory and self.cold:
+            raise ValueError("--memory and --cold measure nothing else: give one of the two")
         if self.memory and self.requests < 500:
             raise ValueError(f"{self.requests} requests say nothing about memory: --requests must be at least 500")
 

@@ -2,6 +2,7 @@
 
     python -m studies.benchmarks serve [--quick] [--smollm2] [--rounds 9] [--out FILE.json]
     python -m studies.benchmarks serve --memory [--requests 10000] [--out FILE.json]
+    python -m studies.benchmarks serve --cold [--out FILE.json]
 
 The server runs in a process of its own, as users run it; this process has the same engine on the same model, and is the client. The
 model is that of ``studies.benchmarks.engine``, 4 layers with d = 128, or SmolLM2-135M with ``--smollm2``. One thread of torch each.
@@ -16,7 +17,8 @@ model is that of ``studies.benchmarks.engine``, 4 layers with d = 128, or SmolLM
 All but the last are times on the clock, because a client waits by the clock: on two cores, the server's event loop and the client
 have what the engine leaves, so run this on a quiet machine. The client reads bytes and parses nothing; its processor time is given.
 Sides take turns; a ratio is one of medians over rounds, with a 95% bootstrap interval. Below 1 is faster. A row that has a limit
-shows it. Beside these rows: the seconds from the start of a process until ``/health`` answers, with the micro model.
+shows it. Beside these rows: the seconds from the start of a process until ``/health`` answers, with the micro model. ``--cold``
+measures these alone, with an empty cache of compiled modules and of models for each start (the system's cache of files stays).
 
 ``--memory`` sends requests of all kinds from 16 connections and fits a line through the server's resident memory over the last four
 fifths of them. What is sent is drawn from a fixed pool, so that the prefix cache is full after the first fifth.
@@ -310,23 +312,24 @@ class ServerSides:
         }
 
 
-def starts(count: int, folder: Path) -> list[dict[str, float]]:
-    """Return the seconds from the start of a process until its model is loaded, and until ``/health`` answers.
+def starts(count: int, folder: Path, cold: bool = False) -> list[dict[str, float]]:
+    """Return the seconds from the start of a process until its model is loaded, until ``/health`` answers, and of the processor.
 
-    The model is the micro one, which an earlier start has trained.
+    The model is the micro one, which an earlier start has trained; a ``cold`` one trains it, and compiles all modules.
     """
-    with serving("micro", folder / "first.log"):
-        pass
+    if not cold:
+        with serving("micro", folder / "first.log"):
+            pass
     times = []
     for i in range(count):
+        caches = {name: str(folder / f"{name}-{i}") for name in ("XDG_CACHE_HOME", "PYTHONPYCACHEPREFIX") if cold}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         began, log = perf_counter(), folder / f"{i}.log"
         with log.open("w") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "mi_route2.serve", "--port", str(port)], stdout=subprocess.DEVNULL, stderr=stream
-            )
+            command = [sys.executable, "-m", "mi_route2.serve", "--port", str(port)]
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, env=os.environ | caches, text=True)
         try:
             loaded = 0.0
             while True:
@@ -338,7 +341,8 @@ def starts(count: int, folder: Path) -> list[dict[str, float]]:
                         break
                 except httpx.TransportError:
                     time.sleep(0.01)
-            times.append({"loaded": loaded, "healthy": perf_counter() - began})
+            healthy = perf_counter() - began
+            times.append({"loaded": loaded, "healthy": healthy, "processor": Process(process, log).seconds})
         finally:
             process.terminate()
             process.wait()
@@ -418,6 +422,8 @@ def run(options: ServeOptions) -> None:
         folder = Path(scratch)
         name = "smollm2" if options.smollm2 else "studies.benchmarks.serve:model"
         before = os.getloadavg()
+        if options.cold:
+            return _cold(options, folder)
         with serving(name, folder / "server.log") as server:
             if options.memory:
                 return _memory(options, server)
@@ -441,6 +447,23 @@ def _memory(options: ServeOptions, server: Process) -> None:
     grown, error = slope(samples)
     print(f"\n{memory_line(samples)}; load of the machine before {before[0]:.1f}")
     options.write({"machine": machine(), "load": before, "samples": samples, "slope": grown, "error": error, "limit": FLAT})
+
+
+def _cold(options: ServeOptions, folder: Path) -> None:
+    before, started = os.getloadavg(), starts(1 if options.quick else STARTS, folder, cold=True)
+    print(f"\n{cold_line(started, before[0])}")
+    options.write({"machine": machine(), "load": before, "starts": started})
+
+
+def cold_line(started: list[dict[str, float]], load: float) -> str:
+    """Return a sentence about the starts with empty caches."""
+    processor, healthy = (median(one[name] for one in started) for name in ("processor", "healthy"))
+    after = median(one["healthy"] - one["loaded"] for one in started)
+    return (
+        f"With empty caches, so that the modules of all packages are compiled and the micro model is trained, it takes "
+        f"{processor:.0f} s of processor time until `/health` answers (median of {len(started)}); at a load average of {load:.1f} "
+        f"before, that was {healthy:.0f} s on the clock, of which {after:.1f} s after the model was there."
+    )
 
 
 def start_line(started: list[dict[str, float]]) -> str:

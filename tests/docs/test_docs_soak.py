@@ -1,9 +1,26 @@
-"""The page on serving says what the file of the soak says."""
+"""The page on serving says what the files of the soak and of the fuzzing say."""
 
 import json
 from pathlib import Path
 
+from tests.fuzz import counted, sentence
+
 DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_says_what_was_drawn_from_the_schema() -> None:
+    fuzz = json.loads((DOCS / "results/benchmarks/fuzz.json").read_text(encoding="utf-8"))
+    assert sum(sum(one.values()) for one in fuzz["counts"].values()) >= 10_000
+    page = " ".join((DOCS / "serve.md").read_text(encoding="utf-8").split())
+    assert sentence(fuzz) in page, f"docs/serve.md must say:\n\n{sentence(fuzz)}"
+
+
+def test_answers_are_counted_by_operation_and_class_of_status(tmp_path: Path) -> None:
+    requests = [("GET", "/a", 200), ("POST", "/a", 422), ("POST", "/a", 401), ("PUT", "/a", 405), ("GET", "other", 404)]
+    lines = [{"message": "loaded"}, *({"method": method, "path": path, "status": one} for method, path, one in requests)]
+    (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    schema = {"paths": {"/a": {"get": {}, "post": {}}, "/b": {"get": {}}}}
+    assert counted(tmp_path / "log", schema) == {"GET /a": {"2xx": 1}, "GET /b": {}, "POST /a": {"4xx": 2}}
 
 
 def test_the_page_says_what_the_hour_of_soak_left() -> None:

@@ -34,8 +34,8 @@ TEXT, IDS = 200_000, 65_536
 """Characters of a text, and token ids in a list."""
 SPANS, SITES = 64, 512
 """Texts among a sweep's positions, and its names of sites, each of which is looked for."""
-CHOICES = 64
-"""Completions of one call: prompts times ``n``."""
+CHOICES, PATCHES = 64, 4096
+"""Completions of one call: prompts times ``n``. Patches of a request."""
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
 SiteName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -207,7 +207,7 @@ class SteeringIn(Body):
 class Interventions(SteeringIn):
     """Fields of a completion beyond OpenAI's."""
 
-    patch: Annotated[list[PatchIn], Field(max_length=4096, fail_fast=True)] = Field(default_factory=list)
+    patch: Annotated[list[PatchIn], Field(max_length=PATCHES, fail_fast=True)] = Field(default_factory=list)
     capture: Annotated[list[CaptureIn | SiteName], Field(max_length=256)] = Field(default_factory=list)
     run: Name | None = Field(None, description="store what is captured under this name, for patches of later requests")
     steering: Annotated[list[dict[str, Any]], Field(max_length=RULES)] = Field(

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,14 @@ from mi_route2.patching.grid import Grid
 from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, CleanRun, Span, align, one_token
 from mi_route2.patching.sweep import TooManyCellsError
-from mi_route2.patching.targets import Target
+from mi_route2.patching.targets import Target, choose
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn
 from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal, sentence
 from mi_route2.serve.owner import Job
-from mi_route2.serve.state import Server, TheClient, TheServer
+from mi_route2.serve.state import Server, TheClient, TheServer, called
 from mi_route2.steering.specs import Steering
 from mi_route2.validation import parse_object, read_lines
 
@@ -148,12 +150,14 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
     if isinstance(clean, StoredIn):
         server.demand_run(clean.run, client)
         clean = _stored(server.names(client).inside(clean.run), server.store, body.sites)
+    length = 0
     for name in ("clean", "corrupt"):
         if isinstance(prompt := getattr(body, name), StoredIn):
             continue
         length = len(await _ids(prompt, server, name))
         if length > server.context:
             raise ApiError(400, f"the {name} prompt has {length} tokens, but the context has {server.context}", param=name)
+    await _refuse_bytes(body, length, server, client)  # of the corrupt prompt, which is the last
     tokens = {name: _token(getattr(body, name), server, name) for name in ("answer", "foil")}
     positions = None
     if body.positions is not None:
@@ -192,6 +196,32 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
             refused.param = "positions"
         raise refused from error
     return job
+
+
+async def _refuse_bytes(body: SweepIn, length: int, server: Server, client: Client) -> None:
+    """Raise ``ApiError`` 413 if a sweep could hold more than the limit: of the corrupt run, and the values of its sites.
+
+    Those are the clean run's, the corrupt one's, and what is patched in.
+    """
+    given = body.positions
+    places = length if given is None or not all(isinstance(one, int) for one in given) else min(length, len(set(map(str, given))))
+
+    def size(engine: Engine) -> int:
+        decoder, total = engine.decoder, 0
+        with suppress(ValueError, KeyError):  # an unknown site, which the sweep refuses
+            sites = {target.site for target in choose(engine.host, body.sites)}
+            total = 3 * places * sum(prod(decoder.shape(site)) for site in sites)
+            total += length * server.width * len({site.layer for site in sites})
+        return decoder.dtype.itemsize * (total + length * 2 * decoder.layers * decoder.heads * decoder.width)
+
+    if (need := await called(server, client, size)) > (limit := server.limits.sweep_bytes):
+        raise ApiError(
+            413,
+            f"this sweep may hold {need:,} bytes of keys, values and activations, of {limit:,} that one may hold: name fewer sites "
+            "or positions, or send shorter prompts",
+            param="sites",
+            code="too_large",
+        )
 
 
 def _stored(run: str, store: RunStore, sites: Any) -> Callable[[Engine], CleanRun]:

@@ -323,6 +323,27 @@ def test_they_are_an_error_within_as_many_steps_as_there_are_tensors_where_reque
     assert torch.equal(found, generated(Engine(host), Request(PROMPT, ASK))[0])
 
 
+def test_prefixes_are_dropped_that_were_computed_by_other_weights_before_the_old_ones_were_put_back() -> None:
+    host, _ = adapted(torch.float32)
+    weight, tensors = host.model.get_parameter("model.layers.0.mlp.down_proj.base.weight"), len([*host.model.parameters()])
+    engine, old = Engine(host, block=4), weight.detach().clone()
+
+    def steps() -> None:
+        for _ in range(tensors + 10):
+            engine.submit(Request(PROMPT, Sampling(max_new=3)))
+            engine.step()
+
+    engine.submit(Request(PROMPT[:2], Sampling(max_new=3)))
+    weight.data.mul_(3.0)
+    with pytest.raises(RuntimeError, match="changed while"):
+        steps()
+    weight.data[:] = old
+    assert len(engine.prefixes)
+    engine.close()
+    (found,) = generated(engine, Request(PROMPT, ASK))
+    assert torch.equal(found, generated(Engine(host), Request(PROMPT, ASK))[0])
+
+
 def test_a_run_of_weights_that_are_gone_is_no_source() -> None:
     """Neither another switch of the adapters nor the old weights put back are other weights."""
     host, adapters = adapted()

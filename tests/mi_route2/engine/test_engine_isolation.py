@@ -128,7 +128,7 @@ def test_a_tokenizer_that_fails_on_a_text_ends_that_request_alone() -> None:
     for how in (asked, ASK):
         failed, fine = Engine(host, tokenizer=Partial()).generate([Request(PROMPT, how), Request(PROMPT[:3], how)], progress=False)
         assert failed.finish == "error"
-        assert "the tokenizer could not decode" in (failed.error or "")
+        assert "the tokenizer's decoding of what was generated failed with KeyError" in (failed.error or "")
         right(host, fine, Request(PROMPT[:3], how))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mi_route2.engine import Capture, Engine, QueueFullError, Request, Result, Sampling
 from mi_route2.engine.cache import Slots
+from mi_route2.engine.rules import Probe, Rule
 from mi_route2.engine.scheduler import Scheduler, Shares
 from mi_route2.engine.text import SPLIT, Growing
 from mi_route2.hosts import open_host
@@ -394,6 +395,49 @@ def test_no_newcomer_of_a_lower_priority_keeps_an_urgent_request_from_making_way
     assert next(iter(results)) == urgent
     assert results[low].preemptions >= 1
     assert results[newcomer].finish == "length"
+
+
+def test_who_waits_behind_a_request_for_several_steering_rows_takes_none_back_from_others() -> None:
+    """Whoever made way would get its row again in the next step, because those before it wait for more."""
+    engine = Engine(host_of(), block=4, steering_rows=2)
+
+    def submit(owner: str, scale: float, most: int, rules: tuple[Rule, ...] = ()) -> int:
+        steering = Steering(base=(Steer(SITE, VECTOR, scale),))
+        return engine.submit(Request(PROMPT[:3], Sampling(max_new=most), owner=owner, steering=steering, rules=rules))
+
+    long = [submit("a", 0.1 * (1 + i), 50) for i in range(2)]
+    for _ in range(3):
+        engine.step()
+    several = submit("b", 0.3, 3, (Rule("next_step", Probe(SITE, PROBE), add=(Steer(SITE, VECTOR, 0.4),)),))
+    one = submit("c", 0.5, 3)
+    results = finish(engine)
+    assert [results[number].preemptions for number in (*long, several, one)] == [0, 0, 0, 0]
+    assert list(results) == [*long, several, one]
+
+
+def test_way_is_made_for_who_lacks_a_steering_row_also_if_all_rows_were_taken_since_it_was_asked() -> None:
+    """When it was asked its owner ran something, and when that had ended the other owner's next requests came first."""
+    micro = replace(FAMILIES["MicroGPT"], context=1024)
+    engine = Engine(open_host("torch", MicroGPT(micro, torch.Generator().manual_seed(0))), rows=3, steering_rows=1)
+
+    def submit(owner: str, most: int, scale: float = 0.0) -> int:
+        steering = Steering(base=(Steer(SITE, VECTOR, scale),)) if scale else None
+        return engine.submit(Request(PROMPT[:3], Sampling(max_new=most), owner=owner, steering=steering))
+
+    submit("a", 100, 0.1)
+    other = submit("b", 400)
+    engine.step()
+    late = submit("b", 3, 0.2)
+    engine.step()
+    for _ in range(2):
+        submit("a", 80)
+    engine.step()
+    engine.cancel(other)
+    waited, ended = 0, set[int]()
+    while late not in ended:
+        ended |= {result.request for result in engine.step()}
+        waited += 1
+    assert waited <= 6
 
 
 def test_who_asked_for_more_than_it_used_gets_one_row_for_one_preemption_and_costs_newcomers_no_turn() -> None:

@@ -388,6 +388,40 @@ def test_runs_that_a_key_writes_at_once_take_no_more_than_the_store(server: Runn
             time.sleep(0.01)
 
 
+def test_a_sweep_that_would_hold_many_bytes_is_refused_before_it_runs() -> None:
+    length, kinds = len(random_micro().encode(PROMPT)), ["resid_pre", "z"]
+    # of two layers: keys and values, the streams before them, and the values of two sites in both runs and as they are patched in
+    need = 4 * length * 2 * 16 * (2 + 1 + 3 * 2)
+    for limit, status in ((need, 200), (need - 1, 413)):
+        with running(random_micro(context=512), limits=Limits(sweep_bytes=limit)) as small:
+            body = {"clean": PROMPT, "corrupt": OTHER, "answer": " +", "foil": " *", "sites": kinds}
+            response = small.http.post("/v1/patch_sweep", json=body)
+            assert response.status_code == status
+            if status == 413:
+                told = response.json()["error"]
+                assert told["message"].startswith(f"this sweep may hold {need:,} bytes")
+                assert told["code"] == "too_large"
+            assert small.http.post("/v1/patch_sweep", json={**body, "positions": [3], "sites": ["z"]}).status_code == 200
+            assert not small.server.sweeping
+
+
+def test_one_keys_many_patches_keep_nobody_waiting() -> None:
+    keys = Keys([(ALICE, False), (BOB, False)])
+    headers = {key: {"Authorization": f"Bearer {key}"} for key in (ALICE, BOB)}
+    body = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    many = [{"site": SITE, "position": i, "source": "push"} for i in range(1024)]
+    with running(random_micro(context=1100), keys=keys) as server, unhurried(server):
+        with server.http.stream(
+            "POST", "/v1/completions", json={**body, "prompt": [5] * 1030, "patch": many, "stream": True}, headers=headers[ALICE]
+        ) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            given = {**body, "prompt": PROMPT, "max_tokens": 1, "patch": many[:1]}
+            assert server.http.post("/v1/completions", json=given, headers=headers[BOB]).status_code == 200
+            (running_on,) = server.server.open.values()
+            assert running_on.stream.result is None
+
+
 def test_a_sweep_of_all_positions_together_counts_their_values() -> None:
     with running(random_micro(context=512), limits=Limits(cells=60)) as small, PatchStudy(small.url) as study:
         length = len(random_micro().encode(PROMPT))
@@ -464,6 +498,27 @@ def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_late_is_who
         assert came < announced
         told = small.http.get("/metrics").text
     assert 'mi_route2_errors_total{path="/v1/completions",reason="not_read"} 1.0' in told
+
+
+def test_a_stream_that_is_not_read_is_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chunks are small, and wait in the system's buffers until these are full; the last ones then wait for the reader."""
+    monkeypatch.setattr(auth, "BODY_SECONDS", 0.5)
+    asked = {"prompt": [1] * 8, "n": 64, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 20}
+    body = json.dumps(asked).encode()
+    with running(random_micro(context=512), limits=Limits(backlog=1 << 20)) as small, socket.socket() as connection:
+        host, port = small.url.removeprefix("http://").split(":")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        connection.settimeout(60)
+        connection.connect((host, int(port)))
+        fields = (f"Host: {host}:{port}", "Content-Type: application/json", f"Content-Length: {len(body)}")
+        connection.sendall("\r\n".join(("POST /v1/completions HTTP/1.1", *fields, "", "")).encode() + body)
+        assert connection.recv(64, socket.MSG_PEEK).startswith(b"HTTP/1.1 200")
+        until = time.monotonic() + 60
+        while small.server.open:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        while 'errors_total{path="/v1/completions",reason="not_read"} 1.0' not in small.http.get("/metrics").text:
+            assert time.monotonic() < until
 
 
 def test_a_long_text_is_encoded_elsewhere_and_alike(server: Running) -> None:

@@ -703,6 +703,42 @@ def test_the_page_and_its_parts_are_served(server: Running) -> None:
 # What ends
 
 
+def test_health_tells_the_admin_the_last_error_and_nobody_what_was_asked() -> None:
+    """The model's own code quotes what it was given, and the store names what it could not keep."""
+    served = random_micro(context=512)
+
+    def quoting(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0].shape[1] > 4:
+            raise ValueError(f"no place for {PROMPT}")
+
+    def health(key: str | None) -> Any:
+        return one.http.get("/health", headers={} if key is None else {"Authorization": f"Bearer {key}"}).json()
+
+    def failed(**body: Any) -> str:
+        response = one.http.post("/v1/completions", json={"prompt": PROMPT, **body}, headers={"Authorization": f"Bearer {ALICE}"})
+        assert response.status_code == 422
+        until = time.monotonic() + 30
+        while (said := health(ADMIN)["last_error"]) in seen:
+            assert time.monotonic() < until
+        seen.append(said)
+        assert [health(key).get("last_error", "nothing") for key in (None, "wrong", BOB, ALICE)] == ["nothing"] * 4
+        return response.json()["error"]["message"]
+
+    seen: list[str | None] = [None]
+    with running(served, keys=Keys(KEYS), limits=Limits(store=1000)) as one:
+        assert health(ADMIN)["last_error"] is None
+        embedding = next(module for module in served.host.model.modules() if isinstance(module, torch.nn.Embedding))
+        handle = embedding.register_forward_pre_hook(quoting)
+        assert failed().endswith("failed with ValueError: no place for " + " ".join(PROMPT.split()))
+        handle.remove()
+        assert seen[-1] == "a forward of this request failed with ValueError"
+        assert "'secret'" in failed(run="secret", capture=[SITE])
+        assert "1000" in str(seen[-1]).replace(",", "")
+        assert "secret" not in str(seen[-1])
+    with running(random_micro()) as local:
+        assert local.http.get("/health").json()["last_error"] is None
+
+
 def test_a_dead_engine_ends_every_stream_with_a_reason_and_health_says_so() -> None:
     with running(random_micro(context=512)) as doomed, PatchStudy(doomed.url) as study, unhurried(doomed):
         chunks = study.stream(PROMPT, max_tokens=480, ignore_eos=True)
@@ -716,7 +752,7 @@ def test_a_dead_engine_ends_every_stream_with_a_reason_and_health_says_so() -> N
             list(chunks)
         response = doomed.http.get("/health")
         assert response.status_code == 503
-        assert "SystemExit" in response.json()["error"]["message"]
+        assert response.json()["error"]["message"] == "the engine's thread failed with SystemExit"  # this needs no key
         found = refusal(study.complete, PROMPT)
         assert found.status == 503
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from measured import demand_printed, published, results
+from measured import DOCS, demand_printed, published, results
 
 from mi_route2.engine import Engine, Request, Sampling
-from studies.benchmarks.engine import ROWS, EngineSides, run
+from studies.benchmarks.engine import LOOK, ROWS, EngineSides, look_line, run
 from studies.benchmarks.measurement.paired import token_table
 from studies.benchmarks.options import EngineOptions
 
@@ -33,6 +33,23 @@ def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: py
     assert all(r.time.lo <= r.time.value <= r.time.hi for r in rows)
     assert token_table(rows, document["seconds"], document["tokens"]) in printed
     assert all(len(seconds) == 3 for seconds in document["seconds"].values())
+
+
+def test_a_look_is_measured_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(EngineOptions(quick=True, look=True, out=tmp_path / "out.json"))
+    document = json.loads((tmp_path / "out.json").read_text())
+    (row,) = results(document)
+    assert (row.over, row.under) == (LOOK.over, LOOK.under)
+    assert look_line(row, document["seconds"], document["numbers"]) in capsys.readouterr().out
+    assert all(min(seconds) > 0 for seconds in document["seconds"].values())
+
+
+def test_the_page_says_what_a_look_costs() -> None:
+    document = published("engine_look")
+    (row,) = results(document)
+    line = look_line(row, document["seconds"], document["numbers"])
+    assert document["rounds"] >= 15
+    assert line in " ".join((DOCS / "engine.md").read_text(encoding="utf-8").split()), f"docs/engine.md must say:\n\n{line}"
 
 
 @pytest.mark.parametrize(("name", "rounds", "requests"), [("engine", 9, 64), ("engine_again", 15, 64), ("engine_smollm2", 3, 8)])

@@ -26,5 +26,6 @@ def test_the_page_prints_what_was_measured() -> None:
     document, page = published("serve"), (DOCS / "serve.md").read_text(encoding="utf-8")
     demand_printed("serve.md", "serve", serve.table(results(document), document["seconds"]))
     grown = [tuple(one) for one in published("serve_memory")["samples"]]
-    for line in (serve.start_line(document["starts"]), serve.memory_line(grown)):
+    cold = published("serve_cold")
+    for line in (serve.start_line(document["starts"]), serve.cold_line(cold["starts"], cold["load"][0]), serve.memory_line(grown)):
         assert line in page, f"docs/serve.md must have the line:\n\n{line}"
