@@ -517,7 +517,7 @@ def sign_figure(every: Sequence[Evidence], path: Path) -> Path:
     x, y = f"share of rollouts flagged\nin the last {AT_END} steps", "exploit rate of the mode\nthat is exploited most"
     with panels(path, len(every), 3.4, x, y, x_is_rate=False) as axes:
         for ax, evidence in zip(axes, every, strict=True):
-            for arm, (color, marker) in zip(SIGNED, _DOTS, strict=False):
+            for arm, color, marker in zip(SIGNED, (BLUE, ORANGE, SKY, VERMILLION, PURPLE), "ovsx^", strict=True):
                 if points := signs(evidence, arm):
                     ax.scatter(*zip(*points, strict=True), s=16, color=color, marker=marker, alpha=0.7, label=arm)
             ax.axvline(LOUD, color="gray", linestyle=":", linewidth=0.8)

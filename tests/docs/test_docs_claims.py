@@ -10,8 +10,20 @@ import pytest
 
 from studies.common.stats import mean, paired_difference, summary
 from studies.common.tables import interval, number
+from studies.route2.evidence import (
+    BROKEN,
+    LOUD,
+    MOST_EXPLOIT,
+    Evidence,
+    coverage,
+    coverage_sentence,
+    lessons,
+    seen,
+    signs,
+    stopped_inside,
+    times,
+)
 from studies.route2.evidence import CONTROLS as CANARY_CONTROLS
-from studies.route2.evidence import MOST_EXPLOIT, Evidence, coverage, coverage_sentence, lessons, seen, stopped_inside, times
 from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, Result
 from studies.route2.predictions import FILE, Comparison, Outcome, Predictions, outcomes, sign_flip
 from studies.route2.watching import Watch
@@ -888,6 +900,39 @@ def exploit_more(evidence: Evidence, arm: str) -> str:
     """The mean difference of held-out exploits that a quarantine makes."""
     routed, plain = (evidence.summary(name, EXPLOIT)["mean"] or 0.0 for name in (f"{arm}-quarantine", arm))
     return number(routed - plain)
+
+
+def test_how_one_notices_a_broken_canary_is_what_the_page_says() -> None:
+    evidence, page = Evidence.read(RESULTS / "sign/strong.json"), (DOCS / "canary.md").read_text(encoding="utf-8")
+    arms = ("filter-canary-run", "canary-run-rotated", "canary-run-early")
+    runs = [(share > LOUD, worst > BROKEN) for arm in arms for share, worst in signs(evidence, arm)]
+    quiet, loud = ([broken for is_loud, broken in runs if is_loud is side] for side in (False, True))
+    sound = quiet.count(False)
+    assert f"{sound} of {len(quiet)} quiet runs are sound and {sum(loud)} of {len(loud)} loud ones broken" in page
+    assert f"{sound / len(quiet):.2f} and {sum(loud) / len(loud):.2f}, where".replace("0.", ".") in page
+    assert min(sound / len(quiet), sum(loud) / len(loud)) < 0.9  # the goal was missed
+    own = [(share > LOUD, worst > BROKEN) for share, worst in signs(evidence, "filter-canary-run")]
+    assert sorted(own) == [(False, False)] * 6 + [(True, False), (True, True)]
+    honest = [share > LOUD for share, worst in signs(evidence, "canary-run-honest") if worst > BROKEN]
+    assert (honest.count(False), len(honest)) == (5, 8)
+
+
+def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
+    worlds = {"strong": ("canary-run", "lessons", "map", "sign"), "weak": ("canary-run", "lessons")}
+    worlds |= {"sparse": ("canary-sparse", "map"), "persona-20": ("map",)}
+    found: dict[str, list[float]] = {}
+    for world, folders in worlds.items():
+        for evidence in (Evidence.read(RESULTS / folder / f"{world}.json") for folder in folders):
+            row = evidence.values["filter-canary-run"]
+            modes = zip(*(row[f"deploy_exploit_{mode}"] for mode in evidence.modes), strict=True)
+            found.setdefault(world, []).extend(max(rate or 0.0 for rate in rates) for rates in modes)
+    failed = {world: sorted(number(worst) for worst in runs if worst > BROKEN) for world, runs in found.items()}
+    assert failed == {"strong": [".656", ".891", ".953"], "weak": [], "sparse": [], "persona-20": []}
+    assert (len(found["strong"]), sum(map(len, found.values()))) == (44, 104)
+    for page in (DOCS / "canary.md", DOCS.parent / "README.md"):
+        text = page.read_text(encoding="utf-8")
+        assert "three of 44" in text
+        assert "none of 60" in text
 
 
 def test_the_run_of_trl_is_what_its_log_says() -> None:
