@@ -755,7 +755,6 @@ def test_what_lessons_do_is_what_the_pages_say() -> None:
     assert f"equal within .05 ({b}, {h}); one of the canary's twelve runs leaves {worst}." in page
     left = [interval(found[preset].summary(both, EXPLOIT)) for preset in ("strong", "weak")]
     assert f"{left[0]} is left on `strong`, {worst} in that run, and {left[1]} on `weak`." in canary
-    assert f"one of twelve left {worst} on *strong*" in readme
     a, b, c = (of(arm, presets=("sparse",))[0] for arm in ("vanilla", full, long))
     worst = number(max(values("sparse", full)))
     assert f"fall from {a} to {b} ({less(full, 'vanilla', preset='sparse')}; the worst seed {worst})" in page
