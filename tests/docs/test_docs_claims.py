@@ -680,9 +680,7 @@ def test_a_lesson_before_training_is_what_its_pages_say() -> None:
 
 
 def test_what_lessons_do_is_what_the_pages_say() -> None:
-    page, canary, readme = (
-        " ".join((DOCS / name).read_text(encoding="utf-8").split()) for name in ("lessons.md", "canary.md", "../README.md")
-    )
+    page, canary = (" ".join((DOCS / name).read_text(encoding="utf-8").split()) for name in ("lessons.md", "canary.md"))
     found = {preset: Evidence.read(RESULTS / f"lessons/{preset}.json") for preset in ("weak", "strong")}
     found["sparse"] = Evidence.read(RESULTS / "lessons-sparse/sparse.json")
     full, easy, failed, passing, long, unlearned = (
