@@ -1,4 +1,4 @@
-"""What a route cannot work with in TRL, each with the reason and the remedy: settings, machines, rules, optimizers.
+"""Settings, machines, rules and optimizers of TRL that routing refuses, each with the reason and the remedy.
 
 Everything is refused while a trainer is made, before the first completion is sampled.
 """

@@ -910,6 +910,8 @@ def test_how_one_notices_a_broken_canary_is_what_the_page_says() -> None:
     assert min(sound / len(quiet), sum(loud) / len(loud)) < 0.9  # the goal was missed
     own = [(share > LOUD, worst > BROKEN) for share, worst in signs(evidence, "filter-canary-run")]
     assert sorted(own) == [(False, False)] * 6 + [(True, False), (True, True)]
+    exploit, solve = (interval(evidence.summary("filter-canary-run", metric)) for metric in (EXPLOIT, SOLVE))
+    assert f"held-out exploits {exploit} (.02 was asked), solve {solve} (.85)" in page
     honest = [share > LOUD for share, worst in signs(evidence, "canary-run-honest") if worst > BROKEN]
     assert (honest.count(False), len(honest)) == (5, 8)
 
