@@ -29,29 +29,56 @@ SCORED = frozenset({"dS", "B"})
 class ActivationReader:
     """Reader of activation features in the forward: ``Vh`` times the mean input of each site over predictor positions.
 
-    The mean commutes with ``Vh``, so only one vector per rollout is projected.
+    The mean commutes with ``Vh``, so only one vector per rollout is projected. Sites beside each other that read one tensor, such as
+    queries, keys and values, share its mean.
     """
 
     def __init__(self, predictors: Bool[Tensor, "b s"], basis: Mapping[str, Tensor]):
-        self._mask = predictors
+        self._others = (~predictors).flatten().nonzero()[:, 0]
         self._count = predictors.sum(dim=1, keepdim=True).clamp_min(1)
         self._basis = basis
         self._calls: dict[str, list[Written]] = {}
+        self._last: _Averaged | None = None
 
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
-        dtype = wide(x.dtype)
-        # torch.where and not a product, because padding may hold any value, NaN included
-        kept = torch.where(self._mask[..., None], x, 0.0)
-        count = self._count.to(dtype)
-        mean = kept.sum(dim=1, dtype=dtype) / count
-        summed = torch.linalg.vector_norm(kept, dim=2, dtype=dtype).sum(dim=1) / count[:, 0]
-        feature = Written(mean @ self._basis[site].to(mean).mT, summed)
+        last = self._last
+        if last is None or not last.is_of(site, x):
+            last = self._last = _Averaged(x, None if x.is_inference() else x._version, {}, *self._average(x))
+        last.sites[site] = None
+        feature = Written(last.mean @ self._basis[site].to(last.mean).mT, last.magnitude)
         self._calls.setdefault(site, []).append(feature)
+
+    def _average(self, x: Float[Tensor, "b s d_in"]) -> tuple[Float[Tensor, "b d_in"], Float[Tensor, " b"]]:
+        dtype = wide(x.dtype)
+        # filled and not multiplied, because padding may hold any value, NaN included; torch.where takes twice the time
+        kept = x.clone(memory_format=torch.contiguous_format)
+        kept.view(-1, x.shape[-1]).index_fill_(0, self._others, 0.0)
+        count = self._count.to(dtype)
+        summed = torch.linalg.vector_norm(kept, dim=2, dtype=dtype).sum(dim=1) / count[:, 0]
+        return kept.sum(dim=1, dtype=dtype) / count, summed
 
     @property
     def features(self) -> dict[str, Written]:
         """Mean over the calls of each site; there are several calls only if the model shares modules."""
         return {site: calls[0] if len(calls) == 1 else _mean(calls) for site, calls in self._calls.items()}
+
+
+@dataclass(frozen=True)
+class _Averaged:
+    """Mean of the input of one or more sites; the input is held, so that its memory is not given to another tensor."""
+
+    x: Tensor
+    version: int | None
+    sites: dict[str, None]
+    mean: Float[Tensor, "b d_in"]
+    magnitude: Float[Tensor, " b"]
+
+    def is_of(self, site: str, x: Tensor) -> bool:
+        """Return whether ``x`` is that input, unwritten since; only a module beside the others, on its first call, is asked further."""
+        if self.version is None or x.is_inference() or site in self.sites:
+            return False
+        beside = site.rpartition(".")[0] == next(iter(self.sites)).rpartition(".")[0]
+        return beside and self.x.is_set_to(x) and self.x.dtype == x.dtype and self.version == x._version
 
 
 def _mean(calls: list[Written]) -> Written:

@@ -304,6 +304,53 @@ def test_activations_that_cancel_have_no_cosine() -> None:
         assert cosine(reader.features["s"], v, floors(reader.features, "act")["s"]).tolist() == [0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_one_mean_for_sites_that_read_one_tensor(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of a reader of its own, bit for bit, and none is used again after a write or for another tensor."""
+    predictors, averaged = torch.arange(9)[None] < torch.tensor([5, 9, 0])[:, None], 0
+    x, other = (torch.randn(3, 9, 16, generator=seeded()).to(dtype) for _ in range(2))
+    x[0, 7], x[2, 0] = torch.nan, torch.inf
+    sites = [*"qkv", "elsewhere.q", "q", "w", "t"]
+    basis = {site: torch.randn(4, 16, generator=seeded(), dtype=torch.float64) for site in ["attn." + s for s in sites] + sites}
+    reader, average = ActivationReader(predictors, basis), ActivationReader._average
+
+    def counted(self: ActivationReader, x: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal averaged
+        averaged += 1
+        return average(self, x)
+
+    def check(site: str, x: Tensor, times: int) -> None:
+        nonlocal averaged
+        averaged = 0
+        monkeypatch.setattr(ActivationReader, "_average", counted)
+        reader.read(site, x.detach())
+        monkeypatch.setattr(ActivationReader, "_average", average)
+        alone = ActivationReader(predictors, basis)
+        alone.read(site, x.clone())
+        kept = torch.where(predictors[..., None], x, 0.0).to(reader._calls[site][-1].values().dtype)
+        count = predictors.sum(dim=1).clamp_min(1)
+        expected = kept.sum(dim=1) / count[:, None] @ basis[site].to(kept).mT
+        assert averaged == times
+        assert torch.equal(reader._calls[site][-1].values(), alone.features[site].values())
+        assert torch.equal(reader._calls[site][-1].magnitude(), alone.features[site].magnitude())
+        torch.testing.assert_close(alone.features[site].values(), expected, rtol=1e-5, atol=1e-5)
+
+    check("attn.q", x, times=1)
+    check("attn.k", x, times=0)
+    check("attn.q", x, times=1)  # a second call: what lies in one buffer may be new without a count of its writes
+    check("attn.k", x, times=0)
+    x[1, 3] += 1
+    check("attn.v", x, times=1)
+    check("attn.elsewhere.q", x, times=1)
+    check("q", x, times=1)
+    check("w", x.mT.contiguous().mT, times=1)
+    with torch.inference_mode():
+        frozen = other.clone()
+        check("t", frozen, times=1)
+        check("q", frozen, times=1)
+    assert reader.features.keys() == {"attn.q", "attn.k", "attn.v", "attn.elsewhere.q", "q", "w", "t"}
+
+
 @pytest.mark.parametrize("share", [1.0, 1e-2, 1e-3, 2e-4])
 def test_the_norm_of_a_gradient_that_nearly_cancels_has_its_digits(share: float) -> None:
     """Keys alike and output gradients that sum to 0: |G| is ``share`` of what was summed. Oracle: float64."""
