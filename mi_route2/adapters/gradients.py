@@ -114,16 +114,22 @@ _CANCELS = 1e-2
 """Norm, as a share of the magnitude that was summed, below which a Gram matrix has lost digits."""
 
 
+def by_token(weights: Float[Tensor, " b"] | Float[Tensor, "b s"], dtype: torch.dtype) -> Float[Tensor, "b s 1"]:
+    """Return weights of rollouts, or of tokens, as factors of rows; of rollouts, the middle axis has length 1."""
+    return (weights if weights.ndim == 2 else weights[:, None])[..., None].to(dtype)
+
+
 @dataclass(frozen=True)
 class Pairs:
     """Gradient of a matrix factor, stored as its two sides ``h [b s d_in]`` and ``dy [b s d_out]``.
 
-    ``product`` returns ``G_b`` if it is a part of a product that is computed anyway.
+    ``product`` returns ``G_b``, and ``combined`` the sum of ``weighted``, if it is a part of a product that is computed anyway.
     """
 
     h: Float[Tensor, "b s d_in"]
     dy: Float[Tensor, "b s d_out"]
     product: Callable[[], Tensor] | None = None
+    combined: Callable[[Tensor], Tensor] | None = None
 
     def values(self) -> Float[Tensor, "b d_out d_in"]:
         if self.product is not None:
@@ -157,8 +163,9 @@ class Pairs:
 
     def weighted(self, weights: Float[Tensor, " b"] | Float[Tensor, "b s"]) -> Float[Tensor, "d_out d_in"]:
         """Return ``sum_b weights[b] G_b`` in one matmul; token weights ``[b s]`` are allowed too."""
-        per_token = weights if weights.ndim == 2 else weights[:, None]
-        per_token = per_token[..., None].to(self.h.dtype)
+        if self.combined is not None:
+            return self.combined(weights)
+        per_token = by_token(weights, self.h.dtype)
         if self.h.shape[-1] <= self.dy.shape[-1]:
             return self.dy.flatten(0, 1).mT @ (self.h * per_token).flatten(0, 1)
         return (self.dy * per_token).flatten(0, 1).mT @ self.h.flatten(0, 1)

@@ -26,7 +26,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mi_route2.adapters.gradients import Diagonal, FactorGradient, Packed, Packing, Pairs, exact
+from mi_route2.adapters.gradients import Diagonal, FactorGradient, Packed, Packing, Pairs, by_token, exact
 from mi_route2.checks import checked
 
 Hooks = Callable[[Tensor], Tensor]
@@ -303,13 +303,13 @@ def report(ctx: Any, tape: Tape, site: str, what: str) -> None:
 
 @exact()  # a backward may run within autocast too
 def _answer(
-    ctx: Any, adapter: str, gate: Gate, factor: Tensor, h: Tensor, dy: Tensor, product: Callable[[], Tensor] | None = None
+    ctx: Any, adapter: str, gate: Gate, factor: Tensor, h: Tensor, dy: Tensor, **shared: Callable[..., Tensor]
 ) -> Tensor | None:
-    """Return the gate's answer to the pair (h, dy) of a factor; ``product`` returns its gradient per rollout, if it is at hand."""
+    """Return the gate's answer to the pair (h, dy) of a factor; ``shared`` are the functions of ``Pairs`` for a larger product."""
     tape, site, name = ctx.routing
     tape.saw_backward(site, f"{adapter}.{name}", again=ctx.reported)
     pair = tape.pair(h, dy, Diagonal if factor.ndim == 1 else Pairs)
-    answer = gate.gradient(site, name, replace(pair, product=product) if isinstance(pair, Pairs) else pair)
+    answer = gate.gradient(site, name, replace(pair, **shared) if isinstance(pair, Pairs) else pair)
     return None if answer is None else answer.to(factor.dtype)
 
 
@@ -352,20 +352,35 @@ class RoutedFactor(torch.autograd.Function):
 
 
 class _Whole:
-    """Gradient per rollout of the factors of both adapters, as one product over tokens that is computed at most once."""
+    """Gradients of the factors of both adapters, as one product over tokens: per rollout, or summed with weights."""
 
     def __init__(self, tape: Tape, h: Tensor, dy: Tensor, ranks: list[int], axis: int):
         self._pair, self._ranks, self._axis = tape.pair(h, dy), ranks, axis
-        self.known = False
+        self._sums: tuple[Tensor, ...] | None = None
 
     @cached_property
     def _values(self) -> Tensor:
-        self.known = True
         return self._pair.values()
 
     def part(self, i: int) -> Tensor:
         """Return one adapter's part: a copy, because a view would hold the other's until the step ends."""
         return self._values.split(self._ranks, self._axis + 1)[i].contiguous()
+
+    def weighted(self, i: int, weights: Tensor) -> Tensor:
+        """Return the sum over rollouts of one adapter's part, with weights; the other's counts all rollouts."""
+        h, dy = self._pair.h, self._pair.dy
+        pieces = list((h if self._axis else dy).split(self._ranks, -1))
+        pieces[i] = pieces[i] * by_token(weights, h.dtype)
+        both = torch.cat(pieces, -1)
+        h, dy = (both, dy) if self._axis else (h, both)
+        self._sums = (dy.flatten(0, 1).mT @ h.flatten(0, 1)).split(self._ranks, self._axis)
+        return self._sums[i].contiguous()
+
+    def plain(self, i: int) -> Tensor | None:
+        """Return the sum over rollouts of the part of an adapter without a gate, if a product has given it."""
+        if "_values" in self.__dict__:
+            return self.part(i).sum(dim=0)
+        return None if self._sums is None else self._sums[i].contiguous()
 
 
 class StackedFactors(torch.autograd.Function):
@@ -420,13 +435,14 @@ class StackedFactors(torch.autograd.Function):
         for i in sorted(range(2), key=lambda i: gates[i] is None):  # a gate first: it may need the product per rollout
             gate, factor = gates[i], factors[i]
             if gate is not None:
-                product = None if whole is None else partial(whole.part, i)
-                answer = _answer(ctx, ("kept", "quarantine")[i], gate, factor, hs[i], dys[i], product)
+                shared = {} if whole is None else {"product": partial(whole.part, i)}
+                if whole is not None and gates[1 - i] is None and learn[1 - i]:
+                    shared["combined"] = partial(whole.weighted, i)
+                answer = _answer(ctx, ("kept", "quarantine")[i], gate, factor, hs[i], dys[i], **shared)
                 answers[i] = answer if learn[i] else None
-            elif learn[i] and whole is not None and whole.known:
-                answers[i] = whole.part(i).sum(dim=0).to(factor.dtype)
             elif learn[i]:
-                answers[i] = (dys[i].flatten(0, -2).mT @ hs[i].flatten(0, -2)).to(factor.dtype)
+                plain = None if whole is None else whole.plain(i)
+                answers[i] = (dys[i].flatten(0, -2).mT @ hs[i].flatten(0, -2) if plain is None else plain).to(factor.dtype)
         ctx.reported = True
         dh = None
         if ctx.needs_input_grad[0]:

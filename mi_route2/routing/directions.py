@@ -29,8 +29,8 @@ SCORED = frozenset({"dS", "B"})
 class ActivationReader:
     """Reader of activation features in the forward: ``Vh`` times the mean input of each site over predictor positions.
 
-    The mean commutes with ``Vh``, so only one vector per rollout is projected. Sites beside each other that read one tensor, such as
-    queries, keys and values, share its mean.
+    The mean commutes with ``Vh``, so only one vector per rollout is projected. Sites beside each other that read one tensor, as
+    queries, keys and values do, share its mean.
     """
 
     def __init__(self, predictors: Bool[Tensor, "b s"], basis: Mapping[str, Tensor]):
@@ -74,7 +74,8 @@ class _Averaged:
     magnitude: Float[Tensor, " b"]
 
     def is_of(self, site: str, x: Tensor) -> bool:
-        """Return whether ``x`` is that input, unwritten since; only a module beside the others, on its first call, is asked further."""
+        """Return whether ``x`` is that input, unwritten since."""
+        # Only modules beside each other, each on its first call, because not every kernel counts as a write to a buffer.
         if self.version is None or x.is_inference() or site in self.sites:
             return False
         beside = site.rpartition(".")[0] == next(iter(self.sites)).rpartition(".")[0]
