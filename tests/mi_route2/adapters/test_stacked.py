@@ -6,7 +6,7 @@ Every legal combination of a mask is in ``routing/test_mask_route.py``, against 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from mask_oracle import assert_same, erase_route, mask_route, run
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mi_route2.adapters import AdapterSpec, linear
@@ -88,6 +89,31 @@ def test_a_step_is_that_of_separate_adapters(calls: list[str], spec: AdapterSpec
         assert len(set(calls)) == 2 * len(stacked.adapters.sites)
     elif layout == "padded":  # a packed forward is tried out once, without a tape
         assert not calls
+
+
+class SumsOverTokens(TorchDispatchMode):
+    """Count of matrix products that sum over all ``tokens``: those by which a factor gets its gradient."""
+
+    def __init__(self, tokens: int):
+        super().__init__()
+        self.tokens, self.count = tokens, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default and args[0].shape[1] == self.tokens
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("through", ["filter", "detach"])
+def test_a_factor_of_both_adapters_has_its_gradient_from_one_product(through: Literal["filter", "detach"]) -> None:
+    """Of flags that are known in the backward, one pass over its output's gradient serves both, and not one each."""
+    batch = make_batch()
+    counts = []
+    for policy in pair():
+        route = MaskRoute.from_flags(torch.arange(4) % 2 == 0, through=through)
+        with SumsOverTokens(batch.rollouts.tokens.numel()) as sums:
+            run(policy, route, batch)
+        counts.append(sums.count / len(policy.adapters.sites))
+    assert counts == [4, 2]
 
 
 @pytest.mark.parametrize("spec", [LORA, SVD], ids=["lora", "svd"])

@@ -200,6 +200,7 @@ def test_verdicts(time: Ratio | None, memory: float | None, verdict: str) -> Non
         ("routing_smollm2_activation", "float32", False),
         ("routing_smollm2_checkpointing", "float32", True),
         ("routing_smollm2_checkpointing_flags", "float32", True),
+        ("routing_smollm2_checkpointing_activation", "float32", True),
         ("routing_smollm2_bfloat16_checkpointing", "bfloat16", True),
         ("routing_smollm2_bfloat16_checkpointing_flags", "bfloat16", True),
     ],
@@ -220,7 +221,7 @@ def test_the_page_prints_what_was_measured_on_a_real_model(name: str, dtype: str
 
 STEPS = {
     "float32": ("activation", "flags", "float32"),
-    "float32, checkpointing": ("checkpointing_flags", "checkpointing"),
+    "float32, checkpointing": ("checkpointing_activation", "checkpointing_flags", "checkpointing"),
     "bfloat16": ("",),
     "bfloat16, checkpointing": ("bfloat16_checkpointing_flags", "bfloat16_checkpointing"),
 }
