@@ -72,7 +72,8 @@ def _context(target: Callable[..., object]) -> BaseContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([target.__module__])
     paths = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")  # modules come from where ours come from
+    ours = os.pathsep.join(path for path in sys.path if isinstance(path, str))  # imports skip all else, as a Path
+    os.environ.update(PYTHONPATH=ours, PYTHONSAFEPATH="1")  # modules come from where ours come from
     try:
         forkserver.ensure_running()
     except OSError:  # TMPDIR may be too long for the path of a socket
@@ -96,7 +97,7 @@ def _end_server(parent: int) -> None:
     os._exit(0)
 
 
-if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # this is the server; its forks do not get here
+if forkserver.get_inherited_fds() is None and any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # no fork of it
     atexit.register(_end_server, os.getppid())
 
 
