@@ -63,9 +63,10 @@ def _without_sigint() -> Iterator[None]:
 def _context(target: Callable[..., object]) -> BaseContext:
     """Return a context in which processes that run ``target`` start.
 
-    On Linux they are forks of a server, which imports the module of the first target and does nothing else: it has no threads, and
-    no device knows it. Elsewhere each process imports anew, as libraries of macOS do not survive a fork. The server ends when
-    neither this process nor a fork is left.
+    On Linux they are forks of a server, which imports the module of the first target and does nothing else: no device knows it, and
+    it has no threads but those of libraries that are prepared for a fork (jemalloc of pyarrow, in lanes and steering). Elsewhere
+    each process imports anew, as libraries of macOS do not survive a fork. The server ends when neither this process nor a fork is
+    left.
     """
     if sys.platform != "linux":
         return mp.get_context("spawn")
