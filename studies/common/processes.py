@@ -63,16 +63,18 @@ def _without_sigint() -> Iterator[None]:
 def _context(target: Callable[..., object]) -> BaseContext:
     """Return a context in which processes that run ``target`` start.
 
-    On Linux they are forks of a server, which imports the module of the first target and does nothing else: it has no threads, and
-    no device knows it. Elsewhere each process imports anew, as libraries of macOS do not survive a fork. The server ends when
-    neither this process nor a fork is left.
+    On Linux they are forks of a server, which imports the module of the first target and does nothing else: no device knows it, and
+    it has no threads but those of libraries that are prepared for a fork (jemalloc of pyarrow, in lanes and steering). Elsewhere
+    each process imports anew, as libraries of macOS do not survive a fork. The server ends when neither this process nor a fork is
+    left.
     """
     if sys.platform != "linux":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([target.__module__])
     paths = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")  # modules come from where ours come from
+    ours = os.pathsep.join(path for path in sys.path if isinstance(path, str))  # imports skip all else, as a Path
+    os.environ.update(PYTHONPATH=ours, PYTHONSAFEPATH="1")  # modules come from where ours come from
     try:
         forkserver.ensure_running()
     except OSError:  # TMPDIR may be too long for the path of a socket
@@ -96,7 +98,7 @@ def _end_server(parent: int) -> None:
     os._exit(0)
 
 
-if any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # this is the server; its forks do not get here
+if forkserver.get_inherited_fds() is None and any("multiprocessing.forkserver" in word for word in sys.orig_argv):  # no fork of it
     atexit.register(_end_server, os.getppid())
 
 

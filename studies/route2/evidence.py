@@ -170,7 +170,10 @@ def collect(runs: RunSet) -> Evidence:
 
 
 def flagged_late(metrics: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of rollouts that were flagged in a run's last ``AT_END`` steps, for which nobody has to know a hack."""
+    """Return the share of flags in a run's last ``AT_END`` steps, for which nobody has to know a hack.
+
+    It is of the rollouts that the run learns from: groups of one reward have no flags.
+    """
     flags = [row["flags"] for row in metrics[-AT_END:] if row.get("flags")]
     total = sum(row["n"] for row in flags)
     return sum(row["flagged"] for row in flags) / total if total else None

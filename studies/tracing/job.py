@@ -64,16 +64,20 @@ class Tracing:
 
     @property
     def identity(self) -> str:
-        """Hash of the settings and of the trained adapters' bytes."""
-        manifest = read_manifest(self.training.folder)
-        trained = manifest.checksums.get(FULL, "none")
-        return hashlib.sha256(json.dumps([self.settings.digest, manifest.identity, trained, self.arm]).encode()).hexdigest()
+        return traced_identity(self.settings, self.arm, self.training.folder)
 
     @property
     def finished(self) -> bool:
         """True if this tracing exists; ``ValueError`` if it is damaged."""
         part = read_part(self.path)
         return part is not None and part[0]["identity"] == self.identity
+
+
+def traced_identity(settings: Settings, arm: str, run: Path) -> str:
+    """Return a hash of the settings and of the bytes of the adapters that were trained in a run folder."""
+    manifest = read_manifest(run)
+    trained = manifest.checksums.get(FULL, "none")
+    return hashlib.sha256(json.dumps([settings.digest, manifest.identity, trained, arm]).encode()).hexdigest()
 
 
 def tracings(root: Path, settings: Settings, jobs: list[Job]) -> list[Tracing]:

@@ -22,9 +22,11 @@ from scipy.stats import spearmanr
 from mi_route2.validation import read_settings
 from studies.common.artifacts import read_part
 from studies.common.stats import Summary, summary
+from studies.tracing.job import traced_identity
 from studies.tracing.pairs import CONTRASTS, SIDES
 from studies.tracing.patching import DELETION, OUT, QUESTION
 from studies.tracing.settings import UNTRAINED, Settings
+from studies.training.manifest import MANIFEST
 from studies.training.settings import Settings as Training
 
 RESAMPLES = 2000
@@ -91,7 +93,8 @@ def load(root: Path) -> Traces:
     """Read and check a tracing folder.
 
     Raises:
-        ValueError: If it is not a tracing folder, if a file is damaged or was changed, or if a seed lacks an arm.
+        ValueError: If it is not a tracing folder, if a file is damaged, was changed, or was made from another run than the one that
+            lies beside the study, or if a seed lacks an arm.
     """
     settings = Settings.read(root / "settings.json")
     if root.name != settings.folder:
@@ -108,6 +111,11 @@ def load(root: Path) -> Traces:
         own = path.parent.name == f"seed-{data['seed']}" and path.stem == data["arm"]  # a copy under another name is none
         if own and data["arm"] in wanted:
             key = data["arm"], int(data["seed"])
+            run = root.parent / training.folder / path.parent.name / ("base" if data["arm"] == UNTRAINED else data["arm"])
+            if (run / MANIFEST).exists() and data["identity"] != traced_identity(settings, data["arm"], run):
+                raise ValueError(
+                    f"{path} was traced on another run than the one in {run}: run the study again at its seed, which traces it anew"
+                )
             contents[key] = data
             effects[key] = {name: tensor.double().numpy() for name, tensor in tensors.items()}
     seeds = {seed for _, seed in contents}

@@ -11,6 +11,7 @@ import pytest
 from studies.common.stats import mean, paired_difference, summary
 from studies.common.tables import interval, number
 from studies.route2.evidence import (
+    AT_END,
     BROKEN,
     LOUD,
     MOST_EXPLOIT,
@@ -912,6 +913,11 @@ def test_how_one_notices_a_broken_canary_is_what_the_page_says() -> None:
     assert sorted(own) == [(False, False)] * 6 + [(True, False), (True, True)]
     exploit, solve = (interval(evidence.summary("filter-canary-run", metric)) for metric in (EXPLOIT, SOLVE))
     assert f"held-out exploits {exploit} (.02 was asked), solve {solve} (.85)" in page
+    drawn = AT_END * PRESETS["strong"].prompts * PRESETS["strong"].group
+    assert any(
+        abs(share * drawn - round(share * drawn)) > 0.1 for share, _ in signs(evidence, "filter-canary-run")
+    )  # not of all rollouts
+    assert "among those that it learns from: a group whose rewards are equal is skipped" in page
     honest = [share > LOUD for share, worst in signs(evidence, "canary-run-honest") if worst > BROKEN]
     assert (honest.count(False), len(honest)) == (5, 8)
 

@@ -181,9 +181,8 @@ def equal(value: object, expected: object) -> bool:
     if isinstance(expected, dict):
         assert isinstance(value, dict)
         keys = {_exact(key): key for key in expected}
-        return len(value) == len(keys) and all(
-            _exact(key) in keys and equal(item, expected[keys[_exact(key)]]) for key, item in value.items()
-        )
+        same = len(value) == len(expected) and {_exact(key) for key in value} == keys.keys()
+        return same and all(equal(item, expected[keys[_exact(key)]]) for key, item in value.items())
     if isinstance(expected, set):
         assert isinstance(value, set)
         return len(value) == len(expected) and {_exact(item) for item in value} == {_exact(item) for item in expected}

@@ -225,8 +225,9 @@ def _leaves(value: object) -> Iterator[tuple[str, object]]:
                 yield type(item).__name__, len(item)
                 todo.extend(reversed(item))
             case set() | dict():  # a dict by its keys, which hold no dict: by values too, each level would double the work
-                yield type(item).__name__, len(item)
-                yield "members", sorted(map(_order, item))
+                members = sorted(map(_order, item))
+                yield OPAQUE if OPAQUE in {kind for member in members for kind, _ in member} else type(item).__name__, len(item)
+                yield "members", members
                 if isinstance(item, dict):
                     todo.extend(item[key] for key in sorted(item, key=_order, reverse=True))
             case Linked(values=inner) | Tree(levels=inner):

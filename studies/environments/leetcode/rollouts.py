@@ -148,8 +148,10 @@ def _signature(starter: str, function: str) -> ast.FunctionDef | None:
 
 
 def _examples(question: str, function: str, signature: ast.FunctionDef | None) -> Iterator[Case]:
-    """Yield worked examples as tests; those that are not a simple call and value are left out."""
+    """Yield worked examples as tests; those that are not a simple call and value, or not `readable`, are left out."""
     for arguments, result in _EXAMPLE.findall(question):
+        if not (readable(arguments) and readable(result)):
+            continue
         try:
             call, expected = parse_call(arguments.replace("\n", " ")), parse_value(result)
             if signature is not None:
@@ -190,8 +192,8 @@ def _made_up(annotation: ast.expr | None) -> object:
 
 
 def _printed(annotation: ast.expr | None) -> str:
-    """Return an annotation as text; "" without one, or if it is nested too deeply."""
+    """Return an annotation as text; "" without one, and if it is nested too deeply or has a value that cannot be printed."""
     try:
         return "" if annotation is None else ast.unparse(annotation)
-    except RecursionError:
+    except (RecursionError, ValueError):
         return ""

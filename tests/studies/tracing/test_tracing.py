@@ -28,7 +28,8 @@ from studies.tracing.rates import DELETED, PATCHED
 from studies.tracing.report import HEADLINE, TABLE, TABLES, publish, write_report
 from studies.tracing.settings import UNTRAINED, Settings
 from studies.training.arms import ARMS
-from studies.training.job import Job, build_hosted
+from studies.training.job import FULL, Job, build_hosted
+from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 from studies.training.settings import Settings as Training
 from studies.training.worlds import open_world
@@ -214,6 +215,19 @@ def test_a_changed_byte_is_found(study: Path, tmp_path: Path) -> None:
     content[-1] ^= 1
     path.write_bytes(bytes(content))
     with pytest.raises(ValueError, match=r"vanilla\.safetensors is damaged"):
+        write_report(root)
+
+
+def test_a_trace_of_another_run_is_not_reported(study: Path, tmp_path: Path) -> None:
+    """A seed whose arm was trained again, with other code, and not traced again: the command may be asked for other seeds alone."""
+    root, name = tmp_path / study.name, f"{tiny_training().folder}/seed-0/vanilla"
+    shutil.copytree(study, root)
+    shutil.copytree(study.parent / name, tmp_path / name)
+    assert load(root).arms == list(TRACED)
+    manifest = json.loads((tmp_path / name / MANIFEST).read_text())
+    manifest["checksums"][FULL] = "0" * 64
+    write_json(tmp_path / name / MANIFEST, manifest)
+    with pytest.raises(ValueError, match=r"vanilla\.json was traced on another run than the one in .*: run the study again"):
         write_report(root)
 
 

@@ -22,7 +22,7 @@ EQUAL = [
     ({1, 2}, {2, 1.0}), ({"a": [1.0]}, {"a": [1]}), ({1: "x"}, {1.0: "x"}), ({2: 1.000001, 1: 0}, {1: 0, 2: 1.0}),
     (Linked((1, 2)), Linked((1.0, 2))), (Tree(((1,), None, (2,))), Tree(((1,), None, (2,)))), ({(1, True)}, {(1, True)}),
     ({float("nan"), 1.5}, {1.5, NAN}), ({float("nan"): 1}, {NAN: 1.0}), ({(10.0, NAN)}, {(10, float("nan"))}),
-    ({0.0, INF}, {INF, -0.0}),
+    ({0.0, INF}, {INF, -0.0}), ({NAN: 1, float("nan"): 1}, {NAN: 1, float("nan"): 1.0}),
 ]  # fmt: skip
 DIFFERENT = [
     (True, 1), (1, True), (False, 0), (0, False), (1.0, True), (2.5, 2), (1.00002, 1.0), (2.0000001, 2), (1e-8, 0.0), (1, 2),
@@ -33,6 +33,7 @@ DIFFERENT = [
     ({"a": 1}, {"a": 2}), ({"a": 1}, {"b": 1}), ({1: 1}, {True: 1}), ({(1, 1)}, {(1, True)}), ({"a": 1}, {}), ([], ()),
     ({1.000001}, {1.0}), ({9.999999, 10.5}, {10.0, 10.5}), ({1.000001: 0}, {1.0: 0}), ({("bool", 1)}, {True}),
     ({("bool", True)}, {True}), ({Linked((1,))}, {Linked((True,))}), ({NAN, float("nan")}, {NAN}),
+    ({NAN: 1, float("nan"): 1}, {NAN: 1, 1: 1}),
     (Linked((1, 2)), [1, 2]), ([1, 2], Linked((1, 2))), (None, Linked((1,))), (Linked((1,)), None), (Linked((1,)), Linked((1, 1))),
     (Tree(((1,),)), Linked((1,))), (Tree(((1,), (2,))), Tree(((1,), None, (2,)))), (Tree(((1,),)), [1]), (NAN, "nan"), ("x", 0.0),
 ]  # fmt: skip
@@ -55,8 +56,13 @@ def test_what_is_opaque_equals_nothing(expected: Any) -> None:
     for value, reference in ((Opaque("x"), expected), ([Opaque("x")], [expected]), (Linked((Opaque("x"),)), Linked((expected,)))):
         assert not equal(value, reference)
         assert not agrees(reference, value)
-    assert not equal(Opaque("x"), Opaque("x"))
-    assert not agrees(Opaque("x"), Opaque("x"))
+    for value, reference in (
+        (Opaque("x"), Opaque("x")),
+        ({Opaque("x")}, {Opaque("x")}),
+        ({(1, Opaque("x")): 1}, {(1, Opaque("x")): 1}),
+    ):
+        assert not equal(value, reference)
+        assert not agrees(reference, value)
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.0, 1.0, 2.0, 1.00001, INF, NAN, "", "a", HUGE])

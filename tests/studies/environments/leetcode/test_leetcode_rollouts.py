@@ -151,6 +151,8 @@ HEAD = "class Solution:\n    def f("
         HEAD + "self, x='\0'): pass",
         HEAD + "self, x: " + "(" * 5000 + "): pass",
         HEAD + "self, x=(((a" + "\u0f73" * 16_000 + ", =): pass",
+        HEAD + f"self, x: 0x{'f' * 6000}): pass",
+        HEAD + "self, x: f'{\"\x01\"}'): pass",
     ],
 )
 def test_a_call_is_made_up_for_any_text_in_no_time(completion: str) -> None:
@@ -165,6 +167,16 @@ def test_a_method_s_head_ends_at_the_first_colon_after_its_brackets() -> None:
 
 def test_an_example_with_a_number_beyond_printing_is_left_out() -> None:
     assert prompt_task("5", PROMPT.replace("ks = [3]", f"ks = [0x{'f' * 6000}]"), "") is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["ks = (((a" + "\u0f73" * 16_000 + ", =", f"ks = {{{', '.join(str(i * (2**61 - 1)) for i in range(1, 40_000))}}}"]
+)
+def test_an_example_that_no_parser_should_read_is_left_out(text: str) -> None:
+    with at_most(2.0):
+        task = prompt_task("5", PROMPT.replace("whatever this is", text), "")
+    assert task is not None
+    assert len(task.hidden) == 2
 
 
 @pytest.mark.parametrize("part", ["Input: a\n", "\n", "Input:\n\nOutput:\n", "<|im_start|>user\n", "```python\n \n"])
