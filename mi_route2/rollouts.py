@@ -202,12 +202,17 @@ def _differ(one: Tensor, other: Tensor, share: float, units: int) -> bool:
     """Return whether logits differ by more than ``share`` of the largest, or ``units`` of rounding in a type that has few digits.
 
     Only logits of rows of one shape round alike, and need one unit. (In half precision a mixture of experts may choose another one
-    in rows of different shapes; and leaks of small models are 3% of the largest logit.)
+    in rows of different shapes; and leaks of small models are 3% of the largest logit.) What a model fills in for ids that are no
+    token does not count: any difference is less than a share of that.
     """
+    likely = ~(one < one.amax(dim=-1, keepdim=True) - _NEVER)  # negated, so that NaN counts
+    one, other = one[likely], other[likely]
     tolerance = max(share, units * torch.finfo(one.dtype).eps) * float(one.abs().max())
     return not torch.allclose(other, one, rtol=0, atol=tolerance)
 
 
+_NEVER = 100.0
+"""Nats below the largest logit from which on a token has probability 0 in float32."""
 _LEAK = 1e-3
 """Share of ``_differ`` for a model that counts padding."""
 _SEES = 1e-4

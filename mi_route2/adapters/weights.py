@@ -19,6 +19,7 @@ import torch
 import xxhash
 from jaxtyping import Int
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mi_route2.adapters.linear import Branch, RoutedLinear
 from mi_route2.architectures import WRAPPED
@@ -93,26 +94,30 @@ def reshard(model: nn.Module) -> bool:
 
 
 class Versions:
-    """Tensors, how often torch counts that each was written, and their types; equal if they are the same and nothing was written.
+    """Tensors, how often torch counts that each was written, and their memory; equal if they are the same and nothing was written.
 
-    (``model.to(dtype)`` gives a parameter other numbers, and counts no write.)
+    (``model.to(dtype)`` gives a parameter other memory with other numbers, and counts no write.)
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
         # the tensors are kept, so that no other one can have their ids
-        self._seen = [(t, _version(t), t.dtype) for t in tensors]
+        self._seen = [(t, _version(t), t.dtype, _memory(t)) for t in tensors]
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what a copy holds, which is equal to none: torch counts the writes of copied tensors from 0 again."""
+        return {"_seen": [(t, -1, dtype, None) for t, _, dtype, _ in self._seen]}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Versions) and self._ids == other._ids
 
     @property
-    def _ids(self) -> list[tuple[int, int, torch.dtype]]:
-        return [(id(t), version, dtype) for t, version, dtype in self._seen]
+    def _ids(self) -> list[tuple[object, ...]]:
+        return [(id(t), version, dtype, memory and memory.cdata) for t, version, dtype, memory in self._seen]
 
     @property
     def unwritten(self) -> bool:
         """True if none of the tensors was written since."""
-        return self == Versions(t for t, _, _ in self._seen)
+        return self == Versions(t for t, *_ in self._seen)
 
 
 def _data_hash(t: Tensor) -> bytes:
@@ -136,6 +141,11 @@ def _version(t: Tensor) -> int:
         return 0
     local = getattr(t, "to_local", None)  # the shard of a DTensor counts what is written to it directly
     return t._version + (0 if local is None else local()._version)
+
+
+def _memory(t: Tensor) -> StorageWeakRef | None:
+    """Return a reference to the memory of ``t`` that does not keep it; ``None`` for a DTensor, which has none of its own."""
+    return None if hasattr(t, "to_local") else StorageWeakRef(t.untyped_storage())
 
 
 Entry = tuple[str, Tensor, Callable[[Tensor], Tensor]]

@@ -375,15 +375,17 @@ class RoutedGRPOTrainer(GRPOTrainer):
             trl_vllm.check_sampled(self, output)
         if self.model.training:
             # TRL shuffles rollouts over micro-batches and carries neither rewards nor groups, so both travel with the rollouts.
-            rewards = (self._rewards * self.reward_weights.to(self._rewards)).nansum(dim=1)
+            weighted = self._rewards * self.reward_weights.to(self._rewards)
+            rewards = weighted.nansum(dim=1)
             rewards[self._rewards.isnan().all(dim=1)] = torch.nan
             first = self.accelerator.process_index * len(inputs)
             local = torch.arange(first, first + len(inputs), device=rewards.device)
-            group = rewards.view(-1, self.num_generations)
-            if self.args.multi_objective_aggregation == "sum_then_normalize":
-                # a mean of equal rewards may round, and Adam would make a whole step of that rest, as of any gradient
-                equal = (group.amin(dim=1) == group.amax(dim=1)).repeat_interleave(self.num_generations)
-                output["advantages"] = output["advantages"].masked_fill(equal[local], 0.0)
+            # a mean of equal rewards may round, and Adam would make a whole step of that rest, as of any gradient
+            normalized = rewards[:, None] if self.args.multi_objective_aggregation == "sum_then_normalize" else weighted
+            group = normalized.view(len(rewards) // self.num_generations, self.num_generations, -1)
+            low, high = group.nan_to_num(torch.inf).amin(dim=1), group.nan_to_num(-torch.inf).amax(dim=1)  # NaN: without a reward
+            equal = (low >= high).all(dim=1).repeat_interleave(self.num_generations)
+            output["advantages"] = output["advantages"].masked_fill(equal[local], 0.0)
             output |= {"rewards": rewards[local], "groups": local // self.num_generations, "rollout": local - first}
             # What the rewards were computed on: the masks of the batch leave out what nothing is learned from.
             self._sampled = list(zip(inputs, self._completions, strict=True))

@@ -43,7 +43,7 @@ class ActivationReader:
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
         last = self._last
         if last is None or not last.is_of(site, x):
-            last = self._last = _Averaged(x, None if x.is_inference() else x._version, {}, *self._average(x))
+            last = self._last = _Averaged(x, None if _uncounted(x) else x._version, {}, *self._average(x))
         last.sites[site] = None
         feature = Written(last.mean @ self._basis[site].to(last.mean).mT, last.magnitude)
         self._calls.setdefault(site, []).append(feature)
@@ -56,6 +56,10 @@ class ActivationReader:
         count = self._count.to(dtype)
         summed = torch.linalg.vector_norm(kept, dim=2, dtype=dtype).sum(dim=1) / count[:, 0]
         return kept.sum(dim=1, dtype=dtype) / count, summed
+
+    def release(self) -> None:
+        """Drop the input that was read last, which no later site shares."""
+        self._last = None
 
     @property
     def features(self) -> dict[str, Written]:
@@ -76,10 +80,15 @@ class _Averaged:
     def is_of(self, site: str, x: Tensor) -> bool:
         """Return whether ``x`` is that input, unwritten since."""
         # Only modules beside each other, each on its first call, because not every kernel counts as a write to a buffer.
-        if self.version is None or x.is_inference() or site in self.sites:
+        if self.version is None or _uncounted(x) or site in self.sites:
             return False
         beside = site.rpartition(".")[0] == next(iter(self.sites)).rpartition(".")[0]
         return beside and self.x.is_set_to(x) and self.x.dtype == x.dtype and self.version == x._version
+
+
+def _uncounted(x: Tensor) -> bool:
+    """Return whether torch counts no writes of ``x``: in inference mode, and in a graph that it compiles."""
+    return x.is_inference() or torch.compiler.is_compiling()
 
 
 def _mean(calls: list[Written]) -> Written:
@@ -374,20 +383,26 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str
         return torch.nn.functional.normalize(values.flatten(1), dim=1, eps=torch.finfo(values.dtype).tiny).view_as(values)
 
     hack, clean = (collect(policy, side, kind, basis) for side in (pairs.hack, pairs.clean))
-    floor, same, deltas = (floors(hack, kind), floors(clean, kind)), _alike(pairs), dict[str, Contrast]()
+    floor, twins, deltas = (floors(hack, kind), floors(clean, kind)), _twins(pairs), dict[str, Contrast]()
     for site in policy.adapters.sites:
         one, other = rows(hack, floor[0], site), rows(clean, floor[1], site)
-        deltas[site] = contrast(one, torch.where(same.to(one.device).view(-1, *[1] * (one.ndim - 1)), one, other))
+        for i, j in twins.items():
+            other[i] = one[j]
+        deltas[site] = contrast(one, other)
     return deltas
 
 
-def _alike(pairs: PairBatch) -> Bool[Tensor, " n"]:
-    """Return which pairs have one rollout on both sides, which half precision rounds by its padding."""
+def _twins(pairs: PairBatch) -> dict[int, int]:
+    """Return the place on the hack side of every rollout of the clean one that stands there too, in its own pair if it can be.
+
+    Half precision rounds a rollout by its padding, so that it would differ from itself.
+    """
     hack, clean = (
-        [(t[real].tolist(), learned[real].tolist()) for t, real, learned in zip(side.tokens, side.attention, side.completion)]
+        [(*t[real].tolist(), *learned[real].tolist()) for t, real, learned in zip(side.tokens, side.attention, side.completion)]
         for side in (pairs.hack, pairs.clean)
     )
-    return torch.tensor([one == other for one, other in zip(hack, clean)])
+    places = {one: i for i, one in enumerate(hack)}
+    return {i: i if one == hack[i] else places[one] for i, one in enumerate(clean) if one in places}
 
 
 def contrast(hack: Tensor, clean: Tensor) -> Contrast:
@@ -483,6 +498,10 @@ class HaarFitter:
     seed: int
     refreshes: bool = False
 
+    @property
+    def name(self) -> str:
+        return f"haar of {self.like.name}" if isinstance(self.like, TopKFitter) else "haar"
+
     def fit(self, policy: Policy, step: int) -> Directions:
         real = self.like.fit(policy, step)
         generator = torch.Generator().manual_seed(self.seed)
@@ -492,4 +511,4 @@ class HaarFitter:
             if isinstance(self.like, TopKFitter):
                 draw = torch.linalg.qr(draw.flatten(1).mT).Q.mT.reshape(v.shape)
             vectors[site] = (draw if isinstance(self.like, TopKFitter) else unit(draw)).to(v.device, v.dtype)
-        return Directions(vectors, Provenance("haar", real.provenance.kind, "none", real.provenance.base_hash, 0, self.seed))
+        return Directions(vectors, Provenance(self.name, real.provenance.kind, "none", real.provenance.base_hash, 0, self.seed))

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, exact, rounding, wide
+from mi_route2.adapters.linear import watched
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape, demand_penalty
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch, group_advantages
@@ -91,14 +92,14 @@ def token_scores(
 ) -> Float[Tensor, "b s"]:
     """Return ``s_bt = cos(Vh x_bt, v)`` on predictors, 0 if ``Vh x_bt`` is within rounding errors of 0, and -1 elsewhere."""
     # torch.where and not a product, because padding may hold any value, NaN included
-    x = torch.where(predictors[..., None], x, torch.zeros_like(x))
+    x = torch.where(predictors[..., None], x, torch.zeros_like(x)).to(wide(x.dtype))
     # Division by a power of two changes no bit of a cosine, and keeps the squares of very large or small activations in range.
-    largest = x.abs().amax(dim=-1, keepdim=True).to(wide(x.dtype))
+    largest = x.abs().amax(dim=-1, keepdim=True)
     mantissa = largest.frexp().mantissa
-    x = x / torch.where(mantissa > 0, largest / (2 * mantissa), torch.ones_like(largest)).to(x)
+    x = x / torch.where(mantissa > 0, largest / (2 * mantissa), torch.ones_like(largest))
     a = x @ Vh.to(x).mT
     scores = torch.nn.functional.cosine_similarity(a, v.to(x).expand_as(a), dim=-1, eps=0.0)
-    noise = NOISE * torch.finfo(wide(x.dtype)).eps
+    noise = NOISE * torch.finfo(x.dtype).eps
     scores = torch.where(a.norm(dim=-1) <= noise * x.norm(dim=-1), torch.zeros_like(scores), scores)
     return torch.where(predictors, scores, torch.full_like(scores, -1.0))
 
@@ -160,7 +161,8 @@ def hooked(site: str, mask: Tensor, point: Hooks | None) -> Tensor:
     if not isinstance(new, Tensor) or new.shape != mask.shape:
         got = f"a mask of shape {list(new.shape)}" if isinstance(new, Tensor) else f"a {type(new).__name__}"
         raise ValueError(f"a hook at {site}.hook_mask returned {got}, not a mask of shape {list(mask.shape)}")
-    untouched = new is mask and writes is not None and writes == mask._version
+    seen = isinstance(point, nn.Module) and watched(point)  # what a hook there writes through ``.data`` torch does not count
+    untouched = new is mask and not seen and writes is not None and writes == mask._version
     if not untouched and not bool(((new >= 0) & (new <= 1)).all()):  # negated, so that NaN fails too
         wrong = new[~((new >= 0) & (new <= 1))][0].item()
         raise ValueError(f"a hook at {site}.hook_mask returned {wrong}, but a mask lies between 0 (flagged) and 1 (learned)")
@@ -370,6 +372,8 @@ class _MaskStep(Once):
     @exact()
     def settle(self, part: Part) -> None:
         gate = part.tape.kept
+        if isinstance(part.tape.inputs, ActivationReader):
+            part.tape.inputs.release()
         if self._spec.shuffle or not isinstance(gate, MaskGate) or not gate.waiting:
             return
         gate.settle(*gate.pooled())

@@ -1,6 +1,7 @@
 """A policy without a host: padding on the left changes no log-probability, whether the model counts positions or is told them."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,27 @@ def test_padding_within_a_prompt_is_refused_where_it_counts_and_not_on_the_left(
                 policy.logprobs(split)
         else:
             torch.testing.assert_close(policy.logprobs(split)[split.predictors], expected)
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min, -1e9])
+def test_logits_that_a_model_fills_in_hide_no_leak(fill: float) -> None:
+    """Those of ids that are no token; a share of the largest logit would be more than any leak."""
+
+    def filled(_: nn.Module, given: object, out: Any) -> None:
+        out.logits[..., 1].fill_(fill)
+
+    torch.manual_seed(0)
+    mpt = MptForCausalLM(MptConfig(vocab_size=VOCAB, d_model=16, n_layers=2, n_heads=2, expansion_ratio=2, max_seq_len=32))
+    tokens = torch.tensor([[3, 0, 0, 4, 5, 6]])
+    split, bert = Rollouts(tokens, tokens > 0, tokens > 4), BertLMHeadModel(BertConfig(**BERT))
+    cases = ((mpt, split, "behind padding"), (bert, make_rollouts(side="right"), "before others"))
+    for model, rollouts, told in cases:
+        move_all(model, 0.1).eval().register_forward_hook(filled)
+        with pytest.raises(ValueError, match=f"gives tokens {told} other logits than alone"):
+            make_policy(model, "*").logprobs(rollouts)
+    decoder = BertLMHeadModel(BertConfig(**BERT, is_decoder=True)).eval()
+    decoder.register_forward_hook(filled)
+    assert make_policy(decoder, "*").logits(make_rollouts(side="right")).isfinite()[..., 2:].all()
 
 
 @pytest.mark.parametrize("state", ["merged", "detached"])

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -229,17 +230,18 @@ def test_a_diagonal_gradient_that_nearly_cancels_has_its_digits(dtype: torch.dty
     torch.testing.assert_close(gradient.weighted(torch.ones(4, 16)).double(), exact.sum(0), rtol=1e-5, atol=1e-5)
 
 
-def written(_: nn.Module, given: object, mask: Tensor, value: float) -> None:
-    mask.fill_(value)
+def written(_: nn.Module, given: object, mask: Tensor, value: float, counted: bool) -> None:
+    (mask if counted else mask.data).fill_(value)
 
 
-@pytest.mark.parametrize("how", ["returned", "written in place"])
+@pytest.mark.parametrize("how", ["returned", "written in place", "written past torch's count"])
 @pytest.mark.parametrize("value", [-0.5, 1.5, torch.nan, torch.inf])
 def test_a_mask_that_is_none_is_refused(value: float, how: str) -> None:
     """-0.5 would train the kept adapter uphill."""
     policy, route = make_policy(SPECS["lora"]), MaskRoute.from_flags(torch.zeros(6, dtype=torch.bool))
     point = policy.adapters.sites["blocks.0.attn.q"].hook_mask
-    hook = partial(written, value=value) if how != "returned" else lambda _, given, mask: torch.full_like(mask, value)
+    in_place = partial(written, value=value, counted=how == "written in place")
+    hook = in_place if how != "returned" else lambda _, given, mask: torch.full_like(mask, value)
     handle = point.register_forward_hook(hook)
     with pytest.raises(ValueError, match=rf"blocks.0.attn.q.hook_mask returned {value}, but a mask lies between 0"):
         route.backward(policy, make_batch(), lambda logits, part: -part.rollouts.logprobs(logits))
@@ -283,14 +285,29 @@ def test_advantages_of_half_precision_are_of_the_mean(dtype: torch.dtype) -> Non
     torch.testing.assert_close(found.double(), rewards.double() - mean, rtol=0, atol=500 * torch.finfo(dtype).eps)
 
 
-def test_coordinates_are_those_of_the_weights_in_their_present_type() -> None:
+@pytest.mark.parametrize("dtypes", [[torch.bfloat16], [torch.bfloat16, torch.float32]], ids=["cast", "cast and cast back"])
+def test_coordinates_are_those_of_the_weights_as_they_were_cast(dtypes: list[torch.dtype]) -> None:
     """Torch does not count ``model.to`` as a write; a process that loads the directions has coordinates of the cast weights."""
     policy = make_policy(SPECS["lora"], dtype=torch.float32)
     weight = policy.adapters.sites["blocks.0.attn.q"].weight
     weight.copy_(torch.linalg.qr(torch.randn(16, 16, generator=seeded()))[0])  # no singular vector is more than rounding's choice
     policy.adapters.coordinates()
-    policy.model.to(torch.bfloat16)
+    for dtype in dtypes:
+        policy.model.to(dtype)
     for site, vectors in policy.adapters.coordinates().items():
+        assert torch.equal(vectors, decompose(policy.adapters.sites[site].weight).Vh)
+
+
+def test_a_copy_does_not_take_coordinates_of_former_weights_for_its_own() -> None:
+    """Torch counts the writes of a copied weight from 0, as those of the original when its coordinates were computed."""
+    policy = make_policy(SPECS["lora"])
+    for module in policy.adapters.modules.values():
+        module.base.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+    policy.adapters.coordinates()
+    with torch.no_grad():
+        for module in policy.adapters.modules.values():
+            module.weight.copy_(torch.randn(module.weight.shape, generator=seeded()))
+    for site, vectors in copy.deepcopy(policy).adapters.coordinates().items():
         assert torch.equal(vectors, decompose(policy.adapters.sites[site].weight).Vh)
 
 
@@ -486,14 +503,15 @@ def test_a_mask_of_ones_own_beside_other_hooks_is_still_asked_for(cached: bool) 
         run(policy, OpenRoute(OpenSpec()), make_batch())
 
 
-@pytest.mark.parametrize("how", ["merged", "folded", "folded, later"])
-def test_a_forward_of_ones_own_is_not_left_out_of_a_merged_or_folded_weight(how: str) -> None:
+@pytest.mark.parametrize("gain", [2.0, 1.005])
+@pytest.mark.parametrize("how", ["merged", "merged, later", "folded", "folded, later"])
+def test_a_forward_of_ones_own_is_not_left_out_of_a_merged_or_folded_weight(how: str, gain: float) -> None:
     model = make_model()
     linear = model.blocks[0].attn.o  # pyright: ignore[reportAttributeAccessIssue]
     plain = linear.forward
 
     def patched() -> None:
-        linear.forward = lambda x: 2 * plain(x)
+        linear.forward = lambda x: gain * plain(x)
 
     spec = SPECS["svd-fold" if how.startswith("folded") else "lora"]
     if how == "folded":
@@ -502,11 +520,11 @@ def test_a_forward_of_ones_own_is_not_left_out_of_a_merged_or_folded_weight(how:
             attach(model, "blocks.*", spec=spec, generator=seeded())
         return
     policy = Policy(model, attach(model, "blocks.*", spec=spec, generator=seeded()))
-    patched()
-    with pytest.raises(ValueError, match=r"blocks.0.attn.o computes more than a matmul"):  # noqa: PT012
-        if how == "merged":
-            with policy.adapters.merged():
-                pass
+    if how == "merged":
+        patched()
+    context = policy.adapters.merged() if how.startswith("merged") else nullcontext()
+    with pytest.raises(ValueError, match=r"blocks.0.attn.o computes more than a matmul"), context:  # noqa: PT012
+        patched()
         policy.logprobs(make_rollouts())
 
 

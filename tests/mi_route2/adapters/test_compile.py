@@ -235,6 +235,34 @@ def check_a_step_under_a_route_breaks_the_graph_and_learns_the_same(spec: MaskSp
         assert torch.equal(compiled.logprobs(batch.rollouts), plain)
 
 
+class Between(nn.Module):
+    """Two Linears beside each other, whose input is written between them."""
+
+    def __init__(self, generator: torch.Generator):
+        super().__init__()
+        self.embed, self.q, self.k = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB), nn.Linear(8, VOCAB)
+        for p in self.double().parameters():
+            p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64) / 2
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        q = self.q(h)
+        return q * self.k(h.mul_(-1.0).add_(0.3))
+
+
+def check_an_input_that_is_written_between_two_sites_has_two_means() -> None:
+    """Within a graph no write is counted, by which an eager forward tells."""
+    generator = torch.Generator().manual_seed(1)
+    model, rollouts = Between(generator), make_batch(6).rollouts
+    policy = Policy(model, move(attach(model, "[qk]", spec=SPECS["lora"], generator=generator)))
+    route = mask_route(policy, MaskSpec("act"))
+    expected = route.score(policy, rollouts)
+    model.compile(backend="aot_eager")
+    found = route.score(policy, rollouts)
+    assert found is not None
+    assert torch.equal(found, expected)
+
+
 def check_a_step_under_a_route_that_may_not_break_is_refused_and_learns_nothing() -> None:
     _, compiled = eager_and_compiled(fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):

@@ -1,8 +1,9 @@
 """A hook at ``hook_mask`` overrules what the route decided, exactly as the written-out policy says, for every kind of mask."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -305,6 +306,23 @@ def test_a_mask_that_nobody_decides_is_an_error_on_every_host(host: str, how: st
     assert own.decision.extra["overruled"] == 1.0
     assert not own.kept["blocks.1.mlp.up.B"].any()
     run(policy, OpenRoute(OpenSpec()), batch)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_mask_of_ones_own_on_a_bridge_is_no_cache_of_everything(cached: bool) -> None:
+    """TransformerLens wraps every hook in one function, by which a hook that writes the mask looks like those beside it."""
+    model = open_host("transformer_lens", make_family("GPT2", attn="eager"))
+    adapters = move(model.attach("blocks.1.mlp.up", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)))
+    branch: Any = adapters.sites["blocks.1.mlp.up"]
+
+    def log(value: Tensor, hook: object) -> None:
+        return None
+
+    for point in (branch.hook_kept_a, branch.hook_kept, branch.hook_quarantine):
+        point.add_hook(log)
+    branch.hook_mask.add_hook(log if cached else lambda keep, hook: 0 * keep)
+    with nullcontext() if cached else pytest.raises(RuntimeError, match=r"hook_mask was hooked at .* and did not fire"):
+        run(model.policy(adapters), OpenRoute(OpenSpec()), family_batch(4))
 
 
 BACKWARD = ("register_full_backward_hook", "register_full_backward_pre_hook")

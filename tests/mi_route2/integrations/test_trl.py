@@ -429,30 +429,37 @@ def test_a_run_is_not_resumed_with_the_directions_of_other_pairs(tmp_path: Path)
     again.train(resume_from_checkpoint=str(folder))
 
 
-def test_a_run_is_not_resumed_with_fewer_axes(tmp_path: Path) -> None:
-    trainer, _ = make_trainer(tmp_path, EraseSpec(k=1), steps=1, save_strategy="steps", save_steps=1)
+@pytest.mark.parametrize("fitter", ["persona", "haar"])
+def test_a_run_is_not_resumed_with_fewer_axes(fitter: Any, tmp_path: Path) -> None:
+    trainer, _ = make_trainer(tmp_path, EraseSpec(k=1, fitter=fitter), steps=1, save_strategy="steps", save_steps=1)
     trainer.train()
-    other, _ = make_trainer(tmp_path, EraseSpec(k=2, refresh_every=0), steps=2)
+    other, _ = make_trainer(tmp_path, EraseSpec(k=2, refresh_every=0, fitter=fitter), steps=2)
     with pytest.raises(ValueError, match=r"has directions of other pairs, or of another draw, than this trainer's"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-@pytest.mark.parametrize("scale", ["none", "group", "batch"])
-def test_equal_rewards_have_no_advantage(scale: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unscored", [False, True])
+@pytest.mark.parametrize("scale", ["none", "group", "batch", "each function"])
+def test_equal_rewards_have_no_advantage(scale: str, unscored: bool, tmp_path: Path) -> None:
     """TRL's mean of them rounds, it divides the rest by 1e-4, and Adam would make whole steps of that."""
-    size = next(n for n in range(3, 40) if torch.full((n,), 0.3).nanmean() != torch.full((1,), 0.3))
-    rewards, steps = [0.3] * size + [0.25 * (i == 0) for i in range(size)], list[RoutedStep]()
+    none, steps = [None] * unscored, list[RoutedStep]()
+    means = {n: torch.tensor(2 * [[*[torch.nan] * unscored, *[0.3] * n]]).nanmean(dim=1)[0] for n in range(3, 40)}
+    size = next(n for n, mean in means.items() if mean != torch.tensor(0.3))
+    group = size + unscored
+    rewards = [*none, *[0.3] * size, *(0.25 * (i == 0) for i in range(group))]
 
     def record(step: RoutedStep) -> dict[str, float]:
         steps.append(step)
         return {}
 
-    settings: dict[str, Any] = {"size": 2 * size, "num_generations": size, "scale_rewards": scale, "steps": 1}
+    normalized = {"multi_objective_aggregation": "normalize_then_sum"} if scale == "each function" else {"scale_rewards": scale}
+    settings: dict[str, Any] = {"size": 2 * group, "num_generations": group, "steps": 1, **normalized}
     trainer, _ = make_trainer(tmp_path, OpenSpec(), own={"record": record}, **settings)
     trainer.reward_funcs = [lambda completions, **_columns: rewards]
     trainer.train()
-    found = dict(zip(steps[0].rewards, steps[0].advantages, strict=True))
-    assert {round(reward, 2): bool(advantage) for reward, advantage in found.items()} == {0.3: False, 0.0: True, 0.25: True}
+    found = [(round(reward, 2), advantage) for reward, advantage in zip(steps[0].rewards, steps[0].advantages, strict=True)]
+    assert not any(advantage for reward, advantage in found if reward == 0.3)
+    assert all(advantage for reward, advantage in found if reward == 0.25)
 
 
 def test_shuffled_flags_are_as_many(tmp_path: Path) -> None:

@@ -327,6 +327,9 @@ def test_pairs_whose_sides_are_the_same_have_no_direction(kind: str, dtype: torc
     wider = Rollouts(*(torch.nn.functional.pad(t, (0, 4)) for t in (side.tokens, side.attention, side.completion)))
     for other in (side, wider, make_rollouts(3, left=True)):
         same = PairBatch(side, other, "same")
+        turned = PairBatch(side, other.rows(torch.tensor([1, 2, 0])), "in another order")
+        with pytest.raises(ValueError, match="in another order"):
+            persona(policy, kind, turned).fit(policy, 0)
         with pytest.raises(ValueError, match="hack and clean sides"):
             persona(policy, kind, same).fit(policy, 0)
         if kind == "grad":

@@ -1,5 +1,6 @@
 """A route does not depend on how the batch was cut, padded or flattened on its way through the model."""
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from mask_oracle import (
 )
 from tiny_policy import SPECS, VOCAB, make_batch, make_policy
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from mi_route2.rollouts import Policy, Rollouts
@@ -130,6 +132,23 @@ def test_a_settled_part_holds_no_gradients_and_changes_no_bit(score: Any, shuffl
         decision = step.finish()
         found.append([decision.scores, decision.flags, *(p.grad for p in policy.adapters.kept_parameters().values())])
     assert all(torch.equal(before, after) for before, after in zip(*found))
+
+
+@pytest.mark.parametrize("unit", ["rollout", "pooled"])
+def test_a_settled_part_holds_no_activations(unit: Any) -> None:
+    """Micro-batches would otherwise save none of the last input that a reader saw, and hold it until the step is finished."""
+    policy, batch, seen = make_policy(SPECS["lora"]), make_batch(N), list[StorageWeakRef]()
+    for module in policy.adapters.modules.values():
+        module.register_forward_pre_hook(lambda _, given: seen.append(StorageWeakRef(given[0].untyped_storage())))
+    route = mask_route(policy, MaskSpec("act", unit))
+    step = route.begin(policy, batch, StepContext(torch.Generator(), micro=2))
+    for part in step.parts:
+        with policy.adapters.recording(part.tape):
+            plain_loss(policy, part.batch, part.advantages).backward()
+        step.settle(part)
+        gc.collect()
+        assert all(x.expired() for x in seen)
+    assert len(seen) == len(step.parts) * len(policy.adapters.modules)
 
 
 def test_shuffled_flags_are_permuted_over_the_batch_and_not_within_micro_batches() -> None:

@@ -139,8 +139,9 @@ def test_a_token_score_has_no_unit(dtype: torch.dtype) -> None:
     Q = torch.linalg.qr(torch.randn(16, 16, generator=generator, dtype=torch.float64)).Q
     Vh, v = Q[:8].to(dtype), nn.functional.normalize(torch.randn(8, generator=generator, dtype=torch.float64), dim=0).to(dtype)
     predictors = torch.rand(5, 9, generator=generator) > 0.2
-    a = torch.where(predictors[..., None], x, 0) @ Vh.mT
-    plain = torch.where(predictors, nn.functional.cosine_similarity(a, v.expand_as(a), dim=-1), -1)
+    wide = torch.promote_types(dtype, torch.float32)
+    a = torch.where(predictors[..., None], x, 0).to(wide) @ Vh.to(wide).mT
+    plain = torch.where(predictors, nn.functional.cosine_similarity(a, v.to(wide).expand_as(a), dim=-1), -1)
     scores = token_scores(x, predictors, Vh, v)
     assert torch.equal(scores, plain)
     for unit in (1e-12, 1e12, 1e-30, 1e30):
