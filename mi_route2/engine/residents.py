@@ -268,7 +268,8 @@ class Residents:
 
     def _keep(self, one: EngineRequest) -> None:
         """Note a request to which steering rows go that are given back, if not for an owner who runs nothing while its own does."""
-        moved = one.turn > -inf and one.lacked <= self.patience and self._runs(one.owner)
+        # not for ever, or others who come one after another would keep it from its rows
+        moved = one.turn > -inf and one.lacked <= AGAIN * self.patience and self._runs(one.owner)
         self._kept.add(one.priority if moved else inf)
 
     def _runs(self, owner: str) -> bool:
