@@ -159,6 +159,7 @@ class Engine:
             patch_slots=patch_slots,
             slot_bytes=slot_bytes,
             exact=exact,
+            patience=patience,
             rivals=self._rivals,
         )
         self.controllers = Controllers() if controllers is None else controllers

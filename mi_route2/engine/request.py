@@ -148,7 +148,8 @@ class EngineRequest:
     ``saved`` holds its keys and values while it is preempted, or ``unsaved`` why there is no memory for them. ``lost`` is called if
     the run that it writes cannot go on. ``turn`` is its place among equal priorities, ``text`` the text in which stop texts are
     looked for. ``noted`` is the steering state's change count when ``acts`` was last updated for generated tokens, and ``told``
-    when the run's notes were. ``kept`` is the last position that each capture has.
+    when the run's notes were. ``needs`` are the steering rows that it wants, if some lacked when it was last asked, and ``lacked``
+    counts how often some did. ``kept`` is the last position that each capture has.
     """
 
     id: int
@@ -164,6 +165,8 @@ class EngineRequest:
     saved: Saved | None = None
     unsaved: str | None = None
     admitted: bool = False
+    needs: frozenset[bytes] = frozenset()
+    lacked: int = 0
     acts: Acts = field(default_factory=Acts)
     noted: int = -1
     told: int = -1

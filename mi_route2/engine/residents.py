@@ -8,6 +8,7 @@ the request); its keys and values are saved outside of the slots and restored un
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from math import inf
 
 from mi_route2.engine.cache import Prefixes, Saved, Slots
 from mi_route2.engine.request import EngineRequest
@@ -20,6 +21,10 @@ from mi_route2.runs.rows import BEHIND
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Steering
 from mi_route2.steering.state import Full, SteeringState
+from mi_route2.steering.table import row_key
+
+AGAIN = 16
+"""Steps after which a request that waits for steering rows is composed and checked anew."""
 
 
 class Residents:
@@ -41,10 +46,12 @@ class Residents:
         patch_slots: int,
         slot_bytes: int | None,
         exact: bool,
+        patience: int | None,
         rivals: Callable[[Steering], Sequence[str]],
     ):
         self.decoder, self.slots, self.steering, self.prefixes, self.state = decoder, slots, steering, prefixes, state
         self.store, self.patch_slots, self.slot_bytes, self.exact = store, patch_slots, slot_bytes, exact
+        self.patience = inf if patience is None else patience
         self.rules = RuleBook(rivals=rivals)
         self.failed: list[tuple[EngineRequest, str]] = []
         self.lost: dict[EngineRequest, str] = {}
@@ -54,8 +61,9 @@ class Residents:
         self._reserved = 0
         self._tight = False
         """True if a request waits for bytes of keys and values in this turn."""
-        self._kept = False
-        """True if a request waits in this turn for more than one steering row, to which any goes that is given back."""
+        self._kept: set[float] = set()
+        """Priorities of requests that wait in this turn for more than one steering row, to which any goes that is given back;
+        ``inf`` for one before which nobody is moved."""
         self._patches: Counter[Site] = Counter()
 
     @property
@@ -74,10 +82,11 @@ class Residents:
         # no more rows at once than may be reserved: they are allocated although nobody uses them yet
         self.slots.coming = coming if self.slot_bytes is None else min(coming, max(0, self.slot_bytes - self._reserved) // row)
         try:
-            return scheduler.plan(self.admit, self.put_back, lambda one: self.steering.gives_row(one.id))
+            return scheduler.plan(self.admit, self.put_back, lambda one, waiting: self.steering.gives_rows(one.id, waiting.needs))
         finally:
             self._short.clear()
-            self._tight = self._kept = self.steering.rows.closed = False
+            self._kept.clear()
+            self._tight = self.steering.rows.closed = self.steering.rows.sealed = False
 
     def admit(self, one: EngineRequest) -> Answer:
         """Reserve everything that a request needs (``run``), or nothing.
@@ -206,8 +215,10 @@ class Residents:
         asked = one.request
         if any(site in self._short or self._patches[site] + count > self.patch_slots for site, count in demand.items()):
             self._short.update(demand)
-            closes = bool(asked.steering or asked.rules or asked.conversation)
-            self.steering.rows.closed, self._kept = self.steering.rows.closed or closes, self._kept or closes
+            closes = bool((asked.steering and row_key(asked.steering)) or asked.rules or asked.conversation)
+            self.steering.rows.closed |= closes
+            if closes:
+                self._keep(one)
             return "wait"
         if (lacked := self._unsteered(one)) is not None:
             self._short.update(demand)
@@ -226,7 +237,11 @@ class Residents:
         asked, rows = one.request, self.steering.rows
         # A preempted request has waited already, and keeps what those before it may wait for: they must not keep it from its rows.
         closed, rows.closed = rows.closed, rows.closed and not one.admitted
+        sealed, rows.sealed = rows.sealed, rows.sealed and not one.admitted
         try:
+            # rules that come to hold or lapse change what it needs, so that this is composed and checked anew, if not at every step
+            if self._rows and not one.admitted and one.lacked % AGAIN and (missing := rows.missing(one.needs)) > 0:
+                raise Full("it lacks what it lacked", missing, one.needs)
             if asked.rules or asked.conversation is not None:
                 self.rules.admit(
                     self.steering,
@@ -240,12 +255,25 @@ class Residents:
             else:
                 self.steering.admit(one.id, asked.steering, owner=asked.owner)
         except Full as full:
-            closed = True
-            self._kept |= full.missing > 1
-            return "wait" if full.missing > 1 or (self._kept and not one.admitted) else "steering"
+            one.needs, one.lacked, closed = full.needed, one.lacked + 1, True
+            sealed |= one.lacked > self.patience
+            if full.missing > 1:
+                self._keep(one)
+                return "wait"
+            alone = self._kept == {one.priority} and not self._runs(one.owner)  # so that it is moved before those
+            return "steering" if one.admitted or alone or not self._kept else "wait"
         finally:
-            rows.closed = closed
+            rows.closed, rows.sealed = closed, sealed
         return None
+
+    def _keep(self, one: EngineRequest) -> None:
+        """Note a request to which steering rows go that are given back, if not for an owner who runs nothing while its own does."""
+        # not for ever, or others who come one after another would keep it from its rows
+        moved = one.turn > -inf and one.lacked <= AGAIN * self.patience and self._runs(one.owner)
+        self._kept.add(one.priority if moved else inf)
+
+    def _runs(self, owner: str) -> bool:
+        return any(one.owner == owner for one in self._rows.values())
 
     def _open(self, one: EngineRequest, store: RunStore) -> None:
         assert one.request.run is not None

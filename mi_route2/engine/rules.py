@@ -19,7 +19,8 @@ Scope = Literal["this_token", "next_step", "rest_of_request", "rest_of_conversat
 SCOPES = get_args(Scope)
 RULES, SWITCHED, ADDED = 16, 3, 256
 """Maximum rules per request; maximum rules that may add vectors between steps, because each subset of them needs a steering row;
-and maximum vectors of all rules that are read from plain data, each of which is summed for each subset."""
+and maximum vectors of all rules of a request that are read from plain data, and of all that hold in a conversation, each of which
+is summed for each subset."""
 _FIELDS = {
     "a rule": ("when", "scope", "apply"),
     "a probe": ("site", "vector", "threshold", "sharpness"),
@@ -370,7 +371,7 @@ class RuleBook:
             for i, rule in enumerate(rules)
             if fingerprints[i] not in known and not (rule.scope == LASTING and fingerprints[i] in fingerprints[:i])
         ]
-        self._refuse_full(conversation, known, rules)
+        self._refuse_full(conversation, (*latched, *rules))
         look = looker(named)
         digests = {name: named[name].digest for rule in rules for name in rule.names if name in named}
         resolved_adds = [tuple(entry.resolved(look) for entry in rule.add) for rule in rules]
@@ -388,15 +389,18 @@ class RuleBook:
         base = math.prod((rule.attenuate for rule in throughout if rule.attenuate is not None), start=1.0)
         return Run(steering, configs, rules, conversation, owner, base, digests)
 
-    def _refuse_full(self, conversation: str | None, known: Set[bytes], rules: Sequence[Rule]) -> None:
-        """Raise ``ValueError`` if more than ``RULES`` rules may come to hold in the conversation."""
+    def _refuse_full(self, conversation: str | None, rules: Sequence[Rule]) -> None:
+        """Raise ``ValueError`` if more than ``RULES`` rules, or rules of more vectors than ``ADDED``, may come to hold."""
+        if conversation is None:
+            return
         running = [rule for run in self._runs.values() if run.conversation == conversation for rule in run.rules]
-        lasting = {rule.fingerprint() for rule in (*rules, *running) if rule.scope == LASTING} | known
-        if len(lasting) > RULES and conversation is not None:
-            raise ValueError(
-                f"this conversation would have {len(lasting)} rules for its rest, and a conversation has at most {RULES}: start "
-                "another, or send fewer"
-            )
+        lasting = {rule.fingerprint(): len(rule.add) for rule in (*rules, *running) if rule.scope == LASTING}
+        for count, what, most in ((len(lasting), "rules", RULES), (sum(lasting.values()), "vectors of rules", ADDED)):
+            if count > most:
+                raise ValueError(
+                    f"this conversation would have {count} {what} for its rest, and a conversation has at most {most}: start "
+                    "another, or send fewer"
+                )
 
     # Conversations
 

@@ -6,7 +6,7 @@ urgent ones were there, the first of those that wait gains a level; it goes firs
 step computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` key-value positions. If room runs out, or a
 request of higher priority waits for a row or for memory, the last request of the lowest priority is preempted and keeps its state.
 So is the last one of the owner with most rows if an owner without any waits, so that nobody waits for the end of what others run.
-For a steering row only a request is preempted that gives one back.
+For a steering row only a request is preempted whose rows, with those that are free, are all that the other one lacks.
 The first waiting request that lacks a row or room blocks those behind it, so that no request starves. A request that lacks another
 resource is passed by: ``admit`` ensures that no later request takes that resource.
 """
@@ -49,7 +49,7 @@ class Turn(Generic[J]):
     preempted: list[J] = field(default_factory=list)  # compared by identity, because two requests may have equal fields
 
 
-def _any(_job: Job) -> bool:
+def _any(_job: Job, _waiting: Job) -> bool:
     return True
 
 
@@ -146,8 +146,8 @@ class Scheduler(Generic[J]):
         """Arrival numbers of requests that lacked another resource when last asked."""
         self._tight: J | None = None
         """The first request that lacked memory, or a steering row, when last asked."""
-        self._gives: Callable[[J], bool] = _any
-        """True for a running request whose preemption gives back what that one lacks."""
+        self._gives: Callable[[J, J], bool] = _any
+        """True for a running request whose preemption gives back what the waiting one lacks."""
 
     def add(self, job: J) -> None:
         """Queue a new or preempted request."""
@@ -171,7 +171,10 @@ class Scheduler(Generic[J]):
         self.add(job)
 
     def plan(
-        self, admit: Callable[[J], Answer], put_back: Callable[[J], None], steered: Callable[[J], bool] = lambda job: False
+        self,
+        admit: Callable[[J], Answer],
+        put_back: Callable[[J], None],
+        steered: Callable[[J, J], bool] = lambda _job, _waiting: False,
     ) -> Turn[J]:
         """Plan the next step.
 
@@ -179,7 +182,7 @@ class Scheduler(Generic[J]):
             admit: meets a waiting request's other demands (``"run"``), or reports that they cannot be met now (``"wait"``), not
                 before another one gives memory (``"full"``) or a steering row (``"steering"``) back, or ever (``"drop"``).
             put_back: called for each preempted request, before any request is admitted.
-            steered: True for a running request that would give back a steering row.
+            steered: True for a running request that would give back the steering rows which the waiting one lacks.
         """
         turn: Turn[J] = Turn()
         self._turns += 1
@@ -250,15 +253,24 @@ class Scheduler(Generic[J]):
 
     def _make_way(self, turn: Turn[J], put_back: Callable[[J], None]) -> None:
         """Preempt requests for those that lack nothing but a row, if all are taken, and one for the first that lacks memory."""
-        taken, coming = 0, set[str]()
+        taken, coming, refused = 0, set[str](), set[tuple[int, str]]()
         for job in [job for job in self.waiting if job is self._tight or job.arrival not in self._lacking]:
             if job is self._tight or len(self.running) + taken >= self.rows:
-                if (victim := self._victim(job, coming)) is None:
+                alike = self._asked(job), job.owner  # of whom hundreds may wait
+                if job is not self._tight and alike in refused:
                     continue
-                if victim.priority >= self._asked(job):
+                if (victim := self._victim(job, coming)) is None:
+                    if job is not self._tight:
+                        refused.add(alike)
+                    continue
+                refused.clear()
+                equal, without = victim.priority >= self._asked(job), all(one.owner != job.owner for one in self.running)
+                if equal or (job is self._tight and without):  # for which it may have been taken before others of its priority
                     self._pull(job, victim)
                 self._preempt(victim, turn, put_back)
-                self._tight = None if job is self._tight else self._tight
+                if job is self._tight:
+                    self._tight = None
+                    self._lacking.discard(job.arrival)  # if those before it take all rows, it lacks a row and nothing else
             taken += 1
             coming.add(job.owner)
 
@@ -267,7 +279,8 @@ class Scheduler(Generic[J]):
         owners = {one.owner for one in self.running}
         peers = [one for one in (victim, *self.waiting) if one.priority == job.priority and one.owner in owners and one.turn > -inf]
         job.turn = min([job.turn, *(nextafter(one.turn, -inf) for one in peers)])
-        victim.turn = max(victim.turn, nextafter(job.turn, inf))
+        if victim.priority == job.priority:
+            victim.turn = max(victim.turn, nextafter(job.turn, inf))
         self.sort()
 
     def _victim(self, job: J, coming: Collection[str]) -> J | None:
@@ -276,7 +289,7 @@ class Scheduler(Generic[J]):
         What a request has gained by waiting gives it the next row, and nobody else's. ``coming`` are owners who get a row now.
         """
         asked = self._asked(job)
-        givers = [one for one in self.running if self._gives(one)] if job is self._tight else self.running
+        givers = [one for one in self.running if self._gives(one, job)] if job is self._tight else self.running
         least = max(givers, key=urgency, default=None)
         if least is None or least.priority < asked:
             return least

@@ -10,6 +10,7 @@ at that token's row. Positions may be those of tokens that are not generated yet
 """
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol, runtime_checkable
@@ -133,8 +134,9 @@ def resolve(
 
 
 def firing(patches: Sequence[Resolved], start: int, count: int) -> list[tuple[int, Resolved]]:
-    """Return the patches in a forward over ``count`` tokens from ``start``, each with the index of its token."""
-    return [(patch.position - start, patch) for patch in patches if start <= patch.position < start + count]
+    """Return the patches, given in order, in a forward over ``count`` tokens from ``start``, each with the index of its token."""
+    first, end = (bisect_left(patches, place, key=lambda one: one.position) for place in (start, start + count))
+    return [(patch.position - start, patch) for patch in patches[first:end]]
 
 
 def _source_value(patch: Patch, size: tuple[int, ...], runs: Runs | None, vectors: Mapping[str, Tensor]) -> Tensor:

@@ -242,6 +242,10 @@ class Disk:
             raise ValueError(f"{self._index} is damaged (what it says of run {run!r}): drop the run and capture it again")
         return About.parse(text)
 
+    def keeps(self, run: str) -> bool:
+        """Return whether a run is here, also if its description is damaged."""
+        return bool(self._ask("SELECT 1 FROM runs WHERE run = ?", run))
+
     def kinds(self, run: str) -> dict[Site, Kind]:
         """Return the count, dtype and row shape of a run at each of its sites."""
         query = "SELECT site, dtype, shape, sum(length(positions)) / 8 FROM tensors WHERE run = ? GROUP BY site ORDER BY min(shard)"

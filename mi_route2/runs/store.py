@@ -205,7 +205,7 @@ class RunStore:
         """Return whether a finished run has this id, without a list of all."""
         with self._lock:
             self._demand_open()
-            return self._about(run) is not None
+            return run in self._memory or (self._disk is not None and self._disk.keeps(run))
 
     def stats(self) -> Stats:
         """Return sizes and counts."""
@@ -259,7 +259,8 @@ class RunStore:
         with self._lock:
             if run in self._writing:
                 raise ValueError(f"run {run!r} is being written: close or abort its writer first")
-            self._demand(run)
+            if run not in self:  # one whose description is damaged can be dropped
+                self._demand(run)
             self._remove({run: dropped(run)})
 
     def invalidate(self, weights: str) -> list[str]:

@@ -125,7 +125,7 @@ def refusal(error: Exception, prefix: str = "") -> ApiError:
     if isinstance(error, ValueError | KeyError | TypeError):
         return ApiError(400, message)
     if isinstance(error, RuntimeError):
-        return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
+        return ApiError(503, outline(message), code="unavailable", headers={"Retry-After": "5"})
     raise error
 
 

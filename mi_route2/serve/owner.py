@@ -14,6 +14,7 @@ Patch sweeps run between steps, one forward at a time, so that streams go on.
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -28,6 +29,8 @@ from typing import Any, Generic, Self, TypeVar
 from mi_route2.engine import Engine, Event, Request, Result
 from mi_route2.patching.grid import Grid
 from mi_route2.patching.sweep import Finished, Sweep, preparing
+
+_log = logging.getLogger("mi_route2.serve")
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Source[Any]")
@@ -396,6 +399,7 @@ class Owner:
             self._step()
         except BaseException as error:
             self.failure = f"the engine's thread failed with {type(error).__name__}: {' '.join(str(error).split()):.400}"
+            _log.critical("the engine's thread failed", exc_info=error)  # clients are not told what the failed code said
         finally:
             self._bury()
 

@@ -187,9 +187,10 @@ class Requests:
         self._give_back(active)
         return "" if any(other.owner == active.owner for other in self.active.values()) else active.owner
 
-    def gives_row(self, request: int) -> bool:
-        held = Counter(row for row in self.of(request).rows if row)
-        return any(self.rows.rows[row].refs == count for row, count in held.items())
+    def gives_rows(self, request: int, needed: frozenset[bytes]) -> bool:
+        held, rows = Counter(row for row in self.of(request).rows if row), self.rows.rows
+        given = sum(rows[row].refs == count and rows[row].key not in needed for row, count in held.items())
+        return given > 0 and given >= self.rows.missing(needed)
 
     def leave(self, owner: str) -> None:
         for name in [name for name, config in self.configs_by_name.items() if config.owner == owner]:
@@ -439,9 +440,9 @@ class SteeringState:
         self._requests.preempted(request)
         self._changed(request)
 
-    def gives_row(self, request: int) -> bool:
-        """Return whether a preemption of ``request`` would free a row, which it does unless others share all of its rows."""
-        return self._requests.gives_row(request)
+    def gives_rows(self, request: int, needed: frozenset[bytes]) -> bool:
+        """Return whether a preemption of ``request`` would free enough rows for the ``needed`` ones, of which it may hold some."""
+        return self._requests.gives_rows(request, needed)
 
     def release(self, request: int, *, stays: bool = False) -> None:
         """Remove a request that has ended, with everything of its own; no effect if it was never admitted.

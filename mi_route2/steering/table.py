@@ -33,11 +33,11 @@ def demand_fit(shape: tuple[int, ...], site: Site, vector: Vector, what: str) ->
 
 
 class Full(RuntimeError):  # noqa: N818 - a state that passes, not a fault
-    """Error of a full table: ``missing`` rows more are needed than are free now, so wait until a request has ended."""
+    """Error of a full table: of the ``needed`` rows ``missing`` more are new than are free, so wait until a request has ended."""
 
-    def __init__(self, message: str, missing: int = 1):
+    def __init__(self, message: str, missing: int = 1, needed: frozenset[bytes] = frozenset()):
         super().__init__(message)
-        self.missing = missing
+        self.missing, self.needed = missing, needed
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class Rows:
         self._free = list(range(capacity, 0, -1))
         self.closed = False
         """True if a request waits for rows; no other request may take a free row then."""
+        self.sealed = False
+        """True if it waits for so long that no other request may share a row either, which would then never be free."""
 
     @property
     def used(self) -> int:
@@ -125,14 +127,18 @@ class Rows:
 
     def demand(self, specs: Sequence[Steering]) -> None:
         """Raise ``Full`` if ``specs`` do not fit now, and ``ValueError`` if they can never fit."""
-        needed = {key for spec in specs if (key := row_key(spec))}
+        needed = frozenset(key for spec in specs if (key := row_key(spec)))
         if len(needed) > self.capacity:
             raise ValueError(f"{len(needed)} steering rows are needed but there are {self.capacity}: request fewer, or raise rows")
-        free = 0 if self.closed else len(self._free)
-        if (new := len(needed - self._by_key.keys())) > free:
-            raise Full(
-                f"{new} steering rows are needed but {free} of {self.capacity} are free: wait for a request to end", new - free
-            )
+        if (missing := self.missing(needed)) > 0:
+            free = 0 if self.closed else len(self._free)
+            told = f"{free + missing} steering rows are needed but {free} of {self.capacity} are free: wait for a request to end"
+            raise Full(told, missing, needed)
+
+    def missing(self, needed: frozenset[bytes]) -> int:
+        """Return how many more rows than are free now the ``needed`` ones take."""
+        new = needed if self.sealed else needed - self._by_key.keys()
+        return len(new) - (0 if self.closed else len(self._free))
 
     def acquire(self, spec: Steering) -> int:
         """Return the row that holds ``spec``, to be returned with ``release``; row 0 if ``spec`` is empty."""

@@ -29,7 +29,7 @@ from mi_route2.serve.api.schema import (
     request_of,
     sampling_of,
 )
-from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal
+from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, outline, refusal
 from mi_route2.serve.models import CLOSED
 from mi_route2.serve.owner import Stream
 from mi_route2.serve.state import Open, Server, TheClient, TheServer, called
@@ -63,7 +63,7 @@ class Choice:
 NUMBER_BYTES = 40
 """Bytes of one number in an answer, with the token or the site that it belongs to, as JSON."""
 QUICK_BODY = 1 << 16
-"""Bytes of a body whose interventions are made at once; those of a longer one on a thread of their own."""
+"""Bytes of a body whose interventions are made at once; those of a longer one, or held ones, on a thread of their own."""
 
 
 @routes.get("/v1/models", tags=["completions"])
@@ -144,7 +144,8 @@ async def _answered(
     refuse_runs(body, len(prompts) * body.n, server, client)
     making = partial(_requests, body, prompts, most, top, server, client)
     length = request.headers.get("content-length", "")
-    made = making() if length.isdigit() and int(length) <= QUICK_BODY else await server.elsewhere(making)
+    quick = length.isdigit() and int(length) <= QUICK_BODY and body.hold is None  # what is held may be larger than a body
+    made = making() if quick else await server.elsewhere(making)
     _refuse_numbers(made, server)
     choices = await submitted(made, server, client, await refuse_captures(made, server, client))
     server.metrics.prompted.inc(sum(map(len, prompts)))
@@ -371,7 +372,7 @@ def failure(result: Result, server: Server) -> ApiError | None:
     if result.finish != "error":
         return None
     if server.owner.failure is not None:
-        return ApiError(503, server.owner.failure, code="engine_dead")
+        return ApiError(503, outline(server.owner.failure), code="engine_dead")
     message = result.error or "the request failed"
     for one in server._names.values():
         message = message.replace(one.prefix, "")

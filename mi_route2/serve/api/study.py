@@ -21,7 +21,7 @@ from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn
-from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal, sentence
+from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, outline, refusal, sentence
 from mi_route2.serve.owner import Job
 from mi_route2.serve.state import Server, TheClient, TheServer, called
 from mi_route2.steering.specs import Steering
@@ -147,9 +147,11 @@ def _ended(server: Server, client: Client) -> None:
 
 async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
     clean: Any = body.clean
+    held = None
     if isinstance(clean, StoredIn):
         server.demand_run(clean.run, client)
-        clean = _stored(server.names(client).inside(clean.run), server.store, body.sites)
+        held = server.names(client).inside(clean.run)
+        clean = _stored(held, server.store, body.sites)
     length = 0
     for name in ("clean", "corrupt"):
         if isinstance(prompt := getattr(body, name), StoredIn):
@@ -157,7 +159,7 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
         length = len(await _ids(prompt, server, name))
         if length > server.context:
             raise ApiError(400, f"the {name} prompt has {length} tokens, but the context has {server.context}", param=name)
-    await _refuse_bytes(body, length, server, client)  # of the corrupt prompt, which is the last
+    await _refuse_bytes(body, length, held, server, client)  # of the corrupt prompt, which is the last
     tokens = {name: _token(getattr(body, name), server, name) for name in ("answer", "foil")}
     positions = None
     if body.positions is not None:
@@ -198,10 +200,10 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
     return job
 
 
-async def _refuse_bytes(body: SweepIn, length: int, server: Server, client: Client) -> None:
+async def _refuse_bytes(body: SweepIn, length: int, stored: str | None, server: Server, client: Client) -> None:
     """Raise ``ApiError`` 413 if a sweep could hold more than the limit: of the corrupt run, and the values of its sites.
 
-    Those are the clean run's, the corrupt one's, and what is patched in.
+    Those are the clean run's, the corrupt one's, and what is patched in; of a stored clean run all of its prompt is read.
     """
     given = body.positions
     places = length if given is None or not all(isinstance(one, int) for one in given) else min(length, len(set(map(str, given))))
@@ -210,7 +212,8 @@ async def _refuse_bytes(body: SweepIn, length: int, server: Server, client: Clie
         decoder, total = engine.decoder, 0
         with suppress(ValueError, KeyError):  # an unknown site, which the sweep refuses
             sites = {target.site for target in choose(engine.host, body.sites)}
-            total = 3 * places * sum(prod(decoder.shape(site)) for site in sites)
+            read = 0 if stored is None else server.store.info(stored).prompt_length
+            total = (3 * places + read) * sum(prod(decoder.shape(site)) for site in sites)
             total += length * server.width * len({site.layer for site in sites})
         return decoder.dtype.itemsize * (total + length * 2 * decoder.layers * decoder.heads * decoder.width)
 
@@ -242,7 +245,7 @@ def _finished(job: Job, server: Server) -> Grid:
         grid = job.grid()
     except Exception as error:
         if server.owner.failure is not None:
-            raise ApiError(503, server.owner.failure, code="engine_dead") from error
+            raise ApiError(503, outline(server.owner.failure), code="engine_dead") from error
         raise ApiError(422, str(error), code="sweep_failed") from error
     server.metrics.cells.inc(grid.values.size)
     return grid

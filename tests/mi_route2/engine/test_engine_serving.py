@@ -440,6 +440,132 @@ def test_way_is_made_for_who_lacks_a_steering_row_also_if_all_rows_were_taken_si
     assert waited <= 6
 
 
+def steered(engine: Engine, owner: str, scale: float, most: int, **given: Any) -> int:
+    steering = Steering(base=(Steer(SITE, VECTOR, scale),)) if scale else None
+    return engine.submit(Request(PROMPT[:3], Sampling(max_new=most), owner=owner, steering=steering, **given))
+
+
+SWITCHED = (Rule("next_step", Probe(SITE, PROBE), add=(Steer(SITE, VECTOR, 0.4),)),)
+"""Rules that need a second steering row."""
+
+
+def waited_for(engine: Engine, number: int, most: int = 100) -> int:
+    """Return the steps until a request has ended."""
+    for steps in range(1, most):
+        if any(result.request == number for result in engine.step()):
+            return steps
+    raise AssertionError(f"request {number} has not ended after {most} steps")
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_nobody_makes_way_who_gives_back_only_a_row_that_the_other_one_shares(lower: bool) -> None:
+    """It would take that row back in every second step, and the other one would go on waiting."""
+    engine = Engine(host_of(), block=4, steering_rows=2)
+    long = [steered(engine, "a", 0.1, 50, priority=int(lower)), steered(engine, "a", 0.3, 50)]
+    engine.step()
+    several = steered(engine, "b", 0.3, 3, rules=SWITCHED, priority=int(lower))
+    results = finish(engine)
+    assert [results[number].preemptions for number in (long[0], several)] == [1, 0]
+    assert results[long[1]].preemptions <= int(lower)  # once, for the one that had made way
+    assert next(iter(results)) == several
+
+
+def test_nobody_makes_way_for_who_would_lack_another_row_then() -> None:
+    """When it was asked that row was free, and then a preempted request took it back."""
+    engine = Engine(host_of(), block=4, steering_rows=2)
+    numbers = [steered(engine, "a", 0.1, 30, priority=1), steered(engine, "a", 0.2, 50)]
+    engine.step()
+    numbers.append(steered(engine, "a", 0.3, 3, rules=SWITCHED, priority=1))
+    engine.step()
+    engine.preempt(numbers[1])
+    results = finish(engine)
+    assert [results[number].preemptions for number in numbers] == [0, 2, 0]  # and once when the other one has ended
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_a_key_that_waits_for_several_rows_keeps_none_from_an_owner_who_runs_nothing(lower: bool) -> None:
+    engine = Engine(host_of(), block=4, steering_rows=2)
+    long = [steered(engine, "a", 0.1, 50), steered(engine, "a", 0.2, 50, priority=-int(lower))]
+    engine.step()
+    for _ in range(4):  # so that its next requests come after those of the other owner
+        used = steered(engine, "b", 0.0, 50)
+        engine.step()
+        engine.cancel(used)
+    several = steered(engine, "a", 0.3, 3, rules=SWITCHED)
+    engine.step()
+    for i in range(3):
+        assert waited_for(engine, steered(engine, "b", 0.5 + 0.1 * i, 3)) <= 6
+    results = finish(engine)
+    assert sorted(results) == [*long, several]
+    assert results[long[0]].preemptions + results[long[1]].preemptions <= 3 + int(lower)
+
+
+def test_who_made_way_gives_a_row_also_if_more_urgent_requests_take_all_others_first() -> None:
+    """One of them had lacked a patch slot, so that nobody made way for it."""
+    engine = Engine(host_of(), block=4, rows=5, steering_rows=1, patch_slots=1)
+    patch = (Patch(SITE, 2, VECTOR),)
+    engine.submit(Request(PROMPT[:3], Sampling(max_new=2), priority=2, patch=patch))
+    steered(engine, "a", 0.1, 50)
+    steered(engine, "a", 0.0, 50)
+    engine.step()
+    engine.submit(Request(PROMPT[:3], Sampling(max_new=50), priority=2, patch=patch))
+    late = steered(engine, "b", 0.2, 3, priority=1)
+    engine.step()
+    for _ in range(3):
+        steered(engine, "c", 0.0, 50, priority=2)
+    assert waited_for(engine, late) <= 6
+
+
+@pytest.mark.parametrize("priority", [0, 5])
+def test_requests_that_share_a_row_one_after_the_other_keep_nobody_waiting_for_ever(priority: int) -> None:
+    engine = Engine(host_of(), block=4, steering_rows=1, patience=8)
+    steered(engine, "a", 0.1, 12)
+    engine.step()
+    late, ended = steered(engine, "b", 0.2, 3, priority=priority), set[int]()
+    for step in range(150):
+        if late in ended:
+            break
+        if step % 4 == 0:
+            steered(engine, "a", 0.1, 12)
+        ended |= {result.request for result in engine.step()}
+    assert late in ended
+
+
+def test_what_a_request_brings_is_not_checked_at_every_step_in_which_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may bring hundreds of vectors, and hundreds of requests may wait."""
+    engine = Engine(host_of(), block=4, steering_rows=1)
+    steered(engine, "a", 0.1, 50)
+    engine.step()
+    rows, checked = engine._steering.rows, list[Steering]()
+    late, check = steered(engine, "a", 0.2, 3), rows.check
+    monkeypatch.setattr(rows, "check", lambda spec: (checked.append(spec), check(spec)))
+    del checked[:]
+    for _ in range(32):
+        engine.step()
+    assert len(checked) <= 4
+    assert finish(engine)[late].finish == "length"
+
+
+def test_who_waits_for_a_patch_slot_and_needs_no_steering_row_keeps_none_from_others() -> None:
+    engine = Engine(host_of(), block=4, steering_rows=1, patch_slots=1)
+    patch = (Patch(SITE, 2, VECTOR),)
+    engine.submit(Request(PROMPT[:3], Sampling(max_new=50), patch=patch))
+    engine.step()
+    engine.submit(Request(PROMPT[:3], Sampling(max_new=3), patch=patch, steering=Steering(monitors=(MONITOR,))))
+    assert waited_for(engine, steered(engine, "client", 0.2, 3)) <= 6
+
+
+def test_of_many_alike_that_wait_for_a_row_one_is_compared_with_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = Engine(host_of(), rows=2), list[object]()
+    for _ in range(200):
+        engine.submit(Request(PROMPT[:3], Sampling(max_new=20)))
+    engine.step()
+    victim = engine.scheduler._victim
+    monkeypatch.setattr(engine.scheduler, "_victim", lambda *given: (asked.append(given), victim(*given))[1])
+    engine.step()
+    assert len(asked) <= 2
+
+
 def test_who_asked_for_more_than_it_used_gets_one_row_for_one_preemption_and_costs_newcomers_no_turn() -> None:
     """Its turn is far behind all that the other owner has queued, none of which may be begun in its place."""
     micro = replace(FAMILIES["MicroGPT"], context=1024)

@@ -236,6 +236,23 @@ def test_a_conversation_that_is_full_refuses_another_rule_and_keeps_those_it_has
         book.check(state, lasting(0, 1) * (RULES + 1), None, "c")
 
 
+def test_the_rules_of_a_conversation_add_so_many_vectors_together():
+    """Each is summed for each subset of the rules that switch, in every request of the conversation."""
+    book, state = RuleBook(), new_state()
+    state.register("v", V)
+
+    def adding(count: int, scale: float) -> tuple[Rule, ...]:
+        entries = [{"site": "blocks.1.resid_post", "vector": "v", "scale": scale}] * count
+        return parse_rules([rule("rest_of_conversation", {"add": entries})])
+
+    book.admit(state, 0, adding(ADDED - 1, 0.5), conversation="c")
+    for rules in (adding(1, 0.25), adding(ADDED - 1, 0.5)):  # the latter hold already
+        book.check(state, rules, None, "c")
+    with pytest.raises(ValueError, match=f"{ADDED + 1} vectors of rules for its rest, and a conversation has at most {ADDED}"):
+        book.check(state, adding(2, 0.25), None, "c")
+    book.check(state, adding(2, 0.25), None, "another")
+
+
 def test_idle_conversations_make_room():
     book, state = RuleBook(conversations=3), new_state()
     rules = parse_rules([rule("rest_of_conversation", {"attenuate": 0.5})])

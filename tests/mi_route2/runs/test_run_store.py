@@ -925,6 +925,33 @@ def test_an_index_that_says_something_else_is_refused(change: str, tmp_path: Pat
     assert "\n" not in str(caught.value)
 
 
+def test_a_run_whose_description_is_damaged_can_be_dropped_as_its_error_says(tmp_path: Path, opened: Opened) -> None:
+    with opened(0, tmp_path) as store:
+        write(store, "a", drawn(6, 3))
+    db = sqlite3.connect(tmp_path / "index.sqlite")
+    db.executescript("UPDATE runs SET about = about || ' '")
+    db.close()
+    store = opened(0, tmp_path)
+    with pytest.raises(ValueError, match="drop the run and capture it again"):
+        store.info("a")
+    assert "a" in store
+    store.drop("a")
+    assert "a" not in store
+    write(store, "a", drawn(6, 3))
+    assert torch.equal(store.rows("a", MID, range(6)), drawn(6, 3))
+
+
+def test_whoever_asks_whether_there_is_a_run_does_not_use_it(opened: Opened) -> None:
+    store = opened(1 << 20)
+    write(store, "a", drawn(6, 3))
+    store = opened(store.stats().memory_bytes * 5 // 2)
+    for run in "ab":
+        write(store, run, drawn(6, 3))
+    assert "a" in store
+    write(store, "c", drawn(6, 3))
+    assert store.runs() == ["b", "c"]
+
+
 def test_an_index_that_is_not_one_is_refused(tmp_path: Path, opened: Opened) -> None:
     for name, make in {
         "other": lambda path: sqlite3.connect(path).executescript("CREATE TABLE mine (a); PRAGMA user_version = 7;").close(),

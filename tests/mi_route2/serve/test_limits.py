@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mi_route2.serve import app, auth
-from mi_route2.serve.api import schema
+from mi_route2.serve.api import openai, schema
 from mi_route2.serve.api.schema import patch_of
 from mi_route2.serve.auth import Keys
 from mi_route2.serve.client import PatchStudy, ServerError
@@ -136,6 +136,17 @@ def test_a_key_keeps_so_many_configurations_and_bytes(alice: PatchStudy, monkeyp
     monkeypatch.setattr(app, "KEPT_BYTES", 200)
     found = refusal(alice.steer, vectors={"v": torch.ones(64, dtype=torch.float64)})
     assert (found.status, "of 200 bytes in all" in str(found)) == (400, True)
+
+
+def test_a_held_configuration_is_read_where_long_bodies_are(alice: PatchStudy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have millions of numbers, however short the body is that names it."""
+    threads, made = list[str](), openai.request_of
+    note = lambda *given, **named: (threads.append(threading.current_thread().name), made(*given, **named))[1]  # noqa: E731
+    monkeypatch.setattr(openai, "request_of", note)
+    alice.steer(name="a", steering_vectors={SITE: "push"})
+    for hold in ({}, {"hold": "a"}):
+        alice.complete(PROMPT, max_tokens=1, **hold)
+    assert [name.startswith("prompts") for name in threads] == [False, True]
 
 
 def test_a_request_that_waits_cannot_be_tuned_yet(server: Running, alice: PatchStudy) -> None:
@@ -403,6 +414,19 @@ def test_a_sweep_that_would_hold_many_bytes_is_refused_before_it_runs() -> None:
                 assert told["code"] == "too_large"
             assert small.http.post("/v1/patch_sweep", json={**body, "positions": [3], "sites": ["z"]}).status_code == 200
             assert not small.server.sweeping
+
+
+def test_a_sweep_from_a_stored_run_counts_all_that_is_read_of_it() -> None:
+    """Whichever positions are patched, the clean run's values are held at its whole prompt."""
+    length, capture = len(random_micro().encode(PROMPT)), ["blocks.0.resid_pre", "blocks.1.resid_pre", "blocks.1.resid_post"]
+    # of two layers: keys and values, the streams before them, the stored values, and those of one position
+    need = 4 * 2 * 16 * (length * (2 + 1 + 1) + 3)
+    for limit, status in ((need, 200), (need - 1, 413)):
+        with running(random_micro(context=512), limits=Limits(sweep_bytes=limit)) as small:
+            given = {"prompt": PROMPT, "max_tokens": 1, "capture": capture, "run": "clean"}
+            assert small.http.post("/v1/completions", json=given).status_code == 200
+            body = {"clean": {"run": "clean"}, "corrupt": OTHER, "answer": " +", "foil": " *", "positions": [3]}
+            assert small.http.post("/v1/patch_sweep", json=body).status_code == status
 
 
 def test_one_keys_many_patches_keep_nobody_waiting() -> None:

@@ -1,13 +1,14 @@
 """Specs refuse what cannot be, in a sentence, and are named by what they hold."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from mi_route2.patching.patches import FromRun, Patch, resolve
+from mi_route2.patching.patches import FromRun, Patch, firing, resolve
 from mi_route2.sites import Site
 from mi_route2.steering.specs import CLAMPS, Clamp, Monitor, Steer, Steering, Vector, looker
 
@@ -82,6 +83,25 @@ def test_a_source_beyond_the_range_of_the_model_is_refused():
     assert resolve([far], lambda _site: (2,), dtype=torch.float64)[0].source.tolist() == [1.0, 1e300]
     with pytest.raises(ValueError, match=r"beyond the range of torch.float32: scale it down"):
         resolve([far], lambda _site: (2,), dtype=torch.float32)
+
+
+def test_of_many_patches_few_are_looked_at_for_a_token():
+    """A request that decodes has a forward for each token, and may have thousands of patches in its prompt."""
+    patches = resolve([Patch(SITE, i, torch.ones(2)) for i in range(4096)], lambda _site: (2,), dtype=torch.float64)
+    looked = 0
+
+    class Watched(Sequence):
+        def __len__(self):
+            return len(patches)
+
+        def __getitem__(self, place):
+            nonlocal looked
+            looked += 1
+            return patches[place]
+
+    assert [(i, one.position) for i, one in firing(Watched(), 4000, 3)] == [(0, 4000), (1, 4001), (2, 4002)]
+    assert firing(Watched(), 5000, 1) == []
+    assert looked < 100
 
 
 def test_numbers_of_numpy_and_torch_are_numbers():
