@@ -34,7 +34,8 @@ class ActivationReader:
     """
 
     def __init__(self, predictors: Bool[Tensor, "b s"], basis: Mapping[str, Tensor]):
-        self._others = (~predictors).flatten().nonzero()[:, 0]
+        self._mask = predictors
+        self._others: Tensor | None = None
         self._count = predictors.sum(dim=1, keepdim=True).clamp_min(1)
         self._basis = basis
         self._calls: dict[str, list[Written]] = {}
@@ -49,6 +50,8 @@ class ActivationReader:
         self._calls.setdefault(site, []).append(feature)
 
     def _average(self, x: Float[Tensor, "b s d_in"]) -> tuple[Float[Tensor, "b d_in"], Float[Tensor, " b"]]:
+        if self._others is None:  # once a forward, because a device has to be waited for
+            self._others = (~self._mask).flatten().nonzero()[:, 0]
         dtype = wide(x.dtype)
         # filled and not multiplied, because padding may hold any value, NaN included; torch.where takes twice the time
         kept = x.clone(memory_format=torch.contiguous_format)
@@ -58,8 +61,8 @@ class ActivationReader:
         return kept.sum(dim=1, dtype=dtype) / count, summed
 
     def release(self) -> None:
-        """Drop the input that was read last, which no later site shares."""
-        self._last = None
+        """Drop all but the features: the input that was read last is shared by no site any more."""
+        self._last = self._others = None
 
     @property
     def features(self) -> dict[str, Written]:

@@ -260,6 +260,8 @@ class MaskGate:
             self._decide(site)
 
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
+        if isinstance(self._reader, ActivationReader):
+            self._reader.release()  # the forward is done
         if self._want_unrouted:
             plain, name = pair.weighted(torch.ones_like(self._batch.advantages)), f"{site}.{factor}"
             plain = plain.to(wide(plain.dtype))  # as the parameter's own ``.grad``, which sums micro-batches
@@ -372,8 +374,6 @@ class _MaskStep(Once):
     @exact()
     def settle(self, part: Part) -> None:
         gate = part.tape.kept
-        if isinstance(part.tape.inputs, ActivationReader):
-            part.tape.inputs.release()
         if self._spec.shuffle or not isinstance(gate, MaskGate) or not gate.waiting:
             return
         gate.settle(*gate.pooled())

@@ -114,6 +114,10 @@ def predict(size: Size, kept: Kept, spec: MaskSpec | None) -> Cost:
     return Cost(work, retained(size, kept, spec))
 
 
+FIRST = (True, False, False, True, True, False, True)
+"""Of the modules of a block those with an input of their own: q, k and v have one input; so have gate and up."""
+
+
 def retained(size: Size, kept: Kept, spec: MaskSpec | None) -> int:
     """Return the bytes that are left after the backward: kept gradients, or those of every rollout, and numbers per rollout."""
     kept_count, _ = parameters(size, kept)
@@ -124,14 +128,14 @@ def retained(size: Size, kept: Kept, spec: MaskSpec | None) -> int:
         read = 0
         if spec.score_policy == "live":
             coordinates = sum(r if kept == "svd" else min(d) for d in size.adapted) * size.layers
-            read = 4 * b * (coordinates + sites) + 5 * b if spec.score == "act" else b * (5 * sites + 4)
+            shared = size.layers * sum(first for _, first in zip(size.adapted, FIRST))  # magnitudes
+            read = 4 * b * (coordinates + shared) + 5 * b if spec.score == "act" else b * (5 * sites + 4)
         return 4 * kept_count + 4 * b * sites + read
     if kept == "svd":
         waiting, written = 4 * b * kept_count, sites
     else:
-        inputs = (True, False, False, True, True, False, True)  # q, k and v have one input; so have gate and up
         floats = written = 0
-        for (d_in, d_out), first in zip(size.adapted, inputs):
+        for (d_in, d_out), first in zip(size.adapted, FIRST):
             floats += size.n * (r + d_in * first) if flops.as_pair(size, r, d_in) else b * r * d_in
             floats += size.n * (r + d_out) if (pair := flops.as_pair(size, r, d_out)) else b * r * d_out
             written += not pair
