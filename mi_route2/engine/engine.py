@@ -15,12 +15,13 @@ cache. An engine must be used from one thread.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import nullcontext
 from dataclasses import replace
 from math import isfinite
 from time import monotonic
 from typing import Any, Literal
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ from mi_route2.runs import RunStore
 from mi_route2.runs.disk import invalid
 from mi_route2.runs.rows import demand_name
 from mi_route2.steering.plan import Reading
-from mi_route2.steering.specs import Steering, VectorLike, looker
+from mi_route2.steering.specs import UNSTEERED, Steering, VectorLike, looker
 from mi_route2.steering.state import SteeringState
 
 _DECODING = "the tokenizer's decoding of what was generated"
@@ -136,7 +137,7 @@ class Engine:
             dtype=kind,
             device=device,
             adapter_sites=model.adapters(),
-            guard=self._refuse_second_hand,
+            guard=_weakly(self._refuse_second_hand),
         )
         for name, vector in (vectors or {}).items():
             self._steering.register(name, vector)
@@ -160,7 +161,7 @@ class Engine:
             slot_bytes=slot_bytes,
             exact=exact,
             patience=patience,
-            rivals=self._rivals,
+            rivals=_weakly(self._rivals),
         )
         self.controllers = Controllers() if controllers is None else controllers
         if any(isinstance(one, RuleBook) for one in self.controllers.sync):
@@ -577,8 +578,10 @@ class Engine:
             self._refit = self.paused  # resume has requests to compute anew
         named = self._steering.vectors
         steering = request.steering and request.steering.resolved(looker(named))
-        asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
-        if len(rivals := self._rivals(steering or Steering())) > 1:
+        asked = request
+        if steering is not request.steering or request.rules:  # a copy is validated anew, which takes longer than all of this
+            asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
+        if len(rivals := self._rivals(steering or UNSTEERED)) > 1:
             raise ValueError(
                 f"the controllers {rivals[0]!r} and {rivals[1]!r} would both set the scale and the row of this request: give each "
                 "a monitor of its own"
@@ -612,7 +615,7 @@ class Engine:
         rules, sequences = self._residents.rules, self._sequences
         for one in sequences.values() if request is None else [sequences[request]] if request in sequences else []:
             asked = one.request
-            names = {*(monitor.name for monitor in (asked.steering or Steering()).monitors), *self._steering.watching(one.id)}
+            names = {*(monitor.name for monitor in (asked.steering or UNSTEERED).monitors), *self._steering.watching(one.id)}
             rivals = self.controllers.probe_controllers({name, *names, *self._steering.monitors})
             told = asked.rules, asked.steering, asked.conversation, one.named
             if len(rivals) > 1 or rules.switches(self._steering, one.id, *told):
@@ -759,6 +762,21 @@ class Engine:
         one.settle()
         self.last_error = result.error or self.last_error
         self._done.append(result)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method`` for a part of its engine to call.
+
+    The part does not keep the engine alive: its keys and values are freed with its last reference, not with a later collection.
+    """
+    weak = WeakMethod(method)
+
+    def call(*given: Any) -> Any:
+        if (bound := weak()) is None:
+            raise RuntimeError("the engine that this belongs to is gone: keep the engine, not only its parts")
+        return bound(*given)
+
+    return call
 
 
 def _detailed(token: int, logits: Float[Tensor, " v"], sampling: Sampling) -> Token:

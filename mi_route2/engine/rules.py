@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from mi_route2.engine.controllers import Action, ClearOverride, Override, RequestView, SetScale, StepView
 from mi_route2.sites import Site
-from mi_route2.steering.specs import At, AVector, Monitor, Plain, Steer, Steering, Vector, looker, several
+from mi_route2.steering.specs import UNSTEERED, At, AVector, Monitor, Plain, Steer, Steering, Vector, looker, several
 from mi_route2.steering.state import SteeringState
 from mi_route2.validation import NonNegative, Probability, validated
 
@@ -278,7 +278,7 @@ class RuleBook:
         """
         run = self._runs.get(request)
         if run is None:
-            run = self._composed(state, tuple(rules), spec or Steering(), owner, conversation, vectors)
+            run = self._composed(state, tuple(rules), spec or UNSTEERED, owner, conversation, vectors)
         again = request in state
         state.admit(request, run.spec, owner=run.owner, conversation=run.conversation, configs=run.configs)
         self._runs[request] = run
@@ -299,7 +299,7 @@ class RuleBook:
         vectors: Mapping[str, Vector] | None = None,
     ) -> None:
         """Raise the errors that ``admit`` would raise for as long as the engine lives, without admitting."""
-        run = self._composed(state, rules, spec or Steering(), "", conversation, vectors)
+        run = self._composed(state, rules, spec or UNSTEERED, "", conversation, vectors)
         state.check(run.spec, run.configs)
 
     def switches(
@@ -313,7 +313,7 @@ class RuleBook:
     ) -> bool:
         """Return whether the scale or the row of a request, which may still wait, is or may be set for a rule."""
         run = self._runs.get(request)
-        return (run or self._run(state, rules, spec or Steering(), "", conversation, vectors)).switches
+        return (run or self._run(state, rules, spec or UNSTEERED, "", conversation, vectors)).switches
 
     @property
     def idle(self) -> bool:

@@ -512,6 +512,10 @@ class Steering:
         return replace(self, monitors=()) if self.monitors else self
 
 
+UNSTEERED = Steering()
+"""The steering of a request that asks for none."""
+
+
 def _unknown(name: str) -> Vector:
     raise ValueError(f"the vector {name!r} is not resolved: register it in the steering state that looks it up")
 

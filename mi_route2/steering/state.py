@@ -27,6 +27,7 @@ from mi_route2.steering.plan import (
 )
 from mi_route2.steering.specs import (
     GLOBAL,
+    UNSTEERED,
     ZEROS,
     Monitor,
     Number,
@@ -110,7 +111,7 @@ class Requests:
         return self.configs_by_name[name]
 
     def _resolved(self, spec: Steering | None) -> Steering:
-        resolved = (spec or Steering()).resolved(looker(self._vectors))
+        resolved = (spec or UNSTEERED).resolved(looker(self._vectors))
         self.rows.check(resolved)
         return resolved
 
@@ -157,10 +158,10 @@ class Requests:
             watches = {
                 monitor.name: watch_of(monitor, monitor.name, self.rows, self.adapter_sites) for monitor in resolved.monitors
             }
-            active = ActiveRequest(spec or Steering(), resolved, rows, owner, conversation, watches)
+            active = ActiveRequest(spec or UNSTEERED, resolved, rows, owner, conversation, watches)
         elif active.resident:
             raise ValueError(f"request {request} already runs: give each request a new number")
-        elif (spec or Steering()) != active.asked:
+        elif (spec or UNSTEERED) != active.asked:
             raise ValueError(f"request {request} was preempted and now has another steering: admit it with the same one")
         self.rows.demand(active.specs)
         taken: list[int] = []

@@ -1,8 +1,10 @@
 """The engine's parts against brute force: who runs, where keys and values are, what is shared, what is drawn."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from weakref import ref
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from mi_route2.hosts import open_host
 from mi_route2.patching.patches import Patch
 from mi_route2.sites import Site
 from mi_route2.steering.plan import Layout, Piece
+from mi_route2.steering.specs import Monitor
 from tests.support.families import make_family
 
 
@@ -431,3 +434,19 @@ def test_an_engine_without_room_is_refused(size: str) -> None:
             Engine(host, **{size: wrong})  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"the tokenizer must have decode\(ids\), but int has none"):
         Engine(host, tokenizer=5)
+
+
+def test_keys_and_values_are_freed_with_the_engine_and_not_with_a_later_collection() -> None:
+    gc.disable()
+    try:
+        engine = Engine(open_host("torch", make_family("Qwen3")))
+        steering = engine.steering
+        engine.submit(Request((3, 4, 5), Sampling(max_new=4)))
+        engine.step()
+        freed = ref(engine), ref(engine._residents.slots)
+        del engine
+        assert [one() for one in freed] == [None, None]
+    finally:
+        gc.enable()
+    with pytest.raises(RuntimeError, match="the engine that this belongs to is gone: keep the engine"):
+        steering.set_monitor(Monitor(Site(1, "resid_pre"), torch.ones(16)))
