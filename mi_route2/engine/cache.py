@@ -195,9 +195,12 @@ class View:
         self._real = layout.real if max(starts) + columns > data.shape[4] else None
 
     @property
-    def whole(self) -> bool:
-        """True if every query may attend to every key: single tokens, all at one position."""
-        return self._start is not None and self._positions.shape[1] == 1
+    def causal(self) -> bool:
+        """True if no mask is needed: single tokens, all at one position, or pieces that all begin with their sequences.
+
+        A padded query then attends to keys of its own row before it, of which nothing is read.
+        """
+        return self._fresh or (self._start is not None and self._positions.shape[1] == 1)
 
     @property
     def allowed(self) -> Bool[Tensor, "b 1 t S"]:

@@ -92,7 +92,7 @@ class Forward:
         self._fired.clear()
         self._taken.clear()
         try:
-            allowed = None if cache.whole and self._decoder.unmasked else cache.allowed
+            allowed = None if cache.causal and self._decoder.unmasked else cache.allowed
             logits = self._decoder(tokens, layout.positions, allowed, cache, keep=keep)
             if silent := self._sites - self._fired:
                 raise RuntimeError(f"these hooks did not fire in a forward of the engine: {', '.join(map(str, sorted(silent)))}")

@@ -38,11 +38,16 @@ def _attention(
     scaling: float | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, None]:
-    """Compute transformers' ``sdpa`` attention with a mask, without copying keys and values for each query head of a group."""
+    """Compute transformers' ``sdpa`` attention without copying keys and values for each query head of a group.
+
+    Without a mask, one query attends to all keys, and several to those up to their own.
+    """
     if query.shape[2] == 1 and query.device.type == "cpu":
         return _one_query(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling), None
     group = query.shape[1] != key.shape[1]
-    mixed = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=group)
+    causal = attention_mask is None and query.shape[2] > 1
+    assert not causal or query.shape[2] == key.shape[2], "only sequences from their beginning can do without a mask"
+    mixed = scaled_dot_product_attention(query, key, value, attention_mask, is_causal=causal, scale=scaling, enable_gqa=group)
     return mixed.transpose(1, 2).contiguous(), None
 
 

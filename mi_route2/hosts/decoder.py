@@ -106,7 +106,8 @@ class Decoder:
             tokens: Token ids of the pieces.
             positions: Position of each token in its sequence.
             allowed: True where a query may attend to a key. Every query, padding included, must be allowed at least one key (for
-                example itself). ``None`` allows everything, which needs ``unmasked``.
+                example itself). ``None``: one query attends to all keys, and several, which then begin their sequences, to those up
+                to their own; this needs ``unmasked``.
             cache: Receives the new keys and values of each layer, and returns all keys and values.
             keep: Columns of the logits.
             entry: ``(layer, stream)`` skips the blocks before ``layer`` and starts from ``stream``, in the place of their output;
