@@ -215,15 +215,19 @@ class Rows:
 
     def _store(self, site: Site, index: int, pair: Sequence[Tensor | None]) -> None:
         table = self.tables.get(site)
-        for line, values in enumerate(pair, start=2 * index):
-            values = None if values is None else values.to(self.kind)
-            # A line of zeros would act on nobody, but keep the site's table and with it a hook in every forward.
-            if values is not None and bool(values.any()):
+        rounded = {
+            id(values): values.to(self.device, self.kind) for values in pair if values is not None
+        }  # one for both, if
+        # A line of zeros would act on nobody, but keep the site's table and with it a hook in every forward.
+        acting = {key for key, values in rounded.items() if bool(values.any())}
+        for line, key in enumerate(map(id, pair), start=2 * index):
+            if key in acting:
+                values = rounded[key]
                 if table is None:
                     shape = 2 * (self.capacity + 1), len(values)
                     with torch.inference_mode(False):  # a table made in inference mode could not be written outside of it
                         table = self.tables[site] = Table(torch.zeros(shape, dtype=self.kind, device=self.device))
-                table.values[line] = values.to(self.device)
+                table.values[line] = values
                 table.acts.add(line)
             elif table is not None and line in table.acts:
                 table.values[line] = 0
