@@ -215,9 +215,7 @@ class Rows:
 
     def _store(self, site: Site, index: int, pair: Sequence[Tensor | None]) -> None:
         table = self.tables.get(site)
-        rounded = {
-            id(values): values.to(self.device, self.kind) for values in pair if values is not None
-        }  # one for both, if
+        rounded = {id(values): values.to(self.device, self.kind) for values in pair if values is not None}
         # A line of zeros would act on nobody, but keep the site's table and with it a hook in every forward.
         acting = {key for key, values in rounded.items() if bool(values.any())}
         for line, key in enumerate(map(id, pair), start=2 * index):
