@@ -44,7 +44,7 @@ class ActivationReader:
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
         last = self._last
         if last is None or not last.is_of(site, x):
-            last = self._last = _Averaged(x, None if _uncounted(x) else x._version, {}, *self._average(x))
+            last = self._last = _Averaged(x, None if _uncounted(x) else x._version, _spread(x), {}, *self._average(x))
         last.sites[site] = None
         feature = Written(last.mean @ self._basis[site].to(last.mean).mT, last.magnitude)
         self._calls.setdefault(site, []).append(feature)
@@ -72,10 +72,15 @@ class ActivationReader:
 
 @dataclass(frozen=True)
 class _Averaged:
-    """Mean of the input of one or more sites; the input is held, so that its memory is not given to another tensor."""
+    """Mean of the input of one or more sites; the input is held, so that its memory is not given to another tensor.
+
+    A write through ``x.data``, which torch does not count, is seen if it changes a number of ``_spread``: any of whole tokens or of
+    whole channels is. One that changes single numbers beside those would leave the next site the mean of before.
+    """
 
     x: Tensor
     version: int | None
+    spread: Tensor
     sites: dict[str, None]
     mean: Float[Tensor, "b d_in"]
     magnitude: Float[Tensor, " b"]
@@ -86,7 +91,13 @@ class _Averaged:
         if self.version is None or _uncounted(x) or site in self.sites:
             return False
         beside = site.rpartition(".")[0] == next(iter(self.sites)).rpartition(".")[0]
-        return beside and self.x.is_set_to(x) and self.x.dtype == x.dtype and self.version == x._version
+        same = beside and self.x.is_set_to(x) and self.x.dtype == x.dtype and self.version == x._version
+        return same and torch.equal(self.spread, _spread(x))
+
+
+def _spread(x: Tensor) -> Tensor:
+    """Return the bytes of some numbers: one or two of every token, and of every channel if there are as many tokens."""
+    return x.flatten()[:: max(1, x.shape[-1] - 1)].clone().view(torch.uint8)  # bytes, because padding may hold NaN
 
 
 def _uncounted(x: Tensor) -> bool:

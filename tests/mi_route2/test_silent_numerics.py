@@ -327,7 +327,7 @@ def test_one_mean_for_sites_that_read_one_tensor(dtype: torch.dtype, monkeypatch
     predictors, averaged = torch.arange(9)[None] < torch.tensor([5, 9, 0])[:, None], 0
     x, other = (torch.randn(3, 9, 16, generator=seeded()).to(dtype) for _ in range(2))
     x[0, 7], x[2, 0] = torch.nan, torch.inf
-    sites = [*"qkv", "elsewhere.q", "q", "w", "t"]
+    sites = [*"qkvwt", "elsewhere.q"]
     basis = {site: torch.randn(4, 16, generator=seeded(), dtype=torch.float64) for site in ["attn." + s for s in sites] + sites}
     reader, average = ActivationReader(predictors, basis), ActivationReader._average
 
@@ -358,6 +358,9 @@ def test_one_mean_for_sites_that_read_one_tensor(dtype: torch.dtype, monkeypatch
     check("attn.k", x, times=0)
     x[1, 3] += 1
     check("attn.v", x, times=1)
+    for site, written in (("attn.w", slice(None)), ("attn.t", (0, 1)), ("attn.q", (..., 3))):
+        x.data[written] *= 2  # of which torch counts nothing
+        check(site, x, times=1)
     check("attn.elsewhere.q", x, times=1)
     check("q", x, times=1)
     check("w", x.mT.contiguous().mT, times=1)
@@ -365,7 +368,7 @@ def test_one_mean_for_sites_that_read_one_tensor(dtype: torch.dtype, monkeypatch
         frozen = other.clone()
         check("t", frozen, times=1)
         check("q", frozen, times=1)
-    assert reader.features.keys() == {"attn.q", "attn.k", "attn.v", "attn.elsewhere.q", "q", "w", "t"}
+    assert reader.features.keys() == {"attn.w", "attn.t", "attn.q", "attn.k", "attn.v", "attn.elsewhere.q", "q", "w", "t"}
 
 
 @pytest.mark.parametrize("share", [1.0, 1e-2, 1e-3, 2e-4])
