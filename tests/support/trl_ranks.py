@@ -1,6 +1,6 @@
-"""Ranks of TRL's loop with a route, which tests/mi_route2/integrations/test_trl.py runs under ``accelerate launch``.
+"""Ranks of TRL's loop with a route, which tests/mi_route2/integrations/test_trl.py starts as ``accelerate launch`` does.
 
-accelerate launch --config_file FSDP.yaml --num_processes 2 ... trl_ranks.py OUT      # and with 4
+trl_ranks.py OUT FSDP.yaml      two processes, then four
 
     OUT/<how>/<case>-<rank>.safetensors     gradients of each optimizer step, and final weights
     OUT/<how>/<case>.json                   what was flagged in each step
@@ -19,12 +19,15 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, patch_environment
+from accelerate.utils.launch import prepare_multi_gpu_env
 from datasets import Dataset
 from families import make_family, move
 from safetensors.torch import save_file
 from tiny_trl import GROUP, LORA, PROMPTS, TEXTS, make_trainer, reward, weights
 from torch.distributed import GradBucket
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -213,7 +216,7 @@ def strangers(out: Path) -> None:
     (out / f"refused-{rank}.json").write_text(json.dumps(told))
 
 
-def main(out: Path) -> None:
+def rank(out: Path) -> None:
     warnings.simplefilter("ignore")
     if os.environ["WORLD_SIZE"] == "4":
         ranked(out / "fsdp-4", 4, Sharding, HOWS["fsdp-4"])
@@ -226,5 +229,20 @@ def main(out: Path) -> None:
     PartialState().destroy_process_group()
 
 
+def launch(out: Path, config: str, processes: int) -> None:
+    """Start ``rank`` as ``accelerate launch`` would: with its environment under torch's agent.
+
+    The processes are forks of this one, because an import of TRL takes each as long as its cases.
+    """
+    told = ["--config_file", config, "--num_processes", str(processes), "--main_process_port", "0", __file__]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(told))
+    assert arguments.use_fsdp
+    assert not arguments.cpu
+    agent = LaunchConfig(1, 1, processes, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", start_method="fork", max_restarts=0)
+    with patch_environment(**prepare_multi_gpu_env(arguments)):
+        elastic_launch(agent, rank)(out)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for processes in (2, 4):
+        launch(Path(sys.argv[1]), sys.argv[2], processes)
