@@ -1,4 +1,4 @@
-"""Ranks of TRL's loop with a route, which tests/mi_route2/integrations/test_trl.py starts as ``accelerate launch`` does.
+"""Ranks of TRL's loop with a route, which tests/mi_route2/integrations/test_trl.py runs under ``accelerate launch``.
 
 trl_ranks.py OUT FSDP.yaml      two processes, then four
 
@@ -14,14 +14,16 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import PartialState
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, patch_environment
-from accelerate.utils.launch import prepare_multi_gpu_env
 from datasets import Dataset
 from families import make_family, move
 from safetensors.torch import save_file
@@ -230,17 +232,16 @@ def rank(out: Path) -> None:
 
 
 def launch(out: Path, config: str, processes: int) -> None:
-    """Start ``rank`` as ``accelerate launch`` would: with its environment under torch's agent.
+    """Start ``rank`` by ``accelerate launch``, but as forks of this process: an import of TRL takes each as long as its cases."""
 
-    The processes are forks of this one, because an import of TRL takes each as long as its cases.
-    """
+    def forks(config: LaunchConfig, entrypoint: str) -> Callable[..., Any]:
+        assert entrypoint == sys.executable
+        started = elastic_launch(replace(config, start_method="fork"), rank)
+        return lambda *_command: started(out)
+
     told = ["--config_file", config, "--num_processes", str(processes), "--main_process_port", "0", __file__]
-    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(told))
-    assert arguments.use_fsdp
-    assert not arguments.cpu
-    agent = LaunchConfig(1, 1, processes, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", start_method="fork", max_restarts=0)
-    with patch_environment(**prepare_multi_gpu_env(arguments)):
-        elastic_launch(agent, rank)(out)
+    with mock.patch("torch.distributed.run.elastic_launch", forks):
+        launch_command(launch_command_parser().parse_args(told))
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def test_left_padding_is_a_rounding(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of what processes started as by ``accelerate launch`` wrote, with the page's configuration; without a GPU on gloo."""
+    """Folder of what processes under ``accelerate launch`` wrote, with the page's configuration; without a GPU they run on gloo."""
     out = tmp_path_factory.mktemp("ranks")
     (config,) = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs/trl.md").read_text(), re.M | re.S)
     (out / "fsdp.yaml").write_text(config)
