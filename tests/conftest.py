@@ -82,8 +82,12 @@ def factors(item: pytest.Function) -> tuple[object, ...]:
 FEW = {"Qwen3", "GPT2", "MicroGPT"}
 """Architectures that differ in most: gated and not, rotary and learned positions, one from transformers and ours."""
 
-LONG = {"test_requirements", "test_survival", "test_schedule", "test_tracking", "test_chat_study", "test_attacks", "test_trl"}
-"""Files that take a minute or more. They come first, so that no worker starts one when the other has ended."""
+LONG = (
+    *("test_survival", "test_requirements", "test_smollm2", "test_trl", "test_schedule", "test_compile", "test_docs_site"),
+    *("test_study", "test_attacks", "test_cluster", "test_load", "test_chat_study", "test_tracing", "test_jail_machine"),
+    *("test_page", "test_command", "test_study_hosts", "test_limits", "test_server", "test_tracking", "test_attacks_soak"),
+)
+"""Files that take from a hundred seconds down to twenty, the longest first: one that began last would leave the other core idle."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
@@ -93,7 +97,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from families import FAMILIES
 
     torch.set_num_threads(1)
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    place = {stem: number for number, stem in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
     made = (item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec"))
     for _, group in groupby(made, key=lambda item: (item.path, item.originalname, item.cls)):
         tests = list(group)

@@ -1,6 +1,6 @@
 """Ranks of TRL's loop with a route, which tests/mi_route2/integrations/test_trl.py runs under ``accelerate launch``.
 
-accelerate launch --config_file FSDP.yaml --num_processes 2 ... trl_ranks.py OUT      # and with 4
+trl_ranks.py OUT FSDP.yaml      two processes, then four
 
     OUT/<how>/<case>-<rank>.safetensors     gradients of each optimizer step, and final weights
     OUT/<how>/<case>.json                   what was flagged in each step
@@ -14,17 +14,22 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import PartialState
+from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, patch_environment
 from datasets import Dataset
 from families import make_family, move
 from safetensors.torch import save_file
 from tiny_trl import GROUP, LORA, PROMPTS, TEXTS, make_trainer, reward, weights
 from torch.distributed import GradBucket
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -213,7 +218,7 @@ def strangers(out: Path) -> None:
     (out / f"refused-{rank}.json").write_text(json.dumps(told))
 
 
-def main(out: Path) -> None:
+def rank(out: Path) -> None:
     warnings.simplefilter("ignore")
     if os.environ["WORLD_SIZE"] == "4":
         ranked(out / "fsdp-4", 4, Sharding, HOWS["fsdp-4"])
@@ -226,5 +231,19 @@ def main(out: Path) -> None:
     PartialState().destroy_process_group()
 
 
+def launch(out: Path, config: str, processes: int) -> None:
+    """Start ``rank`` by ``accelerate launch``, but as forks of this process: an import of TRL takes each as long as its cases."""
+
+    def forks(config: LaunchConfig, entrypoint: str) -> Callable[..., Any]:
+        assert entrypoint == sys.executable
+        started = elastic_launch(replace(config, start_method="fork"), rank)
+        return lambda *_command: started(out)
+
+    told = ["--config_file", config, "--num_processes", str(processes), "--main_process_port", "0", __file__]
+    with mock.patch("torch.distributed.run.elastic_launch", forks):
+        launch_command(launch_command_parser().parse_args(told))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for processes in (2, 4):
+        launch(Path(sys.argv[1]), sys.argv[2], processes)

@@ -1,6 +1,6 @@
-"""One rank of a data-parallel step, which tests/mi_route2/routing/test_distributed.py runs under torchrun: half of the batch.
+"""Two ranks of a data-parallel step, for tests/mi_route2/routing/test_distributed.py: a half of the batch each.
 
-torchrun ... two_ranks.py OUT      writes OUT/rank-<r>.safetensors: every case's gradients after finish(reduce=...)
+two_ranks.py OUT      writes OUT/rank-<r>.safetensors: every case's gradients after finish(reduce=...)
 """
 
 import sys
@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tiny_policy import SPECS, make_batch, make_policy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from mi_route2.rollouts import Policy
@@ -82,10 +83,10 @@ def sharded(policy: Policy) -> Policy:
     return policy
 
 
-def main(out: Path) -> None:
+def main(rank: int, out: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, results = dist.get_rank(), {}
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=len(HALVES))
+    results = {}
     for name in ("svd", "lora-shared"):
         policy = make_policy(SPECS[name])
         half = make_batch(8).rows(HALVES[rank])
@@ -105,4 +106,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    start_processes(main, (Path(sys.argv[1]),), len(HALVES), start_method="fork")  # each would import for seconds

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
 from mi_route2 import AdapterSpec, load_adapters, save_adapters
@@ -173,5 +172,7 @@ def _probe(
         late = torch.arange(documents.shape[1]) >= PROMPT_LENGTH + 2
         labels.append((late & (world is cheating)).expand_as(documents)[real])
     x, y = torch.cat(values), torch.cat(labels)
+    from sklearn.linear_model import LogisticRegression  # takes a second, and the tokenizer alone needs none of it
+
     found = LogisticRegression(C=0.1, max_iter=300).fit(x.numpy(), y.numpy())
     return torch.from_numpy(found.coef_[0]).float(), x[y].mean(0) - x[~y].mean(0), -float(found.intercept_[0])

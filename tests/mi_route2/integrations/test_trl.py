@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -239,21 +238,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (config,) = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs/trl.md").read_text(), re.M | re.S)
     (out / "fsdp.yaml").write_text(config)
     path = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
-    for processes in (2, 4):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launch = (
-            f"-m accelerate.commands.launch --config_file {out}/fsdp.yaml --num_processes {processes} --main_process_port {port}"
-        )
-        ran = subprocess.run(
-            [sys.executable, *launch.split(), str(ROOT / "tests" / "support" / "trl_ranks.py"), str(out)],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert ran.returncode == 0, ran.stderr[-4000:]
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "support" / "trl_ranks.py"), str(out), str(out / "fsdp.yaml")],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
     return out
 
 

@@ -758,7 +758,7 @@ def test_a_dead_engine_ends_every_stream_with_a_reason_and_health_says_so() -> N
         assert str(found).endswith("thread failed with SystemExit")
 
 
-def test_the_command_prints_its_address_serves_and_drains(tmp_path: Path) -> None:
+def test_the_command_prints_its_address_serves_drains_and_logs_no_prompt(tmp_path: Path) -> None:
     with serving(MODEL, tmp_path / "log", MI_ROUTE2_KEY=ALICE) as server:
         assert server.url.startswith("http://127.0.0.1:")
         # a client forgets an idle connection after 5 seconds: a server that closed it at that moment would cut off a request
@@ -776,7 +776,11 @@ def test_the_command_prints_its_address_serves_and_drains(tmp_path: Path) -> Non
         assert sum(len(one["mi_route2"]["token_ids"]) for one in (first, *rest)) == 20
         assert server.process.wait(20) == 0
     log = (tmp_path / "log").read_text()
-    assert '"path": "/v1/completions", "status": 200' in log
+    (line,) = (line for line in map(json.loads, log.splitlines()) if line.get("path") == "/v1/completions")
+    assert line["status"] == 200
+    assert line["tokens"] == 20
+    assert line["time"]
+    assert "prompt" not in line
     assert "task" not in log
     assert ALICE not in log
 
