@@ -140,12 +140,15 @@ def read_predictions(path: Path) -> Predictions:
     """Read a predictions file whose comparisons a report can judge.
 
     Raises:
-        ValueError: It is not one, or has a metric that no report has, so that the comparison would be told as not run.
+        ValueError: It is not one, has a metric that no report has, so that the comparison would be told as not run, or more
+            comparisons than its seeds can decide.
     """
     predictions = Predictions.read(path)
     for comparison in predictions.comparison:
         if lacking := sorted({comparison.metric, comparison.minus_metric or comparison.metric} - {*REPORTED}):
             raise ValueError(f"{path}: {comparison.name}: a report has no {lacking[0]}; choose from {', '.join(REPORTED)}")
+    if lacking := predictions.undecidable():
+        raise ValueError(f"{path}: {lacking}")
     return predictions
 
 
@@ -614,6 +617,9 @@ def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path) -> list[Path]:
             (to / stale).unlink(missing_ok=True)  # of an earlier report, beside which it would be read
         content = {f"{evidence.preset}.json": compact(asdict(evidence))}
         written += write_texts(to, content | {name: text for name, text in said.items() if text})
+    for preset in PRESETS.keys() - {evidence.preset for evidence in every}:
+        for stale in (f"{preset}.json", *(f"{preset}{end}.md" for end in texts(every[0], None))):
+            (to / stale).unlink(missing_ok=True)
     worlds = mapped(every)
     figures = (
         ("fronts", fronts_figure, True),

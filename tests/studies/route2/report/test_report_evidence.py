@@ -1,6 +1,7 @@
 """The report of the canary's experiment says what the runs hold: fronts, coverage, tables, files."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -211,7 +212,7 @@ def test_every_figure_says_of_which_presets_it_is(tmp_path: Path) -> None:
 def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:
     root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-full", "filter-known"), seeds=(0, 1, 2), steps=3)
     (tmp_path / "out").mkdir()
-    for name in ("strong-tests.md", "map.md", "map.png", "lessons.png"):
+    for name in ("strong-tests.md", "weak.json", "weak.md", "weak-tests.md", "map.md", "map.png", "lessons.png"):
         (tmp_path / "out" / name).write_text("of another report")
     written = {path.name for path in write_evidence({root: (0, 1)}, tmp_path / "out")}
     assert Evidence.read(tmp_path / "out/strong.json").seeds == (0, 1)  # and not 2, which was run to try something out
@@ -254,6 +255,9 @@ def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Pa
         cli.Evidence(other, out=tmp_path / "runs")()
     other.write_text(file.read_text(encoding="utf-8").replace('"deploy_solve"', '"on_solve"', 1), encoding="utf-8")
     with pytest.raises(ValueError, match=r"a report has no on_solve; choose from deploy_exploit_held"):  # it would be "not run"
+        cli.Evidence(other, out=tmp_path / "runs")()
+    other.write_text(re.sub(r"seeds = .*", "seeds = [200, 201, 202]", file.read_text(encoding="utf-8")), encoding="utf-8")
+    with pytest.raises(ValueError, match="3 seeds can show none of the 10 differences of strong at alpha = 0.05: give at least 9"):
         cli.Evidence(other, out=tmp_path / "runs")()
     assert not (tmp_path / "runs").exists()
 
