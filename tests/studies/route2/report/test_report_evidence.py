@@ -257,7 +257,9 @@ def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Pa
     with pytest.raises(ValueError, match=r"a report has no on_solve; choose from deploy_exploit_held"):  # it would be "not run"
         cli.Evidence(other, out=tmp_path / "runs")()
     other.write_text(re.sub(r"seeds = .*", "seeds = [200, 201, 202]", file.read_text(encoding="utf-8")), encoding="utf-8")
-    with pytest.raises(ValueError, match="3 seeds can show none of the 10 differences of strong at alpha = 0.05: give at least 9"):
+    with pytest.raises(
+        ValueError, match=r"3 seeds can show none of the 10 differences of strong at alpha = 0\.05: give at least 9"
+    ):
         cli.Evidence(other, out=tmp_path / "runs")()
     assert not (tmp_path / "runs").exists()
 
