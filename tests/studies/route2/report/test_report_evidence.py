@@ -242,6 +242,15 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
         Evidence.read(tmp_path / "out/strong.json")
 
 
+def test_a_report_needs_no_ordinary_training(study: Callable[..., Path], tmp_path: Path) -> None:
+    root = study(tmp_path / "strong-0123abcd", ("base", "filter-full", "filter-known"), seeds=(0, 1), steps=3)
+    written = {path.name for path in write_evidence({root: (0, 1)}, tmp_path / "out")}
+    assert written == {"strong.json", "strong.md", "strong-recall.md", "fronts.png", "recall.png"}
+    names = ("base", "taught-honest", "taught-honest-1", "taught-8", "taught-8-1")
+    found = replace(evidence(), values=dict.fromkeys(names, evidence().values["vanilla"]))
+    assert lessons_figure([found], tmp_path / "lessons.png").stat().st_size > 10_000
+
+
 def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Path) -> None:
     file = Path(__file__).parents[4] / "docs/results/canary/predictions.toml"
     for other in (cli.Evidence(file, seeds="120-122"), cli.Evidence(file, presets=("strong",))):
@@ -249,6 +258,11 @@ def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Pa
             other()
     with pytest.raises(ValueError, match=r"unknown preset of the file 'wek': did you mean 'weak'"):
         cli.Evidence(file, presets=("strong", "wek"), to=tmp_path)()
+    shutil.copy(file, tmp_path / "mine.toml")
+    with pytest.raises(
+        ValueError, match=r"mine\.toml: a report reads its predictions in predictions\.toml of their folder: rename it"
+    ):
+        cli.Evidence(tmp_path / "mine.toml", out=tmp_path / "runs")()  # a report would be written without tests
     other = tmp_path / "predictions.toml"
     other.write_text(file.read_text(encoding="utf-8").replace('weak = "2d0e', 'weak = "3d0e'), encoding="utf-8")
     with pytest.raises(ValueError, match="names other settings of weak than there are now"):
