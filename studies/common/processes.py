@@ -18,8 +18,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from multiprocessing import forkserver, parent_process, resource_tracker
+from multiprocessing import forkserver, parent_process, resource_tracker, util
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,8 +46,32 @@ def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connect
             target=_run, args=(dict(os.environ), target, far, *args), daemon=True
         )
         process.start()
+        _watch(process)
         far.close()  # the parent's copy would keep the pipe open after the process's death
         return process, link
+
+
+def _watch(process: BaseProcess) -> None:
+    """Take the end of a fork from the fork, not from its server, with which every fork would seem to end."""
+    popen: Any = vars(process)["_popen"]
+    if popen.method != "forkserver":
+        return
+    status = popen.sentinel
+    try:
+        popen.sentinel = os.pidfd_open(popen.pid)
+    except OSError:  # it has ended already, or the kernel has no such handles
+        return
+    util.Finalize(popen, os.close, (popen.sentinel,))
+
+    def poll(flag: int = os.WNOHANG) -> int | None:
+        if popen.returncode is None and wait_for([popen.sentinel], 0 if flag == os.WNOHANG else None):
+            try:
+                popen.returncode = forkserver.read_signed(status)
+            except (OSError, EOFError):  # the server was killed
+                popen.returncode = 255
+        return popen.returncode
+
+    popen.poll = poll
 
 
 @contextmanager

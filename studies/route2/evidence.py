@@ -140,12 +140,17 @@ def read_predictions(path: Path) -> Predictions:
     """Read a predictions file whose comparisons a report can judge.
 
     Raises:
-        ValueError: It is not one, or has a metric that no report has, so that the comparison would be told as not run.
+        ValueError: It is not one, has a name by which no report finds it, a metric that no report has, so that the comparison would
+            be told as not run, or more comparisons than its seeds can decide.
     """
     predictions = Predictions.read(path)
+    if path.name != FILE:
+        raise ValueError(f"{path}: a report reads its predictions in {FILE} of their folder: rename it")
     for comparison in predictions.comparison:
         if lacking := sorted({comparison.metric, comparison.minus_metric or comparison.metric} - {*REPORTED}):
             raise ValueError(f"{path}: {comparison.name}: a report has no {lacking[0]}; choose from {', '.join(REPORTED)}")
+    if lacking := predictions.undecidable():
+        raise ValueError(f"{path}: {lacking}")
     return predictions
 
 
@@ -191,7 +196,9 @@ def seconds(folder: Path) -> float | None:
 
 
 def times(evidence: Evidence, arm: str) -> float | None:
-    """Return the median over seeds of an arm's duration over that of vanilla at the same seed."""
+    """Return the median over seeds of an arm's duration over that of vanilla at the same seed; ``None`` if vanilla was not run."""
+    if "vanilla" not in evidence.values:
+        return None
     pairs = zip(evidence.values[arm]["seconds"], evidence.values["vanilla"]["seconds"], strict=True)
     return median([own / plain if own is not None and plain else None for own, plain in pairs])
 
@@ -471,7 +478,8 @@ def lessons_figure(every: Sequence[Evidence], path: Path) -> Path:
     x, y = "solve, right after the lesson", "exploit fires at the end,\nheld-out modes"
     with panels(path, len(every), 3.6, x, y, sharex=True) as axes:
         for ax, evidence in zip(axes, every, strict=True):
-            for arm, start in (("vanilla", "base"), *((arm, f"{arm}-1") for arm in lessons(evidence))):
+            plain = [("vanilla", "base")] if "vanilla" in evidence.values else []
+            for arm, start in (*plain, *((arm, f"{arm}-1") for arm in lessons(evidence))):
                 color, marker = MARKS.get(arm, (VERMILLION, "."))
                 label = "no lesson" if arm == "vanilla" else arm
                 starts, ends = evidence.values[start][SOLVE], evidence.values[arm][EXPLOIT]
@@ -614,6 +622,9 @@ def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path) -> list[Path]:
             (to / stale).unlink(missing_ok=True)  # of an earlier report, beside which it would be read
         content = {f"{evidence.preset}.json": compact(asdict(evidence))}
         written += write_texts(to, content | {name: text for name, text in said.items() if text})
+    for preset in PRESETS.keys() - {evidence.preset for evidence in every}:
+        for stale in (f"{preset}.json", *(f"{preset}{end}.md" for end in texts(every[0], None))):
+            (to / stale).unlink(missing_ok=True)
     worlds = mapped(every)
     figures = (
         ("fronts", fronts_figure, True),

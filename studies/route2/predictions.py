@@ -10,6 +10,7 @@ that d is symmetric about the mean under the null.
 """
 
 import hashlib
+import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,25 @@ class Predictions(BaseModel):
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is not a valid predictions file: {' '.join(str(error).split())}") from error
 
+    def family(self, preset: str, equivalence: bool) -> list[Comparison]:
+        """Return the comparisons of a preset that are corrected together."""
+        return [c for c in self.comparison if c.preset == preset and (c.margin is not None) == equivalence]
+
+    def undecidable(self) -> str:
+        """Return a sentence on a family of which no result of these seeds could show anything; empty if there is none."""
+        for preset in self.presets:
+            for equivalence, what in ((False, "differences"), (True, "equivalences")):
+                named = len(self.family(preset, equivalence))
+                if named and not decides(len(self.seeds), named, self.alpha, equivalence):
+                    most = max((n for n in range(named) if decides(len(self.seeds), n, self.alpha, equivalence)), default=0)
+                    least = next(n for n in itertools.count(len(self.seeds)) if decides(n, named, self.alpha, equivalence))
+                    fewer = f"name at most {most} of them, or " if most else ""
+                    return (
+                        f"by Holm's rule {len(self.seeds)} seeds can show none of the {named} {what} of {preset} at alpha = "
+                        f"{self.alpha:g}: {fewer}give at least {least} seeds"
+                    )
+        return ""
+
     def apply_to(self, preset: str, settings_hash: str, seeds: Sequence[int]) -> bool:
         """Return True for runs with these settings and seeds."""
         return self.presets.get(preset) == settings_hash and set(seeds) <= set(self.seeds)
@@ -155,6 +175,12 @@ def _signed_sums(values: Sequence[float]) -> np.ndarray:
     return sums
 
 
+def decides(seeds: int, comparisons: int, alpha: float, equivalence: bool) -> bool:
+    """Return True if a family of so many comparisons has results of so many seeds by which one of them is shown."""
+    least = (1 if equivalence else 2) / 2**seeds  # of `sign_flip`, if every seed is on one side
+    return min(holm([least] * comparisons), default=0.0) < alpha
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return Holm's corrected p-values, in the order given."""
     order = np.argsort(p_values, kind="stable")
@@ -199,7 +225,7 @@ def outcomes(predictions: Predictions, preset: str, values: Seeded) -> list[Outc
     """
     found = []
     for equivalence in (False, True):
-        family = [c for c in predictions.comparison if c.preset == preset and (c.margin is not None) == equivalence]
+        family = predictions.family(preset, equivalence)
         differences = [list(c.differences(values).values()) for c in family]
         ps = [p_values(d, c.margin) for d, c in zip(differences, family, strict=True)]
         corrected = holm([exact for exact, _ in ps])

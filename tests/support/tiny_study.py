@@ -43,3 +43,9 @@ def tell(link: Connection) -> None:
             "folder": os.getcwd(),
         }
     )
+
+
+def sleep(link: Connection) -> None:
+    """Say whose fork this is, and do nothing more."""
+    link.send(os.getppid())
+    time.sleep(60)

@@ -130,7 +130,10 @@ def read_modes(root: Path) -> Modes:
         return MICRO_MODES
     described = read_object(root / MODES, REMEDY)
     try:
-        return Modes(tuple(described["known"]), tuple(described["held_out"]), described["honest"])
+        known, held_out, honest = tuple(described["known"]), tuple(described["held_out"]), described["honest"]
+        if wrong := [name for name in (*known, *held_out, honest) if not isinstance(name, str)]:
+            raise ValueError(f"{wrong[0]!r} is no name")
+        return Modes(known, held_out, honest)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{root / MODES} has no valid modes ({error}): {REMEDY}") from error
 

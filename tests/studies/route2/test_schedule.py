@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_study import WARM, tell, tiny_job
+from tiny_study import WARM, sleep, tell, tiny_job
 
 import studies.training.progress as live
 import studies.training.run as run_module
@@ -157,6 +157,21 @@ def test_a_killed_server_costs_no_run_and_the_next_start_makes_another(
     assert contents(jobs) == whole
     assert killed
     assert new_worker()["parent"] not in (server, os.getpid())
+
+
+@LINUX
+def test_a_worker_whose_server_was_killed_is_ended() -> None:
+    """The server is what tells its client that a fork has ended."""
+    process, link = start(sleep)
+    with link:
+        os.kill(link.recv(), signal.SIGKILL)
+        process.join(0.2)
+        assert process.is_alive()
+        process.kill()
+        process.join(5.0)
+        assert not process.is_alive()
+        with pytest.raises(EOFError):
+            link.recv()
 
 
 @LINUX

@@ -1,6 +1,7 @@
 """The report of the canary's experiment says what the runs hold: fronts, coverage, tables, files."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -211,7 +212,7 @@ def test_every_figure_says_of_which_presets_it_is(tmp_path: Path) -> None:
 def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:
     root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-full", "filter-known"), seeds=(0, 1, 2), steps=3)
     (tmp_path / "out").mkdir()
-    for name in ("strong-tests.md", "map.md", "map.png", "lessons.png"):
+    for name in ("strong-tests.md", "weak.json", "weak.md", "weak-tests.md", "map.md", "map.png", "lessons.png"):
         (tmp_path / "out" / name).write_text("of another report")
     written = {path.name for path in write_evidence({root: (0, 1)}, tmp_path / "out")}
     assert Evidence.read(tmp_path / "out/strong.json").seeds == (0, 1)  # and not 2, which was run to try something out
@@ -241,6 +242,22 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
         Evidence.read(tmp_path / "out/strong.json")
 
 
+def test_a_report_needs_no_ordinary_training(study: Callable[..., Path], tmp_path: Path) -> None:
+    root = study(tmp_path / "strong-0123abcd", ("base", "filter-full", "filter-known"), seeds=(0, 1), steps=3)
+    written = {path.name for path in write_evidence({root: (0, 1)}, tmp_path / "out")}
+    assert written == {"strong.json", "strong.md", "strong-recall.md", "fronts.png", "recall.png"}
+    names = ("base", "taught-honest", "taught-honest-1", "taught-8", "taught-8-1")
+    found = replace(evidence(), values=dict.fromkeys(names, evidence().values["vanilla"]))
+    assert lessons_figure([found], tmp_path / "lessons.png").stat().st_size > 10_000
+
+
+def test_modes_whose_names_are_no_texts_are_refused(study: Callable[..., Path], tmp_path: Path) -> None:
+    root = study(tmp_path / "strong-0123abcd", ("base",), seeds=(0,), steps=1)
+    (root / "modes.json").write_text('{"known": ["run_tests"], "held_out": [1], "honest": "none"}')
+    with pytest.raises(ValueError, match=r"modes\.json has no valid modes \(1 is no name\)"):
+        load_runs(root)
+
+
 def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Path) -> None:
     file = Path(__file__).parents[4] / "docs/results/canary/predictions.toml"
     for other in (cli.Evidence(file, seeds="120-122"), cli.Evidence(file, presets=("strong",))):
@@ -248,12 +265,22 @@ def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Pa
             other()
     with pytest.raises(ValueError, match=r"unknown preset of the file 'wek': did you mean 'weak'"):
         cli.Evidence(file, presets=("strong", "wek"), to=tmp_path)()
+    shutil.copy(file, tmp_path / "mine.toml")
+    with pytest.raises(
+        ValueError, match=r"mine\.toml: a report reads its predictions in predictions\.toml of their folder: rename it"
+    ):
+        cli.Evidence(tmp_path / "mine.toml", out=tmp_path / "runs")()  # a report would be written without tests
     other = tmp_path / "predictions.toml"
     other.write_text(file.read_text(encoding="utf-8").replace('weak = "2d0e', 'weak = "3d0e'), encoding="utf-8")
     with pytest.raises(ValueError, match="names other settings of weak than there are now"):
         cli.Evidence(other, out=tmp_path / "runs")()
     other.write_text(file.read_text(encoding="utf-8").replace('"deploy_solve"', '"on_solve"', 1), encoding="utf-8")
     with pytest.raises(ValueError, match=r"a report has no on_solve; choose from deploy_exploit_held"):  # it would be "not run"
+        cli.Evidence(other, out=tmp_path / "runs")()
+    other.write_text(re.sub(r"seeds = .*", "seeds = [200, 201, 202]", file.read_text(encoding="utf-8")), encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"3 seeds can show none of the 10 differences of strong at alpha = 0\.05: give at least 9"
+    ):
         cli.Evidence(other, out=tmp_path / "runs")()
     assert not (tmp_path / "runs").exists()
 

@@ -145,6 +145,36 @@ def test_a_prediction_that_could_not_fail_is_refused(changed: dict[str, object],
         Comparison.model_validate(one("less").model_dump() | changed)
 
 
+@pytest.mark.parametrize("expect", ["more", "same"])
+@pytest.mark.parametrize("alpha", [0.01, 0.05, 0.3])
+def test_a_family_of_which_its_seeds_could_show_nothing_is_told_with_what_would_do(expect: str, alpha: float) -> None:
+    """Judged by the verdicts of the best results that there could be."""
+
+    def planned(seeds: int, comparisons: int) -> tuple[str, bool]:
+        own = [one(expect, 0.1 if expect == "same" else None).model_copy(update={"name": str(i)}) for i in range(comparisons)]
+        plan = named(*own).model_copy(update={"seeds": tuple(range(seeds)), "alpha": alpha})
+        best = {
+            (arm, HACK): dict.fromkeys(range(seeds), rate if expect == "more" else 0.5) for arm, rate in (("a", 1.0), ("b", 0.0))
+        }
+        return plan.undecidable(), any(each.verdict == "shown" for each in outcomes(plan, "p", best))
+
+    for seeds, comparisons in itertools.product(range(2, 9), (1, 2, 3, 6, 7, 13)):
+        said, decided = planned(seeds, comparisons)
+        assert (said == "") == decided
+        if said:
+            assert f"{seeds} seeds can show none of the {comparisons} " in said
+            (more,) = map(int, re.findall(r"give at least (\d+) seeds", said))
+            assert (planned(more, comparisons)[1], planned(more - 1, comparisons)[1]) == (True, False)
+            fewer = int((re.findall(r"name at most (\d+)", said) or ["0"])[0])
+            assert (fewer == 0 or planned(seeds, fewer)[1], planned(seeds, fewer + 1)[1]) == (True, False)
+
+
+def test_every_published_file_can_be_decided() -> None:
+    files = [NAMED, *NAMED.parent.glob(f"*/{FILE}")]
+    assert len(files) >= 15
+    assert [Predictions.read(file).undecidable() for file in files] == [""] * len(files)
+
+
 CANARY = {
     "starts": "494395303f98bbdb41fade613189357dd9a6b14d2e56f1c6390fd18687bb6af0",
     "lessons": "c23344e30f614b58b69bdfd5e49cef5227bad2ca2d3de9a86fb1c8a96953dd60",
