@@ -334,7 +334,7 @@ class Evidence:
                 raise ValueError(f"{self.predictions} names other settings of {preset} than there are now: write a new file")
         out, roots = self.out / self.predictions.absolute().parent.name, {}
         for preset in presets:
-            seeds = self.seeds or ",".join(map(str, named.seeds))
+            seeds = ",".join(map(str, named.seeds)) if self.seeds is None else self.seeds
             Run(preset, seeds, (*named.arms, *self.also), self.workers, out, report=False, live=self.live)()
             roots[out / get_settings(preset).folder] = read_seeds(seeds)
         show_paths(write_evidence(roots, self.to or self.predictions.parent))
