@@ -318,7 +318,7 @@ class Evidence:
     also: Annotated[tuple[str, ...], tyro.conf.arg(help="further arms, which the report describes and does not test")] = ()
     workers: int = 2
     out: Annotated[Path, tyro.conf.arg(help="where the run folders are kept, in a folder named as that of the file")] = Path("runs")
-    to: Annotated[Path | None, tyro.conf.arg(help="folder of the report; default: that of the file")] = None
+    to: Annotated[Path | None, tyro.conf.arg(help="folder of the report, replacing one there; default: that of the file")] = None
     live: Live = True
 
     def __call__(self) -> None:

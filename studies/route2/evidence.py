@@ -607,6 +607,8 @@ def texts(evidence: Evidence, predictions: Predictions | None) -> dict[str, str]
 def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path) -> list[Path]:
     """Write the report of the given seeds of finished run folders, and fill the pages that show it; return the files.
 
+    Files and figures of an earlier report in ``to`` that this one does not have are removed.
+
     Raises:
         ValueError: Runs are broken, or two folders are of one preset.
     """

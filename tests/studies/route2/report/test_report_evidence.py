@@ -265,7 +265,7 @@ def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Pa
             other()
     with pytest.raises(ValueError, match=r"unknown preset of the file 'wek': did you mean 'weak'"):
         cli.Evidence(file, presets=("strong", "wek"), to=tmp_path)()
-    with pytest.raises(ValueError, match="seeds"):
+    with pytest.raises(ValueError, match="'' names no seeds: give a number"):
         cli.Evidence(file, seeds="", out=tmp_path / "runs", to=tmp_path)()  # which are not the file's
     shutil.copy(file, tmp_path / "mine.toml")
     with pytest.raises(
