@@ -449,12 +449,13 @@ class Engine:
         """Collect the step's events."""
         due = set(ran.due)
         for one, start in starts.items():
-            new = one.result.tokens[-1] if one in due and one.known > one.computed else None
-            if not (one.request.readings or one.request.norms):
+            result = one.result
+            new = result.tokens[-1] if one in due and len(one.tokens) > one.computed else None
+            if not one.observed:
                 if new is not None:
                     self.events.append(Event(one.id, new))
                 continue
-            result, positions = one.result, range(start, one.computed)
+            positions = range(start, one.computed)
             read = {at: result.readings[at] for at in positions if at in result.readings}
             norms = {at: result.norms[at] for at in positions if at in result.norms}
             if new is not None or read or norms:
@@ -666,27 +667,28 @@ class Engine:
                     self._append([one], logits[i : i + 1], ended)
             return
         for i, (one, token, value) in enumerate(zip(due, chosen.tolist(), values.tolist(), strict=True)):
-            sampling = one.sampling
             if not isfinite(value):
                 reason = f"the logits at position {one.known - 1} are not finite: is an intervention too strong?"
                 ended.append((one, "error", reason))
                 continue
             try:
-                new = _detailed(token, logits[i], sampling) if sampling.detailed else Token(token)
+                new = _detailed(token, logits[i], one.sampling) if one.detailed else Token(token)
             except Exception as error:
                 ended.append((one, "error", failure("the log-probabilities of its next token", error)))
                 continue
             one.result.tokens.append(new)
             one.tokens.append(token)
             self.tokens += 1
-            try:
-                stopped = self._stopped(one, token) or token in sampling.stop_tokens
-            except Exception as error:  # a tokenizer is the user's code, whose errors must not end other requests
-                ended.append((one, "error", failure(_DECODING, error)))
-                continue
-            if stopped:
-                ended.append((one, "stop", None))
-            elif len(one.tokens) - one.prompt >= sampling.max_new:
+            if one.stops:
+                try:
+                    stopped = self._stopped(one, token)
+                except Exception as error:  # a tokenizer is the user's code, whose errors must not end other requests
+                    ended.append((one, "error", failure(_DECODING, error)))
+                    continue
+                if stopped:
+                    ended.append((one, "stop", None))
+                    continue
+            if len(one.tokens) >= one.most:
                 ended.append((one, "length", None))
 
     def _view(self, pieces: list[tuple[EngineRequest, int]], ran: Ran, ended: set[EngineRequest]) -> StepView:
@@ -717,11 +719,10 @@ class Engine:
         return StepView(self.steps, tuple(views), self._sequences.keys())
 
     def _stopped(self, one: EngineRequest, token: int) -> bool:
-        """Return whether a stop text has appeared."""
-        if one.text is None:
-            return False
-        one.text.push(token)
-        return one.text.stopped
+        """Return whether the token ends the request, or a stop text has appeared with it."""
+        if one.text is not None:
+            one.text.push(token)
+        return (one.text is not None and one.text.stopped) or token in one.sampling.stop_tokens
 
     def _drop_failed(self) -> None:
         for one, reason in self._residents.failed:

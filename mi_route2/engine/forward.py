@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -278,15 +279,15 @@ class Runner:
         layout = Layout.of([Piece(one.id, start, count, one.prompt) for one, start, count in group], device)
         width, steered = layout.positions.shape[1], self.steering.begin(layout)
         if width == 1:
-            tokens, keep = torch.tensor([one.tokens[start] for one, start, _ in group], device=device)[:, None], None
+            rows, keep = [[one.tokens[start]] for one, start, _ in group], None
         else:
             # padded with a token of its own: one that is not a number would reach it, because 0 times NaN is NaN
             rows = [one.tokens[start : start + count] + [one.tokens[start]] * (width - count) for one, start, count in group]
-            tokens = torch.tensor(rows, device=device)
             columns = sorted({count - 1 for _, _, count in group})
             if any(site.layer is None for site in (*work, *(self.steering.acting if steered else ()))):
                 columns = list(range(width))  # the unembedding's adapters are read and written at every column
             keep = torch.tensor(columns, device=device)
+        tokens = torch.as_tensor(np.array(rows, dtype=np.int64), device=device)
         cache = self.slots.view(layout, [one.row for one, *_ in group], aligned=self._exact)
         logits, readings = self._forward.run(layout, tokens, cache, work, keep, steered)
         for one, start, count in group:

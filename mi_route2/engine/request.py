@@ -183,6 +183,11 @@ class EngineRequest:
         self.tokens = list(self.request.prompt)
         self.priority = self.request.priority
         self.prompt = len(self.tokens)
+        # What every step asks of every request.
+        self.most = self.prompt + self.sampling.max_new
+        self.detailed = self.sampling.detailed
+        self.stops = bool(self.sampling.stop or self.sampling.stop_tokens)
+        self.observed = bool(self.request.readings or self.request.norms)
         self.uniforms = self.sampling.uniforms()
         self.acts.patches = [(patch.position, patch.digest) for patch in self.patches]
 

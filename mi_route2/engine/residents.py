@@ -135,9 +135,9 @@ class Residents:
 
     def fit(self, pieces: Iterable[tuple[EngineRequest, int]]) -> list[tuple[EngineRequest, int]]:
         """Move each request to a row that is long enough for its piece; return the pieces whose requests have one."""
-        fitting = []
+        fitting, capacity = [], self.slots.capacity
         for one, count in pieces:
-            if one.computed + count > self.slots.capacity(one.row):
+            if one.computed + count > capacity(one.row):
                 old = one.row
                 try:
                     one.row = self.slots.move(old, one.computed + count, one.computed)

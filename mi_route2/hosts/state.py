@@ -135,7 +135,8 @@ class ModelState:
         versions = sum(map(_VERSION, self._written))
         children, parameters, buffers, after, before = zip(*map(_REGISTERED, self._modules), strict=True)
         # A module or a parameter that was replaced is found in its parent, without a walk of the tree.
-        places = tuple(map(id, chain.from_iterable(map(_VALUES, chain(children, parameters, buffers)))))
+        some = filter(None, chain(children, parameters, buffers))  # most are empty
+        places = tuple(map(id, chain.from_iterable(map(_VALUES, some))))
         hooks = tuple(chain.from_iterable(chain(after, before)))  # torch never uses the id of a hook again
         everywhere = (*every_module._global_forward_hooks, *every_module._global_forward_pre_hooks)
         # A forward that was put on the module itself or on its class, another class, another scale or epsilon.

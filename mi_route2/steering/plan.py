@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -54,16 +55,12 @@ class Layout:
             raise ValueError("a layout needs at least one piece, and at most one of each request")
         if min(min(requests), min(starts)) < 0 or min(min(counts), min(prompts)) < 1:
             raise ValueError(f"pieces {pieces} are not valid: each needs at least one token, and no number may be negative")
-        start, prompt = torch.tensor(starts, device=device)[:, None], torch.tensor(prompts, device=device)[:, None]
-        longest = max(counts)
-        if longest == 1:  # a step of generation, in which nothing is padded
-            decode = start >= prompt
-            return Layout(tuple(pieces), start, torch.ones_like(decode), decode)
-        count = torch.tensor(counts, device=device)[:, None]
-        steps = torch.arange(longest, device=device)[None]
+        start, count, prompt = (np.array(some, dtype=np.int64)[:, None] for some in (starts, counts, prompts))
+        steps = np.arange(max(counts))[None]
         real = steps < count
-        positions = torch.where(real, start + steps, 0)
-        return Layout(tuple(pieces), positions, real, real & (positions >= prompt))
+        positions = np.where(real, start + steps, 0)
+        made = (positions, real, real & (positions >= prompt))  # by numpy, which is faster than torch for few numbers
+        return Layout(tuple(pieces), *(torch.as_tensor(one, device=device) for one in made))
 
 
 @dataclass(frozen=True)
