@@ -436,9 +436,9 @@ class Engine:
 
     def _read(self, ran: Ran) -> None:
         """Store the monitors' readings with the requests that want them."""
-        wanted = {one: self._sequences[one] for one in self._sequences if self._sequences[one].request.readings}
-        if not wanted:
+        if not ran.readings:
             return
+        wanted = {number: one for number, one in self._sequences.items() if one.request.readings}
         for readings in ran.readings:
             for request, name, start, track in readings.each():
                 if (one := wanted.get(request)) is not None:

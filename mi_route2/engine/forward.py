@@ -212,7 +212,7 @@ class Runner:
             work = self._work(group)
             for site in wants:
                 _watch(work.setdefault(site, Work()), site, group, ran.seen)
-            ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == sequence.known]
+            ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == len(sequence.tokens)]
             try:
                 group_logits, read = self._one(group, work)
                 due = group_logits if len(ends) == len(group) else group_logits[ends] if ends else None
