@@ -37,7 +37,8 @@ SPANS, SITES = 64, 512
 CHOICES, PATCHES = 64, 4096
 """Completions of one call: prompts times ``n``. Patches of a request."""
 
-Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]*[\w:-][\w.:-]*$")]
+"""Not of dots alone, which in an address are no name."""
 SiteName = Annotated[str, Field(min_length=1, max_length=128)]
 Text = Annotated[str, Field(max_length=TEXT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
