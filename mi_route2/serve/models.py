@@ -26,6 +26,7 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor
 
 MODES: tuple[Mode, ...] = get_args(Mode)
+OUTPUTS = ("kept_out", "quarantine_out")
 CLOSED = "adapters: deployed"
 """Name of the monitor that closes the quarantine of one request."""
 
@@ -118,6 +119,14 @@ class Served:
         if self.adapters is None or mode == self.mode:
             return None
         if mode == "reference" or (mode == "deployed" and self.mode == "full"):
+            points = ("kept_out",) if self.mode == "deployed" else ("quarantine_out",) if mode == "deployed" else OUTPUTS
+            for site, branch in self.adapters.sites.items():
+                there = ("kept_out",) if branch.quarantine is None else OUTPUTS
+                if not {*points} & {*there} <= branch.fires:
+                    return (
+                        f"the adapters at {site} are computed with its weight (fold=True, or merged) and cannot be switched off "
+                        f"for one request: start a server with --mode {mode}, or attach them with fold=False"
+                    )
             return None
         if mode == "full" and self.mode == "deployed" and not self.adapters.has_quarantine:
             return None
@@ -132,7 +141,7 @@ class Served:
         Its gate is exactly 1 at every token, prompt included, so that every quarantine adds exactly 0, and in mode ``reference``
         every kept adapter too. ``width`` is that of the residual stream, ``adapters`` are the outputs of those that are on.
         """
-        points = {"deployed": ("quarantine_out",), "reference": ("quarantine_out", "kept_out")}.get(mode or "", ())
+        points = {"deployed": ("quarantine_out",), "reference": OUTPUTS}.get(mode or "", ())
         closed = [site for site in adapters if site.point in points]
         if not closed or self.mode == mode:
             return None
