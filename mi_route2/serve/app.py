@@ -75,6 +75,7 @@ def create_app(
     engine = Engine(
         served.host,
         rows=limits.rows,
+        budget=max(2048, 2 * limits.rows),
         queue=limits.queue,
         patience=limits.patience,
         store=store,
@@ -448,7 +449,11 @@ def _values(store: RunStore, run: str, site: Site) -> dict[str, Any]:
 @routes.delete("/v1/runs/{run}", tags=["runs"])
 async def delete_run(run: str, server: TheServer, client: TheClient) -> Response:
     """Drop a run."""
-    server.store.drop(_run(run, server, client))
+    name = _run(run, server, client)
+    try:
+        server.store.drop(name)
+    except KeyError as error:  # evicted since
+        raise ApiError(404, refusal(error, server.names(client).prefix).message, code="unknown_run") from error
     return Json({"run": run, "dropped": True})
 
 

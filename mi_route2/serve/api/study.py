@@ -247,7 +247,7 @@ def _finished(job: Job, server: Server) -> Grid:
         if server.owner.failure is not None:
             raise ApiError(503, outline(server.owner.failure), code="engine_dead") from error
         raise ApiError(422, str(error), code="sweep_failed") from error
-    server.metrics.cells.inc(grid.values.size)
+    server.metrics.cells.inc(job.sweep.total)  # the grid has places of positions without a partner too
     return grid
 
 
