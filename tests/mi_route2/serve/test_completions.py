@@ -3,7 +3,8 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,9 +16,11 @@ import torch
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.patching.patches import Patch
 from mi_route2.serve.api.schema import packed, unpacked
+from mi_route2.serve.client import PatchStudy
 from mi_route2.serve.models import Readable
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
+from studies.environments.micro.served import MicroTokenizer
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
@@ -344,6 +347,28 @@ def test_a_client_that_goes_cancels_its_requests(server: Running, stream: bool) 
     while not stream and 'path="/v1/completions",status="499"' not in server.server.metrics.text().decode():
         assert time.monotonic() < until, "that a client goes is no error of the server"
         time.sleep(0.01)
+
+
+class Words(MicroTokenizer):
+    """A tokenizer whose tokens are words with a space, or ends of words, and which leaves out the space of a text's first word."""
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        return "".join(f"{' ' * (i % 2)}w{i // 2}" for i in ids if not (skip_special_tokens and i == 0)).removeprefix(" ")
+
+
+def test_a_word_and_the_end_of_one_have_two_texts_and_each_token_is_where_its_offset_says() -> None:
+    served = replace(random_micro(context=512), tokenizer=Words())
+    assert served.tokens([3, 2, 3]) == [" w1", "w1", " w1"]
+    asked = {"max_tokens": 12, "logprobs": 66, "seed": 1, "ignore_eos": True}
+    with running(served) as one, PatchStudy(one.url) as study:
+        whole = study.complete([5, 6], **asked)["choices"][0]
+        pieces = [chunk["choices"][0]["logprobs"] for chunk in study.stream([5, 6], **asked)]
+    assert len(whole["logprobs"]["top_logprobs"][0]) == 66  # none hides another one
+    tokens, offsets = (whole["logprobs"][name] for name in ("tokens", "text_offset"))
+    assert 0 not in whole["mi_route2"]["token_ids"]
+    ends = [*offsets[1:], len(whole["text"])]
+    assert [whole["text"][start:end] for start, end in zip(offsets, ends)] == [tokens[0].lstrip(), *tokens[1:]]
+    assert [at for piece in pieces if piece for at in piece["text_offset"]] == offsets
 
 
 OFF = "blocks.1.mlp.down.quarantine_out"
