@@ -80,8 +80,8 @@ class Growing:
         self._add(piece[self._ahead :])
         if piece:
             self._from, self._read = self._read, len(self._ids)
-        elif self._whole:  # left out, as special tokens are: behind one alone the next token would lose its space
-            del self._ids[self._read :]
+        elif not self._decode(2 * self._ids[self._read :]):
+            del self._ids[self._read :]  # left out, as special tokens are: behind one alone the next token would lose its space
         self._ahead, self._grew = 0, len(self._ids)
 
     def _add(self, piece: str) -> None:
