@@ -292,9 +292,7 @@ class Residents:
 
     def _behind(self, one: EngineRequest) -> bool:
         """Return whether something changes the prompt's logits behind the last value that a run can hold."""
-        changed = {patch.site for patch in one.patches}
-        if self.steering.fingerprint(one.id, decode=False):
-            changed |= self.steering.sites()
+        changed = {patch.site for patch in one.patches} | self.steering.prompt_sites(one.id)
         final = Site(self.decoder.layers - 1, "resid_post")
         return any(site.layer is None or site == final for site in changed)
 

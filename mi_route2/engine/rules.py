@@ -315,6 +315,13 @@ class RuleBook:
         run = self._runs.get(request)
         return (run or self._run(state, rules, spec or UNSTEERED, "", conversation, vectors)).switches
 
+    def scales(self, request: int) -> bool:
+        """Return whether a rule of a running request sets its scale, or may set it."""
+        run = self._runs.get(request)
+        return run is not None and (
+            run.base != 1 or any(rule.attenuate is not None and rule.scope != "this_token" for rule in run.rules)
+        )
+
     @property
     def idle(self) -> bool:
         """True if no running request has rules."""

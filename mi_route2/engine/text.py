@@ -78,8 +78,11 @@ class Growing:
     def _finish(self, piece: str) -> None:
         """Add the new characters of ``piece``, and count its tokens as read."""
         self._add(piece[self._ahead :])
-        self._from, self._read, self._ahead = self._read, len(self._ids), 0
-        self._grew = self._read
+        if piece:
+            self._from, self._read = self._read, len(self._ids)
+        elif not self._decode(2 * self._ids[self._read :]):
+            del self._ids[self._read :]  # left out, as special tokens are: behind one alone the next token would lose its space
+        self._ahead, self._grew = 0, len(self._ids)
 
     def _add(self, piece: str) -> None:
         first = max(0, len(self._whole) - max(map(len, self._stop), default=0) + 1)

@@ -20,6 +20,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from mi_route2.engine import Engine
+from mi_route2.engine.rules import RuleBook
 from mi_route2.runs import RunStore
 from mi_route2.runs.rows import automatic, available
 from mi_route2.serve.api import openai, study
@@ -75,6 +76,7 @@ def create_app(
     engine = Engine(
         served.host,
         rows=limits.rows,
+        budget=max(2048, 2 * limits.rows),
         queue=limits.queue,
         patience=limits.patience,
         store=store,
@@ -376,7 +378,14 @@ def _seen(request: Mapping[str, Any]) -> dict[str, Any]:
 async def scale(number: int, body: ScaleIn, server: TheServer, client: TheClient) -> Response:
     """Scale the steering vectors of a running request, from its next token on."""
     server.find(number, client)
-    await _tuned(server, client, number, lambda engine: engine.steering.set_scale(body.scale, request=number))
+
+    def change(engine: Engine) -> None:
+        if any(one.scales(number) for one in engine.controllers.sync if isinstance(one, RuleBook)):
+            told = f"a rule that attenuates sets the scale of request {number}, and would be undone: send it without that rule"
+            raise ApiError(409, told, code="ruled")
+        engine.steering.set_scale(body.scale, request=number)
+
+    await _tuned(server, client, number, change)
     return Json({"request": number, "scale": body.scale})
 
 
@@ -448,7 +457,11 @@ def _values(store: RunStore, run: str, site: Site) -> dict[str, Any]:
 @routes.delete("/v1/runs/{run}", tags=["runs"])
 async def delete_run(run: str, server: TheServer, client: TheClient) -> Response:
     """Drop a run."""
-    server.store.drop(_run(run, server, client))
+    name = _run(run, server, client)
+    try:
+        server.store.drop(name)
+    except KeyError as error:  # evicted since
+        raise ApiError(404, refusal(error, server.names(client).prefix).message, code="unknown_run") from error
     return Json({"run": run, "dropped": True})
 
 

@@ -12,6 +12,7 @@ import json
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -39,9 +40,13 @@ class ServerError(RuntimeError):
 
 def _plain(value: Any) -> Any:
     """Return ``value`` as JSON: tensors and arrays packed, sites by name."""
+    if isinstance(value, np.ndarray | Tensor) and not value.ndim:
+        return value.item()
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(np.ascontiguousarray(value))
+        value = torch.from_numpy(np.ascontiguousarray(value, value.dtype.newbyteorder("=")))
     if isinstance(value, Tensor):
+        if value.is_complex() or value.dtype == torch.bool:
+            raise ValueError(f"a vector is of real numbers, not of {value.dtype}: give one of them")
         return packed(value if value.is_floating_point() else value.double())
     if isinstance(value, Site | Target):
         return str(value)
@@ -51,7 +56,12 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, np.generic):
         return value.item()
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_plain(one) for one in value] if isinstance(value, list | tuple | range) else value
+
+
+def _run(name: str) -> str:
+    """Return the address of a run; quoted, or ``mine?1`` would be the run ``mine``."""
+    return f"/v1/runs/{quote(name, safe='')}"
 
 
 def _ids(prompt: Any) -> Any:
@@ -130,6 +140,8 @@ class _Requests:
 
     def __init__(self, base_url: str, key: str | None, timeout: float):
         self.base_url = base_url.rstrip("/")
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ValueError("the key has characters that no header can have: give it as the server has it, in one line of ASCII")
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._timeout = httpx.Timeout(timeout, connect=10.0)
 
@@ -195,7 +207,7 @@ class PatchStudy(_Requests):
             response = self._http.request(method, path, json=body, params={k: v for k, v in query.items() if v is not None})
         except httpx.TransportError as error:
             raise _unreachable(self.base_url, error) from error
-        if response.is_error:
+        if not response.is_success:
             raise _refused(response)
         return response.json()
 
@@ -247,7 +259,7 @@ class PatchStudy(_Requests):
     def cell(self, clean: Any, corrupt: Any, site: Any, position: int | None = None, **given: Any) -> dict[str, Any]:
         """Return the completion with one value patched in (``text``), and its most likely first tokens (``top``)."""
         body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "site": str(site), "position": position, **given}
-        return self._call("POST", "/v1/patch_cell", body)
+        return self._call("POST", "/v1/patch_cell", _plain(body))
 
     def complete(self, prompt: str | Sequence[int] | Tensor, **given: Any) -> dict[str, Any]:
         """Return a completion as OpenAI words it, with interventions in ``given``; see /docs of the server."""
@@ -280,11 +292,11 @@ class PatchStudy(_Requests):
 
     def values(self, run: str, site: Site | str) -> tuple[list[int], Tensor]:
         """Return the positions and values of a site in a captured run."""
-        return self._values(self._call("GET", f"/v1/runs/{run}", site=str(site)))
+        return self._values(self._call("GET", _run(run), site=str(site)))
 
     def drop(self, run: str) -> None:
         """Delete a captured run."""
-        self._call("DELETE", f"/v1/runs/{run}")
+        self._call("DELETE", _run(run))
 
 
 class AsyncPatchStudy(_Requests):
@@ -316,7 +328,7 @@ class AsyncPatchStudy(_Requests):
             response = await self._http.request(method, path, json=body, params={k: v for k, v in query.items() if v is not None})
         except httpx.TransportError as error:
             raise _unreachable(self.base_url, error) from error
-        if response.is_error:
+        if not response.is_success:
             raise _refused(response)
         return response.json()
 
@@ -356,7 +368,7 @@ class AsyncPatchStudy(_Requests):
     async def cell(self, clean: Any, corrupt: Any, site: Any, position: int | None = None, **given: Any) -> dict[str, Any]:
         """Return the completion with one value patched in, as ``PatchStudy.cell`` does."""
         body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "site": str(site), "position": position, **given}
-        return await self._call("POST", "/v1/patch_cell", body)
+        return await self._call("POST", "/v1/patch_cell", _plain(body))
 
     async def complete(self, prompt: str | Sequence[int] | Tensor, **given: Any) -> dict[str, Any]:
         """Return a completion, as ``PatchStudy.complete`` does."""
@@ -389,8 +401,8 @@ class AsyncPatchStudy(_Requests):
 
     async def values(self, run: str, site: Site | str) -> tuple[list[int], Tensor]:
         """Return the positions and values of a site in a captured run."""
-        return self._values(await self._call("GET", f"/v1/runs/{run}", site=str(site)))
+        return self._values(await self._call("GET", _run(run), site=str(site)))
 
     async def drop(self, run: str) -> None:
         """Delete a captured run."""
-        await self._call("DELETE", f"/v1/runs/{run}")
+        await self._call("DELETE", _run(run))

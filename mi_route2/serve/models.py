@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.io import from_pretrained
+from mi_route2.engine.text import SPLIT
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.load import load as load_host
 from mi_route2.rollouts import vocabulary
@@ -26,6 +27,7 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor
 
 MODES: tuple[Mode, ...] = get_args(Mode)
+OUTPUTS = ("kept_out", "quarantine_out")
 CLOSED = "adapters: deployed"
 """Name of the monitor that closes the quarantine of one request."""
 
@@ -118,6 +120,14 @@ class Served:
         if self.adapters is None or mode == self.mode:
             return None
         if mode == "reference" or (mode == "deployed" and self.mode == "full"):
+            points = ("kept_out",) if self.mode == "deployed" else ("quarantine_out",) if mode == "deployed" else OUTPUTS
+            for site, branch in self.adapters.sites.items():
+                there = ("kept_out",) if branch.quarantine is None else OUTPUTS
+                if not {*points} & {*there} <= branch.fires:
+                    return (
+                        f"the adapters at {site} are computed with its weight (fold=True, or merged) and cannot be switched off "
+                        f"for one request: start a server with --mode {mode}, or attach them with fold=False"
+                    )
             return None
         if mode == "full" and self.mode == "deployed" and not self.adapters.has_quarantine:
             return None
@@ -132,7 +142,7 @@ class Served:
         Its gate is exactly 1 at every token, prompt included, so that every quarantine adds exactly 0, and in mode ``reference``
         every kept adapter too. ``width`` is that of the residual stream, ``adapters`` are the outputs of those that are on.
         """
-        points = {"deployed": ("quarantine_out",), "reference": ("quarantine_out", "kept_out")}.get(mode or "", ())
+        points = {"deployed": ("quarantine_out",), "reference": OUTPUTS}.get(mode or "", ())
         closed = [site for site in adapters if site.point in points]
         if not closed or self.mode == mode:
             return None
@@ -154,11 +164,21 @@ class Served:
             raise ValueError(f"the tokenizer cannot read this text ({' '.join(str(error).split()):.200})") from error
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; a replacement character for a token that is a part of a character."""
+        """Return the text of each token within a text; a replacement character for a token that is a part of a character."""
         for token in ids:
             if token not in self._texts:
-                self._texts[token] = str(self.tokenizer.decode([token]))
+                alone, twice = (str(self.tokenizer.decode(some)) for some in ([token], [token, token]))
+                # SentencePiece leaves out the space of a text's first word, with which a word has another text than its end has
+                within = twice.startswith(alone) and SPLIT not in alone
+                self._texts[token] = twice[len(alone) :] if within else alone
         return [self._texts[token] for token in ids]
+
+    def length(self, tokens: Sequence[int], offset: int) -> int:
+        """Return the characters of the text of tokens behind ``offset`` others, at whose beginning a space may be left out."""
+        length = offset
+        for token, text in zip(tokens, self.tokens(tokens), strict=True):
+            length += len(text) if length else len(str(self.tokenizer.decode([token])))
+        return length - offset
 
     def chat(self, messages: Sequence[Mapping[str, str]], tokenizer: Any = None) -> list[int]:
         """Return the ids of a conversation by the tokenizer's chat template; ``ValueError`` if it has none, or refuses it."""

@@ -66,6 +66,8 @@ def serve(options: Options) -> None:
         raise ValueError(f"{options.study_runs} is not a folder: give the one that holds the runs")
     if options.threads is not None and options.threads < 1:
         raise ValueError(f"--threads {options.threads} is not a number of threads: give 1 or more, or leave it out")
+    if not 0 <= options.drain <= 86_400:
+        raise ValueError(f"--drain {options.drain:g} is no time that one waits: give 0 to 86400 seconds")
     if not 0 <= options.port < 65_536:
         raise ValueError(f"--port {options.port} is none: give 0 to 65535")
     if options.device is not None:

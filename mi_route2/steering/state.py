@@ -650,6 +650,13 @@ class SteeringState:
             self._fingerprints[request, decode] = fingerprint
         return fingerprint
 
+    def prompt_sites(self, request: int) -> set[Site]:
+        """Return the sites at which something changes the request's prompt tokens."""
+        acting = self._acting(request)
+        static = {site for site, table in self.rows.tables.items() if 2 * acting.rows[0] in table.acts}
+        closed = (watch.quarantined for watch in acting.watches if watch.monitor.prompt)
+        return static.union(acting.bands[0], *closed)
+
     # One forward
 
     def begin(self, layout: Layout) -> bool:

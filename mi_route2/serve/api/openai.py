@@ -436,8 +436,8 @@ class Wording:
         tops = [list(zip(self.server.served.tokens(list(one.top)), one.top.values(), strict=True)) for one in tokens]
         if not self.chat:
             offsets = [offset]
-            for text in texts:
-                offsets.append(offsets[-1] + len(text))
+            for one in tokens:
+                offsets.append(offsets[-1] + self.server.served.length([one.token], offsets[-1]))
             return {
                 "tokens": texts,
                 "token_logprobs": [number(one.logprob) for one in tokens],
@@ -593,7 +593,7 @@ def _going(
         "norms": _norms({at: one for event in events for at, one in event.norms.items()}),
     }
     logprobs = words.logprobs(tokens, choice.offset) if tokens else None
-    choice.offset += sum(map(len, extra["tokens"]))
+    choice.offset += server.served.length(extra["token_ids"], choice.offset)
     return words.piece(choice.index, text, logprobs, None, first), extra
 
 

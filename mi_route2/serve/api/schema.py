@@ -9,7 +9,7 @@ import base64
 import binascii
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -19,14 +19,15 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from torch import Tensor
 
+from mi_route2.architectures import ADAPTER_POINTS
 from mi_route2.engine import Capture, Request, Sampling
 from mi_route2.engine.rules import RULES, Rule, parse_rules
 from mi_route2.patching.patches import ZEROS, FromRun, Patch
 from mi_route2.runs.record import SequencePart, TokenSelection
-from mi_route2.serve.models import MODES, Served
+from mi_route2.serve.models import CLOSED, MODES, Served
 from mi_route2.serve.options import Mode
 from mi_route2.sites import Site
-from mi_route2.steering.specs import KINDS, Clamp, Monitor, Steer, Steering, Vector
+from mi_route2.steering.specs import KINDS, TIERS, Clamp, Monitor, Steer, Steering, Vector
 
 NUMBERS = 1 << 20
 """Numbers in a vector."""
@@ -37,7 +38,8 @@ SPANS, SITES = 64, 512
 CHOICES, PATCHES = 64, 4096
 """Completions of one call: prompts times ``n``. Patches of a request."""
 
-Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]*[\w:-][\w.:-]*$")]
+"""Not of dots alone, which in an address are no name."""
 SiteName = Annotated[str, Field(min_length=1, max_length=128)]
 Text = Annotated[str, Field(max_length=TEXT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -522,6 +524,8 @@ def _clamp(given: ClampIn, names: Names) -> Clamp:
 
 def monitor_of(given: MonitorIn, names: Names) -> Monitor:
     """Return the engine's monitor."""
+    if given.name == CLOSED:
+        raise ValueError(f"{CLOSED!r} is the name of the server's own monitor, whose readings are not told: give another name")
     plain = {one: getattr(given, one) for one in ("threshold", "sharpness", "mode", "gate_rows", "quarantine", "depth", "prompt")}
     return Monitor(
         site_of(given.site),
@@ -613,6 +617,22 @@ def sampling_of(body: Generation, served: Served, max_new: int, index: int, top:
     )
 
 
+def refuse_closed(closing: Monitor | None, sites: Iterable[Site]) -> None:
+    """Raise ``ValueError`` for a site of an adapter that ``closing`` switches off, where a patch or a vector would be lost."""
+    points = () if closing is None else ("quarantine_out",) if closing.quarantined is None else tuple(ADAPTER_POINTS)
+    if off := [site for site in sites if site.point in points]:
+        raise ValueError(f"{off[0]} is of an adapter that is off in the mode of this request: leave `adapters` or this out")
+
+
+def _acting(request: Request) -> Iterator[Site]:
+    """Yield the sites at which a request changes values."""
+    steering = request.steering or Steering()
+    steered = (*(one for tier in TIERS for one in steering.vectors(tier)), *steering.clamps)
+    added = (one for many in (*steering.monitors, *request.rules) for one in (many.add if isinstance(many, Rule) else many.adds))
+    for one in (*request.patch, *steered, *added):
+        yield one.site
+
+
 def request_of(
     body: Interventions,
     prompt: Sequence[int],
@@ -634,7 +654,7 @@ def request_of(
     if body.hold is not None:
         steering = joined(steering_of(names.configuration(body.hold), names), steering)
     asked = [one for one in (body.deadline, deadline) if one is not None]
-    return Request(
+    request = Request(
         tuple(prompt),
         sampling,
         patch=tuple(patch_of(one, names) for one in body.patch),
@@ -650,3 +670,5 @@ def request_of(
         deadline=min(asked, default=None),
         salt=salt,
     )
+    refuse_closed(closing, _acting(request))
+    return request

@@ -20,7 +20,7 @@ from mi_route2.patching.targets import Target, choose
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
-from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn
+from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn, refuse_closed
 from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, outline, refusal, sentence
 from mi_route2.serve.owner import Job
 from mi_route2.serve.state import Server, TheClient, TheServer, called
@@ -247,7 +247,7 @@ def _finished(job: Job, server: Server) -> Grid:
         if server.owner.failure is not None:
             raise ApiError(503, outline(server.owner.failure), code="engine_dead") from error
         raise ApiError(422, str(error), code="sweep_failed") from error
-    server.metrics.cells.inc(grid.values.size)
+    server.metrics.cells.inc(job.sweep.total)  # the grid has places of positions without a partner too
     return grid
 
 
@@ -325,11 +325,12 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
             raise ValueError(f"position {body.position} has no partner in the clean prompt ({alignment.summary}): choose another")
         shape = await server.owner.call(lambda engine: engine.decoder.shape(target.site))
         alpha = _share(target, shape, body.alpha)
+        closing = server.served.closing(body.adapters, server.width, server.adapter_sites)
+        refuse_closed(closing, [target.site])
     except Exception as error:
         raise refusal(error) from error
     if body.adapters is not None and (why := server.served.refusal(body.adapters)) is not None:
         raise ApiError(400, why, param="adapters", code="mode_not_served")
-    closing = server.served.closing(body.adapters, server.width, server.adapter_sites)
     steering = None if closing is None else Steering(monitors=(closing,))
     shared = {"steering": steering, "owner": client.owner, "salt": client.salt, "deadline": server.limits.deadline}
 

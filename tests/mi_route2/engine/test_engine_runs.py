@@ -15,6 +15,7 @@ from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.owner import Owner
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Steering
 
 PROMPT, OTHER = tuple(range(3, 15)), tuple(range(20, 32))
 PART = TokenSelection("prompt")
@@ -42,6 +43,19 @@ def test_a_run_says_that_steering_came_after_it_was_admitted(late: bool) -> None
         engine.step()
     with pytest.raises(ValueError, match="was steered or patched at resid_post of the last block or behind it"):
         CleanRun.stored(engine.host, store, "clean", "blocks.0.resid_pre")
+
+
+@pytest.mark.parametrize("whose", ["another request's", "its own generated tokens'"])
+def test_a_run_does_not_say_what_steering_did_elsewhere(whose: str) -> None:
+    host, store, final = open_host("torch", make_family("Llama", torch.float64)), RunStore(), Site(1, "resid_post")
+    early, late = (Steer(site, torch.ones(16, dtype=torch.float64), 3.0) for site in (Site(0, "resid_mid"), final))
+    engine, captures = Engine(host, store=store), (Capture(Site(0, "resid_pre"), PART), Capture(final, PART))
+    own = Steering(prefill=(early,), decode=(late,) if whose.startswith("its") else ())
+    engine.submit(Request(OTHER, Sampling(max_new=4), steering=Steering(base=(late,)), owner="another"))
+    engine.submit(Request(PROMPT, Sampling(max_new=4), steering=own, capture=captures, run="clean"))
+    while engine.busy:
+        engine.step()
+    assert CleanRun.stored(host, store, "clean", "blocks.0.resid_pre").length == len(PROMPT)
 
 
 @pytest.mark.parametrize("how", ["cancel", "abort", "close"])

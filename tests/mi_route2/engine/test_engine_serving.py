@@ -757,6 +757,26 @@ def test_nothing_of_a_stop_text_is_ever_shown(words: list[str], stop: tuple[str,
         assert shown + growing.end() == "".join(words) == at_once
 
 
+class Spaced:
+    """A tokenizer that leaves special tokens out, and of a text the space that its first word has, as SentencePiece does."""
+
+    words = ("", " a", " b", "c", " ", "END")
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.words[i] for i in ids).removeprefix(" ")
+
+
+@given(st.lists(st.integers(0, 5), max_size=12), st.sampled_from([(), ("a END",), ("c b", " a a")]))
+def test_a_word_behind_a_special_token_keeps_its_space(ids: list[int], stop: tuple[str, ...]) -> None:
+    tokenizer, growing = Spaced(), Growing(Spaced(), stop)
+    whole = tokenizer.decode(ids)
+    places = [whole.find(one) for one in stop if one in whole]
+    expected = whole[: min(places)] if places else whole
+    assert "".join(map(growing.push, ids)) + growing.end() == growing.text == expected
+    together = Growing(tokenizer, stop)
+    assert together.extend(ids) + together.end() == expected
+
+
 def test_each_token_costs_a_decoding_of_a_few_and_bytes_that_are_no_text_come_out() -> None:
     tokenizer = Bytes([b"x"] * 400)
     growing = Growing(tokenizer, ("never",))
@@ -767,6 +787,12 @@ def test_each_token_costs_a_decoding_of_a_few_and_bytes_that_are_no_text_come_ou
     for i in range(0, 400, 8):
         growing.extend(range(i, i + 8))
     assert tokenizer.decoded <= 4 * 400
+    for first in (b"x", b""):
+        silent = Bytes([first, *[b""] * 400])
+        growing = Growing(silent)
+        for i in range(401):
+            growing.push(i)
+        assert silent.decoded <= 5 * 401
     broken = Bytes([b"\xff"] * 100)
     growing = Growing(broken)
     assert "".join(growing.push(i) for i in range(100)).count(SPLIT) >= 90

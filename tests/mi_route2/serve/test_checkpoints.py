@@ -14,9 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from mi_route2.adapters import AdapterSpec
 from mi_route2.adapters.io import save_pretrained
 from mi_route2.engine import Engine, Request, Sampling
+from mi_route2.hosts import open_host
 from mi_route2.hosts.load import load as load_host
-from mi_route2.serve.models import Readable, load
+from mi_route2.serve.models import Readable, Served, load
 from mi_route2.sites import Site
+from studies.environments.micro.served import MicroTokenizer
+from tests.support.families import make_family
 from tests.support.served import Running, running
 
 pytestmark = pytest.mark.process
@@ -105,3 +108,18 @@ def test_the_modes_of_a_server_are_those_it_can_run(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="no adapters"):
         load(str(checkpoint / "base"), mode="deployed")
     assert plain.host.capture([Site(0, "resid_pre")], torch.zeros((1, 1), dtype=torch.long))
+
+
+def test_an_adapter_that_is_computed_with_its_weight_is_not_switched_off_for_one_request() -> None:
+    """It has no output of its own that a gate could close: the answer would be the whole model's, without an error."""
+    for spec in (AdapterSpec(fold=True), AdapterSpec(fold=True, quarantine="none"), AdapterSpec(quarantine="shared")):
+        host = open_host("torch", make_family("MicroGPT"))
+        adapters, whole = host.attach("blocks.*", spec=spec), spec.quarantine == "none"
+        for mode in ("full", "deployed"):
+            (served := Served("micro", host, MicroTokenizer(), adapters)).switch(mode)
+            assert served.modes == {"full": mode == "full" or whole, "deployed": True, "reference": not spec.fold}
+            served.opened.close()
+        with adapters.merged():
+            served = Served("micro", host, MicroTokenizer(), adapters)
+            assert served.modes == {"full": True, "deployed": whole, "reference": False}
+            assert "start a server with --mode reference" in str(served.refusal("reference"))

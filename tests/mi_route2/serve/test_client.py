@@ -60,6 +60,34 @@ def test_vectors_and_runs_come_and_go(call: Call) -> None:
     assert call("runs") == []
 
 
+def test_a_run_is_found_by_its_whole_name(call: Call) -> None:
+    call("complete", PROMPT, capture=[SITE], run="mine:1", max_tokens=1)
+    for other in ("mine:1?2", "mine:1#2", "mine%3A1", "../runs/mine:1", "./mine:1", "mine:1/", ""):
+        for method, given in (("values", (other, SITE)), ("drop", (other,))):
+            with pytest.raises(ServerError) as found:
+                call(method, *given)
+            assert found.value.status in (307, 404, 405), (method, other)
+    assert call("runs") == ["mine:1"]
+    for name in (".", ".."):
+        with pytest.raises(ServerError, match="run: ") as found:
+            call("complete", PROMPT, capture=[SITE], run=name, max_tokens=1)
+        assert found.value.status == 422
+    assert len(call("values", "mine:1", SITE)[0])
+    call("drop", "mine:1")
+
+
+def test_numbers_of_numpy_and_torch_are_numbers_and_what_is_no_real_number_is_refused(call: Call) -> None:
+    assert call("cell", PROMPT, OTHER, SITE, 3, alpha=torch.tensor(0.5)) == call("cell", PROMPT, OTHER, SITE, 3, alpha=0.5)
+    for vector in (np.ones(16, ">f4"), {"vector": torch.ones(16), "scale": np.array(1.0)}):
+        asked = {"temperature": torch.tensor(0.0), "max_tokens": 2, "steering_vectors": {SITE: vector}}
+        assert call("complete", range(3, 9), **asked)["choices"]
+    for wrong in (torch.ones(16, dtype=torch.complex64), np.ones(16, bool)):
+        with pytest.raises(ValueError, match="real numbers"):
+            call("complete", PROMPT, steering_vectors={SITE: wrong})
+    with pytest.raises(ValueError, match="no header can have"):
+        PatchStudy(key="é")
+
+
 def test_errors_of_the_server_are_the_same_sentence(call: Call) -> None:
     for status, method, given, named in (
         (400, "complete", (PROMPT,), {"steering_vectors": {"nowhere": [1.0]}}),

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 from families import make_family
-from served import PROMPT
+from served import PROMPT, random_micro
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -20,10 +20,13 @@ from transformers import PreTrainedTokenizerFast
 from mi_route2 import AdapterSpec, attach
 from mi_route2.adapters import save_pretrained
 from mi_route2.engine import Engine, Request, Sampling
+from mi_route2.serve.app import create_app
 from mi_route2.serve.auth import ApiError, Keys
 from mi_route2.serve.client import PatchStudy, ServerError
 from mi_route2.serve.models import load
+from mi_route2.serve.options import Limits, Options
 from mi_route2.serve.process import serving
+from mi_route2.serve.run import serve
 
 KEY, MODEL = "key-of-alice-for-these-tests", "tests.support.served:random_micro"
 SLOW = """
@@ -56,6 +59,16 @@ def test_ctrl_c_lets_a_stream_end_and_each_line_of_the_log_is_json_with_the_prom
     assert line["time"]
     assert line["prompt"] == PROMPT
     assert KEY not in text
+
+
+@pytest.mark.parametrize("drain", [-1.0, float("inf"), float("nan")])
+def test_a_drain_that_is_no_time_is_refused_before_the_model_is_there(drain: float) -> None:
+    with pytest.raises(ValueError, match=r"--drain .* is no time that one waits"):
+        serve(Options("no:model", drain=drain))
+
+
+def test_a_server_runs_as_many_requests_at_once_as_its_rows_say() -> None:
+    create_app(random_micro(), limits=Limits(rows=5000))
 
 
 def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,9 +16,11 @@ import torch
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.patching.patches import Patch
 from mi_route2.serve.api.schema import packed, unpacked
+from mi_route2.serve.client import PatchStudy
 from mi_route2.serve.models import Readable
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
+from studies.environments.micro.served import MicroTokenizer
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
@@ -258,6 +261,7 @@ def test_a_fresh_seed_is_drawn_returned_and_repeats_the_answer(client: openai.Op
             422, "date: this field is unknown",
         ),
         ({"prompt": PROMPT, "steering": [{"apply": {}}]}, 400, "steering rule 0"),
+        ({"prompt": PROMPT, "monitors": [{**MONITOR, "name": "adapters: deployed"}]}, 400, "the server's own monitor"),
         ({"prompt": PROMPT, "hold": "none"}, 404, "no configuration is held as 'none'"),
         ({"prompt": PROMPT, "logit_bias": {"5": 1.0}}, 422, "logit_bias"),
         ({"prompt": PROMPT, "n": 65}, 422, "n: "),
@@ -343,6 +347,70 @@ def test_a_client_that_goes_cancels_its_requests(server: Running, stream: bool) 
     while not stream and 'path="/v1/completions",status="499"' not in server.server.metrics.text().decode():
         assert time.monotonic() < until, "that a client goes is no error of the server"
         time.sleep(0.01)
+
+
+class Words(MicroTokenizer):
+    """A tokenizer whose tokens are words with a space, or ends of words, and which leaves out the space of a text's first word."""
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        return "".join(f"{' ' * (i % 2)}w{i // 2}" for i in ids if not (skip_special_tokens and i == 0)).removeprefix(" ")
+
+
+def test_a_word_and_the_end_of_one_have_two_texts_and_each_token_is_where_its_offset_says() -> None:
+    served = replace(random_micro(context=512), tokenizer=Words())
+    assert served.tokens([3, 2, 3]) == [" w1", "w1", " w1"]
+    asked = {"max_tokens": 12, "logprobs": 66, "seed": 1, "ignore_eos": True}
+    with running(served) as one, PatchStudy(one.url) as study:
+        whole = study.complete([5, 6], **asked)["choices"][0]
+        pieces = [chunk["choices"][0]["logprobs"] for chunk in study.stream([5, 6], **asked)]
+    assert len(whole["logprobs"]["top_logprobs"][0]) == 66  # none hides another one
+    tokens, offsets = (whole["logprobs"][name] for name in ("tokens", "text_offset"))
+    assert 0 not in whole["mi_route2"]["token_ids"]
+    ends = [*offsets[1:], len(whole["text"])]
+    assert [whole["text"][start:end] for start, end in zip(offsets, ends)] == [tokens[0].lstrip(), *tokens[1:]]
+    assert [at for piece in pieces if piece for at in piece["text_offset"]] == offsets
+
+
+OFF = "blocks.1.mlp.down.quarantine_out"
+
+
+@pytest.mark.parametrize(
+    ("mode", "site"), [("deployed", OFF), ("reference", OFF), ("reference", OFF.replace("quarantine_out", "kept_a"))]
+)
+def test_what_acts_on_an_adapter_that_is_off_in_the_requests_mode_is_refused(server: Running, mode: str, site: str) -> None:
+    """A patch there would be lost, and a vector would act although the adapter is off."""
+    width = 2 if site.endswith("kept_a") else 16
+    vector = [1.0] * width
+    add = {"site": site, "vector": vector}
+    acts: list[dict[str, Any]] = [
+        {"patch": [{"site": site, "position": 0, "source": "zeros"}]},
+        {"steering_vectors": {site: vector}},
+        {"decode_steering_vectors": {site: vector}},
+        {"steering_clamps": [{"site": site, "vector": vector, "value": 0.0}]},
+        {"monitors": [{"site": "blocks.0.resid_pre", "probe": "probe", "adds": [add]}]},
+        {"steering": [{"scope": "rest_of_request", "apply": {"add": [add]}}]},
+    ]
+    for one in acts:
+        answer = server.http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2, "adapters": mode, **one})
+        assert (answer.status_code, "off in the mode of this request" in answer.text) == (400, True), answer.text
+        assert server.http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2, **one}).status_code == 200
+    cell = {"clean": PROMPT, "corrupt": PROMPT, "site": site, "position": 1, "max_tokens": 1}
+    assert "off in the mode" in server.http.post("/v1/patch_cell", json={**cell, "adapters": mode}).text
+    assert server.http.post("/v1/patch_cell", json=cell).status_code == 200
+    seen = {"prompt": PROMPT, "max_tokens": 2, "adapters": mode, "capture": [site], "norms": [site]}
+    assert server.http.post("/v1/completions", json=seen).status_code == 200
+
+
+def test_a_slider_undoes_no_rule(server: Running, client: openai.OpenAI) -> None:
+    rule: dict[str, Any] = {"scope": "rest_of_request", "apply": {"attenuate": 0.0}}
+    body = {"decode_steering_vectors": {SITE: "push"}, "steering": [rule], "ignore_eos": True}
+    with unhurried(server):
+        stream = client.completions.create(model="micro", prompt=PROMPT, max_tokens=100, stream=True, extra_body=body)
+        number = next(iter(stream)).model_extra["mi_route2"]["request"]
+        answer = server.http.post(f"/v1/streams/{number}/scale", json={"scale": 1.0})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "ruled")
+        assert server.http.get("/v1/steering/dynamic").json()["requests"][str(number)]["scale"] == 0.0
+        stream.close()
 
 
 def test_sliders_act_on_the_running_stream(server: Running, client: openai.OpenAI) -> None:

@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from mi_route2 import sweep
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.patching.patches import Patch
+from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.auth import Events, Keys
 from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
@@ -397,6 +398,9 @@ def test_metrics_count_what_runs_what_was_generated_and_what_the_prefix_cache_fo
             study.complete(prompt, max_tokens=5, ignore_eos=True)
         assert (metric("tokens_total"), metric("running"), metric("waiting")) == (10, 0, 0)
         assert metric("prefix_hits_total") >= 2
+        longer = PROMPT.replace("add 3", "add 3 then add 3")  # whose new tokens have no partner
+        grid = study.sweep(PROMPT, longer, " +", " *")
+        assert metric("cells_total") == 2 * (len(grid.columns) - len(grid.skipped)) < grid.values.size
         with unhurried(small):
             stream = study.stream(PROMPT, max_tokens=400, ignore_eos=True)
             next(stream)
@@ -405,6 +409,21 @@ def test_metrics_count_what_runs_what_was_generated_and_what_the_prefix_cache_fo
                 assert time.monotonic() < until
             assert metric("slots") == 1
             stream.close()
+
+
+def test_a_run_that_is_evicted_while_it_is_dropped_is_unknown(
+    server: Running, alice: PatchStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice.complete(PROMPT, capture=[SITE], run="going", max_tokens=1)
+    drop = RunStore.drop
+
+    def late(store: RunStore, run: str) -> None:
+        drop(store, run)
+        drop(store, run)
+
+    monkeypatch.setattr(RunStore, "drop", late)
+    found = refusal(alice.drop, "going")
+    assert (found.status, found.code, str(found)) == (404, "unknown_run", "run 'going' was dropped")
 
 
 def test_metrics_count_reasons_within_streams_too_and_bytes_by_key() -> None:
