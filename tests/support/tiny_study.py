@@ -1,18 +1,24 @@
 """A study small enough for tests: a short warm start, few steps, few rollouts; everything else is the real thing."""
 
 import os
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from studies.common.processes import locked
 from studies.environments.micro.settings import WarmStartConfig
 from studies.training.arms import ARMS, Arm
 from studies.training.job import Job
 from studies.training.settings import Settings, get_settings
+
+if TYPE_CHECKING:  # children of tests import this module, and have no need of pytest
+    import pytest
 
 WARM = WarmStartConfig(steps=120, batch=64)
 
@@ -29,6 +35,20 @@ def tiny_job(root: Path, arm: str | Arm | None = "route2-grad", seed: int = 0, c
     settings = tiny_settings(**changes)
     chosen = None if arm == "base" else ARMS[arm] if isinstance(arm, str) else arm
     return Job(root / settings.folder, cache or root / "cache", settings, seed, chosen, **elsewhere)
+
+
+def made_once(factory: "pytest.TempPathFactory", name: str, make: Callable[[Path], object]) -> Path:
+    """Return a copy of the folder that ``make`` fills: one of pytest's workers fills it, and each has a copy of its own."""
+    base = factory.getbasetemp()
+    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"{name}-made"
+    whole = made.with_suffix(".whole")
+    with locked(made.with_suffix(".lock"), f"another worker is still making {made}", patience=300):
+        if not whole.exists():
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir()
+            make(made)
+            whole.touch()
+    return shutil.copytree(made, factory.mktemp(name), dirs_exist_ok=True)
 
 
 def tell(link: Connection) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from tiny_lanes import tiny_settings, write_texts
+from tiny_study import made_once
 
 from studies.lanes.settings import Settings
 from studies.lanes.study import run_study
@@ -22,4 +23,5 @@ def tiny(texts: Path) -> Settings:
 @pytest.fixture(scope="session")
 def study(tiny: Settings, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the whole tiny study, one seed."""
-    return run_study(tiny, [0], tmp_path_factory.mktemp("study"), text=texts, workers=1, quiet=True)
+    made = made_once(tmp_path_factory, "lanes", lambda out: run_study(tiny, [0], out, text=texts, workers=1, quiet=True))
+    return made / tiny.folder

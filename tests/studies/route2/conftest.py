@@ -1,10 +1,19 @@
-"""One warm start for the whole module: base models are cached by their settings."""
+"""One warm start for all files of the folder: base models are cached by their settings."""
 
 from pathlib import Path
 
 import pytest
+from tiny_study import made_once, tiny_settings
+
+from studies.environments.micro.settings import get_world
+from studies.environments.micro.warmstart import warm_start
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("warmstarts")
+    settings = tiny_settings()
+    return made_once(
+        tmp_path_factory,
+        "warmstarts",
+        lambda folder: warm_start(get_world(settings.world), settings.warm, 0, folder, progress=False),
+    )

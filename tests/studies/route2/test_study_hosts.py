@@ -26,9 +26,9 @@ ARMS = ("base", "vanilla", "route2-act", "route2-full", "preventative-2")
 
 
 @pytest.fixture(scope="module")
-def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def roots(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Path]:
     """Every host's finished run folder, of one seed in float64."""
-    cache, found = tmp_path_factory.mktemp("cache"), {}
+    found = {}
     for host in HOSTS:
         root = tmp_path_factory.mktemp(host)
         for arm in ARMS:
@@ -91,8 +91,8 @@ def test_what_ran_before_hosts_had_names_is_still_known(tmp_path: Path) -> None:
     assert Job(job.root, job.cache, job.settings, job.seed, job.arm).identity == job.identity
 
 
-def test_a_run_folder_knows_its_host_and_its_page_holds_completions_that_never_ended(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, "vanilla", steps=1, host="nnsight", precision="float64")
+def test_a_run_folder_knows_its_host_and_its_page_holds_completions_that_never_ended(tmp_path: Path, cache: Path) -> None:
+    job = tiny_job(tmp_path, "vanilla", cache=cache, steps=1, host="nnsight", precision="float64")
     job.root.mkdir(parents=True)
     (job.root / "settings.json").write_text(json.dumps(job.settings.as_dict()))
     (job.root / BACKEND).write_text(json.dumps({"host": "nnsight", "precision": "float64"}))

@@ -564,7 +564,7 @@ def test_ten_kills_of_every_class_and_the_faults(tmp_path: Path) -> None:
 
 
 TRIALS = """
-import json, random, sys, tempfile
+import json, os, random, sys, tempfile
 from pathlib import Path
 sys.path[:0] = [sys.argv[1], sys.argv[2]]
 scratch = Path(sys.argv[3])
@@ -578,6 +578,9 @@ from studies.training.job import Job
 from studies.training.settings import Settings
 from tests.soak.trials import Reference, SoakError, Trials
 job = Job(scratch / "whole" / "run", Path(sys.argv[4]), Settings.read(scratch / "settings.json"), 0, ARMS["route2-full"])
+if job.settings.chat is not None:
+    import transformers.models.qwen3.modeling_qwen3
+assert len(os.listdir("/proc/self/task")) == 1  # a fork has no thread but the one that forks
 every = int(sys.argv[5])
 reference = Reference.of(job, every)
 for i, (sabotage, kills) in enumerate(json.loads(sys.argv[6])):
@@ -602,7 +605,7 @@ def trials(scratch: Path, cache: Path, job: Job, every: int, *kills: tuple[str, 
     scratch.mkdir()
     (scratch / "settings.json").write_text(json.dumps(job.settings.as_dict()))
     where = (ROOT / "tests" / "support", ROOT / "docs" / "examples", scratch, cache)
-    return child(TRIALS, *where, every, json.dumps(kills)).splitlines()
+    return child(TRIALS, *where, every, json.dumps(kills), TOKENIZERS_PARALLELISM="false").splitlines()
 
 
 SABOTAGE = {

@@ -44,10 +44,19 @@ def labelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MicroWitness, "judge", judge)
 
 
-def test_the_table_and_the_figure_are_what_the_probes_measured(jobs: list[Job], tmp_path: Path) -> None:
+def test_the_table_and_the_figure_are_what_the_probes_measured_once_unless_under_other_settings(
+    jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    measure = watching.measure
+    monkeypatch.setattr(watching, "measure", lambda part: (calls.append(part.job.name), measure(part)))
     to, preset = tmp_path / "out", jobs[0].settings.preset
+    write_watch(jobs[:1], PER_MODE + 1, 1, tmp_path / "other settings")
+    write_watch(jobs[:1], PER_MODE, 1, tmp_path / "one arm")
+    assert calls == ["vanilla-5", "vanilla-5"]
     with saved_titles() as seen:
         written = {path.name for path in write_watch(jobs, PER_MODE, 1, to)}
+    assert calls == ["vanilla-5", "vanilla-5", "vanilla"]
     assert written == {f"{preset}-watch.{kind}" for kind in ("json", "md", "png")}
     assert [len(seen), untitled(seen, preset)] == [1, []]
     watch = Watch.read(to / f"{preset}-watch.json")
@@ -71,19 +80,6 @@ def test_the_table_and_the_figure_are_what_the_probes_measured(jobs: list[Job], 
             interval(watch.summary(arm, "gradient lda", "held")),
         )
     ] + [number(watch.summary("vanilla", "gradient lda", "ece")["mean"])]
-
-
-def test_what_was_measured_is_not_measured_again_unless_it_is_of_other_settings(
-    jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    measure = watching.measure
-    monkeypatch.setattr(watching, "measure", lambda part: (calls.append(part.job.name), measure(part)))
-    write_watch(jobs[:1], PER_MODE + 1, 1, tmp_path / "a")
-    write_watch(jobs, PER_MODE + 1, 1, tmp_path / "b")
-    assert calls == ["vanilla-5", "vanilla"]
-    write_watch(jobs[:1], PER_MODE + 2, 1, tmp_path / "c")
-    assert calls == ["vanilla-5", "vanilla", "vanilla-5"]
 
 
 def test_a_seed_without_a_hack_is_counted_out_and_wrong_input_is_one_sentence(

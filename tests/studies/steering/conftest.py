@@ -1,8 +1,11 @@
 """One tiny study for all of this folder."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_steering import TINY, Made
+from tiny_study import made_once
 
 from studies.steering.cells import Bench
 from studies.steering.study import run_study
@@ -12,8 +15,12 @@ from studies.training.worlds import open_world
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    out = tmp_path_factory.mktemp("steering")
-    return Made(out, TINY, run_study(TINY, [0], out, workers=1, quiet=True))
+    def run(out: Path) -> None:
+        report = run_study(TINY, [0], out, workers=1, quiet=True)
+        (out / "report").write_text("\n".join(str(path.relative_to(out)) for path in report))
+
+    out = made_once(tmp_path_factory, "steering", run)
+    return Made(out, TINY, [out / name for name in (out / "report").read_text().splitlines()])
 
 
 @pytest.fixture(scope="module")
