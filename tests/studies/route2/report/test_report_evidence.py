@@ -251,13 +251,6 @@ def test_a_report_needs_no_ordinary_training(study: Callable[..., Path], tmp_pat
     assert lessons_figure([found], tmp_path / "lessons.png").stat().st_size > 10_000
 
 
-def test_modes_whose_names_are_no_texts_are_refused(study: Callable[..., Path], tmp_path: Path) -> None:
-    root = study(tmp_path / "strong-0123abcd", ("base",), seeds=(0,), steps=1)
-    (root / "modes.json").write_text('{"known": ["run_tests"], "held_out": [1], "honest": "none"}')
-    with pytest.raises(ValueError, match=r"modes\.json has no valid modes \(1 is no name\)"):
-        load_runs(root)
-
-
 def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Path) -> None:
     file = Path(__file__).parents[4] / "docs/results/canary/predictions.toml"
     for other in (cli.Evidence(file, seeds="120-122"), cli.Evidence(file, presets=("strong",))):
