@@ -174,7 +174,9 @@ def test_modes_are_lists_of_different_names(tmp_path: Path, known: object, held_
     with pytest.raises(ValueError, match=r"modes\.json is missing; run the command again"):
         read_modes(tmp_path)
     (tmp_path / "modes.json").write_text(json.dumps({"known": known, "held_out": held_out, "honest": "none"}))
-    with pytest.raises(ValueError, match=rf"modes\.json has no valid modes \({said}.*\): run the command again that made this folder"):
+    with pytest.raises(
+        ValueError, match=rf"modes\.json has no valid modes \({said}.*\): run the command again that made this folder"
+    ):
         read_modes(tmp_path)
 
 
