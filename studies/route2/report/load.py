@@ -215,7 +215,10 @@ def _evaluation(path: Path, names: tuple[str, ...]) -> dict[str, dict[str, dict[
     modes = read_object(path, f"delete {path.parent} and run this arm again").get("modes", {})
     missing = [mode for mode in names if mode not in modes]
     if missing:
-        raise ValueError(f"{path} has no mode {', '.join(missing)}: an evaluation has {', '.join(names)}")
+        raise ValueError(
+            f"{path} has no mode {', '.join(missing)}, and an evaluation has {', '.join(names)}: delete {path.parent} and run this "
+            "arm again"
+        )
     return {mode: {state: _rates(modes[mode], state, mode, path) for state in ("on", "deploy")} for mode in names}
 
 
