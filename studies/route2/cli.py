@@ -359,7 +359,7 @@ class Evidence:
             seeds = ",".join(map(str, named.seeds)) if self.seeds is None else self.seeds
             Run(preset, seeds, (*named.arms, *self.also), self.workers, out, report=False, live=self.live)()
             roots[out / get_settings(preset).folder] = read_seeds(seeds)
-        show_paths(write_evidence(roots, self.to or self.predictions.parent))
+        show_paths(write_evidence(roots, self.to or self.predictions.parent, named))
 
 
 @dataclass(frozen=True)
