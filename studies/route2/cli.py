@@ -67,7 +67,7 @@ class Run:
         from studies.training.job import BACKEND, PRECISIONS, Job, unusual_backend
         from studies.training.manifest import refuse_mixed
         from studies.training.tracking import require
-        from studies.training.worlds import MODES, modes_of, plan
+        from studies.training.worlds import plan
 
         if self.report_to is not None:
             require(self.report_to)
@@ -96,7 +96,7 @@ class Run:
             refuse_mixed(root, jobs[0].noted)
             write_json(root / "settings.json", settings.as_dict())
             if settings.chat is not None:
-                write_json(root / MODES, asdict(modes_of(settings)))
+                _keep_modes(root, settings)
                 print(plan(settings, settings.chat, PRECISIONS[self.precision], vllm=self.sampler == "vllm"))
             if unusual:
                 write_json(root / BACKEND, {"host": self.host, "precision": self.precision, **unusual})
@@ -122,6 +122,28 @@ class Run:
         if self.data is not None:
             chat = replace(chat, data=str(self.data.absolute()), data_hash=data_hash(self.data))
         return replace(CHAT, world=self.world or "leetcode", chat=chat)
+
+
+def _keep_modes(root: Path, settings: Settings) -> None:
+    """Write the modes of a chat model's problem.
+
+    Raises:
+        ValueError: If the folder's runs were made with others, which no run's identity tells: a problem's code is no part of it.
+    """
+    from studies.route2.report.load import read_modes
+    from studies.training.worlds import MODES, modes_of
+
+    modes = modes_of(settings)
+    try:
+        stored = read_modes(root)
+    except ValueError:  # not written yet, or damaged
+        stored = modes
+    if stored != modes:
+        raise ValueError(
+            f"the runs in {root} have the modes {', '.join(stored.known)} (known) and {', '.join(stored.held_out) or 'none'} "
+            "(held out), and the problem has others now: give this an --out of its own, or delete that folder"
+        )
+    write_json(root / MODES, asdict(modes))
 
 
 @dataclass(frozen=True)
@@ -337,7 +359,7 @@ class Evidence:
             seeds = ",".join(map(str, named.seeds)) if self.seeds is None else self.seeds
             Run(preset, seeds, (*named.arms, *self.also), self.workers, out, report=False, live=self.live)()
             roots[out / get_settings(preset).folder] = read_seeds(seeds)
-        show_paths(write_evidence(roots, self.to or self.predictions.parent))
+        show_paths(write_evidence(roots, self.to or self.predictions.parent, named))
 
 
 @dataclass(frozen=True)

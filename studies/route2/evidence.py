@@ -140,12 +140,12 @@ def read_predictions(path: Path) -> Predictions:
     """Read a predictions file whose comparisons a report can judge.
 
     Raises:
-        ValueError: It is not one, has a name by which no report finds it, a metric that no report has, so that the comparison would
+        ValueError: It is not one, has another name than a report says, a metric that no report has, so that the comparison would
             be told as not run, or more comparisons than its seeds can decide.
     """
     predictions = Predictions.read(path)
     if path.name != FILE:
-        raise ValueError(f"{path}: a report reads its predictions in {FILE} of their folder: rename it")
+        raise ValueError(f"{path}: a report names {FILE} as the file of its predictions: rename it")
     for comparison in predictions.comparison:
         if lacking := sorted({comparison.metric, comparison.minus_metric or comparison.metric} - {*REPORTED}):
             raise ValueError(f"{path}: {comparison.name}: a report has no {lacking[0]}; choose from {', '.join(REPORTED)}")
@@ -604,10 +604,11 @@ def texts(evidence: Evidence, predictions: Predictions | None) -> dict[str, str]
     }
 
 
-def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path) -> list[Path]:
+def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path, predictions: Predictions | None = None) -> list[Path]:
     """Write the report of the given seeds of finished run folders, and fill the pages that show it; return the files.
 
-    Files and figures of an earlier report in ``to`` that this one does not have are removed.
+    Outcomes of ``predictions`` are told if they are of these settings and seeds. Files and figures of an earlier report in ``to``
+    that this one does not have are removed.
 
     Raises:
         ValueError: Runs are broken, or two folders are of one preset.
@@ -616,7 +617,6 @@ def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path) -> list[Path]:
     if len({evidence.preset for evidence in every}) < len(every):
         raise ValueError("two run folders are of one preset: give one of each")
     to.mkdir(parents=True, exist_ok=True)
-    predictions = read_predictions(to / FILE) if (to / FILE).exists() else None
     written = []
     for evidence in every:
         said = {f"{evidence.preset}{end}.md": text for end, text in texts(evidence, predictions).items()}

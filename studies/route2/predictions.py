@@ -26,6 +26,8 @@ from studies.common.tables import interval, markdown_table, number
 from studies.route2.report.measures import DESCRIPTIONS
 
 FILE = "predictions.toml"
+MOST = 44
+"""Values of an exact test: half of them have 2**22 sums, in half a GiB and two seconds."""
 Alternative = Literal["two-sided", "less", "greater"]
 Seeded = Mapping[tuple[str, str], Mapping[int, float | None]]
 """``(arm, metric)`` -> the value of each seed."""
@@ -78,7 +80,7 @@ class Predictions(BaseModel):
     """Content of a predictions file: seeds, arms, the settings hash of each preset, and comparisons with their ``alpha``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    seeds: tuple[StrictInt, ...] = Field(min_length=2)
+    seeds: tuple[StrictInt, ...] = Field(min_length=2, max_length=MOST)
     alpha: float = Field(gt=0, lt=1, strict=True)
     arms: tuple[str, ...]
     presets: Mapping[str, str]
@@ -159,7 +161,12 @@ def sign_flip(values: Sequence[float], alternative: Alternative = "two-sided") -
     """Return p of the exact sign-flip test that the mean is 0, over all ``2**n`` assignments of signs.
 
     They are counted, not listed: for each sum of one half of the values, the sums of the other half that are as extreme with it.
+
+    Raises:
+        ValueError: There are more than ``MOST`` values.
     """
+    if len(values) > MOST:
+        raise ValueError(f"the exact sign-flip test takes at most {MOST} values, not {len(values)}: report fewer seeds")
     one, other = _signed_sums(values[::2]), np.sort(_signed_sums(values[1::2]))
     # Equal sums differ by rounding; a bound relative to the observed sum, which may be near 0, would not make them equal.
     observed, rounding = sum(values), 1e-12 * sum(map(abs, values))

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from mi_route2.files import write_whole
-from mi_route2.validation import read_object
 from studies.common.command_line import seeds_argument
 from studies.common.publishing import compact, nested, published, update_pages
 from studies.common.stats import Summary, mean, summary
@@ -39,9 +38,10 @@ from studies.route2.headline import (
     write_headline_figure,
 )
 from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown
+from studies.route2.report import report_texts
 from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import train_rate
-from studies.route2.report.table import json_text, table
+from studies.route2.report.table import table
 from studies.training.arms import ARMS
 from studies.training.manifest import MANIFEST, read_manifest
 from studies.training.settings import PRESETS, changes
@@ -74,9 +74,12 @@ def publish(root: Path, to: Path) -> Path:
         ValueError: Runs are broken, or the report in ``root`` does not match its runs.
     """
     runs = load_runs(root)
-    content = table(runs)
-    if not (root / "table.json").exists() or (root / "table.json").read_text(encoding="utf-8") != json_text(content):
-        raise ValueError(f"the report in {root} is not that of its runs: `python -m studies.route2 report {root}` writes it again")
+    content, reported = table(runs), report_texts(runs)
+    for name, text in reported.items():
+        if not (root / name).is_file() or (root / name).read_bytes() != text.encode():
+            raise ValueError(
+                f"{name} in {root} is not that of its runs: `python -m studies.route2 report {root}` writes the report again"
+            )
     place, result = to / folder_name(runs), Result(content)
     texts = {
         "headline.md": headline(result),
@@ -88,7 +91,7 @@ def publish(root: Path, to: Path) -> Path:
         found = outcomes(predictions, runs.settings["preset"], result.values)
         texts["predictions.md"] = predictions_markdown(predictions, found)
     with published(place, provenance(runs)) as part:
-        _copy(runs, part)
+        _copy(runs, reported, part)
         write_headline_figure(result, part / "headline.png")
         for name, text in texts.items():
             (part / name).write_text(text, encoding="utf-8")
@@ -106,22 +109,18 @@ def placeholder(preset: str, to: Path) -> Path:
     return place
 
 
-def _copy(runs: RunSet, part: Path) -> None:
-    """Copy the report's files; a file that the report could not write is replaced by a note."""
-    root = runs.root
+def _copy(runs: RunSet, reported: Mapping[str, str], part: Path) -> None:
+    """Write the report's files; a file that the report could not write is replaced by a note."""
     for name in REPORTS:
-        source = root / name
         missing = f"# {name.removesuffix('.md')}\n\n*Not computed: no run that it needs is here.*\n"
-        (part / name).write_text(source.read_text(encoding="utf-8") if source.exists() else missing, encoding="utf-8")
+        (part / name).write_text(reported.get(name, missing), encoding="utf-8")
     _copy_probes(runs, part)
     for name in JSONS:
-        if (root / name).exists():
-            (part / name).write_text(
-                compact(read_object(root / name, f"`python -m studies.route2 report {root}` writes it again")), encoding="utf-8"
-            )
-    for path in figures(root):
+        if name in reported:
+            (part / name).write_text(compact(json.loads(reported[name])), encoding="utf-8")
+    for path in figures(runs.root):
         shutil.copyfile(path, part / path.name)
-    shutil.copyfile(root / "settings.json", part / "settings.json")
+    shutil.copyfile(runs.root / "settings.json", part / "settings.json")
 
 
 def _copy_probes(runs: RunSet, part: Path) -> None:

@@ -65,13 +65,14 @@ class Part:
 
 def measure(part: Part) -> None:
     """Probe one policy and write its numbers; there are none if nothing can be fitted to it."""
-    rows = [row for row in probe(part.job, part.per_mode, False, ("rollout",)).rows() if row["state"] == "deploy"]
+    probed = probe(part.job, part.per_mode, False, ("rollout",))
+    rows = [row for row in probed.rows() if row["state"] == "deploy"]
     probes: dict[str, dict[str, float | None]] = {}
     for layer, name in dict.fromkeys((row["layer"], row["probe"]) for row in rows):
         same = [row for row in rows if (row["layer"], row["probe"]) == (layer, name)]
-        known, held = ([row for row in same if row["known"] is side] for side in (True, False))
+        held = [row for row in same if row["mode"] in probed.modes.held_out]  # probes are fitted on the first of the known modes
         probes[f"{layer} {name}"] = {
-            "known": known[0]["auroc"],
+            "known": next(row["auroc"] for row in same if row["known"]),
             "held": mean([row["auroc"] for row in held]),
             "random": mean([row["random_p95"] for row in held]),
             "ece": mean([row["ece"] for row in held]),
@@ -175,7 +176,7 @@ def figure(watch: Watch, path: Path) -> Path:
                 kind = name.partition(" ")[2]
                 color, marker = STYLES[kind]
                 own = [watch.summary(arm, name, "held") for arm in arms]
-                draw_means(ax, range(len(arms)), own, color=color, marker=marker, markersize=4, linewidth=0.8, label=kind)
+                draw_means(ax, np.arange(len(arms)), own, color=color, marker=marker, markersize=4, linewidth=0.8, label=kind)
             band = np.array([watch.summary(arm, probes[0], "random")["mean"] for arm in arms], dtype=float)
             ax.plot(range(len(arms)), band, color=GRAY, linestyle=":", label="random, 95th percentile")
             ax.set_xticks(range(len(arms)), [stopped_after(arm) for arm in arms])

@@ -105,8 +105,8 @@ def load(root: Path) -> Traces:
     contents, effects = {}, {}
     wanted = {UNTRAINED, *settings.arms}
     for path in sorted(root.glob("seed-*/*.json")):
-        part = read_part(path)
-        assert part is not None  # it was listed above
+        if (part := read_part(path)) is None:  # a link to nothing is listed
+            continue
         data, tensors = part
         own = path.parent.name == f"seed-{data['seed']}" and path.stem == data["arm"]  # a copy under another name is none
         if own and data["arm"] in wanted:

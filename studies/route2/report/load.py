@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mi_route2.validation import parse_object, read_lines, read_object
+from mi_route2.validation import parse_object, read_lines, read_object, read_record
 from studies.environments.micro.language import MICRO_MODES
 from studies.environments.protocol import Modes
 from studies.training.manifest import MANIFEST, REMEDY, read_manifest, unusual_entries
@@ -102,7 +102,10 @@ def load_runs(root: Path, only: Collection[int] | None = None) -> RunSet:
     """
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder: give the run folder, runs/<preset>-<hash>")
-    settings, modes = Settings.read(root / "settings.json"), read_modes(root)
+    settings = Settings.read(root / "settings.json")
+    if settings.chat is None and (root / MODES).exists():
+        raise ValueError(f"{root / MODES} is not of this study: the micro world's modes have no file, so delete it")
+    modes = MICRO_MODES if settings.chat is None else read_modes(root)
     runs: dict[tuple[str, int], Run] = {}
     unfinished: list[str] = []
     for seed, folder in _arm_folders(root):
@@ -125,16 +128,11 @@ def load_runs(root: Path, only: Collection[int] | None = None) -> RunSet:
 
 
 def read_modes(root: Path) -> Modes:
-    """Return the modes of a run folder's world; ValueError in one sentence if its file is broken."""
-    if not (root / MODES).exists():
-        return MICRO_MODES
+    """Return the modes of a chat model's run folder; ``ValueError`` in one sentence if its file is missing or broken."""
     described = read_object(root / MODES, REMEDY)
     try:
-        known, held_out, honest = tuple(described["known"]), tuple(described["held_out"]), described["honest"]
-        if wrong := [name for name in (*known, *held_out, honest) if not isinstance(name, str)]:
-            raise ValueError(f"{wrong[0]!r} is no name")
-        return Modes(known, held_out, honest)
-    except (KeyError, TypeError, ValueError) as error:
+        return read_record(Modes, described)
+    except ValueError as error:
         raise ValueError(f"{root / MODES} has no valid modes ({error}): {REMEDY}") from error
 
 
@@ -217,7 +215,10 @@ def _evaluation(path: Path, names: tuple[str, ...]) -> dict[str, dict[str, dict[
     modes = read_object(path, f"delete {path.parent} and run this arm again").get("modes", {})
     missing = [mode for mode in names if mode not in modes]
     if missing:
-        raise ValueError(f"{path} has no mode {', '.join(missing)}: an evaluation has {', '.join(names)}")
+        raise ValueError(
+            f"{path} has no mode {', '.join(missing)}, and an evaluation has {', '.join(names)}: delete {path.parent} and run this "
+            "arm again"
+        )
     return {mode: {state: _rates(modes[mode], state, mode, path) for state in ("on", "deploy")} for mode in names}
 
 

@@ -143,7 +143,7 @@ def _head(runs: RunSet, content: dict[str, Any]) -> str:
         f"settings {content['settings_hash']}.",
         "",
         "Cells: mean [95% Student-t interval over seeds]. Held-out modes: "
-        f"{', '.join(runs.modes.held_out)}; known: {', '.join(runs.modes.known)}. "
+        f"{', '.join(runs.modes.held_out) or 'none'}; known: {', '.join(runs.modes.known)}. "
         "A dash is a value that does not exist: base is not trained, and a ratio needs its denominator.",
         "Bounds read the oracle: they say what perfect flags would do and are no methods. An interval is not clipped to "
         "[0, 1]; with few seeds read every seed, at the end, first.",

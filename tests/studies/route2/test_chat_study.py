@@ -31,7 +31,7 @@ from studies.training.job import EVAL, FULL, Job, build_pairs, build_policy, fin
 from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.run import run_job
-from studies.training.settings import CHAT, ChatModel, Settings
+from studies.training.settings import CHAT, ChatModel, Settings, override
 from studies.training.worlds import (
     ADVICE,
     base_key,
@@ -210,6 +210,29 @@ def test_the_command_line_end_to_end(folder: Path, tmp_path: Path) -> None:
     table = (root / "table.md").read_text()
     assert "Held-out modes: confidence; known: last_word." in table
     assert {"table.md", "all_arms_per_mode.png", "leakage.md", "training.png"} <= {path.name for path in write_report(root)}
+
+
+def test_a_problem_whose_modes_changed_has_no_runs_in_one_folder_with_those_of_before(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = cli.Run(
+        model=folder, world="parity:Parity", out=tmp_path, override=("evaluation_prompts=4", "chat.max_new=8"), workers=1
+    )
+    root = tmp_path / override(given.settings(), given.override).folder
+    root.mkdir()
+    monkeypatch.setattr("studies.training.cluster.run_training", lambda *_, **__: ["trained"])
+    former = {"known": ["last_word", "confidence"], "held_out": [], "honest": "none"}  # by the same names
+    (root / "modes.json").write_text(json.dumps(former))
+    with pytest.raises(
+        ValueError, match=r"have the modes last_word, confidence \(known\) and none \(held out\), .* --out of its own"
+    ):
+        given()
+    assert json.loads((root / "modes.json").read_text()) == former
+    (root / "modes.json").write_text("{")  # is written again, as its error says
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="trained"):
+            given()
+    assert json.loads((root / "modes.json").read_text())["held_out"] == ["confidence"]
 
 
 WRONG = {

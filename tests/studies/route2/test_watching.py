@@ -1,6 +1,8 @@
 """Probes over training: one table and figure of several policies, each probed once, from what the probe command measures."""
 
+import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +12,13 @@ import pytest
 from tiny_study import tiny_job
 from titles import saved_titles, untitled
 
-from studies.common.tables import interval, number
+from studies.common.tables import UNDEFINED, interval, number
+from studies.environments.micro.language import HELD_OUT
 from studies.environments.micro.world import MicroWitness
-from studies.environments.protocol import Samples, Verdict
-from studies.route2 import watching
+from studies.environments.protocol import Modes, Samples, Verdict
+from studies.route2 import probing, watching
 from studies.route2.cli import Watch as Command
-from studies.route2.probing import probe
+from studies.route2.probing import Probed, probe, probe_job
 from studies.route2.watching import Watch, shown, table, write_watch
 from studies.training.arms import ARMS
 from studies.training.job import Job
@@ -44,6 +47,11 @@ def labelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MicroWitness, "judge", judge)
 
 
+@functools.cache
+def probed_once(job: Job) -> Probed:
+    return probe(job, PER_MODE, False, ("rollout",))
+
+
 def test_the_table_and_the_figure_are_what_the_probes_measured_once_unless_under_other_settings(
     jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +68,7 @@ def test_the_table_and_the_figure_are_what_the_probes_measured_once_unless_under
     assert written == {f"{preset}-watch.{kind}" for kind in ("json", "md", "png")}
     assert [len(seen), untitled(seen, preset)] == [1, []]
     watch = Watch.read(to / f"{preset}-watch.json")
-    rows = probe(jobs[0], PER_MODE, False, ("rollout",)).rows()
+    rows = probed_once(jobs[0]).rows()
     for layer, name in (("blocks.1", "lda"), ("gradient", "logistic"), ("gradient", "direction")):
         same = [row for row in rows if (row["layer"], row["probe"]) == (layer, name)]
         held = [row for row in same if not row["known"]]
@@ -80,6 +88,23 @@ def test_the_table_and_the_figure_are_what_the_probes_measured_once_unless_under
             interval(watch.summary(arm, "gradient lda", "held")),
         )
     ] + [number(watch.summary("vanilla", "gradient lda", "ece")["mean"])]
+
+
+def test_a_second_known_mode_is_not_held_out_and_there_may_be_none(
+    jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = replace(probed_once(jobs[0]), modes=Modes(("run_tests", "sentinel"), HELD_OUT[1:]))
+    monkeypatch.setattr(watching, "probe", lambda *arguments: probed)
+    write_watch(jobs[:1], PER_MODE + 4, 1, tmp_path)
+    (held,) = Watch.read(next(tmp_path.glob("*.json"))).values["vanilla-5"]["gradient lda"]["held"]
+    rows = [row for row in probed.rows() if (row["layer"], row["probe"]) == ("gradient", "lda") and row["mode"] in HELD_OUT[1:]]
+    assert held == pytest.approx(np.mean([row["auroc"] for row in rows]))
+    assert len(rows) == 2
+    known = {which: replace(result, rows=[row for row in result.rows if row.known]) for which, result in probed.results.items()}
+    monkeypatch.setattr(probing, "probe", lambda *arguments: Probed(known, {}, Modes(("run_tests",), ())))
+    monkeypatch.setattr(probing, "_figures", lambda *arguments: {})
+    probe_job(jobs[0], PER_MODE, tmp_path)
+    assert f"| {UNDEFINED} |" in re.sub(" +", " ", (tmp_path / "probes.md").read_text())
 
 
 def test_a_seed_without_a_hack_is_counted_out_and_wrong_input_is_one_sentence(

@@ -237,6 +237,9 @@ def test_a_missing_arm_and_a_foreign_folder_are_said(study: Path, tmp_path: Path
     (root / "seed-0/vanilla.json").unlink()
     with pytest.raises(ValueError, match="lacks vanilla at seed 0"):
         write_report(root)
+    (root / "seed-0/vanilla.json").symlink_to("elsewhere.json")  # of a copy that left the file behind
+    with pytest.raises(ValueError, match="lacks vanilla at seed 0"):
+        write_report(root)
     with pytest.raises(ValueError, match="does not hold settings of this study"):
         write_report(tmp_path)
 

@@ -1,5 +1,6 @@
 """The report of the canary's experiment says what the runs hold: fronts, coverage, tables, files."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -44,6 +45,7 @@ from studies.route2.evidence import (
 from studies.route2.publish import command, folder_name
 from studies.route2.report.load import load_runs
 from studies.training.manifest import refuse_mixed
+from studies.training.settings import get_settings
 
 pytestmark = pytest.mark.study
 
@@ -251,13 +253,6 @@ def test_a_report_needs_no_ordinary_training(study: Callable[..., Path], tmp_pat
     assert lessons_figure([found], tmp_path / "lessons.png").stat().st_size > 10_000
 
 
-def test_modes_whose_names_are_no_texts_are_refused(study: Callable[..., Path], tmp_path: Path) -> None:
-    root = study(tmp_path / "strong-0123abcd", ("base",), seeds=(0,), steps=1)
-    (root / "modes.json").write_text('{"known": ["run_tests"], "held_out": [1], "honest": "none"}')
-    with pytest.raises(ValueError, match=r"modes\.json has no valid modes \(1 is no name\)"):
-        load_runs(root)
-
-
 def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Path) -> None:
     file = Path(__file__).parents[4] / "docs/results/canary/predictions.toml"
     for other in (cli.Evidence(file, seeds="120-122"), cli.Evidence(file, presets=("strong",))):
@@ -268,9 +263,7 @@ def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Pa
     with pytest.raises(ValueError, match="'' names no seeds: give a number"):
         cli.Evidence(file, seeds="", out=tmp_path / "runs", to=tmp_path)()  # which are not the file's
     shutil.copy(file, tmp_path / "mine.toml")
-    with pytest.raises(
-        ValueError, match=r"mine\.toml: a report reads its predictions in predictions\.toml of their folder: rename it"
-    ):
+    with pytest.raises(ValueError, match=r"mine\.toml: a report names predictions\.toml as the file of its predictions: rename it"):
         cli.Evidence(tmp_path / "mine.toml", out=tmp_path / "runs")()  # a report would be written without tests
     other = tmp_path / "predictions.toml"
     other.write_text(file.read_text(encoding="utf-8").replace('weak = "2d0e', 'weak = "3d0e'), encoding="utf-8")
@@ -285,6 +278,20 @@ def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Pa
     ):
         cli.Evidence(other, out=tmp_path / "runs")()
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_report_in_another_folder_is_judged_by_the_predictions_that_were_given(
+    study: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, to = Path(__file__).parents[4] / "docs/results/canary/predictions.toml", tmp_path / "out"
+    study(tmp_path / "runs/canary" / get_settings("strong").folder, ("base", "vanilla"), seeds=(200, 999), steps=1)
+    monkeypatch.setattr(cli.Run, "__call__", lambda self: None)
+    to.mkdir()
+    shutil.copy(file.parents[1] / "canary-run/predictions.toml", to)  # of another experiment
+    cli.Evidence(file, presets=("strong",), out=tmp_path / "runs", to=to)()
+    assert hashlib.sha256(file.read_bytes()).hexdigest() in (to / "strong-tests.md").read_text()
+    cli.Evidence(file, presets=("strong",), seeds="200,999", out=tmp_path / "runs", to=to)()
+    assert not (to / "strong-tests.md").exists()
 
 
 def test_an_arm_is_compared_with_early_stopping_on_its_own_seeds() -> None:

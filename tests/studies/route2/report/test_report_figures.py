@@ -95,6 +95,23 @@ def test_two_reports_of_one_folder_are_the_same_bytes(study: Callable[..., Path]
     assert all(path.parent == root and not path.name.startswith(".") for path in root.iterdir() if path.is_file())
 
 
+def test_what_an_earlier_report_had_goes_and_tables_come_last(
+    study: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = study(tmp_path / "strong-0123abcd", ("base",), seeds=(0,), steps=1)
+    stale = ("leakage.md", "leakage.json", "training.png", "cos_over_time.png", "all_arms_per_mode-2.png", "training-3.png")
+    for name in (*stale, "training-mine.png"):
+        (root / name).write_text("of more arms")
+    with monkeypatch.context() as patch:
+        patch.setattr("studies.route2.report.write_all_arms", lambda runs, path: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            write_report(root)
+    assert not (root / "table.json").exists()  # by which a report is known as that of its runs
+    write_report(root)
+    assert [name for name in stale if (root / name).exists()] == []
+    assert (root / "training-mine.png").exists()
+
+
 def test_every_figure_says_of_which_preset_it_is(root: Path) -> None:
     with saved_titles() as seen:
         write_report(root)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from studies.route2.report.load import load_runs, read_rollouts
+from studies.route2.report.load import load_runs, read_modes, read_rollouts
 
 pytestmark = pytest.mark.study
 
@@ -158,3 +158,32 @@ def test_rollouts_come_back_in_order_and_a_cut_file_is_named(root: Path) -> None
     (folder / "manifest.json").write_bytes(manifest)
     with pytest.raises(ValueError, match="show needs the rollouts"):
         read_rollouts(folder)
+
+
+@pytest.mark.parametrize(
+    ("known", "held_out", "said"),
+    [
+        (["a"], [1], r"held_out\.0 must be text, not 1"),
+        (["a"], "bc", "held_out must be a tuple, each entry text, not 'bc'"),  # and no modes b and c
+        (["a"], {"b": ["c"]}, "held_out must be a tuple"),
+        (["a"], ["b", "a"], "modes must have different names, not a, b, a, none"),
+        ([], ["a"], "a problem needs at least one known mode"),
+    ],
+)
+def test_modes_are_lists_of_different_names(tmp_path: Path, known: object, held_out: object, said: str) -> None:
+    with pytest.raises(ValueError, match=r"modes\.json is missing; run the command again"):
+        read_modes(tmp_path)
+    (tmp_path / "modes.json").write_text(json.dumps({"known": known, "held_out": held_out, "honest": "none"}))
+    with pytest.raises(
+        ValueError, match=rf"modes\.json has no valid modes \({said}.*\): run the command again that made this folder"
+    ):
+        read_modes(tmp_path)
+
+
+def test_the_micro_worlds_modes_are_not_read_from_a_file(root: Path) -> None:
+    """Or an edited file would decide of which modes every number is the mean."""
+    modes = {"known": ["sentinel"], "held_out": ["run_tests", "stdout_marker", "file_marker"], "honest": "none"}
+    for each in (modes, modes | {"held_out": []}):
+        (root / "modes.json").write_text(json.dumps(each))
+        with pytest.raises(ValueError, match=r"modes\.json is not of this study: .* so delete it"):
+            load_runs(root)

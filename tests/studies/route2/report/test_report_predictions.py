@@ -61,6 +61,14 @@ def test_many_seeds_take_a_second(n: int) -> None:
         assert sign_flip(values) == 2 * (n + 1) / 2**n
 
 
+def test_more_values_than_an_exact_test_has_memory_for_are_refused_before_training() -> None:
+    with pytest.raises(ValueError, match="takes at most 44 values, not 45: report fewer seeds"):
+        sign_flip([1.0] * 45)
+    given = named(one("less")).model_dump()
+    with pytest.raises(ValueError, match="at most 44 items"):
+        Predictions(**given | {"seeds": range(45)})
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_rejects_what_the_step_down_procedure_rejects(ps: list[float]) -> None:
     """Smallest first, each against alpha over what is left; the first that fails ends it."""

@@ -33,7 +33,7 @@ from studies.route2.publish import (
     publish,
     unpacked,
 )
-from studies.route2.report import write_leakage, write_tables
+from studies.route2.report import report_texts, write_tables
 from studies.route2.report.load import load_runs
 from studies.training.arms import ARMS as REAL_ARMS
 from studies.training.settings import changes, get_settings, override
@@ -46,9 +46,8 @@ ARMS = ("base", "vanilla", "absorb", "route2-act", "filter-act", "route2-full", 
 
 
 def report(root: Path) -> dict[str, Any]:
-    """Tables and leakage of the folder, without figures; the content of table.json."""
+    """Tables of the folder, without figures; the content of table.json."""
     write_tables(load_runs(root))
-    write_leakage(load_runs(root))
     return json.loads((root / "table.json").read_text())
 
 
@@ -203,6 +202,17 @@ def test_a_report_older_than_its_runs_is_refused_and_nothing_is_written(
     set_hack(root, "oracle", 0, {"sentinel": 0.5})
     with pytest.raises(ValueError, match=r"is not that of its runs: `python -m studies.route2 report"):
         publish(root, tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+def test_every_table_is_that_of_the_runs_or_nothing_is_published(root: Path, tmp_path: Path) -> None:
+    for name in report_texts(load_runs(root)):
+        good = (root / name).read_bytes()
+        for wrong in (good + b"\n", b"", b"\xff"):
+            (root / name).write_bytes(wrong)
+            with pytest.raises(ValueError, match=rf"{name} in .* is not that of its runs: `python -m studies.route2 report"):
+                publish(root, tmp_path / "results")
+        (root / name).write_bytes(good)
     assert not (tmp_path / "results").exists()
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -12,6 +13,7 @@ from scipy import stats as scipy_stats
 
 from studies.common.tables import markdown_table, number
 from studies.environments.micro.language import MICRO_MODES
+from studies.environments.protocol import Modes
 from studies.route2.report import write_tables
 from studies.route2.report.load import load_runs
 from studies.route2.report.measures import arm_order, measure, metrics
@@ -187,12 +189,17 @@ def test_every_seed_is_printed_and_the_odd_one_is_marked(
 def test_the_json_is_plain_and_the_same_twice(root: Path) -> None:
     paths = write_tables(load_runs(root))
     before = {path.name: path.read_bytes() for path in paths}
-    assert set(before) == {"table.json", "table.md", "ablations.json", "ablations.md"}
+    assert set(before) == {f"{name}.{kind}" for name in ("table", "ablations", "leakage") for kind in ("json", "md")}
     assert {path.name: path.read_bytes() for path in write_tables(load_runs(root))} == before
     content = json.loads(before["table.json"], parse_constant=lambda name: pytest.fail(f"{name} is no JSON number"))
     for row in content["rows"]:
         for metric in METRICS:
             assert set(row[metric]) == {"mean", "median", "lo", "hi", "n", "seeds"}
+
+
+def test_a_world_without_held_out_modes_has_a_table(root: Path) -> None:
+    runs = replace(load_runs(root), modes=Modes(("run_tests",), ()))
+    assert "Held-out modes: none; known: run_tests." in table_markdown(runs, table(runs))
 
 
 def test_markdown_tables_are_rectangular_and_cells_cannot_add_a_column() -> None:
