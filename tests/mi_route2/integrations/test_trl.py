@@ -1,6 +1,7 @@
 """TRL's own loop with a route takes the steps of ours, however its batch is cut, and ships the kept adapter alone."""
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -519,6 +520,24 @@ def test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments(tmp
     with pytest.warns(UserWarning, match="lies between two samplings"):
         between.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert len(seen.gradients) == 1
+
+
+def test_a_trainer_that_was_broken_off_trains_again_as_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook. What is left of the step would give rollouts the advantages of others."""
+    rule = MaskSpec(reinforced_only=True)
+    trainer, seen = make_trainer(tmp_path, rule, size=2, gradient_accumulation_steps=4)
+    backward, calls = trainer.accelerator.backward, itertools.count()
+
+    def broken_off(*given: Any, **named: Any) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        backward(*given, **named)
+
+    monkeypatch.setattr(trainer.accelerator, "backward", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert_ours(trainer, seen, ours(rule))
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
