@@ -360,7 +360,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
     # ---- one optimizer step
 
     def train(self, *given: Any, **named: Any) -> Any:
-        """Train, from a sampling on: TRL would go on in the midst of what a run that was broken off, or another one, has sampled."""
+        """Train, from a sampling on: TRL would go on in the midst of what an earlier run had sampled."""
         # Micro-batches from there on would be cut across two samplings, and rollouts would learn from the advantages of others.
         self._step, self._buffered_inputs, self._window, self._entropy_window_stats = 0, None, None, None
         return super().train(*given, **named)
