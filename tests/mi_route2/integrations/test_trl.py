@@ -522,6 +522,18 @@ def test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments(tmp
     assert len(seen.gradients) == 1
 
 
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_run_that_is_resumed_in_a_later_epoch_has_the_order_of_that_epoch(step: int, tmp_path: Path) -> None:
+    """Two steps an epoch; TRL draws the orders of all epochs from one generator, which no checkpoint holds."""
+    settings: dict[str, Any] = {"size": 4, "gradient_accumulation_steps": 2, "steps": 4, "shuffle_dataset": True}
+    whole, seen = make_trainer(tmp_path, MaskSpec(), **settings, save_strategy="steps", save_steps=1)
+    whole.train()
+    again, resumed = make_trainer(tmp_path / "again", MaskSpec(), **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    for own, expected in zip(resumed.gradients, seen.gradients[step:], strict=True):
+        assert all(torch.equal(own[name], gradient) for name, gradient in expected.items())
+
+
 def test_a_trainer_that_was_broken_off_trains_again_as_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook. What is left of the step would give rollouts the advantages of others."""
     rule = MaskSpec(reinforced_only=True)
