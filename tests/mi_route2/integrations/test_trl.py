@@ -753,6 +753,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "groups": (UNFLAGGED, {"size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}, "whole groups"),
     "deviation": (UNFLAGGED, {"scale_rewards": "group"}, "not divided by a deviation"),
     "straddling": (MaskSpec(), {"size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}, "sampled later"),
+    "micro-batches": (
+        MaskSpec(score="act", shuffle=True),
+        {"size": 4, "gradient_accumulation_steps": 2},
+        "use gradient_accumulation_steps=1, or unit='pooled'",
+    ),
     "upload": (MaskSpec(), {"push_to_hub": True, "hub_strategy": "checkpoint"}, "must not be uploaded"),
     "split": (MaskSpec(), {"parallelism_config": ParallelismConfig()}, "has no whole gradient"),
     "entropy": (UNFLAGGED, {"use_adaptive_entropy": True}, "would count both"),
