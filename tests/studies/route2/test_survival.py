@@ -636,3 +636,19 @@ def test_a_killed_run_on_a_chat_model_ends_alike(tmp_path: Path) -> None:
     targets = [[WRITE, RESUME], [GENERATION], [BETWEEN], ["damaged"]]
     (told,) = trials(tmp_path / "scratch", tmp_path / "cache", job, 1, ("", targets))
     assert json.loads(told) == [WRITE, RESUME, GENERATION, BETWEEN, FAULTS[2]]
+
+
+def test_a_steered_run_that_is_stopped_before_a_step_or_was_killed_after_the_last_ends(tmp_path: Path, cache: Path) -> None:
+    job = tiny_job(tmp_path, "preventative-2-random", cache=cache)
+    assert not run_on(job, 0)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(run_module, "evaluate", raises(KeyboardInterrupt))
+        run_on(job)
+    assert run_on(job)
+
+
+def raises(error: type[BaseException]) -> Callable[..., None]:
+    def call(*_given: object, **_named: object) -> None:
+        raise error
+
+    return call
