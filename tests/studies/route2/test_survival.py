@@ -638,17 +638,17 @@ def test_a_killed_run_on_a_chat_model_ends_alike(tmp_path: Path) -> None:
     assert json.loads(told) == [WRITE, RESUME, GENERATION, BETWEEN, FAULTS[2]]
 
 
-def test_a_steered_run_that_is_stopped_before_a_step_or_was_killed_after_the_last_ends(tmp_path: Path, cache: Path) -> None:
+def test_a_steered_run_that_is_stopped_before_a_step_or_was_killed_after_the_last_ends(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = tiny_job(tmp_path, "preventative-2-random", cache=cache)
     assert not run_on(job, 0)
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(run_module, "evaluate", raises(KeyboardInterrupt))
-        run_on(job)
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "evaluate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_on(job)
     assert run_on(job)
 
 
-def raises(error: type[BaseException]) -> Callable[..., None]:
-    def call(*_given: object, **_named: object) -> None:
-        raise error
-
-    return call
+def killed(*_given: object) -> None:
+    raise KeyboardInterrupt
