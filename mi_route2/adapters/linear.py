@@ -286,6 +286,8 @@ class Branch(nn.Module):
                 y = ReadOutput.apply(y, x, tape, self.site)
             elif tape.kept is None and y is not None and y.requires_grad:  # without a gate, a hook notes the backward
                 y.register_hook(partial(_note, tape, self.site))
+            elif tape.kept is None:
+                tape.saw_still(self.site)
         elif tape is None and board.kept and y is not None and y.requires_grad and self.mask_requested:
             y.register_hook(partial(_refuse_unmasked, self.site))
         return y  # pyright: ignore[reportReturnType]

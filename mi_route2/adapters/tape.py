@@ -164,6 +164,9 @@ class Tape:
         self._packed: bool | None = None
         self.without_quarantine, self.lost_quarantine = without_quarantine, False
         """``lost_quarantine``: a forward with gradients ran without the quarantine, and this tape did not ask for that."""
+        self.anchor = torch.zeros(0, requires_grad=True)
+        """Operand that needs a gradient, for products without another one: autograd then asks the kept gate there too."""
+        self._still: set[str] = set()
         self._backward: set[str] = set()
         self._calls: Counter[str] = Counter()
         self._reports: Counter[tuple[str, str]] = Counter()
@@ -231,13 +234,18 @@ class Tape:
         if again or self._reports[site, what] > self._calls[site]:
             raise RuntimeError(f"{site} reported twice to one tape: {_ONE_BACKWARD}")
 
+    def saw_still(self, site: str) -> None:
+        """Record that ``site`` has nothing to report: all of it is frozen, its input needs no gradient, and no gate scores it."""
+        self._still.add(site)
+
     def reported(self, site: str, what: str) -> bool:
         """Return whether every call of ``site`` has reported the gradient of ``what``."""
         return self._reports[site, what] >= self._calls[site]
 
     def assert_fired(self, sites: Iterable[str], *, backward: bool) -> None:
         """Raise ``RuntimeError`` naming each site that did not run in the forward (or report in the backward)."""
-        missing = [site for site in sites if site not in (self._backward if backward else self._calls)]
+        fired = self._backward | self._still if backward else self._calls
+        missing = [site for site in sites if site not in fired]
         if missing:
             what = "report a gradient" if backward else "run"
             raise RuntimeError(
@@ -329,7 +337,7 @@ class RoutedFactor(torch.autograd.Function):
     """``multiply`` with the gate's answer as the gradient of the factor."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, factor: Tensor, tape: Tape, gate: Gate, site: str, name: str) -> Tensor:
+    def forward(ctx: Any, h: Tensor, factor: Tensor, anchor: Tensor | None, tape: Tape, gate: Gate, site: str, name: str) -> Tensor:
         ctx.save_for_backward(h, factor)
         ctx.routing, ctx.gate, ctx.reported = (tape, site, name), gate, False
         return multiply(h, factor)
@@ -348,7 +356,7 @@ class RoutedFactor(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             cast = factor.to(dy.dtype)
             dh = _passed(ctx.gate, tape, site, dy * cast if factor.ndim == 1 else dy @ cast)
-        return dh, answer, None, None, None, None
+        return dh, answer, None, None, None, None, None
 
 
 class _Whole:
@@ -399,6 +407,7 @@ class StackedFactors(torch.autograd.Function):
         kept: Tensor,
         quarantine: Tensor,
         onto: Tensor | None,
+        anchor: Tensor | None,
         overwrite: bool,
         tape: Tape,
         gates: tuple[Gate | None, Gate | None],
@@ -455,7 +464,7 @@ class StackedFactors(torch.autograd.Function):
 
             dh = (passed(dy) if detaches and name == "A" else dy) @ cast
             dh = passed(dh) if detaches and name == "B" else dh
-        return dh, *answers, dy if ctx.needs_input_grad[3] else None, None, None, None, None, None
+        return dh, *answers, dy if ctx.needs_input_grad[3] else None, None, None, None, None, None, None
 
 
 class ReadOutput(torch.autograd.Function):
@@ -517,13 +526,19 @@ def _asking(factor: Tensor, gate: Gate, site: str, name: str) -> Tensor:
     return factor
 
 
+def _anchor(tape: Tape, gate: Gate | None, *operands: Tensor) -> Tensor | None:
+    """Return the anchor of ``tape`` if no operand needs a gradient, so that autograd would not ask the kept ``gate``."""
+    asked = gate is not None and gate is tape.kept
+    return tape.anchor if asked and not any(operand.requires_grad for operand in operands) else None
+
+
 def apply_factor(h: Tensor, factor: Tensor, tape: Tape | None, gate: Gate | None, site: str, name: str) -> Tensor:
     """Apply ``multiply`` under the gate of the open tape; without a tape, the gate refuses gradients. Plain if there is no gate."""
     if gate is None or not torch.is_grad_enabled():
         return multiply(h, factor)
     if tape is None:
         return multiply(h, _asking(factor, gate, site, name))
-    out = RoutedFactor.apply(h, factor, tape, gate, site, name)
+    out = RoutedFactor.apply(h, factor, _anchor(tape, gate, h, factor), tape, gate, site, name)
     assert isinstance(out, Tensor)
     return out
 
@@ -550,7 +565,8 @@ def apply_factors(
     """Apply the factors ``A`` or ``B`` of both adapters in one matmul, each as ``apply_factor`` would, added ``onto`` a tensor."""
     if torch.is_grad_enabled() and (gates != (None, None) or not all(factor.requires_grad for factor in factors)):
         if tape is not None:
-            out = StackedFactors.apply(h, *factors, onto, overwrite, tape, gates, site, name)
+            anchor = _anchor(tape, gates[0], h, *factors)
+            out = StackedFactors.apply(h, *factors, onto, anchor, overwrite, tape, gates, site, name)
             assert isinstance(out, Tensor)
             return out
         kept, quarantine = (f if gate is None else _asking(f, gate, site, name) for f, gate in zip(factors, gates, strict=True))

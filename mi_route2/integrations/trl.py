@@ -174,6 +174,12 @@ class _Watch(TrainerCallback):
     def __init__(self, trainer: "RoutedGRPOTrainer"):
         self._trainer, self._before = trainer, dict[str, Tensor]()
 
+    def on_train_begin(self, args: Any, state: TrainerState, *_given: Any, **_named: Any) -> None:
+        prompts = self._trainer.prompts_sampler
+        if getattr(prompts, "shuffle", False):  # an iterable data set has none, and is told its epoch
+            for _ in range(int(state.epoch or 0)):  # a resumed run would begin with the order of the first epoch again
+                torch.randperm(prompts.num_samples, generator=prompts.generator)
+
     def on_pre_optimizer_step(self, *_given: Any, **_named: Any) -> None:
         adapters = self._trainer.adapters
         self._before = {site: adapters.scored(site).detach().clone() for site in adapters.sites}
@@ -275,6 +281,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             self.ref_model = self._reference
         self.quarantine_lr = self.args.learning_rate if quarantine_lr is None else quarantine_lr
         self._record = record
+        self.prompts_sampler: Any = None
         self._tapes = ExitStack()
         self._window: _Window | None = None
         self._alike = False  # whether the processes were compared
@@ -358,6 +365,16 @@ class RoutedGRPOTrainer(GRPOTrainer):
         return TRLPolicy(self.model, self.adapters, _forward)
 
     # ---- one optimizer step
+
+    def train(self, *given: Any, **named: Any) -> Any:
+        """Train, from a sampling on: TRL would go on in the midst of what an earlier run had sampled."""
+        # Micro-batches from there on would be cut across two samplings, and rollouts would learn from the advantages of others.
+        self._step, self._buffered_inputs, self._window, self._entropy_window_stats = 0, None, None, None
+        return super().train(*given, **named)
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self.prompts_sampler = super()._get_train_sampler(dataset)
+        return self.prompts_sampler
 
     def _reference(self, **inputs: Any) -> Any:
         """Return the output of the base model: TRL's reference."""

@@ -126,6 +126,12 @@ def refuse_route(trainer: Any) -> None:
         return
     if spec.shuffle and trainer.accelerator.num_processes > 1:
         raise ValueError("shuffle=True would shuffle the flags of each process apart: train this control in one process")
+    early = isinstance(spec, MaskSpec) and spec.decided_at in ("forward", "backward")
+    if spec.shuffle and early and args.gradient_accumulation_steps > 1:
+        raise ValueError(
+            "shuffle=True would shuffle these flags within each micro-batch, which is not a valid control: use "
+            "gradient_accumulation_steps=1, or unit='pooled' with score_policy='ablated'"
+        )
     if spec.kept_advantage == "unflagged":
         refuse_groups(trainer)
 

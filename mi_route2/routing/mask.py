@@ -256,8 +256,8 @@ class MaskGate:
                 "unit='pooled' or score_policy='ablated' (or, if the forward itself ran twice, one tape for each)"
             )
         self._points[site] = point
-        if self._spec.decided_at in ("begin", "forward") and site not in self.masks:
-            self._decide(site)
+        if self._spec.decided_at in ("begin", "forward"):
+            self.decide(site)
 
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
         if isinstance(self._reader, ActivationReader):
@@ -281,8 +281,7 @@ class MaskGate:
 
     def passed(self, site: str, gradient: FactorGradient | Written) -> Tensor:
         """Return ``sum_b w_b g_b`` of one factor; decide the module's mask first if this is its first gradient."""
-        if site not in self.masks:
-            self._decide(site)
+        self.decide(site)
         return gradient.weighted(weigh(self.masks[site], self._spec, self._advantages))
 
     def pooled(self) -> tuple[Float[Tensor, " b"], Bool[Tensor, " b"]]:
@@ -311,8 +310,10 @@ class MaskGate:
     def _features(self) -> Features:
         return self._gradients if self._reader is None else self._reader.features
 
-    def _decide(self, site: str) -> None:
-        """Decide the module's mask; the hooks at its mask point run once, and the mask that they return is final."""
+    def decide(self, site: str) -> None:
+        """Decide the module's mask, once; the hooks at its mask point run once, and the mask that they return is final."""
+        if site in self.masks:
+            return
         if self.known is None and self._spec.unit == "pooled":
             scores, flags = self.pooled()
             self.settle(scores, shuffled(flags, self._generator) if self._spec.shuffle else flags)
@@ -384,6 +385,7 @@ class _MaskStep(Once):
         kept = self._policy.adapters.kept_parameters()
         for (site, factor), gradient in gate.waiting.items():
             p = kept[f"{site}.{factor}"]
+            gate.decide(site)
             if not p.requires_grad:
                 continue  # a frozen factor is scored too, but autograd would give it no gradient either
             routed = gate.passed(site, gradient).to(p.dtype)

@@ -303,8 +303,8 @@ def summed(loss: object, batch: TrainBatch) -> Tensor:
         )
     if not loss.requires_grad:
         raise ValueError(
-            "loss_fn returned a loss without a gradient: compute it from the given logits, without detach(), and call "
-            "backward outside of torch.no_grad()"
+            "loss_fn returned a loss without a gradient: compute it from the given logits, without detach(), call backward "
+            "outside of torch.no_grad(), and freeze no more than some of the adapters"
         )
     return loss if loss.ndim == 0 else loss.sum()
 
@@ -522,6 +522,11 @@ class EraseRoute(OneCall):
         if self._fits[0] is not self.directions or self._fits[1] is not policy.adapters:
             check_directions(self.directions, "grad", policy.adapters, {}, axes=True)
             self._fits = self.directions, policy.adapters
+        if frozen := [site for site in self.directions.vectors if not policy.adapters.scored(site).requires_grad]:
+            raise ValueError(
+                f"the kept adapter of {frozen[0]} is frozen, so there is no gradient to erase from: call requires_grad_(True) on "
+                "its parameters, or leave this Linear out of the patterns of attach"
+            )
         # The quarantine of the additive form learns only the removed part, so its own gradient is discarded.
         parts = [
             Part(

@@ -216,6 +216,9 @@ def steered(job: Job, world: World, host: Host, policy: Policy) -> Iterator[None
     # A hook on the modules themselves: the model samples by itself, and nnsight's edits are in its traces alone.
     modules = open_host("torch", policy.model) if job.host == "nnsight" else host
     with modules.hooks({site: lambda h: h + push.to(h)}):
+        # A hook has to fire, and a run that is resumed after its last step, or stopped before one, has no forward of its own.
+        with torch.no_grad(), policy.adapters.reference():
+            modules.logits(pairs.hack.tokens[:1])
         yield
 
 

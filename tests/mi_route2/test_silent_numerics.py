@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from families import make_family
-from mask_oracle import FixedFitter, assert_same, random_directions, run
+from mask_oracle import FixedFitter, assert_same, erase_route, mask_route, random_directions, run
 from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts, named_policy
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
@@ -423,6 +423,55 @@ def test_stacked_adapters_ask_the_gates_of_frozen_factors_too(spec: MaskSpec, fr
     assert_same(stacked.kept, plain.kept)
     assert_same(stacked.quarantine, plain.quarantine)
     assert torch.equal(stacked.decision.flags, plain.decision.flags)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["kept", "both"])
+@pytest.mark.parametrize("frozen", ["blocks.0.attn.q.", "blocks.0.", ""])
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("lora", MaskSpec("full", unit="rollout")),
+        ("lora-stacked", MaskSpec("full", unit="rollout", through="detach")),
+        ("svd-shared", MaskSpec("full", unit="rollout")),
+        ("svd-fold", MaskSpec("grad", unit="rollout")),
+        ("lora-shared", MaskSpec("grad")),
+        ("svd-stacked", MaskSpec("full")),
+        ("lora", MaskSpec("act")),
+        ("lora", None),
+    ],
+)
+def test_frozen_adapters_where_no_input_needs_a_gradient_are_scored_as_others(
+    name: str, spec: MaskSpec | None, frozen: str, both: bool
+) -> None:
+    """Autograd runs nothing backwards there by itself. A frozen adapter learns nothing, and changes no flag and no other."""
+    policy, batch = named_policy(name), make_batch()
+    route = OpenRoute(OpenSpec()) if spec is None else mask_route(policy, spec)
+    expected = run(policy, route, batch)
+    for named in (policy.adapters.kept_parameters(), *([policy.adapters.quarantine_parameters()] if both else [])):
+        for n, p in named.items():
+            p.requires_grad_(not n.startswith(frozen))
+    if spec is None and both and not frozen:
+        with pytest.raises(ValueError, match=r"freeze no more than some of the adapters"):
+            route.backward(policy, batch, lambda logits, batch: batch.rollouts.logprobs(logits).sum())
+        return
+    own = run(policy, route, batch)
+    kept, quarantine = (
+        {n: torch.zeros_like(g) if learns_not and n.startswith(frozen) else g for n, g in gradients.items()}
+        for gradients, learns_not in ((expected.kept, True), (expected.quarantine, both))
+    )
+    assert_same(own.kept, kept)
+    assert_same(own.quarantine, quarantine)
+    if spec is not None:
+        torch.testing.assert_close(own.decision.scores, expected.decision.scores, rtol=0, atol=1e-12)
+        assert torch.equal(own.decision.flags, expected.decision.flags)
+
+
+def test_nothing_is_erased_from_a_frozen_adapter() -> None:
+    policy = make_policy(SPECS["lora"])
+    route = erase_route(policy)
+    policy.adapters.scored("blocks.1.attn.q").requires_grad_(False)
+    with pytest.raises(ValueError, match=r"kept adapter of blocks\.1\.attn\.q is frozen.*requires_grad_\(True\)"):
+        run(policy, route, make_batch())
 
 
 class InPlace(nn.Module):

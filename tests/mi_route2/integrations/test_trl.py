@@ -1,6 +1,7 @@
 """TRL's own loop with a route takes the steps of ours, however its batch is cut, and ships the kept adapter alone."""
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -521,6 +522,36 @@ def test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments(tmp
     assert len(seen.gradients) == 1
 
 
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_run_that_is_resumed_in_a_later_epoch_has_the_order_of_that_epoch(step: int, tmp_path: Path) -> None:
+    """Two steps an epoch; TRL draws the orders of all epochs from one generator, which no checkpoint holds."""
+    settings: dict[str, Any] = {"size": 4, "gradient_accumulation_steps": 2, "steps": 4, "shuffle_dataset": True}
+    whole, seen = make_trainer(tmp_path, MaskSpec(), **settings, save_strategy="steps", save_steps=1)
+    whole.train()
+    again, resumed = make_trainer(tmp_path / "again", MaskSpec(), **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    for own, expected in zip(resumed.gradients, seen.gradients[step:], strict=True):
+        assert all(torch.equal(own[name], gradient) for name, gradient in expected.items())
+
+
+def test_a_trainer_that_was_broken_off_trains_again_as_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook. What is left of the step would give rollouts the advantages of others."""
+    rule = MaskSpec(reinforced_only=True)
+    trainer, seen = make_trainer(tmp_path, rule, size=2, gradient_accumulation_steps=4)
+    backward, calls = trainer.accelerator.backward, itertools.count()
+
+    def broken_off(*given: Any, **named: Any) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        backward(*given, **named)
+
+    monkeypatch.setattr(trainer.accelerator, "backward", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert_ours(trainer, seen, ours(rule))
+
+
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     """Rewards do not depend on the model here, so the first checkpoint stays the best."""
     best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "save_strategy": "steps"}
@@ -722,6 +753,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "groups": (UNFLAGGED, {"size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}, "whole groups"),
     "deviation": (UNFLAGGED, {"scale_rewards": "group"}, "not divided by a deviation"),
     "straddling": (MaskSpec(), {"size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}, "sampled later"),
+    "micro-batches": (
+        MaskSpec(score="act", shuffle=True),
+        {"size": 4, "gradient_accumulation_steps": 2},
+        "use gradient_accumulation_steps=1, or unit='pooled'",
+    ),
     "upload": (MaskSpec(), {"push_to_hub": True, "hub_strategy": "checkpoint"}, "must not be uploaded"),
     "split": (MaskSpec(), {"parallelism_config": ParallelismConfig()}, "has no whole gradient"),
     "entropy": (UNFLAGGED, {"use_adaptive_entropy": True}, "would count both"),

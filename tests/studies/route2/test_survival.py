@@ -639,3 +639,19 @@ def test_a_killed_run_on_a_chat_model_ends_alike(tmp_path: Path) -> None:
     targets = [[WRITE, RESUME], [GENERATION], [BETWEEN], ["damaged"]]
     (told,) = trials(tmp_path / "scratch", tmp_path / "cache", job, 1, ("", targets))
     assert json.loads(told) == [WRITE, RESUME, GENERATION, BETWEEN, FAULTS[2]]
+
+
+def test_a_steered_run_that_is_stopped_before_a_step_or_was_killed_after_the_last_ends(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tiny_job(tmp_path, "preventative-2-random", cache=cache)
+    assert not run_on(job, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "evaluate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_on(job)
+    assert run_on(job)
+
+
+def killed(*_given: object) -> None:
+    raise KeyboardInterrupt
