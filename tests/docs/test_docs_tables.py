@@ -238,7 +238,7 @@ TABLES = {
 }
 
 
-OTHERS = ("map", "results", "results_strong", "results_weak", "tracing", "steering_study", "lanes")
+OTHERS = ("map", "results", "results_strong", "results_weak", "results_development", "tracing", "steering_study", "lanes")
 ANSWERING = (*ANSWERS, *(f"{page}.md" for page in OTHERS))
 INTERVAL = re.compile(r"[+-]?\d*\.\d+ \[[^]\n]+\]")
 
