@@ -39,7 +39,7 @@ from mi_route2.engine.residents import Residents
 from mi_route2.engine.rules import RuleBook
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler, Shares
-from mi_route2.engine.text import Growing
+from mi_route2.engine.text import Growing, grown
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.hosts.state import ModelState
@@ -257,7 +257,7 @@ class Engine:
         if asked.deadline is not None:
             self._deadlines[sequence] = monotonic() + asked.deadline
         if sampling.stop:
-            sequence.text = Growing(self.tokenizer, sampling.stop)
+            sequence.text = Growing(self.tokenizer, sampling.stop, asked.prompt)
         self._sequences[number] = sequence
         self._owners[asked.owner] += 1
         if self.paused:
@@ -757,7 +757,7 @@ class Engine:
                 if one.text is not None and one.text.stopped:
                     result.text, result.finish = one.text.text, "stop" if finish == "length" else finish
                 else:
-                    result.text = self.tokenizer.decode(result.ids)
+                    result.text = grown(self.tokenizer, one.request.prompt, result.ids)
             except Exception as wrong:
                 result.finish, result.error = "error", error or failure(_DECODING, wrong)
         one.settle()

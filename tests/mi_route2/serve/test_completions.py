@@ -361,14 +361,22 @@ def test_a_word_and_the_end_of_one_have_two_texts_and_each_token_is_where_its_of
     assert served.tokens([3, 2, 3]) == [" w1", "w1", " w1"]
     asked = {"max_tokens": 12, "logprobs": 66, "seed": 1, "ignore_eos": True}
     with running(served) as one, PatchStudy(one.url) as study:
-        whole = study.complete([5, 6], **asked)["choices"][0]
-        pieces = [chunk["choices"][0]["logprobs"] for chunk in study.stream([5, 6], **asked)]
-    assert len(whole["logprobs"]["top_logprobs"][0]) == 66  # none hides another one
-    tokens, offsets = (whole["logprobs"][name] for name in ("tokens", "text_offset"))
-    assert 0 not in whole["mi_route2"]["token_ids"]
-    ends = [*offsets[1:], len(whole["text"])]
-    assert [whole["text"][start:end] for start, end in zip(offsets, ends)] == [tokens[0].lstrip(), *tokens[1:]]
-    assert [at for piece in pieces if piece for at in piece["text_offset"]] == offsets
+        for prompt, spaced in (([5, 6], True), ([0], False)):
+            whole = study.complete(prompt, **asked)["choices"][0]
+            chunks = [chunk["choices"][0] for chunk in study.stream(prompt, **asked)]
+            assert len(whole["logprobs"]["top_logprobs"][0]) == 66  # none hides another one
+            tokens, offsets = (whole["logprobs"][name] for name in ("tokens", "text_offset"))
+            ids = whole["mi_route2"]["token_ids"]
+            assert 0 not in ids
+            ends = [*offsets[1:], len(whole["text"])]
+            first = tokens[0] if spaced else tokens[0].lstrip()
+            assert [whole["text"][start:end] for start, end in zip(offsets, ends)] == [first, *tokens[1:]]
+            assert [at for one in chunks if one["logprobs"] for at in one["logprobs"]["text_offset"]] == offsets
+            assert "".join(one["text"] for one in chunks) == whole["text"]
+            if spaced:
+                assert tokens[0].startswith(" ")
+                stopped = study.complete(prompt, **asked, stop=tokens[0])["choices"][0]
+                assert (stopped["text"], stopped["mi_route2"]["token_ids"]) == ("", ids[:1])
 
 
 OFF = "blocks.1.mlp.down.quarantine_out"
