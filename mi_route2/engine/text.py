@@ -64,17 +64,19 @@ class Growing:
 
     def extend(self, tokens: Sequence[int]) -> str:
         """Add tokens and return the text that is certain now, as ``push`` of each would, with as few decodings as possible."""
-        if len(tokens) > 1 and not (self._stop or self.stopped):
-            self._ids += tokens
-            if not (piece := self._unread()).endswith(SPLIT):
-                self._finish(piece)
-                return self._give(0)
-            del self._ids[-len(tokens) :]
-        return "".join([self.push(token) for token in tokens])
+        if len(tokens) < 2 or self._stop or self.stopped:
+            return "".join([self.push(token) for token in tokens])
+        self._ids += tokens
+        if SPLIT not in (piece := self._unread()):
+            self._finish(piece)
+            return self._give(0)
+        del self._ids[-len(tokens) :]
+        half = len(tokens) // 2
+        return self.extend(tokens[:half]) + self.extend(tokens[half:])
 
     def end(self) -> str:
         """Return the text that was held back; no token follows."""
-        if not self.stopped:
+        if not self.stopped and self._read < len(self._ids):
             self._finish(self._unread())
         return self._give(0)
 
@@ -90,6 +92,8 @@ class Growing:
         """Return the text of the tokens whose last character is not finished, or of the last one."""
         self._begin()
         before, after = self._decode(self._ids[self._from : self._read]), self._decode(self._ids[self._from :])
+        if not after.startswith(before):  # bytes that are tokens, of which one alone breaks those before
+            return self._decode(self._ids[self._read :])
         return after[len(before) :]
 
     def _finish(self, piece: str) -> None:
@@ -121,9 +125,9 @@ class Growing:
 
 
 def grown(tokenizer: Any, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text of ``ids`` behind ``prompt``, as ``Growing`` does."""
-    ending = _ending(tokenizer.decode, prompt)
-    return tokenizer.decode([*ending, *ids])[len(tokenizer.decode(ending)) :]
+    """Return the text of ``ids`` behind ``prompt``: that of ``Growing``."""
+    growing = Growing(tokenizer, (), prompt)
+    return growing.extend(ids) + growing.end()
 
 
 def _ending(decode: Callable[[list[int]], str], prompt: Sequence[int]) -> list[int]:
@@ -135,7 +139,7 @@ def _ending(decode: Callable[[list[int]], str], prompt: Sequence[int]) -> list[i
             if (text := decode(some[:count])) and not text.endswith(SPLIT):
                 return some[:count]
         if size >= len(prompt):
-            break
+            return some if not decode(some) and decode(2 * some) else []  # a space that is left out, or special tokens
         size *= 2  # of special tokens, or cut within a character of bytes that are tokens
     return []
 

@@ -518,7 +518,10 @@ async def _whole(choice: Choice, server: Server, words: Wording) -> dict[str, An
         **_last(choice),
     }
     finish = "length" if result.finish == "length" else "stop"
-    return {**words.whole(choice.index, result.text or "", words.logprobs(result.tokens, 0, choice.growing.inside), finish), "mi_route2": extra}
+    return {
+        **words.whole(choice.index, result.text or "", words.logprobs(result.tokens, 0, choice.growing.inside), finish),
+        "mi_route2": extra,
+    }
 
 
 async def _told(

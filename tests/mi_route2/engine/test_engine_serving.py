@@ -790,7 +790,6 @@ def test_a_text_is_what_that_of_its_prompt_grows_by(prompt: list[int], ids: list
         tokenizer.decode = lambda some: plain(some).removeprefix(" ")
     before = tokenizer.decode(prompt)
     assume(not before.endswith(SPLIT))
-    assume(before or not any(prompt))  # a space alone is left out as well
     whole = tokenizer.decode([*prompt, *ids])[len(before) :]
     places = [whole.find(one) for one in stop if one in whole]
     expected = whole[: min(places)] if places else whole
@@ -813,6 +812,31 @@ def test_a_text_of_bytes_is_not_changed_by_its_prompt_and_a_long_prompt_costs_a_
     assert tokenizer.decoded < 100
 
 
+class Fallback:
+    """A tokenizer of bytes of which a row is text only if all of it is, as those are that SentencePiece falls back to."""
+
+    def decode(self, ids: list[int]) -> str:
+        raw = bytes(ids)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return SPLIT * len(raw)
+
+
+@given(st.text("é語😀a", max_size=5), st.text("é語😀a", max_size=5), st.integers(0, 3), st.data())
+def test_an_unfinished_character_does_not_break_those_before_it(before: str, text: str, cut: int, data: st.DataObject) -> None:
+    """However a stream groups its tokens."""
+    raw = list(text.encode())[: len(text.encode()) - cut]
+    whole = bytes(raw).decode(errors="ignore")
+    expected = whole + SPLIT * (len(raw) - len(whole.encode()))
+    growing, left, pieces = Growing(Fallback(), (), list(before.encode())), raw, []
+    while left:
+        count = data.draw(st.integers(0, 6))
+        pieces.append(growing.extend(left[:count]))
+        left = left[count:]
+    assert "".join(pieces) + growing.end() == expected == grown(Fallback(), list(before.encode()), raw)
+
+
 def test_a_result_continues_its_prompt_and_a_stop_text_may_begin_with_its_first_space() -> None:
     host, tokenizer = host_of(), Bytes([b" w%d" % i for i in range(VOCAB)])
     plain = tokenizer.decode
@@ -822,7 +846,6 @@ def test_a_result_continues_its_prompt_and_a_stop_text_may_begin_with_its_first_
     stop = (f" w{found.ids[0]}",)
     (stopped,) = Engine(host, tokenizer=tokenizer).generate([Request(PROMPT, Sampling(max_new=3, stop=stop))], progress=False)
     assert (stopped.text, stopped.finish, len(stopped.ids)) == ("", "stop", 1)
-
 
 
 def test_each_token_costs_a_decoding_of_a_few_and_bytes_that_are_no_text_come_out() -> None:
