@@ -138,6 +138,7 @@ class Engine:
             device=device,
             adapter_sites=model.adapters(),
             guard=_weakly(self._refuse_second_hand),
+            guard_rules=_weakly(self._refuse_undone),
         )
         for name, vector in (vectors or {}).items():
             self._steering.register(name, vector)
@@ -624,6 +625,9 @@ class Engine:
                     f"the controller {rivals[0]!r} would read this monitor on request {one.id}, whose scale and row a rule or "
                     "another controller sets: set it on other requests, or when this one has ended"
                 )
+
+    def _refuse_undone(self, request: int, value: float | str | None) -> None:
+        self._residents.rules.refuse(request, value)
 
     def _rivals(self, steering: Steering) -> list[str]:
         """Return the names of the probe controllers that set the scale and the row of a request with this steering."""

@@ -20,7 +20,6 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from mi_route2.engine import Engine
-from mi_route2.engine.rules import RuleBook
 from mi_route2.runs import RunStore
 from mi_route2.runs.rows import automatic, available
 from mi_route2.serve.api import openai, study
@@ -379,13 +378,7 @@ async def scale(number: int, body: ScaleIn, server: TheServer, client: TheClient
     """Scale the steering vectors of a running request, from its next token on."""
     server.find(number, client)
 
-    def change(engine: Engine) -> None:
-        if any(one.scales(number) for one in engine.controllers.sync if isinstance(one, RuleBook)):
-            told = f"a rule that attenuates sets the scale of request {number}, and would be undone: send it without that rule"
-            raise ApiError(409, told, code="ruled")
-        engine.steering.set_scale(body.scale, request=number)
-
-    await _tuned(server, client, number, change)
+    await _tuned(server, client, number, lambda engine: engine.steering.set_scale(body.scale, request=number))
     return Json({"request": number, "scale": body.scale})
 
 

@@ -409,6 +409,33 @@ def test_what_acts_on_an_adapter_that_is_off_in_the_requests_mode_is_refused(ser
     assert server.http.post("/v1/completions", json=seen).status_code == 200
 
 
+def test_what_steers_every_request_or_a_conversation_does_not_act_on_adapters_that_are_off(server: Running) -> None:
+    """Of a request in the server's own mode, it does."""
+    sites = [OFF, OFF.replace("quarantine_out", "kept_out")]
+    add = {"scope": "rest_of_conversation", "apply": {"add": [{"site": OFF, "vector": "push"}]}}
+    monitor = {**MONITOR, "threshold": -9.0, "adds": [{"site": OFF, "vector": "push"}]}
+
+    def said(**more: Any) -> Any:
+        body = {"prompt": PROMPT, "max_tokens": 4, "logprobs": 1, "temperature": 0, "ignore_eos": True, **more}
+        answer = server.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+
+    plain = {mode: said(adapters=mode) for mode in ("full", "deployed", "reference")}
+    for one in ({"steering_vectors": dict.fromkeys(sites, "push")}, {"monitors": [monitor]}):
+        assert server.http.post("/v1/steering/set", json={"scope": "global", **one}).status_code == 200
+        try:
+            assert said(adapters="reference") == plain["reference"]
+            assert said(adapters="full") != plain["full"]
+            if "monitors" in one:
+                assert said(adapters="deployed") == plain["deployed"]
+        finally:
+            server.http.post("/v1/steering/clear", json={"scope": "global"})
+    said(steering=[add], conversation_id="closed")
+    assert said(conversation_id="closed", adapters="deployed") == plain["deployed"]
+    assert said(conversation_id="closed") != plain["full"]
+
+
 def test_a_slider_undoes_no_rule(server: Running, client: openai.OpenAI) -> None:
     rule: dict[str, Any] = {"scope": "rest_of_request", "apply": {"attenuate": 0.0}}
     body = {"decode_steering_vectors": {SITE: "push"}, "steering": [rule], "ignore_eos": True}
@@ -416,7 +443,7 @@ def test_a_slider_undoes_no_rule(server: Running, client: openai.OpenAI) -> None
         stream = client.completions.create(model="micro", prompt=PROMPT, max_tokens=100, stream=True, extra_body=body)
         number = next(iter(stream)).model_extra["mi_route2"]["request"]
         answer = server.http.post(f"/v1/streams/{number}/scale", json={"scale": 1.0})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "ruled")
+        assert (answer.status_code, "would be undone" in answer.text) == (400, True), answer.text
         assert server.http.get("/v1/steering/dynamic").json()["requests"][str(number)]["scale"] == 0.0
         stream.close()
 
