@@ -187,6 +187,24 @@ def test_a_mode_that_is_not_served_is_refused() -> None:
     assert "start a server with --mode full" in answer.json()["error"]["message"]
 
 
+def test_an_answers_message_can_be_sent_back_and_null_is_as_if_a_field_was_not_given(client: openai.OpenAI) -> None:
+    said: list[Any] = [{"role": "user", "content": PROMPT}]
+    asked: dict[str, Any] = {"model": "micro", "max_tokens": 4, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    message = client.chat.completions.create(messages=said, **asked).choices[0].message
+    text = {"role": "assistant", "content": message.content}
+    for back in (message, message.model_dump()):
+        answers = [client.chat.completions.create(messages=[*said, one, *said], **asked).choices[0] for one in (text, back)]
+        assert answers[0].message.content == answers[1].message.content
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("max_tokens", "temperature", "n", "top_p", "echo", "stream", "logprobs", "stop", "seed")
+    )
+    found = client.completions.create(model="micro", prompt=PROMPT, extra_body={"ignore_eos": True, "seed": 1}, **nothing)
+    plain = client.completions.create(model="micro", prompt=PROMPT, extra_body={"ignore_eos": True, "seed": 1})
+    assert (found.choices[0].text, found.usage) == (plain.choices[0].text, plain.usage)
+    with pytest.raises(openai.UnprocessableEntityError, match="prompt: "):
+        client.completions.create(model="micro", prompt=None)
+
+
 def test_chat_whole_and_streamed(client: openai.OpenAI, engine: Engine) -> None:
     asked: dict[str, Any] = {
         "model": "micro", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5, "temperature": 0,
