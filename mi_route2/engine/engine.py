@@ -131,6 +131,7 @@ class Engine:
         self.scheduler: Scheduler[EngineRequest] = Scheduler(
             rows=rows, budget=budget, chunk=chunk, room=room, grain=grain, patience=patience
         )
+        book = RuleBook(rivals=_weakly(self._rivals))
         self._steering = SteeringState(
             model.shape,
             rows=steering_rows,
@@ -138,7 +139,7 @@ class Engine:
             device=device,
             adapter_sites=model.adapters(),
             guard=_weakly(self._refuse_second_hand),
-            guard_rules=_weakly(self._refuse_undone),
+            guard_rules=book.refuse,
         )
         for name, vector in (vectors or {}).items():
             self._steering.register(name, vector)
@@ -162,12 +163,11 @@ class Engine:
             slot_bytes=slot_bytes,
             exact=exact,
             patience=patience,
-            rivals=_weakly(self._rivals),
+            rules=book,
         )
         self.controllers = Controllers() if controllers is None else controllers
         if any(isinstance(one, RuleBook) for one in self.controllers.sync):
             raise ValueError("these controllers belong to another engine: give each engine its own")
-        book = self._residents.rules
         for one in (*self.controllers.sync, *self.controllers.queues):
             if one.name == book.name:
                 raise ValueError(f"a controller is called {book.name!r}, which is the name of the engine's own: call it otherwise")
@@ -625,9 +625,6 @@ class Engine:
                     f"the controller {rivals[0]!r} would read this monitor on request {one.id}, whose scale and row a rule or "
                     "another controller sets: set it on other requests, or when this one has ended"
                 )
-
-    def _refuse_undone(self, request: int, value: float | str | None) -> None:
-        self._residents.rules.refuse(request, value)
 
     def _rivals(self, steering: Steering) -> list[str]:
         """Return the names of the probe controllers that set the scale and the row of a request with this steering."""
