@@ -270,7 +270,8 @@ class AsyncController:
             if self._waiting + len(actions) > self.capacity:
                 self._dropped += len(actions)
                 return False
-            self._queue.append(actions)
+            if actions:  # an empty group would take room that nobody counts
+                self._queue.append(actions)
             self._waiting += len(actions)
             return True
 

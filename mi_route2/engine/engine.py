@@ -39,7 +39,7 @@ from mi_route2.engine.residents import Residents
 from mi_route2.engine.rules import RuleBook
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler, Shares
-from mi_route2.engine.text import Growing
+from mi_route2.engine.text import Growing, grown
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.hosts.state import ModelState
@@ -131,6 +131,7 @@ class Engine:
         self.scheduler: Scheduler[EngineRequest] = Scheduler(
             rows=rows, budget=budget, chunk=chunk, room=room, grain=grain, patience=patience
         )
+        book = RuleBook(rivals=_weakly(self._rivals))
         self._steering = SteeringState(
             model.shape,
             rows=steering_rows,
@@ -138,6 +139,7 @@ class Engine:
             device=device,
             adapter_sites=model.adapters(),
             guard=_weakly(self._refuse_second_hand),
+            guard_rules=book.refuse,
         )
         for name, vector in (vectors or {}).items():
             self._steering.register(name, vector)
@@ -161,12 +163,11 @@ class Engine:
             slot_bytes=slot_bytes,
             exact=exact,
             patience=patience,
-            rivals=_weakly(self._rivals),
+            rules=book,
         )
         self.controllers = Controllers() if controllers is None else controllers
         if any(isinstance(one, RuleBook) for one in self.controllers.sync):
             raise ValueError("these controllers belong to another engine: give each engine its own")
-        book = self._residents.rules
         for one in (*self.controllers.sync, *self.controllers.queues):
             if one.name == book.name:
                 raise ValueError(f"a controller is called {book.name!r}, which is the name of the engine's own: call it otherwise")
@@ -257,7 +258,7 @@ class Engine:
         if asked.deadline is not None:
             self._deadlines[sequence] = monotonic() + asked.deadline
         if sampling.stop:
-            sequence.text = Growing(self.tokenizer, sampling.stop)
+            sequence.text = Growing(self.tokenizer, sampling.stop, asked.prompt)
         self._sequences[number] = sequence
         self._owners[asked.owner] += 1
         if self.paused:
@@ -757,7 +758,7 @@ class Engine:
                 if one.text is not None and one.text.stopped:
                     result.text, result.finish = one.text.text, "stop" if finish == "length" else finish
                 else:
-                    result.text = self.tokenizer.decode(result.ids)
+                    result.text = grown(self.tokenizer, one.request.prompt, result.ids)
             except Exception as wrong:
                 result.finish, result.error = "error", error or failure(_DECODING, wrong)
         one.settle()

@@ -110,6 +110,8 @@ class Captured:
 class Result:
     """The outcome of one request. ``error`` is a one-sentence reason if ``finish`` is ``"error"``.
 
+    ``text`` is what the text of the prompt grows by, up to a stop text.
+
     ``unfired`` names each capture and patch at a position that was never computed because the request ended before, and each
     capture that no token matched. ``seed`` is the request's seed, or the one that the engine drew. ``cached`` counts prompt tokens
     whose keys and values came from the prefix cache, ``preemptions`` how often the request was preempted. ``readings`` and

@@ -6,7 +6,7 @@ the request); its keys and values are saved outside of the slots and restored un
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import inf
 
@@ -19,7 +19,6 @@ from mi_route2.hosts.state import ModelState
 from mi_route2.runs import RunStore
 from mi_route2.runs.rows import BEHIND
 from mi_route2.sites import Site
-from mi_route2.steering.specs import Steering
 from mi_route2.steering.state import Full, SteeringState
 from mi_route2.steering.table import row_key
 
@@ -47,12 +46,12 @@ class Residents:
         slot_bytes: int | None,
         exact: bool,
         patience: int | None,
-        rivals: Callable[[Steering], Sequence[str]],
+        rules: RuleBook,
     ):
         self.decoder, self.slots, self.steering, self.prefixes, self.state = decoder, slots, steering, prefixes, state
         self.store, self.patch_slots, self.slot_bytes, self.exact = store, patch_slots, slot_bytes, exact
         self.patience = inf if patience is None else patience
-        self.rules = RuleBook(rivals=rivals)
+        self.rules = rules
         self.failed: list[tuple[EngineRequest, str]] = []
         self.lost: dict[EngineRequest, str] = {}
         self._short: set[Site] = set()

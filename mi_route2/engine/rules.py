@@ -283,9 +283,9 @@ class RuleBook:
         state.admit(request, run.spec, owner=run.owner, conversation=run.conversation, configs=run.configs)
         self._runs[request] = run
         if not again:
+            run.scale = run.base
             if run.base != 1:
                 state.set_scale(run.base, request=request)
-            run.scale = run.base
             for rule in run.rules:
                 if rule.when is None and rule.scope == LASTING:
                     self._latch(run, rule, request)
@@ -315,12 +315,18 @@ class RuleBook:
         run = self._runs.get(request)
         return (run or self._run(state, rules, spec or UNSTEERED, "", conversation, vectors)).switches
 
-    def scales(self, request: int) -> bool:
-        """Return whether a rule of a running request sets its scale, or may set it."""
+    def refuse(self, request: int, value: float | str | None) -> None:
+        """Raise ``ValueError`` for a scale or a configuration by which a rule of a running request would be undone, or might be."""
         run = self._runs.get(request)
-        return run is not None and (
-            run.base != 1 or any(rule.attenuate is not None and rule.scope != "this_token" for rule in run.rules)
-        )
+        if run is None:
+            return
+        if isinstance(value, str) or value is None:
+            undone, what = bool(run.configs) and value != run.config, "adds vectors sets the row"
+        else:
+            attenuates = any(rule.attenuate is not None and rule.scope != "this_token" for rule in run.rules)
+            undone, what = (run.base != 1 or attenuates) and value != run.scale, "attenuates sets the scale"
+        if undone:
+            raise ValueError(f"a rule that {what} of request {request}, and would be undone: send it without that rule")
 
     @property
     def idle(self) -> bool:

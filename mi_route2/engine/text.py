@@ -1,6 +1,6 @@
 """Text of a token sequence that grows one token at a time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 SPLIT = "\ufffd"
@@ -18,6 +18,7 @@ class Growing:
     Args:
         tokenizer: anything with ``decode(ids)``.
         stop: texts at whose first appearance the text ends. Text that may be the beginning of one is held back.
+        prompt: tokens before, of which a tokenizer may leave out a first space, but not that of the word behind them.
 
     Examples:
         >>> growing = Growing(tokenizer)
@@ -26,8 +27,9 @@ class Growing:
         True
     """
 
-    def __init__(self, tokenizer: Any, stop: Iterable[str] = ()):
-        self._decode, self._stop = tokenizer.decode, tuple(stop)
+    def __init__(self, tokenizer: Any, stop: Iterable[str] = (), prompt: Sequence[int] = ()):
+        self._decode, self._stop, self._prompt = tokenizer.decode, tuple(stop), prompt
+        self._begun = self._inside = False
         self._ids: list[int] = []
         self._from = self._read = self._ahead = self._grew = 0
         self._whole, self._given = "", 0
@@ -37,6 +39,12 @@ class Growing:
     def text(self) -> str:
         """The text that was returned so far."""
         return self._whole[: self._given]
+
+    @property
+    def inside(self) -> bool:
+        """True if the prompt has text, so that the first word has its space."""
+        self._begin()
+        return self._inside
 
     def push(self, token: int) -> str:
         """Add a token and return the text that is certain now; ``stopped`` is set if a stop text has appeared."""
@@ -56,23 +64,36 @@ class Growing:
 
     def extend(self, tokens: Sequence[int]) -> str:
         """Add tokens and return the text that is certain now, as ``push`` of each would, with as few decodings as possible."""
-        if len(tokens) > 1 and not (self._stop or self.stopped):
-            self._ids += tokens
-            if not (piece := self._unread()).endswith(SPLIT):
-                self._finish(piece)
-                return self._give(0)
-            del self._ids[-len(tokens) :]
-        return "".join([self.push(token) for token in tokens])
+        if len(tokens) < 2 or self._stop or self.stopped:
+            return "".join([self.push(token) for token in tokens])
+        self._ids += tokens
+        if SPLIT not in (piece := self._unread()):
+            self._finish(piece)
+            return self._give(0)
+        del self._ids[-len(tokens) :]
+        half = len(tokens) // 2
+        return self.extend(tokens[:half]) + self.extend(tokens[half:])
 
     def end(self) -> str:
         """Return the text that was held back; no token follows."""
-        if not self.stopped:
+        if not self.stopped and self._read < len(self._ids):
             self._finish(self._unread())
         return self._give(0)
 
+    def _begin(self) -> None:
+        """Read the end of the prompt; not when this is made, because a tokenizer may raise."""
+        if not self._begun:
+            ending = _ending(self._decode, self._prompt)
+            self._ids[:0] = ending
+            self._read = self._grew = len(ending)
+            self._begun, self._inside, self._prompt = True, bool(ending), ()
+
     def _unread(self) -> str:
         """Return the text of the tokens whose last character is not finished, or of the last one."""
+        self._begin()
         before, after = self._decode(self._ids[self._from : self._read]), self._decode(self._ids[self._from :])
+        if not after.startswith(before):  # bytes that are tokens, of which one alone breaks those before
+            return self._decode(self._ids[self._read :])
         return after[len(before) :]
 
     def _finish(self, piece: str) -> None:
@@ -95,7 +116,7 @@ class Growing:
         """Return the length of the longest end of the text that begins a stop text."""
         if self.stopped:
             return 0
-        return max((_begun(self._whole, stop) for stop in self._stop), default=0)
+        return max((_overlap(self._whole, stop) for stop in self._stop), default=0)
 
     def _give(self, withheld: int) -> str:
         new = self._whole[self._given : len(self._whole) - withheld]
@@ -103,7 +124,27 @@ class Growing:
         return new
 
 
-def _begun(text: str, stop: str) -> int:
+def grown(tokenizer: Any, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text of ``ids`` behind ``prompt``: that of ``Growing``."""
+    growing = Growing(tokenizer, (), prompt)
+    return growing.extend(ids) + growing.end()
+
+
+def _ending(decode: Callable[[list[int]], str], prompt: Sequence[int]) -> list[int]:
+    """Return the last tokens of a prompt that have text and end with a whole character; none if it has no text."""
+    size = WAITS
+    while prompt:
+        some = list(prompt[-size:])
+        for count in range(len(some), max(0, len(some) - 4), -1):  # an unfinished character is left out, and has at most three
+            if (text := decode(some[:count])) and not text.endswith(SPLIT):
+                return some[:count]
+        if size >= len(prompt):
+            return some if not decode(some) and decode(2 * some) else []  # a space that is left out, or special tokens
+        size *= 2  # of special tokens, or cut within a character of bytes that are tokens
+    return []
+
+
+def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of ``text`` that begins ``stop``; looked for where its first character is."""
     place = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while place >= 0 and not stop.startswith(text[place:]):

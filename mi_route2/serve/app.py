@@ -20,7 +20,6 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from mi_route2.engine import Engine
-from mi_route2.engine.rules import RuleBook
 from mi_route2.runs import RunStore
 from mi_route2.runs.rows import automatic, available
 from mi_route2.serve.api import openai, study
@@ -379,13 +378,7 @@ async def scale(number: int, body: ScaleIn, server: TheServer, client: TheClient
     """Scale the steering vectors of a running request, from its next token on."""
     server.find(number, client)
 
-    def change(engine: Engine) -> None:
-        if any(one.scales(number) for one in engine.controllers.sync if isinstance(one, RuleBook)):
-            told = f"a rule that attenuates sets the scale of request {number}, and would be undone: send it without that rule"
-            raise ApiError(409, told, code="ruled")
-        engine.steering.set_scale(body.scale, request=number)
-
-    await _tuned(server, client, number, change)
+    await _tuned(server, client, number, lambda engine: engine.steering.set_scale(body.scale, request=number))
     return Json({"request": number, "scale": body.scale})
 
 
@@ -424,34 +417,36 @@ async def get_run(
     """Return the description of a run, and the values of one site if it is named."""
     name = _run(run, server, client)
     try:
-        info = await asyncio.to_thread(server.store.info, name)
-        body: dict[str, Any] = {
-            "run": run,
+        about = await asyncio.to_thread(_told, server, name, None if site is None else site_of(site))
+    except (KeyError, ValueError) as error:
+        raise ApiError(404, refusal(error, server.names(client).prefix).message, code="unknown_run") from error
+    return Json({"run": run, **about})
+
+
+def _told(server: Server, run: str, site: Site | None) -> dict[str, Any]:
+    """Return the description of a run, and the values of ``site``."""
+    with server.store.unchanged():  # another run of this name may be written at any time
+        info = server.store.info(run)
+        about: dict[str, Any] = {
             "tokens": list(info.tokens),
             "prompt_length": info.prompt_length,
             "bytes": info.nbytes,
             "sites": [str(one) for one in info.sites],
         }
-        if site is not None:
-            parsed = site_of(site)
-            kind, limit = info.sites.get(parsed), server.limits.capture_bytes
-            if kind is not None and kind.nbytes > limit:
-                raise ApiError(
-                    413,
-                    f"run {run!r} has {kind.nbytes:,} bytes at {parsed}, of {limit:,} that an answer may have: capture fewer "
-                    "positions into a run, or raise the server's --capture-bytes",
-                    param="site",
-                    code="too_large",
-                )
-            body["values"] = await asyncio.to_thread(_values, server.store, name, parsed)
-    except (KeyError, ValueError) as error:
-        raise ApiError(404, refusal(error, server.names(client).prefix).message, code="unknown_run") from error
-    return Json(body)
-
-
-def _values(store: RunStore, run: str, site: Site) -> dict[str, Any]:
-    positions = store.positions(run, site)
-    return {"site": str(site), "positions": positions, "rows": packed(store.rows(run, site, positions))}
+        if site is None:
+            return about
+        kind, limit = info.sites.get(site), server.limits.capture_bytes
+        if kind is not None and kind.nbytes > limit:
+            raise ApiError(
+                413,
+                f"run {run.partition('/')[2]!r} has {kind.nbytes:,} bytes at {site}, of {limit:,} that an answer may have: capture "
+                "fewer positions into a run, or raise the server's --capture-bytes",
+                param="site",
+                code="too_large",
+            )
+        positions = server.store.positions(run, site)
+        rows = server.store.rows(run, site, positions)
+    return {**about, "values": {"site": str(site), "positions": positions, "rows": packed(rows)}}
 
 
 @routes.delete("/v1/runs/{run}", tags=["runs"])

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -77,6 +78,15 @@ class Watch:
     def sites(self) -> set[Site]:
         """The sites at which the monitor reads and acts."""
         return {self.monitor.site, *self.adds, *self.quarantined}
+
+    @cached_property
+    def off(self) -> frozenset[Site]:
+        """Adapters that are switched off, at which nothing else may act: its gate is 1 at every token, whatever the model reads."""
+        monitor = self.monitor
+        if monitor.quarantine != "close" or not monitor.prompt or bool(self.probe.any()):
+            return frozenset()
+        always = squash(torch.zeros((), dtype=self.probe.dtype), monitor.threshold, monitor.sharpness) == 1
+        return self.quarantined if bool(always) else frozenset()
 
 
 def gated(monitor: Monitor, adapters: Iterable[Site]) -> frozenset[Site]:
@@ -328,6 +338,11 @@ class Acting:
     bands: tuple[Mapping[Site, tuple[Band, ...]], Mapping[Site, tuple[Band, ...]]]
     watches: tuple[Watch, ...]
 
+    @property
+    def off(self) -> frozenset[Site]:
+        """The adapters at which nothing acts."""
+        return frozenset[Site]().union(*(watch.off for watch in self.watches))
+
 
 @dataclass
 class Slot:
@@ -352,6 +367,7 @@ class Planner:
 
     def __init__(self, layout: Layout, acting: Sequence[Acting], tables: Mapping[Site, Table], tier: Mapping[Site, Tensor]):
         self.cells, self.acting, self.tables, self.tier = Cells(layout), acting, tables, tier
+        self.off = [one.off for one in acting]
         self.steps: dict[Site, SiteStep] = {}
         self.gating: list[Slot] = []
         self.quarantining: list[Slot] = []
@@ -428,7 +444,7 @@ class Planner:
         for i, acting in enumerate(self.acting):
             for decode in (0, 1):
                 line, scale = 2 * acting.rows[decode] + decode, acting.scales[decode]
-                if line in table.acts and scale != 0 and self.cells.phases[i][decode]:
+                if line in table.acts and scale != 0 and self.cells.phases[i][decode] and site not in self.off[i]:
                     picked.append((i, decode, line, scale))
         if picked:
             cells, lines, scales, which = self._lines(tuple(picked), table.values.dtype)
@@ -453,15 +469,15 @@ class Planner:
         return self._shared[picked]
 
     def _dynamic(self, site: Site, values: Tensor) -> None:
-        pieces = [i for i, (_, generated) in enumerate(self.cells.phases) if generated]
+        pieces = [i for i, (_, generated) in enumerate(self.cells.phases) if generated and site not in self.off[i]]
         if pieces:
             cells = self.cells.index(tuple(self.cells.phases[i][1] for i in pieces))
             self._step(site).terms.append(Term(cells, Spread(values[None], None), self._gates(site, pieces, rows=False)))
 
     def _monitor_vectors(self, slot: Slot) -> None:
         """Add the monitors' own vectors of a slot."""
-        for site in sorted({site for _, watch, *_ in slot.members for site in watch.adds}):
-            here = [(cells, watch.adds[site]) for _, watch, cells, _ in slot.members if site in watch.adds]
+        for site in sorted({site for i, watch, *_ in slot.members for site in watch.adds.keys() - self.off[i]}):
+            here = [(cells, watch.adds[site]) for i, watch, cells, _ in slot.members if site in watch.adds.keys() - self.off[i]]
             ranges = tuple(cells for cells, _ in here)
             slot.used = True
             values = Spread.of(self.cells, ranges, [vector for _, vector in here])
@@ -472,6 +488,8 @@ class Planner:
         for i, acting in enumerate(self.acting):
             for cells, bands in zip(self.cells.phases[i], acting.bands, strict=True):
                 for site, several in bands.items() if cells else ():
+                    if site in self.off[i]:
+                        continue
                     # a request's clamps act one after another, so only the k-th ones of all requests run together
                     for k, band in enumerate(several):
                         by_site.setdefault((site, k), []).append((cells, band))

@@ -309,6 +309,7 @@ class SteeringState:
             gate by name.
         guard: called with its name in readings before a monitor is set on a request (``None``: on all); raises ``ValueError`` to
             refuse it.
+        guard_rules: likewise called before a request gets another scale, or is routed to another configuration.
 
     ``changes`` counts the calls after which the steering may differ.
     """
@@ -322,8 +323,9 @@ class SteeringState:
         device: torch.device | str = "cpu",
         adapter_sites: tuple[Site, ...] = (),
         guard: Callable[[str, int | None], None] = lambda _name, _request: None,
+        guard_rules: Callable[[int, float | str | None], None] = lambda _request, _value: None,
     ):
-        self._guard = guard
+        self._guard, self._guard_rules = guard, guard_rules
         self.rows = Rows(rows, widths, dtype, torch.device(device))
         self.adapter_sites = tuple(sorted(adapter_sites))
         self.vectors: dict[str, Vector] = {}
@@ -511,8 +513,10 @@ class SteeringState:
     def override(self, request: int, config: str | None) -> None:
         """Route the request's generated tokens to another row: one of its own ``configs``, or a held configuration.
 
-        ``None`` restores its own row. The request's scale is unchanged.
+        ``None`` restores its own row. The request's scale is unchanged. ``ValueError`` for a request whose row a rule sets.
         """
+        if request in self:
+            self._guard_rules(request, config)
         self._requests.override(request, config)
         self._changed(request)
 
@@ -528,13 +532,15 @@ class SteeringState:
     def set_scale(self, scale: Number, *, request: int | None = None, config: str | None = None) -> None:
         """Set the scale of a request's static vectors, of a held configuration, or (if neither is given) of the tier.
 
-        Only generated tokens are scaled.
+        Only generated tokens are scaled. ``ValueError`` for a request whose scale a rule sets.
         """
         value = _scale(scale)
         if request is not None and config is not None:
             raise ValueError("a scale belongs to a request, a configuration or the tier: name at most one of them")
         if request is not None:
-            self._requests.of(request).scale = value
+            active = self._requests.of(request)
+            self._guard_rules(request, value)
+            active.scale = value
         elif config is None:
             self.gain = value
         elif (target := self._requests.config(config)).row:

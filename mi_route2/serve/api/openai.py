@@ -330,7 +330,7 @@ async def _entered(made: Sequence[tuple[int, list[int], EngineRequest]], server:
                 raise refusal(error, server.names(client).prefix) from error
             raise
         server.open[stream.number] = Open(client.owner, stream)
-        choices.append(Choice(index, prompt, request, stream, Growing(server.readable, request.sampling.stop)))
+        choices.append(Choice(index, prompt, request, stream, Growing(server.readable, request.sampling.stop, prompt)))
     return choices
 
 
@@ -428,8 +428,8 @@ class Wording:
         said: dict[str, Any] = {"delta": {**role, "content": text}} if self.chat else {"text": text}
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
 
-    def logprobs(self, tokens: Sequence[Token], offset: int) -> Any:
-        """Return the log-probabilities of tokens, of which the first begins at character ``offset``."""
+    def logprobs(self, tokens: Sequence[Token], offset: int, inside: bool) -> Any:
+        """Return the log-probabilities of tokens, of which the first begins at character ``offset``; ``inside``: as ``length``."""
         if not self.wants:
             return None
         texts = self.server.served.tokens([one.token for one in tokens])
@@ -437,7 +437,7 @@ class Wording:
         if not self.chat:
             offsets = [offset]
             for one in tokens:
-                offsets.append(offsets[-1] + self.server.served.length([one.token], offsets[-1]))
+                offsets.append(offsets[-1] + self.server.served.length([one.token], offsets[-1], inside))
             return {
                 "tokens": texts,
                 "token_logprobs": [number(one.logprob) for one in tokens],
@@ -518,7 +518,10 @@ async def _whole(choice: Choice, server: Server, words: Wording) -> dict[str, An
         **_last(choice),
     }
     finish = "length" if result.finish == "length" else "stop"
-    return {**words.whole(choice.index, result.text or "", words.logprobs(result.tokens, 0), finish), "mi_route2": extra}
+    return {
+        **words.whole(choice.index, result.text or "", words.logprobs(result.tokens, 0, choice.growing.inside), finish),
+        "mi_route2": extra,
+    }
 
 
 async def _told(
@@ -592,8 +595,8 @@ def _going(
         "readings": _readings({at: one for event in events for at, one in event.readings.items()}),
         "norms": _norms({at: one for event in events for at, one in event.norms.items()}),
     }
-    logprobs = words.logprobs(tokens, choice.offset) if tokens else None
-    choice.offset += server.served.length(extra["token_ids"], choice.offset)
+    logprobs = words.logprobs(tokens, choice.offset, choice.growing.inside) if tokens else None
+    choice.offset += server.served.length(extra["token_ids"], choice.offset, choice.growing.inside)
     return words.piece(choice.index, text, logprobs, None, first), extra
 
 

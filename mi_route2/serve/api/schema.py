@@ -236,6 +236,11 @@ class StreamOptions(Body):
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
+def _without_null(given: Any) -> Any:
+    """Return an object without fields that are null, by which OpenAI's clients mean that they are not given."""
+    return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
 class Generation(Interventions):
     """Fields common to completions and chat completions."""
 
@@ -252,6 +257,11 @@ class Generation(Interventions):
     frequency_penalty: Literal[0] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        return _without_null(given)
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> "Generation":
@@ -302,6 +312,11 @@ class Message(BaseModel):
     role: Annotated[str, Field(min_length=1, max_length=32)]
     content: Text | Annotated[list[TextPart], Field(max_length=64)]
     name: Annotated[str, Field(max_length=64)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        return _without_null(given)  # an answer's message, which may be sent back, has `refusal`
 
     def plain(self) -> dict[str, str]:
         """Return the message as a chat template reads it."""

@@ -340,6 +340,7 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
         except Exception as error:
             raise refusal(error) from error
         (choice,) = await submitted([(0, list(prompt), asked)], server, client)
+        server.metrics.prompted.inc(len(prompt))
         try:
             async with cancelled_with(request, [choice.stream]):
                 async for _ in choice.stream:

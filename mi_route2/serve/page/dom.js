@@ -64,6 +64,9 @@ export function number(value, digits = 3) {
   return text.replace("-", MINUS);
 }
 
+/** The number in a field; what is none, as an empty field, stays a text, which the server refuses: it is not zero. */
+export const numberOf = text => (text.trim() === "" || Number.isNaN(Number(text)) ? text : Number(text));
+
 /** Two digits for the inside of a cell: .53, −.07, 1.2. */
 export function brief(value) {
   const text = Math.abs(value) >= 9.95 ? value.toFixed(0) : Math.abs(value) >= 0.995 ? value.toFixed(1) : value.toFixed(2).replace("0.", ".");

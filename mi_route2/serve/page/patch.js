@@ -1,6 +1,6 @@
 // The Patch tab: a question about two prompts, the sweep that answers it, and what the patched model says at one cell.
 
-import { $, chip, clearErrors, escaped, later, make, number, remember, say, showError, state, unescaped, visible } from "./dom.js";
+import { $, chip, clearErrors, escaped, later, make, number, numberOf, remember, say, showError, state, unescaped, visible } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 import { events, post } from "./net.js";
 
@@ -60,6 +60,7 @@ function listen() {
 }
 
 function changed() {
+  aligned = null; // of the prompts before
   remember({ ...values(), sites: [...chosen].join(","), swept: null, cell: null });
   usable();
   soon(align);
@@ -147,7 +148,7 @@ function drawColumn({ clean, corrupt, position }) {
 
 function body() {
   const { clean, corrupt, answer, foil, metric, alpha } = values();
-  const asked = { clean, corrupt, metric, sites: [...chosen], alpha: Number(alpha), heads: [...chosen].some(name => HEADED.has(name)), stream: true };
+  const asked = { clean, corrupt, metric, sites: [...chosen], alpha: numberOf(alpha), heads: [...chosen].some(name => HEADED.has(name)), stream: true };
   if (metric !== "kl" && answer) asked.answer = unescaped(answer);
   if (metric === "logit_diff" && foil) asked.foil = unescaped(foil);
   return asked;
@@ -158,6 +159,7 @@ async function sweep() {
   clearErrors($("patch-form"), $("patch-error"));
   if (!chosen.size) return showError({ param: "sites", message: "choose at least one site" }, $("patch-form"), $("patch-error"));
   if (!aligned && !(await align())) return;
+  running?.abort(); // of another press meanwhile
   const control = (running = new AbortController());
   swept = body();
   remember({ ...values(), sites: [...chosen].join(","), swept: 1 });

@@ -1,6 +1,6 @@
 // The Stream tab: a completion whose tokens take the color of what a monitor read, and two sliders that act while it runs.
 
-import { $, chip, clearErrors, hideTip, later, make, number, remember, say, showError, showTip, state, visible } from "./dom.js";
+import { $, chip, clearErrors, hideTip, later, make, number, numberOf, remember, say, showError, showTip, state, visible } from "./dom.js";
 import { events, post, rowsOf } from "./net.js";
 
 const FIELDS = ["prompt", "adapters", "max_tokens", "temperature", "seed"];
@@ -176,10 +176,10 @@ function drawSliders() {
 // --- the stream
 
 function body() {
-  const asked = { model: study.model, prompt: $("prompt").value, max_tokens: Number($("max_tokens").value), temperature: Number($("temperature").value), stream: true };
+  const asked = { model: study.model, prompt: $("prompt").value, max_tokens: numberOf($("max_tokens").value), temperature: numberOf($("temperature").value), stream: true };
   if ($("adapters").value) asked.adapters = $("adapters").value;
   // Drawn here if none is given: a number of 64 bits would lose its last digits in JavaScript, and could not be given again
-  asked.seed = Number($("seed").value.trim() || crypto.getRandomValues(new Uint32Array(1))[0]);
+  asked.seed = numberOf($("seed").value.trim() || String(crypto.getRandomValues(new Uint32Array(1))[0]));
   if (!monitor) return asked;
   base = Number($("scale").value) || NEARLY_ZERO;
   const scaled = given => (given?.vector === undefined ? { vector: given, scale: base } : { ...given, scale: (given.scale ?? 1) * base });

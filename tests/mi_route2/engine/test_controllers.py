@@ -185,6 +185,8 @@ def test_a_full_queue_drops_what_is_new_and_says_so():
     assert not queue.submit(SetScale(5000.0), SetScale(5001.0))  # both or none
     assert queue.submit(SetScale(7.0))
     assert not queue.submit(SetScale(8.0))
+    assert queue.submit()
+    assert len(queue._queue) == QUEUE
     assert queue.snapshot() == {"waiting": QUEUE, "capacity": QUEUE, "dropped": 3}
     assert len(controllers.before_step(state)) == QUEUE
     assert state.gain == 7.0

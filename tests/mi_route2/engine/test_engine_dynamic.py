@@ -11,6 +11,7 @@ from torch import Tensor
 from mi_route2.engine.controllers import (
     Action,
     AsyncController,
+    ClearOverride,
     Controllers,
     Override,
     ProbeController,
@@ -20,7 +21,7 @@ from mi_route2.engine.controllers import (
 )
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Capture, Request, Result
-from mi_route2.engine.rules import Probe, Rule
+from mi_route2.engine.rules import Probe, Rule, parse_rules
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
@@ -107,6 +108,33 @@ def test_what_is_said_after_token_n_changes_token_n_plus_1_and_not_n(after: int)
     assert float((table(mine)[after + 1] - plain[after + 1]).abs().max()) > 1e-3
     close(table(beside), by_hand(host, OTHER, 6, {SITE: lambda h: h.clone()}))
     assert engine.controllers.ledger.snapshot()
+
+
+@pytest.mark.parametrize("attenuates", [True, False])
+def test_no_controller_undoes_a_rule(attenuates: bool) -> None:
+    """Of another request, the same actions apply."""
+    probe = {"probe": {"site": str(SITE), "vector": VECTOR.tolist(), "threshold": -1e6}}
+    add = {"add": [{"site": str(SITE), "vector": VECTOR.tolist()}]}
+    rule = {"when": probe, "scope": "rest_of_request", "apply": {"attenuate": 0.25} if attenuates else add}
+    undoing: list[Action] = [SetScale(1.0, request=0)] if attenuates else [ClearOverride(0), Override(0, "other")]
+    tables = []
+    for script, rules in (({}, [rule]), ({1: undoing}, [rule]), ({1: undoing}, [])):
+        engine = Engine(host_of(), controllers=Controllers([Acts(script)]))
+        engine.steering.hold("other", Steering())
+        own = Steering(decode=(Steer(SITE, VECTOR),))
+        (result,) = engine.generate([Request(PROMPT, greedy(), steering=own, rules=parse_rules(rules))], progress=False)
+        counts = engine.controllers.ledger.snapshot()["sources"].get("script", {})
+        assert counts.get("rejected", 0) == (len(script and undoing) if rules else 0), counts
+        tables.append(table(result))
+    close(tables[0], tables[1])
+    assert float((tables[0][2] - tables[2][2]).abs().max()) > 1e-3
+    engine = Engine(host_of())
+    number = engine.submit(Request(PROMPT, greedy(), rules=parse_rules([rule])))
+    engine.step()
+    engine.step()
+    with pytest.raises(ValueError, match=f"of request {number}, and would be undone: send it without that rule"):
+        _ = engine.steering.set_scale(1.0, request=number) if attenuates else engine.steering.override(number, None)
+    engine.close()
 
 
 def test_a_controller_that_fails_is_counted_and_harms_nobody() -> None:

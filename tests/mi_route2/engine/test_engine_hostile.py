@@ -1136,14 +1136,14 @@ def test_an_interrupt_in_a_forward_loses_nothing_of_what_a_step_has_computed(for
 
 
 class Interrupting:
-    """A tokenizer that is interrupted at its third text: at the second of three tokens."""
+    """A tokenizer that is interrupted at its fifth text: at the second of three first tokens, of three texts each."""
 
     def __init__(self) -> None:
         self.texts = 0
 
     def decode(self, ids: list[int]) -> str:
         self.texts += 1
-        if self.texts == 3:
+        if self.texts == 5:
             raise KeyboardInterrupt
         return "a" * len(ids)
 

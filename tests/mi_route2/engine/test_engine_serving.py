@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mi_route2.engine import Capture, Engine, QueueFullError, Request, Result, Sampling
 from mi_route2.engine.cache import Slots
 from mi_route2.engine.rules import Probe, Rule
 from mi_route2.engine.scheduler import Scheduler, Shares
-from mi_route2.engine.text import SPLIT, Growing
+from mi_route2.engine.text import SPLIT, WAITS, Growing, grown
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.patching.patches import FromRun, Patch
@@ -777,6 +777,77 @@ def test_a_word_behind_a_special_token_keeps_its_space(ids: list[int], stop: tup
     assert together.extend(ids) + together.end() == expected
 
 
+@given(
+    st.lists(st.integers(0, 9), max_size=30), st.lists(st.integers(0, 9), max_size=12),
+    st.sampled_from([(), (" a",), ("c b", " a a"), ("é",)]), st.booleans(),
+)  # fmt: skip
+def test_a_text_is_what_that_of_its_prompt_grows_by(prompt: list[int], ids: list[int], stop: tuple[str, ...], spaced: bool) -> None:
+    """Oracle: the text of all tokens behind that of the prompt, which ends with a whole character."""
+    pieces = [b"", b" a", b" b", b"c", b" ", b"END", "é".encode(), "é".encode()[:1], "é".encode()[1:], b"<s>"]
+    tokenizer = Bytes(pieces)
+    if spaced:
+        plain = tokenizer.decode
+        tokenizer.decode = lambda some: plain(some).removeprefix(" ")
+    before = tokenizer.decode(prompt)
+    assume(not before.endswith(SPLIT))
+    whole = tokenizer.decode([*prompt, *ids])[len(before) :]
+    places = [whole.find(one) for one in stop if one in whole]
+    expected = whole[: min(places)] if places else whole
+    growing, together = Growing(tokenizer, stop, prompt), Growing(tokenizer, stop, prompt)
+    assert "".join(map(growing.push, ids)) + growing.end() == growing.text == expected
+    assert together.extend(ids) + together.end() == expected
+    assert grown(tokenizer, prompt, ids) == whole
+
+
+def test_a_text_of_bytes_is_not_changed_by_its_prompt_and_a_long_prompt_costs_a_few_tokens() -> None:
+    pieces = [b"a", "é".encode()[:1], "é".encode()[1:], "😀".encode()]
+    for prompt in ([1], [0, 1], [3, 1], [0, 2], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]):
+        for ids in ([2, 0], [0], [2], [1, 2, 3], []):
+            growing = Growing(Bytes(pieces), (), prompt)
+            assert "".join(map(growing.push, ids)) + growing.end() == Bytes(pieces).decode(ids) == grown(Bytes(pieces), prompt, ids)
+    tokenizer = Bytes([b"x"] * 10)
+    growing = Growing(tokenizer, ("never",), [0] * 10_000)
+    growing.push(1)
+    grown(tokenizer, [0] * 10_000, [1])
+    assert tokenizer.decoded < 100
+
+
+class Fallback:
+    """A tokenizer of bytes of which a row is text only if all of it is, as those are that SentencePiece falls back to."""
+
+    def decode(self, ids: list[int]) -> str:
+        raw = bytes(ids)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return SPLIT * len(raw)
+
+
+@given(st.text("é語😀a", max_size=5), st.text("é語😀a", max_size=5), st.integers(0, 3), st.data())
+def test_an_unfinished_character_does_not_break_those_before_it(before: str, text: str, cut: int, data: st.DataObject) -> None:
+    """However a stream groups its tokens."""
+    raw = list(text.encode())[: len(text.encode()) - cut]
+    whole = bytes(raw).decode(errors="ignore")
+    expected = whole + SPLIT * (len(raw) - len(whole.encode()))
+    growing, left, pieces = Growing(Fallback(), (), list(before.encode())), raw, []
+    while left:
+        count = data.draw(st.integers(0, 6))
+        pieces.append(growing.extend(left[:count]))
+        left = left[count:]
+    assert "".join(pieces) + growing.end() == expected == grown(Fallback(), list(before.encode()), raw)
+
+
+def test_a_result_continues_its_prompt_and_a_stop_text_may_begin_with_its_first_space() -> None:
+    host, tokenizer = host_of(), Bytes([b" w%d" % i for i in range(VOCAB)])
+    plain = tokenizer.decode
+    tokenizer.decode = lambda some: plain(some).removeprefix(" ")
+    (found,) = Engine(host, tokenizer=tokenizer).generate([Request(PROMPT, Sampling(max_new=3))], progress=False)
+    assert found.text == plain(found.ids)
+    stop = (f" w{found.ids[0]}",)
+    (stopped,) = Engine(host, tokenizer=tokenizer).generate([Request(PROMPT, Sampling(max_new=3, stop=stop))], progress=False)
+    assert (stopped.text, stopped.finish, len(stopped.ids)) == ("", "stop", 1)
+
+
 def test_each_token_costs_a_decoding_of_a_few_and_bytes_that_are_no_text_come_out() -> None:
     tokenizer = Bytes([b"x"] * 400)
     growing = Growing(tokenizer, ("never",))
@@ -804,7 +875,7 @@ def test_the_engine_decodes_a_few_tokens_for_each_that_it_generates() -> None:
     engine = Engine(host_of(), tokenizer=tokenizer)
     engine.submit(Request(PROMPT, Sampling(max_new=40, stop=("never",))))
     finish(engine)
-    assert 40 <= tokenizer.decoded <= 4 * 40 + 40  # and the whole text at the end
+    assert 40 <= tokenizer.decoded <= 4 * 40 + 40 + 5 * WAITS  # and the whole text at the end, behind the prompt's last tokens
 
 
 @given(

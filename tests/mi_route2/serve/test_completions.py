@@ -187,6 +187,24 @@ def test_a_mode_that_is_not_served_is_refused() -> None:
     assert "start a server with --mode full" in answer.json()["error"]["message"]
 
 
+def test_an_answers_message_can_be_sent_back_and_null_is_as_if_a_field_was_not_given(client: openai.OpenAI) -> None:
+    said: list[Any] = [{"role": "user", "content": PROMPT}]
+    asked: dict[str, Any] = {"model": "micro", "max_tokens": 4, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    message = client.chat.completions.create(messages=said, **asked).choices[0].message
+    text = {"role": "assistant", "content": message.content}
+    for back in (message, message.model_dump()):
+        answers = [client.chat.completions.create(messages=[*said, one, *said], **asked).choices[0] for one in (text, back)]
+        assert answers[0].message.content == answers[1].message.content
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("max_tokens", "temperature", "n", "top_p", "echo", "stream", "logprobs", "stop", "seed")
+    )
+    found = client.completions.create(model="micro", prompt=PROMPT, extra_body={"ignore_eos": True, "seed": 1}, **nothing)
+    plain = client.completions.create(model="micro", prompt=PROMPT, extra_body={"ignore_eos": True, "seed": 1})
+    assert (found.choices[0].text, found.usage) == (plain.choices[0].text, plain.usage)
+    with pytest.raises(openai.UnprocessableEntityError, match="prompt: "):
+        client.completions.create(model="micro", prompt=None)
+
+
 def test_chat_whole_and_streamed(client: openai.OpenAI, engine: Engine) -> None:
     asked: dict[str, Any] = {
         "model": "micro", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5, "temperature": 0,
@@ -361,14 +379,22 @@ def test_a_word_and_the_end_of_one_have_two_texts_and_each_token_is_where_its_of
     assert served.tokens([3, 2, 3]) == [" w1", "w1", " w1"]
     asked = {"max_tokens": 12, "logprobs": 66, "seed": 1, "ignore_eos": True}
     with running(served) as one, PatchStudy(one.url) as study:
-        whole = study.complete([5, 6], **asked)["choices"][0]
-        pieces = [chunk["choices"][0]["logprobs"] for chunk in study.stream([5, 6], **asked)]
-    assert len(whole["logprobs"]["top_logprobs"][0]) == 66  # none hides another one
-    tokens, offsets = (whole["logprobs"][name] for name in ("tokens", "text_offset"))
-    assert 0 not in whole["mi_route2"]["token_ids"]
-    ends = [*offsets[1:], len(whole["text"])]
-    assert [whole["text"][start:end] for start, end in zip(offsets, ends)] == [tokens[0].lstrip(), *tokens[1:]]
-    assert [at for piece in pieces if piece for at in piece["text_offset"]] == offsets
+        for prompt, spaced in (([5, 6], True), ([0], False)):
+            whole = study.complete(prompt, **asked)["choices"][0]
+            chunks = [chunk["choices"][0] for chunk in study.stream(prompt, **asked)]
+            assert len(whole["logprobs"]["top_logprobs"][0]) == 66  # none hides another one
+            tokens, offsets = (whole["logprobs"][name] for name in ("tokens", "text_offset"))
+            ids = whole["mi_route2"]["token_ids"]
+            assert 0 not in ids
+            ends = [*offsets[1:], len(whole["text"])]
+            first = tokens[0] if spaced else tokens[0].lstrip()
+            assert [whole["text"][start:end] for start, end in zip(offsets, ends)] == [first, *tokens[1:]]
+            assert [at for one in chunks if one["logprobs"] for at in one["logprobs"]["text_offset"]] == offsets
+            assert "".join(one["text"] for one in chunks) == whole["text"]
+            if spaced:
+                assert tokens[0].startswith(" ")
+                stopped = study.complete(prompt, **asked, stop=tokens[0])["choices"][0]
+                assert (stopped["text"], stopped["mi_route2"]["token_ids"]) == ("", ids[:1])
 
 
 OFF = "blocks.1.mlp.down.quarantine_out"
@@ -401,6 +427,33 @@ def test_what_acts_on_an_adapter_that_is_off_in_the_requests_mode_is_refused(ser
     assert server.http.post("/v1/completions", json=seen).status_code == 200
 
 
+def test_what_steers_every_request_or_a_conversation_does_not_act_on_adapters_that_are_off(server: Running) -> None:
+    """Of a request in the server's own mode, it does."""
+    sites = [OFF, OFF.replace("quarantine_out", "kept_out")]
+    add = {"scope": "rest_of_conversation", "apply": {"add": [{"site": OFF, "vector": "push"}]}}
+    monitor = {**MONITOR, "threshold": -9.0, "adds": [{"site": OFF, "vector": "push"}]}
+
+    def said(**more: Any) -> Any:
+        body = {"prompt": PROMPT, "max_tokens": 4, "logprobs": 1, "temperature": 0, "ignore_eos": True, **more}
+        answer = server.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+
+    plain = {mode: said(adapters=mode) for mode in ("full", "deployed", "reference")}
+    for one in ({"steering_vectors": dict.fromkeys(sites, "push")}, {"monitors": [monitor]}):
+        assert server.http.post("/v1/steering/set", json={"scope": "global", **one}).status_code == 200
+        try:
+            assert said(adapters="reference") == plain["reference"]
+            assert said(adapters="full") != plain["full"]
+            if "monitors" in one:
+                assert said(adapters="deployed") == plain["deployed"]
+        finally:
+            server.http.post("/v1/steering/clear", json={"scope": "global"})
+    said(steering=[add], conversation_id="closed")
+    assert said(conversation_id="closed", adapters="deployed") == plain["deployed"]
+    assert said(conversation_id="closed") != plain["full"]
+
+
 def test_a_slider_undoes_no_rule(server: Running, client: openai.OpenAI) -> None:
     rule: dict[str, Any] = {"scope": "rest_of_request", "apply": {"attenuate": 0.0}}
     body = {"decode_steering_vectors": {SITE: "push"}, "steering": [rule], "ignore_eos": True}
@@ -408,7 +461,7 @@ def test_a_slider_undoes_no_rule(server: Running, client: openai.OpenAI) -> None
         stream = client.completions.create(model="micro", prompt=PROMPT, max_tokens=100, stream=True, extra_body=body)
         number = next(iter(stream)).model_extra["mi_route2"]["request"]
         answer = server.http.post(f"/v1/streams/{number}/scale", json={"scale": 1.0})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "ruled")
+        assert (answer.status_code, "would be undone" in answer.text) == (400, True), answer.text
         assert server.http.get("/v1/steering/dynamic").json()["requests"][str(number)]["scale"] == 0.0
         stream.close()
 

@@ -67,6 +67,30 @@ def test_chips_choose_the_sites_and_control_enter_sweeps_them_head_by_head(seen:
     assert rows == {f"blocks.{layer}.z[{head}]" for layer in range(layers) for head in range(heads)}
 
 
+def test_a_sweep_at_once_after_typing_marks_the_columns_in_which_these_prompts_differ(seen: Seen, served: Served) -> None:
+    one = served.examples[0]
+    page = swept(seen)
+    typed = one.corrupt.replace("3", "5") if "3" in one.corrupt else one.corrupt.replace("4", "6")
+    page.evaluate("() => { const wait = setTimeout; setTimeout = (work, time, ...more) => wait(work, 10 * time, ...more); }")
+    page.fill("#corrupt", typed)
+    page.click("#sweep")
+    expect(page.locator("#map .tick.differs")).to_have_count(2)
+    expect(page.locator(".couple.differs")).to_have_count(2)
+
+
+def test_a_number_that_is_left_empty_or_is_none_is_no_zero(seen: Seen) -> None:
+    seen.refused = 1
+    page = seen.go(tab="patch")
+    expect(page.locator("#strip .couple").first).to_be_visible()
+    page.fill("#alpha", "")
+    page.click("#sweep")
+    expect(page.locator("#patch-form [data-field=alpha] .error")).to_contain_text("alpha: ")
+    page.click("#tab-stream")
+    for name, value in (("temperature", ""), ("max_tokens", ""), ("seed", "one")):
+        stream(page, **{name: value})
+        expect(page.locator(f"#stream-form [data-field={name}] .error")).to_contain_text(f"{name}: ")
+
+
 def test_home_end_and_pages_move_to_the_ends_of_the_grid(seen: Seen) -> None:
     page = swept(seen)
     last = max(int(label.split("position ")[1].split()[0]) for label in labels(page, ".cell"))

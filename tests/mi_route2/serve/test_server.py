@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
-from threading import Event, current_thread
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import httpx
@@ -424,6 +424,44 @@ def test_a_run_that_is_evicted_while_it_is_dropped_is_unknown(
     monkeypatch.setattr(RunStore, "drop", late)
     found = refusal(alice.drop, "going")
     assert (found.status, found.code, str(found)) == (404, "unknown_run", "run 'going' was dropped")
+
+
+def test_the_description_of_a_run_and_its_values_are_of_one_run(
+    server: Running, alice: PatchStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is dropped, and another of its name written, between two looks at it."""
+    read, renewing = RunStore.positions, []
+
+    def renew(store: RunStore, run: str) -> None:
+        store.drop(run)
+        with store.writing(run, weights="w", tokens=[1, 2]) as writer:
+            writer.append(Site.parse(SITE), [0, 1], torch.zeros(2, 16))
+
+    def late(store: RunStore, run: str, site: Site) -> list[int]:
+        if not renewing:
+            renewing.append(Thread(target=renew, args=(store, run)))
+            renewing[0].start()
+            renewing[0].join(0.2)
+        return read(store, run, site)
+
+    alice.complete(PROMPT, capture=[{"site": SITE, "part": "prompt"}], run="renewed", max_tokens=1)
+    monkeypatch.setattr(RunStore, "positions", late)
+    for count in (None, 2):
+        found = alice._call("GET", "/v1/runs/renewed", site=SITE)
+        assert found["values"]["positions"] == list(range(found["prompt_length"]))
+        assert count in (None, found["prompt_length"])
+        renewing[0].join()
+    alice.drop("renewed")
+
+
+def test_the_prompts_of_a_patched_cell_are_counted(server: Running, alice: PatchStudy) -> None:
+    def prompted() -> float:
+        (line,) = [one for one in server.server.metrics.text().decode().splitlines() if one.startswith("mi_route2_prompt_tokens_t")]
+        return float(line.split()[1])
+
+    before = prompted()
+    alice.cell([5, 6, 7], [5, 6, 8], SITE, position=1)
+    assert prompted() == before + 6
 
 
 def test_metrics_count_reasons_within_streams_too_and_bytes_by_key() -> None:
