@@ -42,7 +42,7 @@ def made_once(factory: "pytest.TempPathFactory", name: str, make: Callable[[Path
     base = factory.getbasetemp()
     made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"{name}-made"
     whole = made.with_suffix(".whole")
-    with locked(made.with_suffix(".lock"), f"another worker is still making {made}", patience=300):
+    with locked(made.with_suffix(".lock"), f"another worker is still making {made}", patience=300.0):
         if not whole.exists():
             shutil.rmtree(made, ignore_errors=True)
             made.mkdir()
