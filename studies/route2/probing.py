@@ -39,6 +39,7 @@ from probes.fingerprint import Fingerprint
 from probes.probe import Fitter, Unit, pool
 from probes.transfer import TransferResult, TransferRow, TransferSettings, default_fitters, transfer
 from studies.common.seeds import numpy_generator, torch_generator
+from studies.common.stats import mean
 from studies.common.tables import markdown_table, number
 from studies.environments.protocol import Modes, Witness, World, probe_prompts
 from studies.training.job import EVAL, Job, build_pairs, finished_policy, micro_batches
@@ -341,7 +342,7 @@ def _table(result: TransferResult, modes: Modes) -> str:
         for probe in result.probes:
             rows = {row.mode: row for row in result.rows if (row.layer, row.probe) == (layer, probe)}
             held = [rows[mode] for mode in modes.held_out]
-            means = [number(sum(getattr(row, name) for row in held) / len(held)) for name in ("brier", "ece")]
+            means = [number(mean([getattr(row, name) for row in held])) for name in ("brier", "ece")]
             lines.append([layer, probe, *(_cell(rows[mode]) for mode in modes.loopholes), *means])
         rows = {row.mode: row for row in result.rows if row.layer == layer}
         lines.append([layer, "random", *(number(rows[mode].random_p95) for mode in modes.loopholes), "", ""])
