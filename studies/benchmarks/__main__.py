@@ -48,6 +48,9 @@ def main() -> int:
         import_module(f"studies.benchmarks.{name}").run(options)
     except KeyboardInterrupt:
         return 130
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is not installed: pip install 'mi-route2[bench,lanes,serve]'", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -89,14 +89,17 @@ def describe(lengths: list[int]) -> str:
 
 
 def demand_equal(policy: Policy, *steps: Callable[[], object]) -> None:
-    """Raise ``AssertionError`` unless all steps give the same gradients, to rounding."""
+    """Raise ``AssertionError`` unless both steps give the same gradients, to rounding, of both adapters."""
     gradients = []
     for step in steps:
         step()
-        gradients.append({n: p.grad.clone() for n, p in policy.adapters.kept_parameters().items() if p.grad is not None})
+        parameters = [*policy.adapters.kept_parameters().values(), *policy.adapters.quarantine_parameters().values()]
+        gradients.append([None if p.grad is None else p.grad.clone() for p in parameters])
         policy.model.zero_grad()
-    size = max(float(g.abs().max()) for g in gradients[0].values())
-    assert all(torch.allclose(gradients[0][name], g, rtol=0, atol=1e-3 * size) for name, g in gradients[1].items())
+    size = max(float(g.abs().max()) for g in gradients[0] if g is not None)
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.allclose(one, other, rtol=0, atol=1e-3 * size)
 
 
 def both(route: str, measured: Mapping[str, Measured]) -> tuple[Measured, Measured]:

@@ -11,7 +11,8 @@ sweep runs
     on a bridge   the same, on the bridge itself (whose wrapped attention then runs in one piece)
     whole         whole forwards of many cells in a batch, through the host's hooks
 
-All sides run both prompts first, within the timed region, and nothing keeps gradients.
+Within the timed region a sweep runs both prompts first, and TransformerLens, which needs no more, the clean one. Nothing keeps
+gradients.
 """
 
 import contextlib

@@ -12,6 +12,7 @@ submitit keeps its own files, pickles among them, in ``<run folder>/cluster``: o
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 import re
 import shutil
@@ -64,8 +65,12 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.hours * 3600 > 2 * WARNING:
             raise ValueError(f"{self.hours:g} hours are too short: a job is told {WARNING} s before its end, so give at least 0.1")
+        if math.isinf(self.hours):
+            raise ValueError(f"{self.hours:g} hours are no time limit: give that of the partition")
         if not self.memory > 0:
             raise ValueError(f"{self.memory:g} GB of memory are none: give at least 1")
+        if math.isinf(self.memory):
+            raise ValueError(f"{self.memory:g} GB of memory are none that a machine has: give those of a job")
 
     def demand(self) -> None:
         """Raise ``ValueError`` if submitit is missing, or there is no Slurm on this machine."""

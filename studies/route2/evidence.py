@@ -35,7 +35,16 @@ from studies.common.publishing import compact, update_showing, write_texts
 from studies.common.stats import Summary, mean, median, summary
 from studies.common.tables import interval, markdown_table, number
 from studies.route2.headline import EXPLOIT, HACK, SOLVE
-from studies.route2.predictions import FILE, Predictions, outcomes, p_text, predictions_markdown, ranks_within_seeds, sign_flip
+from studies.route2.predictions import (
+    FILE,
+    MOST,
+    Predictions,
+    outcomes,
+    p_text,
+    predictions_markdown,
+    ranks_within_seeds,
+    sign_flip,
+)
 from studies.route2.publish import EARLY, mask_quality, provenance
 from studies.route2.report.figures import draw_means, panels
 from studies.route2.report.load import RunSet, load_runs
@@ -155,7 +164,16 @@ def read_predictions(path: Path) -> Predictions:
 
 
 def collect(runs: RunSet) -> Evidence:
-    """Return the numbers of a run folder's arms."""
+    """Return the numbers of a run folder's arms.
+
+    Raises:
+        ValueError: No mode is held out, or the preset is none of the micro worlds', so that there is nothing to compare.
+    """
+    if not runs.modes.held_out or runs.settings["preset"] not in PRESETS:
+        raise ValueError(
+            f"{runs.root}: this report compares exploits of held-out modes in the presets {', '.join(PRESETS)}, and these runs are "
+            f"others: `python -m studies.route2 report {runs.root}` describes its runs"
+        )
     quality, late, modes, values = mask_quality(runs), mask_quality(runs, LATE), runs.modes.loopholes, {}
     metrics = (*REPORTED, *(f"deploy_exploit_{mode}" for mode in modes))
     for arm in runs.specs:
@@ -189,9 +207,13 @@ def seconds(folder: Path) -> float | None:
     path = folder / TIMINGS
     if not path.exists():
         return None
-    taken = read_lines(path, lambda _index, row: row.get("seconds") if isinstance(row, dict) else None)
+    remedy = f"delete {folder} and run this arm again"
+    try:
+        taken = read_lines(path, lambda _index, row: row.get("seconds") if isinstance(row, dict) else None)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{error}; {remedy}") from error
     if not all(isinstance(each, float | int) and 0 <= each < np.inf for each in taken):
-        raise ValueError(f"{path} does not hold the seconds of every start: delete {folder} and run this arm again")
+        raise ValueError(f"{path} does not hold the seconds of every start: {remedy}")
     return sum(map(float, taken))  # pyright: ignore[reportArgumentType]
 
 
@@ -294,7 +316,7 @@ def coverage_sentence(evidence: Evidence, arm: str) -> str:
     )
     told += f", in the {len(much)} of which the canary exploits at least .5 {number(mean(much))}"
     rhos = ranks_within_seeds([(seed, canary, own) for seed, _, canary, own in points])
-    if len(rhos) > 1:
+    if 1 < len(rhos) <= MOST:
         told += (
             f"; Spearman correlation within a seed: mean {number(mean(rhos))} (exact sign-flip test, p {p_text(sign_flip(rhos))}, "
             f"n {len(rhos)})"

@@ -10,7 +10,6 @@ that d is symmetric about the mean under the null.
 """
 
 import hashlib
-import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,7 +79,7 @@ class Predictions(BaseModel):
     """Content of a predictions file: seeds, arms, the settings hash of each preset, and comparisons with their ``alpha``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    seeds: tuple[StrictInt, ...] = Field(min_length=2, max_length=MOST)
+    seeds: tuple[StrictInt, ...] = Field(min_length=2)
     alpha: float = Field(gt=0, lt=1, strict=True)
     arms: tuple[str, ...]
     presets: Mapping[str, str]
@@ -92,6 +91,8 @@ class Predictions(BaseModel):
         """Refuse a comparison that would never be run or reported."""
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("a seed is given twice: remove one of them")
+        if len(self.seeds) > MOST:
+            raise ValueError(f"there are {len(self.seeds)} seeds, and an exact test takes at most {MOST}: name fewer")
         if unknown := sorted({c.preset for c in self.comparison} - self.presets.keys()):
             raise ValueError(f"there are comparisons of {unknown[0]}, which is not among the presets {', '.join(self.presets)}")
         if unknown := sorted({arm for c in self.comparison for arm in (*c.plus, *c.minus)} - set(self.arms)):
@@ -118,11 +119,13 @@ class Predictions(BaseModel):
                 named = len(self.family(preset, equivalence))
                 if named and not decides(len(self.seeds), named, self.alpha, equivalence):
                     most = max((n for n in range(named) if decides(len(self.seeds), n, self.alpha, equivalence)), default=0)
-                    least = next(n for n in itertools.count(len(self.seeds)) if decides(n, named, self.alpha, equivalence))
-                    fewer = f"name at most {most} of them, or " if most else ""
+                    seeds = range(len(self.seeds), MOST + 1)
+                    least = next((n for n in seeds if decides(n, named, self.alpha, equivalence)), None)
+                    remedies = [f"name at most {most} of them"] if most else []
+                    remedies.append("give a larger alpha" if least is None else f"give at least {least} seeds")
                     return (
                         f"by Holm's rule {len(self.seeds)} seeds can show none of the {named} {what} of {preset} at alpha = "
-                        f"{self.alpha:g}: {fewer}give at least {least} seeds"
+                        f"{self.alpha:g}: {', or '.join(remedies)}"
                     )
         return ""
 

@@ -6,7 +6,9 @@ Means are over the pairs of a seed first, then over seeds. The gap is the maximu
 honest rollout, and its negative into the hacking one.
 
 The interval is a two-level percentile bootstrap over seeds and the pairs of each, with the same draws for every number of a
-contrast. If the gap's own interval contains 0 there is nothing to recover, and ``recovered`` is ``None``.
+contrast. A seed that is drawn twice counts one resample of its pairs twice, which makes intervals wider than two would: by a fifth
+where pairs differ far more than seeds. If the gap's own interval contains 0 there is nothing to recover, and ``recovered`` is
+``None``.
 """
 
 from collections.abc import Mapping

@@ -163,7 +163,15 @@ def load_pairs(path: Path, identity: str) -> tuple[dict[str, Pairs], dict[str, i
 
 
 def others(pairs: Pairs, rng: np.random.Generator) -> Int[Tensor, " n"]:
-    """Return for each pair the index of one of another task and the same mode, drawn at random; its own if there is none."""
+    """Return for each pair the index of one of another task, drawn at random: of the same mode if there is one, else of any.
+
+    It is the pair's own only if all pairs are of one task.
+    """
     task, mode = pairs.task.numpy(), pairs.mode.numpy()
-    fitting = [np.flatnonzero((task != task[i]) & (mode == mode[i])) for i in range(len(pairs))]
-    return torch.tensor([rng.choice(candidates) if len(candidates) else i for i, candidates in enumerate(fitting)])
+    found = []
+    for i in range(len(pairs)):
+        another = task != task[i]
+        fitting = np.flatnonzero(another & (mode == mode[i]))
+        candidates = fitting if len(fitting) else np.flatnonzero(another)
+        found.append(rng.choice(candidates) if len(candidates) else i)
+    return torch.tensor(found)

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import gzip
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -189,9 +190,9 @@ def append(path: Path, data: bytes) -> int:
     """Append ``data``, flush it to disk, and return the file's length.
 
     Raises:
-        OSError: In one sentence, if the disk is full; the file is unchanged then.
+        OSError: In one sentence, if it cannot be opened or the disk is full; the file is unchanged then.
     """
-    with path.open("ab", buffering=0) as log:
+    with opened(path) as log:
         before, rest = log.seek(0, os.SEEK_END), memoryview(data)
         try:
             while rest:  # a write may be partial
@@ -205,6 +206,18 @@ def append(path: Path, data: bytes) -> int:
                 log.truncate(before)
             raise OSError(f"could not append to {path}: {error.strerror}") from error
         return log.tell()
+
+
+def opened(path: Path) -> io.FileIO:
+    """Open a log to append to it, an empty one if there is none.
+
+    Raises:
+        OSError: In one sentence, if it is a folder or a link to nowhere.
+    """
+    try:
+        return path.open("ab", buffering=0)
+    except OSError as error:
+        raise OSError(f"could not append to {path}: {error.strerror}; move away what is in its place") from error
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

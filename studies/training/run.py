@@ -26,7 +26,7 @@ from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_check
 from studies.training.grpo import train
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_hosted
 from studies.training.manifest import MANIFEST
-from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
+from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append, opened
 from studies.training.settings import Settings
 from studies.training.teacher import cached_pool
 from studies.training.worlds import ADVICE, open_world, out_of_memory
@@ -81,6 +81,8 @@ def _train(
 ) -> bool:
     assert job.arm is not None
     settings, folder = job.settings, job.folder
+    for name in (METRICS, ROLLOUTS, TIMINGS):
+        opened(folder / name).close()  # what is in the place of one is told now, and not once there is something to lose
     route, optimizer = build_route(job, world, policy), build_optimizer(job, policy)
     learn_lessons(job, world, policy, teachers)
     recorder = Recorder(folder, world, witness, teachers, settings.probe_every)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from mi_route2.specs import LEGAL, MaskSpec
 from studies.common.publishing import filled
@@ -309,6 +310,15 @@ def test_the_headline_of_readme_and_home_page_is_the_published_one() -> None:
 
 
 PUBLISHED = sorted(path.parent.name for path in RESULTS.glob("*/runs.json"))
+
+
+def test_every_published_figure_is_whole() -> None:
+    """A PNG has a checksum in each of its parts."""
+    figures = [*DOCS.rglob("*.png")]
+    assert len(figures) > 50
+    for path in figures:
+        with Image.open(path) as image:
+            image.verify()
 
 
 def test_the_development_seeds_and_the_predicted_ones_are_published() -> None:

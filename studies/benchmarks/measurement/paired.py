@@ -63,11 +63,11 @@ class Ratio:
     def __format__(self, spec: str) -> str:
         """Return ``value (lo - hi)``, each number formatted by ``spec``."""
         value, interval = self.cells(spec)
-        return f"{value} ({interval})"
+        return f"{value} ({interval})" if interval else value
 
     def cells(self, spec: str = ".3f") -> tuple[str, str]:
-        """Return the value and the interval as two cells of a table."""
-        return f"{self.value:{spec}}", f"{self.lo:{spec}} - {self.hi:{spec}}"
+        """Return the value and the interval as two cells of a table; the second is empty after a single round, which has none."""
+        return f"{self.value:{spec}}", "" if self.lo == self.hi else f"{self.lo:{spec}} - {self.hi:{spec}}"
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,11 @@ def report(options: Report) -> None:
     """Write the report.
 
     Raises:
-        OSError, ValueError: A file cannot be read.
+        OSError, ValueError: A file cannot be read, or a number is negative.
         JailUnavailableError: Programs cannot be confined.
     """
+    if min(options.per_kind, options.inputs) < 0:
+        raise ValueError("--per-kind and --inputs are numbers of mutants and inputs: give 0 or more")
     from studies.common.publishing import write_table
     from studies.environments.leetcode.problems import load_tasks, setup_of  # with torch, which ``--help`` need not wait for
     from studies.environments.leetcode.programs import Programs
@@ -63,6 +65,9 @@ def main() -> int:
     options = tyro.extras.subcommand_cli_from_dict({"report": Report}, prog="python -m studies.environments.leetcode")
     try:
         report(options)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command starts anew", file=sys.stderr)
+        return 130
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

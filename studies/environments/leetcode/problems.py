@@ -230,8 +230,10 @@ def _read_check(text: object, function: str) -> list[Case]:
 
 
 def _read_test(call: Call, expected: object) -> Case:
-    """Return `make_test` of values within the bounds of `values`; ValueError for other values."""
-    for value, what in (*((value, "an argument") for value in (*call.args, *call.kwargs.values())), (expected, "what it expects")):
+    """Return `make_test` of values within the bounds of `values`, one by one and together; ValueError for other values."""
+    each = [(value, "an argument") for value in (*call.args, *call.kwargs.values())]
+    together = [(part, "the arguments together") for part in (list(call.args), dict(call.kwargs))]  # as the driver decodes them
+    for value, what in (*each, *together, (expected, "what it expects")):
         encoded = encode(value)
         if isinstance(encoded, dict) and "opaque" in encoded:
             raise ValueError(f"{what} cannot be sent to a program ({encoded['opaque']})")

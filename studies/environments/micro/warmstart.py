@@ -50,7 +50,7 @@ def warm_start(
 
     A cached file that is not valid is reported by a warning, trained again and replaced; with `cache_dir=None` nothing is read or
     written. `report` receives the number of finished steps every `REPORTED` steps. Raises ValueError if the model's vocabulary or
-    context does not fit the corpus.
+    context does not fit the corpus, or if a folder is in the file's place.
     """
     vocabulary = Vocabulary()
     if training.model.vocab != len(vocabulary):
@@ -59,6 +59,8 @@ def warm_start(
         return train(config, training, seed, progress, report)
     key = settings_hash(config, training, seed)
     path = Path(cache_dir) / f"warmstart-{config.name}-{seed}-{key[:16]}.safetensors"
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder in the place of a cached base model: move it away")
     if path.exists():
         try:
             return _load(path, training.model, key)

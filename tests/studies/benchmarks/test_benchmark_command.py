@@ -50,6 +50,15 @@ def test_errors_are_sentences(
         assert words in line
 
 
+def test_a_missing_extra_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in command.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delitem(sys.modules, "studies.benchmarks.tapin", raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert main("tapin", monkeypatch, "--quick") == 2
+    assert capsys.readouterr().err == "error: numba is not installed: pip install 'mi-route2[bench,lanes,serve]'\n"
+
+
 @benchmarks
 def test_help_is_the_docstring(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from measured import DOCS, demand_printed, published
 
+from mi_route2.adapters import AdapterSpec, attach
+from mi_route2.rollouts import Policy
+from studies.benchmarks.engine import random_model
 from studies.benchmarks.measurement.paired import Measured, Ratio
 from studies.benchmarks.options import PackedOptions
-from studies.benchmarks.packed import SPECS, describe, run, table, tail
+from studies.benchmarks.packed import SPECS, demand_equal, describe, run, table, tail
 
 pytestmark = pytest.mark.study
 
@@ -28,6 +32,26 @@ def test_quick_compares_every_route_in_both_layouts(tmp_path: Path, capsys: pyte
     assert {len(side["seconds"]) for side in document["sides"].values()} == {3}
     out = capsys.readouterr().out
     assert all(part in out for part in printed(document))
+
+
+@pytest.mark.parametrize("wrong", ["kept", "quarantine", "absent", "both"])
+def test_layouts_with_other_gradients_are_refused(wrong: str) -> None:
+    policy = Policy(model := random_model(0), attach(model, "blocks.0.*", spec=AdapterSpec("lora", rank=2, quarantine_rank=2)))
+    kept, quarantine = policy.adapters.kept_parameters(), policy.adapters.quarantine_parameters()
+
+    def step(*changed: dict[str, torch.nn.Parameter], factor: float = 1.0) -> None:
+        for p in (*kept.values(), *quarantine.values()):
+            p.grad = torch.ones_like(p)
+        for one in changed:
+            p = next(iter(one.values()))
+            p.grad = None if not factor else factor * torch.ones_like(p)
+
+    demand_equal(policy, step, step)
+    side, factor = {"kept": (kept, 2.0), "quarantine": (quarantine, 2.0), "absent": (kept, 0.0), "both": (kept, float("nan"))}[
+        wrong
+    ]
+    with pytest.raises(AssertionError):
+        demand_equal(policy, step, lambda: step(side, factor=factor))
 
 
 def test_lengths_have_a_long_tail() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from measured import cells, demand_printed, published, results
 
-from studies.benchmarks.measurement.paired import Ratio
+from studies.benchmarks.measurement.paired import Ratio, ratio
 from studies.benchmarks.options import SweepsOptions
 from studies.benchmarks.sweeps import (
     BRIDGED,
@@ -89,6 +89,12 @@ def test_the_table_has_a_line_a_side() -> None:
     lines = cells(table([result(RESUMED, 4.14), result(WHOLE, 0.0)]))
     assert lines[2] == ["small", "resumed", "12", "24.00 ms", "3.00 ms", "8.0 (7.5 - 8.5)", "4.3, 4.1", "2.0e-06"]
     assert lines[3][6] == ""
+
+
+def test_one_round_has_no_interval() -> None:
+    once = ratio([3.0], [2.0], np.random.default_rng(0))
+    assert (f"{once:.1f}", once.cells(".1f")) == ("1.5", ("1.5", ""))
+    assert f"{ratio([3.0, 4.0, 5.0], [2.0, 2.0, 2.0], np.random.default_rng(0)):.1f}" == "2.0 (1.5 - 2.5)"
 
 
 def printed_in_the_page(name: str) -> tuple[dict[str, Any], list[SweepResult]]:

@@ -245,7 +245,12 @@ def test_a_base_model_is_made_with_one_thread_wherever_it_is_made(
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
-    [({"hours": 0.05}, "too short: a job is told 120 s before"), ({"memory": 0.0}, "0 GB of memory are none")],
+    [
+        ({"hours": 0.05}, "too short: a job is told 120 s before"),
+        ({"hours": float("inf")}, "inf hours are no time limit"),
+        ({"memory": 0.0}, "0 GB of memory are none"),
+        ({"memory": float("inf")}, "inf GB of memory are none that a machine has"),
+    ],
 )
 def test_a_cluster_that_cannot_work_is_refused(given: dict[str, float], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):

@@ -10,12 +10,13 @@ from tiny_study import tiny_job
 from titles import saved_titles, untitled
 
 import studies.route2.probing as probing
+from probes.transfer import TransferResult, TransferRow, TransferSettings
 from studies.common.seeds import numpy_generator
 from studies.environments.micro.language import HELD_OUT, LOOPHOLES, STYLE_COMMENTS, MicroSource, split
 from studies.environments.micro.runner import SubprocessRunner
 from studies.environments.micro.settings import get_world
 from studies.environments.micro.world import MicroWitness, MicroWorld
-from studies.environments.protocol import Samples, Verdict, probe_prompts
+from studies.environments.protocol import Modes, Samples, Verdict, probe_prompts
 from studies.route2.cli import Probes
 from studies.route2.probing import Reading, persona_directions, probe_job, read_layers
 from studies.training.job import EVAL, Job, build_pairs, finished_policy
@@ -211,6 +212,16 @@ def test_a_policy_that_never_or_always_hacks_is_refused_with_arms_that_do_at_tim
         (job.folder.parent / arm / EVAL).write_text(json.dumps({"modes": {"run_tests": sides}}))
     with pytest.raises(ValueError, match=r"choose an arm that hacks at times: absorb \(\.400\), erase \(\.200\)$"):
         probe_job(job, 40, progress=False)
+
+
+def test_a_world_without_held_out_modes_has_a_table() -> None:
+    measured = {"n": 8, "n_hack": 4, "n_groups": 8, "dropped": 0, "auroc": 0.75, "auroc_low": 0.5, "auroc_high": 1.0}
+    measured |= {"random_mean": 0.5, "random_p95": 0.75, "random_draws": 20, "brier": 0.25, "ece": 0.0, "reliability": []}
+    row = TransferRow(layer="blocks.0", probe="lda", mode="a", known=True, level="rollout", **measured)
+    result = TransferResult(TransferSettings("a"), [row], {"lda": {}})
+    assert probing._table(result, Modes(("a",), (), "none")).splitlines()[2] == (
+        "| blocks.0 | lda    | .750 [.500, 1.000] |               – |             – |"  # noqa: RUF001
+    )
 
 
 def test_an_unfinished_run_and_too_few_rollouts_are_refused(tmp_path: Path, cache: Path) -> None:

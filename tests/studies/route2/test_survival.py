@@ -125,6 +125,19 @@ def test_a_full_disk_leaves_nothing_half_written_and_a_resume_ends_alike(
     assert contents(intact) == contents(stopped)
 
 
+@pytest.mark.parametrize("name", [METRICS, ROLLOUTS, TIMINGS])
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_what_is_in_the_place_of_a_log_is_told_before_training(tmp_path: Path, cache: Path, name: str, kind: str) -> None:
+    job = tiny_job(tmp_path, "vanilla", cache=cache, steps=1)
+    job.folder.mkdir(parents=True)
+    place = job.folder / name
+    place.mkdir() if kind == "folder" else place.symlink_to(tmp_path / "gone" / name)
+    told: list[int] = []
+    with pytest.raises(OSError, match=rf"could not append to .*{name}: .*; move away what is in its place$"):
+        run_on(job, told=told.append)
+    assert told == []
+
+
 LIMITED = """
 import resource, sys
 from pathlib import Path
@@ -570,7 +583,9 @@ sys.path[:0] = [sys.argv[1], sys.argv[2]]
 scratch = Path(sys.argv[3])
 tempfile.tempdir = str(scratch)
 import torch
+import tqdm
 torch.set_num_threads(1)
+tqdm.tqdm.monitor_interval = 0  # no thread that watches bars
 import studies.training.checkpoint as checkpoint
 import tests.soak.soak  # what a job loads late is there before the forks
 from studies.training.arms import ARMS

@@ -1,5 +1,7 @@
 """Theorems about patching lanes between two rollouts, in float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from mi_route2.patching import sweep
 from mi_route2.sites import Site
 from studies.environments.micro.language import ASSIGN
 from studies.tracing.job import exactness
-from studies.tracing.pairs import CONTRASTS, SIDES, TERSE, log_odds, others
+from studies.tracing.pairs import CONTRASTS, SIDES, TERSE, Pairs, log_odds, others
 from studies.tracing.patching import CONTROLS, DELETION, QUESTION, Cell, Patching, Score, cells, every_site, opposite, trace
 
 pytestmark = pytest.mark.study
@@ -165,6 +167,15 @@ def test_controls_come_from_another_task_of_the_same_mode() -> None:
     rows = others(one, np.random.default_rng(0))
     assert bool((one.task[rows] != one.task).all())
     assert torch.equal(one.mode[rows], one.mode)
+
+
+def test_a_pair_alone_in_its_mode_has_a_control_of_another_mode() -> None:
+    """Its own values would be what is asked about, and no control."""
+    tokens = torch.zeros(3, 4, dtype=torch.int64)
+    one = Pairs(tokens, tokens, task=torch.tensor([0, 1, 2]), mode=torch.tensor([0, 0, 1]))
+    drawn = torch.stack([others(one, np.random.default_rng(seed)) for seed in range(20)])
+    assert [set(drawn[:, i].tolist()) for i in range(3)] == [{1}, {0}, {0, 1}]
+    assert others(replace(one, task=torch.zeros(3, dtype=torch.int64)), np.random.default_rng(0)).tolist() == [0, 1, 2]
 
 
 def test_the_same_draws_give_the_same_effects(score: Score) -> None:

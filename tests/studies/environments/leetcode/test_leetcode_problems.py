@@ -195,6 +195,14 @@ def test_every_layout_is_the_same_problem(row: dict[str, Any], task: Task, layou
             {"tests": [f"assert Solution().total(k = [{'1,' * 200_001}{k}]) == 1" for k in (1, 2)]},
             "test 1: an argument cannot be sent to a program",
         ),
+        (  # each within the bounds, but a program is sent both at once
+            {"tests": [f"assert Solution().total(a = [{'1,' * 120_000}], k = [{'1,' * 120_000}{k}]) == 1" for k in (1, 2)]},
+            r"test 1: the arguments together cannot be sent to a program \(too large\)",
+        ),
+        (
+            {"tests": [f"assert Solution().total(k = {'[' * 16}{k}{']' * 16}) == 1" for k in (1, 2)]},
+            r"test 1: the arguments together cannot be sent to a program \(too large\)",
+        ),
         (
             {"tests": [f"assert Solution().total(k = {'[' * 20}{k}{']' * 20}) == 1" for k in (1, 2)]},
             r"sent to a program \(too large\)",

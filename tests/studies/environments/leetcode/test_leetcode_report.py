@@ -33,6 +33,21 @@ def command(monkeypatch: pytest.MonkeyPatch):
     return run
 
 
+def test_a_report_that_cannot_be_made_is_a_sentence(
+    command: Any, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--per-kind", "--inputs"):
+        assert command("--data", str(small), "--out", str(tmp_path), option, "-1") == 2
+        assert capsys.readouterr().err == "error: --per-kind and --inputs are numbers of mutants and inputs: give 0 or more\n"
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("studies.environments.leetcode.problems.load_tasks", stopped)
+    assert command("--data", str(small), "--out", str(tmp_path)) == 130
+    assert capsys.readouterr().err == "\nstopped; the same command starts anew\n"
+
+
 @pytest.fixture(scope="module")
 def small(row: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two problems by hand, and one rollout for each."""

@@ -154,5 +154,11 @@ def test_every_setting_changes_the_hash() -> None:
 def test_errors_name_the_remedy() -> None:
     with pytest.raises(ValueError, match="vocab=66"):
         warm_start(STRONG, replace(TINY, model=MicroConfig(vocab=10)), 0, None)
+
+
+def test_a_folder_in_the_place_of_a_cached_model_is_told(tmp_path: Path) -> None:
+    (tmp_path / f"warmstart-strong-0-{settings_hash(STRONG, TINY, 0)[:16]}.safetensors").mkdir()
+    with pytest.raises(ValueError, match=r"\.safetensors is a folder in the place of a cached base model: move it away"):
+        warm_start(STRONG, TINY, 0, tmp_path, progress=False)
     with pytest.raises(ValueError, match="steps must be at least 1, not 0"):
         replace(TINY, steps=0)

@@ -231,7 +231,7 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
         write_evidence({root: (0, 1), twin: (0, 1)}, tmp_path / "out")
     timings = root / "seed-0/vanilla/timings.jsonl"
     for text, said in (
-        ('{"seconds": 1', "timings.jsonl"),
+        ('{"seconds": 1', r"timings\.jsonl, line 1: .*; delete .*vanilla and run this arm again"),
         ("[1]\n", "the seconds of every start"),
         ('{"seconds": -5}\n', "every start"),
     ):
@@ -251,6 +251,16 @@ def test_a_report_needs_no_ordinary_training(study: Callable[..., Path], tmp_pat
     names = ("base", "taught-honest", "taught-honest-1", "taught-8", "taught-8-1")
     found = replace(evidence(), values=dict.fromkeys(names, evidence().values["vanilla"]))
     assert lessons_figure([found], tmp_path / "lessons.png").stat().st_size > 10_000
+
+
+def test_folders_without_held_out_modes_or_of_a_chat_model_are_refused(study: Callable[..., Path], tmp_path: Path) -> None:
+    runs = load_runs(study(tmp_path / "strong-0123abcd", ("base",), seeds=(0,), steps=1))
+    plain = replace(runs, modes=replace(runs.modes, known=runs.modes.loopholes, held_out=()))
+    for other in (plain, replace(runs, settings={**runs.settings, "preset": "chat"})):
+        with pytest.raises(
+            ValueError, match=r"compares exploits of held-out modes .* report .*strong-0123abcd` describes its runs"
+        ):
+            collect(other)
 
 
 def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_more_values_than_an_exact_test_has_memory_for_are_refused_before_traini
     with pytest.raises(ValueError, match="takes at most 44 values, not 45: report fewer seeds"):
         sign_flip([1.0] * 45)
     given = named(one("less")).model_dump()
-    with pytest.raises(ValueError, match="at most 44 items"):
+    with pytest.raises(ValueError, match="at most 44: name fewer"):
         Predictions(**given | {"seeds": range(45)})
 
 
@@ -175,6 +175,15 @@ def test_a_family_of_which_its_seeds_could_show_nothing_is_told_with_what_would_
             assert (planned(more, comparisons)[1], planned(more - 1, comparisons)[1]) == (True, False)
             fewer = int((re.findall(r"name at most (\d+)", said) or ["0"])[0])
             assert (fewer == 0 or planned(seeds, fewer)[1], planned(seeds, fewer + 1)[1]) == (True, False)
+
+
+def test_no_more_seeds_are_named_or_advised_than_an_exact_test_takes() -> None:
+    plan = named(one("more")).model_copy(update={"seeds": (0, 1), "alpha": 1e-12})
+    assert plan.undecidable().endswith("at alpha = 1e-12: give at least 41 seeds")
+    assert plan.model_copy(update={"alpha": 1e-30}).undecidable().endswith("at alpha = 1e-30: give a larger alpha")
+    assert Predictions.model_validate(plan.model_dump() | {"seeds": tuple(range(44))}).undecidable() == ""
+    with pytest.raises(ValueError, match="there are 45 seeds, and an exact test takes at most 44: name fewer"):
+        Predictions.model_validate(plan.model_dump() | {"seeds": tuple(range(45))})
 
 
 def test_every_published_file_can_be_decided() -> None:
