@@ -37,6 +37,7 @@ from torch.nn.utils import clip_grad_norm_
 
 try:
     from accelerate.utils import gather_object, is_peft_model
+    from datasets import IterableDataset
     from transformers import TrainerCallback, TrainerState
     from trl import GRPOConfig, GRPOTrainer
 except ModuleNotFoundError as error:
@@ -176,7 +177,7 @@ class _Watch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, *_given: Any, **_named: Any) -> None:
         prompts = self._trainer.prompts_sampler
-        if getattr(prompts, "shuffle", False):  # an iterable data set has none, and is told its epoch
+        if getattr(prompts, "shuffle", False):  # an iterable data set has none, see `_init_training_state`
             for _ in range(int(state.epoch or 0)):  # a resumed run would begin with the order of the first epoch again
                 torch.randperm(prompts.num_samples, generator=prompts.generator)
 
@@ -371,6 +372,18 @@ class RoutedGRPOTrainer(GRPOTrainer):
         # Micro-batches from there on would be cut across two samplings, and rollouts would learn from the advantages of others.
         self._step, self._buffered_inputs, self._window, self._entropy_window_stats = 0, None, None, None
         return super().train(*given, **named)
+
+    def _init_training_state(
+        self, max_steps: int, each: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """Return the epochs that are over, and the micro-batches of the present one, from which a run goes on."""
+        over, done = super()._init_training_state(max_steps, each, epochs, resume_from_checkpoint, trial)
+        if resume_from_checkpoint is not None and done and isinstance(self.train_dataset, IterableDataset):
+            # max_steps stands for the unknown length of an epoch, so that all steps would be skipped within the first one
+            stored = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / "trainer_state.json"))
+            over = int(stored.epoch or 0)
+            done = round(((stored.epoch or 0) - over) * stored.max_steps * self.args.gradient_accumulation_steps)
+        return over, done
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self.prompts_sampler = super()._get_train_sampler(dataset)

@@ -522,10 +522,13 @@ def test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments(tmp
     assert len(seen.gradients) == 1
 
 
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("step", [2, 3])
-def test_a_run_that_is_resumed_in_a_later_epoch_has_the_order_of_that_epoch(step: int, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_in_a_later_epoch_has_the_order_of_that_epoch(step: int, streamed: bool, tmp_path: Path) -> None:
     """Two steps an epoch; TRL draws the orders of all epochs from one generator, which no checkpoint holds."""
     settings: dict[str, Any] = {"size": 4, "gradient_accumulation_steps": 2, "steps": 4, "shuffle_dataset": True}
+    if streamed:  # of a length that no trainer knows
+        settings["data"] = Dataset.from_dict({"prompt": TEXTS}).to_iterable_dataset()
     whole, seen = make_trainer(tmp_path, MaskSpec(), **settings, save_strategy="steps", save_steps=1)
     whole.train()
     again, resumed = make_trainer(tmp_path / "again", MaskSpec(), **settings)
