@@ -32,7 +32,7 @@ from mi_route2.adapters.linear import (
 )
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
-from mi_route2.adapters.weights import Versions, named, reshard, sharded_modules, weights_hash
+from mi_route2.adapters.weights import Versions, named, refuse_offloaded, reshard, sharded_modules, weights_hash
 from mi_route2.checks import checked
 from mi_route2.sites import COMPUTED, UNQUANTIZED, Slot, matching, no_adapter, slots
 from mi_route2.specs import AdapterSpec
@@ -487,8 +487,8 @@ def attach(
     Raises:
         KeyError: A pattern matches nothing.
         ValueError: The count is not ``expect``, the model already has adapters (also of PEFT), the rank does not fit, a Linear is
-            quantized, has two names or a weight that is computed, torch's own layers pass it by, or ``fold`` is used with fused
-            Linears or with ones that do more than a matmul.
+            quantized, has two names or a weight that is computed, torch's own layers pass it by, ``fold`` is used with fused
+            Linears or with ones that do more than a matmul, or weights are offloaded.
 
     Examples:
         >>> adapters = attach(model, "blocks.*.attn.*", spec=AdapterSpec("lora", rank=4), expect=8)
@@ -502,6 +502,7 @@ def attach(
         )
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
+    refuse_offloaded(model)
     linears = slots(model) if known is None else known
     chosen = matching(linears, *patterns, expect=expect)
     if known is None:

@@ -156,8 +156,8 @@ def _refuse_misfit(path: Path, name: str, tensor: Tensor, target: Tensor, any_ba
             f"{name} is {tensor.dtype} in {path}, but {target.dtype} in the model; load the base in the type that it was trained "
             "in, or pass any_base=True to convert"
         )
-    if not torch.isfinite(tensor).all():
-        raise ValueError(f"{name} in {path} holds values that are not finite")
+    if not torch.isfinite(tensor.to(target.dtype)).all():  # as it is copied: a float64 may be beyond float32
+        raise ValueError(f"{name} in {path} holds values that are not finite in {target.dtype}")
 
 
 @checked

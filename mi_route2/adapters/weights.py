@@ -64,6 +64,7 @@ def weights_hash(model: nn.Module, linears: Mapping[str, Slot], *, adapters: boo
         adapters: True to include attached adapters, False for the base only.
     """
     hasher, seen = xxhash.xxh3_128(), {}
+    refuse_offloaded(model)
     for name, tensor, part in sorted(named(model, linears, adapters=adapters), key=lambda entry: entry[0]):
         t = part(whole(tensor))
         hasher.update(f"{name} {t.dtype} {list(t.shape)};".encode())
@@ -74,6 +75,15 @@ def weights_hash(model: nn.Module, linears: Mapping[str, Slot], *, adapters: boo
             seen[id(t)] = _data_hash(t)
         hasher.update(seen[id(t)])
     return hasher.hexdigest()
+
+
+def refuse_offloaded(model: nn.Module) -> None:
+    """Raise ``ValueError`` if a weight is elsewhere until its module runs; its place on ``meta`` multiplies without an error."""
+    if (name := next((name for name, p in model.named_parameters() if p.is_meta), None)) is not None:
+        raise ValueError(
+            f"{name} is not in memory (on the device meta): load the model without offloading to the CPU or disk, for example with "
+            'from_pretrained(..., device_map={"": "cuda"}) or on the CPU alone'
+        )
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:

@@ -37,6 +37,7 @@ from torch.nn.utils import clip_grad_norm_
 
 try:
     from accelerate.utils import gather_object, is_peft_model
+    from datasets import IterableDataset
     from transformers import TrainerCallback, TrainerState
     from trl import GRPOConfig, GRPOTrainer
 except ModuleNotFoundError as error:
@@ -73,6 +74,8 @@ from mi_route2.routing.routes import Part, RouteStep
 
 ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safetensors"
 """Files of a checkpoint folder: both adapters, and the route's directions."""
+STATE = "trainer_state.json"
+"""File of TRL in it."""
 
 RESUMED = (
     "this checkpoint lies between two samplings, and TRL stores neither the completions that it has sampled nor its place among "
@@ -176,7 +179,7 @@ class _Watch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, *_given: Any, **_named: Any) -> None:
         prompts = self._trainer.prompts_sampler
-        if getattr(prompts, "shuffle", False):  # an iterable data set has none, and is told its epoch
+        if getattr(prompts, "shuffle", False):  # an iterable data set has none, see `_init_training_state`
             for _ in range(int(state.epoch or 0)):  # a resumed run would begin with the order of the first epoch again
                 torch.randperm(prompts.num_samples, generator=prompts.generator)
 
@@ -371,6 +374,18 @@ class RoutedGRPOTrainer(GRPOTrainer):
         # Micro-batches from there on would be cut across two samplings, and rollouts would learn from the advantages of others.
         self._step, self._buffered_inputs, self._window, self._entropy_window_stats = 0, None, None, None
         return super().train(*given, **named)
+
+    def _init_training_state(
+        self, max_steps: int, each: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """Return the epochs that are over, and the micro-batches of the present one, from which a run goes on."""
+        over, done = super()._init_training_state(max_steps, each, epochs, resume_from_checkpoint, trial)
+        if resume_from_checkpoint is not None and done and isinstance(self.train_dataset, IterableDataset):
+            # max_steps stands for the unknown length of an epoch, so that all steps would be skipped within the first one
+            stored = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / STATE))
+            over = int(stored.epoch or 0)
+            done = round(((stored.epoch or 0) - over) * stored.max_steps * self.args.gradient_accumulation_steps)
+        return over, done
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self.prompts_sampler = super()._get_train_sampler(dataset)
@@ -633,19 +648,23 @@ class RoutedGRPOTrainer(GRPOTrainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
         if self.is_fsdp_enabled:
             _ = self.adapters.base_hash  # of all processes, before one of them writes it
         if self.args.should_save and not self.args.save_only_model:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / STATE).unlink(missing_ok=True)  # of an earlier run: whole is what has one, since TRL writes it last
             save_adapters(self.adapters, folder / ADAPTERS)
             if self.route.directions is not None:
                 self.route.directions.save(folder / DIRECTIONS)
+        super()._save_checkpoint(model, trial)  # last, because it deletes older checkpoints
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
+        if (folder / ADAPTERS).is_file() and not (folder / STATE).is_file():
+            raise ValueError(f"{folder} has no {STATE}: a run ended while it was saved; give the checkpoint before it")
         self._restore(folder)
-        done = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
+        done = TrainerState.load_from_json(str(folder / STATE)).global_step
         if done * self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations):
             warnings.warn(RESUMED, stacklevel=2)
 

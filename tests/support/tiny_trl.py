@@ -142,6 +142,7 @@ def make_trainer(
     own: Mapping[str, Any] | None = None,
     model: Any = None,
     texts: Sequence[str] = TEXTS,
+    data: Any = None,
     kind: type[RoutedGRPOTrainer] = RoutedGRPOTrainer,
     **settings: Any,
 ) -> tuple[RoutedGRPOTrainer, Seen]:
@@ -152,7 +153,7 @@ def make_trainer(
         make_family("Llama") if model is None else model,
         reward,
         config(folder, **settings),
-        Dataset.from_dict({"prompt": [*texts]}),
+        Dataset.from_dict({"prompt": [*texts]}) if data is None else data,
         processing_class=tokenizer(),
         rollout_func=None if sampled else rollouts,
         callbacks=[seen],

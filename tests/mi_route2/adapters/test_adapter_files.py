@@ -202,6 +202,15 @@ def test_another_type_of_number_is_converted_only_when_that_is_meant(tmp_path: P
     assert all(torch.equal(t, own[n].float().double()) for n, t in target.adapters.tensors().items())
 
 
+def test_a_number_beyond_the_type_that_it_is_converted_to_is_refused(tmp_path: Path) -> None:
+    policy, target = make_policy(SPECS["lora"]), make_policy(SPECS["lora"], dtype=torch.float32)
+    with torch.no_grad():
+        policy.adapters.scored("blocks.0.attn.q")[0, 0] = 1e300
+    save_adapters(policy.adapters, tmp_path / "a")
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q\.B in .* not finite in torch\.float32"):
+        load_adapters(target.adapters, tmp_path / "a", any_base=True)
+
+
 def test_a_file_without_a_checksum_is_read_only_when_that_is_meant(tmp_path: Path) -> None:
     """Adapters, directions and probes alike: one entry less would switch every check of the bytes off."""
     policy, target = make_policy(SPECS["lora"]), make_policy(SPECS["lora"], scale=0.0)

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from families import make_family
 from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts, policy_loss
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from mi_route2.adapters import Adapters, AdapterSpec, Tape, attach
+from mi_route2.hosts import open_host
 from mi_route2.rollouts import Policy
 from mi_route2.sites import select
 
@@ -323,6 +325,16 @@ def test_a_quantized_linear_is_refused() -> None:
     del linear.weight
     with pytest.raises(ValueError, match=r"blocks.1.attn.q is a Linear without a weight: load the base model in bfloat16"):
         attach(model, "blocks.*", spec=SPECS["lora"])
+
+
+def test_a_model_whose_weights_are_offloaded_is_refused() -> None:
+    """As ``device_map="auto"`` does if memory is short. Adapters would be on ``meta``, and their products what memory holds."""
+    accelerate = pytest.importorskip("accelerate")
+    host = open_host("torch", make_family("Llama"))
+    accelerate.cpu_offload(host.model, execution_device="cpu")
+    for ask in (lambda: host.attach("blocks.*", spec=SPECS["lora"]), host.weights_hash):
+        with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is not in memory .* load the model without offloading"):
+            ask()
 
 
 class Encoder(nn.Module):

@@ -43,7 +43,7 @@ from torch import Tensor
 from trl_ranks import HOWS, RANKED, SHARED, SVD, Sharding, run
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
-from mi_route2.adapters import load_adapters
+from mi_route2.adapters import load_adapters, save_adapters
 from mi_route2.integrations.trl import ADAPTERS, RoutedGRPOTrainer, RoutedStep, _seed
 from mi_route2.rollouts import Rollouts
 from mi_route2.routing import (
@@ -522,10 +522,13 @@ def test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments(tmp
     assert len(seen.gradients) == 1
 
 
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("step", [2, 3])
-def test_a_run_that_is_resumed_in_a_later_epoch_has_the_order_of_that_epoch(step: int, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_in_a_later_epoch_has_the_order_of_that_epoch(step: int, streamed: bool, tmp_path: Path) -> None:
     """Two steps an epoch; TRL draws the orders of all epochs from one generator, which no checkpoint holds."""
     settings: dict[str, Any] = {"size": 4, "gradient_accumulation_steps": 2, "steps": 4, "shuffle_dataset": True}
+    if streamed:  # of a length that no trainer knows
+        settings["data"] = Dataset.from_dict({"prompt": TEXTS}).to_iterable_dataset()
     whole, seen = make_trainer(tmp_path, MaskSpec(), **settings, save_strategy="steps", save_steps=1)
     whole.train()
     again, resumed = make_trainer(tmp_path / "again", MaskSpec(), **settings)
@@ -562,6 +565,41 @@ def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert Path(trainer.state.best_model_checkpoint or "").name == "checkpoint-1"
     for name, p in load_file(tmp_path / "checkpoint-1" / ADAPTERS).items():
         assert torch.equal(weights(trainer.adapters)[name], p), name
+
+
+def test_a_checkpoint_is_whole_before_an_older_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), **settings)
+
+    def full(adapters: Any, path: Path, save: Any = save_adapters) -> None:
+        if path.parent.name == "checkpoint-2":
+            raise OSError("the disk is full")
+        save(adapters, path)
+
+    monkeypatch.setattr("mi_route2.integrations.trl.save_adapters", full)
+    with pytest.raises(OSError, match="the disk is full"):
+        trainer.train()
+    monkeypatch.undo()
+    again, seen = make_trainer(tmp_path, MaskSpec(), **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert len(seen.gradients) == 1
+
+
+def test_a_checkpoint_that_was_not_finished_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the place of another run's, whose files would be mixed with those of this one."""
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(tmp_path, MaskSpec(), **settings)[0].train()
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), learning_rate=1.0, **settings)
+
+    def killed(folder: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    again, _ = make_trainer(tmp_path, MaskSpec(), **settings)
+    with pytest.raises(ValueError, match=r"checkpoint-1 has no trainer_state.json: a run ended while it was saved"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
