@@ -222,8 +222,13 @@ def test_what_is_imported_is_declared() -> None:
     extras = project["optional-dependencies"]
     declared, lanes, serve, trl = (
         {re.split(r"[<>=~! \[]", text)[0].replace("-", "_") for text in texts}
-        for texts in (project["dependencies"], extras["lanes"], [*extras["serve"], "starlette"], [*extras["trl"], "accelerate"])
-    )  # fastapi is made of starlette, and TRL of accelerate
+        for texts in (
+            project["dependencies"],
+            extras["lanes"],
+            [*extras["serve"], "starlette"],
+            [*extras["trl"], "accelerate", "datasets"],
+        )
+    )  # fastapi is made of starlette, and TRL of accelerate and datasets
     assert set(BROUGHT_BY.values()) <= declared
     known = {*sys.stdlib_module_names, *PACKAGES, *declared, *BROUGHT_BY}
     for name, targets in direct().items():
