@@ -437,9 +437,8 @@ class Engine:
 
     def _read(self, ran: Ran) -> None:
         """Store the monitors' readings with the requests that want them."""
-        if not ran.readings:
+        if not ran.readings or not (wanted := {number: one for number, one in self._sequences.items() if one.request.readings}):
             return
-        wanted = {number: one for number, one in self._sequences.items() if one.request.readings}
         for readings in ran.readings:
             for request, name, start, track in readings.each():
                 if (one := wanted.get(request)) is not None:
