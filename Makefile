@@ -7,7 +7,7 @@ WORKERS ?= 2
 PYTEST := $(PY) -m pytest -n 2
 # What the fast suite leaves out (markers of pyproject.toml): PARTS of the library in detail, and the WHOLE as users run it,
 # that is without the checks of shapes, which take half of the time and have passed on the parts. A quarter of the time of the WHOLE is
-# waiting, for limits, timers and browsers: four at a time keep two cores busy.
+# waiting, for limits, timers and browsers: three at a time keep two cores busy.
 PARTS := matrix or hosts or machine or gpu
 WHOLE := process or study or docs or real
 UNCHECKED := -o addopts='-ra --strict-markers --import-mode=importlib'
@@ -50,7 +50,7 @@ test: $(STAMP)  ## the fast suite: every theorem once (three minutes on two core
 
 test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts in detail, processes, state machines, whole studies, docs, a real model
 	$(PYTEST) --dist worksteal --shapes each -m "($(PARTS)) and not ($(WHOLE))" --durations 10
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m "$(WHOLE)" --durations 25 $(UNCHECKED)
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "$(WHOLE)" --durations 25 $(UNCHECKED)
 
 test-all: test test-rest  ## both (some twenty minutes on two cores)
 
