@@ -279,7 +279,7 @@ class Runner:
         layout = Layout.of([Piece(one.id, start, count, one.prompt) for one, start, count in group], device)
         width, steered = layout.positions.shape[1], self.steering.begin(layout)
         if width == 1:
-            rows, keep = [[one.tokens[start]] for one, start, _ in group], None
+            rows, keep = [one.tokens[start] for one, start, _ in group], None
         else:
             # padded with a token of its own: one that is not a number would reach it, because 0 times NaN is NaN
             rows = [one.tokens[start : start + count] + [one.tokens[start]] * (width - count) for one, start, count in group]
@@ -287,7 +287,7 @@ class Runner:
             if any(site.layer is None for site in (*work, *(self.steering.acting if steered else ()))):
                 columns = list(range(width))  # the unembedding's adapters are read and written at every column
             keep = torch.tensor(columns, device=device)
-        tokens = torch.as_tensor(np.array(rows, dtype=np.int64), device=device)
+        tokens = torch.as_tensor(np.array(rows, dtype=np.int64).reshape(len(group), width), device=device)
         cache = self.slots.view(layout, [one.row for one, *_ in group], aligned=self._exact)
         logits, readings = self._forward.run(layout, tokens, cache, work, keep, steered)
         for one, start, count in group:
@@ -301,7 +301,9 @@ class Runner:
         """Return the captures and patches of the forward, by site."""
         work: dict[Site, Work] = {}
         for row, (one, start, count) in enumerate(group):
-            for column, placed in firing(one.patches, start, count) if one.patches else ():
+            if one.bare:
+                continue
+            for column, placed in firing(one.patches, start, count):
                 work.setdefault(placed.site, Work()).patches.append((row, column, placed))
             for number, capture in enumerate(one.request.capture):
                 columns = capture.selection.rows(one.tokens[start : start + count], start, one.prompt)

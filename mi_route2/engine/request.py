@@ -146,12 +146,13 @@ class Result:
 class EngineRequest:
     """The engine's state of one request.
 
-    ``named`` are the vectors that names in its rules stood for when it came. ``row`` is its row of key-value slots while it runs;
-    ``saved`` holds its keys and values while it is preempted, or ``unsaved`` why there is no memory for them. ``lost`` is called if
-    the run that it writes cannot go on. ``turn`` is its place among equal priorities, ``text`` the text in which stop texts are
-    looked for. ``noted`` is the steering state's change count when ``acts`` was last updated for generated tokens, and ``told``
-    when the run's notes were. ``needs`` are the steering rows that it wants, if some lacked when it was last asked, and ``lacked``
-    counts how often some did. ``kept`` is the last position that each capture has.
+    ``named`` are the vectors that names in its rules stood for when it came. ``row`` is its row of key-value slots while it
+    runs; ``saved`` holds its keys and values while it is preempted, or ``unsaved`` why there is no memory for them. ``lost`` is
+    called if the run that it writes cannot go on. ``turn`` is its place among equal priorities, ``text`` the text in which stop
+    texts are looked for. ``bare`` is true if it has no patch and captures nothing. ``noted`` is the steering state's change
+    count when ``acts`` was last updated for generated tokens, and ``told`` when the run's notes were. ``needs`` are the
+    steering rows that it wants, if some lacked when it was last asked, and ``lacked`` counts how often some did. ``kept`` is
+    the last position that each capture has.
     """
 
     id: int
@@ -190,6 +191,7 @@ class EngineRequest:
         self.detailed = self.sampling.detailed
         self.stops = bool(self.sampling.stop or self.sampling.stop_tokens)
         self.observed = bool(self.request.readings or self.request.norms)
+        self.bare = not (self.patches or self.request.capture or self.request.norms)
         self.uniforms = self.sampling.uniforms()
         self.acts.patches = [(patch.position, patch.digest) for patch in self.patches]
 

@@ -6,8 +6,9 @@ Cached keys and values are valid for one such state only.
 import hashlib
 from collections.abc import Iterator
 from itertools import chain, cycle
-from operator import attrgetter, methodcaller
+from operator import attrgetter, itemgetter, methodcaller
 from types import NoneType
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ COMPONENTS = (
 )
 """Components that a quick check compares, in the order of ``ModelState._quick``."""
 
-_REGISTERED = attrgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+_REGISTERED = itemgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 _VALUES, _VERSION = methodcaller("values"), attrgetter("_version")
 
 
@@ -56,6 +57,7 @@ class ModelState:
         self._host, self._config = host, config_of(plain_model(host))
         # Kept alive, so that no later module or tensor can have the id of one that was removed.
         self._modules: list[nn.Module] = []
+        self._attributes: list[dict[str, Any]] = []
         self._tensors: list[Tensor] = []
         self._written: list[Tensor] = []
         """The tensors whose writes torch counts."""
@@ -87,6 +89,7 @@ class ModelState:
         model = self._host.model
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._modules, self._tensors = list(model.modules()), list(named.values())
+        self._attributes = list(map(vars, self._modules))
         self._written = [t for t in self._tensors if not t.is_inference()]
         settings = [(vars(m), name) for m in self._modules for name in ("forward", *_settings(m))]
         self._settings = [attributes for attributes, _ in settings], [name for _, name in settings]
@@ -133,7 +136,7 @@ class ModelState:
 
     def _quick(self) -> tuple[object, ...]:
         versions = sum(map(_VERSION, self._written))
-        children, parameters, buffers, after, before = zip(*map(_REGISTERED, self._modules), strict=True)
+        children, parameters, buffers, after, before = zip(*map(_REGISTERED, self._attributes), strict=True)
         # A module or a parameter that was replaced is found in its parent, without a walk of the tree.
         some = filter(None, chain(children, parameters, buffers))  # most are empty
         places = tuple(map(id, chain.from_iterable(map(_VALUES, some))))

@@ -30,13 +30,11 @@ class Piece(NamedTuple):
 class Layout:
     """Layout of one forward over ``b`` pieces of at most ``t`` tokens.
 
-    ``decode`` marks generated tokens (position at or after the prompt's length), per token: one piece may contain both kinds.
+    Padding is at position 0.
     """
 
     pieces: tuple[Piece, ...]
     positions: Int[Tensor, "b t"]
-    real: Bool[Tensor, "b t"]
-    decode: Bool[Tensor, "b t"]
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -48,6 +46,13 @@ class Layout:
         """True if every row is one token, so that nothing is padded."""
         return self.positions.shape[1] == 1
 
+    @property
+    def real(self) -> Bool[Tensor, "b t"]:
+        """True at tokens that are not padding."""
+        device, width = self.positions.device, self.positions.shape[1]
+        counts = torch.tensor([piece.count for piece in self.pieces], device=device)
+        return torch.arange(width, device=device) < counts[:, None]
+
     @staticmethod
     def of(pieces: Sequence[Piece], device: torch.device | str = "cpu") -> "Layout":
         """Return the layout of ``pieces``; ``ValueError`` for no piece, two pieces of one request, or impossible numbers."""
@@ -56,12 +61,11 @@ class Layout:
             raise ValueError("a layout needs at least one piece, and at most one of each request")
         if min(min(requests), min(starts)) < 0 or min(min(counts), min(prompts)) < 1:
             raise ValueError(f"pieces {pieces} are not valid: each needs at least one token, and no number may be negative")
-        start, count, prompt = (np.array(some, dtype=np.int64)[:, None] for some in (starts, counts, prompts))
-        steps = np.arange(max(counts))[None]
-        real = steps < count
-        positions = np.where(real, start + steps, 0)
-        made = (positions, real, real & (positions >= prompt))  # by numpy, which is faster than torch for few numbers
-        return Layout(tuple(pieces), *(torch.as_tensor(one, device=device) for one in made))
+        positions, width = np.array(starts, dtype=np.int64)[:, None], max(counts)  # by numpy, faster than torch for few numbers
+        if width > 1:
+            steps = np.arange(width)[None]
+            positions = np.where(steps < np.array(counts)[:, None], positions + steps, 0)
+        return Layout(tuple(pieces), torch.as_tensor(positions, device=device))
 
 
 @dataclass(frozen=True)

@@ -376,7 +376,8 @@ def test_a_half_open_quarantine_is_the_product(model):
         return h
 
     def shut(y: Tensor) -> Tensor:
-        generated = Layout.of(PIECES).decode
+        layout = Layout.of(PIECES)
+        generated = layout.real & (layout.positions >= torch.tensor([[piece.prompt] for piece in PIECES]))
         return torch.where(generated[..., None], y * (1 - gates["g"])[..., None], y)
 
     assert close(model.run(state)[0], model.plain({EARLY: watch, QUARANTINES[1]: shut}))
