@@ -459,19 +459,24 @@ def to_plotly(grid: Grid) -> "Figure":
         zmin=-reach,
         zmax=reach,
         colorscale=[[i / 10, to_hex(_colors()(i / 10))] for i in range(11)],
-        colorbar={"title": {"text": what}},
-        customdata=[[tuple(map(html.escape, _told(grid, row, column))) for column in columns] for row in rows],
+        colorbar={"title": {"text": _plain(what)}},
+        customdata=[[tuple(map(_plain, _told(grid, row, column))) for column in columns] for row in rows],
         hovertemplate="site %{customdata[0]}<br>token %{customdata[1]}<br>value %{customdata[2]}"
         "<br>recovered %{customdata[3]}<extra></extra>",
         hoverongaps=False,
     )
     # Two tokens may have the same text, and an axis of texts would merge them into one column
-    ticks = ["all"] if grid.together else [html.escape(_tick(p, label)) for p, label in zip(grid.positions, grid.labels)]
+    ticks = ["all"] if grid.together else [_plain(_tick(p, label)) for p, label in zip(grid.positions, grid.labels)]
     figure = Figure(heat)
-    figure.update_layout(title=html.escape(_title(grid)), template="plotly_white")
+    figure.update_layout(title=_plain(_title(grid)), template="plotly_white")
     figure.update_xaxes(title="token of the corrupt prompt", tickvals=[*columns], ticktext=ticks)
     figure.update_yaxes(tickvals=[*rows], ticktext=[str(target) for target in grid.sites])
     return figure
+
+
+def _plain(text: str) -> str:
+    """Return a text that plotly shows as it is: no markup, and no mathematics between dollars. It does not know ``&quot;``."""
+    return html.escape(text, quote=False).replace("$", "&#36;")
 
 
 def draw(grid: Grid, path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 from html.parser import HTMLParser
 from io import StringIO
@@ -250,11 +251,14 @@ def test_a_notebook_shows_every_cell_and_loads_nothing(grid: Grid) -> None:
 
 
 def test_a_token_is_text_in_a_page_and_a_figure_and_no_markup() -> None:
-    grid = make(labels=("<script>", "a", "b", "</td><img src=x>"))
+    grid = make(labels=("<script>", 'a "$b$"', "b", "</td><img src=x>"), grader=Grader("function <lambda>"), clean=1.0)
     page = Cells(grid._repr_html_())
     assert not {"script", "img"} & set(page.tags)
     assert any("<script>" in title for title in page.titles)
-    assert "<script>" not in str(grid.interactive().to_dict())
+    figure = str(grid.interactive().to_dict())
+    assert not {"<script>", "<lambda>"} & set(re.findall("<[a-z]+>", figure))
+    assert "$" not in figure  # two of them are mathematics in a page that has MathJax
+    assert set(re.findall(r"&([a-z]+);", figure)) == {"lt", "gt"}  # plotly knows few others, and `quot` is not among them
 
 
 def test_of_a_large_grid_the_cells_with_an_effect_are_shown() -> None:
