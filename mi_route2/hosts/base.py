@@ -423,11 +423,13 @@ def answered(site: Site, edit: Edit, value: Tensor) -> Tensor | None:
 
 
 def fitting(site: Site, value: Tensor, new: object) -> Tensor:
-    """Return ``new``, the replacement that an edit returned; ``ValueError`` if it is not a tensor of the shape of ``value``."""
+    """Return ``new``, the replacement that an edit returned; ``ValueError`` if it is no real tensor of the shape of ``value``."""
     if not isinstance(new, Tensor):
         raise ValueError(f"the edit of {site} returned a {type(new).__name__}: return None to read only, or a tensor to write")
     if new.shape != value.shape:
         raise ValueError(f"the edit of {site} returned a tensor of shape {list(new.shape)}, but the site has {list(value.shape)}")
+    if new.is_complex() or new.dtype == torch.bool:  # torch would drop the imaginary parts
+        raise ValueError(f"the edit of {site} returned a tensor of {new.dtype}: return real numbers")
     return new
 
 
