@@ -34,6 +34,7 @@ from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, BRIDGE_LINEAR
 from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, known_architecture, whole_stream
 from mi_route2.hosts.decoder import DECODERS
 from mi_route2.hosts.huggingface import Replays
+from mi_route2.hosts.state import of_libraries
 from mi_route2.rollouts import positions
 from mi_route2.sites import Site, Slot, matching, no_adapter
 
@@ -357,12 +358,7 @@ def _fusible(attention: nn.Module) -> bool:
         if name not in (*PROJECTIONS, WRAPPED, "hook_in", "hook_out"):
             passed += part.modules()
     hooks = (hook for one in passed for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values()))
-    return all(map(_of_libraries, hooks)) and not any("forward" in vars(one) for one in passed)
-
-
-def _of_libraries(hook: object) -> bool:
-    """Return whether a library has put the hook on its own modules: a bridge, or transformers at the first cached run."""
-    return str(getattr(hook, "__module__", "")).startswith(("transformer_lens.model_bridge.", "transformers."))
+    return all(map(of_libraries, hooks)) and not any("forward" in vars(one) for one in passed)
 
 
 class BridgeHost(Host):
