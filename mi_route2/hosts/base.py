@@ -162,6 +162,9 @@ class Host(ABC):
         """Context: attention that a library takes apart for its hooks runs in one piece, if no hook could tell."""
         return nullcontext()
 
+    def settle(self) -> None:  # noqa: B027 - most libraries change nothing
+        """Change the model as its library would in the first forward, which would look like a change by somebody else."""
+
     @abstractmethod
     def _prepared(self, edits: Mapping[Site, Edit]) -> Entering:
         """Return a function that returns the context of ``hooks``; the arguments are already checked."""

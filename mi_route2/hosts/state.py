@@ -86,6 +86,7 @@ class ModelState:
         Also if ``glance`` saw other bytes meanwhile that are those of before again.
         """
         before, seen = self.current, bool(self._written_to)
+        self._host.settle()
         model = self._host.model
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._modules, self._tensors = list(model.modules()), list(named.values())

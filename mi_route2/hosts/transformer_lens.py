@@ -381,12 +381,15 @@ class BridgeHost(Host):
         refuse_config(inner, self.architecture)
         self.bridge = model if isinstance(model, TransformerBridge) else boot(model)
         self.model = self.bridge
-        for block in self.bridge.blocks:
-            block._maybe_wire_capture_hooks()  # or the first forward would, and look like somebody who changes the model
+        self.settle()
         refuse_foreign(self.bridge)
         refuse_processed(self.bridge)
         refuse_batching(self.bridge)
         self._places = linears(self.bridge, self.architecture)
+
+    def settle(self) -> None:
+        for block in self.bridge.blocks:
+            block._maybe_wire_capture_hooks()  # taken off by changes of the bridge's modes
 
     def linears(self) -> dict[str, Slot]:
         return {name: place.slot(name) for name, place in self._places.items()}
