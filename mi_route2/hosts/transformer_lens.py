@@ -482,6 +482,6 @@ class BridgeHost(Host):
                 return None
             refuse_lost(self.bridge, site)
             again.edited(site)
-            return new.to(value.dtype)
+            return new.to(value.dtype).view_as(value)  # never a parameter, which the bridge's modules would keep as their own
 
         return edited

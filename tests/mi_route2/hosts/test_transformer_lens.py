@@ -205,12 +205,18 @@ def test_every_point_acts_on_the_logits_and_as_on_torch() -> None:
 def test_an_edit_may_come_back_in_another_type() -> None:
     torch_host, _, host, _ = pair("Mistral")
     tokens, _ = make_tokens()
-    logits = []
+    logits, plain = [], host.logits(tokens)
+    edits = {
+        Site(0, "mlp_out"): lambda x: x.float() * 2,
+        Site(1, "z"): lambda z: z.float(),
+        Site(1, "resid_pre"): lambda x: nn.Parameter(x + 1),
+    }
     for each in (torch_host, host):
-        with torch.no_grad(), each.hooks({Site(0, "mlp_out"): lambda x: x.float() * 2, Site(1, "z"): lambda z: z.float()}):
+        with torch.no_grad(), each.hooks(edits):
             logits.append(each.logits(tokens))
     assert logits[1].dtype == torch.float64
     assert largest(*logits) < 1e-10
+    assert torch.equal(host.logits(tokens), plain)  # the bridge keeps no parameter of the edit's
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "GPT2", "MicroGPT"])
