@@ -376,6 +376,8 @@ def _grid(said: dict[str, Any], values: np.ndarray) -> Grid:
 
 _CELL, _MARGIN, _TALLEST, _WIDEST = 0.17, 1.3, 40.0, 40.0
 """Sizes in inches: a cell, the space for titles and labels, and the maximum height and width of a figure."""
+_LETTER, _SHORT = 0.06, 12
+"""Height in inches that a letter of a position's label takes, and the letters for which the margin has room."""
 
 
 def _colored(grid: Grid) -> tuple[np.ndarray, str, float]:
@@ -485,15 +487,16 @@ def draw(grid: Grid, path: Path) -> Path:
 
     shown, what, reach = _colored(grid)
     rows, columns = shown.shape
-    height, width = min(_TALLEST, _MARGIN + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns))
+    ticks = ["all"] if grid.together else [_tick(p, label) for p, label in zip(grid.positions, grid.labels)]
+    margin = _MARGIN + _LETTER * max(0, max(map(len, ticks)) - _SHORT)
+    height, width = min(_TALLEST, margin + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns))
     with style():
         figure = new_figure(width, height)
         axes = figure.add_subplot()
         image = axes.imshow(shown, aspect="auto", origin="lower", cmap=_colors(), vmin=-reach, vmax=reach, interpolation="nearest")
         axes.grid(visible=False)
         # matplotlib reads a text between two dollars as mathematics
-        ticks = ["all"] if grid.together else [_tick(p, label).replace("$", r"\$") for p, label in zip(grid.positions, grid.labels)]
-        axes.set_xticks(range(columns), ticks, rotation=90)
+        axes.set_xticks(range(columns), [tick.replace("$", r"\$") for tick in ticks], rotation=90)
         axes.set_yticks(range(rows), [str(target) for target in grid.sites])
         if grid.at in grid.columns:
             axes.get_xticklabels()[grid.positions.index(grid.at)].set_fontweight("bold")

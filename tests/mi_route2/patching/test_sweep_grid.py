@@ -28,7 +28,7 @@ SITES = (Target(Site(2, "resid_pre")), Target(Site(5, "z"), 1), Target(Site(None
 
 def make(values: Any = None, **changes: Any) -> Grid:
     """Three sites of an 8-layer model, positions 1, 3, 4 (skipped) and 9 of a corrupt prompt of 12 tokens, scored at 10."""
-    table = np.array([[0.5, 1.0, np.nan, 3.0], [0.0, -4.0, np.nan, 2.0], [1.0, 1.25, np.nan, 0.75]]) if values is None else values
+    table = [[0.5, 1.0, np.nan, 3.0], [0.0, -4.0, np.nan, 2.0], [1.0, 1.25, np.nan, 0.75]] if values is None else values
     given: dict[str, Any] = {
         "sites": SITES,
         "positions": (1, 3, 4, 9),
@@ -36,7 +36,7 @@ def make(values: Any = None, **changes: Any) -> Grid:
         "grader": Grader("logit_diff", 7, 8),
         "at": 10,
         "alpha": 1.0,
-        "values": table,
+        "values": np.array(table),
         "clean": 5.0,
         "corrupt": 1.0,
         "replicas": (1.0, 1.25, 0.875),
@@ -182,7 +182,12 @@ def test_a_file_that_is_no_grid_is_refused(tmp_path: Path) -> None:
             Grid.load(path)
 
 
-@pytest.mark.parametrize("grid", [make(), together(), make(clean=1.0)], ids=["recovered", "together", "undefined"])
+ONE_SITE = make([[0.5, 1.0, np.nan, 3.0]], sites=SITES[:1], labels=("<|begin_of_text|>", " b", "$", "d"))
+
+
+@pytest.mark.parametrize(
+    "grid", [make(), together(), make(clean=1.0), ONE_SITE], ids=["recovered", "together", "undefined", "one site, a long token"]
+)
 def test_a_heatmap_is_drawn(grid: Grid, tmp_path: Path) -> None:
     found = grid.heatmap(tmp_path / "map.png")
     first = found.read_bytes()
