@@ -468,10 +468,11 @@ class BridgeHost(Host):
         hooks = [(names[site], self._hook(site, edit, fired, again)) for site, edit in whole_stream(edits).items()]
         try:
             with self.bridge.hooks(fwd_hooks=hooks):
+                points = {site: self.bridge.hook_dict[name] for site, name in names.items()}  # adapters may be detached inside
                 yield
         finally:
             again.root.remove()
-        again.guard({site: self.bridge.hook_dict[name] for site, name in names.items()})
+        again.guard(points)
         fired.demand(self.address)
 
     def _hook(self, site: Site, edit: Edit, fired: Fired, again: Replays) -> Callable[..., Tensor | None]:
