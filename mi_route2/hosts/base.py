@@ -320,7 +320,10 @@ class Host(ABC):
 
     def _edit(self, site: Site, function: Callable[..., Any]) -> Edit:
         try:
-            takes_hook = "hook" in inspect.signature(function).parameters
+            parameters = inspect.signature(function).parameters
+            # a function around one of TransformerLens's may pass everything on; a module or a compiled function would choke on it
+            passes_on = inspect.isfunction(function) and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            takes_hook = passes_on or "hook" in parameters
         except ValueError:  # functions written in C have no signature, for example torch.zeros_like
             takes_hook = False
         if not takes_hook:
