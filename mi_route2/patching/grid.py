@@ -104,8 +104,8 @@ class Grid:
         without = {skip.position for skip in self.skipped}
         if (np.isnan(self.values) != np.array([column in without for column in self.columns])).any():
             raise ValueError("a grid has no value exactly where a position was skipped")
-        scores = np.array([self.clean, self.corrupt, self.alpha, self.resolution, *self.replicas], dtype=float)
-        if np.isinf(self.values).any() or not np.isfinite(scores).all():
+        scores = np.array([self.clean, self.corrupt, self.alpha, self.resolution, *self.replicas])  # a dtype would parse texts
+        if np.isinf(self.values).any() or scores.dtype.kind not in "if" or not np.isfinite(scores).all():
             raise ValueError("a grid has finite scores: leave out a position by naming it in skipped")
 
     @property

@@ -123,7 +123,7 @@ def test_a_grid_says_what_does_not_fit() -> None:
 def test_a_description_that_is_no_grid_is_refused_in_one_sentence() -> None:
     described = make().to_json()
     for changes in (
-        {"clean": "x"}, {"corrupt": None}, {"values": [["a"] * 4] * 3}, {"values": [[1.0]]}, {"replicas": None},
+        {"clean": "x"}, {"clean": "5.0"}, {"corrupt": None}, {"values": [["a"] * 4] * 3}, {"values": [[1.0]]}, {"replicas": None},
         {"at": None}, {"layers": 3.5}, {"positions": [1, 3, 4, "9"]}, {"alignment": described["alignment"] | {"prefix": 1.5}},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"(?s)not a whole grid .*: give what Grid\.to_json returned"):
