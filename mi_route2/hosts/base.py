@@ -162,6 +162,9 @@ class Host(ABC):
         """Context: attention that a library takes apart for its hooks runs in one piece, if no hook could tell."""
         return nullcontext()
 
+    def settle(self) -> None:  # noqa: B027 - most libraries change nothing
+        """Change the model as its library would in the first forward, which would look like a change by somebody else."""
+
     @abstractmethod
     def _prepared(self, edits: Mapping[Site, Edit]) -> Entering:
         """Return a function that returns the context of ``hooks``; the arguments are already checked."""
@@ -317,7 +320,10 @@ class Host(ABC):
 
     def _edit(self, site: Site, function: Callable[..., Any]) -> Edit:
         try:
-            takes_hook = "hook" in inspect.signature(function).parameters
+            parameters = inspect.signature(function).parameters
+            # a function around one of TransformerLens's may pass everything on; a module or a compiled function would choke on it
+            passes_on = inspect.isfunction(function) and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            takes_hook = passes_on or "hook" in parameters
         except ValueError:  # functions written in C have no signature, for example torch.zeros_like
             takes_hook = False
         if not takes_hook:
@@ -423,11 +429,13 @@ def answered(site: Site, edit: Edit, value: Tensor) -> Tensor | None:
 
 
 def fitting(site: Site, value: Tensor, new: object) -> Tensor:
-    """Return ``new``, the replacement that an edit returned; ``ValueError`` if it is not a tensor of the shape of ``value``."""
+    """Return ``new``, the replacement that an edit returned; ``ValueError`` if it is no real tensor of the shape of ``value``."""
     if not isinstance(new, Tensor):
         raise ValueError(f"the edit of {site} returned a {type(new).__name__}: return None to read only, or a tensor to write")
     if new.shape != value.shape:
         raise ValueError(f"the edit of {site} returned a tensor of shape {list(new.shape)}, but the site has {list(value.shape)}")
+    if new.is_complex() or new.dtype == torch.bool:  # torch would drop the imaginary parts
+        raise ValueError(f"the edit of {site} returned a tensor of {new.dtype}: return real numbers")
     return new
 
 

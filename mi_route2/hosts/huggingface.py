@@ -130,7 +130,8 @@ class TorchHost(Host):
         if any(_at(self.model, tap.path) is not module for tap, module in places.values()):
             places = self._places(edits)  # adapters were attached or detached, or a module replaced, since the sites were looked up
         fired, again = Fired(edits), Replays(self.model)
-        handles = [again.root]
+        linears = [(site, *_standing(self.model, places[site][0].path)) for site in edits if site.point in HEADED]
+        handles = [again.root, self.model.register_forward_pre_hook(partial(_refuse_moved, linears))]
         try:
             for site, edit in edits.items():
                 tap, module = places[site]
@@ -149,6 +150,26 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
     for name in path.split("."):
         module = None if module is None else module._modules.get(name)
     return module
+
+
+_Standing = tuple[Site, dict[str, nn.Module | None], str, nn.Module | None]
+"""A site at a Linear, the modules beside it, its name among them, and the module that stood there."""
+
+
+def _standing(model: nn.Module, path: str) -> tuple[dict[str, nn.Module | None], str, nn.Module | None]:
+    parent, _, name = path.rpartition(".")
+    beside = model.get_submodule(parent)._modules
+    return beside, name, beside[name]
+
+
+def _refuse_moved(linears: Iterable[_Standing], _module: nn.Module, _args: Any) -> None:
+    """Raise ``RuntimeError`` if adapters were attached or detached at a site since its hook was registered."""
+    for site, beside, name, module in linears:
+        if beside[name] is not module:
+            raise RuntimeError(
+                f"adapters came to {site}, or went, since hooks() was entered, so that its edit would not see what they add: leave "
+                "hooks() and enter it again"
+            )
 
 
 class Replays:

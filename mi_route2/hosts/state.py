@@ -4,7 +4,7 @@ Cached keys and values are valid for one such state only.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, cycle
 from operator import attrgetter, itemgetter, methodcaller
 from types import NoneType
@@ -86,6 +86,7 @@ class ModelState:
         Also if ``glance`` saw other bytes meanwhile that are those of before again.
         """
         before, seen = self.current, bool(self._written_to)
+        self._host.settle()
         model = self._host.model
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._modules, self._tensors = list(model.modules()), list(named.values())
@@ -96,7 +97,7 @@ class ModelState:
         self._scaled = [vars(m) for m in self._modules if isinstance(vars(m).get(SCALES), dict)]
         self._boards = list({id(m.board): m.board for m in self._modules if isinstance(m, RoutedLinear)}.values())
         self._classes = list(dict.fromkeys(map(type, self._modules)))
-        functions = any(not _of_bridge(hook) for hook in self._functions())
+        functions = any(not _of_bridge(hook) for hook in forward_hooks(self._modules))
         known = KNOWN | {_package(type(plain_model(self._host)))}
         foreign = any(_package(kind) not in known or _given_forward(kind) for kind in self._classes)
         self.opaque = functions or foreign or any("forward" in vars(m) for m in self._modules)
@@ -128,12 +129,6 @@ class ModelState:
             self._weights = self._host.weights_hash()
         return self._weights
 
-    def _functions(self) -> Iterator[object]:
-        """Yield the forward hooks of all modules, and torch's global ones."""
-        for m in self._modules:
-            yield from (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
-        yield from (*every_module._global_forward_hooks.values(), *every_module._global_forward_pre_hooks.values())
-
     def _quick(self) -> tuple[object, ...]:
         versions = sum(map(_VERSION, self._written))
         children, parameters, buffers, after, before = zip(*map(_REGISTERED, self._attributes), strict=True)
@@ -158,6 +153,18 @@ def _scales(module: dict[str, object]) -> object:
     if not isinstance(given, dict):
         return given
     return {name: one.tolist() if isinstance(one, Tensor | np.generic) else one for name, one in given.items()}
+
+
+def forward_hooks(modules: Iterable[nn.Module]) -> Iterator[object]:
+    """Yield the forward hooks of ``modules``, and torch's global ones."""
+    for m in modules:
+        yield from (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+    yield from (*every_module._global_forward_hooks.values(), *every_module._global_forward_pre_hooks.values())
+
+
+def of_libraries(hook: object) -> bool:
+    """Return whether a library has put the hook on its own modules: a bridge, or transformers at the first cached run."""
+    return str(getattr(hook, "__module__", "")).startswith(("transformer_lens.model_bridge.", "transformers."))
 
 
 def _of_bridge(hook: object) -> bool:

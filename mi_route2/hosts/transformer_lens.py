@@ -34,6 +34,7 @@ from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, BRIDGE_LINEAR
 from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, known_architecture, whole_stream
 from mi_route2.hosts.decoder import DECODERS
 from mi_route2.hosts.huggingface import Replays
+from mi_route2.hosts.state import of_libraries
 from mi_route2.rollouts import positions
 from mi_route2.sites import Site, Slot, matching, no_adapter
 
@@ -357,12 +358,7 @@ def _fusible(attention: nn.Module) -> bool:
         if name not in (*PROJECTIONS, WRAPPED, "hook_in", "hook_out"):
             passed += part.modules()
     hooks = (hook for one in passed for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values()))
-    return all(map(_of_libraries, hooks)) and not any("forward" in vars(one) for one in passed)
-
-
-def _of_libraries(hook: object) -> bool:
-    """Return whether a library has put the hook on its own modules: a bridge, or transformers at the first cached run."""
-    return str(getattr(hook, "__module__", "")).startswith(("transformer_lens.model_bridge.", "transformers."))
+    return all(map(of_libraries, hooks)) and not any("forward" in vars(one) for one in passed)
 
 
 class BridgeHost(Host):
@@ -385,12 +381,15 @@ class BridgeHost(Host):
         refuse_config(inner, self.architecture)
         self.bridge = model if isinstance(model, TransformerBridge) else boot(model)
         self.model = self.bridge
-        for block in self.bridge.blocks:
-            block._maybe_wire_capture_hooks()  # or the first forward would, and look like somebody who changes the model
+        self.settle()
         refuse_foreign(self.bridge)
         refuse_processed(self.bridge)
         refuse_batching(self.bridge)
         self._places = linears(self.bridge, self.architecture)
+
+    def settle(self) -> None:
+        for block in self.bridge.blocks:
+            block._maybe_wire_capture_hooks()  # taken off by changes of the bridge's modes
 
     def linears(self) -> dict[str, Slot]:
         return {name: place.slot(name) for name, place in self._places.items()}
@@ -469,10 +468,11 @@ class BridgeHost(Host):
         hooks = [(names[site], self._hook(site, edit, fired, again)) for site, edit in whole_stream(edits).items()]
         try:
             with self.bridge.hooks(fwd_hooks=hooks):
+                points = {site: self.bridge.hook_dict[name] for site, name in names.items()}  # adapters may be detached inside
                 yield
         finally:
             again.root.remove()
-        again.guard({site: self.bridge.hook_dict[name] for site, name in names.items()})
+        again.guard(points)
         fired.demand(self.address)
 
     def _hook(self, site: Site, edit: Edit, fired: Fired, again: Replays) -> Callable[..., Tensor | None]:
@@ -483,6 +483,6 @@ class BridgeHost(Host):
                 return None
             refuse_lost(self.bridge, site)
             again.edited(site)
-            return new.to(value.dtype)
+            return new.to(value.dtype).view_as(value)  # never a parameter, which the bridge's modules would keep as their own
 
         return edited

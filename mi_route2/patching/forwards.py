@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.hosts.decoder import Decoder
+from mi_route2.hosts.state import forward_hooks, of_libraries
 from mi_route2.patching.targets import Target, seen_by
 from mi_route2.sites import Site
 
@@ -381,7 +382,7 @@ class Resumed:
         # The rows that enter first replace the sequence with which the model was called.
         stream = None if entry == rows[0].place[0] else self._streams[entry][None, start:]
         hook = partial(_join, joining, among, start, stream)
-        # ``prepend``, so that hooks of others at this block see all rows
+        # ``prepend``, so that a library's hooks at this block see all rows
         return self.decoder.blocks[entry].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def _seen(self, row: Row) -> bool:
@@ -509,15 +510,27 @@ def forwards(host: Host, how: str = "auto") -> Forwards:
     """Return ``resumed`` or ``whole`` forwards, or for ``auto`` the first of them that the host supports.
 
     Raises:
-        ValueError: Another name, or ``resumed`` on a host or architecture without a decoder.
+        ValueError: Another name, or ``resumed`` on a host or architecture without a decoder, or under hooks of others.
     """
     if how not in ("auto", "resumed", "whole"):
         raise ValueError(f"unknown forwards {how!r}: choose among auto, resumed, whole")
     if how == "whole":
         return Whole(host)
     try:
+        _refuse_hooks(host)
         return Resumed(Decoder(host))
     except ValueError:  # the decoder does not support this host or architecture
         if how == "resumed":
             raise
         return Whole(host)
+
+
+def _refuse_hooks(host: Host) -> None:
+    """Raise ``ValueError`` if somebody's hook stands on the model.
+
+    It would see the columns of a group and not the whole prompt, and act once more on the stream with which a cell enters.
+    """
+    if not all(map(of_libraries, forward_hooks(host.model.modules()))):
+        raise ValueError(
+            "a hook stands on the model, and a resumed run would show it other positions than the prompt has: take how='whole'"
+        )

@@ -104,8 +104,8 @@ class Grid:
         without = {skip.position for skip in self.skipped}
         if (np.isnan(self.values) != np.array([column in without for column in self.columns])).any():
             raise ValueError("a grid has no value exactly where a position was skipped")
-        scores = np.array([self.clean, self.corrupt, self.alpha, self.resolution, *self.replicas], dtype=float)
-        if np.isinf(self.values).any() or not np.isfinite(scores).all():
+        scores = np.array([self.clean, self.corrupt, self.alpha, self.resolution, *self.replicas])  # a dtype would parse texts
+        if np.isinf(self.values).any() or scores.dtype.kind not in "if" or not np.isfinite(scores).all():
             raise ValueError("a grid has finite scores: leave out a position by naming it in skipped")
 
     @property
@@ -376,6 +376,8 @@ def _grid(said: dict[str, Any], values: np.ndarray) -> Grid:
 
 _CELL, _MARGIN, _TALLEST, _WIDEST = 0.17, 1.3, 40.0, 40.0
 """Sizes in inches: a cell, the space for titles and labels, and the maximum height and width of a figure."""
+_LETTER, _SHORT = 0.06, 12
+"""Height in inches that a letter of a position's label takes, and the letters for which the margin has room."""
 
 
 def _colored(grid: Grid) -> tuple[np.ndarray, str, float]:
@@ -459,19 +461,24 @@ def to_plotly(grid: Grid) -> "Figure":
         zmin=-reach,
         zmax=reach,
         colorscale=[[i / 10, to_hex(_colors()(i / 10))] for i in range(11)],
-        colorbar={"title": {"text": what}},
-        customdata=[[tuple(map(html.escape, _told(grid, row, column))) for column in columns] for row in rows],
+        colorbar={"title": {"text": _plain(what)}},
+        customdata=[[tuple(map(_plain, _told(grid, row, column))) for column in columns] for row in rows],
         hovertemplate="site %{customdata[0]}<br>token %{customdata[1]}<br>value %{customdata[2]}"
         "<br>recovered %{customdata[3]}<extra></extra>",
         hoverongaps=False,
     )
     # Two tokens may have the same text, and an axis of texts would merge them into one column
-    ticks = ["all"] if grid.together else [html.escape(_tick(p, label)) for p, label in zip(grid.positions, grid.labels)]
+    ticks = ["all"] if grid.together else [_plain(_tick(p, label)) for p, label in zip(grid.positions, grid.labels)]
     figure = Figure(heat)
-    figure.update_layout(title=html.escape(_title(grid)), template="plotly_white")
+    figure.update_layout(title=_plain(_title(grid)), template="plotly_white")
     figure.update_xaxes(title="token of the corrupt prompt", tickvals=[*columns], ticktext=ticks)
     figure.update_yaxes(tickvals=[*rows], ticktext=[str(target) for target in grid.sites])
     return figure
+
+
+def _plain(text: str) -> str:
+    """Return a text that plotly shows as it is: no markup, and no mathematics between dollars. It does not know ``&quot;``."""
+    return html.escape(text, quote=False).replace("$", "&#36;")
 
 
 def draw(grid: Grid, path: Path) -> Path:
@@ -480,15 +487,16 @@ def draw(grid: Grid, path: Path) -> Path:
 
     shown, what, reach = _colored(grid)
     rows, columns = shown.shape
-    height, width = min(_TALLEST, _MARGIN + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns))
+    ticks = ["all"] if grid.together else [_tick(p, label) for p, label in zip(grid.positions, grid.labels)]
+    margin = _MARGIN + _LETTER * max(0, max(map(len, ticks)) - _SHORT)
+    height, width = min(_TALLEST, margin + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns))
     with style():
         figure = new_figure(width, height)
         axes = figure.add_subplot()
         image = axes.imshow(shown, aspect="auto", origin="lower", cmap=_colors(), vmin=-reach, vmax=reach, interpolation="nearest")
         axes.grid(visible=False)
         # matplotlib reads a text between two dollars as mathematics
-        ticks = ["all"] if grid.together else [_tick(p, label).replace("$", r"\$") for p, label in zip(grid.positions, grid.labels)]
-        axes.set_xticks(range(columns), ticks, rotation=90)
+        axes.set_xticks(range(columns), [tick.replace("$", r"\$") for tick in ticks], rotation=90)
         axes.set_yticks(range(rows), [str(target) for target in grid.sites])
         if grid.at in grid.columns:
             axes.get_xticklabels()[grid.positions.index(grid.at)].set_fontweight("bold")

@@ -204,10 +204,12 @@ class Grader:
         if self.function is None:
             raise ValueError(f"the {self.metric} was saved by name only: sweep again with the function itself")
         score = self.function(logits)
-        if isinstance(score, Tensor) and score.numel() != 1:
+        if isinstance(score, Tensor | np.ndarray) and math.prod(score.shape) != 1:
             raise ValueError(
                 f"the metric {self.metric} returned a tensor of shape {list(score.shape)}: return one number for a run"
             )
+        if isinstance(score, np.ndarray | np.generic) or (isinstance(score, Tensor) and score.is_complex()):
+            score = score.item()  # a complex number of Python has no ``float``; torch and numpy drop the imaginary part
         if not isinstance(score, Tensor | SupportsFloat):
             raise ValueError(f"the metric {self.metric} returned a {type(score).__name__}: return one number for a run")
         score = score.reshape(()).to(logits) if isinstance(score, Tensor) else logits.new_tensor(float(score))

@@ -395,7 +395,8 @@ def sweep(
         tokenizer: encodes texts and labels tokens.
         batch: the maximum number of cells in a forward; chosen by a cost model if ``None``.
         replicas: unpatched rows of the corrupt run among the cells, for the noise floor; 3 or more.
-        how: ``resumed`` from the corrupt run's keys and values, ``whole`` forwards, or ``auto``: resumed if the host supports it.
+        how: ``resumed`` from the corrupt run's keys and values, ``whole`` forwards, or ``auto``: resumed if the host supports it
+            and no hook of somebody else stands on the model.
         shortcuts: skip cells that must have the corrupt score, because the clean value equals the corrupt one bit for bit, or
             because the cell is after the last block's attention at a position that is not scored.
         progress: show a bar on a terminal.

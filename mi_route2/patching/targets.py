@@ -53,6 +53,8 @@ def choose(host: Host, sites: Choice) -> tuple[Target, ...]:
     given = [sites] if isinstance(sites, Site | Target | str) else list(sites)
     if not given:
         raise ValueError("no sites: name at least one, as 'resid_pre', 'blocks.*.z' or Site(3, 'mlp_out')")
+    if wrong := [one for one in given if not isinstance(one, Site | Target | str)]:
+        raise ValueError(f"{wrong[0]!r:.60} is not a site: write 'resid_pre', 'blocks.*.z' or Site(3, 'mlp_out')")
     known = host.sites()
     return tuple(dict.fromkeys(target for one in dict.fromkeys(given) for target in _meant(host, one, known)))
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -260,6 +261,23 @@ def test_hooks_entered_after_adapters_have_come_and_gone_see_the_model_of_now(ho
             with reading:
                 own.logits(tokens)
             assert torch.equal(seen[-1], own.capture([site], tokens)[site]), change
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_adapters_that_come_or_go_inside_of_hooks_are_seen_or_said(host: str) -> None:
+    own, (tokens, _) = open_host(host, make_family("Llama")), make_tokens()
+    doubled = own.hooks({Site(1, "q"): lambda x: x * 2})
+    moved = pytest.raises(RuntimeError, match=r"adapters came to blocks\.1\.q, or went")
+    with torch.no_grad(), moved if host == "torch" else nullcontext(), doubled:
+        adapters = own.attach("blocks.*.attn.q", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7))
+        move(adapters, 0.2)
+        inside = own.logits(tokens)
+    with torch.no_grad(), doubled:
+        assert host == "torch" or torch.equal(own.logits(tokens), inside)
+        own.logits(tokens)
+    with torch.no_grad(), own.hooks({Site(0, "kept_a", "attn.q"): lambda x: x * 2}):
+        own.logits(tokens)
+        adapters.detach()
 
 
 def gradient_of_what_is_added(host: Host, site: Site, tokens: Tensor) -> Tensor:

@@ -109,6 +109,8 @@ def test_hook_functions_of_transformer_lens_run_as_they_are(name: str, host: str
         expected = bridge.run_with_hooks(TOKENS, fwd_hooks=hooks)
         seen.clear()
         assert close(made.run_with_hooks(TOKENS, hooks), expected)
+        wrapped = made.run_with_hooks(TOKENS, [(f"blocks.1.{name}", lambda *args, **named: ablate(*args, **named, share=0.5))])
+        assert close(wrapped, expected)
         assert not close(made.logits(TOKENS), expected, 1e-3)
     assert (seen[0].name, seen[0].layer()) == (f"blocks.1.{name}", 1)
 

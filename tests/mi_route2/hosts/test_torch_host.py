@@ -442,10 +442,12 @@ def test_adapter_points_of_a_bare_model_are_refused() -> None:
         (lambda x: x.sum(), r"returned a tensor of shape \[\], but the site has"),
         (lambda x: (x, None), r"the edit of blocks\.0\.{} returned a tuple: return None to read only, or a tensor to write"),
         (lambda x: 0.0, "returned a float: return None"),
+        (lambda x: x + 1j, r"the edit of blocks\.0\.{} returned a tensor of torch\.complex128: return real numbers"),
+        (lambda x: x > 0, r"returned a tensor of torch\.bool: return real numbers"),
     ],
 )
 @pytest.mark.parametrize("point", ["resid_pre", "resid_mid", "resid_post", "attn_out", "q", "z"])
-def test_an_edit_of_another_shape_is_one_sentence(point: str, edit: Callable[[Tensor], Any], sentence: str) -> None:
+def test_an_edit_that_does_not_fit_is_one_sentence(point: str, edit: Callable[[Tensor], Any], sentence: str) -> None:
     for name in ("GPT2", "Llama"):
         host = host_of(name)
         plain = host.logits(TOKENS)

@@ -38,6 +38,7 @@ from mi_route2.architectures import ADAPTER_POINTS, ARCHITECTURES, BRIDGE_POINTS
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.huggingface import TorchHost
+from mi_route2.hosts.state import ModelState
 from mi_route2.hosts.transformer_lens import BridgeHost
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec, TrainBatch
@@ -204,12 +205,18 @@ def test_every_point_acts_on_the_logits_and_as_on_torch() -> None:
 def test_an_edit_may_come_back_in_another_type() -> None:
     torch_host, _, host, _ = pair("Mistral")
     tokens, _ = make_tokens()
-    logits = []
+    logits, plain = [], host.logits(tokens)
+    edits = {
+        Site(0, "mlp_out"): lambda x: x.float() * 2,
+        Site(1, "z"): lambda z: z.float(),
+        Site(1, "resid_pre"): lambda x: nn.Parameter(x + 1),
+    }
     for each in (torch_host, host):
-        with torch.no_grad(), each.hooks({Site(0, "mlp_out"): lambda x: x.float() * 2, Site(1, "z"): lambda z: z.float()}):
+        with torch.no_grad(), each.hooks(edits):
             logits.append(each.logits(tokens))
     assert logits[1].dtype == torch.float64
     assert largest(*logits) < 1e-10
+    assert torch.equal(host.logits(tokens), plain)  # the bridge keeps no parameter of the edit's
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "GPT2", "MicroGPT"])
@@ -763,6 +770,9 @@ def test_compatibility_without_processing_changes_nothing(before: bool) -> None:
     policy = adapted(host)
     if not before:
         host.bridge.enable_compatibility_mode(no_processing=True)
+    state = ModelState(host)
+    host.logits(TOKEN_ROW)
+    assert not state.changed  # by hooks that the bridge itself takes off for the mode, and puts on in the first forward
     assert policy.adapters.base_hash == torch_policy.adapters.base_hash
     batch = make_batch()
     assert_same(

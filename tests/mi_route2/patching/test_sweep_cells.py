@@ -94,6 +94,21 @@ def test_other_architectures_are_patched_by_whole_forwards(family: str) -> None:
     assert_equal(grid.values, bench(family).by_hand(grid))
 
 
+@pytest.mark.parametrize("point", ["resid_pre", "z"])
+def test_hooks_of_others_act_in_a_sweep_as_in_whole_forwards(point: str) -> None:
+    """Also one that goes by the position, and one at the stream with which a cell would enter."""
+    one = bench("Qwen3")
+
+    def later_is_larger(value: Tensor) -> Tensor:
+        return value * torch.arange(1.0, 1 + value.shape[1]).view(-1, *[1] * (value.ndim - 2))
+
+    with one.host.hooks({Site(1, point): later_is_larger}):
+        grid = one.sweep(sites=["resid_pre", "z"], batch=2)
+        assert_equal(grid.values, one.by_hand(grid))
+        with pytest.raises(ValueError, match=r"a hook stands on the model.*how='whole'"):
+            one.sweep(how="resumed")
+
+
 @pytest.mark.parametrize("family", ["Qwen3", "GPT2", "GPTNeoX"])
 def test_heads_are_patched_one_by_one(family: str) -> None:
     grid = bench(family).sweep(sites=["q", "k", "v", "z"], heads=True)

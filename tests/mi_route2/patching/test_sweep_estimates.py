@@ -319,6 +319,8 @@ def test_a_metric_of_ones_own_says_what_does_not_fit() -> None:
         ({"metric": margin, "answer": 4}, "takes no answer: leave it out"),
         ({"metric": margin, "foil": 4}, "takes no foil: leave it out"),
         ({"metric": lambda logits: logits}, r"returned a tensor of shape \[\d+\].*one number"),
+        ({"metric": lambda logits: logits.numpy()}, r"returned a tensor of shape \[\d+\].*one number"),
+        ({"metric": lambda logits: logits[0] + 1j}, "returned a complex.*one number"),
         ({"metric": lambda logits: None}, "returned a NoneType.*one number"),
         ({"metric": lambda logits: float("nan")}, "returned nan.*finite"),
         ({"metric": "margin"}, "unknown metric 'margin': choose among logit_diff, logprob, kl, or give a function"),

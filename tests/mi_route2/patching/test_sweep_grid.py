@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 from html.parser import HTMLParser
 from io import StringIO
@@ -27,7 +28,7 @@ SITES = (Target(Site(2, "resid_pre")), Target(Site(5, "z"), 1), Target(Site(None
 
 def make(values: Any = None, **changes: Any) -> Grid:
     """Three sites of an 8-layer model, positions 1, 3, 4 (skipped) and 9 of a corrupt prompt of 12 tokens, scored at 10."""
-    table = np.array([[0.5, 1.0, np.nan, 3.0], [0.0, -4.0, np.nan, 2.0], [1.0, 1.25, np.nan, 0.75]]) if values is None else values
+    table = [[0.5, 1.0, np.nan, 3.0], [0.0, -4.0, np.nan, 2.0], [1.0, 1.25, np.nan, 0.75]] if values is None else values
     given: dict[str, Any] = {
         "sites": SITES,
         "positions": (1, 3, 4, 9),
@@ -35,7 +36,7 @@ def make(values: Any = None, **changes: Any) -> Grid:
         "grader": Grader("logit_diff", 7, 8),
         "at": 10,
         "alpha": 1.0,
-        "values": table,
+        "values": np.array(table),
         "clean": 5.0,
         "corrupt": 1.0,
         "replicas": (1.0, 1.25, 0.875),
@@ -122,7 +123,7 @@ def test_a_grid_says_what_does_not_fit() -> None:
 def test_a_description_that_is_no_grid_is_refused_in_one_sentence() -> None:
     described = make().to_json()
     for changes in (
-        {"clean": "x"}, {"corrupt": None}, {"values": [["a"] * 4] * 3}, {"values": [[1.0]]}, {"replicas": None},
+        {"clean": "x"}, {"clean": "5.0"}, {"corrupt": None}, {"values": [["a"] * 4] * 3}, {"values": [[1.0]]}, {"replicas": None},
         {"at": None}, {"layers": 3.5}, {"positions": [1, 3, 4, "9"]}, {"alignment": described["alignment"] | {"prefix": 1.5}},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"(?s)not a whole grid .*: give what Grid\.to_json returned"):
@@ -181,7 +182,12 @@ def test_a_file_that_is_no_grid_is_refused(tmp_path: Path) -> None:
             Grid.load(path)
 
 
-@pytest.mark.parametrize("grid", [make(), together(), make(clean=1.0)], ids=["recovered", "together", "undefined"])
+ONE_SITE = make([[0.5, 1.0, np.nan, 3.0]], sites=SITES[:1], labels=("<|begin_of_text|>", " b", "$", "d"))
+
+
+@pytest.mark.parametrize(
+    "grid", [make(), together(), make(clean=1.0), ONE_SITE], ids=["recovered", "together", "undefined", "one site, a long token"]
+)
 def test_a_heatmap_is_drawn(grid: Grid, tmp_path: Path) -> None:
     found = grid.heatmap(tmp_path / "map.png")
     first = found.read_bytes()
@@ -250,11 +256,14 @@ def test_a_notebook_shows_every_cell_and_loads_nothing(grid: Grid) -> None:
 
 
 def test_a_token_is_text_in_a_page_and_a_figure_and_no_markup() -> None:
-    grid = make(labels=("<script>", "a", "b", "</td><img src=x>"))
+    grid = make(labels=("<script>", 'a "$b$"', "b", "</td><img src=x>"), grader=Grader("function <lambda>"), clean=1.0)
     page = Cells(grid._repr_html_())
     assert not {"script", "img"} & set(page.tags)
     assert any("<script>" in title for title in page.titles)
-    assert "<script>" not in str(grid.interactive().to_dict())
+    figure = str(grid.interactive().to_dict())
+    assert not {"<script>", "<lambda>"} & set(re.findall("<[a-z]+>", figure))
+    assert "$" not in figure  # two of them are mathematics in a page that has MathJax
+    assert set(re.findall(r"&([a-z]+);", figure)) == {"lt", "gt"}  # plotly knows few others, and `quot` is not among them
 
 
 def test_of_a_large_grid_the_cells_with_an_effect_are_shown() -> None:

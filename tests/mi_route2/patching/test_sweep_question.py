@@ -281,6 +281,8 @@ def test_sites_are_chosen_by_point_by_glob_or_by_themselves() -> None:
         Target.parse("blocks.0.z[02]")  # a second name
     with pytest.raises(ValueError, match="has no head"):
         Target(Site(0, "mlp_out"), 1)
+    with pytest.raises(ValueError, match="3 is not a site: write 'resid_pre'"):
+        choose(HOST, (one for one in ["z", 3]))  # pyright: ignore[reportArgumentType]
 
 
 costs = st.builds(
