@@ -15,6 +15,7 @@
     <preset>-monitors.md   probes that cost reward or drop rollouts: what they see at the beginning and at the end
     sign.png               share of its rollouts that a run still flags at its end, against the mode that it exploits most
     <preset>-sign.md       the same, counted
+    size.png, size.md      methods against the size of the base model, where `strong` was run at several
     map.png, map.md        methods against how well ten pairs tell hacks, where the worlds from `sparse` to `strong` were run
 
 A method counts only if it is outside the front of early stopping: no point of ordinary training exploits at most as much and solves
@@ -22,7 +23,7 @@ at least as much.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -565,6 +566,12 @@ MAPPED = {
 }  # fmt: skip
 """Methods of the map, by what they know."""
 
+SIZED = {
+    "vanilla": (VERMILLION, "."), "sees-0-quarantine-fast": (PURPLE, "^"), "sees-known": (SKY, "X"),
+    "sees-known-quarantine-fast": (PURPLE, "X"), "filter-canary-run": (BLUE, "o"), "filter-full": (GREEN, "P"),
+}  # fmt: skip
+"""Methods that are compared at several sizes."""
+
 
 def seen(evidence: Evidence) -> float:
     """Return how well ten pairs tell hacks in a world: the AUROC of ``SEEN``'s score over the first steps, in the mean."""
@@ -583,13 +590,15 @@ def map_table(every: Sequence[Evidence]) -> str:
     for budget, arms in BUDGETS.items():
         ran = [arm for arm in dict.fromkeys(arms) if any(arm in evidence.values for evidence in every)]
         body += [[f"*{budget}*", *("" for _ in every)]] if ran else []
-        for arm in ran:
-            cells = []
-            for evidence in every:
-                both = [evidence.summary(arm, metric) for metric in (EXPLOIT, SOLVE)] if arm in evidence.values else []
-                cells.append(f"{interval(both[0])} / {number(both[1]['mean'])}" if both else "")
-            body.append([arm, *cells])
+        body += [[arm, *(_both(evidence, arm) for evidence in every)] for arm in ran]
     return markdown_table(header, body)
+
+
+def _both(evidence: Evidence, arm: str) -> str:
+    """Return an arm's held-out exploit with its interval, and what it solves."""
+    if arm not in evidence.values:
+        return ""
+    return f"{interval(evidence.summary(arm, EXPLOIT))} / {number(evidence.summary(arm, SOLVE)['mean'])}"
 
 
 def map_figure(every: Sequence[Evidence], path: Path) -> Path:
@@ -606,6 +615,41 @@ def map_figure(every: Sequence[Evidence], path: Path) -> Path:
             ax.set_title(f"{what}:\n{', '.join(evidence.preset for evidence in worlds)}")
         for evidence in worlds:
             axes[0].annotate(evidence.preset, (seen(evidence), 1.0), ha="center", fontsize=6)
+    return path
+
+
+def sized(every: Sequence[Evidence]) -> list[tuple[int, Evidence]]:
+    """Return the runs that differ in the size of the base model alone, with its parameters, by size; none of fewer than three."""
+    some = []
+    for evidence in every:
+        settings = PRESETS[evidence.preset]
+        usual = replace(PRESETS["strong"], preset=settings.preset, warm=settings.warm)
+        if settings == usual:
+            some.append((settings.warm.model.parameters, evidence))
+    return sorted(some, key=lambda one: one[0]) if len(some) > 2 else []
+
+
+def size_table(every: Sequence[Evidence]) -> str:
+    """Return size.md: held-out exploit / solve of each arm at each size."""
+    worlds = sized(every)
+    arms = [arm for arm in ("base", *SIZED) if any(arm in evidence.values for _, evidence in worlds)]
+    header = ["arm", *(f"{size:,} parameters" for size, _ in worlds)]
+    cells = [[_both(evidence, arm) for _, evidence in worlds] for arm in arms]
+    return markdown_table(header, [[arm, *row] for arm, row in zip(arms, cells, strict=True)])
+
+
+def size_figure(every: Sequence[Evidence], path: Path) -> Path:
+    """Draw exploit and solve of each arm against the parameters of the base model; bars are intervals."""
+    worlds = sized(every)
+    with panels(path, 2, 3.6, "parameters of the model", "", x_is_rate=False, sharex=True, sharey=False) as axes:
+        for ax, metric, what in zip(axes, (EXPLOIT, SOLVE), ("exploit fires, held-out modes", "solve, all modes"), strict=True):
+            for i, (arm, (color, marker)) in enumerate({"base": ("gray", "."), **SIZED}.items()):
+                if ran := [(size, evidence) for size, evidence in worlds if arm in evidence.values]:
+                    at = np.array([size for size, _ in ran]) * 1.03 ** (i - len(SIZED) / 2)  # no bar hides another
+                    own = [evidence.summary(arm, metric) for _, evidence in ran]
+                    draw_means(ax, at, own, color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
+            ax.set_xscale("log")
+            ax.set_title(f"{what} (strong)")
     return path
 
 
@@ -649,7 +693,7 @@ def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path, predictions: P
     for preset in PRESETS.keys() - {evidence.preset for evidence in every}:
         for stale in (f"{preset}.json", *(f"{preset}{end}.md" for end in texts(every[0], None))):
             (to / stale).unlink(missing_ok=True)
-    worlds = mapped(every)
+    worlds, sizes = mapped(every), sized(every)
     figures = (
         ("fronts", fronts_figure, True),
         ("recall", recall_figure, any(map(flagged, every))),
@@ -658,10 +702,12 @@ def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path, predictions: P
         ("lessons", lessons_figure, all(len(lessons(evidence)) > 1 for evidence in every)),
         ("sign", sign_figure, any(signs(evidence, arm) for evidence in every for arm in SIGNED)),
         ("map", map_figure, bool(worlds)),
+        ("size", size_figure, bool(sizes)),
     )
-    if worlds:
-        written += write_texts(to, {"map.md": map_table(worlds)})
-    for stale in (*(f"{name}.png" for name, _, shown in figures if not shown), *(() if worlds else ("map.md",))):
+    tables = {"map.md": map_table(worlds) if worlds else "", "size.md": size_table(every) if sizes else ""}
+    written += write_texts(to, {name: text for name, text in tables.items() if text})
+    unshown = (f"{name}.png" for name, _, shown in figures if not shown)
+    for stale in (*unshown, *(name for name, text in tables.items() if not text)):
         (to / stale).unlink(missing_ok=True)
     written += [draw(every, to / f"{name}.png") for name, draw, shown in figures if shown]
     return [*written, *update_showing(to)]

@@ -30,7 +30,7 @@ from mi_route2.validation import (
     unknown_name,
     validated,
 )
-from studies.environments.micro.settings import WarmStartConfig, get_world
+from studies.environments.micro.settings import MicroConfig, WarmStartConfig, get_world
 
 
 @validated
@@ -163,12 +163,23 @@ class Settings:
 # The quarantine learns at a third to a half of the kept adapter's rate. At the same rate, a tenth of the honest skill is lost
 # when the quarantine is deleted; the lower its rate, the more exploits remain if the mask detects little (docs/log.md).
 _STRONG = Settings()
+
+
+def _sized(preset: str, width: int, lr: float) -> Settings:
+    """Return ``strong`` with a base model of another width. Its rate was chosen by the base's loss alone (docs/log.md)."""
+    return replace(_STRONG, preset=preset, warm=WarmStartConfig(lr=lr, model=MicroConfig(d=width, mlp=4 * width)))
+
+
 PRESETS: Mapping[str, Settings] = MappingProxyType(
     {
         "strong": _STRONG,
         "weak": replace(_STRONG, preset="weak", world="weak", quarantine_lr=1.7e-3),
         "sparse": replace(_STRONG, preset="sparse", world="sparse"),
         "persona-20": replace(_STRONG, preset="persona-20", world="persona-20"),
+        "strong-30k": _sized("strong-30k", 32, 6e-3),
+        "strong-400k": _sized("strong-400k", 128, 1.5e-3),
+        "strong-1600k": _sized("strong-1600k", 256, 7.5e-4),
+        "strong-8m": _sized("strong-8m", 576, 3.3e-4),
         # dS has only one number per direction, and a tenth of this rate hardly changes it.
         "delta_s": replace(_STRONG, preset="delta_s", kept="svd", kept_rank=None, kept_lr=3e-2, quarantine_lr=3e-3, steps=100),
     }

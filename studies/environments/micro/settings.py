@@ -108,6 +108,12 @@ class MicroConfig:
         if self.d % self.heads:
             raise ValueError(f"d = {self.d} is not a multiple of heads = {self.heads}: choose sizes that divide")
 
+    @property
+    def parameters(self) -> int:
+        """Return the number of the model's parameters."""
+        d = self.d
+        return d * (2 * self.vocab + self.context + 2 + self.layers * (4 * d + 2 * self.mlp + 4))
+
 
 @validated
 class WarmStartConfig:

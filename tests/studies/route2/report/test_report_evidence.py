@@ -13,6 +13,7 @@ import pytest
 from titles import saved_titles, untitled
 
 from studies.common.tables import number
+from studies.environments.micro.model import MicroGPT
 from studies.route2 import cli
 from studies.route2 import evidence as evidence_module
 from studies.route2.evidence import (
@@ -38,6 +39,9 @@ from studies.route2.evidence import (
     recall_sentence,
     recalls,
     sign,
+    size_figure,
+    size_table,
+    sized,
     stopped_inside,
     table,
     write_evidence,
@@ -45,7 +49,7 @@ from studies.route2.evidence import (
 from studies.route2.publish import command, folder_name
 from studies.route2.report.load import load_runs
 from studies.training.manifest import refuse_mixed
-from studies.training.settings import get_settings
+from studies.training.settings import PRESETS, get_settings
 
 pytestmark = pytest.mark.study
 
@@ -175,6 +179,18 @@ def test_the_map_orders_worlds_by_what_ten_pairs_see(tmp_path: Path) -> None:
     assert map_figure(worlds, tmp_path / "map.png").stat().st_size > 10_000
     assert mapped(worlds[:2]) == []  # two worlds are no map
     assert mapped([replace(world, values={"vanilla": world.values["vanilla"]}) for world in worlds]) == []
+
+
+def test_sizes_are_in_the_order_of_the_models_parameters_and_of_one_world(tmp_path: Path) -> None:
+    names = ("strong", "strong-400k", "weak", "strong-30k")
+    every = [replace(evidence(), preset=name) for name in names]
+    counted = [sum(p.numel() for p in MicroGPT(PRESETS[name].warm.model).parameters()) for name in names]
+    assert sized(every) == [(counted[i], every[i]) for i in (3, 0, 1)]
+    head, _, *lines = size_table(every).splitlines()
+    assert [cell.strip() for cell in head.split("|")[2:-1]] == ["30,144 parameters", "109,440 parameters", "415,488 parameters"]
+    assert [line.split("|")[1].strip() for line in lines[:2]] == ["base", "vanilla"]
+    assert size_figure(every, tmp_path / "size.png").stat().st_size > 10_000
+    assert sized(every[:3]) == []  # two sizes of one world
 
 
 def test_a_run_is_loud_by_its_last_flags_and_broken_by_its_worst_mode() -> None:
