@@ -204,9 +204,7 @@ def _refuse_numbers(made: Sequence[tuple[int, list[int], EngineRequest]], server
     need: Counter[str] = Counter()
     for _, prompt, request in made:
         sampling, length = request.sampling, len(prompt) + request.sampling.max_new
-        need["logprob_token_ids"] += (
-            NUMBER_BYTES * (len(set(sampling.logprob_token_ids)) + (sampling.logprobs or 0)) * sampling.max_new
-        )
+        need["logprob_token_ids"] += NUMBER_BYTES * (len(sampling.logprob_token_ids) + (sampling.logprobs or 0)) * sampling.max_new
         need["norms"] += sum(NUMBER_BYTES // 2 + len(str(site)) for site in set(request.norms)) * length
         if request.readings:
             monitors = [one.name for one in request.steering.monitors if one.name != CLOSED] if request.steering else []
