@@ -389,7 +389,8 @@ def _share(target: Target, shape: tuple[int, ...], alpha: float) -> float | torc
 # Runs of studies
 
 
-MOST_RUNS, MOST_ROWS = 512, 2000
+MOST_RUNS, MOST_ROWS, LAST = 512, 2000, 10
+"""Runs of a study, rows of a curve about, and its last rows, which are all told because the page has rates over these."""
 
 
 @routes.get("/v1/study_runs")
@@ -423,7 +424,7 @@ def _run(folder: Path) -> dict[str, Any]:
         "step": curve[-1].get("step") if curve else None,
         "steps": settings.get("steps"),
         "rates": _finite(report.get("modes")),
-        "curve": [row for i, row in enumerate(curve) if i % stride == 0 or i == len(curve) - 1],
+        "curve": [row for i, row in enumerate(curve) if i % stride == 0 or i >= len(curve) - LAST],
     }
 
 

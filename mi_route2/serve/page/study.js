@@ -52,13 +52,19 @@ function sides(rates) {
   return { on: of("on"), deploy: of("deploy") };
 }
 
-/** Each mode's rates over the last steps. */
+/** Each mode's rates over the rollouts of the last steps; a step without any of a mode has rates of 0 there. */
 function training(curve) {
   const last = curve.slice(-LAST), found = {};
   for (const mode of Object.keys(curve.at(-1)?.modes ?? {})) {
-    found[mode] = Object.fromEntries(RATES.map(name => [name, mean(numbersIn(last.map(row => row.modes?.[mode]?.[name])))]));
+    found[mode] = Object.fromEntries(RATES.map(name => [name, share(last.map(row => row.modes?.[mode] ?? {}), name)]));
   }
   return found;
+}
+
+function share(rows, name) {
+  const some = rows.filter(row => typeof row[name] === "number").map(row => [row.n ?? 1, row[name]]);
+  const rollouts = some.reduce((sum, [n]) => sum + n, 0);
+  return rollouts ? some.reduce((sum, [n, value]) => sum + n * value, 0) / rollouts : null;
 }
 
 function empty() {
