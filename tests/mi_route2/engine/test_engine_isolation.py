@@ -379,6 +379,20 @@ def test_logits_that_no_memory_can_hold_together_end_those_who_needed_them(monke
     assert list(found.readings) == list(found.norms) == list(range(len(PROMPT) + ASK.max_new - 1))
 
 
+def test_captures_that_no_memory_can_hold_in_one_piece_end_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = host_of()
+    engine = Engine(host)
+    captures, beside = Request(PROMPT, ASK, capture=(Capture(SITE),)), Request(PROMPT[2:], ASK)
+    numbers = engine.submit(captures), engine.submit(beside)
+    asked = failing("cat", "settle", lambda *_: len(asked) < 1, monkeypatch)
+    results = run(engine)
+    first, second = (results[number] for number in numbers)
+    assert (asked, first.finish, first.captured) == ([True], "error", {})
+    assert "no memory for its captured values" in (first.error or "")
+    assert len(first.ids) == ASK.max_new
+    right(host, second, beside)
+
+
 def test_controllers_see_a_step_for_whose_log_probabilities_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule would miss its token, and the request would go on without it."""
     seen: list[tuple[int | None, float | None]] = []
