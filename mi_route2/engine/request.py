@@ -284,8 +284,8 @@ class EngineRequest:
             try:
                 self.writer.add_tokens(result.ids)
                 self.writer.close()
-            except (ValueError, RuntimeError, OSError) as error:
-                result.finish, result.error = "error", str(error)
+            except (ValueError, RuntimeError, OSError, MemoryError) as error:
+                result.finish, result.error = "error", str(error) or f"there is no memory to store run {self.request.run!r}"
 
     def unfired(self) -> list[str]:
         """Return the captures and patches at positions that were never computed."""
