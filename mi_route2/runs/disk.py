@@ -169,7 +169,7 @@ class Disk:
 
     def __init__(self, folder: Path):
         self.folder = folder = folder.absolute()  # the store stays there if the process goes to another folder
-        self._shards, self._index = folder / "shards", folder / "index.sqlite"
+        self._shards, self._index, self._process = folder / "shards", folder / "index.sqlite", os.getpid()
         try:
             self._shards.mkdir(parents=True, exist_ok=True)
             self._lock = _only_here(folder)
@@ -185,6 +185,8 @@ class Disk:
     def close(self) -> None:
         """Release the lock on the folder."""
         self._db.close()
+        if os.getpid() == self._process and not self._lock.closed:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a fork, as a worker of a data loader, would hold on to it, and may not end it
         self._lock.close()
 
     def write(self, run: str, sites: Mapping[Site, tuple[Tensor, Tensor]]) -> list[Stored]:

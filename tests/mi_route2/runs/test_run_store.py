@@ -1113,8 +1113,15 @@ def test_a_second_store_on_the_same_folder_is_one_sentence(tmp_path: Path, opene
 
     second()
     assert in_a_child(second) == 0
+    assert store._disk is not None
+    assert in_a_child(store.close) == 0
+    assert in_a_child(second) == 0
+    waits = subprocess.Popen(["sleep", "60"], pass_fds=[store._disk._lock.fileno()])  # as a worker of a data loader, a fork, does
+    write(store, "a", drawn(3, 2))
     store.close()
     assert in_a_child(lambda: RunStore(0, tmp_path).close()) == 0
+    waits.kill()
+    waits.wait()
 
 
 def busy(folder: Path) -> None:
