@@ -402,12 +402,14 @@ async def study_runs(server: TheServer, client: TheClient) -> Response:
 
 
 def read_study(folder: Path) -> dict[str, Any]:
-    """Return the runs below ``folder``, read from their files: ``eval.json``, ``metrics.jsonl`` and ``manifest.json``.
+    """Return the runs below ``folder``, read from their files (``eval.json``, ``metrics.jsonl``, ``manifest.json``), and its modes.
 
     A file that is missing or half written is as if the run had not come that far.
     """
     folders = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})[:MOST_RUNS]
-    return {"path": folder.name, "runs": [_run(path) for path in folders]}
+    named = _object(folder / "modes.json")  # of a study that is not of the micro world
+    own = {role: named[role] for role in ("known", "held_out") if isinstance(named.get(role), list)}
+    return {"path": folder.name, "runs": [_run(path) for path in folders], **({"modes": own} if own else {})}
 
 
 def _run(folder: Path) -> dict[str, Any]:

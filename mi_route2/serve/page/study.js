@@ -134,7 +134,7 @@ function table() {
   const names = [...columns, "seeds", "step"].map(name => make("th", { scope: "col" }, name, make("small", { text: columns.includes(name) ? role(name) : "" })));
   const whole = make("table", { class: "rates" }, make("caption", { class: "visually-hidden", text: `Rate of ${rate}, ${SIDES[side]}, mean over seeds` }), make("thead", {}, make("tr", {}, make("th", { scope: "col", text: "arm" }), ...names)), make("tbody", {}, ...rows));
   const note = side === "train" ? `Training rollouts of the last ${LAST} steps` : "Evaluation after training";
-  const unknown = columns.some(role) ? "" : " This server does not know which modes were held out: the model that it serves names none.";
+  const unknown = columns.some(role) ? "" : " Which modes were held out is not known here: neither the study nor the model that is served names them.";
   return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Arms and modes" }), ...controls), make("div", { class: "scroll" }, whole), make("p", { class: "note", text: `${note}, mean over seeds; hover for each seed.${unknown}` }));
 }
 

@@ -745,6 +745,17 @@ def test_the_runs_of_a_study_are_those_of_its_files(alice: PatchStudy) -> None:
     assert arms["vanilla"]["rates"]["run_tests"]["deploy"]["hack"] == 0.25
 
 
+def test_the_modes_of_a_study_that_names_its_own_are_not_those_of_the_served_model(
+    server: Running, alice: PatchStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"known": ["run_tests"], "held_out": ["sentinel"], "honest": "none"}
+    (tmp_path / "modes.json").write_text(json.dumps(own))
+    monkeypatch.setattr(server.server.served, "modes_of_study", {"known": ["sentinel"], "held_out": []})
+    assert alice._call("GET", "/v1/study_runs")["modes"] == {"known": ["sentinel"], "held_out": []}
+    monkeypatch.setattr(server.server, "study_runs", tmp_path)
+    assert alice._call("GET", "/v1/study_runs")["modes"] == {"known": ["run_tests"], "held_out": ["sentinel"]}
+
+
 def test_a_curve_is_thinned_before_its_last_ten_steps_whose_mean_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
