@@ -379,6 +379,12 @@ def test_a_word_and_the_end_of_one_have_two_texts_and_each_token_is_where_its_of
     assert served.tokens([3, 2, 3]) == [" w1", "w1", " w1"]
     asked = {"max_tokens": 12, "logprobs": 66, "seed": 1, "ignore_eos": True}
     with running(served) as one, PatchStudy(one.url) as study:
+        for prompt in ([5, 6], [0]):
+            marked = study.complete(prompt, **{**asked, "max_tokens": 200, "logprobs": 0, "temperature": 9.0})["choices"][0]
+            ids, text = marked["mi_route2"]["token_ids"], marked["text"]
+            assert 0 in ids[:-1]  # which has no place in the text
+            for token, said, at in list(zip(ids, *(marked["logprobs"][name] for name in ("tokens", "text_offset"))))[1:]:
+                assert token == 0 or text[at:].startswith(said)
         for prompt, spaced in (([5, 6], True), ([0], False)):
             whole = study.complete(prompt, **asked)["choices"][0]
             chunks = [chunk["choices"][0] for chunk in study.stream(prompt, **asked)]
