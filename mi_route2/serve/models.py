@@ -89,7 +89,6 @@ class Served:
     modes_of_study: Mapping[str, list[str]] = field(default_factory=dict)
     opened: ExitStack = field(default_factory=ExitStack, repr=False)
     _texts: dict[int, str] = field(default_factory=dict, repr=False)
-    _special: dict[int, bool] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for what in ("encode", "decode"):
@@ -173,19 +172,6 @@ class Served:
                 within = twice.startswith(alone) and SPLIT not in alone
                 self._texts[token] = twice[len(alone) :] if within else alone
         return [self._texts[token] for token in ids]
-
-    def length(self, tokens: Sequence[int], offset: int, inside: bool) -> int:
-        """Return the characters of the text of tokens behind ``offset`` others, and, if ``inside``, behind a prompt that has text.
-
-        At the beginning of a text, a space may be left out, and special tokens are left out anywhere.
-        """
-        length = offset
-        for token, text in zip(tokens, self.tokens(tokens), strict=True):
-            if token not in self._special:
-                self._special[token] = not self.tokenizer.decode([token, token], skip_special_tokens=True)
-            if not self._special[token]:
-                length += len(text) if length or inside else len(str(self.tokenizer.decode([token])))
-        return length - offset
 
     def chat(self, messages: Sequence[Mapping[str, str]], tokenizer: Any = None) -> list[int]:
         """Return the ids of a conversation by the tokenizer's chat template; ``ValueError`` if it has none, or refuses it."""
