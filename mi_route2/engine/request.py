@@ -269,17 +269,23 @@ class EngineRequest:
         """Move the captures into the result, or close the run; that of a failed or cancelled request is a part, and discarded."""
         result = self.result
         result.unfired = self.unfired()
-        for number, stored in self.captured.items():
-            positions = tuple(chain.from_iterable(some for some, _ in stored))
-            result.captured[self.request.capture[number].site] = Captured(positions, torch.cat([rows for _, rows in stored]))
+        try:
+            for number, stored in self.captured.items():
+                positions = tuple(chain.from_iterable(some for some, _ in stored))
+                result.captured[self.request.capture[number].site] = Captured(positions, torch.cat([rows for _, rows in stored]))
+        except RuntimeError as error:
+            result.captured.clear()
+            why = " ".join(str(error).split())
+            told = f"there is no memory for its captured values ({why:.200}): capture fewer sites or positions"
+            result.finish, result.error = "error", result.error or told
         if self.writer is not None and result.finish in ("error", "cancelled"):
             self.writer.abort()
         elif self.writer is not None:
             try:
                 self.writer.add_tokens(result.ids)
                 self.writer.close()
-            except (ValueError, RuntimeError, OSError) as error:
-                result.finish, result.error = "error", str(error)
+            except (ValueError, RuntimeError, OSError, MemoryError) as error:
+                result.finish, result.error = "error", str(error) or f"there is no memory to store run {self.request.run!r}"
 
     def unfired(self) -> list[str]:
         """Return the captures and patches at positions that were never computed."""

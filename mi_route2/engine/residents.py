@@ -183,7 +183,8 @@ class Residents:
             if one.writer is not None and one.computed < one.prompt and one.told != changes:
                 one.told = changes  # steering of all requests may have come or gone since the run was opened
                 if self._behind(one):
-                    one.writer.note(BEHIND, True)
+                    with suppress(RuntimeError):  # the store has ended the run, as its next row is told
+                        one.writer.note(BEHIND, True)
         if not self._caching:
             return
         for one, count in pieces:

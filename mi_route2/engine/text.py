@@ -29,7 +29,7 @@ class Growing:
 
     def __init__(self, tokenizer: Any, stop: Iterable[str] = (), prompt: Sequence[int] = ()):
         self._decode, self._stop, self._prompt = tokenizer.decode, tuple(stop), prompt
-        self._begun = self._inside = False
+        self._begun = False
         self._ids: list[int] = []
         self._from = self._read = self._ahead = self._grew = 0
         self._whole, self._given = "", 0
@@ -39,12 +39,6 @@ class Growing:
     def text(self) -> str:
         """The text that was returned so far."""
         return self._whole[: self._given]
-
-    @property
-    def inside(self) -> bool:
-        """True if the prompt has text, so that the first word has its space."""
-        self._begin()
-        return self._inside
 
     def push(self, token: int) -> str:
         """Add a token and return the text that is certain now; ``stopped`` is set if a stop text has appeared."""
@@ -86,7 +80,7 @@ class Growing:
             ending = _ending(self._decode, self._prompt)
             self._ids[:0] = ending
             self._read = self._grew = len(ending)
-            self._begun, self._inside, self._prompt = True, bool(ending), ()
+            self._begun, self._prompt = True, ()
 
     def _unread(self) -> str:
         """Return the text of the tokens whose last character is not finished, or of the last one."""

@@ -5,6 +5,7 @@ Cached keys and values are valid for one such state only.
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain, cycle
 from operator import attrgetter, itemgetter, methodcaller
 from types import NoneType
@@ -120,8 +121,9 @@ class ModelState:
 
     def glance(self) -> None:
         """Read the next tensor again, in turn; ``changed`` from now on if something was written to it since the last ``look``."""
-        if (name := next(self._turns, None)) is not None and checksums({name: self._named[name]})[name] != self._contents[name]:
-            self._written_to = f"the bytes of {name}"
+        with suppress(torch.OutOfMemoryError):  # which is no change, and would end all requests: it is read at its next turn
+            if (name := next(self._turns, None)) is not None and checksums({name: self._named[name]})[name] != self._contents[name]:
+                self._written_to = f"the bytes of {name}"
 
     def weights(self) -> str:
         """Return ``Host.weights_hash``, cached until a ``look`` finds other weights."""

@@ -18,7 +18,7 @@ from jaxtyping import Int, Shaped
 from safetensors.torch import save
 from torch import Tensor
 
-from mi_route2.files import write_whole
+from mi_route2.files import unwritten, write_whole
 from mi_route2.runs.rows import DTYPES, About, Kind
 from mi_route2.sites import Site
 
@@ -123,8 +123,10 @@ def read_shard(path: Path, stored: Stored) -> Tensor:
             # a damaged header may give any length or place: never more is read than the file has
             length = int.from_bytes(file.read(8), "little")
             start, stop = json.loads(file.read(min(length, size)))[str(stored.site)]["data_offsets"]
+            if not 0 <= start <= stop <= size:
+                raise ValueError
             file.seek(8 + length + start)
-            data = bytearray(file.read(min(stop - start, size)))
+            data = bytearray(file.read(stop - start))
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise damaged(path, stored, f"its header does not give the place of {stored.site}") from error
     if len(data) != kind.nbytes:
@@ -166,8 +168,8 @@ class Disk:
     """Folder of runs. All methods except for ``write`` and ``load`` are for one thread at a time."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self._shards, self._index = folder / "shards", folder / "index.sqlite"
+        self.folder = folder = folder.absolute()  # the store stays there if the process goes to another folder
+        self._shards, self._index, self._process = folder / "shards", folder / "index.sqlite", os.getpid()
         try:
             self._shards.mkdir(parents=True, exist_ok=True)
             self._lock = _only_here(folder)
@@ -183,6 +185,8 @@ class Disk:
     def close(self) -> None:
         """Release the lock on the folder."""
         self._db.close()
+        if os.getpid() == self._process and not self._lock.closed:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a fork, as a worker of a data loader, would hold on to it, and may not end it
         self._lock.close()
 
     def write(self, run: str, sites: Mapping[Site, tuple[Tensor, Tensor]]) -> list[Stored]:
@@ -203,11 +207,14 @@ class Disk:
     def commit(self, run: str, about: About, stored: Sequence[Stored]) -> None:
         """Add a finished run to the index in one transaction."""
         text = about.text()
-        sync = os.open(self._shards, os.O_RDONLY)
         try:
-            os.fsync(sync)  # the directory entries of the shards must be on disk before the index
-        finally:
-            os.close(sync)
+            sync = os.open(self._shards, os.O_RDONLY)
+            try:
+                os.fsync(sync)  # the directory entries of the shards must be on disk before the index
+            finally:
+                os.close(sync)
+        except OSError as error:
+            raise unwritten(self._shards, error, f"give the store another folder (nothing of run {run!r} is kept)") from error
         with self._transaction() as db:
             db.execute("DELETE FROM gone WHERE run = ?", (run,))
             db.execute("INSERT INTO runs VALUES (?, ?, ?, ?)", (run, about.weights, text, _sealed(run, text)))
@@ -255,14 +262,19 @@ class Disk:
 
     def stored(self, run: str, site: Site) -> list[Stored]:
         """Return the tensors that hold a site of a run, in the order of writing; empty if the run or its site is not here."""
-        query = """SELECT shard, size, CAST(positions AS BLOB), dtype, shape, sha256 FROM tensors JOIN shards USING (shard)
-                   WHERE tensors.run = ? AND site = ? ORDER BY shard"""
+        query = """SELECT shard, coalesce(size, -1), CAST(positions AS BLOB), dtype, shape, sha256
+                   FROM tensors LEFT JOIN shards USING (shard) WHERE tensors.run = ? AND site = ? ORDER BY shard"""
         rows = self._ask(query, run, str(site))
         with self._parsing():
-            return [
+            stored = [
                 Stored(run, site, shard, size, _positions(blob), _kind(len(blob) // 8, dtype, shape), sha256)
                 for shard, size, blob, dtype, shape, sha256 in rows
             ]
+            # checksums are of what is read: without this, a row of one shard would be rounded to the type of another
+            kinds = {(one.kind.dtype, one.kind.shape) for one in stored}
+            if len(kinds) > 1 or any(one.kind.nbytes > one.size for one in stored):
+                raise ValueError(f"the shards of run {run!r} do not fit what it says of {site}")
+        return stored
 
     def has(self, shard: int) -> bool:
         """Return whether the index knows a shard."""
@@ -287,10 +299,8 @@ class Disk:
                 f"{self._shards} holds files but {self._index.name} beside it is {lost}: restore the index, or give the store an "
                 "empty folder (with an older index, the files of later runs are deleted)"
             )
-        db = sqlite3.connect(self._index, check_same_thread=False)
         with self._explained():
-            for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
-                db.execute(f"PRAGMA {setting}")
+            db = sqlite3.connect(self._index, check_same_thread=False)
             if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 if any(self._shards.iterdir()):
                     db.close()
@@ -302,6 +312,9 @@ class Disk:
                 raise ValueError(
                     f"{self._index} is not an index of runs of this version ({header}, not {ours}): choose another folder"
                 )
+            # not before: the mode is written into the file, which may be that of somebody else
+            for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+                db.execute(f"PRAGMA {setting}")
             if (state := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
                 raise sqlite3.DatabaseError(" ".join(state.split()))
         return db
@@ -329,8 +342,11 @@ class Disk:
         try:
             yield
         except sqlite3.OperationalError as error:
+            # a text that is not UTF-8, which has no code, or tables that are not as they were made
+            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) == sqlite3.SQLITE_ERROR:
+                raise self._damaged(error) from error
             raise OSError(f"could not use {self._index} ({error}): make room there, or give the store another folder") from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of a message that quotes the file
             raise self._damaged(error) from error
 
     @contextmanager
@@ -366,7 +382,10 @@ def _row(each: Stored) -> tuple[int, str, str, bytes, str, str, str]:
 
 
 def _kind(rows: int, dtype: str, shape: str) -> Kind:
-    return Kind(rows, DTYPE_NAMES[dtype], tuple(int(n) for n in shape.split("x") if n))
+    sizes = tuple(int(n) for n in shape.split("x") if n)
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"a shape of {shape}")
+    return Kind(rows, DTYPE_NAMES[dtype], sizes)
 
 
 def _positions(blob: bytes) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Kind:
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return self.rows * torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.rows * prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -173,16 +173,6 @@ class Served:
                 self._texts[token] = twice[len(alone) :] if within else alone
         return [self._texts[token] for token in ids]
 
-    def length(self, tokens: Sequence[int], offset: int, inside: bool) -> int:
-        """Return the characters of the text of tokens behind ``offset`` others, and, if ``inside``, behind a prompt that has text.
-
-        At the beginning of a text, a space may be left out.
-        """
-        length = offset
-        for token, text in zip(tokens, self.tokens(tokens), strict=True):
-            length += len(text) if length or inside else len(str(self.tokenizer.decode([token])))
-        return length - offset
-
     def chat(self, messages: Sequence[Mapping[str, str]], tokenizer: Any = None) -> list[int]:
         """Return the ids of a conversation by the tokenizer's chat template; ``ValueError`` if it has none, or refuses it."""
         tokenizer = tokenizer or self.tokenizer

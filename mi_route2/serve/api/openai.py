@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 
 from mi_route2.engine import Engine, Event, Result, Token
 from mi_route2.engine import Request as EngineRequest
-from mi_route2.engine.text import Growing
+from mi_route2.engine.text import SPLIT, Growing
 from mi_route2.serve.api.schema import (
     CHOICES,
     ChatCompletion,
@@ -50,8 +50,9 @@ class Choice:
     request: EngineRequest
     stream: Stream
     growing: Growing
+    places: Growing
+    """The text up to each token whose log-probabilities are told, also behind a stop text."""
     tokens: int = 0
-    offset: int = 0
 
     @property
     def result(self) -> Result:
@@ -204,9 +205,7 @@ def _refuse_numbers(made: Sequence[tuple[int, list[int], EngineRequest]], server
     need: Counter[str] = Counter()
     for _, prompt, request in made:
         sampling, length = request.sampling, len(prompt) + request.sampling.max_new
-        need["logprob_token_ids"] += (
-            NUMBER_BYTES * (len(set(sampling.logprob_token_ids)) + (sampling.logprobs or 0)) * sampling.max_new
-        )
+        need["logprob_token_ids"] += NUMBER_BYTES * (len(sampling.logprob_token_ids) + (sampling.logprobs or 0)) * sampling.max_new
         need["norms"] += sum(NUMBER_BYTES // 2 + len(str(site)) for site in set(request.norms)) * length
         if request.readings:
             monitors = [one.name for one in request.steering.monitors if one.name != CLOSED] if request.steering else []
@@ -330,7 +329,8 @@ async def _entered(made: Sequence[tuple[int, list[int], EngineRequest]], server:
                 raise refusal(error, server.names(client).prefix) from error
             raise
         server.open[stream.number] = Open(client.owner, stream)
-        choices.append(Choice(index, prompt, request, stream, Growing(server.readable, request.sampling.stop, prompt)))
+        growing, places = (Growing(server.readable, stop, prompt) for stop in (request.sampling.stop, ()))
+        choices.append(Choice(index, prompt, request, stream, growing, places))
     return choices
 
 
@@ -428,21 +428,22 @@ class Wording:
         said: dict[str, Any] = {"delta": {**role, "content": text}} if self.chat else {"text": text}
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
 
-    def logprobs(self, tokens: Sequence[Token], offset: int, inside: bool) -> Any:
-        """Return the log-probabilities of tokens, of which the first begins at character ``offset``; ``inside``: as ``length``."""
+    def logprobs(self, tokens: Sequence[Token], places: Growing) -> Any:
+        """Return the log-probabilities of tokens, which are added to ``places``, the text before them."""
         if not self.wants:
             return None
         texts = self.server.served.tokens([one.token for one in tokens])
         tops = [list(zip(self.server.served.tokens(list(one.top)), one.top.values(), strict=True)) for one in tokens]
         if not self.chat:
-            offsets = [offset]
-            for one in tokens:
-                offsets.append(offsets[-1] + self.server.served.length([one.token], offsets[-1], inside))
+            offsets = []
+            for one in tokens:  # not by their own texts: special tokens are left out, and a character may be of several
+                offsets.append(len(places.text))
+                places.push(one.token)
             return {
                 "tokens": texts,
                 "token_logprobs": [number(one.logprob) for one in tokens],
                 "top_logprobs": [_by_text(top) for top in tops],
-                "text_offset": offsets[:-1],
+                "text_offset": offsets,
             }
         return {
             "content": [
@@ -462,7 +463,8 @@ def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float | None]:
 
 
 def _worded(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": number(logprob), "bytes": list(text.encode("utf-8", "replace"))}
+    own = None if SPLIT in text else list(text.encode("utf-8", "replace"))  # a part of a character has bytes that nobody knows here
+    return {"token": text, "logprob": number(logprob), "bytes": own}
 
 
 def number(value: float) -> float | None:
@@ -519,7 +521,7 @@ async def _whole(choice: Choice, server: Server, words: Wording) -> dict[str, An
     }
     finish = "length" if result.finish == "length" else "stop"
     return {
-        **words.whole(choice.index, result.text or "", words.logprobs(result.tokens, 0, choice.growing.inside), finish),
+        **words.whole(choice.index, result.text or "", words.logprobs(result.tokens, choice.places), finish),
         "mi_route2": extra,
     }
 
@@ -595,8 +597,7 @@ def _going(
         "readings": _readings({at: one for event in events for at, one in event.readings.items()}),
         "norms": _norms({at: one for event in events for at, one in event.norms.items()}),
     }
-    logprobs = words.logprobs(tokens, choice.offset, choice.growing.inside) if tokens else None
-    choice.offset += server.served.length(extra["token_ids"], choice.offset, choice.growing.inside)
+    logprobs = words.logprobs(tokens, choice.places) if tokens else None
     return words.piece(choice.index, text, logprobs, None, first), extra
 
 

@@ -389,7 +389,8 @@ def _share(target: Target, shape: tuple[int, ...], alpha: float) -> float | torc
 # Runs of studies
 
 
-MOST_RUNS, MOST_ROWS = 512, 2000
+MOST_RUNS, MOST_ROWS, LAST = 512, 2000, 10
+"""Runs of a study, rows of a curve about, and its last rows, which are all told because the page has rates over these."""
 
 
 @routes.get("/v1/study_runs")
@@ -401,12 +402,14 @@ async def study_runs(server: TheServer, client: TheClient) -> Response:
 
 
 def read_study(folder: Path) -> dict[str, Any]:
-    """Return the runs below ``folder``, read from their files: ``eval.json``, ``metrics.jsonl`` and ``manifest.json``.
+    """Return the runs below ``folder``, read from their files (``eval.json``, ``metrics.jsonl``, ``manifest.json``), and its modes.
 
     A file that is missing or half written is as if the run had not come that far.
     """
     folders = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})[:MOST_RUNS]
-    return {"path": folder.name, "runs": [_run(path) for path in folders]}
+    named = _object(folder / "modes.json")  # of a study that is not of the micro world
+    own = {role: named[role] for role in ("known", "held_out") if isinstance(named.get(role), list)}
+    return {"path": folder.name, "runs": [_run(path) for path in folders], **({"modes": own} if own else {})}
 
 
 def _run(folder: Path) -> dict[str, Any]:
@@ -423,7 +426,7 @@ def _run(folder: Path) -> dict[str, Any]:
         "step": curve[-1].get("step") if curve else None,
         "steps": settings.get("steps"),
         "rates": _finite(report.get("modes")),
-        "curve": [row for i, row in enumerate(curve) if i % stride == 0 or i == len(curve) - 1],
+        "curve": [row for i, row in enumerate(curve) if i % stride == 0 or i >= len(curve) - LAST],
     }
 
 

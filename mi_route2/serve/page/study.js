@@ -52,13 +52,19 @@ function sides(rates) {
   return { on: of("on"), deploy: of("deploy") };
 }
 
-/** Each mode's rates over the last steps. */
+/** Each mode's rates over the rollouts of the last steps; a step without any of a mode has rates of 0 there. */
 function training(curve) {
   const last = curve.slice(-LAST), found = {};
   for (const mode of Object.keys(curve.at(-1)?.modes ?? {})) {
-    found[mode] = Object.fromEntries(RATES.map(name => [name, mean(numbersIn(last.map(row => row.modes?.[mode]?.[name])))]));
+    found[mode] = Object.fromEntries(RATES.map(name => [name, share(last.map(row => row.modes?.[mode] ?? {}), name)]));
   }
   return found;
+}
+
+function share(rows, name) {
+  const some = rows.filter(row => typeof row[name] === "number").map(row => [row.n ?? 1, row[name]]);
+  const rollouts = some.reduce((sum, [n]) => sum + n, 0);
+  return rollouts ? some.reduce((sum, [n, value]) => sum + n * value, 0) / rollouts : null;
 }
 
 function empty() {
@@ -128,7 +134,7 @@ function table() {
   const names = [...columns, "seeds", "step"].map(name => make("th", { scope: "col" }, name, make("small", { text: columns.includes(name) ? role(name) : "" })));
   const whole = make("table", { class: "rates" }, make("caption", { class: "visually-hidden", text: `Rate of ${rate}, ${SIDES[side]}, mean over seeds` }), make("thead", {}, make("tr", {}, make("th", { scope: "col", text: "arm" }), ...names)), make("tbody", {}, ...rows));
   const note = side === "train" ? `Training rollouts of the last ${LAST} steps` : "Evaluation after training";
-  const unknown = columns.some(role) ? "" : " This server does not know which modes were held out: the model that it serves names none.";
+  const unknown = columns.some(role) ? "" : " Which modes were held out is not known here: neither the study nor the model that is served names them.";
   return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Arms and modes" }), ...controls), make("div", { class: "scroll" }, whole), make("p", { class: "note", text: `${note}, mean over seeds; hover for each seed.${unknown}` }));
 }
 

@@ -17,6 +17,7 @@ from mi_route2.engine.request import Capture, Request, Result
 from mi_route2.engine.rules import Probe, Rule
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
+from mi_route2.hosts import state as state_module
 from mi_route2.hosts.base import Host
 from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.runs import RunStore
@@ -377,6 +378,30 @@ def test_logits_that_no_memory_can_hold_together_end_those_who_needed_them(monke
     found = results[numbers[0]]
     right(host, found, long)
     assert list(found.readings) == list(found.norms) == list(range(len(PROMPT) + ASK.max_new - 1))
+
+
+def test_a_look_for_changes_for_which_there_is_no_memory_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CUDA device it takes some: were it an error, that of no request, all of them would end."""
+    host = host_of()
+    engine, request = Engine(host), Request(PROMPT, ASK)
+    asked = failing("checksums", "glance", lambda *_: len(asked) < 2, monkeypatch, state_module)
+    (found,) = engine.generate([request], progress=False)
+    right(host, found, request)
+    assert len(asked) == 2
+
+
+def test_captures_that_no_memory_can_hold_in_one_piece_end_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = host_of()
+    engine = Engine(host)
+    captures, beside = Request(PROMPT, ASK, capture=(Capture(SITE),)), Request(PROMPT[2:], ASK)
+    numbers = engine.submit(captures), engine.submit(beside)
+    asked = failing("cat", "settle", lambda *_: len(asked) < 1, monkeypatch)
+    results = run(engine)
+    first, second = (results[number] for number in numbers)
+    assert (asked, first.finish, first.captured) == ([True], "error", {})
+    assert "no memory for its captured values" in (first.error or "")
+    assert len(first.ids) == ASK.max_new
+    right(host, second, beside)
 
 
 def test_controllers_see_a_step_for_whose_log_probabilities_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What is read from a run store is what was written, bit for bit, or an error that says why there is nothing to read."""
 
 import gc
+import json
 import logging
 import math
 import os
@@ -820,7 +821,8 @@ def test_a_shard_that_is_cut_short_longer_or_gone_is_refused(tmp_path: Path, ope
     write(store, "a", drawn(6, 3))
     (path,) = shards(tmp_path)
     whole = path.read_bytes()
-    for data in (*(whole[:n] for n in range(0, len(whole), 7)), whole + b"\0"):
+    before = json.dumps({str(MID): {"data_offsets": [-9999, 72]}}).ljust(int.from_bytes(whole[:8], "little")).encode()
+    for data in (*(whole[:n] for n in range(0, len(whole), 7)), whole + b"\0", whole[:8] + before + whole[8 + len(before) :]):
         path.write_bytes(data)
         with pytest.raises(ValueError, match="is damaged"):
             store.rows("a", MID, [0])
@@ -906,6 +908,11 @@ def test_a_damaged_index_never_gives_wrong_rows(tmp_path: Path, opened: Opened) 
         "UPDATE tensors SET dtype = 'float33'",
         "UPDATE tensors SET shape = '2'",
         "UPDATE tensors SET shape = 'two'",
+        "UPDATE tensors SET shape = '-2'",
+        "UPDATE tensors SET shape = '99999999999x99999999999'",
+        "UPDATE tensors SET dtype = CAST(x'ff' AS TEXT)",
+        "UPDATE shards SET shard = shard + 7",
+        "ALTER TABLE tensors RENAME COLUMN dtype TO kind",
         "UPDATE tensors SET site = 'nowhere'",
         "UPDATE shards SET size = size + 1",
         "UPDATE runs SET about = replace(about, '7', '8')",
@@ -923,6 +930,22 @@ def test_an_index_that_says_something_else_is_refused(change: str, tmp_path: Pat
     with pytest.raises(ValueError, match="is damaged") as caught:
         opened(0, tmp_path).slice("a", MID, 0, 2)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["tensors SET dtype = 'float16'", "tensors SET shape = '1x3'", "shards SET shard = 9"])
+def test_an_index_that_says_something_else_of_one_shard_is_refused_at_the_others(
+    change: str, tmp_path: Path, opened: Opened
+) -> None:
+    """Rows of the first shard would be rounded to the type of the second, and the second's would be missing without a word."""
+    with opened(0, tmp_path, shard_bytes=24) as store:
+        write(store, "a", drawn(4, 3))
+    db = sqlite3.connect(tmp_path / "index.sqlite")
+    db.executescript(f"PRAGMA foreign_keys = OFF; UPDATE {change} WHERE shard = 2")
+    db.close()
+    store = opened(0, tmp_path)
+    for read in (lambda: store.rows("a", MID, [0]), lambda: store.slice("a", MID, 0, 4), lambda: store.positions("a", MID)):
+        with pytest.raises(ValueError, match="is damaged"):
+            read()
 
 
 def test_a_run_whose_description_is_damaged_can_be_dropped_as_its_error_says(tmp_path: Path, opened: Opened) -> None:
@@ -963,7 +986,7 @@ def test_an_index_that_is_not_one_is_refused(tmp_path: Path, opened: Opened) -> 
         before = (folder / "index.sqlite").read_bytes()
         with pytest.raises(ValueError, match=r"index\.sqlite is (damaged|not an index of runs)"):
             opened(0, folder)
-        assert (folder / "index.sqlite").read_bytes()[100:] == before[100:]
+        assert (folder / "index.sqlite").read_bytes() == before
     write(store := opened(0, tmp_path / "mine"), "a", drawn(3, 2))
     store.close()
     (tmp_path / "mine" / "index.sqlite").unlink()
@@ -982,6 +1005,25 @@ def test_a_folder_that_cannot_be_one_is_a_sentence(tmp_path: Path, opened: Opene
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="choose another folder"):
         opened(0, tmp_path / "file")
+    (tmp_path / "runs" / "index.sqlite").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"could not use .*index\.sqlite .*: make room there, or give the store another folder"):
+        opened(0, tmp_path / "runs")
+    store = opened(0, tmp_path / "mine")
+    (tmp_path / "mine" / "shards").rmdir()
+    with pytest.raises(OSError, match=r"could not write .*shards, "), store.writing("a", weights="w"):
+        pass
+    assert store.runs() == []
+
+
+def test_a_store_stays_where_it_was_opened(tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    store = opened(0, Path("runs"))
+    write(store, "a", drawn(3, 2))
+    monkeypatch.chdir("elsewhere")
+    write(store, "b", drawn(3, 2))
+    for run in "ab":
+        assert torch.equal(store.rows(run, MID, range(3)), drawn(3, 2))
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path, opened: Opened) -> None:
@@ -1071,8 +1113,15 @@ def test_a_second_store_on_the_same_folder_is_one_sentence(tmp_path: Path, opene
 
     second()
     assert in_a_child(second) == 0
+    assert store._disk is not None
+    assert in_a_child(store.close) == 0
+    assert in_a_child(second) == 0
+    waits = subprocess.Popen(["sleep", "60"], pass_fds=[store._disk._lock.fileno()])  # as a worker of a data loader, a fork, does
+    write(store, "a", drawn(3, 2))
     store.close()
     assert in_a_child(lambda: RunStore(0, tmp_path).close()) == 0
+    waits.kill()
+    waits.wait()
 
 
 def busy(folder: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,8 +14,10 @@ import openai
 import pytest
 import torch
 
-from mi_route2.engine import Capture, Engine, Request, Sampling
+from mi_route2.engine import Capture, Engine, Request, Sampling, Token
+from mi_route2.engine.text import Growing
 from mi_route2.patching.patches import Patch
+from mi_route2.serve.api.openai import Wording
 from mi_route2.serve.api.schema import packed, unpacked
 from mi_route2.serve.client import PatchStudy
 from mi_route2.serve.models import Readable
@@ -379,6 +382,12 @@ def test_a_word_and_the_end_of_one_have_two_texts_and_each_token_is_where_its_of
     assert served.tokens([3, 2, 3]) == [" w1", "w1", " w1"]
     asked = {"max_tokens": 12, "logprobs": 66, "seed": 1, "ignore_eos": True}
     with running(served) as one, PatchStudy(one.url) as study:
+        for prompt in ([5, 6], [0]):
+            marked = study.complete(prompt, **{**asked, "max_tokens": 200, "logprobs": 0, "temperature": 9.0})["choices"][0]
+            ids, text = marked["mi_route2"]["token_ids"], marked["text"]
+            assert 0 in ids[:-1]  # which has no place in the text
+            for token, said, at in list(zip(ids, *(marked["logprobs"][name] for name in ("tokens", "text_offset"))))[1:]:
+                assert token == 0 or text[at:].startswith(said)
         for prompt, spaced in (([5, 6], True), ([0], False)):
             whole = study.complete(prompt, **asked)["choices"][0]
             chunks = [chunk["choices"][0] for chunk in study.stream(prompt, **asked)]
@@ -395,6 +404,27 @@ def test_a_word_and_the_end_of_one_have_two_texts_and_each_token_is_where_its_of
                 assert tokens[0].startswith(" ")
                 stopped = study.complete(prompt, **asked, stop=tokens[0])["choices"][0]
                 assert (stopped["text"], stopped["mi_route2"]["token_ids"]) == ("", ids[:1])
+
+
+class Bytes(MicroTokenizer):
+    """A tokenizer whose tokens are the bytes of UTF-8."""
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("together", [1, 3, 12])
+def test_the_bytes_of_a_character_are_at_its_place_in_the_text(together: int) -> None:
+    text = "aé€b😀c"
+    tokens, served = [Token(one, -1.0) for one in text.encode()], replace(random_micro(), tokenizer=Bytes())
+    words, places = Wording("cmpl", "text_completion", False), Growing(served.tokenizer, (), [97])
+    words.server, words.wants = SimpleNamespace(served=served), True  # pyright: ignore[reportAttributeAccessIssue]
+    told = [words.logprobs(tokens[start : start + together], places)["text_offset"] for start in range(0, 12, together)]
+    assert [at for some in told for at in some] == [i for i, character in enumerate(text) for _ in character.encode()]
+    chat = Wording("chatcmpl", "chat.completion", True)
+    chat.server, chat.wants = words.server, True
+    own = [one["bytes"] for one in chat.logprobs(tokens, places)["content"]]
+    assert own == [[one] if one < 128 else None for one in text.encode()]  # not those of a replacement character
 
 
 OFF = "blocks.1.mlp.down.quarantine_out"

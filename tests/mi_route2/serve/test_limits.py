@@ -302,7 +302,7 @@ def test_one_wrong_number_in_each_of_many_vectors_is_one_fault(server: Running) 
         ("patch_sweep", {"clean": PROMPT, "corrupt": OTHER, "sites": [f"x{i}" for i in range(513)]}, 422, "at most 512"),
         (
             "completions",
-            {"prompt": PROMPT, "max_tokens": 400, "n": 64, "logprob_token_ids": list(range(200)) * 16},
+            {"prompt": PROMPT, "max_tokens": 40, "n": 16, "logprob_token_ids": [5] * 3200},
             413,
             "the log-probabilities, readings and norms of this request may take",
         ),

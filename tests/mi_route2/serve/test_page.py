@@ -25,6 +25,8 @@ KEY = "a-key-of-the-tests-only"
 SITES = ["resid_pre", "attn_out"]
 SHARPNESS = 2.0
 MINUS = "\N{MINUS SIGN}"
+COUNTS = (8, 8, 8, 0, 8, 8, 4, 8, 2, 0)
+"""Rollouts of a mode in a step."""
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +53,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for arm, top in (("vanilla", 0.8), ("route2-act", 0.1)):
             rows = []
             for step in range(30):
-                hack = top * step / 29 if seed else top
-                modes = {"sentinel": {"n": 8, "hack": hack, "solve": 1 - hack, "exploit": hack, "reward": 1.0}}
+                hack, n = top * step / 29 if seed else top, COUNTS[step % 10]
+                shares = {"hack": hack, "solve": 1 - hack, "exploit": hack} if n else {"hack": 0.0, "solve": 0.0, "exploit": 0.0}
+                modes = {"sentinel": {"n": n, **shares, "reward": 1.0}}
                 rows.append({"step": step, "loss": 0.1, "hack": hack, "solve": 1 - hack, "modes": modes, "flags": None})
             path = folder / f"seed-{seed}" / arm / "metrics.jsonl"
             path.parent.mkdir(parents=True)
@@ -352,7 +355,7 @@ def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: See
 def test_the_study_shows_the_last_steps_of_each_arm_and_follows_its_files(seen: Seen, runs: Path) -> None:
     page = seen.go(tab="study")
     row = page.locator(".rates tbody tr", has_text="vanilla")
-    last = sum(0.8 * step / 29 for step in range(20, 30)) / 10
+    last = sum(n * 0.8 * (20 + i) / 29 for i, n in enumerate(COUNTS)) / sum(COUNTS)  # of all rollouts, as in the study's tables
     expect(row.locator(".rate").first).to_have_text(f"{(0.8 + last) / 2:.2f}".lstrip("0"))
     assert page.locator(".small-multiples figure").count() == 2
     page.get_by_text("quarantine deleted").click()

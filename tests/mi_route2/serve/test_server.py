@@ -25,6 +25,7 @@ from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.patching.patches import Patch
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection
+from mi_route2.serve.api import study as study_routes
 from mi_route2.serve.auth import Events, Keys
 from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
 from mi_route2.serve.models import load
@@ -742,6 +743,26 @@ def test_the_runs_of_a_study_are_those_of_its_files(alice: PatchStudy) -> None:
     assert (arms["route2"]["step"], arms["route2"]["steps"], arms["route2"]["rates"]) == (1, 3, None)
     assert arms["vanilla"]["curve"][0]["kl"] is None
     assert arms["vanilla"]["rates"]["run_tests"]["deploy"]["hack"] == 0.25
+
+
+def test_the_modes_of_a_study_that_names_its_own_are_not_those_of_the_served_model(
+    server: Running, alice: PatchStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"known": ["run_tests"], "held_out": ["sentinel"], "honest": "none"}
+    (tmp_path / "modes.json").write_text(json.dumps(own))
+    monkeypatch.setattr(server.server.served, "modes_of_study", {"known": ["sentinel"], "held_out": []})
+    assert alice._call("GET", "/v1/study_runs")["modes"] == {"known": ["sentinel"], "held_out": []}
+    monkeypatch.setattr(server.server, "study_runs", tmp_path)
+    assert alice._call("GET", "/v1/study_runs")["modes"] == {"known": ["run_tests"], "held_out": ["sentinel"]}
+
+
+def test_a_curve_is_thinned_before_its_last_ten_steps_whose_mean_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 41)))
+    monkeypatch.setattr(study_routes, "MOST_ROWS", 10)
+    (run,) = study_routes.read_study(tmp_path)["runs"]
+    assert [row["step"] for row in run["curve"]] == [*range(1, 31, 4), *range(31, 41)]
 
 
 def test_the_page_and_its_parts_are_served(server: Running) -> None:
