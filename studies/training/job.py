@@ -20,6 +20,7 @@ from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import PairBatch
 from mi_route2.validation import read_object, unknown_name
+from studies.common.command_line import named
 from studies.common.seeds import derive, torch_generator
 from studies.environments.chat import Sampler
 from studies.environments.micro.model import MicroGPT
@@ -150,6 +151,7 @@ class Job:
     @staticmethod
     def of(root: Path, seed: int, arm: Arm | None, pairs: Path | None = None) -> "Job":
         """Return a job of the run folder ``root``, with the settings, host and precision stored there."""
+        root = named(root)
         path = root / BACKEND
         backend = read_object(path, REMEDY) if path.exists() else {}
         if unknown := sorted(backend.keys() - {"host", "precision", "sampler"}):

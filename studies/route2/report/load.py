@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mi_route2.validation import parse_object, read_lines, read_object, read_record
+from studies.common.command_line import named
 from studies.environments.micro.language import MICRO_MODES
 from studies.environments.protocol import Modes
 from studies.training.manifest import MANIFEST, REMEDY, read_manifest, unusual_entries
@@ -102,6 +103,7 @@ def load_runs(root: Path, only: Collection[int] | None = None) -> RunSet:
     """
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder: give the run folder, runs/<preset>-<hash>")
+    root = named(root)
     settings = Settings.read(root / "settings.json")
     if settings.chat is None and (root / MODES).exists():
         raise ValueError(f"{root / MODES} is not of this study: the micro world's modes have no file, so delete it")

@@ -36,6 +36,7 @@ from studies.route2.publish import (
 from studies.route2.report import report_texts, write_tables
 from studies.route2.report.load import load_runs
 from studies.training.arms import ARMS as REAL_ARMS
+from studies.training.job import Job
 from studies.training.settings import changes, get_settings, override
 
 pytestmark = pytest.mark.study
@@ -216,16 +217,28 @@ def test_every_table_is_that_of_the_runs_or_nothing_is_published(root: Path, tmp
     assert not (tmp_path / "results").exists()
 
 
-def test_changed_settings_do_not_replace_the_presets_results(root: Path, tmp_path: Path, resign: Callable[..., None]) -> None:
+@pytest.mark.parametrize("given", [".", "..", "named as the preset"])
+def test_changed_settings_do_not_replace_the_presets_results(
+    root: Path, tmp_path: Path, resign: Callable[..., None], monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
     changed = replace(get_settings("strong"), kept_lr=1e-3)
     (root / "settings.json").write_text(json.dumps(changed.as_dict()))
     with pytest.raises(ValueError, match=r"settings.json was changed: its hash is .*, but its runs have 88e860b8"):
         report(root)
     for folder in root.glob("seed-*/*"):
         resign(folder, folder.name, int(folder.parent.name.removeprefix("seed-")))
-    report(root)
-    assert publish(root, tmp_path / "results").name == root.name
+    root = root.rename(root.with_name("strong"))
+    monkeypatch.chdir(root / ("seed-0" if given == ".." else ""))
+    named = Path(given) if given.startswith(".") else root
+    report(named)
+    other = tmp_path / "results/strong/table.json"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    assert publish(named, tmp_path / "results") == tmp_path / "results" / changed.folder
+    assert other.exists()
     assert "--override kept_lr=0.001" in command(load_runs(root))
+    assert load_runs(named).root.name == "strong"
+    assert Job.of(named, 0, None).cache == root.parent / "warmstarts"
 
 
 def test_an_arm_that_differs_between_seeds_is_refused(root: Path, tmp_path: Path, resign: Callable[..., None]) -> None:
