@@ -3,12 +3,13 @@
 ``run.run_job`` trains and evaluates a job; ``build`` makes what its arm brings to the main loop.
 """
 
+import copy
 import functools
 import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -132,7 +133,11 @@ class Job:
     @property
     def canaries(self) -> "list[Job]":
         """Jobs whose adapters are the canary's checkpoints."""
-        return [] if self.arm is None else [replace(self, arm=arm) for arm in get_arms(self.arm.canaries or ())]
+        jobs = []
+        for arm in get_arms((self.arm and self.arm.canaries) or ()):
+            jobs.append(copy.copy(self))  # with the hash of the pairs: a job that is made anew would read the file as it is now
+            object.__setattr__(jobs[-1], "arm", arm)
+        return jobs
 
     @property
     def identity(self) -> str:
