@@ -233,7 +233,13 @@ class ChatWorld(World):
         return self._problem.tasks(split)
 
     def prompt(self, task: str, mode: str) -> TextPrompt:
-        return self._problem.prompt(task, mode)
+        """Return the problem's prompt; ``ValueError`` if it is of another task or mode, in which no table would count it."""
+        prompt = self._problem.prompt(task, mode)
+        if (prompt.task, prompt.mode) != (task, mode):
+            raise ValueError(
+                f"prompt({task!r}, {mode!r}) of {self._problem.name} returned a prompt of ({prompt.task!r}, {prompt.mode!r})"
+            )
+        return prompt
 
     def question(self, prompt: TextPrompt) -> str | list[dict[str, str]]:
         return self._tokenizer.question(prompt.text)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +274,14 @@ class Broken(Parity):
         grades = super().grade(prompts, completions)
         if self.wrong == "NaN":
             return [TrainingGrade(True, False, float("nan")) for _ in grades]
+        if self.wrong == "whole":
+            for grade in grades:
+                object.__setattr__(grade, "reward", int(grade.reward))  # the tests' check of types takes no int for a float
         return grades[1:] if self.wrong == "grades" else grades
+
+    def prompt(self, task, mode):
+        prompt = super().prompt(task, mode)
+        return replace(prompt, mode="none") if self.wrong == "mode" and task == self.tasks("train")[-1] else prompt
 
     def detect(self, prompts, completions):
         return [] if self.wrong == "detections" else super().detect(prompts, completions)
@@ -303,6 +311,7 @@ class Broken(Parity):
         ("pairs", "broken gave 2 hack pairs, not 3: choose pairs=2"),
         ("same", "broken gave a hack pair whose two sides are the same text"),
         ("verdicts", "the judge gave 1 verdicts for 2 completions"),
+        ("mode", r"returned a prompt of \('.*', 'none'\)"),
     ],
 )
 def test_what_a_problem_gives_is_checked_where_it_comes_in(folder: Path, wrong: str, sentence: str) -> None:
@@ -317,6 +326,14 @@ def test_what_a_problem_gives_is_checked_where_it_comes_in(folder: Path, wrong: 
         "pairs": lambda: world.make_pairs(0, 3, "hack"),
         "same": lambda: world.make_pairs(0, 3, "hack"),
         "verdicts": lambda: ChatWitness(world, problem.judge()).judge(samples),
+        "mode": lambda: [world.prompt(task, mode) for task in world.tasks("train") for mode in world.modes.names],
     }
     with pytest.raises(ValueError, match=sentence):
         asked[wrong]()
+
+
+def test_rewards_that_are_whole_numbers_are_trained_on(folder: Path) -> None:
+    problem = Broken("whole")
+    world = ChatWorld(problem, ChatTokenizer(folder, ""), max_new=8, context=256)
+    samples = world.package([problem.prompt(task, "none") for task in problem.tasks("train")[:2]], [[5, 1], [6, 1]])
+    assert world.rewards(samples).dtype == torch.float32
