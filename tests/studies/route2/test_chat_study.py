@@ -32,6 +32,7 @@ from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.run import run_job
 from studies.training.settings import CHAT, ChatModel, Settings, override
+from studies.training.teacher import cached_pool
 from studies.training.worlds import (
     ADVICE,
     base_key,
@@ -305,6 +306,24 @@ def test_what_the_data_hold_is_a_part_of_a_run_and_where_they_lie_is_not(setting
         assert not set(found[:2]) & set(found[4:])
     assert data_hash(tmp_path / "nowhere") == ""
     assert replace(settings, chat=replace(settings.chat, data="/elsewhere")).digest == settings.digest
+
+
+def test_a_teacher_pool_is_of_the_problem_as_it_is_now(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = job(tmp_path, settings, "absorb")
+    policy, plain = build_policy(own, own.cache), Parity.prompt
+
+    def prompts() -> list[str]:
+        with open_world(settings) as (world, _):
+            pool = cached_pool(world, policy, 0, settings.teachers, own.pool, own.tries)
+        assert pool is not None
+        return [prompt.text for prompt in pool.prompts]
+
+    first, written = prompts(), own.pool.stat().st_mtime_ns
+    assert prompts() == first
+    assert own.pool.stat().st_mtime_ns == written
+    changed = lambda self, task, mode: replace(prompt := plain(self, task, mode), text=f"{prompt.text}!")  # noqa: E731
+    monkeypatch.setattr(Parity, "prompt", changed)
+    assert all(text.endswith("!") for text in prompts())
 
 
 def test_a_model_that_is_gone_is_no_name_to_look_up(settings: Settings, tmp_path: Path) -> None:
