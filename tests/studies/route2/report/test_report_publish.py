@@ -24,7 +24,7 @@ from studies.common.publishing import update_pages
 from studies.common.tables import number
 from studies.route2.cli import Publish
 from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, headline, short, tables, write_headline_figure
-from studies.route2.predictions import FILE, Predictions
+from studies.route2.predictions import FILE, MOST, Predictions
 from studies.route2.publish import (
     TEXTS,
     command,
@@ -178,6 +178,21 @@ def test_seeds_that_stand_out_are_listed_with_their_masks(
     line = next(line for line in text.splitlines() if re.match(r"\| route2-full +\| +2 \|", line))
     masks = [row["mask"]["auroc"] for row in runs.runs["route2-full", 2].metrics]
     assert number(sum(masks) / len(masks)) in line
+
+
+def test_more_seeds_than_the_exact_test_takes_are_told_without_its_p(root: Path) -> None:
+    content = json.loads((root / "table.json").read_text())
+    row, seeds = next(row for row in content["rows"] if row["arm"] == "shuffled"), list(range(MOST + 1))
+    many = {
+        key: value | {"seeds": [float(seed) for seed in seeds]} if isinstance(value, dict) else value for key, value in row.items()
+    }
+    result = Result(
+        content
+        | {"differences": [], "seed_ids": seeds, "rows": [many | {"arm": arm, "seed_ids": seeds} for arm in ("haar", "haar-2")]}
+    )
+    luck = {(arm, seed): {"auroc": auroc} for arm, auroc in (("haar", 0.4), ("haar-2", 0.6)) for seed in seeds}
+    result.rows["haar-2"] = result.rows["haar"] | {HACK: {**result.rows["haar"][HACK], "seeds": [seed + 1.0 for seed in seeds]}}
+    assert f"mean 1.000 (n {MOST + 1}, too many for an exact test)" in tables(result, luck, {}, {})
 
 
 def test_expectations_stand_beside_what_was_measured_in_training_and_after(root: Path, tmp_path: Path) -> None:
