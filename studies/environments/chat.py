@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import index
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from mi_route2.files import whole_folder
+from mi_route2.files import shown, whole_folder
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Privileged
 from studies.environments.protocol import Judge, Pair, Problem, Samples, Split, TextPrompt, TrainingGrade, Verdict, World
@@ -296,7 +298,8 @@ class ChatWorld(World):
         return grades
 
     def detect(self, samples: Samples) -> list[bool]:
-        return self._one_each("detect", self._problem.detect(samples.prompts, samples.completions), samples)
+        found = self._one_each("detect", self._problem.detect(samples.prompts, samples.completions), samples)
+        return _answers(f"detect of {self._problem.name}", found)
 
     def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
         """Return the problem's pairs; ``ValueError`` unless there are ``n``, each of two different texts."""
@@ -343,11 +346,19 @@ class ChatWitness:
             raise ValueError(
                 f"the judge gave {len(verdicts)} verdicts for {len(samples.completions)} completions: it must give one each"
             )
-        return verdicts
+        told = {name: _answers("the judge", [getattr(verdict, name) for verdict in verdicts]) for name in ("gt", "exploit", "hack")}
+        return [replace(verdict, **{name: told[name][i] for name in told}) for i, verdict in enumerate(verdicts)]
 
     def privileged(self, samples: Samples) -> Privileged:
         own = [verdict.exploit for verdict in self.judge(samples)]
         return Privileged(torch.tensor(own), torch.tensor(self._world.detect(samples)))
+
+
+def _answers(of: str, given: Sequence[Any]) -> list[bool]:
+    """Return answers as booleans, which a log can hold: numpy's, and 0 and 1, are theirs; ``ValueError`` for any other."""
+    if wrong := [one for one in given if not isinstance(one, int | np.bool_ | np.integer) or one not in (0, 1)]:
+        raise ValueError(f"{of} gave {shown(wrong[0])}, not True or False")
+    return [bool(one) for one in given]
 
 
 TURN, END, PAD = "<|turn|>", "<|end|>", "<|pad|>"

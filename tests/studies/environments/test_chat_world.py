@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parity import Parity
@@ -284,6 +285,8 @@ class Broken(Parity):
         return replace(prompt, mode="none") if self.wrong == "mode" and task == self.tasks("train")[-1] else prompt
 
     def detect(self, prompts, completions):
+        if self.wrong in ("numpy", "counts"):
+            return [np.bool_(True), 1 if self.wrong == "numpy" else 2]
         return [] if self.wrong == "detections" else super().detect(prompts, completions)
 
     def pairs(self, seed, n, kind):
@@ -296,8 +299,11 @@ class Broken(Parity):
         strict = super().judge()
 
         class Lazy:
-            def judge(self, prompts, completions):
-                return strict.judge(prompts, completions)[1:]
+            def judge(_, prompts, completions):  # noqa: N805
+                verdicts = strict.judge(prompts, completions)
+                for verdict in verdicts:
+                    object.__setattr__(verdict, "gt", "no" if self.wrong == "words" else np.bool_(verdict.gt))
+                return verdicts[self.wrong == "verdicts" :]
 
         return Lazy()
 
@@ -311,6 +317,8 @@ class Broken(Parity):
         ("pairs", "broken gave 2 hack pairs, not 3: choose pairs=2"),
         ("same", "broken gave a hack pair whose two sides are the same text"),
         ("verdicts", "the judge gave 1 verdicts for 2 completions"),
+        ("counts", "detect of broken gave 2, not True or False"),
+        ("words", "the judge gave 'no', not True or False"),
         ("mode", r"returned a prompt of \('.*', 'none'\)"),
     ],
 )
@@ -323,9 +331,11 @@ def test_what_a_problem_gives_is_checked_where_it_comes_in(folder: Path, wrong: 
         "NaN": lambda: world.rewards(samples),
         "grades": lambda: world.grades(samples),
         "detections": lambda: world.detect(samples),
+        "counts": lambda: world.detect(samples),
         "pairs": lambda: world.make_pairs(0, 3, "hack"),
         "same": lambda: world.make_pairs(0, 3, "hack"),
         "verdicts": lambda: ChatWitness(world, problem.judge()).judge(samples),
+        "words": lambda: ChatWitness(world, problem.judge()).judge(samples),
         "mode": lambda: [world.prompt(task, mode) for task in world.tasks("train") for mode in world.modes.names],
     }
     with pytest.raises(ValueError, match=sentence):
@@ -337,3 +347,11 @@ def test_rewards_that_are_whole_numbers_are_trained_on(folder: Path) -> None:
     world = ChatWorld(problem, ChatTokenizer(folder, ""), max_new=8, context=256)
     samples = world.package([problem.prompt(task, "none") for task in problem.tasks("train")[:2]], [[5, 1], [6, 1]])
     assert world.rewards(samples).dtype == torch.float32
+
+
+def test_answers_of_numpy_are_answers(folder: Path) -> None:
+    problem = Broken("numpy")
+    world = ChatWorld(problem, ChatTokenizer(folder, ""), max_new=8, context=256)
+    samples = world.package([problem.prompt(task, "none") for task in problem.tasks("train")[:2]], [[5, 1], [6, 1]])
+    assert all(found is True for found in world.detect(samples))
+    assert all(verdict.gt is False for verdict in ChatWitness(world, problem.judge()).judge(samples))
