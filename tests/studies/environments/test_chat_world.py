@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, generate, make_tiny_model, make_tokenizer
-from studies.environments.protocol import Judge, Pair, Problem, TextPrompt, TrainingGrade
+from studies.environments.protocol import Judge, Modes, Pair, Problem, TextPrompt, TrainingGrade
 
 
 @pytest.fixture(scope="module")
@@ -340,6 +340,13 @@ def test_what_a_problem_gives_is_checked_where_it_comes_in(folder: Path, wrong: 
     }
     with pytest.raises(ValueError, match=sentence):
         asked[wrong]()
+
+
+@pytest.mark.parametrize("known", ["last_word", ["last_word"], ("last_word", 3)])
+def test_modes_are_names_in_a_tuple(known: Any) -> None:
+    """Letters would be modes where a comma is missing, as in ``("last_word")``, and a folder has no list to compare one with."""
+    with pytest.raises(ValueError, match=r"known(.1)? must be "):
+        Modes(known, ("confidence",))
 
 
 def test_rewards_that_are_whole_numbers_are_trained_on(folder: Path) -> None:
