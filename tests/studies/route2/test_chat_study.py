@@ -361,6 +361,8 @@ WRONG_PROBLEMS: dict[str, tuple[dict[str, object], str]] = {
     "system": ({"system": None}, "system of .* is a NoneType: it must be a text, which may be empty"),
     "no test": ({"tasks": lambda self, split: ["1"] * (split == "train")}, "has 1 train and 0 test tasks"),
     "leaking": ({"tasks": lambda self, split: ["1", "2" if split == "test" else "3"]}, "has 1 tasks in both splits, first '1'"),
+    "no order": ({"tasks": lambda self, split: {split, "1"}}, r"tasks\('train'\) of .* is a set: it must be a list of names"),
+    "no names": ({"tasks": lambda self, split: [1, 2]}, r"tasks\('train'\) of .* has 1, which is no name"),
     "mislabelled": ({"prompt": lambda self, task, mode: TextPrompt(task, "none", "?")}, r"returned a prompt of \(.*, 'none'\)"),
     "lacking": ({"judge": property()}, "is not a problem: it lacks judge"),
 }
