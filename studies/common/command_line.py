@@ -99,6 +99,8 @@ def read_seeds(text: str) -> list[int]:
     """
     seeds: Sequence[int] = ()
     try:
+        if "_" in text:
+            raise ValueError  # Python reads 1_0 as 10
         if "," in text:
             seeds = [int(part) for part in text.split(",")]
         elif "-" in text.strip("-"):
