@@ -27,7 +27,7 @@ from studies.environments.chat import Sampler
 from studies.environments.micro.model import MicroGPT
 from studies.environments.protocol import Pair, World, read_pairs, write_pairs
 from studies.training.arms import Arm, get_arms
-from studies.training.manifest import MANIFEST, REMEDY, read_manifest
+from studies.training.manifest import MANIFEST, REMEDY, read_manifest, verify
 from studies.training.settings import PRECISION_NAMES, Settings
 from studies.training.teacher import TRIES
 from studies.training.worlds import base_key, base_model, checkpointed, open_world, vllm_sampler
@@ -271,14 +271,21 @@ def finished_policy(job: Job) -> tuple[Host, Policy]:
     """Return the host and the policy of a finished job.
 
     Raises:
-        ValueError: If it is not finished.
+        ValueError: If it is not finished, or its weights are not those that it ended with.
     """
     if not job.finished:
         raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
+    if job.arm is not None:  # another arm's weights may fit as well
+        verify_weights(job, FULL)
     host, policy = build_hosted(job, job.cache)
     if job.arm is not None:
         load_adapters(policy.adapters, job.folder / FULL)
     return host, policy
+
+
+def verify_weights(job: Job, name: str) -> None:
+    """Check the file ``name`` of a finished job; errors as in ``verify``."""
+    verify(job.folder, {name: read_manifest(job.folder).checksums[name]})
 
 
 def micro_batches(rollouts: Rollouts, settings: Settings) -> list[Rollouts]:
