@@ -295,7 +295,11 @@ class ChatWorld(World):
         grades = self._one_each("grade", self._problem.grade(samples.prompts, samples.completions), samples)
         if wrong := [grade.reward for grade in grades if not math.isfinite(grade.reward)]:
             raise ValueError(f"{self._problem.name} returned a reward of {wrong[0]}: a reward must be a finite number")
-        return grades
+        of = f"grade of {self._problem.name}"
+        formats, passed = (_answers(of, [getattr(grade, name) for grade in grades]) for name in ("format", "passed"))
+        rewards = [float(grade.reward) for grade in grades]  # whole numbers alone would make a tensor of whole numbers
+        columns = zip(grades, formats, passed, rewards, strict=True)
+        return [replace(grade, format=f, passed=p, reward=r) for grade, f, p, r in columns]
 
     def detect(self, samples: Samples) -> list[bool]:
         found = self._one_each("detect", self._problem.detect(samples.prompts, samples.completions), samples)

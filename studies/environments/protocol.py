@@ -416,7 +416,7 @@ class World(ABC):
     @final
     def rewards(self, samples: Samples) -> Float[Tensor, " b"]:
         """Return the rewards of the foolable training grader."""
-        return torch.tensor([float(grade.reward) for grade in self.grades(samples)])  # whole numbers alone would make whole tensors
+        return torch.tensor([grade.reward for grade in self.grades(samples)])
 
     @final
     def rows(self, prompts: Sequence[Any]) -> list[dict[str, Any]]:

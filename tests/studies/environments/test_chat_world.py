@@ -275,6 +275,8 @@ class Broken(Parity):
         grades = super().grade(prompts, completions)
         if self.wrong == "NaN":
             return [TrainingGrade(True, False, float("nan")) for _ in grades]
+        if self.wrong == "formats":
+            object.__setattr__(grades[0], "format", "yes")
         if self.wrong == "whole":
             for grade in grades:
                 object.__setattr__(grade, "reward", int(grade.reward))  # the tests' check of types takes no int for a float
@@ -318,6 +320,7 @@ class Broken(Parity):
         ("same", "broken gave a hack pair whose two sides are the same text"),
         ("verdicts", "the judge gave 1 verdicts for 2 completions"),
         ("counts", "detect of broken gave 2, not True or False"),
+        ("formats", "grade of broken gave 'yes', not True or False"),
         ("words", "the judge gave 'no', not True or False"),
         ("mode", r"returned a prompt of \('.*', 'none'\)"),
     ],
@@ -332,6 +335,7 @@ def test_what_a_problem_gives_is_checked_where_it_comes_in(folder: Path, wrong: 
         "grades": lambda: world.grades(samples),
         "detections": lambda: world.detect(samples),
         "counts": lambda: world.detect(samples),
+        "formats": lambda: world.grades(samples),
         "pairs": lambda: world.make_pairs(0, 3, "hack"),
         "same": lambda: world.make_pairs(0, 3, "hack"),
         "verdicts": lambda: ChatWitness(world, problem.judge()).judge(samples),
