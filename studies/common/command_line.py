@@ -62,7 +62,7 @@ def report_commands(module: str, printed: str | None = None) -> dict[str, Callab
         folder: tyro.conf.Positional[Path]
 
         def __call__(self) -> None:
-            show_paths(import_module(module).write_report(self.folder))
+            show_paths(import_module(module).write_report(named(self.folder)))
             if printed is not None:
                 print((self.folder / printed).read_text(encoding="utf-8"))
 
@@ -74,7 +74,7 @@ def report_commands(module: str, printed: str | None = None) -> dict[str, Callab
         to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
 
         def __call__(self) -> None:
-            print(f"wrote {import_module(module).publish(self.folder, self.to)}")
+            print(f"wrote {import_module(module).publish(named(self.folder), self.to)}")
 
     return {"report": Report, "publish": Publish}
 
@@ -99,6 +99,8 @@ def read_seeds(text: str) -> list[int]:
     """
     seeds: Sequence[int] = ()
     try:
+        if "_" in text:
+            raise ValueError  # Python reads 1_0 as 10
         if "," in text:
             seeds = [int(part) for part in text.split(",")]
         elif "-" in text.strip("-"):
@@ -130,6 +132,11 @@ def seeds_argument(seeds: Sequence[int]) -> str:
     """Return the seeds as an argument of ``--seeds``: ``0-7``, ``3-3`` or ``0,2,5``."""
     text = seeds_text(seeds).partition(" ")[2].replace(" ", "")
     return f"{text}-{text}" if text.isdigit() else text
+
+
+def named(folder: Path) -> Path:
+    """Return a folder that was given as ``.`` or ``..`` by its path: a report prints its name, and looks beside it."""
+    return folder.resolve() if folder.name in ("", "..") else folder
 
 
 def show_paths(paths: list[Path]) -> None:

@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import index
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from mi_route2.files import whole_folder
+from mi_route2.files import shown, whole_folder
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Privileged
 from studies.environments.protocol import Judge, Pair, Problem, Samples, Split, TextPrompt, TrainingGrade, Verdict, World
@@ -233,7 +235,13 @@ class ChatWorld(World):
         return self._problem.tasks(split)
 
     def prompt(self, task: str, mode: str) -> TextPrompt:
-        return self._problem.prompt(task, mode)
+        """Return the problem's prompt; ``ValueError`` if it is of another task or mode, in which no table would count it."""
+        prompt = self._problem.prompt(task, mode)
+        if (prompt.task, prompt.mode) != (task, mode):
+            raise ValueError(
+                f"prompt({task!r}, {mode!r}) of {self._problem.name} returned a prompt of ({prompt.task!r}, {prompt.mode!r})"
+            )
+        return prompt
 
     def question(self, prompt: TextPrompt) -> str | list[dict[str, str]]:
         return self._tokenizer.question(prompt.text)
@@ -287,10 +295,15 @@ class ChatWorld(World):
         grades = self._one_each("grade", self._problem.grade(samples.prompts, samples.completions), samples)
         if wrong := [grade.reward for grade in grades if not math.isfinite(grade.reward)]:
             raise ValueError(f"{self._problem.name} returned a reward of {wrong[0]}: a reward must be a finite number")
-        return grades
+        of = f"grade of {self._problem.name}"
+        formats, passed = (_answers(of, [getattr(grade, name) for grade in grades]) for name in ("format", "passed"))
+        rewards = [float(grade.reward) for grade in grades]  # whole numbers alone would make a tensor of whole numbers
+        columns = zip(grades, formats, passed, rewards, strict=True)
+        return [replace(grade, format=f, passed=p, reward=r) for grade, f, p, r in columns]
 
     def detect(self, samples: Samples) -> list[bool]:
-        return self._one_each("detect", self._problem.detect(samples.prompts, samples.completions), samples)
+        found = self._one_each("detect", self._problem.detect(samples.prompts, samples.completions), samples)
+        return _answers(f"detect of {self._problem.name}", found)
 
     def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
         """Return the problem's pairs; ``ValueError`` unless there are ``n``, each of two different texts."""
@@ -337,11 +350,19 @@ class ChatWitness:
             raise ValueError(
                 f"the judge gave {len(verdicts)} verdicts for {len(samples.completions)} completions: it must give one each"
             )
-        return verdicts
+        told = {name: _answers("the judge", [getattr(verdict, name) for verdict in verdicts]) for name in ("gt", "exploit", "hack")}
+        return [replace(verdict, **{name: told[name][i] for name in told}) for i, verdict in enumerate(verdicts)]
 
     def privileged(self, samples: Samples) -> Privileged:
         own = [verdict.exploit for verdict in self.judge(samples)]
         return Privileged(torch.tensor(own), torch.tensor(self._world.detect(samples)))
+
+
+def _answers(of: str, given: Sequence[Any]) -> list[bool]:
+    """Return answers as booleans, which a log can hold: numpy's, and 0 and 1, are theirs; ``ValueError`` for any other."""
+    if wrong := [one for one in given if not isinstance(one, int | np.bool_ | np.integer) or one not in (0, 1)]:
+        raise ValueError(f"{of} gave {shown(wrong[0])}, not True or False")
+    return [bool(one) for one in given]
 
 
 TURN, END, PAD = "<|turn|>", "<|end|>", "<|pad|>"

@@ -21,19 +21,19 @@ from torch import Tensor
 from mi_route2.files import write_whole
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import PairBatch, Privileged
-from mi_route2.validation import read_lines
+from mi_route2.validation import read_lines, validated
 
 Split = Literal["train", "test"]
 PairKind = Literal["hack", "nonhack"]
 Evidence = Literal["paid", "hidden"]
 
 
-@dataclass(frozen=True)
+@validated
 class Modes:
     """Modes of grading by role: pairs and detectors may show ``known`` exploits, never ``held_out`` ones; ``honest`` has none.
 
     Raises:
-        ValueError: There is no known mode, or two names are equal.
+        ValueError: They are not names in tuples, there is no known mode, or two names are equal.
     """
 
     known: tuple[str, ...]

@@ -16,7 +16,7 @@ from mi_route2.plots import BLUE, ORANGE, PAGE_WIDTH, VERMILLION, new_figure, sa
 from studies.common.command_line import seeds_text
 from studies.common.stats import Summary, mean, median, outliers
 from studies.common.tables import interval, markdown_table, number
-from studies.route2.predictions import Predictions, outcomes, p_text, ranks_within_seeds, sign_flip
+from studies.route2.predictions import MOST, Predictions, outcomes, p_text, ranks_within_seeds, sign_flip
 from studies.route2.report.measures import DESCRIPTIONS
 from studies.training.arms import ARMS
 
@@ -295,7 +295,9 @@ def _rank_within_seeds(draws: Sequence[tuple[int, float, float]]) -> str:
     rhos = ranks_within_seeds(draws)
     if len(rhos) < 2:
         return "One draw a seed: no rank within seeds."
-    told = f"exact sign-flip over seeds, p {p_text(sign_flip(rhos))}, n {len(rhos)}"
+    told = f"n {len(rhos)}, too many for an exact test"
+    if len(rhos) <= MOST:
+        told = f"exact sign-flip over seeds, p {p_text(sign_flip(rhos))}, n {len(rhos)}"
     return f"Spearman correlation of the two within a seed: mean {number(mean(rhos))} ({told})."
 
 

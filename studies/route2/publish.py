@@ -228,15 +228,15 @@ def provenance(runs: RunSet) -> dict[str, Any]:
 def folder_name(runs: RunSet) -> str:
     """Return the preset's name, with the seeds if they are not the development seeds (``strong-300-307``).
 
-    If settings, pairs, host, precision or sampler are not the preset's, it is the run folder's name, so that a variation does not
-    replace the preset's results.
+    If settings, pairs, host, precision or sampler are not the preset's, it is the name under which ``run`` makes the folder, so
+    that a variation does not replace the preset's results, whatever the folder is called now.
     """
     name = str(runs.settings.get("preset"))
     if name not in PRESETS:
         raise ValueError(f"{runs.root}/settings.json names no preset of this study: choose a run folder of {', '.join(PRESETS)}")
     if unusual(runs) or changes(runs.settings, PRESETS[name].as_dict()):
-        pairs = unusual(runs).get("pairs_sha256")
-        return runs.root.name if pairs is None else f"{runs.root.name}-pairs-{pairs[:8]}"
+        others = {key: f"pairs-{value[:8]}" if key == "pairs_sha256" else value for key, value in unusual(runs).items()}
+        return "-".join([name, next(iter(runs.runs.values())).settings_hash[:8], *others.values()])
     return name if set(runs.seeds) <= set(DEVELOPMENT) else f"{name}-{seeds_argument(runs.seeds)}"
 
 

@@ -37,7 +37,7 @@ from studies.common.seeds import derive, numpy_generator, torch_generator
 from studies.environments.protocol import Samples, TeacherPool, World
 from studies.training.arms import Lesson
 from studies.training.grpo import Watched
-from studies.training.job import DEPLOYED, Job, build_hosted, build_pairs, micro_batches
+from studies.training.job import DEPLOYED, Job, build_hosted, build_pairs, micro_batches, verify_weights
 from studies.training.settings import Settings
 from studies.training.teacher import make_pool, teach
 
@@ -123,7 +123,7 @@ def build_canary(job: Job) -> Canary | None:
     """Return the arm's canary, on a model of its own; ``None`` if the run's own quarantine is the canary.
 
     Raises:
-        ValueError: A checkpoint is not finished.
+        ValueError: A checkpoint is not finished, or its weights were changed.
     """
     assert job.arm is not None
     if not job.canaries:
@@ -133,6 +133,7 @@ def build_canary(job: Job) -> Canary | None:
     _, policy = build_hosted(job.canaries[0], job.cache)
     checkpoints = []
     for canary in job.canaries:
+        verify_weights(canary, DEPLOYED)
         load_adapters(policy.adapters, canary.folder / DEPLOYED)
         if job.arm.rotated:
             rotate(map(policy.adapters.scored, policy.adapters.sites), torch_generator(job.seed, f"rotate {canary.name}"))

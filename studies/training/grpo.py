@@ -29,6 +29,7 @@ from torch import Tensor
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Decision, Route, StepContext, TrainBatch, group_advantages
 from mi_route2.routing.optimizer import RoutedAdamW
+from mi_route2.routing.routes import chunks
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import Samples, TeacherPool, Witness, World
 
@@ -233,11 +234,16 @@ def varied(batch: TrainBatch) -> Bool[Tensor, " b"]:
 @torch.no_grad()
 def with_anchors(policy: Policy, batch: TrainBatch, settings: Hyperparameters) -> TrainBatch:
     """Add the log-probabilities that updates are clipped and penalized against, if the settings use them."""
-    old = policy.logprobs(batch.rollouts) if settings.updates_per_batch > 1 else None
+    parts = chunks(batch, settings.micro_batch(batch.rollouts.tokens.shape[1]))  # logits of a whole batch may be too many
+
+    def logprobs() -> Tensor:
+        return torch.cat([policy.logprobs(batch.rollouts.rows(index)) for index in parts])
+
+    old = logprobs() if settings.updates_per_batch > 1 else None
     reference = None
     if settings.kl > 0:
         with policy.adapters.reference():
-            reference = policy.logprobs(batch.rollouts)
+            reference = logprobs()
     return replace(batch, old_logprobs=old, reference_logprobs=reference)
 
 

@@ -3,12 +3,13 @@
 ``run.run_job`` trains and evaluates a job; ``build`` makes what its arm brings to the main loop.
 """
 
+import copy
 import functools
 import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,12 +21,13 @@ from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import PairBatch
 from mi_route2.validation import read_object, unknown_name
+from studies.common.command_line import named
 from studies.common.seeds import derive, torch_generator
 from studies.environments.chat import Sampler
 from studies.environments.micro.model import MicroGPT
 from studies.environments.protocol import Pair, World, read_pairs, write_pairs
 from studies.training.arms import Arm, get_arms
-from studies.training.manifest import MANIFEST, REMEDY, read_manifest
+from studies.training.manifest import MANIFEST, REMEDY, read_manifest, verify
 from studies.training.settings import PRECISION_NAMES, Settings
 from studies.training.teacher import TRIES
 from studies.training.worlds import base_key, base_model, checkpointed, open_world, vllm_sampler
@@ -131,7 +133,11 @@ class Job:
     @property
     def canaries(self) -> "list[Job]":
         """Jobs whose adapters are the canary's checkpoints."""
-        return [] if self.arm is None else [replace(self, arm=arm) for arm in get_arms(self.arm.canaries or ())]
+        jobs = []
+        for arm in get_arms((self.arm and self.arm.canaries) or ()):
+            jobs.append(copy.copy(self))  # with the hash of the pairs: a job that is made anew would read the file as it is now
+            object.__setattr__(jobs[-1], "arm", arm)
+        return jobs
 
     @property
     def identity(self) -> str:
@@ -150,6 +156,7 @@ class Job:
     @staticmethod
     def of(root: Path, seed: int, arm: Arm | None, pairs: Path | None = None) -> "Job":
         """Return a job of the run folder ``root``, with the settings, host and precision stored there."""
+        root = named(root)
         path = root / BACKEND
         backend = read_object(path, REMEDY) if path.exists() else {}
         if unknown := sorted(backend.keys() - {"host", "precision", "sampler"}):
@@ -264,14 +271,21 @@ def finished_policy(job: Job) -> tuple[Host, Policy]:
     """Return the host and the policy of a finished job.
 
     Raises:
-        ValueError: If it is not finished.
+        ValueError: If it is not finished, or its weights are not those that it ended with.
     """
     if not job.finished:
         raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
+    if job.arm is not None:  # another arm's weights may fit as well
+        verify_weights(job, FULL)
     host, policy = build_hosted(job, job.cache)
     if job.arm is not None:
         load_adapters(policy.adapters, job.folder / FULL)
     return host, policy
+
+
+def verify_weights(job: Job, name: str) -> None:
+    """Check the file ``name`` of a finished job; errors as in ``verify``."""
+    verify(job.folder, {name: read_manifest(job.folder).checksums[name]})
 
 
 def micro_batches(rollouts: Rollouts, settings: Settings) -> list[Rollouts]:

@@ -3,6 +3,7 @@
 A report reads manifests and no jobs, because a folder may have been made by an earlier version or on another machine.
 """
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +46,21 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:
         told = str(error) if str(path) in str(error) else f"{path} is damaged ({error})"
         raise ValueError(f"{told}; delete {folder} to run this arm again") from error
+
+
+def verify(folder: Path, checksums: Mapping[str, str]) -> None:
+    """Check files of a finished run; ``ValueError`` if one is missing, or is not that of the run."""
+    for name, expected in sorted(checksums.items()):
+        path = folder / name
+        if not path.exists():
+            raise ValueError(f"{path} is missing from a finished run: delete {folder} and run this arm again")
+        with path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if actual != expected:
+            raise ValueError(
+                f"{path} does not match its checksum in manifest.json (it changed after the run ended): "
+                f"restore it, or delete {folder} and run this arm again"
+            )
 
 
 def unusual_entries(manifest: Manifest) -> dict[str, str]:

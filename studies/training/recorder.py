@@ -24,6 +24,8 @@ from probes.quality import mask_quality, score_means
 from studies.environments.protocol import TeacherPool, Verdict, Witness, World
 from studies.training.checkpoint import Mark, hash_of, refuse_changed
 from studies.training.grpo import StepRecord
+from studies.training.job import micro_batches
+from studies.training.settings import Settings
 
 METRICS, ROLLOUTS, TIMINGS = "metrics.jsonl", "rollouts.jsonl.gz", "timings.jsonl"
 
@@ -85,9 +87,9 @@ def shares(verdicts: list[Verdict], rewards: Tensor, rows: list[int]) -> dict[st
 class Recorder:
     """Recorder that converts step records into rows, and appends them to the logs in ``folder`` at ``flush``."""
 
-    def __init__(self, folder: Path, world: World, witness: Witness, teachers: TeacherPool | None, probe_every: int):
-        self._folder, self._modes, self._witness, self._probe_every = folder, world.modes.names, witness, probe_every
-        self._teachers = None if teachers is None else teachers.samples(world)
+    def __init__(self, folder: Path, world: World, witness: Witness, teachers: TeacherPool | None, settings: Settings):
+        self._folder, self._modes, self._witness, self._probe_every = folder, world.modes.names, witness, settings.probe_every
+        self._teachers = [] if teachers is None else micro_batches(teachers.samples(world).rollouts, settings)
         self._metrics: list[dict[str, Any]] = []
         self._rollouts: list[dict[str, Any]] = []
         self._hashes: dict[str, hashlib._Hash] = {}
@@ -124,9 +126,10 @@ class Recorder:
         values = None if scores is None else scores.tolist()
         quality = mask_quality(values, flags, hack, teacher)
         means = score_means(values, hack, teacher) if values is not None else None
-        if self._teachers is not None and record.step % self._probe_every == 0:
-            pool = route.score(policy, self._teachers.rollouts)
-            if pool is not None and means is not None and isinstance(route.spec, MaskSpec):
+        if self._teachers and record.step % self._probe_every == 0:
+            scored = [score for part in self._teachers if (score := route.score(policy, part)) is not None]
+            if scored and means is not None and isinstance(route.spec, MaskSpec):
+                pool = torch.cat(scored)
                 means = {**means, "teacher": float(pool.mean())}
                 quality = {**quality, "fire_teacher": float((pool > route.spec.tau).double().mean())}
         return {"flags": {"n": len(flags), "flagged": sum(flags)}, "mask": quality, "scores": means}

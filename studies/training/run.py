@@ -85,7 +85,7 @@ def _train(
         opened(folder / name).close()  # what is in the place of one is told now, and not once there is something to lose
     route, optimizer = build_route(job, world, policy), build_optimizer(job, policy)
     learn_lessons(job, world, policy, teachers)
-    recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
+    recorder = Recorder(folder, world, witness, teachers, settings)
     start = resume(folder, policy.adapters, optimizer, route, identity=job.identity, logs=(METRICS, ROLLOUTS))
     recorder.go_on()
     progress(start)

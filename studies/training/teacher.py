@@ -103,14 +103,19 @@ def teach(
 
 
 def cached_pool(world: World, policy: Policy, seed: int, size: int, path: Path, tries: int = TRIES) -> TeacherPool | None:
-    """Return the pool at ``path``; make and save it if it is missing. ``None`` for a ``size`` of 0."""
+    """Return the pool at ``path``; make and save it if it is missing, or of an earlier form of the world's code.
+
+    ``None`` for a ``size`` of 0.
+    """
     if not size:
         return None
     tensors, metadata = read_tensors(path) if path.exists() else ({}, {})
     if metadata.get("format") == FORMAT:  # an older file is made again
         prompts = tuple(world.read_prompt(described) for described in json.loads(metadata["prompts"]))
         cuts = tensors["lengths"].cumsum(0)[:-1]
-        return TeacherPool(prompts, tuple(tuple(ids.tolist()) for ids in tensors["completions"].tensor_split(cuts)))
+        pool = TeacherPool(prompts, tuple(tuple(ids.tolist()) for ids in tensors["completions"].tensor_split(cuts)))
+        if _holds(world, pool):
+            return pool
     pool = make_pool(world, policy, seed, size, tries)
     path.parent.mkdir(parents=True, exist_ok=True)
     described = json.dumps([asdict(prompt) for prompt in pool.prompts])
@@ -118,3 +123,13 @@ def cached_pool(world: World, policy: Policy, seed: int, size: int, path: Path, 
     tensors = {"completions": torch.tensor([i for ids in pool.completions for i in ids]), "lengths": lengths}
     write_tensors(path, tensors, {"format": FORMAT, "prompts": described})
     return pool
+
+
+def _holds(world: World, pool: TeacherPool) -> bool:
+    """Return whether a stored pool has the world's prompts and hacks: the code of a user's problem may have changed since."""
+    tasks = set(world.tasks("train"))
+    asked = all(
+        prompt.task in tasks and prompt.mode in world.modes.known and world.prompt(prompt.task, prompt.mode) == prompt
+        for prompt in pool.prompts
+    )
+    return asked and all(world.detect(pool.samples(world)))

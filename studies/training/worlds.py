@@ -5,7 +5,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,14 @@ def _check(name: str, problem: Problem) -> None:
         raise ValueError(f"modes of {name} is a {type(problem.modes).__name__}: it must be a studies.environments.protocol.Modes")
     if not isinstance(problem.system, str):
         raise ValueError(f"system of {name} is a {type(problem.system).__name__}: it must be a text, which may be empty")
+    for split in ("train", "test"):
+        tasks: object = problem.tasks(split)
+        if not isinstance(tasks, Sequence) or isinstance(tasks, str):  # a set has another order in each process
+            raise ValueError(
+                f"tasks({split!r}) of {name} is a {type(tasks).__name__}: it must be a list of names, in a fixed order"
+            )
+        if wrong := [task for task in tasks if not isinstance(task, str)]:
+            raise ValueError(f"tasks({split!r}) of {name} has {wrong[0]!r:.60}, which is no name: it must be a text")
     train, test = problem.tasks("train"), problem.tasks("test")
     if not (train and test):
         raise ValueError(f"{name} has {len(train)} train and {len(test)} test tasks: it needs some in each split")

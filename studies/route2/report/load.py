@@ -11,7 +11,6 @@ of leakage and of the paired differences refer.
 """
 
 import gzip
-import hashlib
 import re
 import zlib
 from collections.abc import Collection, Iterator
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from mi_route2.validation import parse_object, read_lines, read_object, read_record
+from studies.common.command_line import named
 from studies.environments.micro.language import MICRO_MODES
 from studies.environments.protocol import Modes
-from studies.training.manifest import MANIFEST, REMEDY, read_manifest, unusual_entries
+from studies.training.manifest import MANIFEST, REMEDY, read_manifest, unusual_entries, verify
 from studies.training.settings import Settings
 from studies.training.worlds import MODES
 
@@ -102,6 +102,7 @@ def load_runs(root: Path, only: Collection[int] | None = None) -> RunSet:
     """
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder: give the run folder, runs/<preset>-<hash>")
+    root = named(root)
     settings = Settings.read(root / "settings.json")
     if settings.chat is None and (root / MODES).exists():
         raise ValueError(f"{root / MODES} is not of this study: the micro world's modes have no file, so delete it")
@@ -196,19 +197,7 @@ def _arm_spec(spec: dict[str, Any], where: Path) -> ArmSpec:
 
 def _verify(folder: Path, checksums: dict[str, str]) -> None:
     """Check the files that exist; large files (weights, rollouts) may be missing in a copy of a study."""
-    for name, expected in sorted(checksums.items()):
-        path = folder / name
-        if not path.exists():
-            if name in READ:
-                raise ValueError(f"{path} is missing from a finished run: delete {folder} and run this arm again")
-            continue
-        with path.open("rb") as file:
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
-        if actual != expected:
-            raise ValueError(
-                f"{path} does not match its checksum in manifest.json (it changed after the run ended): "
-                f"restore it, or delete {folder} and run this arm again"
-            )
+    verify(folder, {name: sum_ for name, sum_ in checksums.items() if name in READ or (folder / name).exists()})
 
 
 def _evaluation(path: Path, names: tuple[str, ...]) -> dict[str, dict[str, dict[str, float]]]:

@@ -3,9 +3,11 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parity import Parity
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, generate, make_tiny_model, make_tokenizer
-from studies.environments.protocol import Judge, Pair, Problem, TextPrompt, TrainingGrade
+from studies.environments.protocol import Judge, Modes, Pair, Problem, TextPrompt, TrainingGrade
 
 
 @pytest.fixture(scope="module")
@@ -273,9 +275,20 @@ class Broken(Parity):
         grades = super().grade(prompts, completions)
         if self.wrong == "NaN":
             return [TrainingGrade(True, False, float("nan")) for _ in grades]
+        if self.wrong == "formats":
+            object.__setattr__(grades[0], "format", "yes")
+        if self.wrong == "whole":
+            for grade in grades:
+                object.__setattr__(grade, "reward", int(grade.reward))  # the tests' check of types takes no int for a float
         return grades[1:] if self.wrong == "grades" else grades
 
+    def prompt(self, task, mode):
+        prompt = super().prompt(task, mode)
+        return replace(prompt, mode="none") if self.wrong == "mode" and task == self.tasks("train")[-1] else prompt
+
     def detect(self, prompts, completions):
+        if self.wrong in ("numpy", "counts"):
+            return [np.bool_(True), 1 if self.wrong == "numpy" else 2]
         return [] if self.wrong == "detections" else super().detect(prompts, completions)
 
     def pairs(self, seed, n, kind):
@@ -288,8 +301,11 @@ class Broken(Parity):
         strict = super().judge()
 
         class Lazy:
-            def judge(self, prompts, completions):
-                return strict.judge(prompts, completions)[1:]
+            def judge(_, prompts, completions):  # noqa: N805
+                verdicts = strict.judge(prompts, completions)
+                for verdict in verdicts:
+                    object.__setattr__(verdict, "gt", "no" if self.wrong == "words" else np.bool_(verdict.gt))
+                return verdicts[self.wrong == "verdicts" :]
 
         return Lazy()
 
@@ -303,6 +319,10 @@ class Broken(Parity):
         ("pairs", "broken gave 2 hack pairs, not 3: choose pairs=2"),
         ("same", "broken gave a hack pair whose two sides are the same text"),
         ("verdicts", "the judge gave 1 verdicts for 2 completions"),
+        ("counts", "detect of broken gave 2, not True or False"),
+        ("formats", "grade of broken gave 'yes', not True or False"),
+        ("words", "the judge gave 'no', not True or False"),
+        ("mode", r"returned a prompt of \('.*', 'none'\)"),
     ],
 )
 def test_what_a_problem_gives_is_checked_where_it_comes_in(folder: Path, wrong: str, sentence: str) -> None:
@@ -314,9 +334,35 @@ def test_what_a_problem_gives_is_checked_where_it_comes_in(folder: Path, wrong: 
         "NaN": lambda: world.rewards(samples),
         "grades": lambda: world.grades(samples),
         "detections": lambda: world.detect(samples),
+        "counts": lambda: world.detect(samples),
+        "formats": lambda: world.grades(samples),
         "pairs": lambda: world.make_pairs(0, 3, "hack"),
         "same": lambda: world.make_pairs(0, 3, "hack"),
         "verdicts": lambda: ChatWitness(world, problem.judge()).judge(samples),
+        "words": lambda: ChatWitness(world, problem.judge()).judge(samples),
+        "mode": lambda: [world.prompt(task, mode) for task in world.tasks("train") for mode in world.modes.names],
     }
     with pytest.raises(ValueError, match=sentence):
         asked[wrong]()
+
+
+@pytest.mark.parametrize("known", ["last_word", ["last_word"], ("last_word", 3)])
+def test_modes_are_names_in_a_tuple(known: Any) -> None:
+    """Letters would be modes where a comma is missing, as in ``("last_word")``, and a folder has no list to compare one with."""
+    with pytest.raises(ValueError, match=r"known(.1)? must be "):
+        Modes(known, ("confidence",))
+
+
+def test_rewards_that_are_whole_numbers_are_trained_on(folder: Path) -> None:
+    problem = Broken("whole")
+    world = ChatWorld(problem, ChatTokenizer(folder, ""), max_new=8, context=256)
+    samples = world.package([problem.prompt(task, "none") for task in problem.tasks("train")[:2]], [[5, 1], [6, 1]])
+    assert world.rewards(samples).dtype == torch.float32
+
+
+def test_answers_of_numpy_are_answers(folder: Path) -> None:
+    problem = Broken("numpy")
+    world = ChatWorld(problem, ChatTokenizer(folder, ""), max_new=8, context=256)
+    samples = world.package([problem.prompt(task, "none") for task in problem.tasks("train")[:2]], [[5, 1], [6, 1]])
+    assert all(found is True for found in world.detect(samples))
+    assert all(verdict.gt is False for verdict in ChatWitness(world, problem.judge()).judge(samples))

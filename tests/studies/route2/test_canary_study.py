@@ -19,7 +19,7 @@ from studies.training.arms import ARMS, Arm, Lesson, get_arms, with_canaries
 from studies.training.build import MonitoredRoute, base_samples, build_canary, build_optimizer, build_route, rotate
 from studies.training.checkpoint import CHECKPOINT
 from studies.training.grpo import gather
-from studies.training.job import DEPLOYED, EVAL, Job, build_policy, finished_policy
+from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy, finished_policy
 from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.run import run_job
 from studies.training.schedule import Order, run_jobs
@@ -103,6 +103,20 @@ def test_a_stopped_run_is_the_beginning_of_the_whole_one(finished: dict[str, Job
 def test_a_canary_has_prompts_and_samples_of_its_own(finished: dict[str, Job]) -> None:
     canary, run = (rows(finished[name])[:12] for name in ("canary-2", "vanilla"))
     assert [row["prompt"] for row in canary] != [row["prompt"] for row in run]
+
+
+def test_weights_of_another_run_are_not_taken_for_a_runs_own(finished: dict[str, Job], tmp_path: Path) -> None:
+    root = shutil.copytree(finished["vanilla"].root, tmp_path / "copied")
+    plain, canary, filtered = (replace(finished[name], root=root) for name in ("vanilla", "canary-2", "filter-canary"))
+    shutil.copyfile(finished["vanilla-5"].folder / FULL, plain.folder / FULL)
+    with pytest.raises(ValueError, match=r"vanilla/adapters.safetensors does not match its checksum in manifest.json"):
+        finished_policy(plain)
+    (plain.folder / FULL).unlink()
+    with pytest.raises(ValueError, match=r"adapters.safetensors is missing from a finished run: delete .*vanilla and run this arm"):
+        finished_policy(plain)
+    shutil.copyfile(finished["vanilla"].folder / DEPLOYED, canary.folder / DEPLOYED)
+    with pytest.raises(ValueError, match=r"canary-2/deployed.safetensors does not match its checksum in manifest.json"):
+        build_canary(filtered)
 
 
 def test_flags_are_the_canarys_above_the_median_of_the_bases_samples(finished: dict[str, Job]) -> None:

@@ -26,11 +26,11 @@ def test_a_run_is_certified_with_the_pairs_that_it_read(tmp_path: Path, cache: P
     old, new = make_pairs(get_world("strong"), 1, 4), make_pairs(get_world("strong"), 2, 4)
     write_pairs(old, mine)
 
-    def made() -> Job:
-        return Job(tmp_path / settings.folder, cache, settings, 0, ARMS["route2-act"], mine)
+    def made(arm: str = "route2-act") -> Job:
+        return Job(tmp_path / settings.folder, cache, settings, 0, ARMS[arm], mine)
 
-    job, steps = made(), []
-    before = job.pairs_hash
+    job, other, steps = made(), made("canary-one"), []
+    before, identity = job.pairs_hash, other.identity
 
     def edit(count: int) -> None:
         steps.append(count)
@@ -43,6 +43,9 @@ def test_a_run_is_certified_with_the_pairs_that_it_read(tmp_path: Path, cache: P
         _ = made().finished  # the run of the new pairs is another
     with open_world(settings) as (world, _), pytest.raises(ValueError, match=r"mine.toml was changed since this run was begun"):
         build_pairs(job, world, "hack")
+    assert other.identity == identity  # with the runs of its canary, which are of the same pairs
+    mine.unlink()
+    assert [canary.pairs_hash for canary in other.canaries] == [before] * 3
 
 
 def test_a_problems_data_are_those_of_the_settings(tmp_path: Path) -> None:

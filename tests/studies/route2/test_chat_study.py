@@ -32,6 +32,7 @@ from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.run import run_job
 from studies.training.settings import CHAT, ChatModel, Settings, override
+from studies.training.teacher import cached_pool
 from studies.training.worlds import (
     ADVICE,
     base_key,
@@ -307,6 +308,24 @@ def test_what_the_data_hold_is_a_part_of_a_run_and_where_they_lie_is_not(setting
     assert replace(settings, chat=replace(settings.chat, data="/elsewhere")).digest == settings.digest
 
 
+def test_a_teacher_pool_is_of_the_problem_as_it_is_now(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = job(tmp_path, settings, "absorb")
+    policy, plain = build_policy(own, own.cache), Parity.prompt
+
+    def prompts() -> list[str]:
+        with open_world(settings) as (world, _):
+            pool = cached_pool(world, policy, 0, settings.teachers, own.pool, own.tries)
+        assert pool is not None
+        return [prompt.text for prompt in pool.prompts]
+
+    first, written = prompts(), own.pool.stat().st_mtime_ns
+    assert prompts() == first
+    assert own.pool.stat().st_mtime_ns == written
+    changed = lambda self, task, mode: replace(prompt := plain(self, task, mode), text=f"{prompt.text}!")  # noqa: E731
+    monkeypatch.setattr(Parity, "prompt", changed)
+    assert all(text.endswith("!") for text in prompts())
+
+
 def test_a_model_that_is_gone_is_no_name_to_look_up(settings: Settings, tmp_path: Path) -> None:
     assert settings.chat is not None
     gone = replace(settings, chat=replace(settings.chat, path="owner/name"))
@@ -342,6 +361,8 @@ WRONG_PROBLEMS: dict[str, tuple[dict[str, object], str]] = {
     "system": ({"system": None}, "system of .* is a NoneType: it must be a text, which may be empty"),
     "no test": ({"tasks": lambda self, split: ["1"] * (split == "train")}, "has 1 train and 0 test tasks"),
     "leaking": ({"tasks": lambda self, split: ["1", "2" if split == "test" else "3"]}, "has 1 tasks in both splits, first '1'"),
+    "no order": ({"tasks": lambda self, split: {split, "1"}}, r"tasks\('train'\) of .* is a set: it must be a list of names"),
+    "no names": ({"tasks": lambda self, split: [1, 2]}, r"tasks\('train'\) of .* has 1, which is no name"),
     "mislabelled": ({"prompt": lambda self, task, mode: TextPrompt(task, "none", "?")}, r"returned a prompt of \(.*, 'none'\)"),
     "lacking": ({"judge": property()}, "is not a problem: it lacks judge"),
 }

@@ -69,6 +69,7 @@ BAD = {
     "seeds, two ranges": (["--seeds", "1-2-3"], "'1-2-3' names no seeds"),
     "seeds, negative": (["--seeds=-1,2"], "'-1,2' names no seeds"),
     "seeds, half a list": (["--seeds", "1,"], "'1,' names no seeds"),
+    "seeds, digits in groups": (["--seeds", "1_0"], "'1_0' names no seeds"),
     "no workers": (["--workers", "0"], "workers must be at least 1, not 0"),
     "an unknown setting": (
         ["--override", "stpes=3"],

@@ -31,8 +31,14 @@ def brute(logprobs: Tensor, old: Tensor, ref: Tensor | None, batch: TrainBatch, 
 @pytest.mark.parametrize("kl", [0.0, 0.3])
 def test_objective_is_its_definition_away_from_the_sampling_policy(kl: float) -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch()
-    settings = tiny_settings(kl=kl, updates_per_batch=2)
-    anchored = with_anchors(policy, batch, settings)
+    settings, rows = tiny_settings(kl=kl, updates_per_batch=2, micro=2), list[int]()
+
+    def forward(model: torch.nn.Module, tokens: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+        rows.append(len(tokens))
+        return policy.forward(model, tokens, attention)
+
+    anchored = with_anchors(replace(policy, forward=forward), batch, settings)
+    assert max(rows) == 2  # no more at one time than a micro-batch has
     with torch.no_grad():
         for p in policy.adapters.kept_parameters().values():
             p += 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(5), dtype=p.dtype)

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from tiny_study import tiny_job, tiny_settings
 
 import studies.training.run as run_module
+from mi_route2.routing import MaskRoute
 from mi_route2.tensor_files import read_tensors
 from studies.environments.micro.oracle import Oracle
 from studies.environments.protocol import Verdict
@@ -192,10 +193,15 @@ def test_every_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path
 
 
 @pytest.mark.study
-@pytest.mark.parametrize("preset_change", [{"kept": "svd", "kept_rank": None}, {"micro": 5}, {"updates_per_batch": 2, "kl": 0.1}])
-def test_settings_that_change_the_machinery_run(tmp_path: Path, cache: Path, preset_change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("preset_change", [{"kept": "svd", "kept_rank": None}, {"micro": 3}, {"updates_per_batch": 2, "kl": 0.1}])
+def test_settings_that_change_the_machinery_run(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, preset_change: dict[str, Any]
+) -> None:
+    plain, sizes = MaskRoute.score, list[int]()
+    monkeypatch.setattr(MaskRoute, "score", lambda self, policy, part: sizes.append(len(part)) or plain(self, policy, part))
     job = tiny_job(tmp_path, "route2-full", cache=cache, **preset_change)
     assert run_job(job)
+    assert max(sizes) <= preset_change.get("micro", 12)  # the teacher pool's rollouts too
 
 
 @pytest.mark.study

@@ -24,7 +24,7 @@ from studies.common.publishing import update_pages
 from studies.common.tables import number
 from studies.route2.cli import Publish
 from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, headline, short, tables, write_headline_figure
-from studies.route2.predictions import FILE, Predictions
+from studies.route2.predictions import FILE, MOST, Predictions
 from studies.route2.publish import (
     TEXTS,
     command,
@@ -36,6 +36,7 @@ from studies.route2.publish import (
 from studies.route2.report import report_texts, write_tables
 from studies.route2.report.load import load_runs
 from studies.training.arms import ARMS as REAL_ARMS
+from studies.training.job import Job
 from studies.training.settings import changes, get_settings, override
 
 pytestmark = pytest.mark.study
@@ -179,6 +180,21 @@ def test_seeds_that_stand_out_are_listed_with_their_masks(
     assert number(sum(masks) / len(masks)) in line
 
 
+def test_more_seeds_than_the_exact_test_takes_are_told_without_its_p(root: Path) -> None:
+    content = json.loads((root / "table.json").read_text())
+    row, seeds = next(row for row in content["rows"] if row["arm"] == "shuffled"), list(range(MOST + 1))
+    many = {
+        key: value | {"seeds": [float(seed) for seed in seeds]} if isinstance(value, dict) else value for key, value in row.items()
+    }
+    result = Result(
+        content
+        | {"differences": [], "seed_ids": seeds, "rows": [many | {"arm": arm, "seed_ids": seeds} for arm in ("haar", "haar-2")]}
+    )
+    luck = {(arm, seed): {"auroc": auroc} for arm, auroc in (("haar", 0.4), ("haar-2", 0.6)) for seed in seeds}
+    result.rows["haar-2"] = result.rows["haar"] | {HACK: {**result.rows["haar"][HACK], "seeds": [seed + 1.0 for seed in seeds]}}
+    assert f"mean 1.000 (n {MOST + 1}, too many for an exact test)" in tables(result, luck, {}, {})
+
+
 def test_expectations_stand_beside_what_was_measured_in_training_and_after(root: Path, tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results/prototype.toml").write_text("[strong]\nroute2-act = { hack = 0.111, solve = 0.222 }\n")
@@ -216,16 +232,28 @@ def test_every_table_is_that_of_the_runs_or_nothing_is_published(root: Path, tmp
     assert not (tmp_path / "results").exists()
 
 
-def test_changed_settings_do_not_replace_the_presets_results(root: Path, tmp_path: Path, resign: Callable[..., None]) -> None:
+@pytest.mark.parametrize("given", [".", "..", "named as the preset"])
+def test_changed_settings_do_not_replace_the_presets_results(
+    root: Path, tmp_path: Path, resign: Callable[..., None], monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
     changed = replace(get_settings("strong"), kept_lr=1e-3)
     (root / "settings.json").write_text(json.dumps(changed.as_dict()))
     with pytest.raises(ValueError, match=r"settings.json was changed: its hash is .*, but its runs have 88e860b8"):
         report(root)
     for folder in root.glob("seed-*/*"):
         resign(folder, folder.name, int(folder.parent.name.removeprefix("seed-")))
-    report(root)
-    assert publish(root, tmp_path / "results").name == root.name
+    root = root.rename(root.with_name("strong"))
+    monkeypatch.chdir(root / ("seed-0" if given == ".." else ""))
+    named = Path(given) if given.startswith(".") else root
+    report(named)
+    other = tmp_path / "results/strong/table.json"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    assert publish(named, tmp_path / "results") == tmp_path / "results" / changed.folder
+    assert other.exists()
     assert "--override kept_lr=0.001" in command(load_runs(root))
+    assert load_runs(named).root.name == "strong"
+    assert Job.of(named, 0, None).cache == root.parent / "warmstarts"
 
 
 def test_an_arm_that_differs_between_seeds_is_refused(root: Path, tmp_path: Path, resign: Callable[..., None]) -> None:
