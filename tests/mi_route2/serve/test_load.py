@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 
 
 def test_a_reader_that_does_not_read_is_cancelled_and_stalls_nobody() -> None:
-    with running(model(), limits=Limits(backlog=8)) as server, PatchStudy(server.url) as study:
+    with running(model(), limits=Limits(backlog=8, capture_bytes=1 << 30)) as server, PatchStudy(server.url) as study:
         assert server.http.get("/v1/study").json()["heads"] == 4  # of queries; there are two of keys and values
         ids = [*range(FIRST, FIRST + 256)] * 16  # of 80,000 bytes for each token, so that the system's buffers are full soon
         lazy: dict[str, Any] = {"prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "logprob_token_ids": ids, "stream": True}
