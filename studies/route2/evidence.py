@@ -649,7 +649,7 @@ def size_figure(every: Sequence[Evidence], path: Path) -> Path:
                     own = [evidence.summary(arm, metric) for _, evidence in ran]
                     draw_means(ax, at, own, color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
             ax.set_xscale("log")
-            ax.set_title(f"{what} (strong)")
+            ax.set_title(f"{what}:\n{', '.join(evidence.preset for _, evidence in worlds)}")
     return path
 
 
