@@ -298,14 +298,14 @@ class Broken(Parity):
         return pairs[1:] if self.wrong == "pairs" else pairs
 
     def judge(self):
-        strict = super().judge()
+        strict, wrong = super().judge(), self.wrong
 
         class Lazy:
-            def judge(_, prompts, completions):  # noqa: N805
+            def judge(self, prompts, completions):
                 verdicts = strict.judge(prompts, completions)
                 for verdict in verdicts:
-                    object.__setattr__(verdict, "gt", "no" if self.wrong == "words" else np.bool_(verdict.gt))
-                return verdicts[self.wrong == "verdicts" :]
+                    object.__setattr__(verdict, "gt", "no" if wrong == "words" else np.bool_(verdict.gt))
+                return verdicts[wrong == "verdicts" :]
 
         return Lazy()
 
