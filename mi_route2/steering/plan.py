@@ -46,7 +46,7 @@ class Layout:
         """True if every row is one token, so that nothing is padded."""
         return self.positions.shape[1] == 1
 
-    @property
+    @cached_property
     def real(self) -> Bool[Tensor, "b t"]:
         """True at tokens that are not padding."""
         device, width = self.positions.device, self.positions.shape[1]
