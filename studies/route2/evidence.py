@@ -649,6 +649,8 @@ def size_figure(every: Sequence[Evidence], path: Path) -> Path:
                     own = [evidence.summary(arm, metric) for _, evidence in ran]
                     draw_means(ax, at, own, color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
             ax.set_xscale("log")
+            ax.set_xticks([size for size, _ in worlds], [f"{size:,}" for size, _ in worlds])
+            ax.set_xticks([], minor=True)
             ax.set_title(f"{what}:\n{', '.join(evidence.preset for _, evidence in worlds)}")
     return path
 
