@@ -131,7 +131,9 @@ class TorchHost(Host):
             places = self._places(edits)  # adapters were attached or detached, or a module replaced, since the sites were looked up
         fired, again = Fired(edits), Replays(self.model)
         linears = [(site, *_standing(self.model, places[site][0].path)) for site in edits if site.point in HEADED]
-        handles = [again.root, self.model.register_forward_pre_hook(partial(_refuse_moved, linears))]
+        handles = [again.root]
+        if linears:
+            handles.append(self.model.register_forward_pre_hook(partial(_refuse_moved, linears)))
         try:
             for site, edit in edits.items():
                 tap, module = places[site]

@@ -22,12 +22,13 @@ A method counts only if it is outside the front of early stopping: no point of o
 at least as much.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from scipy.stats import spearmanr
 
 from mi_route2.plots import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
@@ -567,7 +568,7 @@ MAPPED = {
 """Methods of the map, by what they know."""
 
 SIZED = {
-    "vanilla": (VERMILLION, "."), "sees-0-quarantine-fast": (PURPLE, "^"), "sees-known": (SKY, "X"),
+    "base": ("gray", "."), "vanilla": (VERMILLION, "."), "sees-0-quarantine-fast": (PURPLE, "^"), "sees-known": (SKY, "X"),
     "sees-known-quarantine-fast": (PURPLE, "X"), "filter-canary-run": (BLUE, "o"), "filter-full": (GREEN, "P"),
 }  # fmt: skip
 """Methods that are compared at several sizes."""
@@ -601,18 +602,28 @@ def _both(evidence: Evidence, arm: str) -> str:
     return f"{interval(evidence.summary(arm, EXPLOIT))} / {number(evidence.summary(arm, SOLVE)['mean'])}"
 
 
+def _draw_methods(
+    axes: Sequence[Axes],
+    worlds: Sequence[tuple[float, Evidence]],
+    marks: Mapping[str, tuple[str, str]],
+    moved: Callable[[np.ndarray, float], np.ndarray],
+) -> None:
+    """Draw exploit and solve of each method at the numbers of ``worlds``, ``moved`` a little, so that no bar hides another."""
+    for ax, metric, what in zip(axes, (EXPLOIT, SOLVE), ("exploit fires, held-out modes", "solve, all modes"), strict=True):
+        for i, (arm, (color, marker)) in enumerate(marks.items()):
+            if ran := [(x, evidence) for x, evidence in worlds if arm in evidence.values]:
+                at = moved(np.array([x for x, _ in ran]), i - len(marks) / 2)
+                own = [evidence.summary(arm, metric) for _, evidence in ran]
+                draw_means(ax, at, own, color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
+        ax.set_title(f"{what}:\n{', '.join(evidence.preset for _, evidence in worlds)}")
+
+
 def map_figure(every: Sequence[Evidence], path: Path) -> Path:
     """Draw exploit and solve of each method against how well ten pairs tell hacks in the world; bars are intervals."""
     worlds = mapped(every)
     x = f"AUROC of ten pairs' score ({SEEN})\non the first {EARLY} steps' rollouts"
     with panels(path, 2, 4.0, x, "", x_is_rate=False, sharex=True, sharey=False) as axes:
-        for ax, metric, what in zip(axes, (EXPLOIT, SOLVE), ("exploit fires, held-out modes", "solve, all modes"), strict=True):
-            for i, (arm, (color, marker)) in enumerate(MAPPED.items()):
-                if ran := [evidence for evidence in worlds if arm in evidence.values]:
-                    at = np.array([seen(evidence) for evidence in ran]) + 0.002 * (i - len(MAPPED) / 2)  # no bar hides another
-                    own = [evidence.summary(arm, metric) for evidence in ran]
-                    draw_means(ax, at, own, color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
-            ax.set_title(f"{what}:\n{', '.join(evidence.preset for evidence in worlds)}")
+        _draw_methods(axes, [(seen(evidence), evidence) for evidence in worlds], MAPPED, lambda x, place: x + 0.002 * place)
         for evidence in worlds:
             axes[0].annotate(evidence.preset, (seen(evidence), 1.0), ha="center", fontsize=6)
     return path
@@ -632,7 +643,7 @@ def sized(every: Sequence[Evidence]) -> list[tuple[int, Evidence]]:
 def size_table(every: Sequence[Evidence]) -> str:
     """Return size.md: held-out exploit / solve of each arm at each size."""
     worlds = sized(every)
-    arms = [arm for arm in ("base", *SIZED) if any(arm in evidence.values for _, evidence in worlds)]
+    arms = [arm for arm in SIZED if any(arm in evidence.values for _, evidence in worlds)]
     header = ["arm", *(f"{size:,} parameters" for size, _ in worlds)]
     cells = [[_both(evidence, arm) for _, evidence in worlds] for arm in arms]
     return markdown_table(header, [[arm, *row] for arm, row in zip(arms, cells, strict=True)])
@@ -642,16 +653,11 @@ def size_figure(every: Sequence[Evidence], path: Path) -> Path:
     """Draw exploit and solve of each arm against the parameters of the base model; bars are intervals."""
     worlds = sized(every)
     with panels(path, 2, 3.6, "parameters of the model", "", x_is_rate=False, sharex=True, sharey=False) as axes:
-        for ax, metric, what in zip(axes, (EXPLOIT, SOLVE), ("exploit fires, held-out modes", "solve, all modes"), strict=True):
-            for i, (arm, (color, marker)) in enumerate({"base": ("gray", "."), **SIZED}.items()):
-                if ran := [(size, evidence) for size, evidence in worlds if arm in evidence.values]:
-                    at = np.array([size for size, _ in ran]) * 1.03 ** (i - len(SIZED) / 2)  # no bar hides another
-                    own = [evidence.summary(arm, metric) for _, evidence in ran]
-                    draw_means(ax, at, own, color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
+        _draw_methods(axes, worlds, SIZED, lambda x, place: x * 1.03**place)
+        for ax in axes:
             ax.set_xscale("log")
             ax.set_xticks([size for size, _ in worlds], [f"{size:,}" for size, _ in worlds])
             ax.set_xticks([], minor=True)
-            ax.set_title(f"{what}:\n{', '.join(evidence.preset for _, evidence in worlds)}")
     return path
 
 

@@ -166,7 +166,7 @@ _STRONG = Settings()
 
 
 def _sized(preset: str, width: int, lr: float) -> Settings:
-    """Return ``strong`` with a base model of another width. Its rate was chosen by the base's loss alone (docs/log.md)."""
+    """Return ``strong`` with a base model of another width; the base's learning rate falls as the width rises."""
     return replace(_STRONG, preset=preset, warm=WarmStartConfig(lr=lr, model=MicroConfig(d=width, mlp=4 * width)))
 
 
