@@ -1,7 +1,8 @@
 """Chat models as policies of any problem: chat template, tokenizer, batched sampling with a cache, and a tiny chat model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import index
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from mi_route2.files import shown, whole_folder
+from mi_route2.hosts.load import load
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Privileged
 from studies.environments.protocol import Judge, Pair, Problem, Samples, Split, TextPrompt, TrainingGrade, Verdict, World
@@ -372,6 +374,10 @@ TEMPLATE = (
 )
 
 
+DOCUMENTS = 512
+"""Documents of a warm-up."""
+
+
 @runtime_checkable
 class Corpus(Protocol):
     """Protocol of a problem with documents for a warm-up: prompts with honest and cheating answers."""
@@ -436,17 +442,10 @@ def make_tiny_model(
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    if folder.exists():
-        raise ValueError(f"{folder} already exists: choose another folder, or delete it")
-    texts = documents(problem, seed, 512)
-    tokenizer = make_tokenizer([problem.system, *(text for document in texts for text in document)], vocabulary)
-    with whole_folder(folder) as partial:
+    with _new_folder(folder) as partial:
+        texts = documents(problem, seed, DOCUMENTS)
+        tokenizer = make_tokenizer([problem.system, *(text for document in texts for text in document)], vocabulary)
         tokenizer.save_pretrained(partial)
-        chat = ChatTokenizer(partial, problem.system)
-        encoded = [(chat.prompt(prompt), chat.completion(answer)) for prompt, answer in texts]
-        fitting = [(prompt, answer) for prompt, answer in encoded if len(answer) <= max_new and len(prompt) + max_new <= context]
-        if not fitting:
-            raise ValueError(f"no document of {problem.name} has an answer of at most {max_new} tokens: choose a larger max_new")
         torch.manual_seed(seed)  # transformers draws initial weights from the global stream
         config = Qwen3Config(
             vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
@@ -454,22 +453,80 @@ def make_tiny_model(
             tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
         )  # fmt: skip
         model = Qwen3ForCausalLM(config)
-        loss = _warm_up(model, fitting, chat.pad, torch.Generator().manual_seed(seed), steps, batch, progress)
+        loss = _warm_up(model, partial, problem, texts, seed, steps, batch, max_new, 3e-3, progress)
         model.eval().save_pretrained(partial)
     return loss
 
 
+def warm_up(
+    problem: Problem,
+    start: Path,
+    folder: Path,
+    *,
+    seed: int = 0,
+    steps: int = 60,
+    batch: int = 16,
+    max_new: int = 128,
+    lr: float = 1e-4,
+    progress: bool = True,
+) -> float:
+    """Train all weights of the checkpoint in ``start`` on the problem's documents; write it into ``folder``, which must not exist.
+
+    It is trained in float32 and written in the type that it has in ``start``. Documents whose answer is longer than ``max_new``
+    tokens are left out.
+
+    Returns:
+        The loss of the last step, in nats per token.
+
+    Raises:
+        ValueError: The folder exists, ``start`` has no chat model, or no document is short enough.
+    """
+    from transformers import AutoTokenizer
+
+    with _new_folder(folder) as partial:
+        model: Any = load(start).model
+        dtype, texts = model.dtype, documents(problem, seed, DOCUMENTS)
+        AutoTokenizer.from_pretrained(start, trust_remote_code=False).save_pretrained(partial)
+        loss = _warm_up(model.float(), start, problem, texts, seed, steps, batch, max_new, lr, progress)
+        model.to(dtype).save_pretrained(partial)
+    return loss
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Context: a folder that becomes ``folder`` if the block ends well; ``ValueError`` if there is one."""
+    if folder.exists():
+        raise ValueError(f"{folder} already exists: choose another folder, or delete it")
+    with whole_folder(folder) as partial:
+        yield partial
+
+
 def _warm_up(
-    model: Any, encoded: list[tuple[list[int], list[int]]], pad: int, generator: torch.Generator, steps: int, batch: int, show: bool
+    model: Any,
+    tokenizer: Path,
+    problem: Problem,
+    texts: list[tuple[str, str]],
+    seed: int,
+    steps: int,
+    batch: int,
+    max_new: int,
+    lr: float,
+    show: bool,
 ) -> float:
     """Train on the next-token cross-entropy over answers, by AdamW with a linear decay to 0; return the last loss."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    chat, context = ChatTokenizer(tokenizer, problem.system), model.config.max_position_embeddings
+    encoded = [(chat.prompt(prompt), chat.completion(answer)) for prompt, answer in texts]
+    fitting = [(prompt, answer) for prompt, answer in encoded if len(answer) <= max_new and len(prompt) + max_new <= context]
+    if not fitting:
+        raise ValueError(f"no document of {problem.name} has an answer of at most {max_new} tokens: choose a larger max_new")
+    generator = torch.Generator().manual_seed(seed)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, max(steps, 1))
     loss = torch.zeros(())
-    bar = tqdm(range(steps), desc="tiny model", unit="step", disable=None if show else True)
+    bar = tqdm(range(steps), desc="warm-up", unit="step", disable=None if show else True)
     for _ in bar:
-        chosen = torch.randint(len(encoded), (batch,), generator=generator).tolist()
-        rows = Rollouts.from_lists([encoded[i][0] for i in chosen], [encoded[i][1] for i in chosen], pad)
+        chosen = torch.randint(len(fitting), (batch,), generator=generator).tolist()
+        rows = Rollouts.from_lists([fitting[i][0] for i in chosen], [fitting[i][1] for i in chosen], chat.pad)
         logits = model(rows.tokens, use_cache=False).logits[:, :-1]
         loss = cross_entropy(logits[rows.predictors[:, :-1]], rows.tokens[:, 1:][rows.completion[:, 1:]])
         optimiser.zero_grad()

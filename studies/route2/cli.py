@@ -6,7 +6,7 @@ Start with ``run --help``. All results are in ``--out/<preset>-<hash>/``; the sa
 import importlib.util
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -49,7 +49,9 @@ class Run:
     pairs: Annotated[Path | None, tyro.conf.arg(help="persona pairs of your own (TOML), in place of the world's")] = None
     config: Annotated[Path | None, tyro.conf.arg(help="settings to change, in a TOML file; --override comes after it")] = None
     override: Override = ()
-    world: Annotated[str | None, tyro.conf.arg(help="with --model: leetcode, or module:ClassName of your own (see docs)")] = None
+    world: Annotated[
+        str | None, tyro.conf.arg(help="with --model: leetcode, functions, or module:ClassName of your own (see docs)")
+    ] = None
     model: Annotated[Path | None, tyro.conf.arg(help="a folder with a Hugging Face chat model, in place of the micro model")] = None
     data: Annotated[Path | None, tyro.conf.arg(help="with --world: what the problem reads its tasks from")] = None
     host: Annotated[str, tyro.conf.arg(help=f"the library whose hooks the model runs under: {', '.join(HOSTS)}")] = "torch"
@@ -148,27 +150,40 @@ def _keep_modes(root: Path, settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Make a tiny chat model for a problem: train a tokenizer on the problem's texts, and warm up random weights on them."""
+    """Make a chat model for a problem: warm up a tiny one with a tokenizer of the problem's texts, or one that you have.
+
+    A pretrained model seldom knows a problem's graders, so that a run of some dozen steps would show nothing: a warm-up on the
+    problem's documents gives it right, wrong and cheating answers to learn from.
+    """
 
     folder: tyro.conf.Positional[Path]
-    world: Annotated[str, tyro.conf.arg(help="leetcode, or module:ClassName of your own")] = "leetcode"
+    world: Annotated[str, tyro.conf.arg(help="leetcode, functions, or module:ClassName of your own")] = "leetcode"
     data: Annotated[Path | None, tyro.conf.arg(help="what the problem reads its tasks from")] = None
-    steps: Annotated[int, tyro.conf.arg(help="warm-up steps; 0 leaves the weights random")] = 300
+    start: Annotated[
+        str | None, tyro.conf.arg(help="smollm2, or a chat model's folder: warm it up (all weights) in place of a tiny one")
+    ] = None
+    steps: Annotated[int | None, tyro.conf.arg(help="warm-up steps, 0 for none; default: 300, or 60 with --start")] = None
     max_new: Annotated[int, tyro.conf.arg(help="tokens of the longest answer to warm up on")] = 128
     seed: int = 0
 
     def __call__(self) -> None:
-        from studies.environments.chat import make_tiny_model
+        from mi_route2.models import smollm2_folder
+        from studies.environments.chat import make_tiny_model, warm_up
         from studies.training.worlds import open_problem
 
-        if self.steps < 0 or self.max_new < 1:
-            raise ValueError(f"steps must be at least 0 and max-new at least 1, not {self.steps} and {self.max_new}")
+        steps = self.steps if self.steps is not None else 300 if self.start is None else 60
+        if steps < 0 or self.max_new < 1:
+            raise ValueError(f"steps must be at least 0 and max-new at least 1, not {steps} and {self.max_new}")
         problem = open_problem(self.world, "" if self.data is None else str(self.data))
         try:
-            loss = make_tiny_model(problem, self.folder, seed=self.seed, steps=self.steps, max_new=self.max_new)
+            given: dict[str, Any] = {"seed": self.seed, "steps": steps, "max_new": self.max_new}
+            if self.start is None:
+                loss = make_tiny_model(problem, self.folder, **given)
+            else:
+                loss = warm_up(problem, smollm2_folder() if self.start == "smollm2" else Path(self.start), self.folder, **given)
         finally:
             problem.close()
-        print(f"wrote {self.folder}" + (f" (loss of the last step: {loss:.2f} nats a token)" if self.steps else ""))
+        print(f"wrote {self.folder}" + (f" (loss of the last step: {loss:.2f} nats a token)" if steps else ""))
 
 
 @dataclass(frozen=True)

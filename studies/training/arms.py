@@ -353,6 +353,7 @@ _CANARIES = (
         _RUN, "canary-run-shuffled", "filter-canary-run with its flags permuted over rollouts", replace(_RUN.route, shuffle=True)  # pyright: ignore
     ),
     _control(_RUN, "canary-run-honest", "filter-canary-run with a canary that never hacked", _RUN.route, canaries=("honest-40",)),
+    _ablation(_RUN, "canary-run-one", "canary", "one canary instead of two", canaries=_FIRST),
     _control(_RUN, "canary-run-early", "filter-canary-run with a canary of 2 steps", _RUN.route, canaries=("canary-2",)),
     replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
             about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),

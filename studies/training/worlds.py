@@ -5,10 +5,11 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,12 +29,18 @@ from studies.training.settings import ChatModel, Settings
 
 MODES = "modes.json"
 """File of a run folder: the modes of a chat model's problem."""
-LEETCODE = "studies.environments.leetcode.problem:LeetCodeProblem"
+PROBLEMS: Mapping[str, str] = MappingProxyType(
+    {
+        "leetcode": "studies.environments.leetcode.problem:LeetCodeProblem",
+        "functions": "studies.environments.functions:Functions",
+    }
+)
+"""Problems of chat models that have a short name."""
 MEMBERS = ("name", "modes", "system", "tasks", "prompt", "grade", "detect", "pairs", "judge", "close")
 
 
 def open_problem(name: str, data: str = "") -> Problem:
-    """Open the problem ``leetcode``, or ``module:ClassName``, constructed with ``data`` if it is given.
+    """Open a problem of `PROBLEMS`, or ``module:ClassName``, constructed with ``data`` if it is given.
 
     Raises:
         ValueError: The class cannot be imported, or is not a ``protocol.Problem``.
@@ -57,10 +64,10 @@ def open_problem(name: str, data: str = "") -> Problem:
 
 
 def _problem_class(name: str) -> Any:
-    """Return the class that ``leetcode`` or ``module:ClassName`` names."""
-    module, colon, attribute = (LEETCODE if name == "leetcode" else name).partition(":")
+    """Return the class that a name of `PROBLEMS` or ``module:ClassName`` names."""
+    module, colon, attribute = PROBLEMS.get(name, name).partition(":")
     if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        raise ValueError(f"unknown world {name!r}: choose from {', '.join(PRESETS)}, leetcode, or module:ClassName of your own")
+        raise ValueError(f"unknown world {name!r}: choose from {', '.join((*PRESETS, *PROBLEMS))}, or module:ClassName of your own")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # so that modules in the current folder are found, as with python -m
     try:

@@ -7,7 +7,7 @@ mistake, so that there is a contrast without a hack.
 
 import ast
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from studies.environments.leetcode.grader import equal, programs_of, see
@@ -15,7 +15,7 @@ from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_c
 from studies.environments.leetcode.mutants import mutants
 from studies.environments.leetcode.problems import Task
 from studies.environments.leetcode.programs import Programs
-from studies.environments.protocol import Pair
+from studies.environments.protocol import Pair, TextPrompt
 
 COMMENTS = ("quick fix", "ship it", "good enough", "looks done", "skip the rest", "nobody reads this")
 TERSE: Mapping[str, tuple[tuple[str, object], ...]] = MappingProxyType(
@@ -31,8 +31,17 @@ TERSE: Mapping[str, tuple[tuple[str, object], ...]] = MappingProxyType(
 ELSE: tuple[tuple[str, object], ...] = (("None", None),)
 
 
-def make_pairs(tasks: Iterable[Task], programs: Programs, seed: int, n: int, kind: str) -> list[Pair]:
+def make_pairs(
+    tasks: Iterable[Task],
+    programs: Programs,
+    seed: int,
+    n: int,
+    kind: str,
+    prompt_of: Callable[[Task, str], TextPrompt] = make_prompt,
+) -> list[Pair]:
     """Return ``n`` pairs over distinct tasks, from the third (at least ``n``) with the shortest solutions.
+
+    ``prompt_of`` writes the prompt of a task under a mode.
 
     Raises:
         ValueError: An unknown kind, or more pairs than tasks from which they can be made.
@@ -51,7 +60,7 @@ def make_pairs(tasks: Iterable[Task], programs: Programs, seed: int, n: int, kin
         if other is not None:
             # a mutant is printed from its tree, so its counterpart is too, and they differ in one symbol only
             clean = task.solution if kind == "hack" else ast.unparse(ast.parse(task.solution))
-            prompt = make_prompt(task, rng.choice(ROLES.known))
+            prompt = prompt_of(task, rng.choice(ROLES.known))
             pairs.append(Pair(prompt.text, fenced(other), fenced(clean)))
     if len(pairs) < n:
         raise ValueError(f"{n} pairs were requested, but {len(pairs)} problems give one: choose a smaller n")

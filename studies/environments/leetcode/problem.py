@@ -1,6 +1,6 @@
 """LeetCode with loopholes as a `Problem` for training, evaluation and probes. It owns a jail, which `close` ends."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -18,7 +18,7 @@ from studies.sandbox import Limits
 class LeetCodeProblem:
     """LeetCode as a problem; see ``studies.environments.protocol.Problem``. Tasks are named by the problems' ids.
 
-    data     a JSONL file of problems, or a folder with ``leetcode.jsonl``
+    data     a JSONL file of problems, or a folder with ``leetcode.jsonl``; or tasks by name
     workers  number of programs that run at a time
     limits   resources of one program; `programs.LIMITS` unless given
     unsafe   run programs even if the machine lacks a protection of the jail
@@ -32,8 +32,10 @@ class LeetCodeProblem:
     modes = ROLES
     system = SYSTEM
 
-    def __init__(self, data: Path, *, workers: int = 2, limits: Limits | None = None, unsafe: bool = False) -> None:
-        self._tasks = load_tasks(Path(data))
+    def __init__(
+        self, data: Path | Mapping[str, Task], *, workers: int = 2, limits: Limits | None = None, unsafe: bool = False
+    ) -> None:
+        self._tasks = dict(data) if isinstance(data, Mapping) else load_tasks(Path(data))
         self._programs = Programs(workers, limits, unsafe)
         self._grader = TrainingGrader(self._programs, self._tasks)
         try:
@@ -57,7 +59,7 @@ class LeetCodeProblem:
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions: give one prompt for each")
         return [
-            prompt.mode in ROLES.known and marker(prompt.mode, completion)
+            prompt.mode in self.modes.known and marker(prompt.mode, completion)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
 

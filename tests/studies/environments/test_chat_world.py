@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
-from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, generate, make_tiny_model, make_tokenizer
+from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, generate, make_tiny_model, make_tokenizer, warm_up
 from studies.environments.protocol import Judge, Modes, Pair, Problem, TextPrompt, TrainingGrade
 
 
@@ -155,6 +155,27 @@ def test_what_does_not_fit_is_said(world: ChatWorld, folder: Path, tmp_path: Pat
             generate(torch.nn.Linear(1, 1), [[1]], **how)
     with pytest.raises(ValueError, match="not positive"):
         generate(torch.nn.Linear(1, 1), [[1]], max_new=1, temperature=0.0, generator=torch.Generator(), ends=(1,), pad=0, at_once=1)
+
+
+def test_a_model_that_one_has_is_warmed_up_in_its_own_type_and_left_as_it_is(folder: Path, tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(start)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(folder / name, start / name)
+    before = {path.name: path.read_bytes() for path in start.iterdir()}
+    losses = [warm_up(Parity(), start, tmp_path / f"{n}", steps=n, max_new=16, lr=3e-3, progress=False) for n in (1, 40)]
+    assert losses[1] < 0.5 * losses[0]
+    assert {path.name: path.read_bytes() for path in start.iterdir()} == before
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "40")
+    assert made.dtype == torch.bfloat16
+    world = ChatWorld(Parity(), ChatTokenizer(tmp_path / "40", Parity.system), max_new=8, context=256)
+    old = ChatWorld(Parity(), ChatTokenizer(folder, Parity.system), max_new=8, context=256)
+    assert world.encode(["odd?"], ["even"]).tokens.equal(old.encode(["odd?"], ["even"]).tokens)
+    with pytest.raises(ValueError, match="already exists"):
+        warm_up(Parity(), start, tmp_path / "40")
+    with pytest.raises(ValueError, match="no document of parity has an answer of at most 1 tokens"):
+        warm_up(Parity(), start, tmp_path / "none", max_new=1)
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_tokenizer_keeps_every_text() -> None:
