@@ -71,6 +71,7 @@ from mi_route2.routing import (
 from mi_route2.routing.directions import Fitter, Provenance
 from mi_route2.routing.optimizer import RoutedAdamW, sum_over_ranks
 from mi_route2.routing.routes import Part, RouteStep
+from mi_route2.tensor_files import refuse_infinite
 
 ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safetensors"
 """Files of a checkpoint folder: both adapters, and the route's directions."""
@@ -653,6 +654,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         if self.args.should_save and not self.args.save_only_model:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
+            refuse_infinite(self.adapters.tensors())  # before an earlier run's checkpoint in this folder loses its state
             (folder / STATE).unlink(missing_ok=True)  # of an earlier run: whole is what has one, since TRL writes it last
             save_adapters(self.adapters, folder / ADAPTERS)
             if self.route.directions is not None:

@@ -17,7 +17,7 @@ from mi_route2.adapters.gradients import FactorGradient, Feature, Written, added
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.tensor_files import read_tensors, write_tensors
+from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
 from mi_route2.validation import Natural, read_record, validated
 
 FeatureKind = Literal["act", "grad", "full"]
@@ -325,6 +325,8 @@ class Directions:
 
     @checked
     def save(self, path: Path | str) -> None:
+        """Write the directions to a safetensors file; ``ValueError`` for a value that is not finite, which ``load`` refuses."""
+        refuse_infinite(self.vectors)
         write_tensors(
             Path(path),
             dict(self.vectors),

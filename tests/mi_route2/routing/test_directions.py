@@ -30,6 +30,7 @@ from mi_route2.routing import (
 )
 from mi_route2.routing import directions as directions_module
 from mi_route2.routing.directions import collect, unit
+from mi_route2.tensor_files import read_tensors, write_tensors
 
 KINDS = ("act", "grad", "full")
 
@@ -363,9 +364,13 @@ def test_directions_round_trip_with_their_provenance(tmp_path: Path) -> None:
 def test_a_file_that_holds_no_directions_is_refused(damage: str, tmp_path: Path) -> None:
     path, policy = tmp_path / "d.safetensors", make_policy(SPECS["svd"])
     own = persona(policy, "grad").fit(policy, 0)
-    if damage == "nan":
-        own = replace(own, vectors={**own.vectors, "blocks.0.attn.q": torch.full((16,), float("nan"))})
     own.save(path)
+    if damage == "nan":
+        before, broken = path.read_bytes(), {**own.vectors, "blocks.0.attn.q": torch.full((16,), float("nan"))}
+        with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q holds values that are not finite"):
+            replace(own, vectors=broken).save(path)
+        assert path.read_bytes() == before
+        write_tensors(path, broken, read_tensors(path)[1])
     if damage == "adapters":
         save_adapters(policy.adapters, path)
     if damage == "truncated":
