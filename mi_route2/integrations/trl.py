@@ -331,7 +331,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             raise ValueError("this rule compares with the direction of contrast pairs: pass pairs=")
         batch = pairs if isinstance(pairs, PairBatch) else self.encode_pairs(pairs)
         device = self.accelerator.device
-        batch = PairBatch(batch.hack.to(device), batch.clean.to(device), batch.pairs_hash)
+        batch = replace(batch, hack=batch.hack.to(device), clean=batch.clean.to(device))
         fitter: Fitter
         if isinstance(route, EraseSpec):
             fitter = TopKFitter("grad", batch, k=route.k)
@@ -361,7 +361,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             return Rollouts.from_lists(prompts, completions, tokenizer.pad_token_id)
 
         text = json.dumps([[row[name] for name in names] for row in rows], sort_keys=True)
-        return PairBatch(side("hack"), side("clean"), hashlib.sha256(text.encode()).hexdigest()[:16])
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return PairBatch(side("hack"), side("clean"), digest, self.args.per_device_train_batch_size)
 
     @property
     def policy(self) -> Policy:

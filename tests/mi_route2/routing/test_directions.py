@@ -88,6 +88,39 @@ def test_persona_directions_are_the_mean_contrast_by_brute_force(kind: str, name
         assert float(v.norm()) == pytest.approx(1, abs=1e-12)
 
 
+@pytest.mark.parametrize("micro", [1, 2, 4, 9])
+@pytest.mark.parametrize("name", ["svd-low", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_that_run_in_pieces_give_the_same_directions(kind: str, name: str, micro: int) -> None:
+    policy, seen = make_policy(SPECS[name]), list[int]()
+
+    def counted(model: Any, tokens: Tensor, attention: Tensor) -> Tensor:
+        seen.append(len(tokens))
+        return policy.forward(model, tokens, attention)
+
+    inner, pairs = Policy(policy.model, policy.adapters, counted), make_pairs(7)
+    pieces = replace(pairs, micro=micro)
+    fitters: list[Callable[[PairBatch], Any]] = [lambda given: persona(policy, kind, given)]
+    fitters.append(lambda given: TopKFitter(kind, given, k=2))  # pyright: ignore[reportArgumentType]
+    for fitter in fitters:
+        whole = fitter(pairs).fit(policy, 0)
+        own = fitter(pieces).fit(inner, 0)
+        for site, v in whole.vectors.items():
+            assert torch.allclose(own.vectors[site], v, rtol=0, atol=1e-12), site
+    assert max(seen) == min(micro, 7)
+
+
+def test_sides_in_another_order_cancel_over_pieces_too() -> None:
+    """In half precision a rollout differs from itself in another piece."""
+    policy = make_policy(SPECS["lora"], dtype=torch.bfloat16)
+    hack = make_rollouts(6, seed=21)
+    pairs = PairBatch(hack, hack.rows(torch.arange(6).roll(1)), "turned", micro=2)
+    with pytest.raises(ValueError, match="norm 0"):
+        persona(policy, "act", pairs).fit(policy, 0)
+    with pytest.raises(ValueError, match="at least 1, or None for all at once, not 0"):
+        replace(pairs, micro=0)
+
+
 def test_activation_directions_live_in_the_coordinates_of_ds() -> None:
     """``v_act`` has the adapter's own r coordinates; a LoRA has none, so all of the weight's."""
     for name, width in (("svd", 16), ("svd-low", 5), ("lora", 16)):
