@@ -54,8 +54,8 @@ def load(
 
     Raises:
         FileNotFoundError: The folder or a file does not exist, or cannot be downloaded (offline).
-        ValueError: An unknown host, an architecture without a row, pickled weights, a damaged checkpoint or one that lacks weights,
-            or adapters that do not fit.
+        ValueError: An unknown host, an architecture without a row, pickled weights, a damaged checkpoint or one that lacks weights
+            or has an adapter of PEFT beside it, or adapters that do not fit.
 
     Examples:
         >>> host = load(checkpoint, host="torch")
@@ -102,6 +102,7 @@ def _config(source: Path | str, revision: str | None) -> Any:
     """Return the checkpoint's config, after checking that its architecture has a row."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     of_transformers = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     known = [name for row in ARCHITECTURES.values() for name in row.classes if name in of_transformers]
@@ -120,6 +121,11 @@ def _config(source: Path | str, revision: str | None) -> Any:
     name = getattr(kind, "__name__", type(config).__name__)
     if name not in known:
         raise ValueError(f"{source} is a {name}, which has no row: {choose}")
+    if find_adapter_config_file(str(source), revision=revision) is not None:
+        raise ValueError(
+            f"{source} has an adapter_config.json beside its checkpoint, and with peft transformers would run that adapter in the "
+            "model: give a folder with the checkpoint alone"
+        )
     return config
 
 
