@@ -358,7 +358,7 @@ class Directions:
         refuse_infinite(self.vectors)
         write_tensors(
             Path(path),
-            dict(self.vectors),
+            {site: v.clone() for site, v in self.vectors.items()},  # safetensors refuses one tensor at two sites
             {"format": FORMAT, "provenance": json.dumps(asdict(self.provenance))},
         )
 

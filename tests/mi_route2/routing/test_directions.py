@@ -393,6 +393,15 @@ def test_directions_round_trip_with_their_provenance(tmp_path: Path) -> None:
     )
 
 
+def test_sites_may_share_a_vector(tmp_path: Path) -> None:
+    v = unit(torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    provenance = directions_module.Provenance("persona", "act", "p", "b", 0)
+    Directions({"blocks.0.attn.q": v, "blocks.0.attn.k": v}, provenance).save(tmp_path / "d.safetensors")
+    again = Directions.load(tmp_path / "d.safetensors").vectors
+    assert torch.equal(again["blocks.0.attn.q"], v)
+    assert torch.equal(again["blocks.0.attn.k"], v)
+
+
 @pytest.mark.parametrize("damage", ["adapters", "nan", "truncated"])
 def test_a_file_that_holds_no_directions_is_refused(damage: str, tmp_path: Path) -> None:
     path, policy = tmp_path / "d.safetensors", make_policy(SPECS["svd"])
