@@ -5,6 +5,7 @@ pickle, and no code from the checkpoint is run. An id is resolved by transformer
 network is used.
 """
 
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ _PICKLE = (
     "pickled weights can run code when they are read, and are refused: convert them to safetensors with save_pretrained of "
     "transformers, on a machine where such code can do no harm"
 )
+
+_DAMAGED = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, JSONDecodeError, UnicodeDecodeError)
+"""Errors of transformers for a config or an index of shards that it can parse but not use, or cannot parse."""
 
 
 @checked
@@ -148,6 +152,9 @@ def _model(source: Path | str, config: Any, dtype: torch.dtype | str | None, att
         raise ValueError(f"the weights of {source} are not complete safetensors ({error}); copy or download them again") from error
     except OSError as error:
         raise _unreachable(source, error) from error
+    except _DAMAGED as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"a JSON file of {source} does not fit its weights, or is damaged ({why}); copy it again") from error
     model, report = loaded
     # transformers initializes missing weights at random and only logs a warning.
     missing, misshapen = report["missing_keys"], [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]

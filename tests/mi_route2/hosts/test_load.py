@@ -179,6 +179,12 @@ def cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
+def sharded(folder: Path, index: str) -> None:
+    make_family("Qwen3").save_pretrained(folder, max_shard_size="6KB")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
 def peft_beside(folder: Path) -> None:
     adapters = attach(make_family("Qwen3"), "blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
     export_peft(adapters, folder / "lora")
@@ -208,6 +214,13 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "no language model": (lambda f: edit(f, model_type="clip"), ValueError, KNOWN),
     "own code": (own_code, ValueError, f"needs its own code for its architecture, which is not run: {KNOWN}"),
     "adapter of PEFT": (peft_beside, ValueError, "has an adapter_config.json beside its checkpoint"),
+    "broken index": (
+        lambda f: sharded(f, "{"),
+        ValueError,
+        r"JSON file of .* does not fit its weights, or is damaged \(JSONDecode",
+    ),
+    "empty index": (lambda f: sharded(f, "{}"), ValueError, r"JSON file of .* \(KeyError: 'weight_map'\); copy it again"),
+    "no activation": (lambda f: edit(f, hidden_act="wonder"), ValueError, r"JSON file of .* \(KeyError: 'wonder'\)"),
     "cut off": (cut, ValueError, "not complete safetensors"),
     "lacking": (
         lambda f: tensors(f, lambda t: t.pop(LAST)),
