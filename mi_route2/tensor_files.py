@@ -26,6 +26,13 @@ def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     return hasher.hexdigest()
 
 
+def refuse_infinite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` naming the first tensor with a value that is not finite."""
+    for name, t in tensors.items():
+        if not torch.isfinite(t).all():
+            raise ValueError(f"{name} holds values that are not finite: nothing was written")
+
+
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file with its checksum, atomically.
 

@@ -30,7 +30,7 @@ from mi_route2.checks import checked
 from mi_route2.files import parse_json, whole_folder
 from mi_route2.sites import fused_rows
 from mi_route2.specs import AdapterSpec
-from mi_route2.tensor_files import read_tensors, write_tensors
+from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
 from mi_route2.validation import parse_object, read_record
 
 Which = Literal["full", "deployed"]
@@ -56,10 +56,15 @@ class Attaches(Protocol):
 def save_adapters(adapters: Adapters, path: Path | str, which: Which = "full") -> None:
     """Save the kept adapter, with the quarantine (``full``) or without it (``deployed``).
 
+    Raises:
+        ValueError: A value is not finite, which ``load_adapters`` refuses; an old file is as it was.
+
     Examples:
         >>> save_adapters(adapters, folder / "checkpoint.safetensors")
     """
-    write_tensors(Path(path), adapters.tensors(quarantine=_which(which) == "full"), _metadata(adapters, which))
+    tensors = adapters.tensors(quarantine=_which(which) == "full")
+    refuse_infinite(tensors)
+    write_tensors(Path(path), tensors, _metadata(adapters, which))
 
 
 def _which(which: str) -> str:
@@ -198,13 +203,6 @@ def bases(adapters: Adapters) -> dict[str, float]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def refuse_infinite(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ``ValueError`` naming the first tensor with a value that is not finite."""
-    for name, t in tensors.items():
-        if not torch.isfinite(t).all():
-            raise ValueError(f"{name} holds values that are not finite: nothing was written")
 
 
 @checked

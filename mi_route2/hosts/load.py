@@ -5,6 +5,7 @@ pickle, and no code from the checkpoint is run. An id is resolved by transformer
 network is used.
 """
 
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ _PICKLE = (
     "pickled weights can run code when they are read, and are refused: convert them to safetensors with save_pretrained of "
     "transformers, on a machine where such code can do no harm"
 )
+
+_DAMAGED = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, JSONDecodeError, UnicodeDecodeError)
+"""Errors of transformers for a config or an index of shards that it can parse but not use, or cannot parse."""
 
 
 @checked
@@ -54,8 +58,8 @@ def load(
 
     Raises:
         FileNotFoundError: The folder or a file does not exist, or cannot be downloaded (offline).
-        ValueError: An unknown host, an architecture without a row, pickled weights, a damaged checkpoint or one that lacks weights,
-            or adapters that do not fit.
+        ValueError: An unknown host, an architecture without a row, pickled weights, a damaged checkpoint or one that lacks weights
+            or has an adapter of PEFT beside it, or adapters that do not fit.
 
     Examples:
         >>> host = load(checkpoint, host="torch")
@@ -102,6 +106,7 @@ def _config(source: Path | str, revision: str | None) -> Any:
     """Return the checkpoint's config, after checking that its architecture has a row."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     of_transformers = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     known = [name for row in ARCHITECTURES.values() for name in row.classes if name in of_transformers]
@@ -120,6 +125,11 @@ def _config(source: Path | str, revision: str | None) -> Any:
     name = getattr(kind, "__name__", type(config).__name__)
     if name not in known:
         raise ValueError(f"{source} is a {name}, which has no row: {choose}")
+    if find_adapter_config_file(str(source), revision=revision) is not None:
+        raise ValueError(
+            f"{source} has an adapter_config.json beside its checkpoint, and with peft transformers would run that adapter in the "
+            "model: give a folder with the checkpoint alone"
+        )
     return config
 
 
@@ -142,6 +152,9 @@ def _model(source: Path | str, config: Any, dtype: torch.dtype | str | None, att
         raise ValueError(f"the weights of {source} are not complete safetensors ({error}); copy or download them again") from error
     except OSError as error:
         raise _unreachable(source, error) from error
+    except _DAMAGED as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"a JSON file of {source} does not fit its weights, or is damaged ({why}); copy it again") from error
     model, report = loaded
     # transformers initializes missing weights at random and only logs a warning.
     missing, misshapen = report["missing_keys"], [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]

@@ -71,6 +71,7 @@ from mi_route2.routing import (
 from mi_route2.routing.directions import Fitter, Provenance
 from mi_route2.routing.optimizer import RoutedAdamW, sum_over_ranks
 from mi_route2.routing.routes import Part, RouteStep
+from mi_route2.tensor_files import refuse_infinite
 
 ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safetensors"
 """Files of a checkpoint folder: both adapters, and the route's directions."""
@@ -330,7 +331,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             raise ValueError("this rule compares with the direction of contrast pairs: pass pairs=")
         batch = pairs if isinstance(pairs, PairBatch) else self.encode_pairs(pairs)
         device = self.accelerator.device
-        batch = PairBatch(batch.hack.to(device), batch.clean.to(device), batch.pairs_hash)
+        batch = replace(batch, hack=batch.hack.to(device), clean=batch.clean.to(device))
         fitter: Fitter
         if isinstance(route, EraseSpec):
             fitter = TopKFitter("grad", batch, k=route.k)
@@ -360,7 +361,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             return Rollouts.from_lists(prompts, completions, tokenizer.pad_token_id)
 
         text = json.dumps([[row[name] for name in names] for row in rows], sort_keys=True)
-        return PairBatch(side("hack"), side("clean"), hashlib.sha256(text.encode()).hexdigest()[:16])
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return PairBatch(side("hack"), side("clean"), digest, self.args.per_device_train_batch_size)
 
     @property
     def policy(self) -> Policy:
@@ -653,6 +655,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         if self.args.should_save and not self.args.save_only_model:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
+            refuse_infinite(self.adapters.tensors())  # before an earlier run's checkpoint in this folder loses its state
             (folder / STATE).unlink(missing_ok=True)  # of an earlier run: whole is what has one, since TRL writes it last
             save_adapters(self.adapters, folder / ADAPTERS)
             if self.route.directions is not None:

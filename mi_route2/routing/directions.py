@@ -17,7 +17,7 @@ from mi_route2.adapters.gradients import FactorGradient, Feature, Written, added
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.tensor_files import read_tensors, write_tensors
+from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
 from mi_route2.validation import Natural, read_record, validated
 
 FeatureKind = Literal["act", "grad", "full"]
@@ -137,6 +137,25 @@ class Compared:
 
     def magnitude(self) -> Float[Tensor, " b"]:
         return self.terms
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Feature of a batch that ran in pieces, in their order."""
+
+    pieces: list[Feature]
+
+    def values(self) -> Tensor:
+        return torch.cat([piece.values() for piece in self.pieces])
+
+    def inner(self, v: Tensor) -> Float[Tensor, " b"]:
+        return torch.cat([piece.inner(v) for piece in self.pieces])
+
+    def norms(self) -> Float[Tensor, " b"]:
+        return torch.cat([piece.norms() for piece in self.pieces])
+
+    def magnitude(self) -> Float[Tensor, " b"]:
+        return torch.cat([piece.magnitude() for piece in self.pieces])
 
 
 class GradientReader:
@@ -260,6 +279,13 @@ FORMAT = "mi-route2 directions 1"
 class PairBatch:
     """Contrast pairs as two aligned batches, with the hash of the text of the pairs.
 
+    Attributes:
+        hack: Rollouts that hack.
+        clean: Rollouts that do not, in the same order.
+        pairs_hash: Name or hash of the pairs.
+        micro: Rollouts that run at one time when directions are fitted, all of a side if not given. Of the others only their
+            features are held; results are equal up to rounding.
+
     Examples:
         >>> pairs = PairBatch(hack=rollouts, clean=honest, pairs_hash="my pairs")
     """
@@ -267,8 +293,11 @@ class PairBatch:
     hack: Rollouts
     clean: Rollouts
     pairs_hash: str
+    micro: int | None = None
 
     def __post_init__(self) -> None:
+        if self.micro is not None and self.micro < 1:
+            raise ValueError(f"micro must be a number of rollouts, at least 1, or None for all at once, not {self.micro}")
         if len(self.hack) != len(self.clean):
             raise ValueError(f"{len(self.hack)} hack and {len(self.clean)} clean rollouts are not pairs")
 
@@ -325,9 +354,11 @@ class Directions:
 
     @checked
     def save(self, path: Path | str) -> None:
+        """Write the directions to a safetensors file; ``ValueError`` for a value that is not finite, which ``load`` refuses."""
+        refuse_infinite(self.vectors)
         write_tensors(
             Path(path),
-            dict(self.vectors),
+            {site: v.clone() for site, v in self.vectors.items()},  # safetensors refuses one tensor at two sites
             {"format": FORMAT, "provenance": json.dumps(asdict(self.provenance))},
         )
 
@@ -396,7 +427,7 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str
             return values
         return torch.nn.functional.normalize(values.flatten(1), dim=1, eps=torch.finfo(values.dtype).tiny).view_as(values)
 
-    hack, clean = (collect(policy, side, kind, basis) for side in (pairs.hack, pairs.clean))
+    hack, clean = (_in_pieces(policy, side, kind, basis, pairs.micro) for side in (pairs.hack, pairs.clean))
     floor, twins, deltas = (floors(hack, kind), floors(clean, kind)), _twins(pairs), dict[str, Contrast]()
     for site in policy.adapters.sites:
         one, other = rows(hack, floor[0], site), rows(clean, floor[1], site)
@@ -404,6 +435,12 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str
             other[i] = one[j]
         deltas[site] = contrast(one, other)
     return deltas
+
+
+def _in_pieces(policy: Policy, side: Rollouts, kind: FeatureKind, basis: Mapping[str, Tensor], micro: int | None) -> Features:
+    rows = torch.arange(len(side), device=side.tokens.device).split(micro or len(side))
+    pieces = [collect(policy, side.rows(index), kind, basis) for index in rows]
+    return {site: Joined([piece[site] for piece in pieces]) for site in pieces[0]} if len(pieces) > 1 else pieces[0]
 
 
 def _twins(pairs: PairBatch) -> dict[int, int]:

@@ -222,14 +222,32 @@ class Disk:
             db.executemany("INSERT INTO tensors VALUES (?, ?, ?, ?, ?, ?, ?)", [_row(each) for each in stored])
 
     def remove(self, reasons: Mapping[str, str]) -> None:
-        """Remove runs and record the reasons."""
-        with self._transaction() as db:
-            shards = [shard for run in reasons for (shard,) in db.execute("SELECT shard FROM shards WHERE run = ?", (run,))]
+        """Remove runs and record the reasons, also on a full disk."""
+        shards = [shard for run in reasons for (shard,) in self._ask("SELECT shard FROM shards WHERE run = ?", run)]
+        with self._explained():
+            # On a full disk, where removing is the way to make room, SQLite's log is emptied, to be written from its beginning. If
+            # the index lacks room even for that, the files go first; if they are not enough, the runs read as damaged.
+            for make_room in (self._empty_log, lambda: self.discard(shards), None):
+                try:
+                    self._unlist(reasons)
+                    break
+                except sqlite3.OperationalError as error:
+                    full = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+                    if make_room is None or not full:
+                        raise
+                    make_room()
+        # After the index: files that a crash leaves here belong to no run, and the next opening deletes them.
+        self.discard(shards)
+
+    def _unlist(self, reasons: Mapping[str, str]) -> None:
+        with self._db as db:
             db.executemany("DELETE FROM runs WHERE run = ?", [(run,) for run in reasons])
             db.executemany("INSERT OR REPLACE INTO gone (run, reason) VALUES (?, ?)", list(reasons.items()))
             db.execute("DELETE FROM gone WHERE number <= (SELECT max(number) FROM gone) - ?", (REMEMBERED,))
-        # After the index: files that a crash leaves here belong to no run, and the next opening deletes them.
-        self.discard(shards)
+
+    def _empty_log(self) -> None:
+        with suppress(sqlite3.OperationalError):
+            self._db.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
 
     def removals(self) -> dict[str, str]:
         """Return the reasons for which runs no longer exist, oldest first."""

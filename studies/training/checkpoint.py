@@ -24,7 +24,7 @@ from mi_route2.adapters import Adapters
 from mi_route2.routing import Directions, Route
 from mi_route2.routing.directions import Provenance
 from mi_route2.routing.optimizer import RoutedAdamW
-from mi_route2.tensor_files import read_tensors, write_tensors
+from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
 from mi_route2.validation import Natural, parse_object, read_record, validated
 
 FORMAT = "mi-route2 checkpoint 3"
@@ -75,8 +75,10 @@ def save_checkpoint(
         logs: End of each log, by file name.
 
     Raises:
+        ValueError: If an adapter holds a value that is not finite; the existing checkpoint is unchanged then.
         OSError: In one sentence, if the disk is full; the existing checkpoint is unchanged then.
     """
+    refuse_infinite(adapters.tensors())  # it would take the place of the last one from which the run can go on
     tensors: dict[str, Tensor] = {f"adapter.{name}": t for name, t in adapters.tensors().items()}
     for name, p in _named(adapters).items():
         for key, value in optimizer.state.get(p, {}).items():

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -305,11 +305,15 @@ def build_pairs(job: Job, world: World, kind: str) -> PairBatch:
             raise ValueError(
                 f"{job.pairs} was changed since this run was begun: put it back, or give the new pairs an --out of their own"
             )
-        return world.encode_pairs(pairs)
+        return _in_micro_batches(job, world.encode_pairs(pairs))
     pairs = world.make_pairs(derive(job.seed, "pairs"), job.settings.pairs, kind)
     path = job.root / f"seed-{job.seed}" / f"pairs-{kind}.toml"
     if not path.exists():
         fresh = job.folder / f".{path.name}.tmp"  # in the locked folder, where leftovers of a killed process are deleted
         write_pairs(pairs, fresh)
         fresh.replace(path)
-    return world.encode_pairs(pairs)
+    return _in_micro_batches(job, world.encode_pairs(pairs))
+
+
+def _in_micro_batches(job: Job, pairs: PairBatch) -> PairBatch:
+    return replace(pairs, micro=job.settings.micro_batch(max(side.tokens.shape[1] for side in (pairs.hack, pairs.clean))))

@@ -211,6 +211,22 @@ def test_a_number_beyond_the_type_that_it_is_converted_to_is_refused(tmp_path: P
         load_adapters(target.adapters, tmp_path / "a", any_base=True)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("adapter", ["kept", "quarantine"])
+def test_what_could_not_be_loaded_is_not_saved(adapter: str, value: float, tmp_path: Path) -> None:
+    policy, path = make_policy(SPECS["lora"]), tmp_path / "a.safetensors"
+    save_adapters(policy.adapters, path)
+    before = path.read_bytes()
+    with torch.no_grad():
+        getattr(policy.adapters, f"{adapter}_parameters")()["blocks.0.attn.q.B"][0, 0] = value
+    with pytest.raises(ValueError, match=rf"^{adapter}\.blocks\.0\.attn\.q\.B holds values that are not finite"):
+        save_adapters(policy.adapters, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    if adapter == "quarantine":  # which is no part of what is deployed
+        save_adapters(policy.adapters, path, "deployed")
+
+
 def test_a_file_without_a_checksum_is_read_only_when_that_is_meant(tmp_path: Path) -> None:
     """Adapters, directions and probes alike: one entry less would switch every check of the bytes off."""
     policy, target = make_policy(SPECS["lora"]), make_policy(SPECS["lora"], scale=0.0)

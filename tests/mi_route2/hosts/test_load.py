@@ -131,6 +131,15 @@ def test_a_cached_id_with_pickled_weights_is_refused(qwen: Path, tmp_path: Path,
         load("owner/name")
 
 
+def test_a_cached_id_with_an_adapter_of_peft_is_refused(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")  # without it transformers leaves the adapter out
+    shutil.copytree(qwen, tmp_path / "both")
+    peft_beside(tmp_path / "both")
+    cached(tmp_path / "cache", tmp_path / "both", monkeypatch)
+    with pytest.raises(ValueError, match=r"owner/name has an adapter_config\.json beside its checkpoint"):
+        load("owner/name")
+
+
 @pytest.mark.parametrize("name", ["owner/name", "gpt2", "no such name!"])
 def test_an_id_that_is_not_cached_names_both_remedies(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -170,6 +179,19 @@ def cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
+def sharded(folder: Path, index: str) -> None:
+    make_family("Qwen3").save_pretrained(folder, max_shard_size="6KB")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
+def peft_beside(folder: Path) -> None:
+    adapters = attach(make_family("Qwen3"), "blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
+    export_peft(adapters, folder / "lora")
+    for file in (folder / "lora").iterdir():
+        file.replace(folder / file.name)
+
+
 LAST = "model.layers.1.mlp.down_proj.weight"
 KNOWN = "choose among Qwen3ForCausalLM, LlamaForCausalLM, .*GPTNeoXForCausalLM, or add a row"
 FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
@@ -191,6 +213,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "no row": (opt, ValueError, f"is a OPTForCausalLM, which has no row: {KNOWN}"),
     "no language model": (lambda f: edit(f, model_type="clip"), ValueError, KNOWN),
     "own code": (own_code, ValueError, f"needs its own code for its architecture, which is not run: {KNOWN}"),
+    "adapter of PEFT": (peft_beside, ValueError, "has an adapter_config.json beside its checkpoint"),
+    "broken index": (
+        lambda f: sharded(f, "{"),
+        ValueError,
+        r"JSON file of .* does not fit its weights, or is damaged \(JSONDecode",
+    ),
+    "empty index": (lambda f: sharded(f, "{}"), ValueError, r"JSON file of .* \(KeyError: 'weight_map'\); copy it again"),
+    "no activation": (lambda f: edit(f, hidden_act="wonder"), ValueError, r"JSON file of .* \(KeyError: 'wonder'\)"),
     "cut off": (cut, ValueError, "not complete safetensors"),
     "lacking": (
         lambda f: tensors(f, lambda t: t.pop(LAST)),

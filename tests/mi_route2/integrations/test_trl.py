@@ -602,6 +602,19 @@ def test_a_checkpoint_that_was_not_finished_is_refused(tmp_path: Path, monkeypat
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+def test_adapters_that_are_not_finite_leave_an_earlier_checkpoint_whole(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(tmp_path, MaskSpec(), **settings)[0].train()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-1").iterdir() if path.is_file()}
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), **settings)
+    with torch.no_grad():
+        next(iter(trainer.adapters.quarantine_parameters().values())).fill_(float("nan"))
+    trainer.state.global_step = 1
+    with pytest.raises(ValueError, match="holds values that are not finite: nothing was written"):
+        trainer._save_checkpoint(trainer.model, None)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-1").iterdir() if path.is_file()} == before
+
+
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     trainer, _ = make_trainer(tmp_path, OpenSpec())
     with pytest.raises(ValueError, match=r"route2_training.safetensors: give a checkpoint folder"):

@@ -30,6 +30,7 @@ from mi_route2.routing import (
 )
 from mi_route2.routing import directions as directions_module
 from mi_route2.routing.directions import collect, unit
+from mi_route2.tensor_files import read_tensors, write_tensors
 
 KINDS = ("act", "grad", "full")
 
@@ -85,6 +86,39 @@ def test_persona_directions_are_the_mean_contrast_by_brute_force(kind: str, name
             contrast = torch.stack([h - c for h, c in zip(hack[site], clean[site])]).mean(0)
         assert torch.allclose(v, contrast / contrast.norm(), rtol=0, atol=1e-10), site
         assert float(v.norm()) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4, 9])
+@pytest.mark.parametrize("name", ["svd-low", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_that_run_in_pieces_give_the_same_directions(kind: str, name: str, micro: int) -> None:
+    policy, seen = make_policy(SPECS[name]), list[int]()
+
+    def counted(model: Any, tokens: Tensor, attention: Tensor) -> Tensor:
+        seen.append(len(tokens))
+        return policy.forward(model, tokens, attention)
+
+    inner, pairs = Policy(policy.model, policy.adapters, counted), make_pairs(7)
+    pieces = replace(pairs, micro=micro)
+    fitters: list[Callable[[PairBatch], Any]] = [lambda given: persona(policy, kind, given)]
+    fitters.append(lambda given: TopKFitter(kind, given, k=2))  # pyright: ignore[reportArgumentType]
+    for fitter in fitters:
+        whole = fitter(pairs).fit(policy, 0)
+        own = fitter(pieces).fit(inner, 0)
+        for site, v in whole.vectors.items():
+            assert torch.allclose(own.vectors[site], v, rtol=0, atol=1e-12), site
+    assert max(seen) == min(micro, 7)
+
+
+def test_sides_in_another_order_cancel_over_pieces_too() -> None:
+    """In half precision a rollout differs from itself in another piece."""
+    policy = make_policy(SPECS["lora"], dtype=torch.bfloat16)
+    hack = make_rollouts(6, seed=21)
+    pairs = PairBatch(hack, hack.rows(torch.arange(6).roll(1)), "turned", micro=2)
+    with pytest.raises(ValueError, match="norm 0"):
+        persona(policy, "act", pairs).fit(policy, 0)
+    with pytest.raises(ValueError, match="at least 1, or None for all at once, not 0"):
+        replace(pairs, micro=0)
 
 
 def test_activation_directions_live_in_the_coordinates_of_ds() -> None:
@@ -359,13 +393,26 @@ def test_directions_round_trip_with_their_provenance(tmp_path: Path) -> None:
     )
 
 
+def test_sites_may_share_a_vector(tmp_path: Path) -> None:
+    v = unit(torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    provenance = directions_module.Provenance("persona", "act", "p", "b", 0)
+    Directions({"blocks.0.attn.q": v, "blocks.0.attn.k": v}, provenance).save(tmp_path / "d.safetensors")
+    again = Directions.load(tmp_path / "d.safetensors").vectors
+    assert torch.equal(again["blocks.0.attn.q"], v)
+    assert torch.equal(again["blocks.0.attn.k"], v)
+
+
 @pytest.mark.parametrize("damage", ["adapters", "nan", "truncated"])
 def test_a_file_that_holds_no_directions_is_refused(damage: str, tmp_path: Path) -> None:
     path, policy = tmp_path / "d.safetensors", make_policy(SPECS["svd"])
     own = persona(policy, "grad").fit(policy, 0)
-    if damage == "nan":
-        own = replace(own, vectors={**own.vectors, "blocks.0.attn.q": torch.full((16,), float("nan"))})
     own.save(path)
+    if damage == "nan":
+        before, broken = path.read_bytes(), {**own.vectors, "blocks.0.attn.q": torch.full((16,), float("nan"))}
+        with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q holds values that are not finite"):
+            replace(own, vectors=broken).save(path)
+        assert path.read_bytes() == before
+        write_tensors(path, broken, read_tensors(path)[1])
     if damage == "adapters":
         save_adapters(policy.adapters, path)
     if damage == "truncated":

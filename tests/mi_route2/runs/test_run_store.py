@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -1084,6 +1084,42 @@ def test_a_disk_that_has_no_room_for_the_index_keeps_nothing_of_the_run(
     assert torch.equal(store.rows("before", MID, range(10)), drawn(10, 4))
     store.close()
     assert opened(0, tmp_path).runs() == ["before"]
+
+
+@pytest.mark.parametrize("room", ["in the log", "once files are deleted", "none"])
+def test_a_run_can_be_dropped_on_a_full_disk(
+    room: str, tmp_path: Path, opened: Opened, small_files: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropping is the way to make room there; what it writes into the index itself may be too much for the log, or for any file."""
+    store = opened(0, tmp_path)
+    for run in ("a", "b"):
+        write(store, run, drawn(100, 10))
+    assert store._disk
+    discard, listed = store._disk.discard, list[bool]()
+
+    def deleting(numbers: Iterable[int]) -> None:
+        listed.append("a" in store.runs())
+        discard(numbers)
+        if room == "once files are deleted":
+            small_files(resource.RLIM_INFINITY)
+
+    monkeypatch.setattr(store._disk, "discard", deleting)
+    small_files((tmp_path / "index.sqlite-wal").stat().st_size if room == "in the log" else 1000)
+    if room == "none":
+        with pytest.raises(OSError, match=r"could not use .*index\.sqlite .*make room there"):
+            store.drop("a")
+        small_files(resource.RLIM_INFINITY)
+        with pytest.raises(ValueError, match=r"damaged \(the file is missing\): drop run 'a'"):
+            store.rows("a", MID, [0])
+    store.drop("a")
+    assert listed[0] == (room != "in the log")
+    small_files(resource.RLIM_INFINITY)
+    assert len(shards(tmp_path)) == 1
+    assert torch.equal(store.rows("b", MID, range(100)), drawn(100, 10))
+    with pytest.raises(KeyError, match="run 'a' was dropped"):
+        store.info("a")
+    store.close()
+    assert opened(0, tmp_path).runs() == ["b"]
 
 
 # ---- other processes, and threads

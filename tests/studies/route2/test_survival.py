@@ -25,6 +25,7 @@ from parity import Parity
 from tiny_study import tiny_job
 
 import studies.training.run as run_module
+from mi_route2.adapters import Adapters
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimizer import RoutedAdamW
@@ -33,7 +34,7 @@ from mi_route2.validation import write_json
 from studies.environments.chat import make_tiny_model
 from studies.training.arms import ARMS
 from studies.training.build import build_optimizer, build_route
-from studies.training.checkpoint import CHECKPOINT, PREVIOUS, read_checkpoint, resume
+from studies.training.checkpoint import CHECKPOINT, PREVIOUS, read_checkpoint, resume, save_checkpoint
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy
 from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, append
@@ -121,6 +122,25 @@ def test_a_full_disk_leaves_nothing_half_written_and_a_resume_ends_alike(
         assert before[victim].startswith(left[victim])
     else:
         assert left.get(victim) == before.get(victim)
+    assert run_on(stopped)
+    assert contents(intact) == contents(stopped)
+
+
+def test_adapters_that_are_not_finite_take_no_good_checkpoint_with_them(
+    stopped: Job, intact: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {name: (stopped.folder / name).read_bytes() for name in (PREVIOUS, CHECKPOINT)}
+
+    def broken(folder: Path, adapters: Adapters, *given: Any, **named: Any) -> None:
+        with torch.no_grad():
+            next(iter(adapters.quarantine_parameters().values()))[0, 0] = float("nan")
+        save_checkpoint(folder, adapters, *given, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "save_checkpoint", broken)
+        with pytest.raises(ValueError, match=r"^quarantine\..* holds values that are not finite: nothing was written$"):
+            run_on(stopped)
+    assert {name: (stopped.folder / name).read_bytes() for name in (PREVIOUS, CHECKPOINT)} == before
     assert run_on(stopped)
     assert contents(intact) == contents(stopped)
 
