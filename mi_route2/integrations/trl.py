@@ -399,6 +399,13 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self.prompts_sampler = super()._get_train_sampler(dataset)
+        if not len(self.prompts_sampler):  # TRL leaves an incomplete sampling out
+            raise ValueError(
+                f"a sampling takes {self.prompts_sampler.batch_size} prompts of the data set, which has "
+                f"{self.prompts_sampler.num_samples}, so that nothing would be trained: give more, or choose a smaller "
+                "per_device_train_batch_size or steps_per_generation (as gradient_accumulation_steps by default), or more "
+                "num_generations"
+            )
         return self.prompts_sampler
 
     def _reference(self, **inputs: Any) -> Any:

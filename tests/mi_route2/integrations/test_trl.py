@@ -880,6 +880,14 @@ def test_one_pattern_may_be_a_text(tmp_path: Path) -> None:
     assert all(site.startswith("blocks.1.attn.") for site in trainer.adapters.sites)
 
 
+@pytest.mark.parametrize("steps", [2, -1])
+def test_fewer_prompts_than_a_sampling_takes_are_refused(steps: int, tmp_path: Path) -> None:
+    """TRL leaves incomplete samplings out, and so would train nothing, in silence if ``max_steps`` is set."""
+    trainer, _ = make_trainer(tmp_path, OpenSpec(), texts=TEXTS[:3], gradient_accumulation_steps=2, steps=steps)
+    with pytest.raises(ValueError, match="a sampling takes 4 prompts of the data set, which has 3"):
+        trainer.train()
+
+
 def test_infinite_rewards_are_refused(tmp_path: Path) -> None:
     """TRL makes advantages of 3e38 of them."""
     trainer, _ = make_trainer(tmp_path, OpenSpec())
