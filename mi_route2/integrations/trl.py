@@ -22,7 +22,7 @@ import hashlib
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -47,6 +47,7 @@ from mi_route2.adapters import Adapters, AdapterSpec, attach, export_peft, load_
 from mi_route2.adapters.gradients import wide
 from mi_route2.adapters.io import TURNED, bases
 from mi_route2.adapters.weights import sharded_modules
+from mi_route2.checks import checked
 from mi_route2.integrations import trl_refusals, trl_vllm
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch
 from mi_route2.routing import (
@@ -111,8 +112,8 @@ class RoutedStep:
     overlap: float | None
 
 
-Record = Callable[[RoutedStep], Mapping[str, float | None]]
-"""Function that reads a step, with an oracle for example, and returns numbers for the log; called on the main process."""
+Record = Callable[[RoutedStep], Mapping[str, float | None] | None]
+"""Function that reads a step, with an oracle for example, and may return numbers for the log; called on the main process."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ class _Watch(TrainerCallback):
         self._trainer.note({f"route/{name}": value for name, value in self._trainer.route.after_update(moved).items()})
 
 
+@checked
 class RoutedGRPOTrainer(GRPOTrainer):
     """``GRPOTrainer`` whose kept adapter learns as a route decides; the arguments that are not listed are GRPOTrainer's.
 
@@ -209,16 +211,17 @@ class RoutedGRPOTrainer(GRPOTrainer):
         route: Rule of the route; or a route, for example ``MaskRoute.from_flags(function)``.
         pairs: Contrast pairs, if the rule compares with a direction: a ``PairBatch``, or rows with ``prompt`` (as in the data set),
             ``hack`` and ``clean`` (texts).
-        adapt: Patterns of the Linears that get adapters, as in ``attach``.
+        adapt: Patterns of the Linears that get adapters, as in ``attach``; or one.
         quarantine_lr: Learning rate of the quarantine; that of the kept adapter if not given.
         cache_dir: Folder that caches SVDs of the base weights.
-        record: Function that reads every step and returns numbers for the log; its results reach no gradient.
+        record: Function that reads every step and may return numbers for the log; its results reach no gradient.
 
     Attributes:
         adapters: The adapters.
         route: The route.
 
     Raises:
+        TypeError: An argument of another type.
         ValueError: A setting that routing does not support, with the reason.
 
     Examples:
@@ -242,8 +245,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
         *given: Any,
         adapters: AdapterSpec | Adapters,
         route: RouteSpec | Route,
-        pairs: PairBatch | Sequence[Mapping[str, Any]] | None = None,
-        adapt: Sequence[str] = ("blocks.*",),
+        pairs: PairBatch | Iterable[Mapping[str, Any]] | None = None,
+        adapt: str | Sequence[str] = ("blocks.*",),
         quarantine_lr: float | None = None,
         cache_dir: Path | None = None,
         record: Record | None = None,
@@ -296,7 +299,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     # ---- construction
 
-    def _attached(self, adapters: AdapterSpec | Adapters, adapt: Sequence[str], cache_dir: Path | None) -> Adapters:
+    def _attached(self, adapters: AdapterSpec | Adapters, adapt: str | Sequence[str], cache_dir: Path | None) -> Adapters:
         if isinstance(adapters, Adapters):
             if adapters.model is not self.model:
                 raise ValueError(
@@ -304,7 +307,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
                 )
             return adapters
         generator = torch.Generator().manual_seed(self.args.seed)
-        attached = attach(self.model, *adapt, spec=adapters, generator=generator, cache_dir=cache_dir)
+        patterns = (adapt,) if isinstance(adapt, str) else adapt
+        attached = attach(self.model, *patterns, spec=adapters, generator=generator, cache_dir=cache_dir)
         attached.stack = adapters.stackable  # its rounding is the price of speed, for which one comes to TRL
         return attached
 
@@ -315,7 +319,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             branch.to(self.accelerator.device)  # FSDP2 moves what it shards
         self.accelerator.state.fsdp_plugin.ignored_modules = branches
 
-    def _built(self, route: RouteSpec | Route, pairs: PairBatch | Sequence[Mapping[str, Any]] | None) -> Route:
+    def _built(self, route: RouteSpec | Route, pairs: PairBatch | Iterable[Mapping[str, Any]] | None) -> Route:
         """Return the route of a rule, with the fitter of its directions."""
         if isinstance(route, CanarySpec):
             raise ValueError("this rule needs its canary and samples of the base: pass CanaryRoute(spec, canary, samples)")
@@ -343,15 +347,21 @@ class RoutedGRPOTrainer(GRPOTrainer):
             fitter = HaarFitter(fitter, _seed(self.args.seed, "haar", route.draw))
         return EraseRoute(route, fitter) if isinstance(route, EraseSpec) else MaskRoute(route, fitter)
 
-    def encode_pairs(self, rows: Sequence[Mapping[str, Any]]) -> PairBatch:
+    @checked
+    def encode_pairs(self, rows: Iterable[Mapping[str, Any]]) -> PairBatch:
         """Return contrast pairs in tokens: prompts as TRL encodes those of the data set, answers with the end token.
 
         Raises:
-            ValueError: No row, or one without ``prompt``, ``hack`` and ``clean``.
+            TypeError: Something else than rows.
+            ValueError: No row, one without ``prompt``, ``hack`` and ``clean``, or an answer that is no text.
         """
         names = ("prompt", "hack", "clean")
+        rows = [*rows]
         if not rows or any(not set(names) <= row.keys() for row in rows):
             raise ValueError("pairs are rows with prompt, hack and clean: give at least one, with all three")
+        for name, given in ((name, row[name]) for row in rows for name in names[1:]):
+            if not isinstance(given, str):
+                raise ValueError(f"{name} of a pair must be a text, the answer alone, not a {type(given).__name__}")
         tokenizer: Any = self._tokenizer
         prompts = [list(ids) for ids in self._tokenize_prompts([row["prompt"] for row in rows])[0]]
 
@@ -391,6 +401,13 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self.prompts_sampler = super()._get_train_sampler(dataset)
+        if not len(self.prompts_sampler):  # TRL leaves an incomplete sampling out
+            raise ValueError(
+                f"a sampling takes {self.prompts_sampler.batch_size} prompts of the data set, which has "
+                f"{self.prompts_sampler.num_samples}, so that nothing would be trained: give more, or choose a smaller "
+                "per_device_train_batch_size or steps_per_generation (as gradient_accumulation_steps by default), or more "
+                "num_generations"
+            )
         return self.prompts_sampler
 
     def _reference(self, **inputs: Any) -> Any:
@@ -401,6 +418,11 @@ class RoutedGRPOTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]) -> Tensor:
         self._completions = completion_ids_list
         self._rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.model.training and bool(self._rewards.isinf().any()):
+            raise ValueError(
+                "a reward is infinite, of which TRL makes advantages of 3e38 for the whole group: return None for a completion "
+                "without a reward"
+            )
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -478,8 +500,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             raise ValueError(
                 "the routes, pairs or recorders of the processes differ: give the same to each, and record is called on one"
             )
-        averaged = {id(p) for parameters in self._both().values() for p in parameters}
-        if unaveraged := [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in averaged]:
+        if unaveraged := [*self._beside()]:
             raise ValueError(f"no process would send the gradient of {unaveraged[0]}, which is no adapter's: freeze it")
         self._alike = True
 
@@ -564,6 +585,11 @@ class RoutedGRPOTrainer(GRPOTrainer):
         pairs = {"kept": self.adapters.kept_parameters(), "quarantine": self.adapters.quarantine_parameters()}
         return {name: list(parameters.values()) for name, parameters in pairs.items() if parameters}
 
+    def _beside(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that a user trains beside the adapters; no route decides what they learn."""
+        both = {id(p) for parameters in self._both().values() for p in parameters}
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in both}
+
     def note(self, numbers: Mapping[str, float | None]) -> None:
         """Add numbers to TRL's log of the training, which averages them over the steps between two logs."""
         for name, value in numbers.items():
@@ -585,7 +611,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         }
         whole: dict[str, Any] = {name: None if column is None else gather_object(column) for name, column in columns.items()}
         if self.accelerator.is_main_process:
-            self.note(self._record(RoutedStep(self.state.global_step, overlap=window.overlap, **whole)))
+            self.note(self._record(RoutedStep(self.state.global_step, overlap=window.overlap, **whole)) or {})
 
     # ---- optimizer
 
@@ -599,7 +625,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             return super().create_optimizer(model)
         args = self.args
         if getattr(self.route, "want_unrouted", False):
-            groups: list[dict[str, Any]] = [{"params": parameters} for parameters in self._both().values()]
+            trained = [*self._both().values(), [*self._beside().values()]]
+            groups: list[dict[str, Any]] = [{"params": parameters} for parameters in trained]
             betas = (args.adam_beta1, args.adam_beta2)
             self.optimizer = _AdamW(groups, args.learning_rate, betas, args.adam_epsilon, args.weight_decay)
         else:
@@ -617,7 +644,9 @@ class RoutedGRPOTrainer(GRPOTrainer):
     def _clip_grad_norm(self, model: Any) -> Tensor:
         """Clip the kept adapter and the quarantine apart: together, a large quarantine gradient would shrink the kept one."""
         limit = self.args.max_grad_norm
-        norms = {name: clip_grad_norm_(parameters, limit) for name, parameters in self._both().items()}
+        trained = self._both() | {"beside": [*self._beside().values()]}
+        # the norm of no gradient, as of a kept adapter that learns later, is a number on the CPU
+        norms = {name: clip_grad_norm_(parameters, limit).to(self.accelerator.device) for name, parameters in trained.items()}
         scale = min(1.0, limit / (float(norms["kept"]) + 1e-6))  # the formula of clip_grad_norm_
         for gradient in self._unrouted.values():
             gradient.mul_(scale)

@@ -3,6 +3,7 @@
 Everything is refused while a trainer is made, before the first completion is sampled.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -159,7 +160,9 @@ def refuse_groups(trainer: Any) -> None:
 
 
 def refuse_optimizer(trainer: Any, quarantine_lr: float | None) -> None:
-    """Raise ``ValueError`` if an optimizer that the user gave would not do what the trainer's own does."""
+    """Raise ``ValueError`` for a rate that is none, and for an optimizer that would not do what the trainer's own does."""
+    if quarantine_lr is not None and not 0 <= quarantine_lr < math.inf:  # torch does not look at a group that is added by hand
+        raise ValueError(f"quarantine_lr must be finite and at least 0, not {quarantine_lr}")
     if trainer.optimizer is None:
         return
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}

@@ -470,7 +470,8 @@ class _EraseStep(Once):
                 quarantine = adapters.sites[site].quarantine
                 assert isinstance(quarantine, SharedQuarantine)
                 shared = quarantine.shared
-                shared.grad = part if shared.grad is None else shared.grad + part
+                if shared.requires_grad:  # an optimizer would change a frozen one that has a gradient
+                    shared.grad = part if shared.grad is None else shared.grad + part
         return Decision(extra={"removed": (removed / total) ** 0.5 if total > 0 else 0.0})
 
 

@@ -366,6 +366,28 @@ def test_both_adapters_are_clipped_apart_with_the_unrouted_second_moment(tmp_pat
     assert seen.logs[0]["grad_norm"] == pytest.approx(torch.tensor(norms).norm().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("want_unrouted", [False, True])
+def test_what_trains_beside_the_adapters_is_clipped_and_moves(want_unrouted: bool, tmp_path: Path) -> None:
+    model = make_family("Llama")
+    adapters = attach(model, "blocks.*", spec=LORA)
+    norm = model.get_submodule("model.norm").get_parameter("weight").requires_grad_(True)
+    before, norms = norm.detach().clone(), list[float]()
+    route = MaskRoute.from_pairs(pairs(), MaskSpec(score="act"), want_unrouted=want_unrouted)
+    trainer, seen = make_trainer(tmp_path, route, adapters, model=model, max_grad_norm=1e-3)
+    clip = trainer._clip_grad_norm
+
+    def clipped(model: Any) -> Tensor:
+        total = clip(model)
+        norms.append(float(norm.grad.norm()) if norm.grad is not None else 0.0)
+        return total
+
+    trainer._clip_grad_norm = clipped
+    trainer.train()
+    assert norms == pytest.approx([1e-3] * 2, rel=1e-2)
+    assert float((norm.detach() - before).abs().max()) > 1e-3
+    assert seen.logs[0]["grad_norm"] > max(seen.logs[0]["grad_norm/kept"], seen.logs[0]["grad_norm/quarantine"])
+
+
 def test_an_adapter_at_the_unembedding_takes_part(tmp_path: Path) -> None:
     trainer, seen = make_trainer(tmp_path, MaskSpec(), own={"adapt": ("blocks.1.*", "unembed")})
     trainer.train()
@@ -646,6 +668,13 @@ def test_a_recorder_reads_every_rollout_with_its_flag(tmp_path: Path) -> None:
     assert [log["mine"] for log in seen.logs if "mine" in log] == [0.0, 1.0]
 
 
+def test_a_recorder_may_return_nothing(tmp_path: Path) -> None:
+    steps: list[RoutedStep] = []
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), own={"record": steps.append})
+    trainer.train()
+    assert len(steps) == 2
+
+
 def test_a_recorder_reads_what_was_rewarded(tmp_path: Path) -> None:
     """Also tokens from which nothing is learned: those of a tool, and those of completions that reached the longest length."""
     steps: list[RoutedStep] = []
@@ -788,8 +817,16 @@ def test_pairs_are_encoded_as_trl_encodes_prompts(tmp_path: Path) -> None:
     found = trainer.encode_pairs([{"prompt": "w5 w6", "hack": "w20 w21", "clean": "w30"}])
     assert found.hack.tokens.tolist() == [[5, 6, 20, 21, 2]]
     assert found.clean.completion.tolist() == [[False, False, True, True]]
-    with pytest.raises(ValueError, match="rows with prompt, hack and clean"):
-        trainer.encode_pairs([{"prompt": "w5", "hack": "w6"}])
+    whole = {"prompt": "w5", "hack": "w6", "clean": "w7"}
+    assert torch.equal(trainer.encode_pairs(Dataset.from_list([whole])).hack.tokens, trainer.encode_pairs([whole]).hack.tokens)
+    for few in ([{"prompt": "w5", "hack": "w6"}], []):
+        with pytest.raises(ValueError, match="rows with prompt, hack and clean"):
+            trainer.encode_pairs(few)
+    for wrong in (whole, "pairs.toml", [("w5", "w6", "w7")]):
+        with pytest.raises(TypeError, match="rows must be"):
+            trainer.encode_pairs(wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="clean of a pair must be a text, the answer alone, not a list"):
+        trainer.encode_pairs([whole | {"clean": [{"role": "assistant", "content": "w7"}]}])
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -820,6 +857,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "full bf16": (MaskSpec(), {"bf16_full_eval": True}, "would round the adapters"),
     "step in the backward": (MaskSpec(), {"optim": "galore_adamw_layerwise"}, "steps inside of the backward"),
     "another model": (MaskSpec(), {"spec": attach(make_family("Llama"), "blocks.*", spec=LORA)}, "attached to another model"),
+    "a negative rate": (MaskSpec(), {"own": {"quarantine_lr": -1e-3}}, "quarantine_lr must be finite and at least 0, not -0.001"),
+    "no rate": (MaskSpec(), {"own": {"quarantine_lr": float("nan")}}, "quarantine_lr must be finite and at least 0, not nan"),
 }
 
 
@@ -832,6 +871,42 @@ def test_what_cannot_be_routed_is_refused_in_one_sentence(case: str, tmp_path: P
         make_trainer(tmp_path, rule, model=model, **settings)
     assert "\n" not in str(error.value)
     attach(model, "blocks.*", spec=LORA)
+
+
+@pytest.mark.parametrize(
+    ("route", "spec", "why"),
+    [
+        ("grad", LORA, "route must be .* not the str 'grad'"),
+        (MaskSpec, LORA, "route must be .* not a type"),
+        (MaskSpec(), "lora", r"adapters must be .* not the str 'lora': write AdapterSpec\('lora', rank=4\)"),
+        (MaskSpec(), None, "adapters must be .* not None"),
+    ],
+)
+def test_another_kind_of_rule_or_adapters_is_refused(route: Any, spec: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=why) as error:
+        make_trainer(tmp_path, route, spec)
+    assert "\n" not in str(error.value)
+
+
+def test_one_pattern_may_be_a_text(tmp_path: Path) -> None:
+    trainer, _ = make_trainer(tmp_path, OpenSpec(), own={"adapt": "blocks.1.attn.*"})
+    assert all(site.startswith("blocks.1.attn.") for site in trainer.adapters.sites)
+
+
+@pytest.mark.parametrize("steps", [2, -1])
+def test_fewer_prompts_than_a_sampling_takes_are_refused(steps: int, tmp_path: Path) -> None:
+    """TRL leaves incomplete samplings out, and so would train nothing, in silence if ``max_steps`` is set."""
+    trainer, _ = make_trainer(tmp_path, OpenSpec(), texts=TEXTS[:3], gradient_accumulation_steps=2, steps=steps)
+    with pytest.raises(ValueError, match="a sampling takes 4 prompts of the data set, which has 3"):
+        trainer.train()
+
+
+def test_infinite_rewards_are_refused(tmp_path: Path) -> None:
+    """TRL makes advantages of 3e38 of them."""
+    trainer, _ = make_trainer(tmp_path, OpenSpec())
+    trainer.reward_funcs = [lambda completion_ids, **_columns: [float("inf"), *reward(completion_ids)[1:]]]
+    with pytest.raises(ValueError, match="a reward is infinite"):
+        trainer.train()
 
 
 def test_a_dtype_that_was_never_compared_with_vllm_is_refused(tmp_path: Path) -> None:

@@ -83,6 +83,16 @@ def test_the_additive_form_moves_the_part_and_keeps_the_sum(name: str) -> None:
         assert torch.allclose(shared + own.kept[scored], plain[scored], rtol=0, atol=1e-16)
 
 
+def test_a_frozen_quarantine_gets_no_part() -> None:
+    """A gradient would let an optimizer change it."""
+    policy, batch = make_policy(SPECS["svd-shared"]), make_batch(6)
+    frozen, *others = policy.adapters.quarantine_parameters().values()
+    frozen.requires_grad_(False)
+    erase_route(policy, "quarantine").backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits).sum())
+    assert frozen.grad is None
+    assert all(p.grad is not None for p in others)
+
+
 def test_the_additive_form_needs_a_shared_basis() -> None:
     for name in ("svd", "lora"):
         policy = make_policy(SPECS[name])
