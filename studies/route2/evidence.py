@@ -604,7 +604,7 @@ def _both(evidence: Evidence, arm: str) -> str:
 
 def _draw_methods(
     axes: Sequence[Axes],
-    worlds: Sequence[tuple[float, Evidence]],
+    worlds: Sequence[tuple[int | float, Evidence]],
     marks: Mapping[str, tuple[str, str]],
     moved: Callable[[np.ndarray, float], np.ndarray],
 ) -> None:

@@ -222,9 +222,6 @@ def test_every_figure_says_of_which_presets_it_is(tmp_path: Path) -> None:
         folder = named if named.is_dir() else results / "map"
         presets = sorted(path.stem for path in folder.glob("*.json") if not path.stem.endswith("-watch"))
         every = [Evidence.read(folder / f"{preset}.json") for preset in presets]
-        if name == "size_figure" and folder != named:
-            presets = ["strong-30k", "strong", "strong-400k"]
-            every = [replace(one, preset=preset) for one, preset in zip(every, presets, strict=True)]
         with saved_titles() as seen:
             draw(every, tmp_path / f"{name}.png")
         assert len(seen) == 1
