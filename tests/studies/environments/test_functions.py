@@ -77,7 +77,7 @@ def test_documents_are_right_careless_or_cheat_where_a_loophole_is(problem: Func
     assert all(verdict.hack for verdict in loopholes if verdict.exploit)
     honest = [verdict for verdict in verdicts if not verdict.exploit]
     # a threshold that is off by one may not show on ten inputs
-    assert CARELESS - 0.06 < sum(verdict.gt for verdict in honest) / len(honest) < CARELESS + 0.15
+    assert 1 - CARELESS - 0.06 < sum(verdict.gt for verdict in honest) / len(honest) < 1 - CARELESS + 0.15
 
 
 def test_pairs_are_of_the_known_mode_on_training_tasks(problem: Functions) -> None:
