@@ -178,6 +178,25 @@ def test_a_model_that_one_has_is_warmed_up_in_its_own_type_and_left_as_it_is(fol
     assert not (tmp_path / "none").exists()
 
 
+def test_a_start_that_cannot_be_warmed_up_is_said_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    other, bare, empty, out = (tmp_path / name for name in ("other", "bare", "empty", "out"))
+    shutil.copytree(folder, other)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(260)
+    model.save_pretrained(other)
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("token*", "chat*"))
+    shutil.copytree(folder, empty, ignore=shutil.ignore_patterns("*.safetensors"))
+    for start, said in (
+        (Path("owner/name"), r"^there is no folder owner/name, so no tokenizer$"),
+        (bare, r"^\S*bare has no tokenizer that can be read \(it makes no token of a text\)$"),
+        (other, r"^the tokenizer has a token \d+, but the model 260: use the model's own tokenizer$"),
+        (empty, r"^\S*empty has no weights"),
+    ):
+        with pytest.raises((ValueError, OSError), match=said):
+            warm_up(Parity(), start, out, steps=1, max_new=16, progress=False)
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_a_tokenizer_keeps_every_text() -> None:
     tokenizer = make_tokenizer(["def f(x):\n    return x\n", "naïve ✓"], 300)
     for text in ("def f(x):\n\treturn x  # ✓ \n\n", "日本", " leading", "<|end|> is a token"):
