@@ -434,7 +434,7 @@ def make_tiny_model(
 ) -> float:
     """Train a tiny chat model and write its checkpoint into ``folder``, which must not exist.
 
-    Documents whose answer is longer than ``max_new`` tokens are left out of the warm-up.
+    Documents whose answer is longer than ``max_new`` tokens, or whose prompt leaves less room, are left out of the warm-up.
 
     Returns:
         The loss of the last step, in nats per token.
@@ -476,7 +476,7 @@ def warm_up(
     """Train all weights of the checkpoint in ``start`` on the problem's documents; write it into ``folder``, which must not exist.
 
     It is trained in float32 and written in the type that it has in ``start``. Documents whose answer is longer than ``max_new``
-    tokens are left out.
+    tokens, or whose prompt leaves less room, are left out.
 
     Returns:
         The loss of the last step, in nats per token.
@@ -521,9 +521,12 @@ def _warm_up(
     encoded = [(chat.prompt(prompt), chat.completion(answer)) for prompt, answer in texts]
     if (highest := max(chat.pad, *(token for both in encoded for ids in both for token in ids))) >= vocabulary:
         raise ValueError(f"the tokenizer has a token {highest}, but the model {vocabulary}: use the model's own tokenizer")
-    fitting = [(prompt, answer) for prompt, answer in encoded if len(answer) <= max_new and len(prompt) + max_new <= context]
-    if not fitting:
+    short = [(prompt, answer) for prompt, answer in encoded if len(answer) <= max_new]
+    if not short:
         raise ValueError(f"no document of {problem.name} has an answer of at most {max_new} tokens: choose a larger max_new")
+    fitting = [(prompt, answer) for prompt, answer in short if len(prompt) + max_new <= context]
+    if not fitting:
+        raise ValueError(f"no document fits {context} tokens of context with {max_new} for its answer: choose a smaller max_new")
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, max(steps, 1))

@@ -175,6 +175,8 @@ def test_a_model_that_one_has_is_warmed_up_in_its_own_type_and_left_as_it_is(fol
         warm_up(Parity(), start, tmp_path / "40")
     with pytest.raises(ValueError, match="no document of parity has an answer of at most 1 tokens"):
         warm_up(Parity(), start, tmp_path / "none", max_new=1)
+    with pytest.raises(ValueError, match="no document fits 4096 tokens of context with 4096 for its answer: choose a smaller"):
+        warm_up(Parity(), start, tmp_path / "none", max_new=4096)
     assert not (tmp_path / "none").exists()
 
 
