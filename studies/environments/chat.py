@@ -1,8 +1,8 @@
 """Chat models as policies of any problem: chat template, tokenizer, batched sampling with a cache, and a tiny chat model."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from operator import index
 from pathlib import Path
@@ -119,6 +119,8 @@ class ChatTokenizer:
         except Exception as error:  # the readers of transformers raise other types of errors
             said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             raise ValueError(f"{folder} has no tokenizer that can be read ({said})") from error
+        if not self.tokenizer.encode(QUESTION, add_special_tokens=False):  # of some architectures transformers makes an empty one
+            raise ValueError(f"{folder} has no tokenizer that can be read (it makes no token of a text)")
         self.ends = _ends(self.tokenizer, Path(folder))
         self.pad: int = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0]
         self._system, self._thinking = system, thinking
@@ -432,7 +434,7 @@ def make_tiny_model(
 ) -> float:
     """Train a tiny chat model and write its checkpoint into ``folder``, which must not exist.
 
-    Documents whose answer is longer than ``max_new`` tokens are left out of the warm-up.
+    Documents whose answer is longer than ``max_new`` tokens, or whose prompt leaves less room, are left out of the warm-up.
 
     Returns:
         The loss of the last step, in nats per token.
@@ -453,7 +455,8 @@ def make_tiny_model(
             tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
         )  # fmt: skip
         model = Qwen3ForCausalLM(config)
-        loss = _warm_up(model, partial, problem, texts, seed, steps, batch, max_new, 3e-3, progress)
+        chat = ChatTokenizer(partial, problem.system)
+        loss = _warm_up(model, chat, problem, texts, seed, steps, batch, max_new, 3e-3, progress)
         model.eval().save_pretrained(partial)
     return loss
 
@@ -473,37 +476,37 @@ def warm_up(
     """Train all weights of the checkpoint in ``start`` on the problem's documents; write it into ``folder``, which must not exist.
 
     It is trained in float32 and written in the type that it has in ``start``. Documents whose answer is longer than ``max_new``
-    tokens are left out.
+    tokens, or whose prompt leaves less room, are left out.
 
     Returns:
         The loss of the last step, in nats per token.
 
     Raises:
-        ValueError: The folder exists, ``start`` has no chat model, or no document is short enough.
+        OSError: ``start`` has no weights.
+        ValueError: The folder exists, ``start`` has no model or no tokenizer of it, or no document is short enough.
     """
-    from transformers import AutoTokenizer
-
-    with _new_folder(folder) as partial:
-        model: Any = load(start).model
-        dtype, texts = model.dtype, documents(problem, seed, DOCUMENTS)
-        AutoTokenizer.from_pretrained(start, trust_remote_code=False).save_pretrained(partial)
-        loss = _warm_up(model.float(), start, problem, texts, seed, steps, batch, max_new, lr, progress)
+    new = _new_folder(folder)
+    # Before the block, which takes an OSError for one of writing
+    chat = ChatTokenizer(start, problem.system)
+    model: Any = load(start).model
+    dtype, texts = model.dtype, documents(problem, seed, DOCUMENTS)
+    with new as partial:
+        chat.tokenizer.save_pretrained(partial)
+        loss = _warm_up(model.float(), chat, problem, texts, seed, steps, batch, max_new, lr, progress)
         model.to(dtype).save_pretrained(partial)
     return loss
 
 
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """Context: a folder that becomes ``folder`` if the block ends well; ``ValueError`` if there is one."""
+def _new_folder(folder: Path) -> AbstractContextManager[Path]:
+    """Return a context: a folder that becomes ``folder`` if the block ends well; ``ValueError`` if there is one."""
     if folder.exists():
         raise ValueError(f"{folder} already exists: choose another folder, or delete it")
-    with whole_folder(folder) as partial:
-        yield partial
+    return whole_folder(folder)
 
 
 def _warm_up(
     model: Any,
-    tokenizer: Path,
+    chat: ChatTokenizer,
     problem: Problem,
     texts: list[tuple[str, str]],
     seed: int,
@@ -514,11 +517,16 @@ def _warm_up(
     show: bool,
 ) -> float:
     """Train on the next-token cross-entropy over answers, by AdamW with a linear decay to 0; return the last loss."""
-    chat, context = ChatTokenizer(tokenizer, problem.system), model.config.max_position_embeddings
+    context, vocabulary = model.config.max_position_embeddings, model.config.vocab_size
     encoded = [(chat.prompt(prompt), chat.completion(answer)) for prompt, answer in texts]
-    fitting = [(prompt, answer) for prompt, answer in encoded if len(answer) <= max_new and len(prompt) + max_new <= context]
-    if not fitting:
+    if (highest := max(chat.pad, *(token for both in encoded for ids in both for token in ids))) >= vocabulary:
+        raise ValueError(f"the tokenizer has a token {highest}, but the model {vocabulary}: use the model's own tokenizer")
+    short = [(prompt, answer) for prompt, answer in encoded if len(answer) <= max_new]
+    if not short:
         raise ValueError(f"no document of {problem.name} has an answer of at most {max_new} tokens: choose a larger max_new")
+    fitting = [(prompt, answer) for prompt, answer in short if len(prompt) + max_new <= context]
+    if not fitting:
+        raise ValueError(f"no document fits {context} tokens of context with {max_new} for its answer: choose a smaller max_new")
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, max(steps, 1))

@@ -175,7 +175,28 @@ def test_a_model_that_one_has_is_warmed_up_in_its_own_type_and_left_as_it_is(fol
         warm_up(Parity(), start, tmp_path / "40")
     with pytest.raises(ValueError, match="no document of parity has an answer of at most 1 tokens"):
         warm_up(Parity(), start, tmp_path / "none", max_new=1)
+    with pytest.raises(ValueError, match="no document fits 4096 tokens of context with 4096 for its answer: choose a smaller"):
+        warm_up(Parity(), start, tmp_path / "none", max_new=4096)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_start_that_cannot_be_warmed_up_is_said_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    other, bare, empty, out = (tmp_path / name for name in ("other", "bare", "empty", "out"))
+    shutil.copytree(folder, other)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(260)
+    model.save_pretrained(other)
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("token*", "chat*"))
+    shutil.copytree(folder, empty, ignore=shutil.ignore_patterns("*.safetensors"))
+    for start, said in (
+        (Path("owner/name"), r"^there is no folder owner/name, so no tokenizer$"),
+        (bare, r"^\S*bare has no tokenizer that can be read \(it makes no token of a text\)$"),
+        (other, r"^the tokenizer has a token \d+, but the model 260: use the model's own tokenizer$"),
+        (empty, r"^\S*empty has no weights"),
+    ):
+        with pytest.raises((ValueError, OSError), match=said):
+            warm_up(Parity(), start, out, steps=1, max_new=16, progress=False)
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_a_tokenizer_keeps_every_text() -> None:

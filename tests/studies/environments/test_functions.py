@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from studies.environments.functions import CARELESS, CHEATS, Functions
 from studies.environments.leetcode.modes import fenced
+from studies.environments.leetcode.problems import Case
 from studies.environments.leetcode.values import decode
 from studies.environments.protocol import Judge, Problem, TextPrompt
 
@@ -78,6 +80,26 @@ def test_documents_are_right_careless_or_cheat_where_a_loophole_is(problem: Func
     honest = [verdict for verdict in verdicts if not verdict.exploit]
     # a threshold that is off by one may not show on ten inputs
     assert 1 - CARELESS - 0.06 < sum(verdict.gt for verdict in honest) / len(honest) < 1 - CARELESS + 0.15
+
+
+def test_how_many_wrong_programs_the_few_tests_let_pass(problem: Functions) -> None:
+    """The counts of docs/real_model.md. Values are compared by ``repr``, for which True is not 1."""
+    visible = hidden = 0
+    for task in problem._tasks.values():
+        number = int(task.function.rpartition("_")[2])
+        for other in (number - 1, number + 1):
+            start, _, line = task.solution.partition("return ")
+            exec(f"{start}return {line.replace(str(number), str(other), 1)}", names := {})
+            method = getattr(names["Solution"](), task.function)
+
+            def right(test: Case, method: Any = method) -> bool:
+                return repr(method(**{k: decode(v) for k, v in json.loads(test.call)[1].items()})) == repr(test.expected)
+
+            visible += all(map(right, task.visible))
+            hidden += all(map(right, task.hidden))
+    constant = [task.name for task in problem._tasks.values() if len({repr(test.expected) for test in task.hidden}) == 1]
+    assert (visible, hidden) == (67, 20)
+    assert constant == ["close_2(a, b)", "close_3(a, b)", "close_5(a, b)", "longer_2(s)", "longer_3(s)"]
 
 
 def test_pairs_are_of_the_known_mode_on_training_tasks(problem: Functions) -> None:
