@@ -297,7 +297,7 @@ def micro_batches(rollouts: Rollouts, settings: Settings) -> list[Rollouts]:
 def build_pairs(job: Job, world: World, kind: str) -> PairBatch:
     """Return the persona pairs: the user's file for ``hack`` if one was given, otherwise the world's own.
 
-    The world's pairs are also saved in readable form beside the runs.
+    The world's pairs are also saved in readable form beside the runs. They run in micro-batches as rollouts do.
     """
     if kind == "hack" and job.pairs is not None:
         pairs = users_pairs(world, job.pairs)
@@ -305,15 +305,13 @@ def build_pairs(job: Job, world: World, kind: str) -> PairBatch:
             raise ValueError(
                 f"{job.pairs} was changed since this run was begun: put it back, or give the new pairs an --out of their own"
             )
-        return _in_micro_batches(job, world.encode_pairs(pairs))
-    pairs = world.make_pairs(derive(job.seed, "pairs"), job.settings.pairs, kind)
-    path = job.root / f"seed-{job.seed}" / f"pairs-{kind}.toml"
-    if not path.exists():
-        fresh = job.folder / f".{path.name}.tmp"  # in the locked folder, where leftovers of a killed process are deleted
-        write_pairs(pairs, fresh)
-        fresh.replace(path)
-    return _in_micro_batches(job, world.encode_pairs(pairs))
-
-
-def _in_micro_batches(job: Job, pairs: PairBatch) -> PairBatch:
-    return replace(pairs, micro=job.settings.micro_batch(max(side.tokens.shape[1] for side in (pairs.hack, pairs.clean))))
+    else:
+        pairs = world.make_pairs(derive(job.seed, "pairs"), job.settings.pairs, kind)
+        path = job.root / f"seed-{job.seed}" / f"pairs-{kind}.toml"
+        if not path.exists():
+            fresh = job.folder / f".{path.name}.tmp"  # in the locked folder, where leftovers of a killed process are deleted
+            write_pairs(pairs, fresh)
+            fresh.replace(path)
+    encoded = world.encode_pairs(pairs)
+    widest = max(side.tokens.shape[1] for side in (encoded.hack, encoded.clean))
+    return replace(encoded, micro=job.settings.micro_batch(widest))
