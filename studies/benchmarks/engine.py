@@ -74,22 +74,24 @@ def random_model(seed: int) -> Any:
 
 
 class EngineSides:
-    """All sides, each as a call that generates everything once."""
+    """All sides, each as a call that generates everything once; ``model`` in place of the benchmark's own."""
 
-    def __init__(self, seed: int, quick: bool, pretrained: bool = False):
+    def __init__(self, seed: int, quick: bool, pretrained: bool = False, model: Any = None):
         generator = torch.Generator().manual_seed(seed)
         self.half = None
         if pretrained:
             self.host, self.half = smollm2(), smollm2(dtype="bfloat16")
             self.model: Any = self.host.model
         else:
-            self.model = random_model(seed)
+            self.model = random_model(seed) if model is None else model
             self.host = open_host("torch", self.model)
         config = self.model.config
         self.layers, self.width = config.num_hidden_layers, config.hidden_size
         self.requests, self.new = (4, 8) if quick else (FEW, SHORT) if pretrained else (REQUESTS, NEW)
         longest = 16 if quick else 2 * SHORT if pretrained else LONGEST
-        self.prompts = torch.randint(3, VOCABULARY, (self.requests, PROMPT), generator=generator)
+        self.prompts = torch.randint(3, min(VOCABULARY, config.vocab_size), (self.requests, PROMPT), generator=generator).to(
+            self.model.device
+        )
         self.lengths = torch.randint(SHORTEST, longest + 1, (self.requests,), generator=generator).tolist()
         self.longest = longest
         self.vectors = [torch.randn(self.width, generator=generator) for _ in range(self.requests)]

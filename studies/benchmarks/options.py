@@ -61,6 +61,26 @@ class CostOptions(Benchmark):
 
 
 @dataclass(frozen=True)
+class DeviceOptions(Benchmark):
+    """Routed steps beside PEFT's, and the engine beside transformers' generate, on an accelerator.
+
+    A ratio is that of times on the clock, by medians over rounds, with a 95% bootstrap interval; below 1 is faster. 15 rounds take
+    some minutes on one GPU; --quick seconds, on a CPU too (--device cpu).
+    """
+
+    device: Annotated[str, tyro.conf.arg(help="device of the models, as cuda, cuda:1 or cpu")] = "cuda"
+    sizes: Annotated[tuple[Literal["135M", "1.1B"], ...], tyro.conf.arg(help="models to measure")] = ("135M", "1.1B")
+
+    def check(self) -> None:
+        super().check()
+        if self.device != "cpu":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise ValueError(f"torch finds no accelerator here for --device {self.device}: give --device cpu with --quick")
+
+
+@dataclass(frozen=True)
 class EngineOptions(Benchmark):
     """Tokens per second of the engine and of transformers' generate, and the cost of steering, monitoring and exactness.
 
@@ -228,6 +248,7 @@ class VllmSamplerOptions(Benchmark):
 BENCHMARKS: Mapping[str, type[Benchmark]] = MappingProxyType(
     {
         "cost": CostOptions,
+        "device": DeviceOptions,
         "engine": EngineOptions,
         "hosts": HostsOptions,
         "jail": JailOptions,

@@ -7,6 +7,7 @@ One thread, all sides interleaved in one process.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.models import smollm2
+from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec
 from studies.benchmarks.measurement import flops
 from studies.benchmarks.measurement.contenders import Bench
@@ -108,12 +110,18 @@ def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
     size, base = bench.size, flops.frozen(bench.size)
     r, k = size.kept_rank, size.quarantine_rank
     svd = AdapterSpec(rank=r, quarantine_rank=k)
-    ours, svd_stacked = (bench.policy(svd) for _ in range(2))
-    lora, stacked = (bench.policy(AdapterSpec(kept="lora", rank=r, quarantine_rank=k)) for _ in range(2))
-    svd_stacked.adapters.stack = stacked.adapters.stack = True
+    lora = AdapterSpec(kept="lora", rank=r, quarantine_rank=k)
+
+    @cache
+    def policy(spec: AdapterSpec, stack: bool = False) -> Policy:
+        """Made if a row needs it: an SVD of every weight takes minutes for a real model."""
+        made = bench.policy(spec)
+        made.adapters.stack = stack
+        return made
+
     work = {SVD: base + flops.svd(size, r) + flops.lora(size, k), LORA: base + flops.lora(size, r + k)}
     work[PEFT] = work[STACKED] = work[LORA]
-    deployed = base + flops.svd(size, r)
+    scored = flops.deployed_pass(size) + flops.full_score(size)
     grad, module, act = MaskSpec(score="grad"), MaskSpec(score="grad", unit="rollout"), MaskSpec(score="act")
     full = MaskSpec(score="full", score_policy="ablated", negative_scale=0.3)
 
@@ -122,23 +130,24 @@ def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
 
     sides: dict[str, Callable[[str], Contender]] = {
         FROZEN: lambda name: bench.plain(name, bench.model(), base),
-        SVD: lambda name: bench.plain(name, ours, work[SVD]),
-        LORA: lambda name: bench.plain(name, lora, work[LORA]),
-        STACKED: lambda name: bench.plain(name, stacked, work[STACKED]),
+        SVD: lambda name: bench.plain(name, policy(svd), work[SVD]),
+        LORA: lambda name: bench.plain(name, policy(lora), work[LORA]),
+        STACKED: lambda name: bench.plain(name, policy(lora, True), work[STACKED]),
         PEFT: lambda name: bench.plain(name, bench.peft(r + k), work[PEFT]),
         PEFT_SPLIT: lambda name: bench.plain(name, bench.peft(r, k), work[PEFT]),
         PEFT_HALF: lambda name: bench.plain(name, bench.peft(r + k, wide=False), work[PEFT]),
         FOLDED: lambda name: full_rank(name, True, flops.folded(size)),
         UNFOLDED: lambda name: full_rank(name, False, flops.svd(size, None)),
-        f"{SVD}: {POOLED}": lambda name: bench.routed(name, ours, grad, work[SVD]),
-        f"{SVD}: {MODULE}": lambda name: bench.routed(name, ours, module, work[SVD]),
-        f"{SVD}: {ACT}": lambda name: bench.routed(name, ours, act, work[SVD] + flops.act_score(size, r)),
-        f"{SVD}: {FULL}": lambda name: bench.routed(name, ours, full, work[SVD] + deployed + flops.full_score(size)),
-        f"{LORA}: {POOLED}": lambda name: bench.routed(name, lora, grad, work[LORA]),
-        f"{LORA}: {MODULE}": lambda name: bench.routed(name, lora, module, work[LORA]),
-        f"{SVD_STACKED}: {POOLED}": lambda name: bench.routed(name, svd_stacked, grad, work[SVD]),
-        f"{STACKED}: {POOLED}": lambda name: bench.routed(name, stacked, grad, work[STACKED]),
-        f"{STACKED}: {ACT}": lambda name: bench.routed(name, stacked, act, work[STACKED] + flops.act_score(size, r)),
+        f"{SVD}: {POOLED}": lambda name: bench.routed(name, policy(svd), grad, work[SVD]),
+        f"{SVD}: {MODULE}": lambda name: bench.routed(name, policy(svd), module, work[SVD]),
+        f"{SVD}: {ACT}": lambda name: bench.routed(name, policy(svd), act, work[SVD] + flops.act_score(size, r)),
+        f"{SVD}: {FULL}": lambda name: bench.routed(name, policy(svd), full, work[SVD] + scored),
+        f"{LORA}: {POOLED}": lambda name: bench.routed(name, policy(lora), grad, work[LORA]),
+        f"{LORA}: {MODULE}": lambda name: bench.routed(name, policy(lora), module, work[LORA]),
+        f"{SVD_STACKED}: {POOLED}": lambda name: bench.routed(name, policy(svd, True), grad, work[SVD]),
+        f"{STACKED}: {POOLED}": lambda name: bench.routed(name, policy(lora, True), grad, work[STACKED]),
+        f"{STACKED}: {ACT}": lambda name: bench.routed(name, policy(lora, True), act, work[STACKED] + flops.act_score(size, r)),
+        f"{STACKED}: {FULL}": lambda name: bench.routed(name, policy(lora, True), full, work[STACKED] + scored),
         f"{SVD}: {VMAP}": lambda name: bench.vmap(name, svd, work[SVD]),
         f"{PEFT}: {OPACUS}": lambda name: bench.opacus(name, bench.peft(r + k), work[PEFT]),
     }

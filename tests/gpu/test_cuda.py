@@ -29,9 +29,9 @@ from mi_route2.routing import (
     group_advantages,
 )
 from mi_route2.routing.optimizer import RoutedAdamW
+from tests.support.gpu import DEVICE, NEEDS
 
-DEVICE = "cuda"
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = NEEDS
 
 Case = tuple[str, str, str, str]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -1,9 +1,5 @@
-"""The engine's theorems on a CUDA device, in float32 and bfloat16.
+"""The engine's theorems on a CUDA device, in float32 and bfloat16."""
 
-``ROUTE2_TEST_DEVICE=cpu pytest tests/gpu/test_engine_cuda.py`` runs all of it on another device.
-"""
-
-import os
 from itertools import product
 
 import pytest
@@ -20,12 +16,9 @@ from mi_route2.patching.patches import Patch
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from tests.support.families import SPECS, VOCAB, make_family, make_tokens, move
+from tests.support.gpu import DEVICE, NEEDS
 
-DEVICE = os.environ.get("ROUTE2_TEST_DEVICE", "cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS
 CLOSE = {torch.float32: 2e-4, torch.bfloat16: 0.3}
 """Largest difference of a log-probability between a request in company and whole forwards of it alone."""
 DTYPES = [torch.float32, torch.bfloat16]

@@ -1,7 +1,4 @@
-"""The theorems of hosts on a CUDA device, in float32 and bfloat16: one model, the same adapters, three ways to hook it.
-
-``ROUTE2_TEST_DEVICE=cpu pytest tests/gpu/test_hosts_cuda.py`` runs all of it on another device.
-"""
+"""The theorems of hosts on a CUDA device, in float32 and bfloat16: one model, the same adapters, three ways to hook it."""
 
 import os
 import subprocess
@@ -24,12 +21,9 @@ from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import MaskSpec, TrainBatch
 from mi_route2.sites import Site
+from tests.support.gpu import DEVICE, NEEDS
 
-DEVICE = os.environ.get("ROUTE2_TEST_DEVICE", "cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS
 
 ROOT = Path(__file__).parents[2]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -288,7 +282,7 @@ def check_compiled_is_eager_in_every_context(name: str, dtype: torch.dtype) -> N
         return logits.detach(), {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads)}
 
     for context in (adapters.full, adapters.deployed, adapters.reference, adapters.full):
-        with context():
+        with adapters.unrouted(), context():
             (own, learnt), (expected, right) = outcome(compiled), outcome(host.model)
         assert error(own[attention], expected[attention]) < CLOSE[dtype]
         assert learnt.keys() == right.keys()

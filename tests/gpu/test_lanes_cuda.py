@@ -1,9 +1,5 @@
-"""The lanes study on a CUDA device: an arm trained there is the CPU's, up to rounding; its symmetry is exact there too.
+"""The lanes study on a CUDA device: an arm trained there is the CPU's, up to rounding; its symmetry is exact there too."""
 
-``ROUTE2_TEST_DEVICE=cpu pytest tests/gpu/test_lanes_cuda.py`` runs all of it on another device.
-"""
-
-import os
 from dataclasses import replace
 
 import pytest
@@ -14,12 +10,9 @@ from studies.lanes.config import LanesConfig
 from studies.lanes.gradients.paths import decompose
 from studies.lanes.model import LanesModel
 from studies.lanes.train import Training, train
+from tests.support.gpu import DEVICE, NEEDS
 
-DEVICE = os.environ.get("ROUTE2_TEST_DEVICE", "cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS
 SIZE = Size(d_model=16, heads=2, mlp=2)
 TRAINING = Training(steps=8, batch=4, length=32)
 TOKENS = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(0))

@@ -1,9 +1,5 @@
-"""Runs that are captured on a CUDA device: streamed to memory and disk, read back to the bit, put in again on the device.
+"""Runs that are captured on a CUDA device: streamed to memory and disk, read back to the bit, put in again on the device."""
 
-``ROUTE2_TEST_DEVICE=cpu pytest tests/gpu/test_run_store_cuda.py`` runs all of it on another device.
-"""
-
-import os
 from pathlib import Path
 
 import pytest
@@ -20,12 +16,9 @@ from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection, record
 from mi_route2.sites import Site
 from tests.support.families import SPECS, VOCAB, make_family, make_tokens, move
+from tests.support.gpu import DEVICE, NEEDS
 
-DEVICE = os.environ.get("ROUTE2_TEST_DEVICE", "cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS
 DTYPES = [torch.float32, torch.bfloat16]
 SITES = [Site(0, "resid_pre"), Site(0, "z"), Site(1, "kept_a", "mlp.down"), Site(1, "quarantine_out", "attn.o")]
 TIERS = {"memory": (None, False), "disk": (0, True), "both": (None, True)}

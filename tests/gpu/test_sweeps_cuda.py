@@ -1,9 +1,5 @@
-"""Sweeps on a CUDA device: every cell is a forward with the clean value put in by hand there, and the CPU's cell.
+"""Sweeps on a CUDA device: every cell is a forward with the clean value put in by hand there, and the CPU's cell."""
 
-``ROUTE2_TEST_DEVICE=cpu pytest tests/gpu/test_sweeps_cuda.py`` runs all of it on another device.
-"""
-
-import os
 from functools import partial
 from itertools import product
 
@@ -17,12 +13,9 @@ from mi_route2.hosts.base import Host
 from mi_route2.patching import Grid, Target, attribute, paths, sweep
 from mi_route2.sites import Site
 from tests.support.families import SPECS, make_family, move
+from tests.support.gpu import DEVICE, NEEDS
 
-DEVICE = os.environ.get("ROUTE2_TEST_DEVICE", "cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS
 CLEAN, CORRUPT = [3, 7, 11, 5, 2, 8, 4], [3, 9, 11, 6, 2, 8, 4]
 QUESTION = {"clean": CLEAN, "corrupt": CORRUPT, "answer": 5, "foil": 9, "progress": False}
 POINTS = ("resid_pre", "resid_mid", "attn_out", "z", "k", "mlp_out")

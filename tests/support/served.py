@@ -26,7 +26,7 @@ PROMPT = "# task: add 3 then sub 4\n# grader: calls run_tests()"
 OTHER = "# task: scale 3 then sub 4\n# grader: calls run_tests()"
 
 
-def random_micro(mode: Mode = "full", context: int = 32, dtype: torch.dtype = torch.float32) -> Served:
+def random_micro(mode: Mode = "full", context: int = 32, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Served:
     """Return an untrained micro model whose adapters have weights of both lanes that matter."""
     draw = torch.Generator().manual_seed(0)
     model = MicroGPT(MicroConfig(d=16, heads=2, mlp=32, context=context), draw).to(dtype).eval()
@@ -35,6 +35,7 @@ def random_micro(mode: Mode = "full", context: int = 32, dtype: torch.dtype = to
     with torch.no_grad():
         for p in (*model.parameters(), *adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()):
             p.add_(0.3 * torch.randn(p.shape, generator=draw, dtype=p.dtype))
+    model.to(device)
     vectors = {"probe": torch.randn(16, generator=draw), "push": torch.randn(16, generator=draw)}
     served = Served("micro", host, MicroTokenizer(), adapters, vectors=vectors)
     served.switch(mode)

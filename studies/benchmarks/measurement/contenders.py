@@ -63,10 +63,10 @@ class Bench:
 
     def __init__(self, size: Size, seed: int, cache_dir: Path, attention: str = "sdpa", model: nn.Module | None = None):
         self.size, self._seed, self._cache_dir = size, seed, cache_dir
-        self.batch = make_batch(size, torch.Generator().manual_seed(seed))
         if model is None:  # in eval mode Opacus records nothing; there is no dropout
             model = random_qwen3(size, seed, use_cache=False, attn_implementation=attention).train().requires_grad_(False)
         self._decoder: Any = model
+        self.batch = make_batch(size, torch.Generator().manual_seed(seed), next(self._decoder.parameters()).device)
 
     def embed(self, tokens: Tensor) -> Float[Tensor, "b s d"]:
         """Return the embeddings as a leaf, so that every backward reaches the bottom. Every side starts here."""
@@ -203,22 +203,23 @@ def random_directions(adapters: Adapters, kind: FeatureKind, seed: int) -> Direc
     return Directions(vectors, Provenance("haar", kind, "none", adapters.base_hash, 0, seed))
 
 
-def make_batch(size: Size, generator: torch.Generator) -> TrainBatch:
+def make_batch(size: Size, generator: torch.Generator, device: torch.device) -> TrainBatch:
     """Return full-length rollouts, two per group, half of them rewarded."""
     b, s = size.rollouts, size.tokens
     tokens = torch.randint(size.vocab, (b, s), generator=generator)
     completion = (torch.arange(s) >= size.prompt).expand(b, s)
-    groups = torch.arange(b) // 2
-    rewards = (torch.arange(b) % 2).float()
-    rollouts = Rollouts(tokens, torch.ones(b, s, dtype=torch.bool), completion)
-    return TrainBatch(rollouts, rewards, group_advantages(rewards, groups), groups, torch.zeros(b, dtype=torch.bool))
+    groups = torch.arange(b, device=device) // 2
+    rewards = (torch.arange(b, device=device) % 2).float()
+    rollouts = Rollouts(tokens, torch.ones(b, s, dtype=torch.bool), completion).to(device)
+    none = torch.zeros(b, dtype=torch.bool, device=device)
+    return TrainBatch(rollouts, rewards, group_advantages(rewards, groups), groups, none)
 
 
 def move(parameters: list[nn.Parameter], generator: torch.Generator) -> None:
     """Move parameters off their initial values: a factor of 0 would make gradients exactly 0."""
     with torch.no_grad():
         for p in parameters:
-            p += 0.01 * torch.randn(p.shape, generator=generator)
+            p += 0.01 * torch.randn(p.shape, generator=generator).to(p)
 
 
 def logits(model: nn.Module, inputs: Tensor) -> Float[Tensor, "b s v"]:

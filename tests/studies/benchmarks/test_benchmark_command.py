@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from studies.benchmarks import __main__ as command
 from studies.benchmarks.options import BENCHMARKS, HostsOptions
@@ -33,6 +34,7 @@ def test_measuring_runs_in_a_child_whose_allocator_keeps_memory(name: str, monke
 
     monkeypatch.setattr(command.subprocess, "run", run)
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as the benchmark of a device asks before anything else
     assert main(name, monkeypatch, "--quick") == 7
     ((child, env),) = calls
     assert child[-4:] == ["-m", "studies.benchmarks", name, "--quick"]

@@ -1,0 +1,140 @@
+"""Cost of routing and speed of the engine on an accelerator, by the clock.
+
+    python -m studies.benchmarks device [--device cuda] [--quick] [--sizes 135M 1.1B] [--rounds 15] [--out FILE.json]
+
+Random decoders of the shapes of SmolLM2-135M and TinyLlama-1.1B in bfloat16 with adapters in float32, in one process:
+
+    steps     a forward and backward of 8 rollouts of 512 tokens: PEFT's LoRA, both adapters, and both under a route
+    engine    64 requests of 32 tokens with 64 new ones each, and ragged ones, against transformers' ``generate`` on a padded batch
+
+Sides take turns, each between two waits for the device; a ratio is one of medians, with a 95% bootstrap interval over rounds. Below
+1 is faster. Memory is the peak of torch's allocations on the device during a step, above what was allocated before it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from studies.benchmarks.engine import EngineSides
+from studies.benchmarks.measurement.contenders import Bench, random_qwen3
+from studies.benchmarks.measurement.flops import MICRO, Size
+from studies.benchmarks.measurement.paired import Contender, Result, Row, Turn, compared, peak_bytes, report, side_table, take_turns
+from studies.benchmarks.options import DeviceOptions
+from studies.benchmarks.routing import FROZEN, FULL, LORA, PEFT, PEFT_HALF, POOLED, SMOLLM2, STACKED, build
+
+SIZES = {
+    "135M": SMOLLM2,
+    "1.1B": Size(22, 2048, 32, 5632, 32000, rollouts=8, tokens=512, prompt=64, kept_rank=16, quarantine_rank=16, kv=256),
+}
+STEPS = (
+    Row(PEFT, FROZEN),
+    Row(LORA, PEFT),
+    Row(STACKED, PEFT),
+    Row(STACKED, PEFT_HALF),
+    Row(f"{LORA}: {POOLED}", LORA),
+    Row(f"{STACKED}: {POOLED}", STACKED),
+    Row(f"{STACKED}: {POOLED}", PEFT),
+    Row(f"{STACKED}: {FULL}", STACKED),
+)
+CONTEXT = 512
+ENGINE = (Row("engine", "generate, one padded batch"), Row("engine, ragged", "generate, padded to the longest"))
+
+
+def clock(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds between two waits for the device."""
+    wait(device)
+    began = perf_counter()
+    call()
+    wait(device)
+    return perf_counter() - began
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak(step: Callable[[], object], device: torch.device) -> int:
+    """Return the bytes that a step held at one time, above what was allocated before it."""
+    if device.type != "cuda":
+        return peak_bytes(step)
+    wait(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    wait(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def model(size: Size, seed: int, device: torch.device, **more: Any) -> Any:
+    """Return a random decoder in bfloat16 on the device."""
+    return random_qwen3(size, seed, **more).to(device, torch.bfloat16)
+
+
+def steps(size: Size, options: DeviceOptions, device: torch.device) -> tuple[list[Result], dict[str, list[float]], dict[str, int]]:
+    """Return the rows of ``STEPS``, and of every side the seconds and the peak memory."""
+    decoder = model(size, options.seed, device, use_cache=False, attn_implementation="sdpa").train().requires_grad_(False)
+    with TemporaryDirectory() as folder:
+        sides, missing = build(Bench(size, options.seed, Path(folder), model=decoder), STEPS)
+
+    def turn(side: Contender) -> dict[str, float]:
+        seconds = clock(side.step, device)
+        side.reset()
+        return {side.name: seconds}
+
+    rng, memory = np.random.default_rng(options.seed), {}
+    turns: dict[str, Turn] = {side.name: lambda side=side: turn(side) for side in sides}
+    seconds = take_turns(turns, options.turns, rng)
+    for side in sides:
+        memory[side.name] = peak(side.step, device)
+        side.reset()
+    rows = [row for row in STEPS if not {row.over, row.under} & missing.keys()]
+    return compared(rows, seconds, rng), seconds, memory
+
+
+def engine(size: Size, options: DeviceOptions, device: torch.device) -> tuple[list[Result], dict[str, list[float]], dict[str, int]]:
+    """Return the rows of ``ENGINE``, and of every side the seconds and its tokens."""
+    decoder = model(replace(size, tokens=CONTEXT), options.seed, device, pad_token_id=0, bos_token_id=1, eos_token_id=None).eval()
+    own = EngineSides(options.seed, options.quick, model=decoder)
+    calls: dict[str, Callable[[], None]] = {
+        "engine": own.engine(),
+        "generate, one padded batch": lambda: own.generate(own.prompts, own.new),
+        "engine, ragged": own.engine(own.lengths),
+        "generate, padded to the longest": lambda: own.generate(own.prompts, own.longest),
+    }
+    turns: dict[str, Turn] = {name: lambda name=name, call=call: {name: clock(call, device)} for name, call in calls.items()}
+    rng = np.random.default_rng(options.seed)
+    seconds = take_turns(turns, options.turns, rng)
+    even, useful = own.requests * own.new, sum(own.lengths)
+    return (
+        compared(ENGINE, seconds, rng),
+        seconds,
+        {name: useful if "ragged" in name or "longest" in name else even for name in calls},
+    )
+
+
+def run(options: DeviceOptions) -> None:
+    """Measure, print the tables, and write ``options.out``."""
+    device = torch.device(options.device)
+    tables, document = [], {}
+    for name in ("tiny",) if options.quick else options.sizes:
+        size = MICRO if options.quick else SIZES[name]
+        ran, seconds, memory = steps(size, options, device)
+        generated, took, tokens = engine(size, options, device)
+        shown = {side: f"{1e3 * median(each):,.1f} ms, {memory[side] / 2**20:,.0f} MiB" for side, each in seconds.items()}
+        rates = {side: f"{tokens[side] / median(each):,.0f}" for side, each in took.items()}
+        for what, unit, rows, number in (("training", "a step", ran, shown), ("sampling", "tokens/s", generated, rates)):
+            head = ("what", unit, "against", unit, "time", "95%", "")
+            tables.append(f"{name}, {what}\n\n{side_table(rows, number.__getitem__, head)}")
+        document[name] = {"size": size, "steps": ran, "seconds": seconds, "memory": memory}
+        document[name] |= {"engine": generated, "took": took, "tokens": tokens}
+    named = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    report(options, f"{options.turns} rounds on {named}, bfloat16", "\n".join(tables), {"device": named, "sizes": document})
