@@ -333,6 +333,11 @@ class Policy:
                 "was given, or deepcopy(policy) for a copy of both"
             )
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the model, where batches must lie; contrast pairs and samples are moved to it."""
+        return next(self.model.parameters()).device
+
     @checked
     def logits(self, rollouts: Rollouts) -> Float[Tensor, "b s v"]:
         """Return next-token logits ``[b s v]``.
@@ -499,9 +504,9 @@ def group_advantages(
     if not len(rewards):
         raise ValueError("there are no rewards: the batch has no rollouts")
     demand_finite("rewards", rewards)
-    dtype, rewards = rewards.dtype, rewards.to(wide(rewards.dtype))  # a count in bfloat16 ends at 256
-    weight = torch.ones_like(rewards) if counted is None else counted.to(rewards.dtype)
-    _, index = groups.unique(return_inverse=True)
+    given, rewards = rewards, rewards.to("cpu", wide(rewards.dtype))  # a count in bfloat16 ends at 256, and a GPU adds in any order
+    weight = torch.ones_like(rewards) if counted is None else counted.to(rewards)
+    _, index = groups.cpu().unique(return_inverse=True)
     size = int(index.max()) + 1
     total = rewards.new_zeros(size).index_add_(0, index, rewards * weight)
     count = rewards.new_zeros(size).index_add_(0, index, weight)
@@ -512,4 +517,4 @@ def group_advantages(
         for worst, how in ((torch.inf, "amin"), (-torch.inf, "amax"))
     )
     advantage = rewards - torch.where(low == high, low, mean)[index]
-    return torch.where(count[index] > 0, advantage, torch.zeros_like(advantage)).to(dtype)
+    return torch.where(count[index] > 0, advantage, torch.zeros_like(advantage)).to(given)

@@ -50,7 +50,7 @@ class Dataset:
         for layer, h in self.hidden.items():
             if h.shape[:2] != self.mask.shape:
                 raise ValueError(f"Layer {layer!r} is {tuple(h.shape)}, but the mask is {tuple(self.mask.shape)}.")
-            if not bool(torch.isfinite(h[self.mask]).all()):
+            if not bool(torch.isfinite(h[self.mask.to(h.device)]).all()):
                 raise ValueError(f"Layer {layer!r} holds NaN or infinity inside the mask: leave such rollouts out.")
 
 

@@ -36,5 +36,5 @@ class HaarFitter:
         """Return a new random direction. ValueError before the first `update`."""
         if self._width is None:
             raise ValueError("The width is not known yet: call update with a batch of activations first.")
-        z = torch.randn(self._width, generator=self._generator, dtype=torch.float64)
+        z = torch.randn(self._width, generator=self._generator, dtype=torch.float64, device="cpu")
         return DirectionProbe(unit_vector(z), self._score)

@@ -22,14 +22,14 @@ class MeanDifferenceFitter:
     def __init__(self, unit: Unit = "rollout") -> None:
         self._unit: Unit = unit
         self._sums: Tensor | None = None
-        self._counts = torch.zeros(2, dtype=torch.int64)
+        self._counts = torch.zeros(2, dtype=torch.int64, device="cpu")
 
     @checked
     def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
         """Add a batch to the sums. ValueError for non-finite activations inside the mask, or another width."""
         x, y = examples(h, mask, hack, self._unit)
         if self._sums is None:
-            self._sums = torch.zeros(2, x.shape[1], dtype=torch.float64)
+            self._sums = torch.zeros(2, x.shape[1], dtype=torch.float64, device="cpu")
         require_width(x, self._sums.shape[1])
         for label in (0, 1):
             self._sums[label] += x[y == bool(label)].sum(dim=0)

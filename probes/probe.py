@@ -69,7 +69,7 @@ def pool(h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b d"]:
     Raises:
         ValueError: a rollout without a masked position.
     """
-    mask = as_mask("mask", mask)
+    mask = as_mask("mask", mask).to(h.device)
     count = mask.sum(dim=1)
     if empty := (count == 0).nonzero().flatten().tolist():
         raise ValueError(f"Rollouts {empty[:8]} have no position in the mask: drop them, or mark a predictor position.")
@@ -93,7 +93,7 @@ def examples(h: Float[Tensor, "b s d"], mask: Mask, hack: Labels, unit: Unit) ->
     Raises:
         ValueError: an activation inside the mask is not finite.
     """
-    mask, hack = as_mask("mask", mask), as_mask("hack", hack)
+    mask, hack = as_mask("mask", mask).to(h.device), as_mask("hack", hack).to(h.device)
     if unit == "rollout":
         x, y = pool(h, mask), hack
     else:

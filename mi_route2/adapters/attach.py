@@ -503,6 +503,11 @@ def attach(
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
     refuse_offloaded(model)
+    if len(devices := sorted({str(p.device) for p in model.parameters()})) > 1:
+        raise ValueError(
+            f"the weights of this model are on {' and '.join(devices)}, and what its modules learn is compared: load it on one "
+            "device, or train it sharded with TRL"
+        )
     linears = slots(model) if known is None else known
     chosen = matching(linears, *patterns, expect=expect)
     if known is None:

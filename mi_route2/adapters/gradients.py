@@ -73,16 +73,24 @@ _CASTING = ("cpu", "cuda", "mps", "xpu")
 """Devices that autocast knows."""
 
 
+_PRODUCTS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore[reportAttributeAccessIssue]
+"""Settings of products of float32 numbers, which `torch.set_float32_matmul_precision` may make those of TF32 or bfloat16."""
+
+
 @contextmanager
 def exact() -> Iterator[None]:
-    """Context, or decorator: outside of autocast, which would round the products of float32 numbers to half precision."""
+    """Context, or decorator: outside of autocast and TF32, which would round the products of float32 numbers to fewer bits."""
     casting = [device for device in _CASTING if torch.is_autocast_enabled(device)]
-    if not casting:
+    rounded = [(backend, now) for backend in _PRODUCTS if (now := backend.fp32_precision) not in ("none", "ieee")]
+    if not casting and not rounded:
         yield
         return
     with ExitStack() as off:
         for device in casting:
             off.enter_context(torch.autocast(device, enabled=False))
+        for backend, now in rounded:
+            backend.fp32_precision = "ieee"
+            off.callback(setattr, backend, "fp32_precision", now)
         yield
 
 

@@ -37,7 +37,7 @@ from mi_route2.sites import Slot, whole
 def gaussian(rows: int, weight: Float[Tensor, "d_out d_in"], generator: torch.Generator) -> Float[Tensor, "rows d_in"]:
     """Return ``[rows, d_in]`` from N(0, 1/d_in), drawn in float64 on the CPU so that values do not depend on device or dtype."""
     d_in = weight.shape[1]
-    draw = torch.randn(rows, d_in, generator=generator, dtype=torch.float64) / d_in**0.5
+    draw = torch.randn(rows, d_in, generator=generator, dtype=torch.float64, device="cpu") / d_in**0.5
     return draw.to(weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32)
 
 
@@ -370,7 +370,7 @@ class Branch(nn.Module):
         y = self.quarantine(x, tape, self._gate("quarantine"), self.site)
         if tape is not None and tape.l1 > 0 and torch.is_grad_enabled():
             packed, size = tape.packing(y) is not None, tape.rollouts * tape.tokens * y.shape[-1]
-            real = None if tape.real is None or packed else tape.real.reshape(y.shape[:-1])
+            real = None if tape.real is None or packed else tape.real.reshape(y.shape[:-1]).to(y.device)
             y = L1.apply(y, tape.l1 / (size * self._board.sites), real)
         return y  # pyright: ignore[reportReturnType]
 
@@ -414,7 +414,8 @@ class RoutedLinear(nn.Module):
         for slot, branch in zip(slots, branches, strict=True):
             self._names.append("route" if slot.rows is None else f"route_{slot.name.rpartition('.')[2]}")
             self.add_module(self._names[-1], branch)
-            self.register_buffer(f"{self._names[-1]}_rows", slot.rows, persistent=False)
+            rows = slot.rows if slot.rows is None else slot.rows.to(slot.module.get_parameter("weight").device)
+            self.register_buffer(f"{self._names[-1]}_rows", rows, persistent=False)
         self.register_buffer("merged_weight", None, persistent=False)
         self.train(self.base.training)  # so that a model in eval() has no module in training mode afterwards
 

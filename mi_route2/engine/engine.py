@@ -656,6 +656,10 @@ class Engine:
 
     def _append(self, due: list[EngineRequest], logits: Tensor, ended: list[tuple[EngineRequest, Finish, str | None]]) -> None:
         """Append the next token of each request in ``due``; add those that end to ``ended``, with finish and error."""
+        if self._residents.exact and logits.is_cuda and len(due) > 1:  # there a long row's softmax is split by its address
+            for i, one in enumerate(due):
+                self._append([one], logits[i : i + 1].clone(), ended)
+            return
         uniforms = [one.uniforms[one.generated] if one.uniforms else 0.0 for one in due]
         try:
             chosen, values = choose(logits, [one.sampling for one in due], uniforms)
@@ -691,6 +695,11 @@ class Engine:
             if len(one.tokens) >= one.most:
                 ended.append((one, "length", None))
 
+    def _logprobs(self, logits: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+        if self._residents.exact and logits.is_cuda:
+            return torch.cat([row.clone().log_softmax(-1) for row in logits.split(1)])
+        return logits.log_softmax(-1)
+
     def _view(self, pieces: list[tuple[EngineRequest, int]], ran: Ran, ended: set[EngineRequest]) -> StepView:
         """Return the controllers' view of the step."""
         readings: dict[int, Mapping[str, Reading]] = {}
@@ -698,7 +707,7 @@ class Engine:
             readings |= each.last()
         places = {one: i for i, one in enumerate(ran.due)}
         try:
-            logprobs = None if ran.logits is None else ran.logits.log_softmax(-1)
+            logprobs = None if ran.logits is None else self._logprobs(ran.logits)
         except RuntimeError:  # no memory for them: controllers must see the step in any case
             logprobs = None
         views = []

@@ -82,7 +82,7 @@ def refuse_machine(trainer: Any) -> None:
         refuse_fsdp(trainer.accelerator.state.fsdp_plugin)
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         raise ValueError("a rollout that is split over processes has no whole gradient to flag: leave parallelism_config out")
-    if trainer.is_distributed_loading_by_transformers:
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise ValueError("a model that from_pretrained has sharded was never tried with a route: let accelerate's FSDP2 do it")
 
 

@@ -244,6 +244,8 @@ _ACCELERATED = (2e10, 2**17)
 """FLOPs in the time of a block's call, and the number of tokens per forward at which a device is efficient. A CPU core computes
 about 6e10 FLOPs per second and a call takes nearly 1 ms; an accelerator 1e14 and 0.2 ms. Groups depend on these constants and on
 no measurement, so that a repeated sweep gives the same bits."""
+_LOGITS = 2**29
+"""Most logits of a forward on an accelerator, which would take 2 GB in float32."""
 
 
 @dataclass
@@ -342,7 +344,7 @@ class Resumed:
             pair=4.0 * seen[z].numel(),
             unembed=2.0 * self.decoder.vocabulary * seen[stream].numel(),
             overhead=overhead,
-            most=max(int(most), len(self._tokens)),
+            most=max(int(most) if device == "cpu" else min(int(most), _LOGITS // self.decoder.vocabulary), len(self._tokens)),
         )
 
     def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:

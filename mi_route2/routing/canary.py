@@ -119,7 +119,7 @@ class Canary:
 
     @torch.no_grad()
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "k b s"]:
-        adapters = self.policy.adapters
+        adapters, given, rollouts = self.policy.adapters, rollouts.tokens.device, rollouts.to(self.policy.device)
         with still(self.policy.model):
             with adapters.reference():
                 base = self.policy.logprobs(rollouts)
@@ -129,7 +129,7 @@ class Canary:
                     tensor.copy_(checkpoint[name])
                 with adapters.deployed():
                     ratios.append(self.policy.logprobs(rollouts) - base)
-        return torch.stack(ratios)
+        return torch.stack(ratios).to(given)
 
 
 @torch.no_grad()
@@ -295,7 +295,7 @@ class CanaryRoute(OneCall):
             ratios = quarantine_ratios(policy) if self._ratios is None else self._ratios
             if isinstance(ratios, Canary) and ratios.policy.adapters is policy.adapters:
                 raise ValueError("the canary's checkpoints would overwrite the trained adapters: give it a model of its own")
-            self.monitor = calibrate(ratios, self._samples, self.spec.quantile, self.spec.top, self._micro)
+            self.monitor = calibrate(ratios, self._samples.to(policy.device), self.spec.quantile, self.spec.top, self._micro)
         return None
 
     @checked

@@ -347,7 +347,7 @@ class Directions:
                 "route.refresh(policy, step)"
             )
         cosines = [
-            torch.nn.functional.cosine_similarity(v.flatten(), other.vectors[site].flatten(), dim=0)
+            torch.nn.functional.cosine_similarity(v.flatten(), other.vectors[site].flatten().to(v), dim=0)
             for site, v in self.vectors.items()
         ]
         return float(torch.stack(cosines).mean())
@@ -438,8 +438,8 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str
 
 
 def _in_pieces(policy: Policy, side: Rollouts, kind: FeatureKind, basis: Mapping[str, Tensor], micro: int | None) -> Features:
-    rows = torch.arange(len(side), device=side.tokens.device).split(micro or len(side))
-    pieces = [collect(policy, side.rows(index), kind, basis) for index in rows]
+    rows = torch.arange(len(side)).split(micro or len(side))
+    pieces = [collect(policy, side.rows(index).to(policy.device), kind, basis) for index in rows]
     return {site: Joined([piece[site] for piece in pieces]) for site in pieces[0]} if len(pieces) > 1 else pieces[0]
 
 
@@ -558,7 +558,7 @@ class HaarFitter:
         generator = torch.Generator().manual_seed(self.seed)
         vectors = {}
         for site, v in real.vectors.items():
-            draw = torch.randn(v.shape, generator=generator, dtype=torch.float64)
+            draw = torch.randn(v.shape, generator=generator, dtype=torch.float64, device="cpu")
             if isinstance(self.like, TopKFitter):
                 draw = torch.linalg.qr(draw.flatten(1).mT).Q.mT.reshape(v.shape)
             vectors[site] = (draw if isinstance(self.like, TopKFitter) else unit(draw)).to(v.device, v.dtype)

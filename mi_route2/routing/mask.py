@@ -616,6 +616,7 @@ class MaskRoute(OneCall):
                 raise ValueError(f"score={spec.score!r} needs the marked detector verdicts (StepContext.privileged)")
             by_own_channel = spec.score == "own_channel"
             flags = context.privileged.own_channel if by_own_channel else context.privileged.known_channel
+            flags = flags.to(batch.advantages.device)
             flags = flags & (batch.advantages > 0) if spec.reinforced_only else flags
         elif spec.decided_at == "begin":
             pieces = [self.score(policy, batch.rollouts.rows(index)) for index in chunks(batch, context.micro)]

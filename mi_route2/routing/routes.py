@@ -463,7 +463,7 @@ class _EraseStep(Once):
             p = adapters.scored(site)
             if p.grad is None:
                 raise RuntimeError(f"{site} has no gradient to erase from: call finish() after the backward")
-            part = hack_component(p.grad, axes.to(p.grad.dtype))
+            part = hack_component(p.grad, axes.to(p.grad))
             removed, total = removed + float(part.square().sum()), total + float(p.grad.square().sum())
             p.grad = p.grad - part
             if self._route.spec.dispose == "quarantine":
@@ -549,6 +549,6 @@ class EraseRoute(OneCall):
         leaked, total = 0.0, 0.0
         for site, axes in self.directions.vectors.items():
             delta = update[site]
-            leaked += float(hack_component(-delta, axes.to(delta.dtype)).square().sum())
+            leaked += float(hack_component(-delta, axes.to(delta)).square().sum())
             total += float(delta.square().sum())
         return {"update_residual": (leaked / total) ** 0.5 if total > 0 else 0.0}

@@ -80,14 +80,14 @@ def clamp(
     """
     kind = wide(h.dtype)
     unit, full = v.to(kind), h.to(kind)
-    projection = (full * unit).sum(-1)  # not a matmul, so that the bits of a row do not depend on the number of rows
+    projection = (full * unit).sum(-1)  # not a matmul, so that on a CPU the bits of a row do not depend on the number of rows
     below, above = (torch.as_tensor(bound, dtype=kind, device=h.device) for bound in (low, high))
     move = (projection.clamp(below, above) - projection) * torch.as_tensor(strength, dtype=kind, device=h.device)
     return torch.where((move == 0)[..., None], h, (full + move[..., None] * unit).to(h.dtype))
 
 
 def score(h: Float[Tensor, "*n d"], probe: Float[Tensor, "*#n d"]) -> Float[Tensor, "*n"]:
-    """Return ``h.probe`` in float32 at least; the bits of a row do not depend on the other rows."""
+    """Return ``h.probe`` in float32 at least; on a CPU, the bits of a row do not depend on the other rows."""
     kind = wide(h.dtype)
     return (h.to(kind) * probe.to(kind)).sum(-1)
 

@@ -112,7 +112,7 @@ class VllmEngine:
     def _encoded(self, number: int, request: Request, key: str) -> tuple[dict[str, Any], dict[str, Any], EngineRequest]:
         sampling = request.sampling
         if sampling.seed is None and not sampling.plain:
-            sampling = replace(sampling, seed=int(torch.randint(2**53, (), generator=self._seeds)))
+            sampling = replace(sampling, seed=int(torch.randint(2**53, (), generator=self._seeds, device=self._seeds.device)))
         return encoded(number, request, sampling, self.facts, self.vectors, key)
 
     @checked

@@ -12,8 +12,10 @@ from tiny_policy import SPECS, make_batch, make_model, make_policy, per_rollout_
 from torch import Tensor
 
 from mi_route2.adapters import AdapterSpec, attach, load_adapters, save_adapters
+from mi_route2.adapters.svd import decompose
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import (
+    CanarySpec,
     Directions,
     EraseRoute,
     EraseSpec,
@@ -28,6 +30,7 @@ from mi_route2.routing import (
     TrainBatch,
     group_advantages,
 )
+from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.routing.optimizer import RoutedAdamW
 from tests.support.gpu import DEVICE, NEEDS
 
@@ -186,12 +189,92 @@ def test_shuffled_flags_with_a_generator_on_either_device(generator_device: str)
     assert int(step.parts[0].tape.kept.known.sum()) == int(own.sum())  # pyright: ignore
 
 
-def test_group_advantages_stay_on_the_device() -> None:
-    batch = make_batch(N)
-    counted = torch.arange(N) % 3 > 0
-    own = group_advantages(batch.rewards.to(DEVICE), batch.groups.to(DEVICE), counted.to(DEVICE))
+def test_group_advantages_stay_on_the_device_and_have_the_bits_of_the_cpu() -> None:
+    """A GPU adds in any order, so that another run would have other last bits."""
+    rewards = torch.rand(4096, generator=torch.Generator().manual_seed(0))
+    groups, counted = torch.arange(4096) // 64, torch.arange(4096) % 3 > 0
+    own = group_advantages(rewards.to(DEVICE), groups.to(DEVICE), counted.to(DEVICE))
     assert own.device.type == torch.device(DEVICE).type
-    assert torch.allclose(own.cpu(), group_advantages(batch.rewards, batch.groups, counted))
+    assert torch.equal(own.cpu(), group_advantages(rewards, groups, counted))
+
+
+def test_verdicts_pairs_and_a_canary_of_the_cpu_are_taken_beside_a_model_of_the_device() -> None:
+    batch, sides = moved(make_batch(N)), [make_batch(4, seed=s).rollouts for s in (21, 22)]
+    policy = cuda_policy(SPECS["svd"], torch.float32)
+    channels = some_channels(N)
+    route = mask_route(policy, MaskSpec(score="own_channel", reinforced_only=False))
+    verdicts = Privileged(channels.own_channel.cpu(), channels.known_channel.cpu())
+    step = route.begin(policy, batch, StepContext(torch.Generator().manual_seed(0), privileged=verdicts))
+    assert torch.equal(step.parts[0].tape.kept.known.cpu(), channels.own_channel)  # pyright: ignore
+    found = []
+    for place in (moved_rollouts, lambda rollouts: rollouts):
+        pairs = PairBatch(*map(place, sides), "h")
+        route = MaskRoute.from_pairs(pairs, MaskSpec(score="full"))
+        route.refresh(policy, 0)
+        found.append(run(policy, route, batch).decision.scores)
+    assert torch.equal(found[0], found[1])
+    canary = make_policy(SPECS["svd"])
+    checkpoint = {name: tensor.clone() for name, tensor in canary.adapters.tensors(quarantine=False).items()}
+    route = CanaryRoute(CanarySpec(quantile=0.75), Canary(canary, [checkpoint]), make_batch(N, seed=5).rollouts)
+    route.refresh(policy, 0)
+    assert run(policy, route, batch).decision.flags.device.type == torch.device(DEVICE).type
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_directions_of_a_file_are_erased_and_refitted_on_the_device(fold: bool, tmp_path: Path) -> None:
+    """A file is read to the CPU."""
+    pairs = PairBatch(*(moved_rollouts(make_batch(4, seed=s).rollouts) for s in (21, 22)), "h")
+    batch, found = moved(make_batch(N)), []
+    for read in (False, True):
+        policy = cuda_policy(replace(SPECS["svd-shared"], fold=fold), torch.float32)
+        route = EraseRoute(EraseSpec(dispose="quarantine"), TopKFitter("grad", pairs))
+        route.refresh(policy, 0)
+        if read:
+            assert route.directions is not None
+            route.directions.save(tmp_path / "axes.safetensors")
+            route.directions = Directions.load(tmp_path / "axes.safetensors")
+        found.append(run(policy, route, batch))
+        update = {site: policy.adapters.scored(site).detach() for site in policy.adapters.sites}
+        assert 0 <= route.after_update(update)["update_residual"] <= 1
+    assert_close(found[1].kept, found[0].kept, torch.float32)
+    policy = cuda_policy(SPECS["lora"], torch.float32)
+    fitter = PersonaFitter("p", "grad", pairs)
+    fitter.fit(policy, 0).save(tmp_path / "directions.safetensors")
+    loaded = Directions.load(tmp_path / "directions.safetensors")
+    assert fitter.fit(policy, 0).overlap(loaded) == pytest.approx(1)
+
+
+def test_tf32_rounds_neither_factors_nor_scores() -> None:
+    """Which `torch.set_float32_matmul_precision` allows for a model's own products; other bits would count as directions."""
+    weight = torch.randn(1100, 1050, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    policy, batch = cuda_policy(SPECS["lora"], torch.float32), moved(make_batch(N))
+    pairs = PairBatch(*(moved_rollouts(make_batch(4, seed=s).rollouts) for s in (21, 22)), "h")
+    found = []
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        try:
+            with pytest.warns(UserWarning, match="error"):  # of a sketch of noise
+                factors = decompose(weight, rank=64)
+            route = MaskRoute.from_pairs(pairs, MaskSpec(score="full", score_policy="ablated"))
+            route.refresh(policy, 0)
+            assert torch.get_float32_matmul_precision() == precision
+            found.append((factors.U * factors.S @ factors.Vh, factors.residual))
+        finally:
+            torch.set_float32_matmul_precision("highest")
+    for one, other in zip(*found):
+        assert torch.equal(one, other)
+    del batch
+
+
+def test_adapters_do_not_depend_on_torchs_default_device(spec: AdapterSpec) -> None:
+    model = make_model(torch.float32).to(DEVICE)
+    drawn = []
+    for device in ("cpu", DEVICE):
+        with torch.device(device):
+            adapters = attach(model, "blocks.*", spec=spec, generator=torch.Generator("cpu").manual_seed(1))
+        drawn.append({name: tensor.clone() for name, tensor in adapters.tensors().items()})
+        adapters.detach()
+    assert all(torch.equal(t, drawn[1][name]) for name, t in drawn[0].items())
 
 
 @pytest.mark.parametrize("kind", ["act", "grad", "full"])

@@ -1,10 +1,12 @@
 """The engine's theorems on a CUDA device, in float32 and bfloat16."""
 
+import copy
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Capture, Request, Result
@@ -15,7 +17,7 @@ from mi_route2.hosts.decoder import DECODERS
 from mi_route2.patching.patches import Patch
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
-from tests.support.families import SPECS, VOCAB, make_family, make_tokens, move
+from tests.support.families import FAMILIES, SPECS, VOCAB, make_family, make_tokens, move
 from tests.support.gpu import DEVICE, NEEDS
 
 pytestmark = NEEDS
@@ -73,6 +75,18 @@ def test_exact_has_the_same_bits_in_any_company_any_cut_and_with_a_prefix(family
     for _ in range(2):  # the second time over prefixes that were found
         found = engine.generate([*others, *mine], progress=False)
         assert all(torch.equal(table(one), two) for one, two in zip(found[2:], truth, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_has_the_same_bits_in_a_vocabulary_of_a_real_model(dtype: torch.dtype) -> None:
+    """The sum of a long row is split by its address on a GPU, and rows of an odd length begin at other addresses."""
+    config = copy.deepcopy(FAMILIES["Qwen3"])
+    config.vocab_size = 50257
+    torch.manual_seed(0)
+    made = open_host("torch", AutoModelForCausalLM.from_config(config, dtype=dtype).to(DEVICE).eval())
+    given = [Request(p, Sampling(max_new=6, temperature=1.5, seed=i, logprobs=20)) for i, p in enumerate(prompts())]
+    alone = [Engine(made, exact=True).generate([one], progress=False)[0] for one in given]
+    assert [one.tokens for one in Engine(made, exact=True).generate(given, progress=False)] == [one.tokens for one in alone]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -252,6 +252,14 @@ def cut(batch: TrainBatch) -> TrainBatch:
     return replace(batch, rollouts=Rollouts(*(getattr(batch.rollouts, f.name)[:, real] for f in fields(batch.rollouts))))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a second device")
+def test_a_model_on_two_devices_is_refused() -> None:
+    model = make_family("Qwen3", torch.float32).to(DEVICE)
+    model.get_submodule("lm_head").to("cpu")
+    with pytest.raises(ValueError, match=r"the weights of this model are on cpu and cuda:0, .* load it on one device"):
+        open_host("torch", model).attach("blocks.*")
+
+
 # ---- torch.compile, in a child without the checks of shapes at run time, which cannot be traced
 
 

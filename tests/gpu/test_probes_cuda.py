@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from probes.fingerprint import Fingerprint
+from probes.haar import HaarFitter
+from probes.mean_difference import MeanDifferenceFitter
+from probes.probe import Unit
 from probes.store import load_probe, save_probe
 from probes.transfer import default_fitters
 from tests.support.families import make_batch, make_policy
@@ -39,10 +42,30 @@ def test_a_fit_on_the_device_is_the_cpus_and_its_file_loads(name: str, tmp_path:
     torch.testing.assert_close(load_probe(tmp_path / "probe")[0].score_rollouts(h, mask), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("unit", ["rollout", "token"])
+def test_masks_and_labels_of_the_cpu_are_taken_beside_activations_of_the_device(unit: Unit) -> None:
+    h, hack = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 2 == 0
+    mask = torch.ones(6, 4, dtype=torch.bool)
+    found = []
+    for given in (h.to(DEVICE), h):
+        fitter = MeanDifferenceFitter(unit)
+        fitter.update(given, mask, hack)
+        found.append(fitter.fit().score_rollouts(given, mask).cpu())
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_probes_do_not_depend_on_torchs_default_device() -> None:
+    h, hack, mask = torch.randn(6, 4, 5), torch.arange(6) % 2 == 0, torch.ones(6, 4, dtype=torch.bool)
+    with torch.device(DEVICE):
+        for fitter in (*(make("layer") for make in FITTERS.values()), HaarFitter(torch.Generator("cpu").manual_seed(0))):
+            fitter.update(h, mask, hack)
+            assert torch.isfinite(fitter.fit().score_rollouts(h, mask)).all()
+
+
 def test_fingerprints_are_the_cpus() -> None:
     found = []
     for device in (DEVICE, "cpu"):
-        policy, rollouts = make_policy("Qwen3", "lora")[1], make_batch().rollouts
+        policy, rollouts = make_policy("MicroGPT", "lora")[1], make_batch().rollouts
         policy.model.to(device)
         fingerprint = Fingerprint.draw(policy.adapters, 5, torch.Generator().manual_seed(3))
         found.append(fingerprint(policy, rollouts.to(torch.device(device))).cpu())

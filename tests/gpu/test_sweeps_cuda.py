@@ -20,8 +20,8 @@ CLEAN, CORRUPT = [3, 7, 11, 5, 2, 8, 4], [3, 9, 11, 6, 2, 8, 4]
 QUESTION = {"clean": CLEAN, "corrupt": CORRUPT, "answer": 5, "foil": 9, "progress": False}
 POINTS = ("resid_pre", "resid_mid", "attn_out", "z", "k", "mlp_out")
 ADAPTED = ("kept_a", "kept_out", "quarantine_out")
-CLOSE = {torch.float64: 1e-9, torch.float32: 2e-4}
-"""Largest difference of a logit difference."""
+CLOSE = {torch.float64: 1e-6, torch.float32: 2e-4}
+"""Largest difference of a logit difference; transformers computes rotary angles in float32 in any case."""
 
 
 def opened(family: str, dtype: torch.dtype, device: str, host: str = "torch") -> Host:

@@ -61,9 +61,7 @@ def test_floors_are_the_flops_that_torch_counts(counted: dict[str, tuple[int, in
         routed_svd = name.startswith((f"{SVD}: ", f"{SVD_STACKED}: ")) and VMAP not in name
         slack = rank_one if routed_svd else 0
         if name.startswith((f"{LORA}: ", f"{STACKED}: ", f"{PEFT}: ")):
-            slack = (
-                floor * (25 if FULL in name else 15) // 100
-            )  # matrices are contracted again for norms or sums, and that is above the floor
+            slack = floor * (25 if FULL in name else 15) // 100  # contracted again for norms or sums: above the floor
         assert floor <= done <= floor + slack, name
 
 
