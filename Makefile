@@ -8,7 +8,8 @@ PYTEST := $(PY) -m pytest -n 2
 # What the fast suite leaves out (markers of pyproject.toml): PARTS of the library in detail, and the WHOLE as users run it,
 # that is without the checks of shapes, which take half of the time and have passed on the parts. A quarter of the time of the WHOLE is
 # waiting, for limits, timers and browsers: three at a time keep two cores busy.
-PARTS := matrix or hosts or machine or gpu
+# Tests of a device run once for each value where the device is the CPU (ROUTE2_TEST_DEVICE=cpu); `pytest tests/gpu` has all.
+PARTS := ((matrix or hosts or machine) and not gpu) or (gpu and not matrix)
 WHOLE := process or study or docs or real
 UNCHECKED := -o addopts='-ra --strict-markers --import-mode=importlib'
 # Compiled modules are kept, or every process that a test starts would compile the project anew.

@@ -25,7 +25,18 @@ import torch
 from studies.benchmarks.engine import EngineSides
 from studies.benchmarks.measurement.contenders import Bench, random_qwen3
 from studies.benchmarks.measurement.flops import MICRO, Size
-from studies.benchmarks.measurement.paired import Contender, Result, Row, Turn, compared, peak_bytes, report, side_table, take_turns
+from studies.benchmarks.measurement.paired import (
+    QUICK,
+    Contender,
+    Result,
+    Row,
+    Turn,
+    compared,
+    machine,
+    peak_bytes,
+    side_table,
+    take_turns,
+)
 from studies.benchmarks.options import DeviceOptions
 from studies.benchmarks.routing import FROZEN, FULL, LORA, PEFT, PEFT_HALF, POOLED, SMOLLM2, STACKED, build
 
@@ -122,19 +133,20 @@ def engine(size: Size, options: DeviceOptions, device: torch.device) -> tuple[li
 
 
 def run(options: DeviceOptions) -> None:
-    """Measure, print the tables, and write ``options.out``."""
+    """Measure, print each table when it is measured, and write ``options.out`` again after each."""
     device = torch.device(options.device)
-    tables, document = [], {}
-    for name in ("tiny",) if options.quick else options.sizes:
-        size = MICRO if options.quick else SIZES[name]
-        ran, seconds, memory = steps(size, options, device)
-        generated, took, tokens = engine(size, options, device)
-        shown = {side: f"{1e3 * median(each):,.1f} ms, {memory[side] / 2**20:,.0f} MiB" for side, each in seconds.items()}
-        rates = {side: f"{tokens[side] / median(each):,.0f}" for side, each in took.items()}
-        for what, unit, rows, number in (("training", "a step", ran, shown), ("sampling", "tokens/s", generated, rates)):
-            head = ("what", unit, "against", unit, "time", "95%", "")
-            tables.append(f"{name}, {what}\n\n{side_table(rows, number.__getitem__, head)}")
-        document[name] = {"size": size, "steps": ran, "seconds": seconds, "memory": memory}
-        document[name] |= {"engine": generated, "took": took, "tokens": tokens}
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    report(options, f"{options.turns} rounds on {named}, bfloat16", "\n".join(tables), {"device": named, "sizes": document})
+    print(f"{options.turns} rounds on {named}, bfloat16" + f"\n{QUICK}" * options.quick)
+    sizes: dict[str, dict[str, object]] = {}
+    for name in ("tiny",) if options.quick else options.sizes:
+        sizes[name] = {"size": (size := MICRO if options.quick else SIZES[name])}
+        for what, unit, measure in (("training", "a step", steps), ("sampling", "tokens/s", engine)):
+            results, seconds, amount = measure(size, options, device)
+            if what == "training":
+                shown = {side: f"{1e3 * median(each):,.1f} ms, {amount[side] / 2**20:,.0f} MiB" for side, each in seconds.items()}
+            else:
+                shown = {side: f"{amount[side] / median(each):,.0f}" for side, each in seconds.items()}
+            table = side_table(results, shown.__getitem__, ("what", unit, "against", unit, "time", "95%", ""))
+            print(f"\n{name}, {what}\n\n{table}", end="", flush=True)
+            sizes[name][what] = {"rows": results, "seconds": seconds, "bytes" if what == "training" else "tokens": amount}
+            options.write({"machine": machine(), "rounds": options.turns, "device": named, "sizes": sizes})
