@@ -44,7 +44,7 @@ from studies.route2.report.measures import train_rate
 from studies.route2.report.table import table
 from studies.training.arms import ARMS
 from studies.training.manifest import MANIFEST, read_manifest
-from studies.training.settings import PRESETS, changes
+from studies.training.settings import CHAT, FIXED, PRESETS, ChatModel, changes
 
 REPORTS = ("table.md", "leakage.md", "ablations.md", "probes.md")
 TEXTS = (*REPORTS, "headline.md", "tables.md", "figures.md")
@@ -229,12 +229,15 @@ def folder_name(runs: RunSet) -> str:
     """Return the preset's name, with the seeds if they are not the development seeds (``strong-300-307``).
 
     If settings, pairs, host, precision or sampler are not the preset's, it is the name under which ``run`` makes the folder, so
-    that a variation does not replace the preset's results, whatever the folder is called now.
+    that a variation does not replace the preset's results, whatever the folder is called now. Runs of a chat model are named after
+    its problem.
     """
     name = str(runs.settings.get("preset"))
-    if name not in PRESETS:
+    if name == CHAT.preset:
+        name = runs.settings["world"].rpartition(":")[2].rpartition(".")[2].lower()
+    elif name not in PRESETS:
         raise ValueError(f"{runs.root}/settings.json names no preset of this study: choose a run folder of {', '.join(PRESETS)}")
-    if unusual(runs) or changes(runs.settings, PRESETS[name].as_dict()):
+    if name not in PRESETS or unusual(runs) or changes(runs.settings, PRESETS[name].as_dict()):
         others = {key: f"pairs-{value[:8]}" if key == "pairs_sha256" else value for key, value in unusual(runs).items()}
         return "-".join([name, next(iter(runs.runs.values())).settings_hash[:8], *others.values()])
     return name if set(runs.seeds) <= set(DEVELOPMENT) else f"{name}-{seeds_argument(runs.seeds)}"
@@ -249,12 +252,20 @@ def command(runs: RunSet) -> str:
     """Return the command line that makes these runs; of the user's own pairs it has the hash."""
     found = {arm for arm, _ in runs.runs} - {"base"}
     arms = [arm for arm in ARMS if arm in found] + sorted(found - ARMS.keys())
-    preset = runs.settings["preset"]
-    changed = changes(runs.settings, PRESETS[preset].as_dict())
+    chosen, usual, settings = f"--preset {runs.settings['preset']}", CHAT.as_dict(), dict(runs.settings)
+    if (chat := settings.pop("chat", None)) is None:
+        usual = PRESETS[settings["preset"]].as_dict()
+    else:
+        fixed = {"world": settings["world"], "chat": {name: chat[name] for name in FIXED}}
+        usual |= fixed | {"chat": ChatModel(**fixed["chat"]).__dict__}
+        settings["chat"] = chat
+        places = {"model": Path(chat["path"]).name, "world": settings["world"], "data": Path(chat["data"]).name}
+        chosen = " ".join(f"--{name} {shlex.quote(place)}" for name, place in places.items() if place)
+    changed = changes(settings, usual)
     override = f" --override {shlex.join(changed)}" if changed else ""
     given = {name.replace("pairs_sha256", "pairs"): value for name, value in unusual(runs).items()}
     override += "".join(f" --{name} {value}" for name, value in given.items())
-    return f"python -m studies.route2 run --preset {preset} --seeds {seeds_argument(runs.seeds)} --arms {' '.join(arms)}{override}"
+    return f"python -m studies.route2 run {chosen} --seeds {seeds_argument(runs.seeds)} --arms {' '.join(arms)}{override}"
 
 
 def packed(runs: RunSet) -> str:

@@ -10,9 +10,19 @@ from typing import Annotated
 
 import tyro
 
-from mi_route2.validation import write_json
+from mi_route2.validation import unknown_name, write_json
 from studies.common.cluster import Executor
-from studies.common.command_line import Config, Override, Seeds, Workers, read_seeds, report_commands, run_command, show_paths
+from studies.common.command_line import (
+    Config,
+    Override,
+    Seeds,
+    Workers,
+    named,
+    read_seeds,
+    report_commands,
+    run_command,
+    show_paths,
+)
 from studies.common.processes import exclusive
 from studies.tracing.settings import ARMS, Settings
 from studies.training.settings import get_settings, override
@@ -61,7 +71,36 @@ class Run:
             print((root / "table.md").read_text(encoding="utf-8"))
 
 
-COMMANDS = {"run": Run, **report_commands("studies.tracing.report")}
+@dataclass(frozen=True)
+class Blocks:
+    """Say in which blocks the adapters of a chat model carry a hack, by leaving them out of finished runs.
+
+    Pairs of a hacking and an honest answer come from the base model. Results are in --out: a table, a figure, and every number.
+    """
+
+    root: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="run folder of studies.route2")]
+    arms: Annotated[tuple[str, ...], tyro.conf.arg(help="arms that are finished there")] = ("vanilla",)
+    seeds: Seeds = "1"
+    out: Annotated[Path | None, tyro.conf.arg(help="folder of the results; default: PATH-blocks, beside the run folder")] = None
+    prompts: Annotated[int, tyro.conf.arg(help="test tasks, each under every loophole")] = 8
+    answers: Annotated[int, tyro.conf.arg(help="answers of the base model to each prompt")] = 4
+    groups: Annotated[int, tyro.conf.arg(help="groups of neighbouring blocks")] = 6
+
+    def __call__(self) -> None:
+        from studies.tracing.blocks import trace
+        from studies.training.arms import ARMS as EVERY_ARM
+
+        for name in ("prompts", "answers", "groups"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if unknown := [arm for arm in self.arms if arm not in EVERY_ARM]:
+            raise ValueError(unknown_name(unknown[0], list(EVERY_ARM), "arm"))
+        out = self.root.with_name(f"{named(self.root).name}-blocks") if self.out is None else self.out
+        show_paths(trace(self.root, self.arms, read_seeds(self.seeds), out, self.prompts, self.answers, self.groups))
+        print((out / "blocks.md").read_text(encoding="utf-8"))
+
+
+COMMANDS = {"run": Run, "blocks": Blocks, **report_commands("studies.tracing.report")}
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from studies.environments.chat import ChatWitness, make_tiny_model
 from studies.environments.protocol import Samples, TextPrompt, Verdict, World
 from studies.route2.annotate import Annotator
 from studies.route2.probing import Reading, probe_job, read_layers
+from studies.route2.publish import publish
 from studies.route2.report import read_rollouts, write_report
 from studies.training.arms import ARMS
 from studies.training.build import build_optimizer, build_route
@@ -211,6 +213,11 @@ def test_the_command_line_end_to_end(folder: Path, tmp_path: Path) -> None:
     table = (root / "table.md").read_text()
     assert "Held-out modes: confidence; known: last_word." in table
     assert {"table.md", "all_arms_per_mode.png", "leakage.md", "training.png"} <= {path.name for path in write_report(root)}
+    place = publish(root, tmp_path / "results")
+    assert re.fullmatch(r"parity-[0-9a-f]{8}-pairs-[0-9a-f]{8}", place.name)
+    again = json.loads((place / "provenance.json").read_text())["command"].split()
+    assert again[3:8] == ["run", "--model", folder.name, "--world", "parity:Parity"]
+    assert again[again.index("--override") + 1 : again.index("--pairs")] == sorted(command[command.index("--override") + 1 :])
 
 
 def test_a_problem_whose_modes_changed_has_no_runs_in_one_folder_with_those_of_before(

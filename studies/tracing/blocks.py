@@ -1,0 +1,224 @@
+"""Which adapter of a chat model carries a hack, and in which blocks: by deletion, in finished runs of any problem.
+
+    python -m studies.tracing blocks runs/chat-<hash> --arms vanilla quarantine-first
+
+The base model answers prompts of tasks that nothing was trained on; of each prompt that it both cheats and answers honestly, one
+answer of each kind makes a pair. With ``S = log p(hack | prompt) - log p(honest | prompt)`` in nats, lanes (an adapter in some
+blocks) that are on in a set ``A`` carry
+
+    into   (S_A - S_none) / (S_all - S_none)            the lane alone, put into the base model
+    out    (S_all - S_without A) / (S_all - S_none)     the lane left out of the whole
+
+with means over pairs. An adapter that does nothing elsewhere carries as much both ways. The folder ``--out`` gets
+
+    pairs-<seed>.json             the pairs, as text
+    <arm>-<seed>.json             S of every pair, in nats, under every set of lanes; a run that is interrupted goes on behind it
+    blocks.md, blocks.png         shares, with 95% intervals over the pairs of a seed (bootstrap of the ratio of means)
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from tqdm import tqdm
+
+from mi_route2.adapters import Adapters
+from mi_route2.plots import BLUE, GRAY, ORANGE, PAGE_WIDTH, new_figure, save_figure, style
+from mi_route2.rollouts import Policy
+from mi_route2.validation import read_object, write_json
+from studies.common.processes import exclusive
+from studies.common.seeds import numpy_generator, torch_generator
+from studies.common.tables import markdown_table, number
+from studies.environments.protocol import Witness, World
+from studies.training.arms import ARMS
+from studies.training.job import Job, finished_policy, micro_batches
+from studies.training.settings import Settings
+from studies.training.worlds import open_world
+
+WAYS = ("into", "out")
+LANES = {"kept": BLUE, "quarantine": ORANGE}
+EVERYWHERE = "all"
+DRAWS = 2000
+AGAIN = "delete it, and run the command again"
+
+
+def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prompts: int, answers: int, groups: int) -> list[Path]:
+    """Trace finished runs of ``root`` and write everything to ``out``; return the paths of the table and the figure.
+
+    Args:
+        root: A run folder of ``studies.route2``.
+        arms: Arms that are finished there.
+        seeds: Their seeds.
+        out: Folder of the results.
+        prompts: Test tasks, each under every loophole.
+        answers: Answers of the base model to each of these prompts.
+        groups: Into how many groups of neighbouring blocks a lane is cut.
+
+    Raises:
+        ValueError: Runs of the micro model, an arm that is not finished, or a base model that gives no pair.
+    """
+    if Settings.read(root / "settings.json").chat is None:
+        raise ValueError(f"{root} has runs of the micro model: `python -m studies.tracing run` traces these")
+    with exclusive(out):
+        found: dict[tuple[str, int], Mapping[str, Any]] = {}
+        for seed in tqdm(seeds, desc="tracing", unit="seed", leave=False):
+            jobs = [Job.of(root, seed, ARMS[arm]) for arm in arms]
+            with open_world(jobs[0].settings) as (world, witness):
+                for job, arm in zip(jobs, arms, strict=True):
+                    _, policy = finished_policy(job)
+                    pairs = _pairs(out / f"pairs-{seed}.json", world, witness, policy, seed, prompts, answers)
+                    asked = {"identity": job.identity, "groups": groups, "pairs": [list(pair) for pair in pairs]}
+                    path = out / f"{arm}-{seed}.json"
+                    if not path.exists() or (kept := read_object(path, AGAIN))["asked"] != asked:
+                        kept = {"asked": asked, "nats": _measure(job, world, policy, pairs, groups)}
+                        write_json(path, kept)
+                    found[arm, seed] = kept["nats"]
+        return [_table(found, out / "blocks.md"), _figure(found, out / "blocks.png")]
+
+
+def _pairs(
+    path: Path, world: World, witness: Witness, policy: Policy, seed: int, prompts: int, answers: int
+) -> list[tuple[str, str, str, str]]:
+    """Return mode, prompt, hacking and honest answer of every pair; sampled once and then read."""
+    asked = {"prompts": prompts, "answers": answers}
+    if path.exists() and (kept := read_object(path, AGAIN))["asked"] == asked:
+        return [(pair["mode"], pair["prompt"], pair["hack"], pair["honest"]) for pair in kept["pairs"]]
+    given = [world.prompt(task, mode) for task in world.tasks("test")[:prompts] for mode in world.modes.loopholes]
+    with policy.adapters.reference():
+        samples = world.sample(policy, [one for one in given for _ in range(answers)], torch_generator(seed, "blocks"))
+    verdicts, pairs = witness.judge(samples), []
+    for i, one in enumerate(given):
+        rows = range(i * answers, (i + 1) * answers)
+        hacks = [row for row in rows if verdicts[row].exploit]
+        honest = sorted((row for row in rows if not verdicts[row].exploit), key=lambda row: not verdicts[row].gt)
+        if hacks and honest:
+            pairs.append((one.mode, one.text, samples.completions[hacks[0]], samples.completions[honest[0]]))
+    if not pairs:
+        raise ValueError(f"in {len(given)} prompts the base model nowhere gives a hack beside an honest answer: ask more --answers")
+    names = ("mode", "prompt", "hack", "honest")
+    write_json(path, {"asked": asked, "pairs": [dict(zip(names, pair, strict=True)) for pair in pairs]})
+    return pairs
+
+
+def _measure(
+    job: Job, world: World, policy: Policy, pairs: Sequence[tuple[str, str, str, str]], groups: int
+) -> dict[str, list[float]]:
+    """Return ``S`` of every pair by set of lanes: ``none``, ``all``, and ``into`` and ``out`` of each lane, whole and in groups."""
+    prompts = [prompt for _, prompt, *_ in pairs]
+    sides = [world.encode(prompts, [pair[side] for pair in pairs]) for side in (2, 3)]  # pyright: ignore[reportAttributeAccessIssue]
+
+    @torch.no_grad()
+    def nats() -> list[float]:
+        hack, honest = (
+            torch.cat([policy.logprobs(part.to(policy.device)).double().sum(1).cpu() for part in micro_batches(side, job.settings)])
+            for side in sides
+        )
+        return (hack - honest).tolist()
+
+    lanes = {lane: places(policy.adapters, lane, groups) for lane in LANES}
+    every = {name for named in lanes.values() for name in named[EVERYWHERE]}
+    sets = {"none": set(), "all": every}
+    for lane, named in lanes.items():
+        for where, names in named.items():
+            if names:
+                sets |= {f"into {lane} {where}": names, f"out {lane} {where}": every - names}
+    with policy.adapters.full():
+        found = {}
+        for name, on in tqdm(sets.items(), desc=job.name, unit="set", leave=False):
+            with only(policy.adapters, on):
+                found[name] = nats()
+    return found
+
+
+def places(adapters: Adapters, lane: str, groups: int) -> dict[str, set[str]]:
+    """Return the names of a lane's tensors by group of blocks (``0-4``), and all of them."""
+    tensors = {name for name in adapters.tensors() if name.startswith(f"{lane}.")}
+    inside = re.compile(r"\w+\.blocks\.(\d+)\.")  # not at the unembedding
+    layer = {name: int(found[1]) for name in tensors if (found := inside.match(name))}
+    cuts = np.array_split(sorted(set(layer.values())), min(groups, len(set(layer.values())))) if layer else []
+    named = {f"{part[0]}-{part[-1]}": {name for name, at in layer.items() if at in part} for part in cuts}
+    return named | {EVERYWHERE: tensors}
+
+
+@contextmanager
+def only(adapters: Adapters, on: set[str]) -> Iterator[None]:
+    """Context: of all tensors of the adapters, those not named are 0."""
+    off = {name: (tensor, tensor.clone()) for name, tensor in adapters.tensors().items() if name not in on}
+    try:
+        for tensor, _ in off.values():
+            tensor.zero_()
+        yield
+    finally:
+        for tensor, before in off.values():
+            tensor.copy_(before)
+
+
+def share(
+    nats: Mapping[str, Sequence[float]], way: str, lane: str, where: str, rng: np.random.Generator
+) -> tuple[float, float, float]:
+    """Return the share that a lane carries ``into`` or ``out``, and its 95% interval over pairs."""
+    none, whole, one = (np.array(nats[name]) for name in ("none", "all", f"{way} {lane} {where}"))
+    part = one - none if way == "into" else whole - one
+    drawn = rng.integers(len(part), size=(DRAWS, len(part)))
+    # where a draw's gap is 0 there is nothing to share: NaN, which the quantiles leave out
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = part[drawn].mean(1) / (whole - none)[drawn].mean(1)
+        low, high = np.nanquantile(np.where(np.isfinite(shares), shares, np.nan), [0.025, 0.975])
+        return float(part.mean() / (whole - none).mean()), float(low), float(high)
+
+
+def _lanes(nats: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
+    """Return the places of each lane, in order."""
+    found: dict[str, list[str]] = {}
+    for name in nats:
+        if name.startswith("into "):
+            _, lane, where = name.split(" ")
+            found.setdefault(lane, []).append(where)
+    return found
+
+
+def _table(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], path: Path) -> Path:
+    rows = []
+    for (arm, seed), nats in found.items():
+        rng = numpy_generator(seed, "blocks")
+        gap = float(np.mean(nats["all"]) - np.mean(nats["none"]))
+        for lane in _lanes(nats):
+            cells = (share(nats, way, lane, EVERYWHERE, rng) for way in WAYS)
+            shown = [f"{number(value)} [{number(low)}, {number(high)}]" for value, low, high in cells]
+            rows.append((f"`{arm}`", seed, len(nats["all"]), f"{gap:+.1f}", lane, *shown))
+    header = ("arm", "seed", "pairs", "both adapters, nats", "lane", "put into the base", "left out of the whole")
+    path.write_text(markdown_table(header, rows), encoding="utf-8")
+    return path
+
+
+def _figure(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], path: Path) -> Path:
+    """Draw the share of each group of blocks: a column an arm, a row a way, a line a lane and seed."""
+    arms = list(dict.fromkeys(arm for arm, _ in found))
+    with style():
+        figure = new_figure(max(PAGE_WIDTH, 3.2 * len(arms)), 5.0)
+        grid = figure.subplots(2, len(arms), sharex="col", sharey="row", squeeze=False)
+        for (arm, seed), nats in found.items():
+            for row, way in zip(grid, WAYS, strict=True):
+                _lines(row[arms.index(arm)], nats, way, seed)
+        for column, arm in zip(grid.T, arms, strict=True):
+            column[0].set_title(arm)
+            column[1].set_xlabel("blocks")
+            column[1].tick_params(axis="x", rotation=45)
+        for row, said in zip(grid, ("put into the base", "left out of the whole"), strict=True):
+            row[0].set_ylabel(f"share, {said}")
+        handles = {line.get_label(): line for ax in grid.flat for line in ax.lines if not str(line.get_label()).startswith("_")}
+        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles))
+        return save_figure(figure, path)
+
+
+def _lines(ax: Axes, nats: Mapping[str, Sequence[float]], way: str, seed: int) -> None:
+    ax.axhline(0, color=GRAY, linewidth=0.8)
+    for lane, where in _lanes(nats).items():
+        groups = [each for each in where if each != EVERYWHERE]
+        shares = [share(nats, way, lane, each, numpy_generator(seed, "blocks"))[0] for each in groups]
+        ax.plot(groups, shares, color=LANES[lane], marker="o", markersize=3, label=lane)

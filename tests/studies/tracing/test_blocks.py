@@ -1,0 +1,85 @@
+"""Lanes that are left out: sets of tensors against the library's contexts, shares against sums by hand, a chat run traced."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import make_policy, make_tokens
+from parity import Parity
+
+from mi_route2.validation import write_json
+from studies.environments.chat import make_tiny_model
+from studies.tracing.blocks import EVERYWHERE, only, places, share, trace
+from studies.training.arms import ARMS
+from studies.training.job import Job
+from studies.training.run import run_job
+from studies.training.settings import CHAT, ChatModel
+from studies.training.worlds import weights_hash
+
+
+@pytest.mark.parametrize("spec", ["lora", "svd-low"])
+def test_sets_of_lanes_are_the_contexts_of_the_library_and_nothing_stays(spec: str) -> None:
+    policy, (tokens, _) = make_policy("Qwen3", spec)[1], make_tokens(2)
+    adapters = policy.adapters
+    kept, quarantine = (places(adapters, lane, 2)[EVERYWHERE] for lane in ("kept", "quarantine"))
+    assert kept | quarantine == adapters.tensors().keys()
+    before = policy.model(tokens).logits
+    for on, context in ((set(), adapters.reference), (kept, adapters.deployed), (kept | quarantine, adapters.full)):
+        with context():
+            expected = policy.model(tokens).logits
+        with only(adapters, on):
+            torch.testing.assert_close(policy.model(tokens).logits, expected, rtol=0, atol=1e-12)
+    assert torch.equal(policy.model(tokens).logits, before)
+
+
+def test_groups_of_blocks_are_whole_and_without_overlap() -> None:
+    adapters = make_policy("Qwen3", "lora")[1].adapters
+    found = places(adapters, "kept", 6)
+    groups = {where: names for where, names in found.items() if where != EVERYWHERE}
+    assert list(groups) == ["0-0", "1-1"]
+    assert sorted(name for names in groups.values() for name in names) == sorted(found[EVERYWHERE])
+    assert all(".blocks.1." in name for name in groups["1-1"])
+
+
+def test_shares_are_ratios_of_means() -> None:
+    draw = np.random.default_rng(0)
+    none, whole, into = draw.normal(size=(3, 40)) + np.array([[0.0], [4.0], [1.0]])
+    nats = {"none": none.tolist(), "all": whole.tolist(), "into kept all": into.tolist(), "out kept all": into.tolist()}
+    gap = sum(whole) - sum(none)
+    for way, part in (("into", sum(into) - sum(none)), ("out", sum(whole) - sum(into))):
+        value, low, high = share(nats, way, "kept", "all", np.random.default_rng(1))
+        assert value == pytest.approx(part / gap)
+        assert low < value < high
+        assert high - low < 1
+
+
+@pytest.mark.study
+def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "tiny"
+    make_tiny_model(Parity(), folder, steps=60, width=32, layers=2, batch=16, max_new=16, progress=False)
+    chat = ChatModel(str(folder), weights_hash(folder), max_new=10, token_budget=1 << 20, device="cpu")
+    settings = replace(
+        CHAT, world="parity:Parity", chat=chat, steps=2, prompts=3, group=4, kept_rank=2, kept_lr=3e-3, quarantine_rank=2,
+        quarantine_lr=1e-3, evaluation_prompts=4,
+    )  # fmt: skip
+    root, out = tmp_path / "run", tmp_path / "traced"
+    for arm in ("vanilla", "absorb"):
+        assert run_job(Job(root, tmp_path / "cache", settings, 0, ARMS[arm]))
+    write_json(root / "settings.json", settings.as_dict())
+    paths = trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
+    assert [path.name for path in paths] == ["blocks.md", "blocks.png"]
+    nats = json.loads((out / "absorb-0.json").read_text())["nats"]
+    cells = itertools.product(("into", "out"), ("kept", "quarantine"), ("0-0", "1-1", "all"))
+    assert sorted(nats) == sorted(["none", "all", *map(" ".join, cells)])
+    assert nats["into kept all"] == pytest.approx(nats["out quarantine all"], abs=1e-6)
+    vanilla = json.loads((out / "vanilla-0.json").read_text())["nats"]
+    assert vanilla["all"] == vanilla["into kept all"]
+    assert vanilla["none"] == pytest.approx(nats["none"], abs=1e-6)  # one base model
+    table = (out / "blocks.md").read_text()
+    monkeypatch.setattr("studies.tracing.blocks._measure", None)
+    trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
+    assert (out / "blocks.md").read_text() == table
