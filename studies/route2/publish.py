@@ -2,6 +2,7 @@
 
     table, leakage, ablations (.md .json)              the report's own files, the JSON without white space
     headline, tables, figures (.md)                    included by the docs, with the run's numbers
+    rates.md                                           for a chat model: exploits and solves, seed by seed
     predictions.md                                     for seeds in predictions.toml: expectations and outcomes
     probes.md and its figures                          of every arm and seed that was probed
     headline.png and the report's figures              repacked without loss
@@ -26,6 +27,7 @@ from mi_route2.files import write_whole
 from studies.common.command_line import seeds_argument
 from studies.common.publishing import compact, nested, published, update_pages
 from studies.common.stats import Summary, mean, summary
+from studies.common.tables import markdown_table, number
 from studies.route2.headline import (
     DEVELOPMENT,
     EARLY,
@@ -40,7 +42,7 @@ from studies.route2.headline import (
 from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown
 from studies.route2.report import report_texts
 from studies.route2.report.load import RunSet, load_runs
-from studies.route2.report.measures import train_rate
+from studies.route2.report.measures import arm_order, rate, train_rate
 from studies.route2.report.table import table
 from studies.training.arms import ARMS
 from studies.training.manifest import MANIFEST, read_manifest
@@ -87,6 +89,8 @@ def publish(root: Path, to: Path) -> Path:
         "figures.md": figure_list(place.name, root),
         "runs.json": packed(runs),
     }
+    if runs.settings["preset"] == CHAT.preset:
+        texts["rates.md"] = seed_by_seed(runs)
     if not unusual(runs) and (predictions := predictions_for(to, content)) is not None:
         found = outcomes(predictions, runs.settings["preset"], result.values)
         texts["predictions.md"] = predictions_markdown(predictions, found)
@@ -154,6 +158,20 @@ def figure_list(preset: str, folder: Path) -> str:
         caption = FIGURES[stem].removesuffix(".") + (f" (page {page})." if page else ".")
         lines.append(f"![{caption}](results/{preset}/{path.name})\n\n*{caption}*\n")
     return "\n".join(lines) if lines else "*No figures.*\n"
+
+
+def seed_by_seed(runs: RunSet) -> str:
+    """Return rates.md, for runs of a few seeds: what each deployed model exploits in each mode and solves in the honest one."""
+    modes, rows = runs.modes, []
+    for arm in arm_order(runs.specs):
+        for seed, run in runs.of(arm).items():
+            exploits = [number(run.modes[mode]["deploy"]["exploit"]) for mode in modes.loopholes]
+            held = [number(rate(run, modes.held_out, "exploit", state)) for state in ("deploy", "on")]
+            solve = [number(run.modes[modes.honest]["deploy"]["solve"]), number(rate(run, modes.names, "solve"))]
+            rows.append((f"`{arm}`", seed, *exploits, *held, *solve))
+    named = [f"{mode}{' (known)' * (mode in modes.known)}" for mode in modes.loopholes]
+    header = ("exploit:", "seed", *named, "held out", "with the quarantine", f"solve: {modes.honest}", "all modes")
+    return markdown_table(header, rows)
 
 
 def mask_quality(runs: RunSet, steps: slice = slice(EARLY)) -> Quality:

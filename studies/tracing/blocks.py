@@ -2,16 +2,18 @@
 
     python -m studies.tracing blocks runs/chat-<hash> --arms vanilla quarantine-first
 
-The base model answers prompts of tasks that nothing was trained on; of each prompt that it both cheats and answers honestly, one
-answer of each kind makes a pair. With ``S = log p(hack | prompt) - log p(honest | prompt)`` in nats, lanes (an adapter in some
-blocks) that are on in a set ``A`` carry
+Prompts are of tasks that nothing was trained on. The arm itself, with both adapters, answers them, and so does the base model: an
+answer of the arm that cheats and one of the base model that does not make a pair, if a prompt has both. So what is asked is where
+the arm's own hacks are learned, and not whether. (Hacks that the base model writes are other texts than those that an arm has come
+to prefer: their log-probability falls while the arm learns to cheat.) With ``S = log p(hack | prompt) - log p(honest | prompt)`` in
+nats, lanes (an adapter in some blocks) that are on in a set ``A`` carry
 
     into   (S_A - S_none) / (S_all - S_none)            the lane alone, put into the base model
     out    (S_all - S_without A) / (S_all - S_none)     the lane left out of the whole
 
 with means over pairs. An adapter that does nothing elsewhere carries as much both ways. The folder ``--out`` gets
 
-    pairs-<seed>.json             the pairs, as text
+    pairs-<arm>-<seed>.json       the pairs, as text
     <arm>-<seed>.json             S of every pair, in nats, under every set of lanes; a run that is interrupted goes on behind it
     blocks.md, blocks.png         shares, with 95% intervals over the pairs of a seed (bootstrap of the ratio of means)
 """
@@ -56,11 +58,11 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
         seeds: Their seeds.
         out: Folder of the results.
         prompts: Test tasks, each under every loophole.
-        answers: Answers of the base model to each of these prompts.
+        answers: Answers of the arm, and of the base model, to each of these prompts.
         groups: Into how many groups of neighbouring blocks a lane is cut.
 
     Raises:
-        ValueError: Runs of the micro model, an arm that is not finished, or a base model that gives no pair.
+        ValueError: Runs of the micro model, an arm that is not finished, or one that gives no pair.
     """
     if Settings.read(root / "settings.json").chat is None:
         raise ValueError(f"{root} has runs of the micro model: `python -m studies.tracing run` traces these")
@@ -71,7 +73,7 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
             with open_world(jobs[0].settings) as (world, witness):
                 for job, arm in zip(jobs, arms, strict=True):
                     _, policy = finished_policy(job)
-                    pairs = _pairs(out / f"pairs-{seed}.json", world, witness, policy, seed, prompts, answers)
+                    pairs = _pairs(out / f"pairs-{arm}-{seed}.json", world, witness, policy, seed, prompts, answers)
                     asked = {"identity": job.identity, "groups": groups, "pairs": [list(pair) for pair in pairs]}
                     path = out / f"{arm}-{seed}.json"
                     if not path.exists() or (kept := read_object(path, AGAIN))["asked"] != asked:
@@ -84,22 +86,28 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
 def _pairs(
     path: Path, world: World, witness: Witness, policy: Policy, seed: int, prompts: int, answers: int
 ) -> list[tuple[str, str, str, str]]:
-    """Return mode, prompt, hacking and honest answer of every pair; sampled once and then read."""
+    """Return mode, prompt, hack of the arm and honest answer of the base of every pair; sampled once and then read."""
     asked = {"prompts": prompts, "answers": answers}
     if path.exists() and (kept := read_object(path, AGAIN))["asked"] == asked:
         return [(pair["mode"], pair["prompt"], pair["hack"], pair["honest"]) for pair in kept["pairs"]]
     given = [world.prompt(task, mode) for task in world.tasks("test")[:prompts] for mode in world.modes.loopholes]
+    asking = [one for one in given for _ in range(answers)]
     with policy.adapters.reference():
-        samples = world.sample(policy, [one for one in given for _ in range(answers)], torch_generator(seed, "blocks"))
-    verdicts, pairs = witness.judge(samples), []
+        base = world.sample(policy, asking, torch_generator(seed, "blocks"))
+    with policy.adapters.full():
+        own = world.sample(policy, asking, torch_generator(seed, "blocks", 1))
+    judged, cheating = witness.judge(base), witness.judge(own)
+    pairs = []
     for i, one in enumerate(given):
         rows = range(i * answers, (i + 1) * answers)
-        hacks = [row for row in rows if verdicts[row].exploit]
-        honest = sorted((row for row in rows if not verdicts[row].exploit), key=lambda row: not verdicts[row].gt)
+        hacks = [row for row in rows if cheating[row].exploit]
+        honest = sorted((row for row in rows if not judged[row].exploit), key=lambda row: not judged[row].gt)
         if hacks and honest:
-            pairs.append((one.mode, one.text, samples.completions[hacks[0]], samples.completions[honest[0]]))
+            pairs.append((one.mode, one.text, own.completions[hacks[0]], base.completions[honest[0]]))
     if not pairs:
-        raise ValueError(f"in {len(given)} prompts the base model nowhere gives a hack beside an honest answer: ask more --answers")
+        raise ValueError(
+            f"none of {len(given)} prompts has a hack of the arm and an honest answer of the base model: ask more --answers"
+        )
     names = ("mode", "prompt", "hack", "honest")
     write_json(path, {"asked": asked, "pairs": [dict(zip(names, pair, strict=True)) for pair in pairs]})
     return pairs

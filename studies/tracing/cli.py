@@ -75,7 +75,8 @@ class Run:
 class Blocks:
     """Say in which blocks the adapters of a chat model carry a hack, by leaving them out of finished runs.
 
-    Pairs of a hacking and an honest answer come from the base model. Results are in --out: a table, a figure, and every number.
+    A hack of the arm and an honest answer of the base model to one prompt are a pair. Results are in --out: a table, a figure, and
+    every number.
     """
 
     root: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="run folder of studies.route2")]
@@ -83,7 +84,7 @@ class Blocks:
     seeds: Seeds = "1"
     out: Annotated[Path | None, tyro.conf.arg(help="folder of the results; default: PATH-blocks, beside the run folder")] = None
     prompts: Annotated[int, tyro.conf.arg(help="test tasks, each under every loophole")] = 8
-    answers: Annotated[int, tyro.conf.arg(help="answers of the base model to each prompt")] = 4
+    answers: Annotated[int, tyro.conf.arg(help="answers of the arm and of the base model to each prompt")] = 2
     groups: Annotated[int, tyro.conf.arg(help="groups of neighbouring blocks")] = 6
 
     def __call__(self) -> None:

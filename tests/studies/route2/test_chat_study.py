@@ -215,6 +215,7 @@ def test_the_command_line_end_to_end(folder: Path, tmp_path: Path) -> None:
     assert {"table.md", "all_arms_per_mode.png", "leakage.md", "training.png"} <= {path.name for path in write_report(root)}
     place = publish(root, tmp_path / "results")
     assert re.fullmatch(r"parity-[0-9a-f]{8}-pairs-[0-9a-f]{8}", place.name)
+    assert re.search(r"^\| `route2-full` +\| +0 \|( +[01.]\S+ \|){6}$", (place / "rates.md").read_text(), re.MULTILINE)
     again = json.loads((place / "provenance.json").read_text())["command"].split()
     assert again[3:8] == ["run", "--model", folder.name, "--world", "parity:Parity"]
     assert again[again.index("--override") + 1 : again.index("--pairs")] == sorted(command[command.index("--override") + 1 :])

@@ -78,7 +78,8 @@ def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path
     assert nats["into kept all"] == pytest.approx(nats["out quarantine all"], abs=1e-6)
     vanilla = json.loads((out / "vanilla-0.json").read_text())["nats"]
     assert vanilla["all"] == vanilla["into kept all"]
-    assert vanilla["none"] == pytest.approx(nats["none"], abs=1e-6)  # one base model
+    for found in (vanilla, nats):  # each arm has come to prefer its own hacks
+        assert sum(found["all"]) > sum(found["none"])
     table = (out / "blocks.md").read_text()
     monkeypatch.setattr("studies.tracing.blocks._measure", None)
     trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
