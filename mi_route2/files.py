@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,7 +38,7 @@ def write_whole(path: Path, data: bytes, remedy: str = REMEDY) -> Path:
     Raises:
         OSError: The folder is missing, read-only or full. An old file is then as it was.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # process numbers repeat on other machines
     try:
         write_synced(partial, data)
         partial.replace(path)
@@ -66,6 +67,9 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
         OSError: It cannot be written. An old folder is then as it was.
     """
     target = Path(folder).resolve()
+    for left in target.parent.glob(f".{target.name}.*.old"):  # of a process that was killed between two renames
+        if not target.exists():
+            left.rename(target)
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file: give a folder")
     if target.is_dir() and any(target.iterdir()) and not overwrite:

@@ -124,7 +124,7 @@ class MaskSpec:
         draw: Number of the random draw, for a control's direction.
         reinforced_only: Flag only rollouts with a positive advantage.
         tau: Threshold of the score.
-        shuffle: Control: the same number of flags on random rollouts.
+        shuffle: Control: the same number of flags on random rollouts, or on random predictors if they are by token.
         refresh_every: Steps between refits of the direction; 0 for never.
         kept_advantage: Advantage of the kept adapter: its ``own``, or relative to the group's ``unflagged`` rollouts.
         negative_scale: Weight of rollouts with a negative kept advantage.

@@ -119,9 +119,11 @@ def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"], pred
     return flags & predictors if scores.ndim == 2 else flags
 
 
-def shuffled(flags: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the same flags in random order over rollouts, a control with the same number of flags (token flags move as rows)."""
-    return flags[torch.randperm(len(flags), generator=generator, device=generator.device).to(flags.device)]
+def shuffled(flags: Tensor, generator: torch.Generator, predictors: Bool[Tensor, "b s"] | None = None) -> Tensor:
+    """Return the same flags in random order, a control with as many: over rollouts, or token flags over all ``predictors``."""
+    among = torch.ones_like(flags) if flags.ndim == 1 or predictors is None else predictors
+    order = torch.randperm(int(among.sum()), generator=generator, device=generator.device).to(flags.device)
+    return flags.masked_scatter(among, flags[among][order])
 
 
 def weigh(mask: Mask, spec: MaskSpec, advantages: Float[Tensor, " b"]) -> Mask:
@@ -322,7 +324,7 @@ class MaskGate:
         else:
             self.scores[site] = self._score(site)
             flags = decide(self.scores[site], self._spec, self._batch.advantages, self.predictors)
-            flags = shuffled(flags, self._generator) if self._spec.shuffle else flags
+            flags = shuffled(flags, self._generator, self.predictors) if self._spec.shuffle else flags
         self.flags[site] = flags
         self.masks[site] = hooked(site, (~flags).to(self._batch.advantages.dtype), self._points.get(site))
 
@@ -481,7 +483,8 @@ class MaskRoute(OneCall):
         Flags are used as given and are not combined with advantages.
 
         Args:
-            flags: bool, ``[b]`` or by token ``[b, s]``, for every batch; or a function of the batch that returns them.
+            flags: bool, ``[b]`` or by token ``[b, s]``, for every batch; or a function of the batch that returns them. A token's
+                flag is of the position that reads it and predicts the next one; positions of the prompt learn too.
             through: effect of a flag; see ``MaskSpec``, also for the next two.
             kept_advantage: advantage that the kept adapter learns from.
             negative_scale: weight of rollouts with a negative kept advantage.

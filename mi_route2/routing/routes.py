@@ -436,8 +436,11 @@ class DelayedRoute(OpenRoute):
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         if self._step is None:
             raise RuntimeError("the route does not know which step this is: call route.refresh(policy, step) before each step")
-        if not policy.adapters.has_quarantine:
-            raise ValueError("nothing would learn in the first steps without a quarantine: attach with quarantine='lora'")
+        if not any(p.requires_grad for p in policy.adapters.quarantine_parameters().values()):
+            raise ValueError(
+                "nothing would learn in the first steps without a quarantine that trains: attach with quarantine='lora', and do "
+                "not freeze it"
+            )
         return super().begin(policy, batch, context, kept=self._step >= self._first)
 
 

@@ -34,6 +34,7 @@ def write_part(path: Path, identity: str, data: Mapping[str, Any], tensors: Mapp
         raise ValueError(f"{path} is not written: a number in it is NaN or infinite; change the settings behind it") from error
     contiguous = {name: tensor.contiguous() for name, tensor in (tensors or {}).items()}
     values = path.with_suffix(".safetensors")
+    path.unlink(missing_ok=True)  # of an earlier part, which the tensors would not fit
     if contiguous:
         write_tensors(values, contiguous, {"identity": identity})
     else:

@@ -27,7 +27,7 @@ import tyro
 from tqdm import tqdm
 
 from studies.common.command_line import sentence
-from studies.common.processes import run_pool
+from studies.common.processes import run_pool, without_sigint
 
 LOOKS = 0.5
 """Seconds between two looks at the queue."""
@@ -87,7 +87,7 @@ class Cluster:
         executor = submitit.AutoExecutor(folder / "%j", cluster=self.kind, slurm_max_num_timeout=1000)
         logging.getLogger("submitit").setLevel(logging.ERROR)  # a cluster without accounting would be told of at each look
         shape = {"cpus_per_task": 1, "nodes": 1, "tasks_per_node": 1}
-        executor.update_parameters(timeout_min=round(60 * self.hours), slurm_mem=f"{self.memory:g}GB", **shape)
+        executor.update_parameters(timeout_min=round(60 * self.hours), slurm_mem=f"{math.ceil(1024 * self.memory)}MB", **shape)
         executor.update_parameters(slurm_signal_delay_s=WARNING)
         if self.partition is not None:
             executor.update_parameters(slurm_partition=self.partition)
@@ -113,12 +113,13 @@ class Executor:
             ValueError: Options that contradict each other, or there is no cluster.
         """
         if self.executor == "local":
-            if self.partition is not None or self.slurm:
-                raise ValueError("--partition and --slurm are options of a cluster: add --executor slurm")
+            if self != Executor():
+                raise ValueError("--partition, --hours, --memory and --slurm are options of a cluster: add --executor slurm")
             return None
         if wrong := [one for one in self.slurm if not all(one.partition("=")[::2])]:
             raise ValueError(f"{wrong[0]!r} is no option of sbatch: write NAME=VALUE, as account=me")
-        options = dict(one.split("=", 1) for one in self.slurm)
+        # submitit writes its own options with underscores, and of two spellings of one the later one would hold
+        options = {name.replace("-", "_"): value for name, value in (one.split("=", 1) for one in self.slurm)}
         cluster = Cluster(self.partition, self.hours, self.memory, options)
         cluster.demand()
         return cluster
@@ -215,9 +216,10 @@ class Queue(Generic[J]):
             ids = sorted(self._entries[job].handle.job_id for job in awaited)
             wait = {"dependency": ":".join(["afterok", *ids])} if ids else {}
             self._executor.update_parameters(slurm_additional_parameters=self._options | wait)
-        with self._executor.batch():
-            handles = [self._executor.submit(self._task, job) for job in jobs]
-        self._entries |= {job: _Entry(handle, awaited) for job, handle in zip(jobs, handles, strict=True)}
+        with without_sigint():  # or jobs could be in the cluster's queue that nobody here knows
+            with self._executor.batch():
+                handles = [self._executor.submit(self._task, job) for job in jobs]
+            self._entries |= {job: _Entry(handle, awaited) for job, handle in zip(jobs, handles, strict=True)}
 
     def looks(self) -> Iterator[Look[J]]:
         """Look at every job once; those that have ended leave the queue."""
@@ -228,7 +230,7 @@ class Queue(Generic[J]):
             ended = handle.done()
             if ended or job in forgotten:
                 del self._entries[job]
-                failure = self._failure(job, handle) if ended else self._lost(job, handle, FORGOTTEN)
+                failure = self._failure(job, handle) if ended else self._lost(job, handle, self._accounted(handle) or FORGOTTEN)
                 yield Look(job, running=False, ended=True, failure=failure)
             else:
                 yield Look(job, running=handle.state == "RUNNING", ended=False, failure=None)
@@ -253,6 +255,12 @@ class Queue(Generic[J]):
         for job in late:
             self._entries.pop(job).handle.cancel(check=False)
         return late + [further for job in late for further in self.drop(job)]
+
+    @staticmethod
+    def _accounted(handle: Any) -> str | None:
+        """Return what accounting says of a job, which submitit asks at ever longer intervals; ``None`` if it knows nothing."""
+        state = handle.watcher.get_state(handle.job_id, mode="force").lower()
+        return None if state == "unknown" else state
 
     def _failure(self, job: J, handle: Any) -> str | None:
         try:

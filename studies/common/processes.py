@@ -39,7 +39,7 @@ def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connect
 
     The process never gets SIGINT, because Ctrl-C goes to every process of the terminal, and some may still be importing.
     """
-    with _without_sigint():
+    with without_sigint():
         context = _context(target)
         link, far = context.Pipe()
         process: BaseProcess = context.Process(  # pyright: ignore[reportAttributeAccessIssue]
@@ -75,7 +75,7 @@ def _watch(process: BaseProcess) -> None:
 
 
 @contextmanager
-def _without_sigint() -> Iterator[None]:
+def without_sigint() -> Iterator[None]:
     """Context: SIGINT waits, for this process and for the processes that are started."""
     resource_tracker.ensure_running()  # otherwise the first start would start it, which unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -140,12 +140,12 @@ def _adopt(environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def locked(path: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
-    """Context: hold a lock on ``path``, a folder or a file (created if it is missing).
+    """Context: hold a lock on the file ``path``, which is created if it is missing.
 
     On a filesystem without locks nothing is locked, and a warning says so.
 
     Args:
-        path: File or folder.
+        path: The file.
         refusal: Text of the error if another process holds the lock.
         patience: Seconds to wait for the lock.
 
@@ -153,7 +153,7 @@ def locked(path: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
         ValueError: Another process still holds the lock after ``patience`` seconds.
         OSError: The path cannot be opened or locked.
     """
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + patience
     try:
         while True:
@@ -198,7 +198,8 @@ def held(folder: Path, patience: float = 60.0) -> Iterator[None]:
     before it raises ``ValueError``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, f"another process is still writing to {folder}; wait for it, or end it", patience):
+    lock = folder.with_name(f".{folder.name}.lock")  # a file, as network filesystems lock no folders
+    with locked(lock, f"another process is still writing to {folder}; wait for it, or end it", patience):
         for left in (*folder.glob(".*.tmp"), *folder.glob(".tmp*")):  # ours, and those of safetensors
             left.unlink(missing_ok=True)
         yield
@@ -231,7 +232,7 @@ def run_pool(
                 work(job)
                 look()
             return
-        with _without_sigint():
+        with without_sigint():
             context = _context(work)
         given = (dict(os.environ),)
         with ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_end_silently, initargs=given) as pool:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from mi_route2.files import whole_folder
 from studies.common import publishing
 from studies.common.artifacts import read_part, write_part
 from studies.common.publishing import nested, published, repacked
@@ -66,6 +67,25 @@ def test_tensors_of_another_part_are_refused_even_if_they_are_equal(tmp_path: Pa
     (tmp_path / "other.safetensors").replace(tmp_path / "one.safetensors")
     with pytest.raises(ValueError, match="do not match their checksum"):
         read_part(tmp_path / "one.json", "a")
+
+
+def test_a_part_that_is_made_again_and_broken_off_is_missing_and_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_part(tmp_path / "one.json", "a", {}, {"x": torch.zeros(2)})
+    monkeypatch.setattr("studies.common.artifacts.write_json", None)  # as a kill before it would
+    with pytest.raises(TypeError):
+        write_part(tmp_path / "one.json", "b", {}, {"x": torch.ones(2)})
+    assert read_part(tmp_path / "one.json") is None
+
+
+def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place" / "text").write_text("former")
+    (tmp_path / "place").rename(tmp_path / ".place.99.old")
+    with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "place", overwrite=True):
+        _ = 1 / 0
+    assert (tmp_path / "place" / "text").read_text() == "former"
 
 
 def test_a_leftover_of_a_killed_publisher_is_no_obstacle(tmp_path: Path) -> None:

@@ -291,6 +291,10 @@ def test_a_quarantine_that_learns_first_leaves_the_kept_adapter_without_a_gradie
     assert_same(ours.kept, open_run.kept)  # pyright: ignore[reportPossiblyUnbound]
     with pytest.raises(ValueError, match="without a quarantine"):
         run(make_policy(replace(SPECS["lora"], quarantine="none")), route, batch)
+    for p in policy.adapters.quarantine_parameters().values():
+        p.requires_grad_(False)
+    with pytest.raises(ValueError, match="do not freeze it"):
+        run(policy, route, batch)
 
 
 def test_a_reduction_gives_the_kept_adapter_no_gradient_of_zero_while_the_quarantine_learns_alone() -> None:

@@ -169,6 +169,24 @@ def test_shuffled_flags_that_are_known_a_micro_batch_at_a_time_are_refused(case:
         run(policy, route, batch, micro=3)
 
 
+def test_shuffled_token_flags_are_as_many_and_of_predictors_alone() -> None:
+    """Rows that moved as a whole would lie on the prompts and the padding of others."""
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    found = {}
+    for shuffle in (False, True):
+        route = mask_route(policy, MaskSpec("act", "token", reinforced_only=False, shuffle=shuffle))
+        step = route.begin(policy, batch, StepContext(torch.Generator().manual_seed(3)))
+        (part,) = step.parts
+        with policy.adapters.recording(part.tape):
+            policy.logprobs(part.batch.rollouts).sum().backward()
+        found[shuffle] = dict(part.tape.kept.flags)  # pyright: ignore
+        step.finish()
+    for site, flags in found[True].items():
+        assert not bool((flags & ~batch.rollouts.predictors).any())
+        assert int(flags.sum()) == int(found[False][site].sum()) > 0
+    assert any(not torch.equal(flags, found[False][site]) for site, flags in found[True].items())
+
+
 @pytest.mark.parametrize("case", SAMPLE, ids=case_id)
 def test_padding_on_either_side_is_the_same(case: Case) -> None:
     policy = make_policy(SPECS["lora"])

@@ -18,7 +18,7 @@ from on_cluster import HERE, preempted, tasks
 from tiny_study import tiny_job
 
 from studies.common import cluster
-from studies.common.cluster import Cluster, run_each
+from studies.common.cluster import Cluster, Executor, run_each
 from studies.route2.cli import main
 from studies.training import cluster as training
 from studies.training.checkpoint import CHECKPOINT
@@ -138,7 +138,8 @@ def test_slurm_is_told_what_waits_for_what_and_when_to_take_a_job_back(slurm: Pa
         (slurm / "queue").write_text("")
 
     threading.Thread(target=end, daemon=True).start()
-    run_submitted(jobs, Cluster(partition="cpu", hours=0.5, memory=3.0, options={"account": "me"}), quiet=True)
+    given = Executor("slurm", "cpu", hours=0.5, memory=1.5, slurm=("account=me", "cpus-per-task=2")).cluster()
+    run_submitted(jobs, given, quiet=True)
     base, arms = (
         dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", (slurm / f"script-{number}").read_text(), re.M)) for number in (7, 8)
     )
@@ -149,7 +150,7 @@ def test_slurm_is_told_what_waits_for_what_and_when_to_take_a_job_back(slurm: Pa
         assert one["requeue"] == ""
         assert one["open-mode"] == "append"
         assert one["kill-on-invalid-dep"] == "yes"
-        assert (one["time"], one["mem"], one["cpus-per-task"], one["nodes"]) == ("30", "3GB", "1", "1")
+        assert (one["time"], one["mem"], one["cpus-per-task"], one["nodes"]) == ("30", "1536MB", "2", "1")
         assert (one["partition"], one["account"]) == ("cpu", "me")
     assert not {"array", "dependency"} & base.keys()
     assert arms["dependency"] == "afterok:7"
@@ -265,6 +266,7 @@ def test_a_cluster_that_cannot_work_is_refused(given: dict[str, float], sentence
         ("--executor slurm --report-to tensorboard", "leave it out with --executor slurm"),
         ("--executor slurm --hours 0.01", "0.01 hours are too short"),
         ("--partition cpu", "options of a cluster: add --executor slurm"),
+        ("--hours 9", "options of a cluster: add --executor slurm"),
     ],
 )
 def test_what_cannot_be_queued_is_one_sentence_and_writes_nothing(

@@ -395,13 +395,12 @@ def test_a_folder_under_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_worker_that_outlived_its_parent_is_waited_for(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
-    (tmp_path / "arm").mkdir()
     script = (
         "import fcntl, os, sys, time\n"
-        "fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)\n"
+        "fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)\n"
         "open(sys.argv[2], 'w'); time.sleep(60)\n"
     )
-    other = subprocess.Popen([sys.executable, "-S", "-c", script, str(tmp_path / "arm"), str(ready)])
+    other = subprocess.Popen([sys.executable, "-S", "-c", script, str(tmp_path / ".arm.lock"), str(ready)])
     try:
         wait_until(ready.exists, 120, "the other process did not start")
         with pytest.raises(ValueError, match="another process is still writing to"), held(tmp_path / "arm", patience=0.1):
