@@ -27,7 +27,8 @@ class AffineProbe:
     bias: float
 
     def __post_init__(self) -> None:
-        if not torch.isfinite(torch.cat([self.weight.double().cpu(), torch.tensor([self.bias], dtype=torch.float64, device="cpu")])).all():
+        bias = torch.tensor([self.bias], dtype=torch.float64, device="cpu")
+        if not torch.isfinite(torch.cat([self.weight.double().cpu(), bias])).all():
             raise ValueError("The weight or the bias of an affine probe is NaN or infinite: fit it again on finite activations.")
         object.__setattr__(self, "weight", self.weight.detach().clone())
 

@@ -47,7 +47,8 @@ class Fingerprint:
         left, right = {}, {}
         for site in sorted(adapters.sites):
             weight = adapters.sites[site].weight
-            sides = (torch.randn(d, width, generator=generator, dtype=torch.float64, device="cpu") for d in adapters.sites[site].shape)
+            shape = adapters.sites[site].shape
+            sides = (torch.randn(d, width, generator=generator, dtype=torch.float64, device="cpu") for d in shape)
             left[site], right[site] = (side.to(weight.device, wide(weight.dtype)) for side in sides)
         return Fingerprint(left, right)
 

@@ -161,7 +161,7 @@ PRAGMA application_id = {_APPLICATION};
 PRAGMA user_version = {_VERSION};
 COMMIT;
 """
-_FILE = re.compile(r"(\d{12})\.safetensors|\.\d{12}\.safetensors\.(?:\d+\.)?tmp")
+_FILE = re.compile(r"(\d{12})\.safetensors|\.\d{12}\.safetensors\.(?:[0-9a-f]+\.)?tmp")
 
 
 class Disk:

@@ -417,7 +417,7 @@ def test_controllers_see_a_step_for_whose_log_probabilities_there_is_no_memory(m
 
     host = host_of()
     engine = Engine(host, controllers=Controllers([Seeing()]))
-    asked = failing("log_softmax", "_view", lambda *_: len(asked) < 1, monkeypatch, torch.Tensor)
+    asked = failing("log_softmax", "_logprobs", lambda *_: len(asked) < 1, monkeypatch, torch.Tensor)
     request = Request(PROMPT, ASK)
     (found,) = engine.generate([request], progress=False)
     right(host, found, request)
