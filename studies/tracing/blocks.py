@@ -14,7 +14,7 @@ nats, lanes (an adapter in some blocks) that are on in a set ``A`` carry
 with means over pairs. An adapter that does nothing elsewhere carries as much both ways. The folder ``--out`` gets
 
     pairs-<arm>-<seed>.json       the pairs, as text
-    <arm>-<seed>.json             S of every pair, in nats, under every set of lanes; a run that is interrupted goes on behind it
+    <arm>-<seed>.json             S of every pair, in nats, under every set of lanes; an arm that has one is not asked again
     blocks.md, blocks.png         shares, with 95% intervals over the pairs of a seed (bootstrap of the ratio of means)
 """
 
