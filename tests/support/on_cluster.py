@@ -14,14 +14,14 @@ HERE = Cluster(kind="local", hours=0.5)
 
 
 def tasks(folder: Path) -> list[int]:
-    """Return the processes of submitit that hold a job's folder."""
+    """Return the processes of submitit that hold a job's folder, by the lock beside it."""
     return [int(process.name) for process in Path("/proc").iterdir() if process.name.isdigit() and _holds(process, folder)]
 
 
 def _holds(process: Path, folder: Path) -> bool:
     try:
         return b"submitit.core._submit" in (process / "cmdline").read_bytes() and any(
-            str(link.readlink()).startswith(str(folder)) for link in (process / "fd").iterdir()
+            link.readlink() == folder.with_name(f".{folder.name}.lock") for link in (process / "fd").iterdir()
         )
     except OSError:
         return False
