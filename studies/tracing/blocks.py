@@ -1,4 +1,4 @@
-"""Which adapter of a chat model carries a hack, and in which blocks: by deletion, in finished runs of any problem.
+"""Share of a hack that each adapter of a chat model carries in each of its blocks, by leaving it out of finished runs.
 
     python -m studies.tracing blocks runs/chat-<hash> --arms vanilla quarantine-first
 
@@ -30,6 +30,7 @@ from matplotlib.axes import Axes
 from tqdm import tqdm
 
 from mi_route2.adapters import Adapters
+from mi_route2.files import write_whole
 from mi_route2.plots import BLUE, GRAY, ORANGE, PAGE_WIDTH, new_figure, save_figure, style
 from mi_route2.rollouts import Policy
 from mi_route2.validation import read_object, write_json
@@ -73,7 +74,7 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
             with open_world(jobs[0].settings) as (world, witness):
                 for job, arm in zip(jobs, arms, strict=True):
                     _, policy = finished_policy(job)
-                    pairs = _pairs(out / f"pairs-{arm}-{seed}.json", world, witness, policy, seed, prompts, answers)
+                    pairs = _pairs(out / f"pairs-{arm}-{seed}.json", world, witness, policy, job, prompts, answers)
                     asked = {"identity": job.identity, "groups": groups, "pairs": [list(pair) for pair in pairs]}
                     path = out / f"{arm}-{seed}.json"
                     if not path.exists() or (kept := read_object(path, AGAIN))["asked"] != asked:
@@ -84,18 +85,18 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
 
 
 def _pairs(
-    path: Path, world: World, witness: Witness, policy: Policy, seed: int, prompts: int, answers: int
+    path: Path, world: World, witness: Witness, policy: Policy, job: Job, prompts: int, answers: int
 ) -> list[tuple[str, str, str, str]]:
     """Return mode, prompt, hack of the arm and honest answer of the base of every pair; sampled once and then read."""
-    asked = {"prompts": prompts, "answers": answers}
+    asked = {"identity": job.identity, "prompts": prompts, "answers": answers}
     if path.exists() and (kept := read_object(path, AGAIN))["asked"] == asked:
         return [(pair["mode"], pair["prompt"], pair["hack"], pair["honest"]) for pair in kept["pairs"]]
     given = [world.prompt(task, mode) for task in world.tasks("test")[:prompts] for mode in world.modes.loopholes]
     asking = [one for one in given for _ in range(answers)]
     with policy.adapters.reference():
-        base = world.sample(policy, asking, torch_generator(seed, "blocks"))
+        base = world.sample(policy, asking, torch_generator(job.seed, "blocks"))
     with policy.adapters.full():
-        own = world.sample(policy, asking, torch_generator(seed, "blocks", 1))
+        own = world.sample(policy, asking, torch_generator(job.seed, "blocks", 1))
     judged, cheating = witness.judge(base), witness.judge(own)
     pairs = []
     for i, one in enumerate(given):
@@ -200,8 +201,7 @@ def _table(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], path:
             shown = [f"{number(value)} [{number(low)}, {number(high)}]" for value, low, high in cells]
             rows.append((f"`{arm}`", seed, len(nats["all"]), f"{gap:+.1f}", lane, *shown))
     header = ("arm", "seed", "pairs", "both adapters, nats", "lane", "put into the base", "left out of the whole")
-    path.write_text(markdown_table(header, rows), encoding="utf-8")
-    return path
+    return write_whole(path, markdown_table(header, rows).encode())
 
 
 def _figure(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], path: Path) -> Path:

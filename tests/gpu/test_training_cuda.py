@@ -11,6 +11,7 @@ import pytest
 import torch
 from parity import Parity
 from safetensors.torch import load_file
+from tiny_study import tiny_chat
 from tiny_trl import LORA, Ours, make_trainer, our_loop, our_policy, pairs
 from torch import Tensor
 
@@ -20,8 +21,7 @@ from studies.environments.chat import make_tiny_model
 from studies.training.arms import ARMS
 from studies.training.job import EVAL, FULL, Job
 from studies.training.run import run_job
-from studies.training.settings import CHAT, ChatModel, Settings
-from studies.training.worlds import weights_hash
+from studies.training.settings import Settings
 from tests.support.gpu import DEVICE, NEEDS
 
 pytestmark = NEEDS
@@ -112,11 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(folder: Path) -> Settings:
-    chat = ChatModel(str(folder), weights_hash(folder), max_new=10, token_budget=1 << 20, device=DEVICE)
-    return replace(
-        CHAT, world="parity:Parity", chat=chat, steps=3, prompts=4, group=6, kept_rank=4, kept_lr=3e-3, quarantine_rank=4,
-        quarantine_lr=1e-3, pairs=4, teachers=2, evaluation_prompts=6, probe_every=2,
-    )  # fmt: skip
+    return tiny_chat(folder, DEVICE, steps=3)
 
 
 @pytest.mark.parametrize("arm", ["vanilla", "route2-full", "route2-act", "absorb"])

@@ -15,7 +15,8 @@ from studies.common.processes import locked
 from studies.environments.micro.settings import WarmStartConfig
 from studies.training.arms import ARMS, Arm
 from studies.training.job import Job
-from studies.training.settings import Settings, get_settings
+from studies.training.settings import CHAT, ChatModel, Settings, get_settings
+from studies.training.worlds import weights_hash
 
 if TYPE_CHECKING:  # children of tests import this module, and have no need of pytest
     import pytest
@@ -28,6 +29,16 @@ def tiny_settings(**changes: Any) -> Settings:
         get_settings("strong"), warm=WARM, steps=4, prompts=3, group=4, evaluation_prompts=4, pairs=4, probe_every=2, teachers=4
     )
     return replace(small, **changes)
+
+
+def tiny_chat(folder: Path, device: str = "cpu", **changes: Any) -> Settings:
+    """Settings of a study of some steps on a tiny chat model and the problem Parity."""
+    chat = ChatModel(str(folder), weights_hash(folder), max_new=10, token_budget=1 << 20, device=device)
+    usual: dict[str, Any] = {
+        "world": "parity:Parity", "chat": chat, "steps": 4, "prompts": 4, "group": 6, "kept_rank": 4, "kept_lr": 3e-3,
+        "quarantine_rank": 4, "quarantine_lr": 1e-3, "pairs": 4, "teachers": 2, "evaluation_prompts": 6, "probe_every": 2,
+    }  # fmt: skip
+    return replace(CHAT, **(usual | changes))
 
 
 def tiny_job(root: Path, arm: str | Arm | None = "route2-grad", seed: int = 0, cache: Path | None = None, **changes: Any) -> Job:

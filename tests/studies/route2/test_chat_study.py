@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from parity import Parity
+from tiny_study import tiny_chat
 
 import studies.route2.cli as cli
 import studies.training.run as run_module
@@ -64,11 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(folder: Path) -> Settings:
-    chat = ChatModel(str(folder), weights_hash(folder), max_new=10, token_budget=1 << 20, device="cpu")
-    return replace(
-        CHAT, world="parity:Parity", chat=chat, steps=4, prompts=4, group=6, kept_rank=4, kept_lr=3e-3, quarantine_rank=4,
-        quarantine_lr=1e-3, pairs=4, teachers=2, evaluation_prompts=6, probe_every=2,
-    )  # fmt: skip
+    return tiny_chat(folder)
 
 
 def job(root: Path, settings: Settings, arm: str, **changes: object) -> Job:

@@ -80,7 +80,11 @@ def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path
     assert vanilla["all"] == vanilla["into kept all"]
     for found in (vanilla, nats):  # each arm has come to prefer its own hacks
         assert sum(found["all"]) > sum(found["none"])
-    table = (out / "blocks.md").read_text()
+    table, pairs = (out / "blocks.md").read_text(), out / "pairs-vanilla-0.json"
+    kept = json.loads(pairs.read_text())
+    assert kept["asked"]["identity"] == json.loads((out / "vanilla-0.json").read_text())["asked"]["identity"]
+    pairs.write_text(json.dumps(kept | {"asked": kept["asked"] | {"identity": "of an arm that was trained anew"}, "pairs": []}))
     monkeypatch.setattr("studies.tracing.blocks._measure", None)
     trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
     assert (out / "blocks.md").read_text() == table
+    assert json.loads(pairs.read_text()) == kept  # and not those of another run
