@@ -216,7 +216,8 @@ class Queue(Generic[J]):
             ids = sorted(self._entries[job].handle.job_id for job in awaited)
             wait = {"dependency": ":".join(["afterok", *ids])} if ids else {}
             self._executor.update_parameters(slurm_additional_parameters=self._options | wait)
-        with without_sigint():  # or jobs could be in the cluster's queue that nobody here knows
+        # A job could be in the cluster's queue that nobody here knows; submitit cancels its local ones with the signal itself.
+        with without_sigint() if self.kind == "slurm" else contextlib.nullcontext():
             with self._executor.batch():
                 handles = [self._executor.submit(self._task, job) for job in jobs]
             self._entries |= {job: _Entry(handle, awaited) for job, handle in zip(jobs, handles, strict=True)}
