@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import socket
@@ -243,6 +244,8 @@ class Caller:
         self.http = httpx.AsyncClient(base_url=url, headers=self.headers, timeout=httpx.Timeout(PATIENCE))
         self.last: Any = None
         """Body of the last request, for the message of a failure."""
+        self.until = math.inf
+        """Time after which no action begins, and no slow reader goes on waiting."""
         self.actions: dict[Callable[[], Awaitable[None]], int] = {
             self.complete: 30,
             self.stream: 30,
@@ -264,6 +267,7 @@ class Caller:
 
     async def live(self, until: float) -> None:
         """Run random actions until the deadline."""
+        self.until = until
         async with self.http:
             while time.monotonic() < until and len(self.tally.failures) < ENOUGH:
                 (action,) = self.rng.choices(list(self.actions), list(self.actions.values()))
@@ -445,9 +449,13 @@ class Caller:
     async def slow(self) -> None:
         """Request a long answer and read nothing for a while; then disconnect, or read the rest."""
         ids = [*range(FIRST, FIRST + 256)] * 4  # of 20,000 bytes for each token, so that the system's buffers are full soon
-        body = {"prompt": "abc", "n": 4, "max_tokens": 800, "ignore_eos": True, "logprob_token_ids": ids, "stream": True}
+        body = {"prompt": "abc", "n": 4, "max_tokens": 400, "ignore_eos": True, "logprob_token_ids": ids, "stream": True}
         async with self._raw("/v1/completions", json.dumps(body).encode()) as (reader, _):
-            await asyncio.sleep(self.rng.uniform(1, 30))
+            status = int((await reader.readline()).split()[1])
+            self.tally.counts[f"status {status}"] += 1
+            if status not in (200, 429):  # a request that is refused would test no reader
+                raise FailedError(f"{status} for a slow reader: {(await reader.read()).decode()[-400:]}")
+            await asyncio.sleep(min(self.rng.uniform(1, 30), self.until - time.monotonic()))
             while self.rng.random() < 0.98 and await reader.read(1 << 16):
                 pass
 
@@ -496,7 +504,8 @@ class Caller:
         reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
         try:
             head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {self.headers['Authorization']}\r\n"
-            writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            writer.write(f"{head}Connection: close\r\nContent-Type: application/json\r\n".encode())
+            writer.write(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
             await writer.drain()
             yield reader, writer
         finally:

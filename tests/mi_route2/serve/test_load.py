@@ -53,6 +53,7 @@ def test_a_soak_of_seconds_passes_and_writes_what_it_saw(tmp_path: Path, capsys:
     found = json.loads((tmp_path / "soak.json").read_text())
     assert found["failures"] == []
     assert found["compared"] > 0
+    assert found["counts"]["slow"] > 0
     assert not any(found["left"].values())
     assert {"slots", "patch_slots", "steering_rows", "running"} <= found["left"].keys()
     assert "soak passed" in capsys.readouterr().out
