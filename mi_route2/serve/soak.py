@@ -44,6 +44,8 @@ MODEL = "mi_route2.serve.soak_model:model"
 KEYS = {"alice": "soak-alice-soak-alice", "bob": "soak-bob-soak-bob-soak", "admin": "soak-admin-soak-admin"}
 LIMITS = {"rows": 16, "queue": 24, "per-key": 40, "sweeps": 3, "backlog": 64, "max-body": 200_000}
 LIMITS |= {"store": 4 << 20, "prefix-bytes": 16 << 20}
+RUN_SITE = "blocks.0.resid_pre"
+"""Site that each key's own run holds."""
 PATIENCE = 300.0
 """Seconds after which a request counts as stuck."""
 KEPT = 300
@@ -178,7 +180,7 @@ def malformed(rng: random.Random) -> tuple[str, Any]:
             ("/v1/completions", b"{" * rng.randint(1, 100)),
             ("/v1/completions", b"\xff\xfe\x00"),
             ("/v1/completions", json.dumps([1, 2]).encode()),
-            ("/v1/completions", {**good, "max_tokens": rng.choice([0, -1, 10**9, "many", 1.5, None, CONTEXT + 1])}),
+            ("/v1/completions", {**good, "max_tokens": rng.choice([0, -1, 10**9, "many", 1.5, CONTEXT + 1])}),
             ("/v1/completions", {**good, "patch": [{"site": "nowhere", "position": 0, "source": "zeros"}]}),
             ("/v1/completions", {**good, "patch": [{"site": "blocks.0.resid_pre", "position": 999, "source": "zeros"}]}),
             ("/v1/completions", {**good, "steering_vectors": {"blocks.0.resid_pre": [1.0]}}),
@@ -484,8 +486,9 @@ class Caller:
         """Request resources of another key, without a key or with a wrong one."""
         other = {"alice": "bob", "bob": "alice"}[self.who]
         await self._post("/v1/completions", {"prompt": "abc", "hold": f"of {other}".replace(" ", "-")}, 404)
-        response = await self.http.get(f"/v1/runs/of-{other}")
-        self._judged(response, "/v1/runs", other, (404,))
+        for who, status in ((other, 404), (self.who, 200)):  # one's own is there, so the other's could be
+            response = await self.http.get(f"/v1/runs/of-{who}", params={"site": RUN_SITE})
+            self._judged(response, "/v1/runs", who, (status,))
         wrong = self.rng.choice(["Bearer wrong", f"Bearer {KEYS[self.who]}x", "Basic " + KEYS[self.who]])
         await self._post("/v1/completions", {"prompt": "abc"}, 401, Authorization=wrong)
 
@@ -524,6 +527,8 @@ def prepare(url: str) -> None:
         with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEYS[who]}"}, timeout=PATIENCE) as http:
             for name in ("held", f"of-{who}"):
                 http.post("/v1/steering/set", json={"vectors": {"mine": mine}, "name": name, **steering}).raise_for_status()
+            run = {"prompt": "abc", "capture": [RUN_SITE], "run": f"of-{who}", "max_tokens": 1}
+            http.post("/v1/completions", json=run).raise_for_status()
 
 
 async def _watched(server: Process, tally: Tally, until: float, every: float) -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 import torch
 import tyro
 from families import make_batch, make_family, make_rollouts
+from offline import unreached
 from pages import ROOT, blocks, run_block
 
 from mi_route2 import AdapterSpec, attach
@@ -37,13 +38,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline() -> Iterator[None]:
     """No block may reach a network."""
-
-    def refuse(self: socket.socket, address: object) -> None:
-        raise AssertionError(f"a documented block connects to {address}")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with unreached():
+        yield
 
 
 @pytest.mark.parametrize(

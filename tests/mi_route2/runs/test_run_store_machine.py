@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,10 @@ SHAPES = {SITES[0]: (5,), SITES[1]: (2, 3), SITES[2]: ()}
 DTYPES = {SITES[0]: torch.float32, SITES[1]: torch.bfloat16, SITES[2]: torch.float64}
 RUNS = st.sampled_from(["a", "b", "c", "d"])
 OWNERS = st.sampled_from(["me", "you"])
-WEIGHTS = st.sampled_from(["w1", "w2"])
-LEASE, BUDGET, OVERHEAD, EXAMPLES = 100.0, 5000, 1100, 12
+WEIGHTS = st.sampled_from(["w1", "w1", "w1", "w2"])
+SELDOM = st.sampled_from([False, False, False, True])
+"""Of what ends many runs at once: done as often as anything else, it would leave nothing to read."""
+LEASE, BUDGET, OVERHEAD, EXAMPLES = 100.0, 3600, 1100, 20
 
 Rows = dict[Site, dict[int, Tensor]]
 
@@ -30,7 +33,7 @@ Rows = dict[Site, dict[int, Tensor]]
 class Stores(RuleBasedStateMachine):
     """The model: what was written, by run, site and position; who has a lease until when; why a run is gone."""
 
-    budget, on_disk = 0, True
+    budget, on_disk, seen = 0, True, Counter[str]()
 
     @initialize(shard_bytes=st.sampled_from([1, 200, 10_000]))
     def begin(self, shard_bytes: int) -> None:
@@ -41,6 +44,8 @@ class Stores(RuleBasedStateMachine):
         self.ends: dict[tuple[str, str], float] = {}
         self.gone: dict[str, str] = {}
         self.open()
+        for run in "ab":
+            self.write(run, "w1", 5, False)
 
     def open(self) -> None:
         self.store = RunStore(self.budget, self.folder, lease_seconds=LEASE, clock=lambda: self.now, shard_bytes=self.shard_bytes)
@@ -75,6 +80,19 @@ class Stores(RuleBasedStateMachine):
             self.writing[run] = self.store.writing(run, weights=weights), weights, {}
             self.gone.pop(run, None)
 
+    @rule(run=RUNS, weights=WEIGHTS, count=st.integers(10, 20), lease=SELDOM)
+    def write(self, run: str, weights: str, count: int, lease: bool) -> None:
+        """A whole run at once, with rows at two sites."""
+        if run in self.done or run in self.writing:
+            return
+        self.open_run(run, weights)
+        writer, _, rows = self.writing[run]
+        for site in SITES[:2]:
+            values = self.fresh(site, count)
+            writer.append(site, range(count), values)
+            rows[site] = dict(enumerate(values))
+        self.close(run, lease)
+
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), site=st.sampled_from(SITES), positions=st.lists(st.integers(0, 40), max_size=20))
     def append(self, data: st.DataObject, site: Site, positions: list[int]) -> None:
@@ -91,7 +109,9 @@ class Stores(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), lease=st.booleans())
     def close_run(self, data: st.DataObject, lease: bool) -> None:
-        run = data.draw(st.sampled_from(sorted(self.writing)))
+        self.close(data.draw(st.sampled_from(sorted(self.writing))), lease)
+
+    def close(self, run: str, lease: bool) -> None:
         if lease:
             self.lease(run, "me")
         writer, weights, rows = self.writing.pop(run)
@@ -107,8 +127,11 @@ class Stores(RuleBasedStateMachine):
 
     # ---- reading
 
-    @rule(run=RUNS, site=st.sampled_from(SITES), data=st.data())
-    def read(self, run: str, site: Site, data: st.DataObject) -> None:
+    @rule(run=RUNS, there=SELDOM.map(lambda seldom: not seldom), site=st.sampled_from(SITES), data=st.data())
+    def read(self, run: str, there: bool, site: Site, data: st.DataObject) -> None:
+        if there and self.done:
+            run = data.draw(st.sampled_from(sorted(self.done)))
+            site = data.draw(st.sampled_from(sorted(self.done[run][1]) or [site]))
         if run not in self.done:
             reason = self.gone.get(run, "still being written" if run in self.writing else "no run")
             with pytest.raises(KeyError, match=reason):
@@ -119,8 +142,9 @@ class Stores(RuleBasedStateMachine):
             with pytest.raises(KeyError, match="has no rows at"):
                 self.store.slice(run, site, 0, 1)
             return
-        asked = data.draw(st.lists(st.sampled_from(sorted(rows)), max_size=6))
+        asked = data.draw(st.lists(st.sampled_from(sorted(rows)), min_size=data.draw(st.sampled_from([0, 3])), max_size=6))
         found = self.store.rows(run, site, asked)
+        self.seen["rows read"] += len(asked)
         assert found.dtype == DTYPES[site]
         assert found.shape == (len(asked), *SHAPES[site])
         assert all(torch.equal(value, rows[place]) for value, place in zip(found, asked, strict=True))
@@ -165,8 +189,10 @@ class Stores(RuleBasedStateMachine):
             with pytest.raises(KeyError, match=self.gone.get(run, "no run")):
                 self.store.drop(run)
 
-    @rule(weights=WEIGHTS)
-    def invalidate(self, weights: str) -> None:
+    @rule(weights=WEIGHTS, really=SELDOM)
+    def invalidate(self, weights: str, really: bool) -> None:
+        if not really:
+            return
         ended = {run for run, (old, _) in self.done.items() if old != weights}
         stopped = {run for run, (_, old, _) in self.writing.items() if old != weights}
         assert set(self.store.invalidate(weights)) == ended | stopped
@@ -180,8 +206,10 @@ class Stores(RuleBasedStateMachine):
                 self.writing.pop(run)[0].close()
 
     @precondition(lambda self: self.on_disk)
-    @rule()
-    def reopen(self) -> None:
+    @rule(really=SELDOM)
+    def reopen(self, really: bool) -> None:
+        if not really:
+            return
         self.store.close()
         for writer, _, _ in self.writing.values():
             with pytest.raises(RuntimeError, match="its store was closed"):
@@ -203,6 +231,7 @@ class Stores(RuleBasedStateMachine):
             assert not self.leased(run)
             del self.done[run]
             self.gone[run] = "was evicted"
+            self.seen["evicted"] += 1
             self.forget(run)
 
     @invariant()
@@ -215,6 +244,7 @@ class Stores(RuleBasedStateMachine):
             assert {site: kind.rows for site, kind in info.sites.items()} == {site: len(each) for site, each in rows.items()}
             for site, each in rows.items():
                 assert self.store.positions(run, site) == sorted(each)
+                self.seen["slices read"] += 1
                 assert torch.equal(self.store.slice(run, site, 0, 99), torch.stack([each[place] for place in sorted(each)]))
 
     @invariant()
@@ -242,5 +272,8 @@ class Stores(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(("budget", "on_disk"), [(BUDGET, False), (0, True), (BUDGET, True)], ids=["memory", "disk", "both"])
 def test_a_store_is_a_dict(budget: int, on_disk: bool) -> None:
-    machine = type("Tiered", (Stores,), {"budget": budget, "on_disk": on_disk})
+    seen = Counter[str]()
+    machine = type("Tiered", (Stores,), {"budget": budget, "on_disk": on_disk, "seen": seen})
     run_state_machine_as_test(machine, settings=settings(max_examples=EXAMPLES, stateful_step_count=30))
+    assert min(seen["rows read"], seen["slices read"]) > 40
+    assert (seen["evicted"] > 5) is (not on_disk)

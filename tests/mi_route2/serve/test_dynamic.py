@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -100,9 +101,10 @@ def test_the_metrics_are_for_the_admin_where_there_are_keys(server: Running) -> 
 
 
 def test_what_is_watched_parses_while_requests_come_and_go(server: Running) -> None:
-    done, wrong = threading.Event(), []
+    done = threading.Event()
 
-    def crowd() -> None:
+    def crowd() -> int:
+        rounds = 0
         with PatchStudy(server.url, ALICE) as study:
             while not done.is_set():
                 given = {"steering_vectors": {SITE: "push"}, "monitors": [MONITOR], "ignore_eos": True}
@@ -110,22 +112,21 @@ def test_what_is_watched_parses_while_requests_come_and_go(server: Running) -> N
                 chunks = study.stream(PROMPT, max_tokens=50, **given)
                 next(chunks)
                 chunks.close()
+                rounds += 1
+        return rounds
 
-    threads = [threading.Thread(target=crowd) for _ in range(2)]
-    for one in threads:
-        one.start()
-    try:
-        for _ in range(12):
-            dynamic, metrics = asked(server, ADMIN), asked(server, ADMIN, "/metrics")
-            wrong += [one.text for one in (dynamic, metrics) if one.status_code != 200]
-            assert dynamic.json()["rows"]["used"] <= 3
-            for line in metrics.text.splitlines():
-                assert line.startswith("#") or float(line.rpartition(" ")[2]) >= 0
-    finally:
-        done.set()
-        for one in threads:
-            one.join(20)
-    assert wrong == []
+    with ThreadPoolExecutor(2) as pool:
+        crowds = [pool.submit(crowd) for _ in range(2)]
+        try:
+            for _ in range(12):
+                dynamic, metrics = asked(server, ADMIN), asked(server, ADMIN, "/metrics")
+                assert [one.text for one in (dynamic, metrics) if one.status_code != 200] == []
+                assert dynamic.json()["rows"]["used"] <= 3
+                for line in metrics.text.splitlines():
+                    assert line.startswith("#") or float(line.rpartition(" ")[2]) >= 0
+        finally:
+            done.set()
+        assert min(one.result(20) for one in crowds) > 0
 
 
 def test_a_sweep_is_freed_after_its_reader_has_gone(server: Running) -> None:
