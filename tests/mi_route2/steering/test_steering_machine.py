@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
 from mi_route2.engine.controllers import (
@@ -34,7 +34,9 @@ from mi_route2.steering.table import row_key
 pytestmark = pytest.mark.machine
 
 FIRST, SECOND = Site(0, "resid_post"), Site(1, "resid_post")
-D, ROWS = 3, 4
+D, ROWS = 3, 2
+"""Width, and rows: fewer than the specs below need together."""
+SEEN = Counter[str]()
 
 
 def v(seed: int) -> Tensor:
@@ -179,6 +181,12 @@ class Machine(RuleBasedStateMachine):
         known = self.known.get(self.number(slot))
         if known is not None and not known.resident:
             self.try_admit(self.number(slot), known)
+            SEEN["resumed"] += known.resident
+
+    @rule(slot=requests)
+    def preempt_and_resume(self, slot: int) -> None:
+        self.preempt(slot)
+        self.resume(slot)
 
     def try_admit(self, number: int, known: Known) -> None:
         needed = {key for spec in known.needs if (key := row_key(spec))}
@@ -193,6 +201,7 @@ class Machine(RuleBasedStateMachine):
         try:
             self.state.admit(number, known.spec, configs=known.configs)
         except Full:
+            SEEN["full at admission"] += 1
             assert len(needed - self.keys().keys()) > free
             assert equal(self.trace(), before)
         else:
@@ -218,6 +227,7 @@ class Machine(RuleBasedStateMachine):
         try:
             self.state.hold(name, spec)
         except Full:
+            SEEN["full at hold"] += 1
             assert row_key(spec) not in self.keys()
             assert len(self.keys()) == ROWS
         except ValueError:
@@ -359,5 +369,7 @@ def equal(a: object, b: object) -> bool:
     return a == b
 
 
-TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=15, stateful_step_count=35)
+def test_whatever_is_done_in_whatever_order() -> None:
+    SEEN.clear()
+    run_state_machine_as_test(Machine, settings=settings(max_examples=30, stateful_step_count=35))
+    assert min(SEEN[what] for what in ("resumed", "full at admission", "full at hold")) > 5
