@@ -16,7 +16,7 @@ from mi_route2.validation import unknown_name, write_json
 from studies.common.cluster import Executor
 from studies.common.command_line import Seeds, read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
-from studies.training.arms import ARMS, MAIN, get_arms, with_canaries
+from studies.training.arms import ARMS, MAIN, get_arms
 from studies.training.settings import (
     CHAT,
     PRECISION_NAMES,
@@ -79,7 +79,7 @@ class Run:
         cluster = self.place.cluster()
         settings = override(self.settings(), self.override, self.config)
         every = tuple(name for name, arm in ARMS.items() if settings.chat is None or arm.canaries_of is None)
-        arms = with_canaries(get_arms(every if self.arms == ("all",) else self.arms))
+        arms = get_arms(every if self.arms == ("all",) else self.arms)
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         if self.pairs is not None and not self.pairs.is_file():
@@ -94,7 +94,7 @@ class Run:
             for seed in read_seeds(self.seeds)
             for arm in (None, *arms)
         ]
-        jobs = list({job.folder: job for each in jobs for job in (*each.elsewhere, each)}.values())
+        jobs = list({job.folder: job for each in jobs for job in (*each.before, each)}.values())
         with ExitStack() as locks:
             folders = {job.root: job.settings for job in jobs}
             for folder in sorted(folders):

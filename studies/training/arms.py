@@ -4,7 +4,7 @@ A control is its method with one field replaced. Roles: ``baseline`` (no route),
 signal), ``bound`` (reads what no method may read, so it is never a method).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
@@ -530,9 +530,3 @@ def get_arms(names: tuple[str, ...]) -> list[Arm]:
         if name not in ARMS:
             raise KeyError(unknown_name(name, list(ARMS), "arm"))
     return [ARMS[name] for name in dict.fromkeys(names)]
-
-
-def with_canaries(arms: Sequence[Arm]) -> list[Arm]:
-    """Return ``arms``, each after the canaries that it needs of the same preset."""
-    own = {arm: get_arms(arm.canaries or ()) if arm.canaries_of is None else () for arm in arms}
-    return list(dict.fromkeys(arm for needing, canaries in own.items() for arm in (*canaries, needing)))

@@ -142,10 +142,10 @@ class Job:
         return [self._with(arm=arm, **changes) for arm in get_arms(self.arm.canaries)]
 
     @property
-    def elsewhere(self) -> "list[Job]":
-        """Jobs of other run folders that must be done before this one: its canaries, after their base model."""
-        there = [canary for canary in self.canaries if canary.root != self.root]
-        return [there[0]._with(arm=None), *there] if there else []
+    def before(self) -> "list[Job]":
+        """Jobs that must be done before this one: its canaries, after their base model."""
+        canaries = self.canaries
+        return [canaries[0]._with(arm=None), *canaries] if canaries else []
 
     def _with(self, **changes: Any) -> "Job":
         """Return the job with other fields, and the hash of the pairs: one that is made anew would read the file as it is now."""

@@ -18,7 +18,7 @@ from mi_route2.tensor_files import read_tensors
 from studies.environments.micro.settings import MicroConfig
 from studies.environments.protocol import TeacherPool
 from studies.route2.cli import main
-from studies.training.arms import ARMS, Arm, Lesson, get_arms, with_canaries
+from studies.training.arms import ARMS, Arm, Lesson
 from studies.training.build import MonitoredRoute, base_samples, build_canary, build_optimizer, build_route, rotate
 from studies.training.checkpoint import CHECKPOINT
 from studies.training.grpo import gather
@@ -34,9 +34,10 @@ pytestmark = pytest.mark.study
 
 
 def test_arms_follow_their_canaries_and_no_old_arm_has_another_identity(tmp_path: Path) -> None:
-    names = [arm.name for arm in with_canaries(get_arms(("canary-one", "vanilla", "filter-canary")))]
     first, second = ([f"canary-{n}{mark}" for n in (10, 20, 40)] for mark in ("", "-b"))
-    assert names == [*first, "canary-one", "vanilla", *second, "filter-canary"]
+    for arm, canaries in (("canary-one", first), ("filter-canary", [*first, *second]), ("canary-run-110k", [*first, *second])):
+        assert [job.name for job in tiny_job(tmp_path, arm).before] == ["base", *canaries]
+    assert tiny_job(tmp_path, "vanilla").before == tiny_job(tmp_path, "base").before == []
     assert tiny_job(tmp_path, "vanilla").spec.keys() == tiny_job(tmp_path, "route2-full").spec.keys()
     assert "steps" not in tiny_job(tmp_path, "vanilla").spec
     assert "relative_to" not in tiny_job(tmp_path, "filter-canary").spec["route"]
@@ -57,8 +58,8 @@ def test_only_a_detector_has_a_recall(tmp_path: Path) -> None:
 
 
 def test_jobs_start_after_what_they_need_and_fall_with_it(tmp_path: Path) -> None:
-    wanted = [None, *with_canaries(get_arms(("filter-canary", "vanilla")))]
-    jobs = {(arm.name if arm else "base"): tiny_job(tmp_path, arm) for arm in wanted}
+    wanted = [tiny_job(tmp_path, arm) for arm in ("filter-canary", "vanilla")]
+    jobs = {job.name: job for one in wanted for job in (*one.before, one)}
     canaries = [name for name in jobs if name.startswith("canary-")]
     order = Order(list(jobs.values()))
     assert [job.name for job in order.free] == ["base"]
@@ -82,20 +83,16 @@ def test_canaries_of_another_preset_are_its_own_runs_beside_these(tmp_path: Path
             job = Job(tmp_path / settings.folder, tmp_path / "cache", settings, 3, ARMS[arm])
             (there,) = {canary.settings for canary in job.canaries}
             assert there == get_settings(preset)
-            base, *canaries = [one.folder for one in job.elsewhere] or [job.folder.with_name("base")]
-            assert base == tmp_path / there.folder / "seed-3" / "base"
-            assert canaries == (
-                [] if own == preset else [base.with_name(name) for name in ARMS["filter-canary-run"].canaries or ()]
-            )
+            names = ["base", *(ARMS["filter-canary-run"].canaries or ())]
+            assert [one.folder for one in job.before] == [tmp_path / there.folder / "seed-3" / name for name in names]
     tiny = tiny_job(tmp_path, "canary-run-30k", host="nnsight")
     (there,) = {canary.settings for canary in tiny.canaries}
     assert there == replace(tiny.settings, preset="strong-30k", warm=replace(WARM, lr=6e-3, model=MicroConfig(d=32, mlp=128)))
     assert {canary.root for canary in tiny.canaries} == {tmp_path / f"{there.folder}-nnsight"}
     alike = replace(ARMS["canary-run-30k"], canaries_of=None)
     assert tiny_job(tmp_path, alike).identity != tiny_job(tmp_path, replace(alike, canaries_of="strong-30k")).identity
-    assert with_canaries([ARMS["canary-run-30k"]]) == [ARMS["canary-run-30k"]]
-    order = Order([*tiny.elsewhere, tiny_job(tmp_path, "base", host="nnsight"), tiny])
-    assert [job.root for job in order.free] == [tiny.elsewhere[0].root, tiny.root]
+    order = Order([*tiny.before, tiny_job(tmp_path, "base", host="nnsight"), tiny])
+    assert [job.root for job in order.free] == [tiny.before[0].root, tiny.root]
     with pytest.raises(ValueError, match="canaries of the preset 'weak' judge runs of presets, and this is 'chat'"):
         under(CHAT, "weak")
 
