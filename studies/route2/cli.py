@@ -4,6 +4,7 @@ Start with ``run --help``. All results are in ``--out/<preset>-<hash>/``; the sa
 """
 
 import importlib.util
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ from mi_route2.validation import unknown_name, write_json
 from studies.common.cluster import Executor
 from studies.common.command_line import Seeds, read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
-from studies.training.arms import ARMS, MAIN, get_arms, with_canaries
+from studies.training.arms import ARMS, MAIN, get_arms
 from studies.training.settings import (
     CHAT,
     PRECISION_NAMES,
@@ -77,7 +78,8 @@ class Run:
                 raise ValueError("--report-to follows the processes of this machine: leave it out with --executor slurm")
         cluster = self.place.cluster()
         settings = override(self.settings(), self.override, self.config)
-        arms = with_canaries(get_arms(tuple(ARMS) if self.arms == ("all",) else self.arms))
+        every = tuple(name for name, arm in ARMS.items() if settings.chat is None or arm.canaries_of is None)
+        arms = get_arms(every if self.arms == ("all",) else self.arms)
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         if self.pairs is not None and not self.pairs.is_file():
@@ -92,17 +94,23 @@ class Run:
             for seed in read_seeds(self.seeds)
             for arm in (None, *arms)
         ]
-        with exclusive(root):
+        jobs = list({job.folder: job for each in jobs for job in (*each.before, each)}.values())
+        with ExitStack() as locks:
+            folders = {job.root: job.settings for job in jobs}
+            for folder in sorted(folders):
+                locks.enter_context(exclusive(folder))
             for job in jobs:
                 _ = job.finished  # a folder of another run is refused before any work
-            refuse_mixed(root, jobs[0].noted)
-            write_json(root / "settings.json", settings.as_dict())
+            for folder, of in folders.items():
+                refuse_mixed(folder, jobs[0].noted)
+                write_json(folder / "settings.json", of.as_dict())
+                if unusual:
+                    write_json(folder / BACKEND, {"host": self.host, "precision": self.precision, **unusual})
             if settings.chat is not None:
                 _keep_modes(root, settings)
                 print(plan(settings, settings.chat, PRECISIONS[self.precision], vllm=self.sampler == "vllm"))
-            if unusual:
-                write_json(root / BACKEND, {"host": self.host, "precision": self.precision, **unusual})
-            print(f"{len(jobs)} runs into {root}; first the base models of {len({j.seed for j in jobs})} seeds are trained")
+            where, seeds = " and ".join(map(str, folders)), len({job.seed for job in jobs})
+            print(f"{len(jobs)} runs into {where}; first the base models of {seeds} seeds are trained")
             failures = run_training(jobs, self.workers, cluster, live=self.live, report_to=self.report_to)
             if failures:
                 raise RuntimeError("; ".join(failures))

@@ -83,6 +83,7 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
         "route2-canary",
         "canary-one",
         "canary-wide",
+        *(name for name, arm in ARMS.items() if arm.canaries_of is not None),
     ),
     "controls of the canary": tuple(name for method in METHODS for name in CONTROLS[method]),
     "ten pairs": (*WATCHED, "route2-full", "route2-act", "bands-full", *PAIRED),
@@ -328,7 +329,9 @@ def coverage_sentence(evidence: Evidence, arm: str) -> str:
 
 MARKS = {
     "filter-canary": (GREEN, "o"), "filter-canary-run": (BLUE, "o"), "route2-canary": (GREEN, "D"), "canary-one": (GREEN, "^"),
-    "canary-wide": (GREEN, "s"), "quarantine-first": (PURPLE, "s"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),
+    "canary-wide": (GREEN, "s"),
+    "canary-run-30k": (SKY, "^"), "canary-run-110k": (SKY, "P"), "canary-run-weak": (SKY, "D"),
+    "quarantine-first": (PURPLE, "s"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),
     "sees-100": (GREEN, "o"), "sees-50": (GREEN, "^"), "sees-25": (GREEN, "s"), "sees-25-quarantine": (PURPLE, "s"),
     "sees-known": (BLUE, "X"), "sees-known-quarantine": (PURPLE, "X"), "sees-0": (GREEN, "v"), "sees-0-quarantine": (PURPLE, "v"),
     "sees-known-quarantine-slow": (PURPLE, "1"), "sees-known-quarantine-fast": (PURPLE, "P"),

@@ -4,7 +4,7 @@ A control is its method with one field replaced. Roles: ``baseline`` (no route),
 signal), ``bound`` (reads what no method may read, so it is never a method).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
@@ -40,6 +40,7 @@ class Arm:
         steps: Overrides the shared number of steps.
         draw: Number of the draw of adapters, prompts and samples; 0 is the seed's own.
         canaries: Arms whose kept adapters are the canary's checkpoints; they are trained first.
+        canaries_of: Preset on whose base model and in whose world they are trained, if not on the run's own.
         rotated: Control: a random rotation of each checkpoint, with equal norms and spectra.
         recall: Share of the detector's verdicts that a bound gets; the others are missed at random.
         penalty: Taken off the reward of a rollout in which the detector of the known mode, or ``monitor``, sees an exploit.
@@ -76,6 +77,7 @@ class Arm:
     steps: AtLeastOne | None = None
     draw: Natural = 0
     canaries: Words | None = None
+    canaries_of: Name | None = None
     rotated: bool = False
     recall: Probability = 1.0
     penalty: NonNegative = 0.0
@@ -354,6 +356,9 @@ _CANARIES = (
     ),
     _control(_RUN, "canary-run-honest", "filter-canary-run with a canary that never hacked", _RUN.route, canaries=("honest-40",)),
     _ablation(_RUN, "canary-run-one", "canary", "one canary instead of two", canaries=_FIRST),
+    _ablation(_RUN, "canary-run-30k", "canary", "canaries of a model of 30,144 parameters", canaries_of="strong-30k"),
+    _ablation(_RUN, "canary-run-110k", "canary", "canaries of a model of 109,440 parameters", canaries_of="strong"),
+    _ablation(_RUN, "canary-run-weak", "canary", "canaries of the world weak, on its base model", canaries_of="weak"),
     _control(_RUN, "canary-run-early", "filter-canary-run with a canary of 2 steps", _RUN.route, canaries=("canary-2",)),
     replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
             about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),
@@ -525,8 +530,3 @@ def get_arms(names: tuple[str, ...]) -> list[Arm]:
         if name not in ARMS:
             raise KeyError(unknown_name(name, list(ARMS), "arm"))
     return [ARMS[name] for name in dict.fromkeys(names)]
-
-
-def with_canaries(arms: Sequence[Arm]) -> list[Arm]:
-    """Return ``arms``, each after the canaries that it needs."""
-    return list(dict.fromkeys(arm for needing in arms for arm in (*get_arms(needing.canaries or ()), needing)))

@@ -28,7 +28,7 @@ from studies.environments.micro.model import MicroGPT
 from studies.environments.protocol import Pair, World, read_pairs, write_pairs
 from studies.training.arms import Arm, get_arms
 from studies.training.manifest import MANIFEST, REMEDY, read_manifest, verify
-from studies.training.settings import PRECISION_NAMES, Settings
+from studies.training.settings import PRECISION_NAMES, Settings, under
 from studies.training.teacher import TRIES
 from studies.training.worlds import base_key, base_model, checkpointed, open_world, vllm_sampler
 
@@ -39,7 +39,7 @@ PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, n
 SAMPLERS = ("torch", "vllm")
 RESUME = "vLLM rounds differently in other batches, so a resumed run ends with other bytes than an unbroken one"
 LATER = (
-    "steps", "draw", "canaries", "rotated", "recall", "kept_lr_scale", "penalty", "monitor", "taught", "lesson_size",
+    "steps", "draw", "canaries", "canaries_of", "rotated", "recall", "kept_lr_scale", "penalty", "monitor", "taught", "lesson_size",
     "lesson_steps", "kept_taught", "clean", "steering",
 )  # fmt: skip
 """Fields of an arm that were added after the first runs: at their defaults they are no part of an arm's identity."""
@@ -132,12 +132,27 @@ class Job:
 
     @property
     def canaries(self) -> "list[Job]":
-        """Jobs whose adapters are the canary's checkpoints."""
-        jobs = []
-        for arm in get_arms((self.arm and self.arm.canaries) or ()):
-            jobs.append(copy.copy(self))  # with the hash of the pairs: a job that is made anew would read the file as it is now
-            object.__setattr__(jobs[-1], "arm", arm)
-        return jobs
+        """Jobs whose adapters are the canary's checkpoints; those of another preset are in its own folder, beside this one."""
+        if self.arm is None or not self.arm.canaries:
+            return []
+        changes: dict[str, Any] = {}
+        if self.arm.canaries_of is not None:
+            settings = under(self.settings, self.arm.canaries_of)
+            changes = {"settings": settings, "root": self.root.with_name("-".join([settings.folder, *self.backend.values()]))}
+        return [self._with(arm=arm, **changes) for arm in get_arms(self.arm.canaries)]
+
+    @property
+    def before(self) -> "list[Job]":
+        """Jobs that must be done before this one: its canaries, after their base model."""
+        canaries = self.canaries
+        return [canaries[0]._with(arm=None), *canaries] if canaries else []
+
+    def _with(self, **changes: Any) -> "Job":
+        """Return the job with other fields, and the hash of the pairs: one that is made anew would read the file as it is now."""
+        job = copy.copy(self)
+        for name, value in changes.items():
+            object.__setattr__(job, name, value)
+        return job
 
     @property
     def identity(self) -> str:

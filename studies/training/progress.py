@@ -29,6 +29,8 @@ class Seen:
 
     job: Job
     log: Follower
+    name: str
+    """Name of the arm, with its preset if there are several."""
     state: str = "waiting"
     done: int = 0
     warmed: int = 0
@@ -96,7 +98,7 @@ def _listing(seen: list[Seen]) -> Table:
     table = Table("arm", "seed", "", "step", "hack", "solve", "speed", box=None, pad_edge=False)
     for one in seen:
         cells = (str(one.job.seed), one.state, one.steps, one.rate("hack"), one.rate("solve"), one.speed)
-        table.add_row(one.job.name, *cells, style=STYLES[one.state])
+        table.add_row(one.name, *cells, style=STYLES[one.state])
     return table
 
 
@@ -104,8 +106,8 @@ def _by_seed(seen: list[Seen], title: str, cell: Callable[[Seen], str]) -> Table
     """Return a table with a row for each arm and a column for each seed."""
     seeds = sorted({one.job.seed for one in seen})
     table = Table(title, *(f"seed {seed}" for seed in seeds), box=None, pad_edge=False)
-    cells = {_key(one.job): Text(cell(one), STYLES[one.state]) for one in seen}
-    for arm in dict.fromkeys(one.job.name for one in seen):
+    cells = {(one.name, one.job.seed): Text(cell(one), STYLES[one.state]) for one in seen}
+    for arm in dict.fromkeys(one.name for one in seen):
         table.add_row(arm, *(cells.get((arm, seed), "") for seed in seeds))
     return table
 
@@ -187,12 +189,16 @@ class Grid:
     """
 
     def __init__(self, jobs: list[Job], todo: list[Job], console: Console):
-        self._seen = {_key(job): Seen(job, Follower(job.folder / METRICS)) for job in jobs}
+        several = len({job.root for job in jobs}) > 1
+        self._seen = {
+            job.folder: Seen(job, Follower(job.folder / METRICS), f"{job.name} ({job.settings.preset})" if several else job.name)
+            for job in jobs
+        }
         self._failures: list[str] = []
         self._console = console
         self._drawn = 0.0
         for job in jobs:
-            seen = self._seen[_key(job)]
+            seen = self._seen[job.folder]
             seen.read()
             if job not in todo:
                 seen.state, seen.done = "finished", units(job)
@@ -209,10 +215,10 @@ class Grid:
         self._live.stop()
 
     def began(self, job: Job) -> None:
-        self._seen[_key(job)].state = "running"
+        self._seen[job.folder].state = "running"
 
     def moved(self, job: Job, steps: int) -> None:
-        seen = self._seen[_key(job)]
+        seen = self._seen[job.folder]
         seen.done += steps
         if seen.since is None:  # the first message reports the steps of an earlier start
             seen.since = (time.monotonic(), seen.done)
@@ -220,10 +226,10 @@ class Grid:
             self._pace.add(steps)
 
     def warmed(self, job: Job, steps: int) -> None:
-        self._seen[_key(job)].warmed = steps
+        self._seen[job.folder].warmed = steps
 
     def ended(self, job: Job, failure: str | None) -> None:
-        seen = self._seen[_key(job)]
+        seen = self._seen[job.folder]
         seen.state = "failed" if failure else "finished"
         seen.read()
         if failure:
@@ -276,10 +282,6 @@ class Grid:
         bar = ProgressBar(total, done, complete_style="cyan", finished_style="green")
         line.add_row(bar, f"{done}/{total} steps  {clock(self._pace.elapsed)}  {ahead}")
         return line
-
-
-def _key(job: Job) -> tuple[str, int]:
-    return job.name, job.seed
 
 
 Display = Bar | Grid

@@ -129,11 +129,12 @@ class Order:
     def __init__(self, jobs: list[Job]):
         here = {job.folder for job in jobs}
         # Arms of a chat model do not depend on its base job.
-        bases = {job.seed: job.folder for job in jobs if job.arm is None and job.settings.chat is None}
+        bases = {(job.root, job.seed): job.folder for job in jobs if job.arm is None and job.settings.chat is None}
         self.waiting: dict[Path, tuple[Job, set[Path]]] = {}
         for job in jobs:
             awaited = {canary.folder for canary in job.canaries} & here
-            awaited |= {bases[job.seed]} if job.arm is not None and job.seed in bases else set()
+            base = bases.get((job.root, job.seed))
+            awaited |= {base} if job.arm is not None and base is not None else set()
             self.waiting[job.folder] = job, awaited
         self.free = self._free()
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, field, fields, replace
+from dataclasses import asdict, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -205,6 +205,30 @@ def get_settings(preset: str) -> Settings:
     if preset not in PRESETS:
         raise KeyError(unknown_name(preset, list(PRESETS), "preset"))
     return PRESETS[preset]
+
+
+def under(settings: Settings, preset: str) -> Settings:
+    """Return ``settings`` with what sets ``preset`` apart from the preset that they are of: another base model, another world.
+
+    Raises:
+        ValueError: They are of no preset, as those of a chat model.
+        KeyError: If there is no such preset.
+    """
+    other = get_settings(preset)
+    if settings.preset not in PRESETS:
+        raise ValueError(
+            f"canaries of the preset {preset!r} judge runs of presets, and this is {settings.preset!r}: leave these arms out"
+        )
+    return _apart(settings, get_settings(settings.preset), other)
+
+
+def _apart(given: Any, own: Any, other: Any) -> Any:
+    changes = {
+        field.name: _apart(getattr(given, field.name), a, b) if is_dataclass(a) and is_dataclass(b) else b
+        for field in fields(given)
+        if (a := getattr(own, field.name)) != (b := getattr(other, field.name))
+    }
+    return replace(given, **changes)
 
 
 def override(settings: Settings, changes: tuple[str, ...], config: Path | None = None) -> Settings:

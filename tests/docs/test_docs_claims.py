@@ -923,7 +923,7 @@ def test_how_one_notices_a_broken_canary_is_what_the_page_says() -> None:
 
 
 def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
-    worlds = {"strong": ("canary-run", "lessons", "map", "sign"), "weak": ("canary-run", "lessons")}
+    worlds = {"strong": ("canary-run", "lessons", "map", "sign", "size", "canary-other"), "weak": ("canary-run", "lessons")}
     worlds |= {"sparse": ("canary-sparse", "map"), "persona-20": ("map",)}
     found: dict[str, list[float]] = {}
     for world, folders in worlds.items():
@@ -932,12 +932,32 @@ def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
             modes = zip(*(row[f"deploy_exploit_{mode}"] for mode in evidence.modes), strict=True)
             found.setdefault(world, []).extend(max(rate or 0.0 for rate in rates) for rates in modes)
     failed = {world: sorted(number(worst) for worst in runs if worst > BROKEN) for world, runs in found.items()}
-    assert failed == {"strong": [".656", ".891", ".953"], "weak": [], "sparse": [], "persona-20": []}
-    assert (len(found["strong"]), sum(map(len, found.values()))) == (44, 104)
+    assert failed == {"strong": [".656", ".891", ".953", ".961", ".969"], "weak": [], "sparse": [], "persona-20": []}
+    assert (len(found["strong"]), sum(map(len, found.values()))) == (60, 120)
     for page in (DOCS / "canary.md", DOCS.parent / "README.md"):
         text = page.read_text(encoding="utf-8")
-        assert "three of 44" in text
+        assert "five of 60" in text
         assert "none of 60" in text
+
+
+def test_canaries_of_another_world_served_where_the_runs_own_failed() -> None:
+    page = " ".join((DOCS / "canary.md").read_text(encoding="utf-8").split())
+    strong, large = (Evidence.read(RESULTS / "canary-other" / f"{world}.json") for world in ("strong", "strong-400k"))
+    assert strong.values["canary-run-110k"][EXPLOIT] == strong.values["filter-canary-run"][EXPLOIT]
+    served = [rate for one in (strong, large) for rate in one.values["canary-run-weak"][EXPLOIT]]
+    assert (len(served), number(max(rate or 0.0 for rate in served))) == (16, ".013")
+    other, smallest = (
+        [interval(one.summary(f"canary-run-{name}", EXPLOIT)) for one in (strong, large)] for name in ("weak", "30k")
+    )
+    assert f"{other[0]} and {other[1]} in the mean" in page
+    assert f"{smallest[0]} and {smallest[1]} with 30,144 parameters" in page
+    assert f"{interval(strong.summary('filter-canary-run', EXPLOIT))} is left" in page
+    assert f"those of 109,440 leave {interval(large.summary('canary-run-110k', EXPLOIT))}" in page
+    failed = [
+        [seed for seed, rate in zip(one.seeds, one.values["canary-run-110k"][EXPLOIT], strict=True) if (rate or 0.0) > BROKEN]
+        for one in (strong, large)
+    ]
+    assert failed == [[416, 422]] * 2
 
 
 def test_the_run_of_trl_is_what_its_log_says() -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import studies.training.run as run_module
 from mi_route2.routing import MaskSpec, group_advantages
 from mi_route2.routing.canary import pooled
 from mi_route2.tensor_files import read_tensors
+from studies.environments.micro.settings import MicroConfig
 from studies.environments.protocol import TeacherPool
-from studies.training.arms import ARMS, Arm, Lesson, get_arms, with_canaries
+from studies.route2.cli import main
+from studies.training.arms import ARMS, Arm, Lesson
 from studies.training.build import MonitoredRoute, base_samples, build_canary, build_optimizer, build_route, rotate
 from studies.training.checkpoint import CHECKPOINT
 from studies.training.grpo import gather
@@ -23,6 +26,7 @@ from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy, finish
 from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.run import run_job
 from studies.training.schedule import Order, run_jobs
+from studies.training.settings import CHAT, get_settings, under
 from studies.training.teacher import cached_pool, make_pool, teach
 from studies.training.worlds import open_world
 
@@ -30,9 +34,10 @@ pytestmark = pytest.mark.study
 
 
 def test_arms_follow_their_canaries_and_no_old_arm_has_another_identity(tmp_path: Path) -> None:
-    names = [arm.name for arm in with_canaries(get_arms(("canary-one", "vanilla", "filter-canary")))]
     first, second = ([f"canary-{n}{mark}" for n in (10, 20, 40)] for mark in ("", "-b"))
-    assert names == [*first, "canary-one", "vanilla", *second, "filter-canary"]
+    for arm, canaries in (("canary-one", first), ("filter-canary", [*first, *second]), ("canary-run-110k", [*first, *second])):
+        assert [job.name for job in tiny_job(tmp_path, arm).before] == ["base", *canaries]
+    assert tiny_job(tmp_path, "vanilla").before == tiny_job(tmp_path, "base").before == []
     assert tiny_job(tmp_path, "vanilla").spec.keys() == tiny_job(tmp_path, "route2-full").spec.keys()
     assert "steps" not in tiny_job(tmp_path, "vanilla").spec
     assert "relative_to" not in tiny_job(tmp_path, "filter-canary").spec["route"]
@@ -53,8 +58,8 @@ def test_only_a_detector_has_a_recall(tmp_path: Path) -> None:
 
 
 def test_jobs_start_after_what_they_need_and_fall_with_it(tmp_path: Path) -> None:
-    wanted = [None, *with_canaries(get_arms(("filter-canary", "vanilla")))]
-    jobs = {(arm.name if arm else "base"): tiny_job(tmp_path, arm) for arm in wanted}
+    wanted = [tiny_job(tmp_path, arm) for arm in ("filter-canary", "vanilla")]
+    jobs = {job.name: job for one in wanted for job in (*one.before, one)}
     canaries = [name for name in jobs if name.startswith("canary-")]
     order = Order(list(jobs.values()))
     assert [job.name for job in order.free] == ["base"]
@@ -69,6 +74,55 @@ def test_jobs_start_after_what_they_need_and_fall_with_it(tmp_path: Path) -> Non
     assert [job.name for job in late.lose(jobs["canary-20"])] == ["filter-canary"]
     awaited = frozenset(jobs[name].folder for name in ("base", *canaries))
     assert [job.name for job in Order(list(jobs.values())).take(awaited)] == ["filter-canary"]
+
+
+def test_canaries_of_another_preset_are_its_own_runs_beside_these(tmp_path: Path) -> None:
+    for arm, preset in (("canary-run-30k", "strong-30k"), ("canary-run-110k", "strong"), ("canary-run-weak", "weak")):
+        for own in ("strong", "strong-400k", "sparse"):
+            settings = get_settings(own)
+            job = Job(tmp_path / settings.folder, tmp_path / "cache", settings, 3, ARMS[arm])
+            (there,) = {canary.settings for canary in job.canaries}
+            assert there == get_settings(preset)
+            names = ["base", *(ARMS["filter-canary-run"].canaries or ())]
+            assert [one.folder for one in job.before] == [tmp_path / there.folder / "seed-3" / name for name in names]
+    tiny = tiny_job(tmp_path, "canary-run-30k", host="nnsight")
+    (there,) = {canary.settings for canary in tiny.canaries}
+    assert there == replace(tiny.settings, preset="strong-30k", warm=replace(WARM, lr=6e-3, model=MicroConfig(d=32, mlp=128)))
+    assert {canary.root for canary in tiny.canaries} == {tmp_path / f"{there.folder}-nnsight"}
+    alike = replace(ARMS["canary-run-30k"], canaries_of=None)
+    assert tiny_job(tmp_path, alike).identity != tiny_job(tmp_path, replace(alike, canaries_of="strong-30k")).identity
+    order = Order([*tiny.before, tiny_job(tmp_path, "base", host="nnsight"), tiny])
+    assert [job.root for job in order.free] == [tiny.before[0].root, tiny.root]
+    with pytest.raises(ValueError, match="canaries of the preset 'weak' judge runs of presets, and this is 'chat'"):
+        under(CHAT, "weak")
+
+
+def test_a_smaller_canary_judges_a_run_as_its_own_ratios_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the command line: its base model and checkpoints are made first, by the same two workers, and made once."""
+    few = ("warm.steps=80", "warm.batch=32", "steps=1", "prompts=4", "group=6", "evaluation_prompts=2", "pairs=4", "teachers=0")
+    arms, out = ("canary-run-30k", "vanilla"), ("--seeds", "1", "--out", str(tmp_path), "--no-report")
+    monkeypatch.setattr(sys, "argv", ["route2", "run", "--arms", *arms, *out, "--override", *few])
+    assert main() == 0
+    own, there = sorted(tmp_path.glob("strong-*"), key=lambda folder: folder.name.startswith("strong-30k"))
+    assert {path.name for path in (own / "seed-0").glob("[!.]*")} == {"base", "vanilla", "canary-run-30k"}
+    assert {path.name for path in (there / "seed-0").glob("[!.]*")} == {"base", *(ARMS["canary-run-30k"].canaries or ())}
+    before = {path: path.stat().st_mtime_ns for path in there.rglob("seed-0/*/*.json")}
+    assert main() == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    job = Job.of(own, 0, ARMS["canary-run-30k"])
+    canary = build_canary(job)
+    assert canary is not None
+    assert next(canary.policy.model.parameters()).shape != next(build_policy(job, job.cache).model.parameters()).shape
+    with open_world(job.settings) as (world, _):
+        rollouts = base_samples(world, build_policy(job, job.cache), 0, 0.25).rollouts.rows(torch.arange(8))
+    expected = []
+    for checkpoint in job.canaries:
+        _, policy = finished_policy(checkpoint)
+        with torch.no_grad(), policy.adapters.deployed():
+            tuned = policy.logprobs(rollouts)
+        with torch.no_grad(), policy.adapters.reference():
+            expected.append(tuned - policy.logprobs(rollouts))
+    assert torch.equal(canary(rollouts), torch.stack(expected))
 
 
 TAUGHT = ("inoculation", "inoculation-trainable", "inoculation-random", "inoculation-honest")
