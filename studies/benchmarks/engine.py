@@ -110,12 +110,13 @@ class EngineSides:
     def engine(self, lengths: list[int] | None = None, host: Host | None = None, **options: object) -> Callable[[], None]:
         """Return a call that runs all requests, which are built beforehand, through a new engine."""
         requests = self.asked(lengths)
+        assert len(requests) == self.requests
 
         def run() -> None:
             engine = Engine(self.host if host is None else host, **options)  # pyright: ignore[reportArgumentType]
             results = engine.generate(requests, progress=False)
             engine.close()
-            assert all(result.finish == "length" for result in results)
+            assert [len(result.ids) for result in results] == [request.sampling.max_new for request in requests]
 
         return run
 

@@ -27,6 +27,7 @@ fifths of them. What is sent is drawn from a fixed pool, so that the prefix cach
 import json
 import os
 import random
+import re
 import selectors
 import socket
 import subprocess
@@ -189,6 +190,7 @@ class ServerSides:
 
     def streams(self, jobs: Sequence[tuple[list[int], int]], count: int) -> tuple[float, float]:
         """Return the seconds of jobs over HTTP on the clock, ``count`` at a time, and of the server's processor."""
+        told = self._generated()
         left, work, before, began = iter(jobs), self.server.seconds, process_time(), perf_counter()
         with selectors.DefaultSelector() as waiting:
             for prompt, new in islice(left, count):
@@ -204,7 +206,10 @@ class ServerSides:
                         key.data.close()
         seconds = perf_counter() - began
         self.client += process_time() - before
-        return seconds, self.server.seconds - work
+        worked = self.server.seconds - work
+        self._drain()
+        assert self._generated() - told == sum(new for _, new in jobs)
+        return seconds, worked
 
     def first_in_process(self) -> list[float]:
         """Return the seconds from each arrival until its first token, while the load runs."""
@@ -285,6 +290,11 @@ class ServerSides:
         waiting.register(connection.socket, selectors.EVENT_READ, connection)
         connection.send("/v1/completions", asked(prompt, new))
         return connection
+
+    def _generated(self) -> int:
+        """Return how many tokens the server has generated so far."""
+        (count,) = re.findall(r"^mi_route2_tokens_total (\S+)$", httpx.get(f"{self.server.url}/metrics").text, re.MULTILINE)
+        return round(float(count))
 
     def _drain(self) -> None:
         """Wait until the server has noticed that its clients are gone."""
