@@ -485,7 +485,7 @@ class Caller:
     async def intrude(self) -> None:
         """Request resources of another key, without a key or with a wrong one."""
         other = {"alice": "bob", "bob": "alice"}[self.who]
-        await self._post("/v1/completions", {"prompt": "abc", "hold": f"of {other}".replace(" ", "-")}, 404)
+        await self._post("/v1/completions", {"prompt": "abc", "hold": f"of-{other}"}, 404)
         for who, status in ((other, 404), (self.who, 200)):  # one's own is there, so the other's could be
             response = await self.http.get(f"/v1/runs/of-{who}", params={"site": RUN_SITE})
             self._judged(response, "/v1/runs", who, (status,))

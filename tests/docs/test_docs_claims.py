@@ -1,5 +1,6 @@
 """What the results page says was found is true of the published tables; runs that change a finding break its test."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -950,7 +951,7 @@ def test_canaries_of_another_world_served_where_the_runs_own_failed() -> None:
         [interval(one.summary(f"canary-run-{name}", EXPLOIT)) for one in (strong, large)] for name in ("weak", "30k")
     )
     assert f"{other[0]} and {other[1]} in the mean" in page
-    assert f"{smallest[0]} and {smallest[1]} with 30,144 parameters" in page
+    assert f"30,144 parameters: {smallest[0]} and {smallest[1]}" in page
     assert f"{interval(strong.summary('filter-canary-run', EXPLOIT))} is left" in page
     assert f"those of 109,440 leave {interval(large.summary('canary-run-110k', EXPLOIT))}" in page
     failed = [
@@ -958,6 +959,16 @@ def test_canaries_of_another_world_served_where_the_runs_own_failed() -> None:
         for one in (strong, large)
     ]
     assert failed == [[416, 422]] * 2
+    learned = []
+    for seed, mode in itertools.product(failed[0], ("sentinel", "file_marker")):
+        at, metric = strong.seeds.index(seed), f"deploy_exploit_{mode}"
+        learned.append([round(strong.values[name][metric][at] or 0.0, 2) for name in ("canary-40", "canary-40-b")])
+    assert [one for one, _ in learned] == [0.58, 0.6, 0.88, 0.06]
+    assert max(other for _, other in learned) == 0.21
+    small = [sum((rate or 0.0) > BROKEN for rate in one.values["canary-run-30k"][EXPLOIT]) for one in (strong, large)]
+    assert small == [3, 3]
+    sign = [(share > LOUD, worst > BROKEN) for share, worst in signs(strong, "filter-canary-run")]
+    assert sorted(sign) == [(False, False)] * 2 + [(False, True)] + [(True, False)] * 4 + [(True, True)]
 
 
 def test_the_run_of_trl_is_what_its_log_says() -> None:

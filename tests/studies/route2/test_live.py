@@ -38,7 +38,7 @@ from studies.training.arms import ARMS, MAIN
 from studies.training.job import Job
 from studies.training.progress import Bar, Grid, Pace, clock, open_display
 from studies.training.recorder import METRICS
-from studies.training.settings import CHAT, ChatModel
+from studies.training.settings import CHAT, ChatModel, get_settings
 from studies.training.worlds import weights_hash
 
 pytestmark = pytest.mark.process
@@ -83,6 +83,17 @@ def draw(grid: Grid) -> None:
 
 
 # the table
+
+
+def test_runs_of_two_presets_that_share_a_name_are_two_rows(tmp_path: Path) -> None:
+    jobs = [Job(tmp_path / preset, tmp_path, get_settings(preset), 0, ARMS["vanilla"]) for preset in ("strong", "strong-30k")]
+    window = Terminal(100, 20)
+    grid = Grid(jobs, jobs, window.console)
+    with grid:
+        grid.began(jobs[1])
+        draw(grid)
+        rows = [line.split() for line in window.lines()[1:3]]
+    assert rows == [["vanilla", "(strong)", "0", "waiting", "0/80"], ["vanilla", "(strong-30k)", "0", "running", "0/80"]]
 
 
 def test_the_table_says_what_each_job_is_at_and_takes_itself_away(tmp_path: Path) -> None:
