@@ -339,6 +339,7 @@ _RUN = replace(
     about="rollouts that two canaries like more than the run itself does are dropped; a fifth of the base's samples at first",
     route=CanarySpec(quantile=0.8, relative_to="run"),
 )
+_WEAK = _ablation(_RUN, "canary-run-weak", "canary", "canaries of the world weak, on its base model", canaries_of="weak")
 _CANARIES = (
     replace(_CANARY, name="route2-canary", about="filter-canary's flags and advantages, with a quarantine", quarantine="lora",
             baseline="absorb", same_rule_filter="filter-canary"),
@@ -358,7 +359,8 @@ _CANARIES = (
     _ablation(_RUN, "canary-run-one", "canary", "one canary instead of two", canaries=_FIRST),
     _ablation(_RUN, "canary-run-30k", "canary", "canaries of a model of 30,144 parameters", canaries_of="strong-30k"),
     _ablation(_RUN, "canary-run-110k", "canary", "canaries of a model of 109,440 parameters", canaries_of="strong"),
-    _ablation(_RUN, "canary-run-weak", "canary", "canaries of the world weak, on its base model", canaries_of="weak"),
+    _WEAK,
+    _control(_WEAK, "canary-run-weak-rotated", "canary-run-weak with each checkpoint rotated at random", _WEAK.route, rotated=True, ablation=None),
     _control(_RUN, "canary-run-early", "filter-canary-run with a canary of 2 steps", _RUN.route, canaries=("canary-2",)),
     replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
             about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),
