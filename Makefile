@@ -37,11 +37,11 @@ study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in
 study-full: $(STAMP)  ## seeds 0-7, every arm, the main presets, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
 
-evidence: $(STAMP)  ## the experiments on the canary, misses, lessons, monitors, the map, starts, the canary's sign, sizes and canaries of other models, as their predictions name them: tables and figures in docs/results (some hours)
+evidence: $(STAMP)  ## the experiments on the canary, misses, lessons, monitors, the map, starts, the canary's sign, sizes and canaries of other models and worlds, as their predictions name them: tables and figures in docs/results (some hours)
 	for name in canary canary-run canary-sparse; do $(PY) -m studies.route2 evidence docs/results/$$name/predictions.toml --workers $(WORKERS) || exit 1; done
 	$(PY) -m studies.route2 evidence docs/results/misses/predictions.toml --also sees-0 sees-0-quarantine --workers $(WORKERS)
 	$(PY) -m studies.route2 evidence docs/results/rates/predictions.toml --also sees-0 --workers $(WORKERS)
-	for name in kept taught honest lessons lessons-sparse monitors map starts sign size canary-other; do $(PY) -m studies.route2 evidence docs/results/$$name/predictions.toml --workers $(WORKERS) || exit 1; done
+	for name in kept taught honest lessons lessons-sparse monitors map starts sign size canary-other canary-weak; do $(PY) -m studies.route2 evidence docs/results/$$name/predictions.toml --workers $(WORKERS) || exit 1; done
 
 evidence-quick: $(STAMP)  ## the first of them on three tuning seeds of one preset, into runs/evidence
 	$(PY) -m studies.route2 evidence docs/results/canary/predictions.toml --presets strong --seeds 120-122 --workers $(WORKERS) --to runs/evidence

@@ -62,9 +62,10 @@ ON_EXPLOIT = "on_exploit_held"
 REPORTED = (EXPLOIT, ON_EXPLOIT, HACK, SOLVE)
 """Metrics of a report, by which its predictions are judged."""
 METHODS = ("filter-canary", "filter-canary-run")
-"""Arms for which goals were set; a report judges the last one that its runs have."""
+"""Arms for which goals were set; a report judges the last one that its runs have, if its predictions name no method."""
 CONTROLS = {
-    method: tuple(name for name, arm in ARMS.items() if arm.role == "control" and arm.baseline == method) for method in METHODS
+    method: tuple(name for name, arm in ARMS.items() if arm.role == "control" and arm.baseline == method)
+    for method in (*METHODS, "canary-run-weak")
 }
 _PENALIZED = {name: arm.baseline for name, arm in ARMS.items() if arm.monitor is not None}
 WATCHED = tuple(name for name in ARMS if name in {*_PENALIZED, *_PENALIZED.values()} and name != "vanilla")
@@ -83,9 +84,9 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
         "route2-canary",
         "canary-one",
         "canary-wide",
-        *(name for name, arm in ARMS.items() if arm.canaries_of is not None),
+        *(name for name, arm in ARMS.items() if arm.canaries_of is not None and arm.role != "control"),
     ),
-    "controls of the canary": tuple(name for method in METHODS for name in CONTROLS[method]),
+    "controls of the canary": tuple(name for names in CONTROLS.values() for name in names),
     "ten pairs": (*WATCHED, "route2-full", "route2-act", "bands-full", *PAIRED),
     "a detector of the known mode": (
         "filter-known",
@@ -331,6 +332,7 @@ MARKS = {
     "filter-canary": (GREEN, "o"), "filter-canary-run": (BLUE, "o"), "route2-canary": (GREEN, "D"), "canary-one": (GREEN, "^"),
     "canary-wide": (GREEN, "s"),
     "canary-run-30k": (SKY, "^"), "canary-run-110k": (SKY, "P"), "canary-run-weak": (SKY, "D"),
+    "canary-run-weak-rotated": (ORANGE, "D"),
     "quarantine-first": (PURPLE, "s"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),
     "sees-100": (GREEN, "o"), "sees-50": (GREEN, "^"), "sees-25": (GREEN, "s"), "sees-25-quarantine": (PURPLE, "s"),
     "sees-known": (BLUE, "X"), "sees-known-quarantine": (PURPLE, "X"), "sees-0": (GREEN, "v"), "sees-0-quarantine": (PURPLE, "v"),
@@ -666,13 +668,14 @@ def size_figure(every: Sequence[Evidence], path: Path) -> Path:
 
 def texts(evidence: Evidence, predictions: Predictions | None) -> dict[str, str]:
     """Return the texts of a preset by the ends of their names; a text is empty if the runs say nothing on its question."""
-    judged, tested = [arm for arm in METHODS if arm in evidence.values], ""
+    judged, tested = [arm for arm in METHODS if arm in evidence.values][-1:], ""
     if predictions is not None and predictions.apply_to(evidence.preset, evidence.provenance["settings_hash"], evidence.seeds):
         tested = predictions_markdown(predictions, outcomes(predictions, evidence.preset, evidence.seeded()))
+        judged = [predictions.method] if predictions.method is not None else judged
     return {
         "": table(evidence),
         "-recall": f"- {recall_sentence(evidence)}\n" if flagged(evidence) else "",
-        "-goals": goals(evidence, judged[-1]) if judged else "",
+        "-goals": "".join(goals(evidence, arm) for arm in judged),
         "-coverage": "".join(f"- {coverage_sentence(evidence, arm)}\n" for arm in COVERED if coverage(evidence, arm)),
         "-monitors": monitors(evidence),
         "-sign": sign(evidence),

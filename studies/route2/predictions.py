@@ -76,13 +76,17 @@ class Comparison(BaseModel):
 
 
 class Predictions(BaseModel):
-    """Content of a predictions file: seeds, arms, the settings hash of each preset, and comparisons with their ``alpha``."""
+    """Content of a predictions file: seeds, arms, the settings hash of each preset, and comparisons with their ``alpha``.
+
+    ``method`` is the arm for which the file sets the goals, if it is not the rule that the report would judge.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     seeds: tuple[StrictInt, ...] = Field(min_length=2)
     alpha: float = Field(gt=0, lt=1, strict=True)
     arms: tuple[str, ...]
     presets: Mapping[str, str]
+    method: str | None = None
     comparison: tuple[Comparison, ...]
     sha256: str
 
@@ -97,6 +101,8 @@ class Predictions(BaseModel):
             raise ValueError(f"there are comparisons of {unknown[0]}, which is not among the presets {', '.join(self.presets)}")
         if unknown := sorted({arm for c in self.comparison for arm in (*c.plus, *c.minus)} - set(self.arms)):
             raise ValueError(f"{unknown[0]} is compared, and not among the arms {', '.join(self.arms)}")
+        if self.method is not None and self.method not in self.arms:
+            raise ValueError(f"{self.method} is the method, and not among the arms {', '.join(self.arms)}")
         return self
 
     @staticmethod

@@ -360,7 +360,10 @@ _CANARIES = (
     _ablation(_RUN, "canary-run-30k", "canary", "canaries of a model of 30,144 parameters", canaries_of="strong-30k"),
     _ablation(_RUN, "canary-run-110k", "canary", "canaries of a model of 109,440 parameters", canaries_of="strong"),
     _WEAK,
-    _control(_WEAK, "canary-run-weak-rotated", "canary-run-weak with each checkpoint rotated at random", _WEAK.route, rotated=True, ablation=None),
+    _control(
+        _WEAK, "canary-run-weak-rotated", "canary-run-weak with its checkpoints rotated at random", _WEAK.route, rotated=True,
+        ablation=None,
+    ),
     _control(_RUN, "canary-run-early", "filter-canary-run with a canary of 2 steps", _RUN.route, canaries=("canary-2",)),
     replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
             about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),

@@ -44,8 +44,10 @@ from studies.route2.evidence import (
     sized,
     stopped_inside,
     table,
+    texts,
     write_evidence,
 )
+from studies.route2.predictions import Predictions
 from studies.route2.publish import command, folder_name
 from studies.route2.report.load import load_runs
 from studies.training.manifest import refuse_mixed
@@ -94,6 +96,13 @@ def test_goals_are_compared_with_means_and_paired_differences() -> None:
     assert said[2] == "- no point of ordinary training better in both: **met**."
     assert said[3].startswith("- canary-rotated exploits at least .300 more: +.100")
     assert goals(evidence(), "canary-rotated").splitlines()[2].endswith("**missed** (vanilla-10).")
+
+
+def test_goals_are_those_of_the_method_that_the_predictions_name() -> None:
+    found = evidence()
+    file = {"seeds": found.seeds, "arms": tuple(found.values), "presets": {"strong": "0"}, "comparison": ()}
+    for method, judged in ((None, "filter-canary"), ("canary-rotated", "canary-rotated")):
+        assert texts(found, Predictions(**file, alpha=0.05, sha256="", method=method))["-goals"] == goals(found, judged)
 
 
 def test_coverage_pairs_the_best_checkpoint_of_a_mode_with_what_the_run_keeps() -> None:

@@ -243,6 +243,7 @@ def test_the_committed_file_names_real_arms_settings_and_families_that_eight_see
         ("margin = 0.05", "margin = inf", "margin"),
         ('preset = "weak"', 'preset = "week"', "comparisons of week, which is not among the presets strong, weak"),
         ('plus = ["route2-full"]', 'plus = ["route2-ful"]', "route2-ful is compared, and not among the arms"),
+        ("alpha = 0.05", 'alpha = 0.05\nmethod = "canary"', "canary is the method, and not among the arms"),
         ("seeds = [", "seeds = [301, ", "a seed is given twice"),
         ("seeds = [", "seeds = [true, ", "seeds.0 Input should be a valid integer"),
     ],
