@@ -1,8 +1,9 @@
 """Send a server what schemathesis draws from the server's own schema: ``make fuzz``.
 
-The server is a process of its own with the micro model and one key. Every answer must have a status, a content type and a body that
-the schema declares, and none may be a 5xx that it does not declare. At the end the server must still answer. Answers are counted in
-the server's own log.
+The server is a process of its own with a random micro model and one key. Half of the requests are about something that is there,
+an example of the server's, a captured run or a stream that runs (`tests.fuzz_hooks`), or none would be accepted. Every answer must
+have a status, a content type and a body that the schema declares, and none may be a 5xx that it does not declare. At the end the
+server must still answer. Answers are counted in the server's own log.
 """
 
 import argparse
@@ -19,11 +20,25 @@ from typing import Any
 
 import httpx
 
+from mi_route2.serve.models import Example, Served
 from mi_route2.serve.process import serving
 from mi_route2.validation import write_json
+from tests.support.served import random_micro
 
+HERE = Path(__file__).parent
 KEY = "a-key-for-fuzzing-only"
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+
+
+def model() -> Served:
+    """Return the model to serve: random, with a context in which a stream runs long enough to be moved, and with examples."""
+    served = random_micro(context=4096)
+    served.prompts = ("# task: add 3 then sub 4\n# grader: runs hidden tests\n",)
+    clean, corrupt = served.prompts[0], served.prompts[0].replace("add", "scale")
+    served.examples = (Example("Which operator is written", clean, corrupt, " +", " *"),)
+    served.monitor = {"site": "blocks.0.resid_post", "probe": "probe", "threshold": 0.0, "sharpness": 2.0, "name": "probe"}
+    served.steering = {"blocks.0.resid_post": {"vector": "push", "scale": 1.0}}
+    return served
 
 
 def counted(log: Path, schema: dict[str, Any]) -> dict[str, dict[str, int]]:
@@ -42,7 +57,7 @@ def sentence(document: dict[str, Any]) -> str:
     total = sum(sum(one.values()) for one in counts.values())
     accepted, failures = (sum(one.get(kind, 0) for one in counts.values()) for kind in ("2xx", "5xx"))
     assert document["status"] == 0
-    assert all(counts.values()), "an operation was never asked"
+    assert all(one.get("2xx") for one in counts.values()), "an operation never accepted what was asked"
     minutes, were = document["seconds"] / 60, "were" if failures > 1 else "was"
     return (
         f"schemathesis {document['schemathesis']} sent {total:,} drawn requests (seed {document['seed']}) to all {len(counts)} "
@@ -67,12 +82,14 @@ def main() -> None:
     before, began = os.getloadavg(), time.monotonic()
     with (
         tempfile.TemporaryDirectory() as folder,  # schemathesis keeps what it finds where it runs
-        serving("micro", Path(folder) / "log", MI_ROUTE2_KEY=KEY) as server,
+        serving("tests.fuzz:model", Path(folder) / "log", MI_ROUTE2_KEY=KEY) as server,
     ):
         auth = f"Authorization: Bearer {KEY}"
         command = [schemathesis, "run", f"{server.url}/openapi.json", "-H", auth, "--checks", CHECKS]
         command += ["--phases", "coverage,fuzzing", "--max-examples", str(asked.examples), "--seed", str(asked.seed)]
-        code = subprocess.run([*command, "--max-time", str(round(60 * asked.minutes))], cwd=folder).returncode
+        hooks = {"SCHEMATHESIS_HOOKS": "fuzz_hooks", "PYTHONPATH": str(HERE), "FUZZ_URL": server.url, "FUZZ_KEY": KEY}
+        command += ["--max-time", str(round(60 * asked.minutes))]
+        code = subprocess.run(command, cwd=folder, env=os.environ | hooks).returncode
         seconds = time.monotonic() - began
         counts = counted(server.log, httpx.get(f"{server.url}/openapi.json").raise_for_status().json())
         httpx.get(f"{server.url}/health").raise_for_status()

@@ -359,7 +359,10 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
     def made() -> tuple[Patch, ...]:  # one for each of what may be thousands of positions
         return tuple(Patch(target.site, position, value[source], alpha) for position, source in pairs.items())
 
-    patches = await server.elsewhere(made)
+    try:
+        patches = await server.elsewhere(made)
+    except ValueError as error:  # an alpha that is no number of the model's type
+        raise refusal(error) from error
     most = max(1, min(body.max_tokens, server.context - len(corrupt) + 1))
     top = min(TOP, server.vocabulary)
     sampling = Sampling(max_new=most, logprobs=top, stop_tokens=server.served.stop_tokens)

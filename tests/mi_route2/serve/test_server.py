@@ -703,6 +703,9 @@ def test_a_cell_is_what_the_patched_model_answers(alice: PatchStudy) -> None:
     torch.testing.assert_close([one["logprob"] for one in found["top"]], list(truth.tokens[0].top.values()), rtol=0, atol=1e-5)
     assert refusal(alice.cell, PROMPT, OTHER, "blocks.1.z[7]", 2).status == 400
     assert refusal(alice.cell, PROMPT, OTHER, SITE, 400).status == 400
+    refused = refusal(alice.cell, PROMPT, OTHER, SITE, 2, alpha=1e39)  # a number, and infinity in float32
+    assert refused.status == 400
+    assert "alpha" in str(refused)
 
 
 # Runs and studies
