@@ -205,10 +205,11 @@ def check_directions(
         v = directions.vectors[site]
         if v.shape[axes:] != shape or v.ndim != len(shape) + axes:
             raise ValueError(f"the direction at {site} has shape {list(v.shape)}, not {['k'] * axes + list(shape)}: {again}")
-        rows = (v if axes else v[None]).detach().double().flatten(1)
-        norms = rows.norm(dim=1)
+        rows = (v if axes else v[None]).detach().flatten(1)
+        norms = rows.norm(dim=1)  # in the type in which scores divide by it: its squares overflow at 1e20 in float32
         if not norms.isfinite().all() or not (norms > 0).all():
-            raise ValueError(f"the direction at {site} is 0, NaN or infinite: {again}")
+            raise ValueError(f"the direction at {site} is 0, NaN or infinite, or its norm is in {v.dtype}: {again}")
+        rows = rows.double()
         if axes and not torch.allclose(rows @ rows.mT, torch.eye(len(rows)).to(rows), rtol=0, atol=0.01):
             raise ValueError(f"the axes at {site} are not orthonormal, so more than the hack component would be removed: {again}")
 

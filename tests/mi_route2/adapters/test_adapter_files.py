@@ -1,6 +1,7 @@
 """Adapters on disk."""
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import json
@@ -579,6 +580,7 @@ def test_a_flipped_bit_of_the_config_is_an_error_or_of_no_account(bit: int, tmp_
     except (ValueError, KeyError):
         return
     assert same(policy.adapters, found, quarantine=False)
+    assert found.spec == dataclasses.replace(policy.adapters.spec, quarantine="none")
 
 
 def test_sites_of_a_model_without_a_row_are_read_as_names_not_patterns(tmp_path: Path) -> None:

@@ -558,6 +558,16 @@ def test_directions_that_somebody_set_are_those_of_the_policy_or_one_sentence(ki
             route.score(policy, batch.rollouts)
 
 
+@pytest.mark.parametrize("length", [1e20, 1e-30])
+def test_directions_whose_squares_overflow_in_float32_would_flag_nothing(length: float) -> None:
+    policy, batch = make_policy(SPECS["svd"], dtype=torch.float32), make_batch(N)
+    fitted = random_directions(policy, "act")
+    route = MaskRoute(MaskSpec(score="act"), FixedFitter(fitted))
+    route.directions = replace(fitted, vectors={site: length * v for site, v in fitted.vectors.items()})
+    with pytest.raises(ValueError, match="or its norm is in torch.float32"):
+        route.begin(policy, batch, context(route.spec, N))
+
+
 def test_axes_that_are_not_orthonormal_would_erase_more_than_the_hack_component() -> None:
     policy, batch = make_policy(SPECS["svd"]), make_batch(N)
     flat = random_directions(policy, "grad")
