@@ -564,7 +564,7 @@ def test_directions_whose_squares_overflow_in_float32_would_flag_nothing(length:
     fitted = random_directions(policy, "act")
     route = MaskRoute(MaskSpec(score="act"), FixedFitter(fitted))
     route.directions = replace(fitted, vectors={site: length * v for site, v in fitted.vectors.items()})
-    with pytest.raises(ValueError, match="or its norm is in torch.float32"):
+    with pytest.raises(ValueError, match=r"or its norm is in torch\.float32"):
         route.begin(policy, batch, context(route.spec, N))
 
 
