@@ -5,9 +5,10 @@ STAMP := .venv/.installed
 SEEDS ?= 3
 WORKERS ?= 2
 PYTEST := $(PY) -m pytest -n 2
-# What the fast suite leaves out (markers of pyproject.toml): PARTS of the library in detail, and the WHOLE as users run it,
-# that is without the checks of shapes, which take half of the time and have passed on the parts. A quarter of the time of the WHOLE is
-# waiting, for limits, timers and browsers: three at a time keep two cores busy.
+# What the fast suite leaves out (markers of pyproject.toml): PARTS of the library in detail, and the WHOLE as users run it. All of it is run
+# without the checks of shapes, which take half of the time and have passed in the fast suite; `make test-shapes` makes them in the parts, in
+# each parameter set that is the first with one of its values. A quarter of the time of the whole is waiting, for limits, timers and browsers:
+# three at a time keep two cores busy.
 # Tests of a device run once for each value where the device is the CPU (ROUTE2_TEST_DEVICE=cpu); `pytest tests/gpu` has all.
 PARTS := ((matrix or hosts or machine) and not gpu) or (gpu and not matrix)
 WHOLE := process or study or docs or real
@@ -15,7 +16,7 @@ UNCHECKED := -o addopts='-ra --strict-markers --import-mode=importlib'
 # Compiled modules are kept, or every process that a test starts would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install study study-full evidence evidence-quick test test-rest test-all test-vllm check docs bench soak fuzz clean
+.PHONY: install study study-full evidence evidence-quick test test-rest test-shapes test-all test-vllm check docs bench soak fuzz clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -50,8 +51,10 @@ test: $(STAMP)  ## the fast suite: every theorem once (three minutes on two core
 	$(PYTEST) --dist worksteal --shapes first -m "not ($(PARTS) or $(WHOLE))" --ignore tests/gpu --ignore tests/docs --ignore tests/real
 
 test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts in detail, processes, state machines, whole studies, docs, a real model
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "$(PARTS) or $(WHOLE)" --durations 25 $(UNCHECKED)
+
+test-shapes: $(STAMP)  ## the parts of the library in detail once more, under the checks of shapes (three minutes; before a release)
 	$(PYTEST) --dist worksteal --shapes each -m "($(PARTS)) and not ($(WHOLE))" --durations 10
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "$(WHOLE)" --durations 25 $(UNCHECKED)
 
 test-all: test test-rest  ## both (some twenty minutes on two cores)
 
