@@ -225,9 +225,15 @@ class CanarySpec:
         negative_scale: Weight of rollouts with a negative kept advantage.
         shuffle: Control: the same number of flags on random rollouts.
         refresh_every: Steps between calibrations; 0 for a canary that does not change.
+        decoys: Share of the groups that are sampled with the run's own quarantine, which learns from these alone; the others are
+            sampled without it, and the kept adapter learns from them alone, but for what the quarantine likes. 0 for a canary that
+            was trained before.
+        snapshots: Steps after which the run's own quarantine is kept as it is then, as one more canary: one that learns on gives
+            up hacks.
 
     Examples:
         >>> spec = CanarySpec(quantile=0.95)
+        >>> one_run = CanarySpec(decoys=0.5, snapshots=(10, 20, 40), refresh_every=5)
     """
 
     quantile: Fraction = 0.9
@@ -239,6 +245,17 @@ class CanarySpec:
     negative_scale: NonNegative = 0.3
     shuffle: bool = False
     refresh_every: Natural = 0
+    decoys: Fraction = 0.0
+    snapshots: tuple[AtLeastOne, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.decoys and (not self.refresh_every or self.kept_advantage != "unflagged" or self.relative_to == "run"):
+            raise ValueError(
+                "decoys are of a quarantine that changes and is compared with the run as it is: set refresh_every, and leave "
+                "kept_advantage and relative_to out"
+            )
+        if self.snapshots and not self.decoys:
+            raise ValueError("snapshots are those of a quarantine that learns from decoys: set decoys, or leave snapshots out")
 
     @property
     def privileged(self) -> bool:

@@ -13,12 +13,18 @@ With ``relative_to="run"`` a canary is compared with the policy that is trained,
 Median, MAD and threshold are those at the start, where the run is its base. Honest skill that run and canary both gain then raises
 no score, so a lower quantile, for a base that hacks often, does not drop honest rollouts for long.
 
+With ``decoys`` the canary is the run's own quarantine, while both learn. A share of the groups, the decoys, is sampled with it, and
+it alone learns from them; the others are sampled without it, and the kept adapter alone learns from them, but for the flagged:
+
+    r_k(b,t) = log p_{run + q_k}(x_t) - log p_run(x_t)    q_k: the quarantine now, and as it was after the steps ``snapshots``
+
 A canary is an adapter that was trained with the same reward and no defence, and is thrown away. What it has learned to do and the
 base does not do is mostly the hack, if hacking pays first; several checkpoints together see hacks that a canary gives up later.
 The samples need no label: a fraction ``1 - q`` of the base's own rollouts is flagged, whatever they are.
 
     canary = Canary.from_pretrained(copy.deepcopy(model), folders)
     route = CanaryRoute(CanarySpec(), canary, samples_of_the_base)
+    of_itself = CanaryRoute(CanarySpec(decoys=0.5, refresh_every=5), None, samples_of_the_base)
 """
 
 import math
@@ -27,10 +33,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from mi_route2.adapters import from_pretrained, load_adapters
+from mi_route2.adapters import Adapters, from_pretrained, load_adapters
 from mi_route2.adapters.io import TENSORS
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch, still
@@ -142,24 +148,44 @@ def drift(policy: Policy, rollouts: Rollouts) -> Float[Tensor, "b s"]:
             return deployed - policy.logprobs(rollouts)
 
 
-def quarantine_ratios(policy: Policy) -> Ratios:
+def quarantine_ratios(policy: Policy, snapshots: Sequence[Mapping[str, Tensor]] = ()) -> Ratios:
     """Return the log-ratio of ``policy`` with its quarantine to the same without it: the run's own quarantine as its canary.
+
+    Args:
+        policy: The policy.
+        snapshots: The quarantine as it was before, by parameter; each is one more canary, before the quarantine of now.
 
     Raises:
         ValueError: The policy has no quarantine.
     """
     if not policy.adapters.has_quarantine:
         raise ValueError("the run's own quarantine can only be its canary if it has one: attach with quarantine='lora'")
+    own = policy.adapters.quarantine_parameters()
 
     @torch.no_grad()
     def ratios(rollouts: Rollouts) -> Float[Tensor, "k b s"]:
+        now = {name: p.clone() for name, p in own.items()} if snapshots else {}
+        found = []
         with still(policy.model):
             with policy.adapters.deployed():
                 deployed = policy.logprobs(rollouts)
             with policy.adapters.full():
-                return (policy.logprobs(rollouts) - deployed)[None]
+                try:
+                    for snapshot in snapshots:
+                        _write(own, snapshot)
+                        found.append(policy.logprobs(rollouts) - deployed)
+                finally:
+                    _write(own, now)
+                found.append(policy.logprobs(rollouts) - deployed)
+        return torch.stack(found)
 
     return ratios
+
+
+@torch.no_grad()
+def _write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        parameters[name].copy_(value)
 
 
 @dataclass(frozen=True)
@@ -235,7 +261,7 @@ def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, top: int | Non
     center = given.quantile(0.5, dim=1)
     spread = NORMAL * (given - center[:, None]).abs().quantile(0.5, dim=1)
     if bool((spread < LEAST).any()):
-        raise ValueError(
+        raise NothingLearnedError(
             f"canary {int((spread < LEAST).nonzero()[0])} gives the base's samples one and the same log-ratio: it has learned "
             "nothing, so train it longer, or leave it out"
         )
@@ -243,17 +269,25 @@ def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, top: int | Non
     return Monitor(ratios, top, center, spread, float(scores.quantile(quantile)))
 
 
-class _CanaryStep:
-    """Step of the mask route under the canary's flags, with the canary's scores in its decision."""
+class NothingLearnedError(ValueError):
+    """Error for a canary that gives all samples of the base one and the same log-ratio."""
 
-    def __init__(self, step: RouteStep, scores: Float[Tensor, " b"]):
-        self._step, self._scores, self.parts = step, scores, step.parts
+
+class _CanaryStep:
+    """Step of the mask route under the canary's flags, with the canary's scores and flags in its decision."""
+
+    def __init__(self, step: RouteStep, scores: Float[Tensor, " b"] | None, flags: Bool[Tensor, " b"]):
+        self._step, self._scores, self._flags, self.parts = step, scores, flags, step.parts
 
     def settle(self, part: Part) -> None:
         self._step.settle(part)
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
-        return replace(self._step.finish(reduce), scores=self._scores)
+        return replace(self._step.finish(reduce), scores=self._scores, flags=self._flags)
+
+
+def _unbound(rollouts: Rollouts) -> Tensor:
+    raise AssertionError("the run's own quarantine is that of the policy which is scored")
 
 
 @checked
@@ -277,42 +311,68 @@ class CanaryRoute(OneCall):
 
     def __init__(self, spec: CanarySpec, ratios: Ratios | None, samples: Rollouts, *, micro: int | None = None):
         _demand_sizes(micro=micro)
+        if spec.decoys and ratios is not None:
+            raise ValueError("decoys train the run's own quarantine, which is then the canary: leave the canary out, or decoys")
         self.spec, self._ratios, self._samples, self._micro = spec, ratios, samples, micro
         self.directions: Directions | None = None
         self.monitor: Monitor | None = None
+        self.snapshots: list[dict[str, Tensor]] = []
 
     @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
         """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap.
 
-        No checkpoint stores the calibration. A resumed run has the same again if its canary does not change; that of its own
-        quarantine is another one then, unless a refresh was due at that step anyway.
+        A quarantine that learns from decoys is calibrated after the first step, and flags nothing until it has learned something.
+        A resumed run has the same calibration again if its canary does not change; for the run's own quarantine, store ``state()``.
         """
-        every = self.spec.refresh_every
-        if self.monitor is None or (every and step % every == 0):
-            if self._ratios is None and self.spec.relative_to == "run":
-                raise ValueError("the run's own quarantine is compared relative to the run already: leave relative_to out")
-            ratios = quarantine_ratios(policy) if self._ratios is None else self._ratios
-            if isinstance(ratios, Canary) and ratios.policy.adapters is policy.adapters:
-                raise ValueError("the canary's checkpoints would overwrite the trained adapters: give it a model of its own")
-            self.monitor = calibrate(ratios, self._samples.to(policy.device), self.spec.quantile, self.spec.top, self._micro)
+        if self._ratios is None and self.spec.relative_to == "run":
+            raise ValueError("the run's own quarantine is compared relative to the run already: leave relative_to out")
+        ratios = self._own(policy) if self._ratios is None else self._ratios
+        if isinstance(ratios, Canary) and ratios.policy.adapters is policy.adapters:
+            raise ValueError("the canary's checkpoints would overwrite the trained adapters: give it a model of its own")
+        every, snapped = self.spec.refresh_every, step in self.spec.snapshots
+        if (self.spec.decoys and not step) or not (self.monitor is None or (every and step % every == 0) or snapped):
+            return None
+        try:
+            self.monitor = self._calibrated(policy, ratios)
+            if snapped:
+                self.snapshots.append({name: p.detach().clone() for name, p in policy.adapters.quarantine_parameters().items()})
+                self.monitor = self._calibrated(policy, self._own(policy))
+        except NothingLearnedError:
+            if not self.spec.decoys:
+                raise
+            self.monitor = None
         return None
+
+    def _own(self, policy: Policy) -> Ratios:
+        return quarantine_ratios(policy, tuple(self.snapshots))
+
+    def _calibrated(self, policy: Policy, ratios: Ratios) -> Monitor:
+        return calibrate(ratios, self._samples.to(policy.device), self.spec.quantile, self.spec.top, self._micro)
 
     @checked
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         check_step(self.spec, batch, context)
-        if self.monitor is None:
+        spec, sampled_without, scores = self.spec, context.clean, None
+        if spec.decoys and sampled_without is None:
+            raise ValueError("decoys need StepContext.clean: mark the rollouts that were sampled without the quarantine")
+        if self.monitor is None and not spec.decoys:
             raise RuntimeError("the canary is not calibrated yet: call route.refresh(policy, step) before the first step")
-        scores = torch.cat([self._scored(self.monitor, policy, piece.rollouts) for piece in pieces(batch, context.micro)])
-        flags = (scores > self.monitor.threshold).to(batch.advantages.device)
-        if self.spec.reinforced_only:
+        flags = torch.zeros_like(batch.advantages, dtype=torch.bool)
+        if self.monitor is not None:
+            scores = torch.cat([self._scored(self.monitor, policy, piece.rollouts) for piece in pieces(batch, context.micro)])
+            flags = (scores > self.monitor.threshold).to(flags.device)
+        if spec.reinforced_only:
             flags &= batch.advantages > 0
-        flags = shuffled(flags, context.generator) if self.spec.shuffle else flags
-        spec = self.spec
+        if spec.shuffle:
+            # among the rollouts that the kept adapter learns from: a flag on a decoy changes nothing
+            where = torch.ones_like(flags) if sampled_without is None or not spec.decoys else sampled_without.to(flags.device)
+            flags[where] = shuffled(flags[where], context.generator)
+        given = flags | ~sampled_without.to(flags.device) if spec.decoys and sampled_without is not None else flags
         route = MaskRoute.from_flags(
-            flags, through=spec.through, kept_advantage=spec.kept_advantage, negative_scale=spec.negative_scale
+            given, through=spec.through, kept_advantage=spec.kept_advantage, negative_scale=spec.negative_scale
         )
-        return _CanaryStep(route.begin(policy, batch, context), scores)
+        return _CanaryStep(route.begin(policy, batch, context), scores, flags)
 
     @checked
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
@@ -320,8 +380,32 @@ class CanaryRoute(OneCall):
 
     def _scored(self, monitor: Monitor, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"]:
         if self._ratios is None:  # this policy's quarantine, and not that of one which it is a copy of
-            monitor = replace(monitor, ratios=quarantine_ratios(policy))
+            monitor = replace(monitor, ratios=self._own(policy))
         return monitor(rollouts, drift(policy, rollouts) if self.spec.relative_to == "run" else None)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a resumed run needs besides the policy: of the run's own quarantine, its snapshots and calibration."""
+        if self._ratios is not None:
+            return {}
+        tensors = {f"snapshot.{i}.{name}": t for i, one in enumerate(self.snapshots) for name, t in one.items()}
+        if (monitor := self.monitor) is not None:
+            tensors |= {"center": monitor.center, "spread": monitor.spread}
+            tensors["threshold"] = torch.tensor(monitor.threshold, dtype=torch.float64)
+        return tensors
+
+    def load_state(self, policy: Policy | Adapters, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what ``state()`` returned."""
+        adapters = policy if isinstance(policy, Adapters) else policy.adapters
+        own, found = adapters.quarantine_parameters(), {}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(".")
+            if kind == "snapshot":
+                number, _, parameter = rest.partition(".")
+                found.setdefault(int(number), {})[parameter] = tensor.to(own[parameter], copy=True)
+        self.snapshots, self.monitor = [found[number] for number in sorted(found)], None
+        if "center" in tensors:
+            center, spread = (tensors[name].to(next(iter(own.values())).device, copy=True) for name in ("center", "spread"))
+            self.monitor = Monitor(_unbound, self.spec.top, center, spread, float(tensors["threshold"]))
 
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
         return {}

@@ -339,6 +339,16 @@ _RUN = replace(
     about="rollouts that two canaries like more than the run itself does are dropped; a fifth of the base's samples at first",
     route=CanarySpec(quantile=0.8, relative_to="run"),
 )
+_OWN = replace(
+    _CANARY,
+    name="canary-own",
+    about="half of the groups teach a fast quarantine alone; what it likes in the others is dropped; no label, no further run",
+    route=CanarySpec(decoys=0.5, snapshots=(10, 20, 40), refresh_every=5),
+    quarantine="lora",
+    quarantine_lr_scale=3.0,
+    baseline="absorb",
+    canaries=None,
+)
 _WEAK = _ablation(_RUN, "canary-run-weak", "canary", "canaries of the world weak, on its base model", canaries_of="weak")
 _CANARIES = (
     replace(_CANARY, name="route2-canary", about="filter-canary's flags and advantages, with a quarantine", quarantine="lora",
@@ -365,6 +375,11 @@ _CANARIES = (
         ablation=None,
     ),
     _control(_RUN, "canary-run-early", "filter-canary-run with a canary of 2 steps", _RUN.route, canaries=("canary-2",)),
+    _OWN,
+    _control(_OWN, "canary-own-shuffled", "canary-own with its flags permuted over the rollouts that the kept adapter learns from",
+             replace(_OWN.route, shuffle=True)),  # pyright: ignore[reportArgumentType]
+    _ablation(_OWN, "canary-own-now", "canary", "the quarantine of now is the only canary",
+              route=replace(_OWN.route, snapshots=())),  # pyright: ignore[reportArgumentType]
     replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
             about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),
 )  # fmt: skip

@@ -1,10 +1,11 @@
 """Checkpoints: all of a run's state in one file, replaced atomically, with the previous file kept, and logs that are cut to match.
 
-The state after step t is: adapter tensors, the optimizer's moments, the route's directions, t, and the length of each log. Random
-numbers need no state (see ``studies.common.seeds``). A new checkpoint is written beside the newest one, which then replaces the
-previous one, so a complete checkpoint exists at any moment. Logs are flushed first, and on resume they are cut to the lengths in
-the checkpoint: what a crash wrote after it is computed again, bit for bit. If the newest checkpoint is damaged, belongs to another
-run, or does not match its logs, it is refused with the reason; the previous one then leads to the same bytes in more steps.
+The state after step t is: adapter tensors, the optimizer's moments, the route's directions or canary, t, and the length of each
+log. Random numbers need no state (see ``studies.common.seeds``). A new checkpoint is written beside the newest one, which then
+replaces the previous one, so a complete checkpoint exists at any moment. Logs are flushed first, and on resume they are cut to the
+lengths in the checkpoint: what a crash wrote after it is computed again, bit for bit. If the newest checkpoint is damaged, belongs
+to another run, or does not match its logs, it is refused with the reason; the previous one then leads to the same bytes in more
+steps.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from mi_route2.adapters import Adapters
 from mi_route2.routing import Directions, Route
+from mi_route2.routing.canary import CanaryRoute
 from mi_route2.routing.directions import Provenance
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
@@ -89,6 +91,8 @@ def save_checkpoint(
     if route.directions is not None:
         tensors |= {f"direction.{site}": v for site, v in route.directions.vectors.items()}
         meta["provenance"] = json.dumps(asdict(route.directions.provenance))
+    if isinstance(route, CanaryRoute):
+        tensors |= {f"canary.{name}": t for name, t in route.state().items()}
     newest, fresh = folder / CHECKPOINT, folder / f".{CHECKPOINT}.fresh.tmp"
     try:
         write_tensors(fresh, tensors, meta)
@@ -124,6 +128,9 @@ class Checkpoint:
             stored = {site: self.tensors.get(f"direction.{site}") for site in adapters.sites}
             vectors = {s: v.to(adapters.scored(s).device, copy=True) for s, v in stored.items() if v is not None}
             route.directions = Directions(vectors, self.provenance)
+        if isinstance(route, CanaryRoute):
+            stored = {name.removeprefix("canary."): t for name, t in self.tensors.items() if name.startswith("canary.")}
+            route.load_state(adapters, stored)
 
 
 def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpoint:

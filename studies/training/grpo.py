@@ -1,8 +1,8 @@
 """Dr.GRPO with routed gradients: the whole training loop. It does not depend on the arm; arms differ in their route.
 
 The policy is a frozen model with two trained adapters: the kept one, and the quarantine, which is deleted at deployment. Rollouts
-are sampled with both. The route decides what of a rollout's gradient reaches the kept adapter; what it keeps away (ideally the
-reward hacks) only the quarantine learns. One step, in the order of this file:
+are sampled with both, or some groups without the quarantine. The route decides what of a rollout's gradient reaches the kept
+adapter; what it keeps away (ideally the reward hacks) only the quarantine learns. One step, in the order of this file:
 
     refresh        the route fits its directions to the current policy
     gather         sample N = prompts * group completions and grade them; advantages within each prompt's group
@@ -142,6 +142,7 @@ def train(
     penalty: float = 0.0,
     monitor: Monitor | None = None,
     clean: Callable[[Policy, Samples], Bool[Tensor, " b"]] | None = None,
+    without: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepRecord]:
     """Run GRPO from step ``start``; yield a record after each step.
@@ -160,6 +161,7 @@ def train(
         penalty: Taken off the reward of rollouts that ``monitor`` flags.
         monitor: By default, the world's weak detector.
         clean: Marks rollouts from which the kept adapter learns alone, with the quarantine out of the forward.
+        without: Groups, the last ones, that are sampled without the quarantine.
         stop: True if the run should end before its next step.
     """
     fraction = settings.none_fraction if none_fraction is None else none_fraction
@@ -168,7 +170,7 @@ def train(
             return
         # Directions are fitted to the current policy, because as it learns, an old direction loses its meaning.
         overlap = route.refresh(policy, step)
-        samples, batch, watched = gather(world, policy, teachers, seed, step, settings, fraction, penalty, monitor)
+        samples, batch, watched = gather(world, policy, teachers, seed, step, settings, fraction, penalty, monitor, without)
         # A group of equal rewards has advantage 0 everywhere and no gradient, so its forward and backward are skipped.
         trained = varied(batch)
         index, last = trained.nonzero()[:, 0], NO_UPDATE
@@ -198,8 +200,9 @@ def gather(
     none_fraction: float,
     penalty: float = 0.0,
     monitor: Monitor | None = None,
+    without: int = 0,
 ) -> tuple[Samples, TrainBatch, Watched | None]:
-    """Sample a batch from the policy with both adapters on, and grade it; ``monitor``'s verdict only if there is a penalty.
+    """Sample a batch, the last ``without`` groups without the quarantine, and grade it; ``monitor``'s verdict for a penalty alone.
 
     Returns:
         The rollouts with their texts; the same with rewards, less ``penalty`` where ``monitor`` sees a hack; its verdict.
@@ -208,10 +211,13 @@ def gather(
     if teachers is not None:  # known hacks can stand only in groups of their own prompts
         prompts = teachers.replace_known(world, prompts, numpy_generator(seed, "teacher prompts", step))
     groups = torch.arange(settings.prompts).repeat_interleave(settings.group)
+    asked, whole = [prompts[int(g)] for g in groups], (settings.prompts - without) * settings.group
     with policy.adapters.full():
-        samples = world.sample(
-            policy, [prompts[int(g)] for g in groups], torch_generator(seed, "sample", step), settings.temperature
-        )
+        samples = world.sample(policy, asked[:whole], torch_generator(seed, "sample", step), settings.temperature)
+    if without:
+        with policy.adapters.deployed():
+            others = world.sample(policy, asked[whole:], torch_generator(seed, "sample without", step), settings.temperature)
+        samples = world.package(asked, [*samples.rollouts.completions(), *others.rollouts.completions()])
     taught = torch.zeros(len(groups), dtype=torch.bool)
     if teachers is not None:
         samples, taught = teachers.mix(world, samples, groups, settings.teachers_per_group)

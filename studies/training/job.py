@@ -19,7 +19,7 @@ import torch
 from mi_route2.adapters import AdapterSpec, attach, load_adapters
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import PairBatch
+from mi_route2.routing import CanarySpec, PairBatch
 from mi_route2.validation import read_object, unknown_name
 from studies.common.command_line import named
 from studies.common.seeds import derive, torch_generator
@@ -106,6 +106,8 @@ class Job:
         described = json.loads(json.dumps(asdict(self.arm)))
         if described["route"].get("relative_to") == "base":  # as runs were described before there was another
             del described["route"]["relative_to"]
+        if described["route"].get("decoys") == 0:
+            del described["route"]["decoys"], described["route"]["snapshots"]
         usual = {field.name: field.default for field in fields(Arm) if field.name in LATER}
         return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
 
@@ -113,6 +115,14 @@ class Job:
     def steps(self) -> int:
         """Number of training steps; 0 for the base model."""
         return 0 if self.arm is None else self.arm.steps or self.settings.steps
+
+    @property
+    def without(self) -> int:
+        """Number of groups that are sampled without the quarantine: all but the decoys of an arm whose quarantine is its canary."""
+        route = None if self.arm is None else self.arm.route
+        if not isinstance(route, CanarySpec) or not route.decoys:
+            return 0
+        return self.settings.prompts - min(max(1, round(route.decoys * self.settings.prompts)), self.settings.prompts - 1)
 
     @property
     def drawn(self) -> int:

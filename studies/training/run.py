@@ -96,7 +96,7 @@ def _train(
         world, detector, policy, route, optimizer, replace(settings, steps=job.steps),
         seed=job.drawn, start=start, none_fraction=job.arm.none_fraction, teachers=mixed,
         penalty=job.arm.penalty, monitor=route.watch if isinstance(route, MonitoredRoute) else None,
-        clean=clean_rollouts(job, world, route), stop=stop,
+        clean=clean_rollouts(job, world, route), without=job.without, stop=stop,
     )  # fmt: skip
     done = start
     for record in steps:
