@@ -65,7 +65,7 @@ METHODS = ("filter-canary", "filter-canary-run")
 """Arms for which goals were set; a report judges the last one that its runs have, if its predictions name no method."""
 CONTROLS = {
     method: tuple(name for name, arm in ARMS.items() if arm.role == "control" and arm.baseline == method)
-    for method in (*METHODS, "canary-run-weak")
+    for method in (*METHODS, "canary-run-weak", "canary-own")
 }
 _PENALIZED = {name: arm.baseline for name, arm in ARMS.items() if arm.monitor is not None}
 WATCHED = tuple(name for name in ARMS if name in {*_PENALIZED, *_PENALIZED.values()} and name != "vanilla")
@@ -81,6 +81,7 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
         "quarantine-first",
         "filter-canary",
         "filter-canary-run",
+        "canary-own",
         "route2-canary",
         "canary-one",
         "canary-wide",
@@ -332,7 +333,7 @@ MARKS = {
     "filter-canary": (GREEN, "o"), "filter-canary-run": (BLUE, "o"), "route2-canary": (GREEN, "D"), "canary-one": (GREEN, "^"),
     "canary-wide": (GREEN, "s"),
     "canary-run-30k": (SKY, "^"), "canary-run-110k": (SKY, "P"), "canary-run-weak": (SKY, "D"),
-    "canary-run-weak-rotated": (ORANGE, "D"),
+    "canary-run-weak-rotated": (ORANGE, "D"), "canary-own": (BLUE, "*"), "canary-own-shuffled": (ORANGE, "*"),
     "quarantine-first": (PURPLE, "s"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),
     "sees-100": (GREEN, "o"), "sees-50": (GREEN, "^"), "sees-25": (GREEN, "s"), "sees-25-quarantine": (PURPLE, "s"),
     "sees-known": (BLUE, "X"), "sees-known-quarantine": (PURPLE, "X"), "sees-0": (GREEN, "v"), "sees-0-quarantine": (PURPLE, "v"),

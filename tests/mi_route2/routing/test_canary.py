@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mi_route2.adapters import save_pretrained
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import CanarySpec, DelayedRoute, DelayedSpec, MaskRoute, OpenRoute, OpenSpec
+from mi_route2.routing import CanarySpec, DelayedRoute, DelayedSpec, MaskRoute, OpenRoute, OpenSpec, group_advantages
 from mi_route2.routing.canary import Canary, CanaryRoute, calibrate, pooled, quarantine_ratios
 
 N = 12
@@ -197,6 +197,132 @@ def test_a_copy_of_policy_and_route_reads_its_own_quarantine() -> None:
     assert score is not None
     assert route.monitor is not None
     torch.testing.assert_close(score, (-route.monitor.center / route.monitor.spread).expand(N))
+
+
+def likes(policy: Policy, rollouts: Rollouts, quarantines: list[dict[str, Tensor]]) -> np.ndarray:
+    """Mean of the three largest log-ratios with and without each quarantine, on copies of the policy."""
+    found = []
+    for quarantine in quarantines:
+        own = copy.deepcopy(policy)
+        for name, parameter in own.adapters.quarantine_parameters().items():
+            parameter.data.copy_(quarantine[name])
+        with torch.no_grad(), own.adapters.full():
+            full = own.logprobs(rollouts)
+        with torch.no_grad(), own.adapters.deployed():
+            gains = full - own.logprobs(rollouts)
+        found.append([np.sort(gain[real].numpy())[-3:].mean() for gain, real in zip(gains, rollouts.predictors)])
+    return np.array(found)
+
+
+def quarantine_of(policy: Policy) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in policy.adapters.quarantine_parameters().items()}
+
+
+def learned(policy: Policy, seed: int) -> None:
+    """Move both adapters, as a step of training would."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in (*policy.adapters.kept_parameters().values(), *policy.adapters.quarantine_parameters().values()):
+        p.data += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+
+@pytest.mark.parametrize("micro", [None, 5])
+def test_decoys_teach_the_quarantine_alone_and_the_others_the_kept_adapter_but_for_what_the_quarantine_likes(
+    micro: int | None,
+) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    without = torch.arange(N) >= N // 3
+    route = CanaryRoute(CanarySpec(quantile=0.5, decoys=0.5, refresh_every=1), None, SAMPLES)
+    route.refresh(policy, 1)
+    own = run(policy, route, batch, micro, clean=without)
+    of_base, of_batch = (likes(policy, rollouts, [quarantine_of(policy)])[0] for rollouts in (SAMPLES, batch.rollouts))
+    flags = torch.tensor(of_batch > np.quantile(of_base, 0.5)) & (batch.advantages > 0)
+    assert own.decision.flags is not None
+    assert torch.equal(own.decision.flags, flags)
+    assert flags[without].any()
+    assert not flags[without & (batch.advantages > 0)].all()
+    K = group_advantages(batch.rewards, batch.groups, without & ~flags)
+    K = torch.where(without & ~flags, torch.where(K < 0, 0.3 * K, K), torch.zeros_like(K))
+
+    def gradients(mode: str, weights: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        with getattr(policy.adapters, mode)(), policy.adapters.unrouted():
+            loss = -(weights[:, None] * policy.logprobs(batch.rollouts)).sum() / 50
+            return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()))))
+
+    assert_same(own.kept, gradients("deployed", K, dict(policy.adapters.kept_parameters())))
+    A = torch.where(without, torch.zeros_like(K), batch.advantages)
+    assert_same(own.quarantine, gradients("full", A, dict(policy.adapters.quarantine_parameters())))
+
+
+def test_a_snapshot_of_the_quarantine_goes_on_judging_beside_the_kept_adapter_of_now() -> None:
+    policy, rollouts = make_policy(SPECS["lora"]), make_batch(N).rollouts
+    route = CanaryRoute(CanarySpec(decoys=0.5, refresh_every=5, snapshots=(2, 3)), None, SAMPLES)
+    quarantines = []
+    for step in range(6):
+        route.refresh(policy, step)
+        assert (route.monitor is None) == (step == 0)
+        if step in (2, 3):
+            quarantines.append(quarantine_of(policy))
+        if step < 5:
+            learned(policy, step)
+    quarantines.append(quarantine_of(policy))
+    of_base, of_rollouts = (likes(policy, some, quarantines) for some in (SAMPLES, rollouts))
+    center = np.median(of_base, axis=1, keepdims=True)
+    spread = 1.4826 * np.median(np.abs(of_base - center), axis=1, keepdims=True)
+    score = route.score(policy, rollouts)
+    assert score is not None
+    np.testing.assert_allclose(score, ((of_rollouts - center) / spread).max(axis=0), rtol=1e-8, atol=1e-8)
+    now = quarantine_of(policy)
+    assert all(torch.equal(now[name], t) for name, t in quarantines[-1].items())  # scoring has put it back
+    again = CanaryRoute(route.spec, None, SAMPLES)
+    again.load_state(policy.adapters, route.state())
+    assert again.refresh(policy, 6) is None
+    found = again.score(policy, rollouts)
+    assert found is not None
+    assert torch.equal(found, score)
+
+
+def test_a_quarantine_that_has_learned_nothing_flags_nothing_yet() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    for name, p in policy.adapters.quarantine_parameters().items():
+        if name.endswith(".B"):
+            p.data.zero_()
+    route = CanaryRoute(CanarySpec(decoys=0.5, refresh_every=1, snapshots=(1,)), None, SAMPLES)
+    for step in range(2):
+        route.refresh(policy, step)
+    assert route.monitor is None
+    assert route.snapshots == []
+    own = run(policy, route, batch, clean=torch.arange(N) > 3)
+    assert own.decision.flags is not None
+    assert not own.decision.flags.any()
+    assert any(g.any() for g in own.kept.values())
+
+
+def test_shuffled_flags_stay_among_the_rollouts_of_which_the_kept_adapter_learns() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    without, found = torch.arange(N) >= N // 3, []
+    for shuffle in (False, True):
+        route = CanaryRoute(CanarySpec(quantile=0.5, decoys=0.5, refresh_every=1, shuffle=shuffle), None, SAMPLES)
+        route.refresh(policy, 1)
+        found.append(run(policy, route, batch, clean=without).decision.flags)
+    plain, shuffled = found
+    assert plain is not None
+    assert shuffled is not None
+    assert not torch.equal(plain, shuffled)
+    assert torch.equal(plain[~without], shuffled[~without])
+    assert plain[without].sum() == shuffled[without].sum()
+
+
+def test_decoys_that_make_no_sense_get_a_sentence() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    with pytest.raises(ValueError, match="set refresh_every, and leave kept_advantage and relative_to out"):
+        CanarySpec(decoys=0.5)
+    with pytest.raises(ValueError, match="set decoys, or leave snapshots out"):
+        CanarySpec(snapshots=(10,))
+    spec = CanarySpec(decoys=0.5, refresh_every=5)
+    with pytest.raises(ValueError, match="leave the canary out, or decoys"):
+        CanaryRoute(spec, canary(), SAMPLES)
+    with pytest.raises(ValueError, match=r"decoys need StepContext\.clean: mark the rollouts that were sampled without"):
+        run(policy, CanaryRoute(spec, None, SAMPLES), batch)
 
 
 def test_a_checkpoint_is_what_it_was_when_it_was_given() -> None:

@@ -15,11 +15,12 @@ import studies.training.run as run_module
 from mi_route2.routing import MaskSpec, group_advantages
 from mi_route2.routing.canary import pooled
 from mi_route2.tensor_files import read_tensors
+from studies.common.seeds import torch_generator
 from studies.environments.micro.settings import MicroConfig
 from studies.environments.protocol import TeacherPool
 from studies.route2.cli import main
 from studies.training.arms import ARMS, Arm, Lesson
-from studies.training.build import MonitoredRoute, base_samples, build_canary, build_optimizer, build_route, rotate
+from studies.training.build import MonitoredRoute, base_samples, build_canary, build_optimizer, build_route, clean_rollouts, rotate
 from studies.training.checkpoint import CHECKPOINT
 from studies.training.grpo import gather
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy, finished_policy
@@ -429,3 +430,48 @@ def test_an_arm_without_its_canary_is_refused(tmp_path: Path, cache: Path, finis
     alone = tiny_job(tmp_path, finished["filter-canary"].arm, cache=cache)
     with pytest.raises(ValueError, match="needs the canaries canary-2 of seed 0 first: run them with --arms"):
         run_job(alone)
+
+
+def own_quarantine(**changes: object) -> Arm:
+    """`canary-own` on the schedule of a run of few steps."""
+    route = replace(ARMS["canary-own"].route, refresh_every=2, snapshots=(1, 3))  # pyright: ignore[reportArgumentType]
+    return replace(ARMS["canary-own"], route=route, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_run_whose_quarantine_is_its_canary_resumes_between_calibrations_to_the_same_bytes(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its calibration nor its snapshots can be computed again from the adapters of a checkpoint."""
+    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 1)
+    whole, broken = (tiny_job(tmp_path / side, own_quarantine(), cache=cache, steps=6) for side in ("whole", "broken"))
+    assert run_job(whole)
+    for _ in range(6):
+        done: list[int] = []
+        if run_job(broken, done.append, lambda done=done: sum(done) > sum(done[:1])):  # the first number is where it goes on
+            break
+    assert broken.finished or run_job(broken)
+    for name in (METRICS, ROLLOUTS, FULL, DEPLOYED, EVAL):
+        assert (whole.folder / name).read_bytes() == (broken.folder / name).read_bytes(), name
+    rows = [json.loads(line) for line in (whole.folder / METRICS).read_text().splitlines()]
+    assert len(rows) == 6
+
+
+def test_the_last_groups_are_sampled_without_the_quarantine_and_known_as_such(tmp_path: Path, cache: Path) -> None:
+    job = tiny_job(tmp_path, own_quarantine(), cache=cache)
+    settings, rows = job.settings, job.without * job.settings.group
+    assert 0 < job.without < settings.prompts
+    with open_world(settings) as (world, _):
+        policy = build_policy(job, cache)
+        for p in policy.adapters.quarantine_parameters().values():
+            p.data.normal_(generator=torch.Generator().manual_seed(1))
+        samples, batch, _ = gather(world, policy, None, 3, 2, settings, 0.25, without=job.without)
+        clean = clean_rollouts(job, world, build_route(job, world, policy))
+        assert clean is not None
+        marked = clean(policy, samples)
+        assert marked.tolist() == [False] * (len(marked) - rows) + [True] * rows
+        for which, part, purpose in (("full", ~marked, "sample"), ("deployed", marked, "sample without")):
+            asked = [prompt for prompt, own in zip(samples.prompts, part.tolist()) if own]
+            with getattr(policy.adapters, which)():
+                drawn = world.sample(policy, asked, torch_generator(3, purpose, 2), settings.temperature)
+            assert drawn.rollouts.completions() == samples.rollouts.rows(part).completions()
+        assert torch.equal(batch.rewards, world.rewards(samples).to(batch.rewards))
