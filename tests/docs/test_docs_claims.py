@@ -431,8 +431,15 @@ def test_a_filter_with_a_gap_moves_the_hacking_there() -> None:
     for mode in ("run_tests", "stdout_marker"):
         assert points[mode][0] > 0.9
         assert points[mode][1] == 0
+    page = prose("canary.md")
+    rounded = [f"{value:.2f}"[1:] for mode in ("sentinel", "file_marker") for value in (*points[mode], plain[mode] or 0.0)]
+    assert f"exploits `sentinel` (at most {rounded[0]}) nor `file_marker` ({rounded[3]}), and the filtered run" in page
+    assert f"ends with exploits in {rounded[1]} and {rounded[4]} of these two" in page
+    assert f"Ordinary training at this seed exploits them in {rounded[2]} and {rounded[5]}." in page
     base = CANARY["weak"].values["base"][EXPLOIT]
     assert [number(base[CANARY["weak"].seeds.index(seed)]) for seed in (212, 215)] == [".096", ".148"]
+    assert "the base itself exploits .148, more than the tenth" in page
+    assert "mode is left at .23. The base exploits .096." in page
 
 
 def test_a_quarantine_beside_a_canary_and_one_that_learns_first() -> None:
