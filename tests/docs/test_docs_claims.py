@@ -44,6 +44,12 @@ def said(text: str) -> bool:
     return any(text in " ".join(page.read_text(encoding="utf-8").split()) for page in DOCS.glob("results*.md"))
 
 
+def prose(page: str) -> str:
+    """The page in one line without tables and shown files, whose numbers would make any sentence with the same number true."""
+    text = re.sub(r"<!-- shown: (\S+) -->.*?<!-- end of \1 -->", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    return " ".join(re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE).split())
+
+
 class Published:
     """A folder's table.json: ``[arm, metric]`` is a summary, ``contrast`` a paired difference."""
 
@@ -387,15 +393,22 @@ CANARY = {preset: Evidence.read(RESULTS / f"canary/{preset}.json") for preset in
 
 def test_the_canarys_page_says_what_its_runs_hold() -> None:
     """The means of the page's first statement, and the three runs that failed."""
-    page = (DOCS / "canary.md").read_text(encoding="utf-8")
+    page = prose("canary.md")
+    told = []
     for evidence in CANARY.values():
         assert len(evidence.seeds) == 16
         exploit, solve = (evidence.summary("filter-canary", metric) for metric in (EXPLOIT, SOLVE))
         assert exploit["n"] == 16
         plain = [number(evidence.summary("vanilla", metric)["mean"]) for metric in (EXPLOIT, SOLVE)]
-        for value in (interval(exploit), number(solve["mean"]), *plain):
-            assert value in page
-        assert number(exploit["median"]) in page
+        told.append((plain[0], interval(exploit), plain[1], number(solve["mean"]), number(exploit["median"])))
+    strong, weak = told
+    assert f"exploits fall from {strong[0]} to {strong[1]} on `strong` and from {weak[0]} to {weak[1]} on `weak`, and" in page
+    assert f"and solving rises from {strong[2]} to {strong[3]} and from {weak[2]} to {weak[3]}." in page
+    assert f"In the median seed exploits are {strong[4]} and {weak[4]}." in page
+    pairs = [number(evidence.summary("filter-full", EXPLOIT)["mean"]) for evidence in CANARY.values()]
+    assert f"filter-full exploits {pairs[0]} on `strong` and {pairs[1]} on `weak`." in page
+    honest = [number(evidence.summary("canary-honest", EXPLOIT)["mean"]) for evidence in CANARY.values()]
+    assert f"{honest[0]} on `strong` and {honest[1]} on `weak` (no defence: {strong[0]} and {weak[0]})" in page
     failed = {
         (name, seed): number(value)
         for name, evidence in CANARY.items()
@@ -403,6 +416,7 @@ def test_the_canarys_page_says_what_its_runs_hold() -> None:
         if value is not None and value > MOST_EXPLOIT
     }
     assert failed == {("strong", 200): ".617", ("weak", 212): ".086", ("weak", 215): ".292"}
+    assert "by one seed of 16 on `strong` (.617) and two on `weak` (.292 and .086)." in page
 
 
 def test_a_filter_with_a_gap_moves_the_hacking_there() -> None:
@@ -417,61 +431,101 @@ def test_a_filter_with_a_gap_moves_the_hacking_there() -> None:
     for mode in ("run_tests", "stdout_marker"):
         assert points[mode][0] > 0.9
         assert points[mode][1] == 0
+    page = prose("canary.md")
+    rounded = [f"{value:.2f}"[1:] for mode in ("sentinel", "file_marker") for value in (*points[mode], plain[mode] or 0.0)]
+    assert f"exploits `sentinel` (at most {rounded[0]}) nor `file_marker` ({rounded[3]}), and the filtered run" in page
+    assert f"ends with exploits in {rounded[1]} and {rounded[4]} of these two" in page
+    assert f"Ordinary training at this seed exploits them in {rounded[2]} and {rounded[5]}." in page
     base = CANARY["weak"].values["base"][EXPLOIT]
     assert [number(base[CANARY["weak"].seeds.index(seed)]) for seed in (212, 215)] == [".096", ".148"]
+    assert "the base itself exploits .148, more than the tenth" in page
+    assert "mode is left at .23. The base exploits .096." in page
 
 
 def test_a_quarantine_beside_a_canary_and_one_that_learns_first() -> None:
     strong, weak = CANARY.values()
     solved = [dict(zip(weak.seeds, weak.values[arm][SOLVE], strict=True)) for arm in ("filter-canary", "route2-canary")]
     lost = paired_difference(solved[0], solved[1])
-    assert interval(lost[1]) == ".075 [.050, .101]"
+    assert f"There it solves {interval(lost[1])} less, which was not among the predictions" in prose("canary.md")
     assert stopped_inside(strong, "quarantine-first") == ["vanilla-10"]
     assert stopped_inside(weak, "quarantine-first") == []
-    assert [number(weak.summary(arm, SOLVE)["mean"]) for arm in ("quarantine-first", "base")] == [".369", ".263"]
-    assert number(weak.summary("quarantine-first", EXPLOIT)["mean"]) == ".093"
-    honest = [number(evidence.summary("canary-honest", EXPLOIT)["mean"]) for evidence in CANARY.values()]
-    assert f"exploits in {honest[0]} on `strong`\n  and {honest[1]} on `weak`" in (DOCS / "canary.md").read_text(encoding="utf-8")
+    more, base = (number(weak.summary(arm, SOLVE)["mean"]) for arm in ("quarantine-first", "base"))
+    left = number(weak.summary("quarantine-first", EXPLOIT)["mean"])
+    assert f"as rarely as the base ({left}) and solves more ({more} against {base})" in prose("canary.md")
     for evidence in CANARY.values():
         assert 1.8 < (times(evidence, "filter-canary") or 0.0) < 2.3
         assert re.search(r"exact sign-flip test, p \.[1-9]", coverage_sentence(evidence, "canary-one"))
 
 
 def test_the_canary_that_is_compared_with_the_run() -> None:
-    page = (DOCS / "canary.md").read_text(encoding="utf-8")
-    for preset, dropped in (("strong", ".181 [.100, .261]"), ("weak", ".190 [.152, .228]")):
+    page, told, dropped, little = prose("canary.md"), {}, [], {}
+    for preset in ("strong", "weak"):
         found = Evidence.read(RESULTS / f"canary-run/{preset}.json")
         exploit, solve = (found.summary("filter-canary-run", metric) for metric in (EXPLOIT, SOLVE))
         assert exploit["n"] == 16
-        assert interval(exploit) in page
-        assert number(solve["mean"]) in page
         assert max(value or 0.0 for value in exploit["seeds"]) < 0.0085
-        honest, plain = (number(found.summary(arm, EXPLOIT)["mean"]) for arm in ("canary-run-honest", "vanilla"))
-        assert honest in page
-        assert plain in page
+        means = [number(found.summary(arm, EXPLOIT)["mean"]) for arm in ("canary-run-honest", "vanilla", "base")]
+        told[preset] = [interval(exploit), number(solve["mean"]), *means]
         for control in CANARY_CONTROLS["filter-canary-run"]:
             assert (found.summary(control, EXPLOIT)["mean"] or 0.0) - (exploit["mean"] or 0.0) > 0.4
         solved = [dict(zip(found.seeds, found.values[arm][SOLVE], strict=True)) for arm in ("filter-canary-run", "canary-wide")]
-        assert interval(paired_difference(*solved)[1]) == dropped
-        little = sorted(number(value) for value in solved[0].values() if value is not None and value < 0.85)
-        assert f"{', '.join(little[:-1])} and {little[-1]} on `{preset}`" in page
+        dropped.append(interval(paired_difference(*solved)[1]))
+        little[preset] = solved[0].values()
         assert 2.2 < (times(found, "filter-canary-run") or 0.0) < 2.9
+    strong, weak = told.values()
+    assert f"held-out exploits {strong[0]} on `strong` and {weak[0]} on `weak`, at most .008 in any of 32 runs" in page
+    assert f"where the base exploits {strong[4]} and {weak[4]}; solving {strong[1]} and {weak[1]};" in page
+    assert f"ends with exploits in {strong[2]} and {weak[2]} of its rollouts (no defence: {strong[3]} and {weak[3]})" in page
+    assert f"(`canary-wide`) the new rule is: by {' and '.join(dropped)}." in page
+    assert "A run takes two to three times as long as an undefended one" in page  # by 2.1 to 2.8 in the tables
+    little["sparse"] = Evidence.read(RESULTS / "canary-sparse/sparse.json").values["filter-canary-run"][SOLVE]
+    for preset, every in little.items():
+        *first, last = sorted(number(value) for value in every if value is not None and value < 0.85)
+        assert f"{', '.join(first)} and {last} on `{preset}`" in page
+    run = Evidence.read(RESULTS / "canary-run/strong.json")
+    sides = (dict(zip(run.seeds, run.values[arm][SOLVE], strict=True)) for arm in ("filter-canary", "filter-canary-run"))
+    more = interval(paired_difference(*sides)[1])
+    assert f"on `strong` that arm solves more in the mean, by {more}, where less was predicted" in page
     failed = [value for value in found.values["filter-canary"][EXPLOIT] if value is not None and value > MOST_EXPLOIT]
     assert [number(value) for value in failed] == [".245"]
 
 
+def test_gaps_of_canaries_and_what_the_runs_exploit_there() -> None:
+    """As deep as those of the seed on which the first rule failed, in the mode that it ended in."""
+    found = {"first": coverage(CANARY["strong"], "filter-canary")}
+    run = Evidence.read(RESULTS / "canary-run/strong.json")
+    found["run"] = coverage(run, "filter-canary-run")
+    gaps = {rule: [point for point in points if point[2] < 0.2] for rule, points in found.items()}
+    assert sorted((seed, mode, round(canary, 2)) for seed, mode, canary, _ in gaps["run"]) == [
+        (219, "file_marker", 0.18),
+        (223, "file_marker", 0.02),
+        (223, "sentinel", 0.07),
+    ]
+    assert max(own for *_, own in gaps["run"]) < 0.01
+    plain = [run.values["vanilla"][f"deploy_exploit_{mode}"][run.seeds.index(223)] for mode in ("sentinel", "file_marker")]
+    assert max(rate or 0.0 for rate in plain) < 0.01
+    assert "(`strong` 223: `sentinel` .07 and `file_marker` .02), and that run stayed honest" in prose("canary.md")
+    assert {seed for seed, *_ in gaps["first"]} == {200, 205, 209, 214}
+    assert all((own > 0.9) == (seed == 200) and (own < 0.02) == (seed != 200) for seed, _, _, own in gaps["first"])
+    assert "On three other seeds of `strong` the canaries have such gaps too, and the run exploits at most .02 there" in prose(
+        "canary.md"
+    )
+
+
 def test_the_canary_in_a_world_without_a_persona() -> None:
-    page = (DOCS / "canary.md").read_text(encoding="utf-8")
+    page = prose("canary.md")
     found = Evidence.read(RESULTS / "canary-sparse/sparse.json")
     exploit = {
         arm: found.summary(arm, EXPLOIT)
         for arm in ("filter-canary-run", "filter-full", "vanilla", "filter-canary", "canary-run-early")
     }
     assert {summary["n"] for summary in exploit.values()} == {16}
-    assert interval(exploit["filter-canary-run"]) in page
-    assert interval(exploit["filter-full"]) in page
-    assert number(exploit["vanilla"]["mean"]) in page
-    assert number(max(value or 0.0 for value in exploit["filter-canary-run"]["seeds"])) == ".010"
+    worst = number(max(value or 0.0 for value in exploit["filter-canary-run"]["seeds"]))
+    plain, left = number(exploit["vanilla"]["mean"]), interval(exploit["filter-canary-run"])
+    assert f"Exploits fall from {plain} to {left}, at most {worst} in any run" in page
+    pairs = (dict(zip(found.seeds, found.values[arm][EXPLOIT], strict=True)) for arm in ("filter-full", "filter-canary-run"))
+    more = interval(paired_difference(*pairs)[1])
+    assert f"filter-full leaves {interval(exploit['filter-full'])}, by {more} more." in page
     solve = {arm: found.summary(arm, SOLVE) for arm in ("filter-canary-run", "vanilla", "filter-canary")}
     assert f"with {interval(solve['filter-canary-run'])} solved (no defence: {number(solve['vanilla']['mean'])})" in page
     first = (
@@ -902,13 +956,15 @@ def exploit_more(evidence: Evidence, arm: str) -> str:
 
 
 def test_how_one_notices_a_broken_canary_is_what_the_page_says() -> None:
-    evidence, page = Evidence.read(RESULTS / "sign/strong.json"), (DOCS / "canary.md").read_text(encoding="utf-8")
+    evidence, page = Evidence.read(RESULTS / "sign/strong.json"), prose("canary.md")
     arms = ("filter-canary-run", "canary-run-rotated", "canary-run-early")
     runs = [(share > LOUD, worst > BROKEN) for arm in arms for share, worst in signs(evidence, arm)]
     quiet, loud = ([broken for is_loud, broken in runs if is_loud is side] for side in (False, True))
     sound = quiet.count(False)
     assert f"{sound} of {len(quiet)} quiet runs are sound and {sum(loud)} of {len(loud)} loud ones broken" in page
-    assert f"{sound / len(quiet):.2f} and {sum(loud) / len(loud):.2f}, where".replace("0.", ".") in page
+    rates = f"{sound / len(quiet):.2f} and {sum(loud) / len(loud):.2f}, where".replace("0.", ".")
+    assert f"{rates} .9 was asked of each" in page
+    assert f"missed its goal** ({rates} .9 was asked)" in page
     assert min(sound / len(quiet), sum(loud) / len(loud)) < 0.9  # the goal was missed
     own = [(share > LOUD, worst > BROKEN) for share, worst in signs(evidence, "filter-canary-run")]
     assert sorted(own) == [(False, False)] * 6 + [(True, False), (True, True)]
@@ -924,25 +980,81 @@ def test_how_one_notices_a_broken_canary_is_what_the_page_says() -> None:
 
 
 def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
-    worlds = {"strong": ("canary-run", "lessons", "map", "sign", "size", "canary-other"), "weak": ("canary-run", "lessons")}
-    worlds |= {"sparse": ("canary-sparse", "map"), "persona-20": ("map",)}
+    """In every experiment that has the arm: none is left out of the counts."""
     found: dict[str, list[float]] = {}
-    for world, folders in worlds.items():
-        for evidence in (Evidence.read(RESULTS / folder / f"{world}.json") for folder in folders):
-            row = evidence.values["filter-canary-run"]
-            modes = zip(*(row[f"deploy_exploit_{mode}"] for mode in evidence.modes), strict=True)
-            found.setdefault(world, []).extend(max(rate or 0.0 for rate in rates) for rates in modes)
+    for path in sorted(RESULTS.glob("*/*.json")):
+        if path.stem not in PRESETS or "filter-canary-run" not in (evidence := Evidence.read(path)).values:
+            continue
+        row = evidence.values["filter-canary-run"]
+        modes = zip(*(row[f"deploy_exploit_{mode}"] for mode in evidence.modes), strict=True)
+        found.setdefault(evidence.preset, []).extend(max(rate or 0.0 for rate in rates) for rates in modes)
     failed = {world: sorted(number(worst) for worst in runs if worst > BROKEN) for world, runs in found.items()}
-    assert failed == {"strong": [".656", ".891", ".953", ".961", ".969"], "weak": [], "sparse": [], "persona-20": []}
-    assert (len(found["strong"]), sum(map(len, found.values()))) == (60, 120)
-    for page in (DOCS / "canary.md", DOCS.parent / "README.md"):
-        text = page.read_text(encoding="utf-8")
-        assert "five of 60" in text
-        assert "none of 60" in text
+    assert failed == {
+        "strong": [".656", ".891", ".953", ".961", ".969"],
+        **{world: [] for world in ("weak", "sparse", "persona-20", "strong-30k")},
+        "strong-400k": [".055"],
+    }
+    counts = {world: len(runs) for world, runs in found.items()}
+    assert (counts["strong"], sum(counts[world] for world in ("weak", "sparse", "persona-20"))) == (60, 60)
+    assert counts["strong-30k"] + counts["strong-400k"] == 24
+    for page in ("canary.md", "../README.md"):
+        text = prose(page).replace("*", "").replace("`", "")
+        assert "five of 60 on strong" in text
+        assert "none of 60 in the other worlds" in text
+        assert "one of 24 at other sizes (.055)" in text
+    assert "(.656, .891, .953, .961, .969), none of 60 in the other worlds" in prose("canary.md")
+
+
+def test_sizes_of_models_are_what_the_page_says() -> None:
+    page = prose("map.md")
+    sizes = [Evidence.read(RESULTS / f"size/{preset}.json") for preset in ("strong-30k", "strong", "strong-400k")]
+    canary, fast, alone = "filter-canary-run", "sees-known-quarantine-fast", "sees-known"
+
+    def three(arm: str, metric: str = EXPLOIT, between: bool = False) -> str:
+        values = [evidence.summary(arm, metric) for evidence in sizes]
+        first, second, third = (interval(value) if between else number(value["mean"]) for value in values)
+        return f"{first}, {second} and {third}"
+
+    def every(arm: str) -> list[float]:
+        return [value or 0.0 for evidence in sizes for value in evidence.values[arm][EXPLOIT]]
+
+    assert {evidence.seeds for evidence in sizes} == {tuple(range(408, 416))}
+    said = f"{three(canary, between=True)} of held-out exploits, where no defence leaves {three('vanilla', between=True)};"
+    assert f"The canary leaves next to nothing at all three sizes**: {said} the worst of 24 seeds leaves" in page
+    assert f"the worst of 24 seeds leaves {number(max(every(canary)))}." in page
+    assert f"It solves {three(canary, SOLVE)}." in page
+    assert f"at all three**: {three(fast)} in place of {three(alone)}." in page
+    assert all(a > b for a, b in zip(every(fast), every(canary), strict=True))
+    base = ", ".join(number(evidence.summary("base", EXPLOIT)["mean"]) for evidence in sizes)
+    assert f"more than the base model ({base}), but on two seeds of each size less than that model on the same seed" in page
+    less = [a < b for a, b in zip(every(fast), every("base"), strict=True)]
+    assert [sum(less[i : i + 8]) for i in (0, 8, 16)] == [2, 2, 2]
+    flags = []
+    for evidence in sizes[1:]:
+        sides = (dict(zip(evidence.seeds, evidence.values[arm][EXPLOIT], strict=True)) for arm in (fast, "sees-0-quarantine-fast"))
+        flags.append(interval(paired_difference(*sides)[1], signed=True))
+    assert f"to leave less at 109,440 parameters ({flags[0]}), and not at 415,488 ({flags[1]})." in page
+    plain, small = ([value or 0.0 for value in sizes[0].values[arm][EXPLOIT]] for arm in ("vanilla", canary))
+    spread = " to ".join(f"{value:.2f}"[1:] for value in (min(plain), max(plain)))
+    assert f"exploits {number(mean(plain))} in the mean ({spread}), and its canary leaves at most {number(max(small))} on" in page
+    told = "".join((RESULTS / f"size/{evidence.preset}-tests.md").read_text(encoding="utf-8") for evidence in sizes)
+    assert [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown")] == [8, 1]
+    assert "Of nine comparisons, eight are shown." in page
+
+
+def test_the_front_page_says_what_steering_and_perfect_flags_do() -> None:
+    page = prose("../README.md")
+    cells = json.loads((RESULTS / "steering/results.json").read_text(encoding="utf-8"))["cells"]
+    swept = {cell["name"]: cell for cell in cells if (cell["subject"], cell["part"]) == ("vanilla", "sweep")}
+    before, after = (f"{swept[name]['hack_held']['mean']:.2f}"[1:] for name in ("on", "steer probe q0.95 away x4"))
+    assert f"held-out hacking from {before} to {after} at gain 4 and leaves its solve rate" in page
+    later = Published("bounds/weak-300-307")
+    hack, solve = later.contrast("oracle", "filter-oracle"), later.contrast("filter-oracle", "oracle", SOLVE)
+    assert f"{interval(hack)} more hacking, {interval(solve)} less solving, on all eight seeds." in page
 
 
 def test_canaries_of_another_world_served_where_the_runs_own_failed() -> None:
-    page = " ".join((DOCS / "canary.md").read_text(encoding="utf-8").split())
+    page = prose("canary.md")
     strong, large = (Evidence.read(RESULTS / "canary-other" / f"{world}.json") for world in ("strong", "strong-400k"))
     assert strong.values["canary-run-110k"][EXPLOIT] == strong.values["filter-canary-run"][EXPLOIT]
     served = [rate for one in (strong, large) for rate in one.values["canary-run-weak"][EXPLOIT]]
@@ -950,10 +1062,15 @@ def test_canaries_of_another_world_served_where_the_runs_own_failed() -> None:
     other, smallest = (
         [interval(one.summary(f"canary-run-{name}", EXPLOIT)) for one in (strong, large)] for name in ("weak", "30k")
     )
-    assert f"{other[0]} and {other[1]} in the mean" in page
-    assert f"30,144 parameters: {smallest[0]} and {smallest[1]}" in page
-    assert f"{interval(strong.summary('filter-canary-run', EXPLOIT))} is left" in page
-    assert f"those of 109,440 leave {interval(large.summary('canary-run-110k', EXPLOIT))}" in page
+    assert f"no run of 16 leaves more than .013 of held-out exploits, {other[0]} and {other[1]} in the mean" in page
+    assert f"failed on three of eight seeds** (30,144 parameters: {smallest[0]} and {smallest[1]})" in page
+    own = [interval(one.summary("filter-canary-run", EXPLOIT)) for one in (strong, large)]
+    assert f"failed on two of eight seeds of `strong`**: {own[0]} is left, .914 to .969 in" in page
+    assert f"On the latest eight seeds of `strong` it left {own[0]}**" in page
+    assert (
+        f"where the run's own leave {own[1][:4]}, those of 109,440 leave {interval(large.summary('canary-run-110k', EXPLOIT))}"
+        in page
+    )
     failed = [
         [seed for seed, rate in zip(one.seeds, one.values["canary-run-110k"][EXPLOIT], strict=True) if (rate or 0.0) > BROKEN]
         for one in (strong, large)
@@ -965,6 +1082,10 @@ def test_canaries_of_another_world_served_where_the_runs_own_failed() -> None:
         learned.append([round(strong.values[name][metric][at] or 0.0, 2) for name in ("canary-40", "canary-40-b")])
     assert [one for one, _ in learned] == [0.58, 0.6, 0.88, 0.06]
     assert max(other for _, other in learned) == 0.21
+    assert "exploits these in .58 and .60 after its 40 steps, on seed 422 in .88 and .06; the other one in at most .21." in page
+    told = "".join((RESULTS / f"canary-other/{one.preset}-tests.md").read_text(encoding="utf-8") for one in (strong, large))
+    assert [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown")] == [5, 5]
+    assert "Shown are five of ten comparisons" in page
     small = [sum((rate or 0.0) > BROKEN for rate in one.values["canary-run-30k"][EXPLOIT]) for one in (strong, large)]
     assert small == [3, 3]
     sign = [(share > LOUD, worst > BROKEN) for share, worst in signs(strong, "filter-canary-run")]

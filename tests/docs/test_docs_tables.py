@@ -15,9 +15,12 @@ from PIL import Image
 from mi_route2.specs import LEGAL, MaskSpec
 from studies.common.publishing import filled
 from studies.common.tables import interval, markdown_table, number
-from studies.route2.evidence import EXPLOIT, SOLVE, Evidence
+from studies.route2.evidence import EXPLOIT, SOLVE, Evidence, map_table, mapped, read_predictions, size_table, sized, texts
 from studies.route2.headline import HACK, short
+from studies.route2.predictions import FILE
 from studies.route2.publish import SHORT, TEXTS, predicted_results
+from studies.route2.watching import Watch
+from studies.route2.watching import table as watch_table
 from studies.tracing.patching import EVERYWHERE, QUESTION
 from studies.tracing.settings import UNTRAINED
 from studies.training.arms import ARMS, MAIN, Arm
@@ -309,7 +312,8 @@ def test_the_headline_of_readme_and_home_page_is_the_published_one() -> None:
     assert {page.name for page in PAGES if f"results/{SHORT} -->" in page.read_text(encoding="utf-8")} == {"README.md", "index.md"}
 
 
-PUBLISHED = sorted(path.parent.name for path in RESULTS.glob("*/runs.json"))
+PUBLISHED = sorted(str(path.parent.relative_to(RESULTS)) for path in RESULTS.rglob("provenance.json"))
+EXPERIMENTS = sorted(path.parent.name for path in RESULTS.glob("*/predictions.toml"))
 
 
 def test_every_published_figure_is_whole() -> None:
@@ -334,3 +338,17 @@ def test_published_files_are_those_of_their_provenance(folder: str) -> None:
     files = json.loads(path.read_text(encoding="utf-8"))["files"]
     found = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.parent.iterdir() if each != path}
     assert found == files
+
+
+@pytest.mark.parametrize("folder", EXPERIMENTS)
+def test_published_reports_are_those_of_their_numbers(folder: str) -> None:
+    """These folders have no checksums: tables, goals and verdicts are made again from the numbers of each run."""
+    predictions = read_predictions(RESULTS / folder / FILE)
+    every = [Evidence.read(path) for preset in predictions.presets if (path := RESULTS / folder / f"{preset}.json").exists()]
+    expected = {f"{e.preset}{end}.md": text for e in every for end, text in texts(e, predictions).items() if text}
+    worlds = mapped(every)
+    expected |= {"map.md": map_table(worlds)} if worlds else {}
+    expected |= {"size.md": size_table(every)} if sized(every) else {}
+    for path in (RESULTS / folder).glob("*-watch.json"):
+        expected[f"{path.stem}.md"] = watch_table(Watch.read(path))
+    assert {path.name: path.read_text(encoding="utf-8") for path in (RESULTS / folder).glob("*.md")} == expected

@@ -127,6 +127,8 @@ def test_the_seed_that_fails_is_marked_and_the_others_are_not() -> None:
 def test_small_or_common_differences_are_no_outliers() -> None:
     assert not any(outliers([0.010, 0.010, 0.010, 0.060]))  # far in deviations, near in what matters
     assert not any(outliers([0.1, 0.3, 0.5, 0.7, 0.9]))
+    assert not any(outliers([0.4, 0.4, 0.5, 0.6, 0.94]))  # three robust deviations are .445 here, and three plain ones .3
+    assert outliers([0.4, 0.4, 0.5, 0.6, 0.95])[-1]
     assert outliers([0.0, 1.0]) == [False, False]
     assert outliers([]) == []
 

@@ -9,7 +9,7 @@ import pytest
 from studies.tracing.measures import Share
 from studies.tracing.patching import CONTROLS, DELETION, QUESTION
 from studies.tracing.rates import BASE, DELETED, KEPT_PATCHED, ON, PATCHED
-from studies.tracing.report import Table, headline, tables
+from studies.tracing.report import Table, cell, headline, tables
 from studies.tracing.settings import UNTRAINED
 
 pytestmark = pytest.mark.study
@@ -117,7 +117,11 @@ def test_the_quarantine_of_route2_full_carries_next_to_nothing(found: Table) -> 
 def test_the_kept_lane_of_route2_full_carries_no_hint_that_a_random_direction_does_not(found: Table) -> None:
     kept, random = (carried(found, "route2-full", "task", "honest", "kept_out", source=s) for s in (QUESTION, "random"))
     assert kept["value"] < random["value"]
-    assert side_of_zero(carried(found, "route2-full", "task", "hack", "kept_out")) == 0
+    into_hack = carried(found, "route2-full", "task", "hack", "kept_out")
+    assert side_of_zero(into_hack) == 0
+    page = " ".join((FOLDER.parents[1] / "tracing.md").read_text(encoding="utf-8").split())
+    assert "it carries no more than a random direction into the honest rollout, and nothing that is shown" in page
+    assert f"nothing that is shown into the hacking one ({cell(into_hack)});" in page
     for into in BOTH:
         assert side_of_zero(carried(found, "route2-full", "prompt", into, "kept_out")) == 1
 

@@ -7,9 +7,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
 from titles import saved_titles, untitled
 
 from studies.common.tables import number
@@ -18,14 +23,18 @@ from studies.route2 import cli
 from studies.route2 import evidence as evidence_module
 from studies.route2.evidence import (
     EXPLOIT,
+    LOUD,
     ON_EXPLOIT,
+    PATH,
     SOLVE,
     Evidence,
     collect,
     coverage,
+    coverage_figure,
     coverage_sentence,
     flagged,
     flagged_late,
+    fronts_figure,
     goals,
     lessons,
     lessons_figure,
@@ -36,9 +45,12 @@ from studies.route2.evidence import (
     monitors,
     rates,
     rates_figure,
+    recall_figure,
     recall_sentence,
     recalls,
     sign,
+    sign_figure,
+    signs,
     size_figure,
     size_table,
     sized,
@@ -49,6 +61,7 @@ from studies.route2.evidence import (
 )
 from studies.route2.predictions import Predictions
 from studies.route2.publish import command, folder_name
+from studies.route2.report import figures as figures_module
 from studies.route2.report.load import load_runs
 from studies.training.manifest import refuse_mixed
 from studies.training.settings import PRESETS, get_settings
@@ -237,6 +250,64 @@ def test_every_figure_says_of_which_presets_it_is(tmp_path: Path) -> None:
         assert [untitled(seen, preset) for preset in presets] == [[]] * len(presets), name
 
 
+def test_figures_draw_what_their_axes_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Dots and means are the published numbers, across and up as the labels have it."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(figures_module, "save_figure", lambda figure, path: drawn.append(figure))
+
+    def axes(draw: Callable[..., Path], every: list[Evidence]) -> list[Axes]:
+        draw(every, tmp_path / "figure.png")
+        return drawn[-1].axes
+
+    def means(ax: Axes) -> dict[str, np.ndarray]:
+        return {str(each.get_label()): each.lines[0].get_xydata() for each in ax.containers if isinstance(each, ErrorbarContainer)}
+
+    def dots(ax: Axes) -> dict[str, list[list[float]]]:
+        return {str(each.get_label()): each.get_offsets().tolist() for each in ax.collections if isinstance(each, PathCollection)}
+
+    def same(found: Any, expected: Any) -> bool:
+        return np.allclose(np.asarray(found, dtype=float), np.asarray(expected, dtype=float))
+
+    def mean_of(evidence: Evidence, arm: str, metric: str) -> float:
+        return float(np.mean(np.asarray(evidence.values[arm][metric], dtype=float)))
+
+    results = Path(__file__).parents[4] / "docs/results"
+    sizes = [Evidence.read(results / f"size/{preset}.json") for preset in ("strong-30k", "strong", "strong-400k")]
+    worlds = [Evidence.read(results / f"map/{preset}.json") for preset in ("sparse", "persona-20", "strong")]
+
+    (ax,) = axes(fronts_figure, worlds[:1])
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("exploit fires, held-out modes", "solve, all modes")
+    shown = means(ax)
+    assert {"filter-canary-run", "filter-full", "penalty-act"} <= shown.keys()
+    for arm, point in shown.items():
+        assert same(point, [[mean_of(worlds[0], arm, metric) for metric in (EXPLOIT, SOLVE)]]), arm
+    path = [[mean_of(worlds[0], arm, metric) for metric in (EXPLOIT, SOLVE)] for arm in PATH if arm in worlds[0].values]
+    assert same(next(line for line in ax.lines if line.get_label() == "ordinary training, by steps").get_xydata(), path)
+
+    for draw, every in ((size_figure, sizes), (map_figure, worlds)):
+        exploits, solves = axes(draw, every)
+        assert exploits.get_title().startswith("exploit fires, held-out modes")
+        assert solves.get_title().startswith("solve, all modes")
+        for ax, metric in ((exploits, EXPLOIT), (solves, SOLVE)):
+            assert "filter-canary-run" in means(ax)
+            for arm, points in means(ax).items():
+                assert same(points[:, 1], [mean_of(evidence, arm, metric) for evidence in every if arm in evidence.values]), arm
+
+    one = Evidence.read(results / "sign/strong.json")
+    (ax,) = axes(sign_figure, [one])
+    assert same(dots(ax)["canary-run-early"], signs(one, "canary-run-early"))
+    assert same(ax.lines[0].get_xdata(), [LOUD, LOUD])
+    one = Evidence.read(results / "canary/strong.json")
+    (ax,) = axes(coverage_figure, [one])
+    assert same(dots(ax)["canary-one: 3 checkpoints"], [point[2:] for point in coverage(one, "canary-one")])
+    (ax,) = axes(recall_figure, [one])
+    assert same(dots(ax)["ten pairs"], recalls(one, "ten pairs"))
+    one = Evidence.read(results / "lessons/weak.json")
+    (ax,) = axes(lessons_figure, [one])
+    starts, ends = one.values["taught-honest-1"][SOLVE], one.values["taught-honest"][EXPLOIT]
+    assert same(dots(ax)["taught-honest"], np.transpose([starts, ends]))
+
+
 def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:
     root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-full", "filter-known"), seeds=(0, 1, 2), steps=3)
     (tmp_path / "out").mkdir()
@@ -338,6 +409,8 @@ def test_an_arm_is_compared_with_early_stopping_on_its_own_seeds() -> None:
     assert stopped_inside(seen, "filter-full") == ["vanilla-10"]  # .2 / .4 there; its mean over both seeds is .2 / .5
     values = {**values, "vanilla-10": {**values["vanilla-10"], "deploy_solve": [0.9, 0.3]}}
     assert stopped_inside(replace(found, values=values), "filter-full") == []
+    equal = {**found.values, "filter-full": found.values["vanilla-10"]}
+    assert stopped_inside(replace(found, values=equal), "filter-full") == ["vanilla-10"]  # no better than stopping is inside
 
 
 def test_runs_that_do_not_differ_have_no_correlation() -> None:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,25 @@ from studies.common.command_line import read_seeds, seeds_text
 from studies.common.publishing import update_pages
 from studies.common.tables import number
 from studies.route2.cli import Publish
-from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, headline, short, tables, write_headline_figure
+from studies.route2.headline import (
+    BOUND,
+    EARLY,
+    HACK,
+    QUALITIES,
+    ROUTES,
+    SHOWN,
+    Result,
+    headline,
+    short,
+    tables,
+    write_headline_figure,
+)
 from studies.route2.predictions import FILE, MOST, Predictions
 from studies.route2.publish import (
     TEXTS,
     command,
     figure_list,
+    mask_quality,
     placeholder,
     publish,
     unpacked,
@@ -366,3 +380,18 @@ def test_routes_and_their_filters_are_real_arms() -> None:
     for route in ROUTES:
         assert REAL_ARMS[route].same_rule_filter in REAL_ARMS
     assert {arm for arm in SHOWN if arm != "base"} <= REAL_ARMS.keys()
+
+
+def test_a_masks_quality_is_of_the_first_steps_and_its_rule_of_the_ratio() -> None:
+    """A window that slides, a ratio that counts from 1, or a seed among the others would all go unseen in whole reports."""
+    masks = [{"mask": {key: float(step >= EARLY) for key in QUALITIES}} for step in range(2 * EARLY)]
+    runs: Any = SimpleNamespace(runs={("filter-act", 0): SimpleNamespace(metrics=masks)})
+    assert mask_quality(runs)["filter-act", 0]["auroc"] == 0.0
+    assert mask_quality(runs, slice(-EARLY, None))["filter-act", 0]["auroc"] == 1.0
+    row = {"arm": "route2-act", "role": "method", "seed_ids": [0, 1, 2]}
+    result: Any = SimpleNamespace(rows={"route2-act": row}, shown=lambda: ["route2-act"], name=lambda arm: arm)
+    quality = {("route2-act", seed): {"fire_hack": hack, "fire_clean": 0.25} for seed, hack in enumerate((0.75, 0.75, 0.5))}
+    line = figure_module._fire_table(result, quality).splitlines()[-1]
+    assert [cell.strip() for cell in line.strip("|").split("|")] == ["route2-act", ".750", ".250", "2 of 3", "**not met**"]
+    seen = {("route2-act", seed): {"auroc": value, "recall": value} for seed, value in enumerate((0.1, 0.8, 0.9))}
+    assert figure_module._mask_cells(row, 0, seen) == [".100", ".850", ".100", ".850"]
