@@ -128,11 +128,17 @@ def test_the_canary_of_its_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     batch = make_batch(8)
     given = {"model": make_family("Llama"), "samples": make_rollouts(24), "batch": batch}
     given["loss_fn"] = lambda logits, part: -(part.advantages[:, None] * part.rollouts.logprobs(logits)).sum()
-    ((line, code),) = blocks(ROOT / "docs/canary.md")
-    run_block("docs/canary.md", line, code, given)
+    first, own = blocks(ROOT / "docs/canary.md")
+    run_block("docs/canary.md", *first, given)
     assert isinstance(decision := given["decision"], Decision)
     assert decision.scores is not None
     assert len(decision.scores) == 8
+    given |= {"model": make_family("Llama"), "step": 1, "sampled_without": torch.arange(8) > 3}
+    run_block("docs/canary.md", *own, given)
+    decision = given["decision"]
+    assert isinstance(decision, Decision)
+    assert decision.flags is not None
+    assert not decision.flags.any()
 
 
 def test_blocks_are_the_python_ones_in_order(tmp_path: Path) -> None:
