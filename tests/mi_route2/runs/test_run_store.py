@@ -492,6 +492,26 @@ def test_weights_that_change_while_a_run_is_closed_end_it_too(
     assert store.runs() == []
 
 
+def test_weights_that_change_before_a_run_is_published_end_it_too(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, when all rows are written: it cannot end the writer before ``close`` does."""
+    writer, threads = store.writing("a", weights="1"), list[threading.Thread]()
+    writer.append(MID, range(3), drawn(3, 2))
+    finished = writer._finished_run
+
+    def late() -> Any:
+        threads.append(threading.Thread(target=store.invalidate, args=("2",)))
+        threads[0].start()
+        while store.stats().writing:
+            time.sleep(0.001)
+        return finished()
+
+    monkeypatch.setattr(writer, "_finished_run", late)
+    with pytest.raises(RuntimeError, match="the store has ended run 'a': run 'a' is invalid"):
+        writer.close()
+    threads[0].join(10)
+    assert store.runs() == []
+
+
 def test_an_interrupt_behind_the_commit_does_not_take_the_files_of_a_finished_run(
     tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
