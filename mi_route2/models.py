@@ -100,7 +100,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     config = quantized.config
     del config.quantization_config  # with it, save_pretrained refuses to write the model as if it were still quantized
     config._name_or_path, config.architectures = "SmolLM2-135M-Instruct", ["LlamaForCausalLM"]
-    model: Any = LlamaForCausalLM(config)
+    with torch.random.fork_rng(devices=[]):  # or only the call that converts would move the generator
+        model: Any = LlamaForCausalLM(config)
     model.to(torch.bfloat16)
     model.load_state_dict(quantized.state_dict())
     with whole_folder(folder, overwrite=True) as partial:

@@ -181,6 +181,23 @@ def positions(model: nn.Module, attention: Bool[Tensor, "b s"]) -> Int[Tensor, "
     return (attention.long().cumsum(1) - 1).clamp_min(0)
 
 
+def demand_own_angles(model: nn.Module, attention: Bool[Tensor, "b s"]) -> None:
+    """Raise ``ValueError`` for padded rows that would have other rotary angles than alone, because of the longest row."""
+    config: Any = config_of(model)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (kind := rope.get("rope_type")) not in ("longrope", "dynamic"):
+        return
+    limit = rope["original_max_position_embeddings"] if kind == "longrope" else config.max_position_embeddings
+    lengths = attention.sum(1)
+    longest = attention.shape[1] if right_padded(attention) else int(lengths.max())  # right padding is run without a mask
+    other = lengths <= limit if kind == "longrope" else lengths != longest
+    if longest > limit and bool((wrong := other & (lengths > 0)).any()):
+        raise ValueError(
+            f"the rope type {kind!r} takes its angles from the longest row of a batch if that has more than {limit} tokens, so a "
+            f"row of {int(lengths[wrong][0])} tokens would have other values in this batch than alone: run it without padding"
+        )
+
+
 def demand_causal(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model whose config says that tokens attend to later ones."""
     for key, usual in CAUSAL.items():
@@ -227,9 +244,10 @@ def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tenso
     transformers' ``generate`` gives it.
 
     Raises:
-        ValueError: The model is not causal.
+        ValueError: The model is not causal, or its rotary angles would depend on the padding.
     """
     demand_causal(model)
+    demand_own_angles(model, attention)
     if right_padded(attention):
         out = model(tokens)
     else:
@@ -281,6 +299,7 @@ def packed_forward(model: nn.Module) -> Forward:
         )
 
     def forward(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
+        demand_own_angles(model, attention)
         row = model(tokens[attention][None], position_ids=positions(model, attention)[attention][None], use_cache=False).logits[0]
         logits = row.new_zeros(*tokens.shape, row.shape[-1])
         logits[attention] = row

@@ -20,7 +20,7 @@ from mi_route2.adapters.linear import Branch
 from mi_route2.adapters.tape import in_backward
 from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, HEADED, Architecture, heads
 from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, known_architecture, split_heads, whole_stream
-from mi_route2.rollouts import positions
+from mi_route2.rollouts import demand_own_angles, positions
 from mi_route2.sites import Site, block_paths, module_at, no_adapter, refuse_booted, slot_at
 
 
@@ -96,9 +96,12 @@ class TorchHost(Host):
         """Return the model's keyword arguments; the mask is passed only if padding stands left of a real token.
 
         Raises:
-            ValueError: The model would return NaN under such padding (eager attention in float64).
+            ValueError: The model would return NaN under such padding (eager attention in float64), or its rotary angles would
+                depend on the padding.
         """
         extra: dict[str, Any] = {"use_cache": False} if self.architecture.positions else {}
+        if attention is not None:
+            demand_own_angles(self.model, attention)
         if attention is None or bool((attention[:, 1:] <= attention[:, :-1]).all()):
             return extra
         if self.architecture.positions:

@@ -35,7 +35,7 @@ from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, known_ar
 from mi_route2.hosts.decoder import DECODERS
 from mi_route2.hosts.huggingface import Replays
 from mi_route2.hosts.state import of_libraries
-from mi_route2.rollouts import positions
+from mi_route2.rollouts import demand_own_angles, positions
 from mi_route2.sites import Site, Slot, matching, no_adapter
 
 ROUTE = "route"
@@ -435,6 +435,8 @@ class BridgeHost(Host):
     def keywords(self, attention: Bool[Tensor, "b s"] | None) -> dict[str, Any]:
         """Return the bridge's keyword arguments; the mask is passed only if padding stands left of a real token."""
         extra: dict[str, Any] = {"use_cache": False} if self.architecture.positions else {}
+        if attention is not None:
+            demand_own_angles(wrapped_model(self.bridge), attention)
         if attention is None or bool((attention[:, 1:] <= attention[:, :-1]).all()):
             return extra
         refuse_left_padding(self.bridge, attention)

@@ -197,7 +197,8 @@ class Grader:
         if self.metric == "logprob":
             return chances[:, self.answer]
         target = widened(clean).log_softmax(-1)
-        return torch.where(target.isfinite(), target.exp() * (target - chances), 0.0).sum(-1)  # 0 log 0 = 0
+        # 0 log 0 = 0, but a clean run of NaN stays NaN, and is refused
+        return torch.where(target == -math.inf, 0.0, target.exp() * (target - chances)).sum(-1)
 
     def _custom(self, logits: Float[Tensor, " v"]) -> Float[Tensor, ""]:
         """Return the function's score of one run; ``ValueError`` if it is not one finite number."""

@@ -3,8 +3,11 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from mi_route2 import models
 from mi_route2.models import smollm2_folder
@@ -60,3 +63,17 @@ def test_a_converted_folder_whose_bytes_changed_is_made_anew(tmp_path: Path, mon
     (folder / "sha256.json").unlink()
     smollm2_folder(tmp_path)
     assert len(made) == 4
+
+
+def test_a_conversion_draws_no_number_of_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what is drawn after the first call of ``smollm2`` would differ from what is drawn after every later one."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    config = LlamaConfig(**sizes)
+    config.quantization_config = {}
+    quantized = LlamaForCausalLM(config)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: quantized)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: SimpleNamespace(save_pretrained=lambda _folder: None))
+    before = torch.get_rng_state()
+    models._convert(tmp_path / models.GGUF, tmp_path / "converted")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (tmp_path / "converted" / "model.safetensors").is_file()

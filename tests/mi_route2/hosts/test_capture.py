@@ -133,6 +133,27 @@ def test_pristine_reads_before_existing_hooks_and_otherwise_after(model, tokens)
     assert torch.equal(after["blocks.0.up"], untouched["blocks.0.up"] + 5)
 
 
+def test_pristine_reads_an_input_before_existing_hooks_and_otherwise_after(model, tokens):
+    with capture(model, {"blocks.0": "input"}) as untouched:
+        model(tokens)
+    model.blocks[0].register_forward_pre_hook(lambda _m, args: (args[0] + 5,))
+    with capture(model, {"blocks.0": "input"}) as before, capture(model, {"blocks.0": "input"}, pristine=False) as after:
+        model(tokens)
+    assert torch.equal(before["blocks.0"], untouched["blocks.0"])
+    assert torch.equal(after["blocks.0"], untouched["blocks.0"] + 5)
+
+
+def test_among_several_tensors_by_keyword_the_hidden_states_are_the_input():
+    class Attention(nn.Module):
+        def forward(self, *, attention_mask: Tensor, hidden_states: Tensor) -> Tensor:
+            return hidden_states * attention_mask
+
+    module, h = nn.Sequential(Attention()), torch.randn(2, 3)
+    with capture(module, {"0": "input"}) as cache:
+        module[0](attention_mask=torch.zeros(2, 3), hidden_states=h)
+    assert torch.equal(cache["0"], h)
+
+
 def test_a_module_that_did_not_run_is_an_error_that_names_it(model, tokens):
     with pytest.raises(ValueError, match=r"did not run.*unused"), capture(model, {"unused": "output", "head": "input"}):
         model(tokens)

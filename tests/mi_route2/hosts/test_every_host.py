@@ -28,7 +28,7 @@ from mi_route2.adapters import attach, from_pretrained, save_pretrained
 from mi_route2.architectures import ADAPTER_POINTS, POINTS
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.hosts.decoder import Decoder
-from mi_route2.rollouts import Policy
+from mi_route2.rollouts import Policy, call_with_mask, packed_forward
 from mi_route2.sites import Site
 
 OTHERS = [host for host in HOSTS if host != "torch"]
@@ -160,6 +160,30 @@ def test_a_batch_with_padding_on_both_sides_is_its_rows_alone(name: str, host: s
         alone = tokens[b, real][None]
         assert gap(logits[b, real], own.logits(alone)[0]) < 5e-6
         assert max(gap(found[site][b, real], value[0]) for site, value in own.capture(sites, alone).items()) < 5e-6
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
+def test_padding_under_angles_that_depend_on_the_longest_row_is_refused(rope: str, host: str) -> None:
+    """Rows that are on the same side of the model's first context as the batch are still the single ones."""
+    by_kind = {"longrope": {"original_max_position_embeddings": 6, "short_factor": [1.0] * 5, "long_factor": [2.0] * 5}}
+    rotation = {"rope_type": rope, "rope_theta": 100.0, "factor": 3.0, **by_kind.get(rope, {})}
+    config = LlamaConfig(**{**_GROUPED, "max_position_embeddings": 6 if rope == "dynamic" else 64}, rope_parameters=rotation)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    own, policy = adapted(host, move_all(model, 0.2).eval())
+    for side in ("left", "right"):
+        tokens, attention = make_tokens(3, side, shortest=4, longest=9)
+        with pytest.raises(ValueError, match=rf"rope type '{rope}' .* a row of \d tokens .* run it without padding"):
+            own.logits(tokens, attention)
+        plain = (call_with_mask, packed_forward(policy.model)) if host == "torch" else ()
+        for forward in (policy.forward, *plain):
+            with pytest.raises(ValueError, match=rf"rope type '{rope}'"):
+                forward(policy.model, tokens, attention)
+        tokens, attention = make_tokens(3, side, shortest=3, longest=6)
+        logits = own.logits(tokens, attention)
+        for row, real, found in zip(tokens, attention, logits):
+            assert gap(found[real], own.logits(row[real][None])[0]) < 5e-6
+    assert own.logits(tokens.repeat(1, 2)).isfinite().all()  # rows of one length without padding
 
 
 def bidirectional(which: str) -> nn.Module:

@@ -34,6 +34,19 @@ def adapted(family: str, name: str = "torch") -> tuple[Host, ByHand]:
     return host, ByHand(model, family, adapters)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_estimate_of_a_half_precision_model_rounds_no_difference_and_no_product(dtype: torch.dtype) -> None:
+    """It is the product in float64 of the model's own values and slopes, which are in half precision."""
+    host = open_host("torch", make_family("GPT2", dtype))
+    site, exposed = Site(0, "resid_post"), list[Tensor]()
+    clean, corrupt = (host.capture([site], tokens[None])[site][0].double() for tokens in (CLEAN, CORRUPT))
+    with host.hooks({site: exposed.append}):
+        logits = host.logits(CORRUPT[None])[0, -1].double()
+        slope = torch.autograd.grad(logits[ANSWER] - logits[FOIL], exposed)[0][0].double()
+    estimate = attribute(host, sites=site, **ASKED)
+    np.testing.assert_allclose(estimate.effect[0], ((clean - corrupt) * slope).sum(1).numpy(), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("family", "step", "tolerance"),
     [("GPT2", 1e-4, 1e-6), ("GPTNeoX", 1e-4, 1e-6), ("MicroGPT", 1e-4, 1e-6), ("Qwen3", 3e-3, 1e-3), ("Gemma3", 3e-3, 1e-3)],

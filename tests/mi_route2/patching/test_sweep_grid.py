@@ -87,9 +87,9 @@ def test_a_window_is_clamped_to_the_model_and_to_what_can_be_patched() -> None:
     assert (list(window.layers), window.positions) == ([2, 3, 4, 5, 6, 7], (0, 1, 2, 3, 5, 6))  # 4 has no partner
     low = grid.zoom(Cell(SITES[0], 1, 0.0))
     assert (list(low.layers), low.positions) == ([0, 1, 2, 3, 4, 5], (0, 1, 2, 3))
-    high = grid.zoom(Cell(SITES[2], 9, 0.0), radius=1)
-    assert (list(high.layers), high.positions) == ([6, 7], (8, 9, 10))  # 11 stands behind what is scored
-    assert high.sites("z", "mlp_in") == [Site(6, "z"), Site(6, "mlp_in"), Site(7, "z"), Site(7, "mlp_in")]
+    high = grid.zoom(Cell(SITES[2], 9, 0.0), radius=2)
+    assert (list(high.layers), high.positions) == ([5, 6, 7], (7, 8, 9, 10))  # 11 is in reach, but behind what is scored
+    assert high.sites("z", "mlp_in") == [Site(layer, point) for layer in (5, 6, 7) for point in ("z", "mlp_in")]
     assert grid.zoom(Cell(SITES[1], 3, 0.0), 0).positions == (3,)
     with pytest.raises(ValueError, match="radius of -1"):
         grid.zoom(radius=-1)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from mi_route2.hosts import Host, open_host
 from mi_route2.patching import Alignment, CleanRun, Span, Target, align, attribute, paths, prepare, sweep, tokens_of
 from mi_route2.patching.forwards import Costs, needed, plan, spent
-from mi_route2.patching.question import one_token, places, read
+from mi_route2.patching.question import Grader, one_token, places, read
 from mi_route2.patching.targets import choose
 from mi_route2.sites import Site
 from studies.environments.micro.language import Vocabulary
@@ -228,6 +228,29 @@ def test_what_cannot_be_run_is_said() -> None:
         paths(HOST, senders="mlp_out", receivers=Site(0, "q"), **{k: v for k, v in ASKED.items() if k != "sites"})
     with pytest.raises(ValueError, match=r"blocks\.1\.q\[9\] is outside"):
         paths(HOST, senders=Site(0, "z"), receivers="blocks.1.q[9]", **{k: v for k, v in ASKED.items() if k != "sites"})
+
+
+@pytest.mark.parametrize("metric", ["kl", "logprob", "logit_diff"])
+@pytest.mark.parametrize(
+    "asking", [sweep, attribute, lambda host, sites, **given: paths(host, senders=sites, receivers=Site(1, "resid_post"), **given)]
+)
+def test_a_clean_run_without_numbers_is_compared_by_no_metric(asking: Any, metric: str) -> None:
+    """Its divergence from itself, and from every patched run, would be 0 if tokens whose chance is NaN were left out."""
+    tokens = {"kl": {"answer": None, "foil": None}, "logprob": {"foil": None}}.get(metric, {})
+    with pytest.raises(ValueError, match="the score of the clean run is nan"):
+        asking(HOST, **{**ASKED, **tokens, "metric": metric, "clean": unscored()})
+
+
+def test_tokens_that_the_clean_run_rules_out_add_nothing_to_a_divergence() -> None:
+    """``0 log 0 = 0``: the divergence is that of the other tokens."""
+    clean, patched = torch.randn(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    without = torch.tensor([1, 4, 8])
+    rest = [i for i in range(9) if i not in without.tolist()]
+    grader = Grader("kl")
+    expected = grader(patched[None, rest], clean[rest])
+    ruled_out = (row.index_fill(0, without, float("-inf")) for row in (patched, clean))
+    torch.testing.assert_close(grader(next(ruled_out)[None], next(ruled_out)), expected, rtol=1e-12, atol=0)
+    assert expected > 0.01
 
 
 def test_a_path_that_can_be_received_nowhere_is_an_error() -> None:

@@ -429,7 +429,9 @@ def test_the_name_of_a_run_that_is_gone_can_be_taken_again(store: RunStore) -> N
     for seed in range(3):
         write(store, "a", drawn(4, 2, seed=seed))
         assert torch.equal(store.rows("a", MID, range(4)), drawn(4, 2, seed=seed))
+        assert store.why_gone("a") is None
         store.drop("a")
+        assert "dropped" in str(store.why_gone("a"))
 
 
 def test_a_change_of_weights_ends_every_other_run_and_its_writer(store: RunStore) -> None:
@@ -453,6 +455,24 @@ def test_a_change_of_weights_ends_every_other_run_and_its_writer(store: RunStore
     assert store.stats().leases == 0
 
 
+def test_a_writer_that_is_ended_late_leaves_the_leases_of_the_next_run_of_its_id(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may take the id between the moment at which its run is invalid and the one at which its writer ends."""
+    old = store.writing("a", weights="1")
+    end = old.abort
+
+    def late(why: str) -> None:
+        store.writing("a", weights="2").close()
+        store.lease("a", "reader")
+        end(why)
+
+    monkeypatch.setattr(old, "abort", late)
+    assert store.invalidate("2") == ["a"]
+    assert store.stats().leases == 1
+    assert store.runs() == ["a"]
+
+
 def test_weights_that_change_while_a_run_is_closed_end_it_too(
     tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,6 +489,26 @@ def test_weights_that_change_while_a_run_is_closed_end_it_too(
     monkeypatch.setattr(store._disk, "write", late)
     with pytest.raises(RuntimeError, match="the store has ended run 'a': run 'a' is invalid"):
         write(store, "a", drawn(3, 2), weights="1")
+    assert store.runs() == []
+
+
+def test_weights_that_change_before_a_run_is_published_end_it_too(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, when all rows are written: it cannot end the writer before ``close`` does."""
+    writer, threads = store.writing("a", weights="1"), list[threading.Thread]()
+    writer.append(MID, range(3), drawn(3, 2))
+    finished = writer._finished_run
+
+    def late() -> Any:
+        threads.append(threading.Thread(target=store.invalidate, args=("2",)))
+        threads[0].start()
+        while store.stats().writing:
+            time.sleep(0.001)
+        return finished()
+
+    monkeypatch.setattr(writer, "_finished_run", late)
+    with pytest.raises(RuntimeError, match="the store has ended run 'a': run 'a' is invalid"):
+        writer.close()
+    threads[0].join(10)
     assert store.runs() == []
 
 
