@@ -21,7 +21,7 @@ from mi_route2.steering.plan import Reading
 from mi_route2.steering.specs import Steering, Vector, VectorLike, looker
 from mi_route2.steering.state import SteeringState
 from mi_route2.validation import parse_object
-from mi_route2.vllm.facts import Facts, installed, refuse_settings
+from mi_route2.vllm.facts import COLDEST, Facts, installed, refuse_settings
 from mi_route2.vllm.wire import KEY, Orders, salt, unpack, write
 
 EXTENSION = "mi_route2.vllm.worker.WorkerExtension"
@@ -212,6 +212,7 @@ def resolved(request: Request, facts: Facts, vectors: Mapping[str, Vector]) -> t
             raise ValueError(f"{name}={getattr(request, name)!r:.60} is not possible on vLLM: {remedy}")
     if request.sampling.stop:
         raise ValueError("stop texts are not looked for here: give stop_tokens")
+    _refuse_sampling(request.sampling)
     refuse(request, facts.context - 1, facts.vocabulary)  # vLLM keeps one position for the last token
     if runs := [patch for patch in request.patch if isinstance(patch.source, FromRun)]:
         raise ValueError(
@@ -224,6 +225,19 @@ def resolved(request: Request, facts: Facts, vectors: Mapping[str, Vector]) -> t
     steering = (request.steering or Steering()).resolved(looker(vectors))
     SteeringState(facts.shape, rows=1, dtype=facts.kind).check(steering)
     return patches, steering
+
+
+def _refuse_sampling(how: Sampling) -> None:
+    """Raise ``ValueError`` for a distribution from which vLLM would draw otherwise than our engine."""
+    if how.plain:
+        return
+    if how.temperature < COLDEST:
+        raise ValueError(f"temperature={how.temperature} is not possible, vLLM would sample at {COLDEST}: give that or more, or 0")
+    if how.top_k and how.top_p < 1:
+        raise ValueError(
+            f"top_k={how.top_k} with top_p={how.top_p} is not possible on vLLM, which takes the share of the top k and not of the "
+            "whole distribution: give top_k or top_p alone"
+        )
 
 
 def encoded(
