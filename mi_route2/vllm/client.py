@@ -137,6 +137,9 @@ class VllmEngine:
         prompts, params = [prompt for prompt, *_ in made.values()], [_params(arguments) for _, arguments, _ in made.values()]
         try:
             answers = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._lora(adapters))
+        except BaseException:
+            abandon(self.llm)
+            raise
         finally:
             left = self.llm.collective_rpc("mi_route2_collect", args=(list(made),))[0]
         return [_result(one, answer, left.get(key)) for (key, (*_, one)), answer in zip(made.items(), answers, strict=True)]
@@ -158,6 +161,21 @@ class VllmEngine:
             lora = import_module("vllm.lora.request").LoRARequest(f"{name} {number}", number, str(folder))
             self._loaded[name] = stamp, lora
         return lora
+
+
+def abandon(llm: Any) -> None:
+    """Abort all requests that an interrupted ``generate`` left in vLLM, and forget all prefixes.
+
+    vLLM counts a step's tokens as computed, and offers their blocks as prefixes, before it runs the step. After a step that broke
+    off it would wait for a left request for ever, and other requests would read keys and values that were never written.
+
+    Raises:
+        RuntimeError: vLLM keeps its prefixes.
+    """
+    engine = llm.llm_engine
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM was interrupted and keeps prefixes that may be half computed: start it again")
 
 
 def launch(

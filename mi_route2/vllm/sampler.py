@@ -27,7 +27,7 @@ from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.io import export_peft, places
 from mi_route2.adapters.linear import LoRA
 from mi_route2.rollouts import Policy, Rollouts, still
-from mi_route2.vllm.client import RANKS
+from mi_route2.vllm.client import RANKS, abandon
 from mi_route2.vllm.facts import COLDEST, imported
 
 TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType({torch.float32: (1e-3, 1e-2), torch.bfloat16: (0.2, 2.0)})
@@ -222,7 +222,13 @@ class VllmSampler:
         common = {"max_tokens": max_new, "temperature": float(temperature), "stop_token_ids": list(ends), "logprobs": 0}
         params = [imported().SamplingParams(**common, seed=seed, ignore_eos=True, detokenize=False) for seed in seeds]
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = [one.outputs[0] for one in lora.llm.generate(given, params, use_tqdm=False, lora_request=lora.request())]
+        request = lora.request()
+        try:
+            answers = lora.llm.generate(given, params, use_tqdm=False, lora_request=request)
+        except BaseException:
+            abandon(lora.llm)
+            raise
+        outputs = [one.outputs[0] for one in answers]
         completions = [list(output.token_ids) for output in outputs]
         theirs, ours = [], []
         # Spread over the batch, and one by one, because logits of all of them could be more than a training step holds.

@@ -230,6 +230,26 @@ def test_a_completion_that_would_not_fit_is_refused_and_not_cut(watched: Watched
 
 
 @needs_vllm
+def test_an_interrupted_sampling_leaves_nothing_to_the_next(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = watched.sampler._lora
+    assert lora is not None
+    expected = watched.sample(9)
+    lora.llm.reset_prefix_cache()
+    (model,) = lora.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+
+    def stop(*_given: object, **_named: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model), "forward", stop)
+        with pytest.raises(KeyboardInterrupt):
+            watched.sample(9)
+    assert not lora.llm.llm_engine.has_unfinished_requests()
+    assert watched.sample(9) == expected
+    assert watched.gap() <= CLOSE
+
+
+@needs_vllm
 def test_a_generator_draws_the_same_completions_again(watched: Watched) -> None:
     """On one machine in one process; between machines no bit is promised."""
     first = watched.sample(6)
