@@ -15,6 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
 
 from mi_route2.adapters import Adapters
+from mi_route2.vllm.client import abandon
 from mi_route2.vllm.facts import imported
 from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, preserving_threads, refuse_stale
 
@@ -69,7 +70,11 @@ class PolicyGeneration(VLLMGeneration):
 
     def generate(self, *given: Any, **named: Any) -> tuple:
         self.sync_weights()  # TRL calls it once in a step, and an evaluation switches adapters within one
-        return super().generate(*given, **named)
+        try:
+            return super().generate(*given, **named)
+        except BaseException:
+            abandon(self.llm)
+            raise
 
 
 def refuse_settings(args: Any) -> None:

@@ -21,7 +21,7 @@ from mi_route2.steering.plan import Reading
 from mi_route2.steering.specs import Steering, Vector, VectorLike, looker
 from mi_route2.steering.state import SteeringState
 from mi_route2.validation import parse_object
-from mi_route2.vllm.facts import Facts, installed, refuse_settings
+from mi_route2.vllm.facts import COLDEST, Facts, installed, refuse_settings
 from mi_route2.vllm.wire import KEY, Orders, salt, unpack, write
 
 EXTENSION = "mi_route2.vllm.worker.WorkerExtension"
@@ -137,6 +137,9 @@ class VllmEngine:
         prompts, params = [prompt for prompt, *_ in made.values()], [_params(arguments) for _, arguments, _ in made.values()]
         try:
             answers = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._lora(adapters))
+        except BaseException:
+            abandon(self.llm)
+            raise
         finally:
             left = self.llm.collective_rpc("mi_route2_collect", args=(list(made),))[0]
         return [_result(one, answer, left.get(key)) for (key, (*_, one)), answer in zip(made.items(), answers, strict=True)]
@@ -158,6 +161,21 @@ class VllmEngine:
             lora = import_module("vllm.lora.request").LoRARequest(f"{name} {number}", number, str(folder))
             self._loaded[name] = stamp, lora
         return lora
+
+
+def abandon(llm: Any) -> None:
+    """Abort all requests that an interrupted ``generate`` left in vLLM, and forget all prefixes.
+
+    vLLM counts a step's tokens as computed, and offers their blocks as prefixes, before it runs the step. After a step that broke
+    off it would wait for a left request for ever, and other requests would read keys and values that were never written.
+
+    Raises:
+        RuntimeError: vLLM keeps its prefixes.
+    """
+    engine = llm.llm_engine
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM was interrupted and keeps prefixes that may be half computed: start it again")
 
 
 def launch(
@@ -212,6 +230,7 @@ def resolved(request: Request, facts: Facts, vectors: Mapping[str, Vector]) -> t
             raise ValueError(f"{name}={getattr(request, name)!r:.60} is not possible on vLLM: {remedy}")
     if request.sampling.stop:
         raise ValueError("stop texts are not looked for here: give stop_tokens")
+    _refuse_sampling(request.sampling)
     refuse(request, facts.context - 1, facts.vocabulary)  # vLLM keeps one position for the last token
     if runs := [patch for patch in request.patch if isinstance(patch.source, FromRun)]:
         raise ValueError(
@@ -224,6 +243,19 @@ def resolved(request: Request, facts: Facts, vectors: Mapping[str, Vector]) -> t
     steering = (request.steering or Steering()).resolved(looker(vectors))
     SteeringState(facts.shape, rows=1, dtype=facts.kind).check(steering)
     return patches, steering
+
+
+def _refuse_sampling(how: Sampling) -> None:
+    """Raise ``ValueError`` for a distribution from which vLLM would draw otherwise than our engine."""
+    if how.plain:
+        return
+    if how.temperature < COLDEST:
+        raise ValueError(f"temperature={how.temperature} is not possible, vLLM would sample at {COLDEST}: give that or more, or 0")
+    if how.top_k and how.top_p < 1:
+        raise ValueError(
+            f"top_k={how.top_k} with top_p={how.top_p} is not possible on vLLM, which takes the share of the top k and not of the "
+            "whole distribution: give top_k or top_p alone"
+        )
 
 
 def encoded(

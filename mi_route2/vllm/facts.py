@@ -1,4 +1,4 @@
-"""Facts that a vLLM worker reports of its model, and the conditions under which interventions are right."""
+"""Facts that a vLLM worker reports of its model, and the conditions under which interventions and results are right."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting of vLLM with which interventions would be lost or wrong: its right value, and why."""
+    """A setting of vLLM with which interventions or results would be lost or wrong: its right value, and why."""
 
     value: Any
     why: str
@@ -69,9 +69,14 @@ REFUSALS: Mapping[str, Refusal] = MappingProxyType(
         "pipeline_parallel_size": Refusal(1, "it splits the layers among workers"),
         "data_parallel_size": Refusal(1, "its copies run empty batches for each other"),
         "speculative_config": Refusal(None, "guessed tokens are computed and thrown away, and would be captured"),
+        "logprobs_mode": Refusal("raw_logprobs", "results have log-probabilities of the model, before temperature and truncation"),
+        "kv_transfer_config": Refusal(None, "a store of keys and values outside of vLLM may find them without the salt"),
     }
 )
 """Settings of ``vllm.LLM`` that are refused if they have another value."""
+
+COLDEST = 0.01
+"""Lowest temperature at which vLLM draws; it raises a lower one to it, with a warning in its log alone."""
 
 
 def imported() -> Any:
@@ -104,7 +109,7 @@ def installed() -> Any:
 
 
 def refuse_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for settings of vLLM under which interventions would be lost or wrong."""
+    """Raise ``ValueError`` for settings of vLLM under which interventions or results would be lost or wrong."""
     for name, refusal in REFUSALS.items():
         if name in settings and settings[name] != refusal.value:
             raise ValueError(f"{name}={settings[name]!r:.60} is not possible, because {refusal.why}: set {name}={refusal.value!r}")

@@ -27,8 +27,8 @@ from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.io import export_peft, places
 from mi_route2.adapters.linear import LoRA
 from mi_route2.rollouts import Policy, Rollouts, still
-from mi_route2.vllm.client import RANKS
-from mi_route2.vllm.facts import imported
+from mi_route2.vllm.client import RANKS, abandon
+from mi_route2.vllm.facts import COLDEST, imported
 
 TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType({torch.float32: (1e-3, 1e-2), torch.bfloat16: (0.2, 2.0)})
 """Dtype of vLLM -> how far log-probabilities may be from torch's, in the mean over tokens and at one (``docs/vllm.md``)."""
@@ -191,28 +191,44 @@ class VllmSampler:
             policy: The policy; the same one at each call.
             prompts: Token ids of each prompt.
             max_new: Tokens of the longest completion.
-            temperature: Temperature, above 0.
+            temperature: Temperature, at least ``COLDEST``.
             generator: Draws one seed per completion. The completions of a seed are the same up to rounding, and no bit is promised.
             ends: Tokens that end a completion.
 
         Raises:
             ModuleNotFoundError: vLLM is not installed.
-            ValueError: A number is out of range, the policy is another one, or its adapters are of too high a rank for vLLM.
+            ValueError: A number is out of range, a completion might not fit vLLM's ``max_model_len``, the policy is another one, or
+                its adapters are of too high a rank for vLLM.
             RuntimeError: The log-probabilities of vLLM are not those of the policy.
         """
         for name, number in (("max_new", max_new), ("temperature", temperature)):
             if not number > 0:
                 raise ValueError(f"{name} = {number} is not positive: choose one above 0")
+        if temperature < COLDEST:
+            raise ValueError(f"temperature = {temperature} is not possible: vLLM would sample at {COLDEST}, choose at least that")
         if not prompts:
             return []
         lora = self._lora = self._lora or PolicyLora(self._start(policy.adapters), policy.adapters)
         if lora.adapters is not policy.adapters:
             raise ValueError("this sampler was started for another policy's adapters: close it, and it starts again for these")
+        # vLLM would end a completion there as if it had max_new tokens.
+        longest, room = max(map(len, prompts)) + max_new, lora.llm.llm_engine.model_config.max_model_len
+        if longest > room:
+            raise ValueError(
+                f"a prompt of {longest - max_new} tokens and max_new = {max_new} need {longest} positions, and this vLLM has "
+                f"{room}: start it with a larger max_model_len, or choose a smaller max_new"
+            )
         seeds = torch.randint(2**53, (len(prompts),), generator=generator, device=generator.device).tolist()
         common = {"max_tokens": max_new, "temperature": float(temperature), "stop_token_ids": list(ends), "logprobs": 0}
         params = [imported().SamplingParams(**common, seed=seed, ignore_eos=True, detokenize=False) for seed in seeds]
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = [one.outputs[0] for one in lora.llm.generate(given, params, use_tqdm=False, lora_request=lora.request())]
+        request = lora.request()
+        try:
+            answers = lora.llm.generate(given, params, use_tqdm=False, lora_request=request)
+        except BaseException:
+            abandon(lora.llm)
+            raise
+        outputs = [one.outputs[0] for one in answers]
         completions = [list(output.token_ids) for output in outputs]
         theirs, ours = [], []
         # Spread over the batch, and one by one, because logits of all of them could be more than a training step holds.

@@ -321,7 +321,7 @@ class WorkerExtension:
 
 
 def _facts(runner: Any, config: Any) -> Facts:
-    """Return the facts of a runner's model; ``ValueError`` if interventions on it would be lost or wrong."""
+    """Return the facts of a runner's model; ``ValueError`` if interventions on it, or results, would be lost or wrong."""
     installed()
     parallel = config.parallel_config
     refuse_settings(
@@ -332,6 +332,8 @@ def _facts(runner: Any, config: Any) -> Facts:
             "pipeline_parallel_size": parallel.pipeline_parallel_size,
             "data_parallel_size": parallel.data_parallel_size,
             "speculative_config": config.speculative_config,
+            "logprobs_mode": config.model_config.logprobs_mode,
+            "kv_transfer_config": config.kv_transfer_config,
         }
     )
     if not hasattr(getattr(runner, "input_batch", None), "num_computed_tokens_cpu"):

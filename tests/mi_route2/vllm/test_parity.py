@@ -210,6 +210,24 @@ def test_generated_tokens_that_become_a_prompt_are_not_taken_as_steered(pair: Pa
     assert pair.run([second])[0].cached == 96
 
 
+def test_an_interrupted_call_leaves_no_request_and_no_prefix(pair: Pair) -> None:
+    """vLLM offers the blocks of a step as prefixes before it runs the step, which Ctrl-C may end half-way."""
+    pair.forget()
+    engine = pair.theirs.llm.llm_engine
+    model = pair.theirs.llm.collective_rpc(lambda worker: worker)[0].model_runner.get_model()
+
+    def stop(*_given: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        pair.theirs.generate([Request(LONG, FULL), Request(LONG, FULL, steering=Steering(base=(Steer(MID, row(WIDTH)),)))])
+    handle.remove()
+    assert not engine.has_unfinished_requests()
+    for cached in (0, 64):
+        assert pair.run([Request(LONG, FULL)])[0].cached == cached
+
+
 def test_captures_equal_those_of_our_engine_even_if_the_prefix_is_cached(pair: Pair) -> None:
     selections = [
         TokenSelection(),

@@ -219,6 +219,37 @@ def test_completions_have_the_probabilities_of_the_policy_at_a_temperature(watch
 
 
 @needs_vllm
+def test_a_completion_that_would_not_fit_is_refused_and_not_cut(watched: Watched) -> None:
+    """vLLM ends a completion at its ``max_model_len`` as if that were ``max_new``."""
+    prompts = [PROMPTS[1], PROMPTS[0]]
+    room = ROOM["max_model_len"] - len(PROMPTS[0])
+    for one in watched.sample(8, prompts, max_new=room):
+        assert one[-1] == END or len(one) == room
+    with pytest.raises(ValueError, match=r"need 257 positions, and this vLLM has 256: .*max_model_len"):
+        watched.sample(8, prompts, max_new=room + 1)
+
+
+@needs_vllm
+def test_an_interrupted_sampling_leaves_nothing_to_the_next(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = watched.sampler._lora
+    assert lora is not None
+    expected = watched.sample(9)
+    lora.llm.reset_prefix_cache()
+    (model,) = lora.llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+
+    def stop(*_given: object, **_named: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model), "forward", stop)
+        with pytest.raises(KeyboardInterrupt):
+            watched.sample(9)
+    assert not lora.llm.llm_engine.has_unfinished_requests()
+    assert watched.sample(9) == expected
+    assert watched.gap() <= CLOSE
+
+
+@needs_vllm
 def test_a_generator_draws_the_same_completions_again(watched: Watched) -> None:
     """On one machine in one process; between machines no bit is promised."""
     first = watched.sample(6)
@@ -301,6 +332,8 @@ def test_what_the_sampler_refuses(tmp_path: Path) -> None:
     watched = Watched(make_policy(tmp_path), tmp_path)
     with pytest.raises(ValueError, match=r"temperature = 0\.0 is not positive"):
         watched.sample(temperature=0.0)
+    with pytest.raises(ValueError, match=r"temperature = 0\.009 .* vLLM would sample at 0\.01"):
+        watched.sample(temperature=0.009)
     with pytest.raises(ValueError, match="max_new = 0 is not positive"):
         watched.sample(max_new=0)
 

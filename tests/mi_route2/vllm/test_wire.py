@@ -23,6 +23,7 @@ from mi_route2.vllm import launch
 from mi_route2.vllm.client import encoded
 from mi_route2.vllm.facts import Facts
 from mi_route2.vllm.wire import KEY, read
+from mi_route2.vllm.worker import WorkerExtension
 
 FACTS = Facts(
     architecture="Qwen3", layers=3, width=8, heads=4, kv_heads=2, head=6, vocabulary=50, context=64, rows=8, dtype="bfloat16"
@@ -156,6 +157,8 @@ def test_what_is_read_from_the_prompt_is_computed_anew() -> None:
         (Request(PROMPT, deadline=2.0), r"deadline=2\.0 is not possible"),
         (Request(PROMPT, norms=(MID,)), "norms=.* is not possible"),
         (Request(PROMPT, Sampling(stop=("END",))), "give stop_tokens"),
+        (Request(PROMPT, Sampling(temperature=1.0, top_k=2, top_p=0.6)), "give top_k or top_p alone"),
+        (Request(PROMPT, Sampling(temperature=0.009)), r"vLLM would sample at 0\.01"),
         (Request(PROMPT, patch=(Patch(MID, 1, FromRun("clean", 1)),)), "give its row as a tensor"),
         (Request(PROMPT, patch=(Patch(Site(1, "kept_a", "mlp.down"), 1, V),)), "fused layers do not have"),
         (Request(PROMPT, capture=(Capture(Site(3, "resid_mid")),)), r"layers of this model are 0\.\.2"),
@@ -173,6 +176,18 @@ def test_a_request_that_vllm_cannot_run_is_refused(request_: Request, sentence: 
         sent(request_)
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(top_k=2, top_p=0.6),  # greedy: neither cuts anything
+        Sampling(temperature=0.01, top_k=2, seed=0),
+        Sampling(temperature=1.0, top_p=0.6, seed=0),
+    ],
+)
+def test_a_sampling_that_vllm_draws_as_our_engine_is_sent(sampling: Sampling) -> None:
+    sent(Request(PROMPT, sampling))
+
+
 def test_every_field_of_a_request_is_sent_or_refused() -> None:
     """A field that is new must not be dropped in silence."""
     handled = {"prompt", "sampling", "patch", "steering", "capture", "readings", "salt"}
@@ -180,15 +195,23 @@ def test_every_field_of_a_request_is_sent_or_refused() -> None:
     assert {one.name for one in fields(Request)} == handled | refused
 
 
+WRONG: dict[str, tuple[str, object]] = {
+    "enforce_eager": ("model_config", False),
+    "async_scheduling": ("scheduler_config", True),
+    "tensor_parallel_size": ("parallel_config", 2),
+    "pipeline_parallel_size": ("parallel_config", 2),
+    "data_parallel_size": ("parallel_config", 2),
+    "speculative_config": ("", {"method": "ngram"}),
+    "logprobs_mode": ("model_config", "raw_logits"),
+    "kv_transfer_config": ("", {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}),
+}
+"""Setting -> the part of vLLM's config that has it, and a value under which interventions or results would be wrong."""
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("enforce_eager", False),
-        ("async_scheduling", True),
-        ("tensor_parallel_size", 2),
-        ("pipeline_parallel_size", 2),
-        ("data_parallel_size", 2),
-        ("speculative_config", {"method": "ngram"}),
+        *((setting, value) for setting, (_, value) in WRONG.items()),
         ("exact", True),
         ("controllers", None),
         ("store", None),
@@ -198,6 +221,29 @@ def test_every_field_of_a_request_is_sent_or_refused() -> None:
 def test_a_setting_under_which_interventions_would_be_wrong_is_refused(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"^{setting}.*: (set|use|leave|a run)"):
         launch("nowhere", **{setting: value})
+
+
+def config_of_vllm() -> SimpleNamespace:
+    """Return the parts of vLLM's config that a worker reads, with their right values."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=True, logprobs_mode="raw_logprobs"),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
+
+
+@pytest.mark.parametrize("setting", WRONG)
+def test_a_vllm_that_runs_with_such_a_setting_is_refused_too(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts vLLM without ``launch`` is told by its worker."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    config, (part, value) = config_of_vllm(), WRONG[setting]
+    worker = WorkerExtension()
+    worker.model_runner, worker.vllm_config, worker.device = SimpleNamespace(), config, "cpu"
+    assert "second model runner" in worker.mi_route2_open()["refused"]  # the next check: these settings are right
+    setattr(getattr(config, part) if part else config, setting, value)
+    assert worker.mi_route2_open()["refused"].startswith(f"{setting}=")
 
 
 def test_the_table_of_the_page_is_the_one_of_architectures() -> None:
