@@ -995,14 +995,44 @@ def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
         "strong-400k": [".055"],
     }
     counts = {world: len(runs) for world, runs in found.items()}
-    assert (counts["strong"], sum(counts[world] for world in ("weak", "sparse", "persona-20"))) == (60, 60)
+    assert (counts["strong"], sum(counts[world] for world in ("weak", "sparse", "persona-20"))) == (76, 60)
     assert counts["strong-30k"] + counts["strong-400k"] == 24
     for page in ("canary.md", "../README.md"):
         text = prose(page).replace("*", "").replace("`", "")
-        assert "five of 60 on strong" in text
+        assert "five of 76 on strong" in text
         assert "none of 60 in the other worlds" in text
         assert "one of 24 at other sizes (.055)" in text
     assert "(.656, .891, .953, .961, .969), none of 60 in the other worlds" in prose("canary.md")
+
+
+def test_canaries_of_weak_and_their_rotated_control_are_what_the_page_says() -> None:
+    evidence, page = Evidence.read(RESULTS / "canary-weak/strong.json"), prose("canary.md")
+    method, control, own = "canary-run-weak", "canary-run-weak-rotated", "filter-canary-run"
+
+    def told(arm: str, metric: str = EXPLOIT) -> str:
+        return interval(evidence.summary(arm, metric))
+
+    left = {arm: [value or 0.0 for value in evidence.values[arm][EXPLOIT]] for arm in (method, control, own)}
+    assert f"{told(method)} of held-out exploits is left, at most {number(max(left[method]))}, and {told(method, SOLVE)} is" in page
+    assert (
+        f"where no defence leaves {told('vanilla')}. The run's own canaries leave {told(own)} and solve {told(own, SOLVE)};" in page
+    )
+    assert max(left[own]) <= BROKEN
+    served = [rate for rate in left[control] if rate <= 0.02]
+    rest = sorted(rate for rate in left[control] if rate > 0.02)
+    assert (len(served), len(rest)) == (12, 4)
+    assert (
+        f"(at most {number(max(served))}) and left {number(rest[0])} to {number(rest[-1])} on the others, {told(control)}" in page
+    )
+    sides = (dict(zip(evidence.seeds, evidence.values[arm][EXPLOIT], strict=True)) for arm in (method, control))
+    assert f"leave less is not shown ({interval(paired_difference(*sides)[1], signed=True)})" in page
+    early = [number(mean(evidence.values[arm]["recall"])) for arm in (control, method)]
+    assert f"Rotated canaries flag {early[0]} of the hacks early, those of `weak` {early[1]}." in page
+    others = [
+        interval(Evidence.read(RESULTS / f"{name}/strong.json").summary("canary-run-rotated", EXPLOIT))
+        for name in ("canary-run", "sign")
+    ]
+    assert f"of the run's own left {others[0]} and {others[1]} on other seeds" in page
 
 
 def test_sizes_of_models_are_what_the_page_says() -> None:
