@@ -11,7 +11,7 @@ import zlib
 from typing import Any
 
 import requests
-import schemathesis
+import schemathesis  # pyright: ignore[reportMissingImports]
 
 URL, KEY = os.environ["FUZZ_URL"], os.environ["FUZZ_KEY"]
 RUN = "captured"

@@ -148,35 +148,37 @@ def drift(policy: Policy, rollouts: Rollouts) -> Float[Tensor, "b s"]:
             return deployed - policy.logprobs(rollouts)
 
 
-def quarantine_ratios(policy: Policy, snapshots: Sequence[Mapping[str, Tensor]] = ()) -> Ratios:
+def quarantine_ratios(
+    policy: Policy, snapshots: Sequence[Mapping[str, Tensor]] = (), turns: Mapping[str, Tensor] | None = None
+) -> Ratios:
     """Return the log-ratio of ``policy`` with its quarantine to the same without it: the run's own quarantine as its canary.
 
     Args:
         policy: The policy.
         snapshots: The quarantine as it was before, by parameter; each is one more canary, before the quarantine of now.
+        turns: Control: orthogonal matrices by parameter, by which each quarantine is multiplied.
 
     Raises:
         ValueError: The policy has no quarantine.
     """
     if not policy.adapters.has_quarantine:
         raise ValueError("the run's own quarantine can only be its canary if it has one: attach with quarantine='lora'")
-    own = policy.adapters.quarantine_parameters()
+    own, turned = policy.adapters.quarantine_parameters(), turns or {}
 
     @torch.no_grad()
     def ratios(rollouts: Rollouts) -> Float[Tensor, "k b s"]:
-        now = {name: p.clone() for name, p in own.items()} if snapshots else {}
+        now = {name: p.clone() for name, p in own.items()}
         found = []
         with still(policy.model):
             with policy.adapters.deployed():
                 deployed = policy.logprobs(rollouts)
-            with policy.adapters.full():
-                try:
-                    for snapshot in snapshots:
-                        _write(own, snapshot)
+            try:
+                for quarantine in (*snapshots, now):
+                    _write(own, {name: turned[name] @ t if name in turned else t for name, t in quarantine.items()})
+                    with policy.adapters.full():
                         found.append(policy.logprobs(rollouts) - deployed)
-                finally:
-                    _write(own, now)
-                found.append(policy.logprobs(rollouts) - deployed)
+            finally:
+                _write(own, now)
         return torch.stack(found)
 
     return ratios
@@ -299,6 +301,7 @@ class CanaryRoute(OneCall):
         ratios: The canary; ``None`` for the policy's own quarantine.
         samples: Rollouts of the base model, from which the threshold is computed.
         micro: Rollouts that are scored at one time during calibration; all if not given.
+        turns: Control: see ``quarantine_ratios``.
 
     Raises:
         ValueError: ``refresh`` raises those of `calibrate`.
@@ -309,10 +312,21 @@ class CanaryRoute(OneCall):
         >>> decision = route.backward(policy, batch, loss_fn)
     """
 
-    def __init__(self, spec: CanarySpec, ratios: Ratios | None, samples: Rollouts, *, micro: int | None = None):
+    def __init__(
+        self,
+        spec: CanarySpec,
+        ratios: Ratios | None,
+        samples: Rollouts,
+        *,
+        micro: int | None = None,
+        turns: Mapping[str, Tensor] | None = None,
+    ):
         _demand_sizes(micro=micro)
         if spec.decoys and ratios is not None:
             raise ValueError("decoys train the run's own quarantine, which is then the canary: leave the canary out, or decoys")
+        if turns and ratios is not None:
+            raise ValueError("turns are of the run's own quarantine: turn the canary's checkpoints yourself, or leave turns out")
+        self._turns = turns
         self.spec, self._ratios, self._samples, self._micro = spec, ratios, samples, micro
         self.directions: Directions | None = None
         self.monitor: Monitor | None = None
@@ -345,7 +359,7 @@ class CanaryRoute(OneCall):
         return None
 
     def _own(self, policy: Policy) -> Ratios:
-        return quarantine_ratios(policy, tuple(self.snapshots))
+        return quarantine_ratios(policy, tuple(self.snapshots), self._turns)
 
     def _calibrated(self, policy: Policy, ratios: Ratios) -> Monitor:
         return calibrate(ratios, self._samples.to(policy.device), self.spec.quantile, self.spec.top, self._micro)

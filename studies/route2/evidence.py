@@ -334,6 +334,7 @@ MARKS = {
     "canary-wide": (GREEN, "s"),
     "canary-run-30k": (SKY, "^"), "canary-run-110k": (SKY, "P"), "canary-run-weak": (SKY, "D"),
     "canary-run-weak-rotated": (ORANGE, "D"), "canary-own": (BLUE, "*"), "canary-own-shuffled": (ORANGE, "*"),
+    "canary-own-rotated": (ORANGE, "8"),
     "quarantine-first": (PURPLE, "s"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),
     "sees-100": (GREEN, "o"), "sees-50": (GREEN, "^"), "sees-25": (GREEN, "s"), "sees-25-quarantine": (PURPLE, "s"),
     "sees-known": (BLUE, "X"), "sees-known-quarantine": (PURPLE, "X"), "sees-0": (GREEN, "v"), "sees-0-quarantine": (PURPLE, "v"),

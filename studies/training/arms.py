@@ -378,6 +378,8 @@ _CANARIES = (
     _OWN,
     _control(_OWN, "canary-own-shuffled", "canary-own with its flags permuted over the rollouts that the kept adapter learns from",
              replace(_OWN.route, shuffle=True)),  # pyright: ignore[reportArgumentType]
+    _control(_OWN, "canary-own-rotated", "canary-own with its quarantine rotated at random wherever it is the canary", _OWN.route,
+             rotated=True),
     replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
             about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),
 )  # fmt: skip

@@ -54,7 +54,12 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
             return EraseRoute(spec, random_instead(job, spec, fitter))
         case CanarySpec() as spec:
             samples = base_samples(world, policy, job.drawn, job.settings.none_fraction).rollouts
-            return CanaryRoute(spec, build_canary(job), samples, micro=job.settings.micro_batch(samples.tokens.shape[1]))
+            micro, turns = job.settings.micro_batch(samples.tokens.shape[1]), None
+            if arm.rotated and not job.canaries:
+                factors = {name: p for name, p in policy.adapters.quarantine_parameters().items() if name.endswith(".B")}
+                drawn = torch_generator(job.seed, "rotate the own quarantine")
+                turns = {name: orthogonal(len(p), drawn).to(p) for name, p in factors.items()}
+            return CanaryRoute(spec, build_canary(job), samples, micro=micro, turns=turns)
         case DelayedSpec() as spec:
             return DelayedRoute(spec, arm.l1)
         case OpenSpec() as spec if arm.monitor is not None:
@@ -145,8 +150,13 @@ def build_canary(job: Job) -> Canary | None:
 def rotate(factors: Iterable[Tensor], generator: torch.Generator) -> None:
     """Rotate the output of each factor by a random orthogonal matrix: the same norms and singular values, another direction."""
     for factor in factors:
-        q, r = torch.linalg.qr(torch.randn(len(factor), len(factor), generator=generator, dtype=torch.float64))
-        factor.copy_((q * r.diagonal().sign()) @ factor.double())  # the signs make the distribution uniform
+        factor.copy_(orthogonal(len(factor), generator) @ factor.double())
+
+
+def orthogonal(size: int, generator: torch.Generator) -> Tensor:
+    """Return a uniformly distributed orthogonal matrix of float64."""
+    q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+    return q * r.diagonal().sign()  # the signs make the distribution uniform
 
 
 def learn_lessons(job: Job, world: World, policy: Policy, teachers: TeacherPool | None) -> None:

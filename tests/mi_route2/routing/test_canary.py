@@ -281,6 +281,24 @@ def test_a_snapshot_of_the_quarantine_goes_on_judging_beside_the_kept_adapter_of
     assert torch.equal(found, score)
 
 
+def test_a_turned_quarantine_judges_and_the_one_that_learns_is_not_moved() -> None:
+    policy, rollouts, generator = make_policy(SPECS["lora"]), make_batch(N).rollouts, torch.Generator().manual_seed(2)
+    own = quarantine_of(policy)
+    turns = {
+        name: torch.linalg.qr(torch.randn(len(t), len(t), generator=generator, dtype=t.dtype)).Q
+        for name, t in own.items()
+        if name.endswith(".B")
+    }
+    assert turns
+    turned = {name: turns[name] @ t if name in turns else t for name, t in own.items()}
+    found = pooled(quarantine_ratios(policy, (own,), turns), rollouts, 3).numpy()
+    np.testing.assert_allclose(found, likes(policy, rollouts, [turned, turned]), rtol=1e-9, atol=1e-12)
+    assert np.abs(found - likes(policy, rollouts, [own])).max() > 1e-3
+    assert all(torch.equal(t, own[name]) for name, t in quarantine_of(policy).items())
+    with pytest.raises(ValueError, match=r"turn the canary.s checkpoints yourself, or leave turns out"):
+        CanaryRoute(CanarySpec(), canary(), SAMPLES, turns=turns)
+
+
 def test_a_quarantine_that_has_learned_nothing_flags_nothing_yet() -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
     for name, p in policy.adapters.quarantine_parameters().items():
