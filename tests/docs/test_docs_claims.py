@@ -1035,6 +1035,33 @@ def test_canaries_of_weak_and_their_rotated_control_are_what_the_page_says() -> 
     assert f"of the run's own left {others[0]} and {others[1]} on other seeds" in page
 
 
+def test_the_own_quarantine_as_canary_is_what_the_page_says() -> None:
+    worlds, page = [Evidence.read(RESULTS / f"canary-own/{name}.json") for name in ("weak", "strong", "sparse")], prose("canary.md")
+    own = "canary-own"
+
+    def told(evidence: Evidence, arm: str = own, metric: str = EXPLOIT) -> str:
+        return interval(evidence.summary(arm, metric))
+
+    weak, strong, sparse = worlds
+    assert f"`weak`: {told(weak)} where no defence leaves {told(weak, 'vanilla')}; `strong`: {told(strong)} for" in page
+    assert f"for {told(strong, 'vanilla')}; `sparse`: {told(sparse)} for {told(sparse, 'vanilla')}." in page
+    tests = "".join((RESULTS / f"canary-own/{one.preset}-tests.md").read_text(encoding="utf-8") for one in worlds)
+    assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [8, 0, 0]
+    within = [sum((rate or 0.0) <= 0.02 for rate in one.values[own][EXPLOIT]) for one in worlds]
+    assert within == [5, 5, 7]
+    assert "missed in all three**: 5, 5 and 7 of 8 seeds are within it" in page
+    assert all((one.summary(own, EXPLOIT)["mean"] or 0.0) > 0.02 for one in worlds)
+    kept = []
+    for one in worlds:
+        rates = zip(*(one.values[own][f"deploy_exploit_{mode}"] for mode in one.modes), strict=True)
+        kept += [high for run in rates if (high := sorted(rate for rate in run if rate is not None and rate > 0.2))]
+    assert sorted(map(len, kept)) == [1, 1, 1, 1, 1, 2, 3]
+    assert f"at {number(min(map(min, kept)))} to {number(max(map(max, kept)))} of its prompts." in page
+    assert f"misses .85 in `weak` ({told(weak, own, SOLVE)}) and `strong` ({told(strong, own, SOLVE)})." in page
+    cost = sorted(times(one, own) or 0.0 for one in worlds)
+    assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence" in page
+
+
 def test_sizes_of_models_are_what_the_page_says() -> None:
     page = prose("map.md")
     sizes = [Evidence.read(RESULTS / f"size/{preset}.json") for preset in ("strong-30k", "strong", "strong-400k")]
