@@ -1050,6 +1050,7 @@ def test_the_own_quarantine_as_canary_is_what_the_page_says() -> None:
     within = [sum((rate or 0.0) <= 0.02 for rate in one.values[own][EXPLOIT]) for one in worlds]
     assert within == [5, 5, 7]
     assert "missed in all three**: 5, 5 and 7 of 8 seeds are within it" in page
+    assert f"it served on {sum(within)} of {sum(len(one.seeds) for one in worlds)} seeds." in prose("../README.md")
     assert all((one.summary(own, EXPLOIT)["mean"] or 0.0) > 0.02 for one in worlds)
     kept = []
     for one in worlds:
@@ -1058,6 +1059,8 @@ def test_the_own_quarantine_as_canary_is_what_the_page_says() -> None:
     assert sorted(map(len, kept)) == [1, 1, 1, 1, 1, 2, 3]
     assert f"at {number(min(map(min, kept)))} to {number(max(map(max, kept)))} of its prompts." in page
     assert f"misses .85 in `weak` ({told(weak, own, SOLVE)}) and `strong` ({told(strong, own, SOLVE)})." in page
+    turned = [told(one, "canary-own-rotated") for one in worlds]
+    assert f"and described alone), it leaves {turned[0]}, {turned[1]} and {turned[2]}." in page
     cost = sorted(times(one, own) or 0.0 for one in worlds)
     assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence" in page
 
