@@ -69,6 +69,7 @@ from mi_route2.routing import (
     StepContext,
     TopKFitter,
 )
+from mi_route2.routing.canary import CanaryRoute
 from mi_route2.routing.directions import Fitter, Provenance
 from mi_route2.routing.optimizer import RoutedAdamW, sum_over_ranks
 from mi_route2.routing.routes import Part, RouteStep
@@ -323,6 +324,11 @@ class RoutedGRPOTrainer(GRPOTrainer):
         """Return the route of a rule, with the fitter of its directions."""
         if isinstance(route, CanarySpec):
             raise ValueError("this rule needs its canary and samples of the base: pass CanaryRoute(spec, canary, samples)")
+        if isinstance(route, CanaryRoute) and route.spec.decoys:
+            raise ValueError(
+                "decoys leave the other groups to be sampled without the quarantine, and TRL samples all with it: use a canary "
+                "that was trained before, and leave decoys out"
+            )
         if isinstance(route, DelayedSpec):
             return DelayedRoute(route)
         if not isinstance(route, MaskSpec | EraseSpec | OpenSpec):

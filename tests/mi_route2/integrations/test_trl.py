@@ -190,6 +190,9 @@ def test_a_canary_and_a_quarantine_that_learns_first_do_what_they_do_in_our_own_
     assert_ours(trainer, seen, DelayedRoute(DelayedSpec(steps=1)))
     with pytest.raises(ValueError, match="pass CanaryRoute"):
         make_trainer(tmp_path, CanarySpec(), LORA)
+    decoys = CanaryRoute(CanarySpec(decoys=0.5, refresh_every=1), None, samples)
+    with pytest.raises(ValueError, match="and TRL samples all with it: use a canary that was trained"):
+        make_trainer(tmp_path, decoys, LORA)
     with pytest.raises(ValueError, match="not divided by a deviation"):
         make_trainer(tmp_path, route, LORA, scale_rewards="group")
 

@@ -260,7 +260,8 @@ def test_figures_draw_what_their_axes_say(monkeypatch: pytest.MonkeyPatch, tmp_p
         return drawn[-1].axes
 
     def means(ax: Axes) -> dict[str, np.ndarray]:
-        return {str(each.get_label()): each.lines[0].get_xydata() for each in ax.containers if isinstance(each, ErrorbarContainer)}
+        bars = [each for each in ax.containers if isinstance(each, ErrorbarContainer)]
+        return {str(each.get_label()): np.asarray(each.lines[0].get_xydata()) for each in bars}
 
     def dots(ax: Axes) -> dict[str, list[list[float]]]:
         return {str(each.get_label()): each.get_offsets().tolist() for each in ax.collections if isinstance(each, PathCollection)}
