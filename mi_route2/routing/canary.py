@@ -164,6 +164,7 @@ def quarantine_ratios(
     if not policy.adapters.has_quarantine:
         raise ValueError("the run's own quarantine can only be its canary if it has one: attach with quarantine='lora'")
     own, turned = policy.adapters.quarantine_parameters(), turns or {}
+    others = bool(snapshots or turned)  # else nothing is written: a graph may hold the parameters
 
     @torch.no_grad()
     def ratios(rollouts: Rollouts) -> Float[Tensor, "k b s"]:
@@ -174,11 +175,13 @@ def quarantine_ratios(
                 deployed = policy.logprobs(rollouts)
             try:
                 for quarantine in (*snapshots, now):
-                    _write(own, {name: turned[name] @ t if name in turned else t for name, t in quarantine.items()})
+                    if others:
+                        _write(own, {name: turned[name] @ t if name in turned else t for name, t in quarantine.items()})
                     with policy.adapters.full():
                         found.append(policy.logprobs(rollouts) - deployed)
             finally:
-                _write(own, now)
+                if others:
+                    _write(own, now)
         return torch.stack(found)
 
     return ratios

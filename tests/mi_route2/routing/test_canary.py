@@ -186,6 +186,17 @@ def test_the_runs_own_quarantine_as_canary_is_calibrated_again_when_due() -> Non
     assert route.monitor.threshold != first.threshold
 
 
+def test_the_own_quarantine_may_judge_between_a_forward_and_its_backward() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = CanaryRoute(CanarySpec(), None, SAMPLES)
+    route.refresh(policy, 0)
+    with policy.adapters.unrouted():
+        loss = policy.logprobs(batch.rollouts).sum()
+        route.score(policy, batch.rollouts)
+        loss.backward()
+    assert any(p.grad is not None and p.grad.any() for p in policy.adapters.quarantine_parameters().values())
+
+
 def test_a_copy_of_policy_and_route_reads_its_own_quarantine() -> None:
     first, rollouts = make_policy(SPECS["lora"]), make_batch(N).rollouts
     route = CanaryRoute(CanarySpec(), None, SAMPLES)
