@@ -350,6 +350,7 @@ _OWN = replace(
     canaries=None,
 )
 _WEAK = _ablation(_RUN, "canary-run-weak", "canary", "canaries of the world weak, on its base model", canaries_of="weak")
+_TEN = _ablation(_RUN, "canary-run-10", "canary", "one canary of 10 steps", canaries=("canary-10",))
 _CANARIES = (
     replace(_CANARY, name="route2-canary", about="filter-canary's flags and advantages, with a quarantine", quarantine="lora",
             baseline="absorb", same_rule_filter="filter-canary"),
@@ -375,6 +376,13 @@ _CANARIES = (
         ablation=None,
     ),
     _control(_RUN, "canary-run-early", "filter-canary-run with a canary of 2 steps", _RUN.route, canaries=("canary-2",)),
+    _TEN,
+    _control(
+        _TEN, "canary-run-10-rotated", "canary-run-10 with its checkpoint rotated at random", _TEN.route, rotated=True,
+        ablation=None,
+    ),
+    _control(_TEN, "canary-run-10-shuffled", "canary-run-10 with its flags permuted over rollouts",
+             replace(_TEN.route, shuffle=True), ablation=None),  # pyright: ignore[reportArgumentType]
     _OWN,
     _control(_OWN, "canary-own-shuffled", "canary-own with its flags permuted over the rollouts that the kept adapter learns from",
              replace(_OWN.route, shuffle=True)),  # pyright: ignore[reportArgumentType]

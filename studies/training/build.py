@@ -150,7 +150,7 @@ def build_canary(job: Job) -> Canary | None:
 def rotate(factors: Iterable[Tensor], generator: torch.Generator) -> None:
     """Rotate the output of each factor by a random orthogonal matrix: the same norms and singular values, another direction."""
     for factor in factors:
-        factor.copy_(orthogonal(len(factor), generator) @ factor.double())
+        factor.copy_(orthogonal(len(factor), generator).to(factor.device) @ factor.double())
 
 
 def orthogonal(size: int, generator: torch.Generator) -> Tensor:
