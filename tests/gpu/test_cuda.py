@@ -247,7 +247,7 @@ def test_directions_of_a_file_are_erased_and_refitted_on_the_device(fold: bool, 
 def test_tf32_rounds_neither_factors_nor_scores() -> None:
     """Which `torch.set_float32_matmul_precision` allows for a model's own products; other bits would count as directions."""
     weight = torch.randn(1100, 1050, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    policy, batch = cuda_policy(SPECS["lora"], torch.float32), moved(make_batch(N))
+    policy = cuda_policy(SPECS["lora"], torch.float32)
     pairs = PairBatch(*(moved_rollouts(make_batch(4, seed=s).rollouts) for s in (21, 22)), "h")
     found = []
     for precision in ("highest", "high"):
@@ -258,12 +258,13 @@ def test_tf32_rounds_neither_factors_nor_scores() -> None:
             route = MaskRoute.from_pairs(pairs, MaskSpec(score="full", score_policy="ablated"))
             route.refresh(policy, 0)
             assert torch.get_float32_matmul_precision() == precision
-            found.append((factors.U * factors.S @ factors.Vh, factors.residual))
+            found.append((factors.U, factors.S, factors.Vh, factors.residual, route.directions))
         finally:
             torch.set_float32_matmul_precision("highest")
-    for one, other in zip(*found):
+    (*factors, directions), (*others, again) = found
+    for one, other in zip(factors, others):
         assert torch.equal(one, other)
-    del batch
+    assert directions.overlap(again) == pytest.approx(1, abs=1e-6)
 
 
 def test_adapters_do_not_depend_on_torchs_default_device(spec: AdapterSpec) -> None:

@@ -70,17 +70,36 @@ def error(own: Tensor, expected: Tensor) -> float:
     return float(difference / size.clamp_min(1e-12))
 
 
-def assert_learnt(own: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def assert_learnt(
+    own: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: torch.dtype, exact: Mapping[str, Tensor] | None = None
+) -> None:
+    """Two roundings of ``exact`` differ by as much as one of them is off; in bfloat16 a gradient of queries can be half noise."""
     assert own.keys() == expected.keys()
     assert any(float(g.abs().max()) > 0 for g in expected.values())
     for name, gradient in expected.items():
-        assert error(own[name], gradient) < LEARNT[dtype], name
+        noise = error(gradient, exact[name]) if exact is not None else 0.0
+        assert error(own[name], gradient) < LEARNT[dtype] + noise, name
 
 
-def assert_same_step(own: Run, expected: Run, dtype: torch.dtype) -> None:
+def assert_same_step(own: Run, expected: Run, dtype: torch.dtype, exact: Run | None = None) -> None:
     assert torch.equal(own.decision.flags, expected.decision.flags)
-    assert_learnt(own.kept, expected.kept, dtype)
-    assert_learnt(own.quarantine, expected.quarantine, dtype)
+    for adapter in ("kept", "quarantine"):
+        assert_learnt(*(getattr(each, adapter) for each in (own, expected)), dtype, exact and getattr(exact, adapter))
+
+
+def in_float64(name: str, policy: Policy, dtype: torch.dtype) -> tuple[Host, Policy]:
+    """The same weights and adapters in float64 on the CPU."""
+    weights = make_family(name, dtype).state_dict()
+
+    def build(model: nn.Module) -> Host:
+        model.load_state_dict(weights)
+        return TorchHost(model)
+
+    exact, oracle = make_policy(name, host=build)
+    tensors = oracle.adapters.tensors()
+    for key, t in policy.adapters.tensors().items():
+        tensors[key].copy_(t)
+    return exact, oracle
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -124,13 +143,16 @@ def test_a_routed_step_learns_what_it_does_on_the_torch_host(name: str, host: st
     batch = on_device(make_batch(8))
     own, there = (run(p, mask_route(p, CHANNEL), batch) for p in (policy, expected))
     assert own.decision.flags.any()
-    assert_same_step(own, there, dtype)
+    oracle = in_float64(name, expected, dtype)[1] if dtype is torch.bfloat16 else None
+    assert_same_step(own, there, dtype, oracle and run(oracle, mask_route(oracle, CHANNEL), make_batch(8)))
     scores = run(expected, mask_route(expected, MaskSpec(reinforced_only=False)), batch).decision.scores
     tau, margin = widest_gap(scores)
     gradient = MaskSpec(tau=tau, reinforced_only=False)
     own, there = (run(p, mask_route(p, gradient), batch) for p in (policy, expected))
     assert float((own.decision.scores - there.decision.scores).abs().max()) < margin
-    assert_same_step(own, there, dtype)
+    exact = oracle and run(oracle, mask_route(oracle, gradient), make_batch(8))
+    assert exact is None or torch.equal(exact.decision.flags, there.decision.flags.cpu())
+    assert_same_step(own, there, dtype, exact)
 
 
 def widest_gap(scores: Tensor) -> tuple[float, float]:
@@ -146,16 +168,7 @@ def widest_gap(scores: Tensor) -> tuple[float, float]:
 def test_fused_adapters_learn_what_the_float64_policy_does(name: str, host: str, dtype: torch.dtype) -> None:
     """Logits and every gradient against the same weights in float64 on the CPU."""
     own, policy = hosted(host, name, dtype)
-    weights = make_family(name, dtype).state_dict()
-
-    def in_float64(model: nn.Module) -> Host:
-        model.load_state_dict(weights)
-        return TorchHost(model)
-
-    exact, oracle = make_policy(name, host=in_float64)
-    tensors = oracle.adapters.tensors()
-    for key, t in policy.adapters.tensors().items():
-        tensors[key].copy_(t)
+    exact, oracle = in_float64(name, policy, dtype)
     batch = make_batch(8)
     tokens = batch.rollouts.tokens
     assert error(own.logits(tokens.to(DEVICE)), exact.logits(tokens)) < CLOSE[dtype]

@@ -26,8 +26,8 @@ from tests.support.gpu import DEVICE, NEEDS
 
 pytestmark = NEEDS
 ROOT = Path(__file__).parents[2]
-CLOSE = 1e-5
-"""Largest difference of a gradient or a weight, by norm; transformers computes rotary angles in float32 in any case."""
+CLOSE = 1e-4
+"""Largest difference of a gradient or a weight, by norm: rotary angles are always float32, and Adam enlarges their last bits."""
 
 
 def assert_close(own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
