@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import tyro
 
 MAX_SEEDS = 10_000
+FIRST_SEEDS = 64
+"""Largest number that is read as that many seeds; behind it a single seed is meant more often."""
 
 Seeds = Annotated[str, tyro.conf.arg(help="a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)")]
 Workers = Annotated[int, tyro.conf.arg(help="number of processes of this machine, one thread each")]
@@ -95,7 +97,7 @@ def read_seeds(text: str) -> list[int]:
     """Parse seeds: ``"3"`` is 0, 1, 2; ``"0-7"`` a range with its end; ``"4,9"`` a list.
 
     Raises:
-        ValueError: No seed, a negative one, or more than ``MAX_SEEDS``.
+        ValueError: No seed, a negative one, more than ``MAX_SEEDS``, or a number above ``FIRST_SEEDS``.
     """
     seeds: Sequence[int] = ()
     try:
@@ -113,6 +115,10 @@ def read_seeds(text: str) -> list[int]:
         many = False
     except OverflowError:
         many = True
+    if not many and len(seeds) > FIRST_SEEDS and text.strip().isdecimal():
+        raise ValueError(
+            f"{text!r} would be the first {text} seeds: write {text}-{text} for seed {text} alone, or 0-{len(seeds) - 1} for all"
+        )
     if many:
         raise ValueError(f"{text!r} names more than {MAX_SEEDS} seeds, which is the limit of one run: give fewer")
     if not seeds or min(seeds) < 0:

@@ -86,11 +86,9 @@ class Run:
             raise ValueError(f"there is no pairs file at {self.pairs}; give a TOML file of [[pair]] entries, or JSON lines")
         if self.sampler == "vllm" and importlib.util.find_spec("vllm") is None:
             raise ValueError("vLLM is not installed here: run this in an environment of its own, see docs/vllm.md")
-        how = {"host": self.host, "precision": self.precision, "sampler": self.sampler}
-        unusual = unusual_backend(how)
-        root = self.out / "-".join([settings.folder, *unusual.values()])
+        unusual, root = unusual_backend(self.backend), self.root(settings)
         jobs = [
-            Job(root, self.out / "warmstarts", settings, seed, arm, self.pairs, **how)
+            Job(root, self.out / "warmstarts", settings, seed, arm, self.pairs, **self.backend)
             for seed in read_seeds(self.seeds)
             for arm in (None, *arms)
         ]
@@ -119,6 +117,16 @@ class Run:
 
                 show_paths(write_report(root))
                 print((root / "table.md").read_text(encoding="utf-8"))
+
+    @property
+    def backend(self) -> dict[str, str]:
+        return {"host": self.host, "precision": self.precision, "sampler": self.sampler}
+
+    def root(self, settings: Settings) -> Path:
+        """Return the run folder of the settings."""
+        from studies.training.job import unusual_backend
+
+        return self.out / "-".join([settings.folder, *unusual_backend(self.backend).values()])
 
     def settings(self) -> Settings:
         """Return the settings of the preset, or of a chat model on the user's own problem."""
@@ -364,25 +372,52 @@ class Evidence:
     workers: int = 2
     out: Annotated[Path, tyro.conf.arg(help="where the run folders are kept, in a folder named as that of the file")] = Path("runs")
     to: Annotated[Path | None, tyro.conf.arg(help="folder of the report, replacing one there; default: that of the file")] = None
+    model: Annotated[
+        Path | None, tyro.conf.arg(help="the chat model's folder, if the file names a world of chat models in place of a preset")
+    ] = None
+    config: Annotated[Path | None, tyro.conf.arg(help="with --model: its settings, in a TOML file")] = None
+    precision: Annotated[str, tyro.conf.arg(help=f"with --model: {' or '.join(PRECISION_NAMES)}")] = "float32"
     live: Live = True
 
     def __call__(self) -> None:
-        from studies.route2.evidence import read_predictions, write_evidence
+        from studies.route2.evidence import named_as, read_predictions, write_evidence
 
         named = read_predictions(self.predictions)
         if (self.seeds is not None or self.presets) and self.to is None:
             raise ValueError("a report of other seeds or presets would replace that of the file's: give it a folder with --to")
-        for preset in (presets := self.presets or tuple(named.presets)):
+        seeds = ",".join(map(str, named.seeds)) if self.seeds is None else self.seeds
+        runs = {}
+        for preset in self.presets or tuple(named.presets):
             if preset not in named.presets:
                 raise ValueError(unknown_name(preset, list(named.presets), "preset of the file"))
-            if get_settings(preset).digest != named.presets[preset]:
+            run = self._run(preset, seeds, (*named.arms, *self.also))
+            settings = override(run.settings(), (), run.config)
+            if settings.digest != named.presets[preset] or named_as(settings.as_dict()) != preset:
                 raise ValueError(f"{self.predictions} names other settings of {preset} than there are now: write a new file")
-        out, roots = self.out / self.predictions.absolute().parent.name, {}
-        for preset in presets:
-            seeds = ",".join(map(str, named.seeds)) if self.seeds is None else self.seeds
-            Run(preset, seeds, (*named.arms, *self.also), self.workers, out, report=False, live=self.live)()
-            roots[out / get_settings(preset).folder] = read_seeds(seeds)
+            runs[run.root(settings)] = run
+        for run in runs.values():
+            run()
+        roots = {root: read_seeds(seeds) for root in runs}
         show_paths(write_evidence(roots, self.to or self.predictions.parent, named))
+
+    def _run(self, preset: str, seeds: str, arms: tuple[str, ...]) -> Run:
+        """Return the runs of one preset of the file, or of a chat model in the world of that name."""
+        out = self.out / self.predictions.absolute().parent.name
+        common: dict[str, Any] = {
+            "seeds": seeds,
+            "arms": arms,
+            "workers": self.workers,
+            "out": out,
+            "report": False,
+            "live": self.live,
+        }
+        if preset in PRESETS:
+            if self.model is not None or self.config is not None or self.precision != "float32":
+                raise ValueError(f"{self.predictions} is of the preset {preset}: leave out --model, --config and --precision")
+            return Run(preset, **common)
+        if self.model is None:
+            raise ValueError(f"{self.predictions} is of a chat model in the world {preset}: give the model's folder with --model")
+        return Run(world=preset, model=self.model, config=self.config, precision=self.precision, **common)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import by_seed, stopped_after
 from studies.training.arms import ARMS
 from studies.training.recorder import TIMINGS
-from studies.training.settings import PRESETS
+from studies.training.settings import CHAT, PRESETS
 
 STOPPED = tuple(name for name, arm in ARMS.items() if arm.ablation == "early stopping")
 PATH = ("base", *STOPPED, "vanilla")
@@ -65,7 +65,7 @@ METHODS = ("filter-canary", "filter-canary-run")
 """Arms for which goals were set; a report judges the last one that its runs have, if its predictions name no method."""
 CONTROLS = {
     method: tuple(name for name, arm in ARMS.items() if arm.role == "control" and arm.baseline == method)
-    for method in (*METHODS, "canary-run-weak", "canary-own")
+    for method in (*METHODS, "canary-run-weak", "canary-own", "canary-run-10")
 }
 _PENALIZED = {name: arm.baseline for name, arm in ARMS.items() if arm.monitor is not None}
 WATCHED = tuple(name for name in ARMS if name in {*_PENALIZED, *_PENALIZED.values()} and name != "vanilla")
@@ -85,6 +85,7 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
         "route2-canary",
         "canary-one",
         "canary-wide",
+        "canary-run-10",
         *(name for name, arm in ARMS.items() if arm.canaries_of is not None and arm.role != "control"),
     ),
     "controls of the canary": tuple(name for names in CONTROLS.values() for name in names),
@@ -172,12 +173,12 @@ def collect(runs: RunSet) -> Evidence:
     """Return the numbers of a run folder's arms.
 
     Raises:
-        ValueError: No mode is held out, or the preset is none of the micro worlds', so that there is nothing to compare.
+        ValueError: No mode is held out, so that there is nothing to compare.
     """
-    if not runs.modes.held_out or runs.settings["preset"] not in PRESETS:
+    if not runs.modes.held_out:
         raise ValueError(
-            f"{runs.root}: this report compares exploits of held-out modes in the presets {', '.join(PRESETS)}, and these runs are "
-            f"others: `python -m studies.route2 report {runs.root}` describes its runs"
+            f"{runs.root}: this report compares exploits of held-out modes, and these runs have none: "
+            f"`python -m studies.route2 report {runs.root}` describes its runs"
         )
     quality, late, modes, values = mask_quality(runs), mask_quality(runs, LATE), runs.modes.loopholes, {}
     metrics = (*REPORTED, *(f"deploy_exploit_{mode}" for mode in modes))
@@ -194,7 +195,12 @@ def collect(runs: RunSet) -> Evidence:
                 flagged_late(runs.runs[arm, seed].metrics) if seed in own else None for seed in runs.seeds
             ]
         values[arm]["seconds"] = [seconds(runs.runs[arm, seed].folder) if seed in own else None for seed in runs.seeds]
-    return Evidence(str(runs.settings["preset"]), runs.seeds, modes, provenance(runs), values)
+    return Evidence(named_as(runs.settings), runs.seeds, modes, provenance(runs), values)
+
+
+def named_as(settings: Mapping[str, Any]) -> str:
+    """Return the name by which predictions and reports call these settings: the preset's, and of a chat model the world's."""
+    return str(settings["world"] if settings["preset"] == CHAT.preset else settings["preset"])
 
 
 def flagged_late(metrics: Sequence[Mapping[str, Any]]) -> float | None:
@@ -334,7 +340,8 @@ MARKS = {
     "canary-wide": (GREEN, "s"),
     "canary-run-30k": (SKY, "^"), "canary-run-110k": (SKY, "P"), "canary-run-weak": (SKY, "D"),
     "canary-run-weak-rotated": (ORANGE, "D"), "canary-own": (BLUE, "*"), "canary-own-shuffled": (ORANGE, "*"),
-    "canary-own-rotated": (ORANGE, "8"),
+    "canary-own-rotated": (ORANGE, "8"), "canary-run-10": (BLUE, "^"), "canary-run-10-rotated": (ORANGE, "^"),
+    "canary-run-10-shuffled": (ORANGE, "v"),
     "quarantine-first": (PURPLE, "s"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),
     "sees-100": (GREEN, "o"), "sees-50": (GREEN, "^"), "sees-25": (GREEN, "s"), "sees-25-quarantine": (PURPLE, "s"),
     "sees-known": (BLUE, "X"), "sees-known-quarantine": (PURPLE, "X"), "sees-0": (GREEN, "v"), "sees-0-quarantine": (PURPLE, "v"),
@@ -453,7 +460,7 @@ def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
 
 def rates(evidence: Evidence, arm: str) -> list[tuple[float, str]]:
     """Return ``(rate of the quarantine over the kept one, arm)`` of the arms that have the flags of `arm` and a quarantine."""
-    settings = PRESETS[evidence.preset]
+    settings = PRESETS.get(evidence.preset, CHAT)
     usual = settings.quarantine_lr / settings.kept_lr
     family = [name for name in evidence.values if name in ARMS and ARMS[name].same_rule_filter == arm]
     return sorted((usual * ARMS[name].quarantine_lr_scale, name) for name in family)
@@ -639,7 +646,7 @@ def map_figure(every: Sequence[Evidence], path: Path) -> Path:
 def sized(every: Sequence[Evidence]) -> list[tuple[int, Evidence]]:
     """Return the runs that differ in the size of the base model alone, with its parameters, by size; none of fewer than three."""
     some = []
-    for evidence in every:
+    for evidence in (one for one in every if one.preset in PRESETS):
         settings = PRESETS[evidence.preset]
         usual = replace(PRESETS["strong"], preset=settings.preset, warm=settings.warm)
         if settings == usual:
@@ -701,10 +708,11 @@ def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path, predictions: P
     to.mkdir(parents=True, exist_ok=True)
     written = []
     for evidence in every:
-        said = {f"{evidence.preset}{end}.md": text for end, text in texts(evidence, predictions).items()}
+        stem = evidence.preset.replace(":", "-")  # of a world of one's own
+        said = {f"{stem}{end}.md": text for end, text in texts(evidence, predictions).items()}
         for stale in (name for name, text in said.items() if not text):
             (to / stale).unlink(missing_ok=True)  # of an earlier report, beside which it would be read
-        content = {f"{evidence.preset}.json": compact(asdict(evidence))}
+        content = {f"{stem}.json": compact(asdict(evidence))}
         written += write_texts(to, content | {name: text for name, text in said.items() if text})
     for preset in PRESETS.keys() - {evidence.preset for evidence in every}:
         for stale in (f"{preset}.json", *(f"{preset}{end}.md" for end in texts(every[0], None))):

@@ -139,6 +139,7 @@ def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
             "system": platform.system(),
             "machine": platform.machine(),
             "instructions": torch.backends.cpu.get_cpu_capability(),  # other kernels round differently, also for equal seeds
+            **({"accelerator": torch.cuda.get_device_name(policy.device)} if policy.device.type == "cuda" else {}),
         },
         **job.unusual,
         "checksums": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files},

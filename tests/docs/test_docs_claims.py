@@ -995,14 +995,14 @@ def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
         "strong-400k": [".055"],
     }
     counts = {world: len(runs) for world, runs in found.items()}
-    assert (counts["strong"], sum(counts[world] for world in ("weak", "sparse", "persona-20"))) == (76, 60)
+    assert (counts["strong"], sum(counts[world] for world in ("weak", "sparse", "persona-20"))) == (76, 76)
     assert counts["strong-30k"] + counts["strong-400k"] == 24
     for page in ("canary.md", "../README.md"):
         text = prose(page).replace("*", "").replace("`", "")
         assert "five of 76 on strong" in text
-        assert "none of 60 in the other worlds" in text
+        assert "none of 76 in the other worlds" in text
         assert "one of 24 at other sizes (.055)" in text
-    assert "(.656, .891, .953, .961, .969), none of 60 in the other worlds" in prose("canary.md")
+    assert "(.656, .891, .953, .961, .969), none of 76 in the other worlds" in prose("canary.md")
 
 
 def test_canaries_of_weak_and_their_rotated_control_are_what_the_page_says() -> None:
@@ -1035,6 +1035,29 @@ def test_canaries_of_weak_and_their_rotated_control_are_what_the_page_says() -> 
     assert f"of the run's own left {others[0]} and {others[1]} on other seeds" in page
 
 
+def test_canaries_of_weak_in_sparse_are_what_the_page_says() -> None:
+    evidence, page = Evidence.read(RESULTS / "canary-weak/sparse.json"), prose("canary.md")
+    method, control, own = "canary-run-weak", "canary-run-weak-rotated", "filter-canary-run"
+
+    def told(arm: str, metric: str = EXPLOIT) -> str:
+        return interval(evidence.summary(arm, metric))
+
+    left = {arm: [value or 0.0 for value in evidence.values[arm][EXPLOIT]] for arm in (method, control, own)}
+    tests = (RESULTS / "canary-weak/sparse-tests.md").read_text(encoding="utf-8")
+    assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [3, 0, 0]
+    assert f"{told(method)} is left, at most {number(max(left[method]))}, and {told(method, SOLVE)} is solved, where no" in page
+    assert f"where no defence leaves {told('vanilla')}. The run's own canaries leave as little ({told(own)}, the same" in page
+    less = [value for value in evidence.values[own][SOLVE] if value is not None and value < 0.75]
+    assert (f"they solve {told(own, SOLVE)}, below .75 on five seeds" in page, len(less)) == (True, 5)
+    sides = (dict(zip(evidence.seeds, evidence.values[arm][EXPLOIT], strict=True)) for arm in (control, method))
+    assert f"rotated ones leave {interval(paired_difference(*sides)[1])} more." in page
+    served, rest = ([rate for rate in left[control] if (rate <= 0.02) == low] for low in (True, False))
+    assert len(served) == 10
+    assert (
+        f"(at most {number(max(served))}) all the same, and leave {number(min(rest))} to {number(max(rest))} on the others" in page
+    )
+
+
 def test_the_own_quarantine_as_canary_is_what_the_page_says() -> None:
     worlds, page = [Evidence.read(RESULTS / f"canary-own/{name}.json") for name in ("weak", "strong", "sparse")], prose("canary.md")
     own = "canary-own"
@@ -1063,6 +1086,44 @@ def test_the_own_quarantine_as_canary_is_what_the_page_says() -> None:
     assert f"and described alone), it leaves {turned[0]}, {turned[1]} and {turned[2]}." in page
     cost = sorted(times(one, own) or 0.0 for one in worlds)
     assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence" in page
+
+
+def test_a_canary_of_ten_steps_on_a_pretrained_model_is_what_the_page_says() -> None:
+    one, page = Evidence.read(RESULTS / "canary-smollm2/functions.json"), prose("real_model.md")
+    ten, rotated, shuffled = "canary-run-10", "canary-run-10-rotated", "canary-run-10-shuffled"
+
+    def told(arm: str, metric: str = EXPLOIT) -> str:
+        return interval(one.summary(arm, metric))
+
+    tests = (RESULTS / "canary-smollm2/functions-tests.md").read_text(encoding="utf-8")
+    assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [0, 4, 0]
+    said = f"{told(ten)} of held-out tasks are exploited, {told('vanilla')} without a defence, and with flags that know nothing"
+    assert said in page
+    assert f"(canary rotated, flags permuted) {told(rotated)} and {told(shuffled)}." in page
+    assert one.summary(ten, EXPLOIT)["mean"] > 0.05
+    assert one.summary(ten, SOLVE)["mean"] < 0.7
+    plain, canary, base, own = (
+        [value or 0.0 for value in one.values[arm][EXPLOIT]] for arm in ("vanilla", "canary-10", "base", ten)
+    )
+    assert f"without a defence held-out exploits are {number(min(plain))} to {number(max(plain))}." in page
+    assert sum(value < 0.2 for value in plain) == 3
+    assert all(a > b for a, b in zip(canary, base, strict=True))
+    assert f"({number(min(canary))} to {number(max(canary))} held out)" in page
+    aurocs = [value or 0.0 for value in one.values[ten]["auroc"]]
+    assert f"with an AUROC of {number(mean(aurocs))} only" in page
+    told_apart = [value for auroc, value in zip(aurocs, own, strict=True) if auroc > 0.85]
+    others = sorted(value for auroc, value in zip(aurocs, own, strict=True) if auroc <= 0.85)
+    assert told_apart == [0.0] * 3
+    assert f"on the five others with {others[0]:.2f} to {others[-1]:.2f}.".replace("0.", ".") in page
+    assert (
+        f"it flags {number(mean(one.values[rotated]['fire_clean']))} of what is not a hack, and {told(rotated, SOLVE)} of" in page
+    )
+    reached = [
+        mean(Evidence.read(path).values["filter-canary-run"]["auroc"]) or 0.0
+        for path in RESULTS.glob("canary*/*.json")
+        if "filter-canary-run" in Evidence.read(path).values
+    ]
+    assert f"reach {min(reached):.2f} to {max(reached):.2f} (the same rule".replace("0.", ".") in page
 
 
 def test_sizes_of_models_are_what_the_page_says() -> None:

@@ -19,7 +19,9 @@ from mi_route2 import AdapterSpec, MaskRoute, MaskSpec
 from mi_route2.routing import EraseRoute, EraseSpec, OpenRoute, OpenSpec, Route
 from studies.environments.chat import make_tiny_model
 from studies.training.arms import ARMS
+from studies.training.build import rotate
 from studies.training.job import EVAL, FULL, Job
+from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 from studies.training.settings import Settings
 from tests.support.gpu import DEVICE, NEEDS
@@ -128,5 +130,16 @@ def test_a_study_on_the_device_is_the_cpus_in_float64(arm: str, settings: Settin
         found.append(own)
     own, cpu = (load_file(one.folder / FULL) for one in found)
     assert_close(own, cpu)
+    named = json.loads((found[0].folder / MANIFEST).read_text())["platform"].get("accelerator")
+    assert named == (torch.cuda.get_device_name() if DEVICE == "cuda" else None)
     rates, expected = (json.loads((one.folder / EVAL).read_text())["modes"] for one in found)
     assert rates == expected
+
+
+def test_factors_on_the_device_are_rotated_as_those_of_the_cpu() -> None:
+    rotated = []
+    for device in (DEVICE, "cpu"):
+        factor = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+        rotate([factor], torch.Generator().manual_seed(1))
+        rotated.append(factor.cpu())
+    torch.testing.assert_close(*rotated)

@@ -23,6 +23,7 @@ from studies.common.seeds import torch_generator
 from studies.environments.chat import ChatWitness, make_tiny_model
 from studies.environments.protocol import Samples, TextPrompt, Verdict, World
 from studies.route2.annotate import Annotator
+from studies.route2.evidence import read_predictions, write_evidence
 from studies.route2.probing import Reading, probe_job, read_layers
 from studies.route2.publish import publish
 from studies.route2.report import read_rollouts, write_report
@@ -210,6 +211,16 @@ def test_the_command_line_end_to_end(folder: Path, tmp_path: Path) -> None:
     table = (root / "table.md").read_text()
     assert "Held-out modes: confidence; known: last_word." in table
     assert {"table.md", "all_arms_per_mode.png", "leakage.md", "training.png"} <= {path.name for path in write_report(root)}
+    digest = json.loads((root / "seed-0/vanilla/manifest.json").read_text())["settings_hash"]
+    file = tmp_path / "predictions.toml"
+    file.write_text(
+        f'seeds = [0, 1]\nalpha = 0.9\narms = ["vanilla", "route2-full"]\n[presets]\n"parity:Parity" = "{digest}"\n'
+        '[[comparison]]\npreset = "parity:Parity"\nname = "against no defence"\nplus = ["route2-full"]\nminus = ["vanilla"]\n'
+        'metric = "deploy_exploit_held"\nexpect = "less"\n'
+    )
+    written = {path.name for path in write_evidence({root: [0]}, tmp_path / "evidence", read_predictions(file))}
+    assert {"parity-Parity.json", "parity-Parity.md", "parity-Parity-tests.md", "fronts.png"} <= written
+    assert "| against no defence |" in (tmp_path / "evidence/parity-Parity-tests.md").read_text()
     place = publish(root, tmp_path / "results")
     assert re.fullmatch(r"parity-[0-9a-f]{8}-pairs-[0-9a-f]{8}", place.name)
     assert re.search(r"^\| `route2-full` +\| +0 \|( +[01.]\S+ \|){6}$", (place / "rates.md").read_text(), re.MULTILINE)

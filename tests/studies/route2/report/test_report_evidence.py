@@ -351,14 +351,10 @@ def test_a_report_needs_no_ordinary_training(study: Callable[..., Path], tmp_pat
     assert lessons_figure([found], tmp_path / "lessons.png").stat().st_size > 10_000
 
 
-def test_folders_without_held_out_modes_or_of_a_chat_model_are_refused(study: Callable[..., Path], tmp_path: Path) -> None:
+def test_folders_without_held_out_modes_are_refused(study: Callable[..., Path], tmp_path: Path) -> None:
     runs = load_runs(study(tmp_path / "strong-0123abcd", ("base",), seeds=(0,), steps=1))
-    plain = replace(runs, modes=replace(runs.modes, known=runs.modes.loopholes, held_out=()))
-    for other in (plain, replace(runs, settings={**runs.settings, "preset": "chat"})):
-        with pytest.raises(
-            ValueError, match=r"compares exploits of held-out modes .* report .*strong-0123abcd` describes its runs"
-        ):
-            collect(other)
+    with pytest.raises(ValueError, match=r"compares exploits of held-out modes, .* report .*strong-0123abcd` describes its runs"):
+        collect(replace(runs, modes=replace(runs.modes, known=runs.modes.loopholes, held_out=())))
 
 
 def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Path) -> None:
@@ -370,6 +366,10 @@ def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Pa
         cli.Evidence(file, presets=("strong", "wek"), to=tmp_path)()
     with pytest.raises(ValueError, match="'' names no seeds: give a number"):
         cli.Evidence(file, seeds="", out=tmp_path / "runs", to=tmp_path)()  # which are not the file's
+    with pytest.raises(ValueError, match="is of the preset strong: leave out --model, --config and --precision"):
+        cli.Evidence(file, out=tmp_path / "runs", precision="bfloat16")()
+    with pytest.raises(ValueError, match="is of a chat model in the world functions: give the model's folder with --model"):
+        cli.Evidence(file.parents[1] / "canary-smollm2/predictions.toml", out=tmp_path / "runs")()
     shutil.copy(file, tmp_path / "mine.toml")
     with pytest.raises(ValueError, match=r"mine\.toml: a report names predictions\.toml as the file of its predictions: rename it"):
         cli.Evidence(tmp_path / "mine.toml", out=tmp_path / "runs")()  # a report would be written without tests
