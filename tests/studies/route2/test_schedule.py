@@ -36,7 +36,7 @@ pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[3]
 ARMS = (None, "vanilla", "route2-full")
-STEPS = 42  # checkpoints after 20 and 40
+STEPS = 22  # a checkpoint after 20
 
 
 def jobs_in(root: Path, cache: Path) -> list[Job]:
@@ -220,7 +220,7 @@ def test_a_killed_worker_costs_its_own_job_alone_and_is_reported_in_a_sentence(
 
     def kill(n: int) -> None:
         # Both workers are at an arm by then, so that whichever dies takes one along.
-        if n >= 30 and not killed and all(job.folder.exists() and not job.finished for job in jobs[1:]):
+        if n >= 3 and not killed and all(job.folder.exists() and not job.finished for job in jobs[1:]):
             killed.append(mp.active_children()[0].pid or 0)
             os.kill(killed[0], signal.SIGKILL)
 
