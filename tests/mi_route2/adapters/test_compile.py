@@ -49,11 +49,12 @@ COMPILER = any(map(shutil.which, ("c++", "g++", "clang++")))
 
 def test_every_check_below_passes_in_a_child(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "--show-capture=no", "-p", "no:cacheprovider"]
-    changed = ["-o", "addopts=--import-mode=importlib", "-o", "python_functions=check_*", str(Path(__file__)), f"{THERE}[torch.float32-Qwen3]"]
+    changed = ["-o", "addopts=--import-mode=importlib", "-o", "python_functions=check_*"]
+    files = [str(Path(__file__)), f"{THERE}[torch.float32-Qwen3]"]
     # Without vectors, or inductor would compile a program for each kind of instructions, to see which ones the machine has.
     inductor = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
     environment = os.environ | inductor | {"JAXTYPING_DISABLE": "1", "ROUTE2_TEST_DEVICE": "cpu"}
-    done = subprocess.run([*command, *changed], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *changed, *files], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
 
