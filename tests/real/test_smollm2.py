@@ -246,7 +246,7 @@ from mi_route2.hosts.nnsight import NNsightHost
 from mi_route2.models import smollm2_folder, smollm2_tokenizer
 
 torch.manual_seed(0)
-llama = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float64).eval()
+llama = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
 tokenizer = smollm2_tokenizer()
 """,
 }
