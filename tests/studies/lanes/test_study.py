@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from hinted import changed_scores, mix
-from on_cluster import HERE, preempted
 from tiny_lanes import FEW, with_steps, write_texts
 
 from studies.common.seeds import torch_generator
@@ -80,7 +79,7 @@ def test_settings_come_back_and_name_their_folder(tiny: Settings, tmp_path: Path
 
 
 def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: Settings, texts: Path, tmp_path: Path) -> None:
-    """Some of the parts lost, and what a killed worker leaves behind beside them."""
+    """Some of the parts lost, and what a killed worker leaves behind beside them; what is there is not made again."""
     out, rng = tmp_path, random.Random(0)
     jobs = arms_of(tiny, out / tiny.folder, texts)
     for job in jobs:
@@ -98,21 +97,12 @@ def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: Settings, 
     missing = [job.path(p) for job in jobs for p in job.part_names if job.path(p).exists() and not whole(job, p)]
     for path in missing:  # a JSON file is written last: without its tensors it was damaged, not cut
         path.unlink()
+    inodes = [path.stat().st_ino for path in left]
     run_jobs(jobs, 1, quiet=True)
     assert all(job.finished for job in jobs)
+    assert [path.stat().st_ino for path in left] == inodes
     own, uncut = files(out / tiny.folder), files(study)
     assert [name for name in own if own[name] != uncut.get(name)] == []
-
-
-def test_a_preempted_job_of_a_cluster_goes_on_and_ends_with_the_same_bytes(
-    study: Path, tiny: Settings, texts: Path, tmp_path: Path
-) -> None:
-    there = Job(tiny, tmp_path / tiny.folder, texts, FEW[0], 0)
-    trained = there.path("train")
-    with preempted(trained.parent, trained.name) as seen:
-        run_jobs([there], 1, HERE, quiet=True)
-    assert seen == [trained.stat().st_ino], "it was hit once, and what it had is not made again"
-    assert files(there.folder / "arms" / FEW[0]) == files(study / "arms" / FEW[0])
 
 
 def whole(job: Job, part: str) -> bool:
