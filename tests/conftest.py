@@ -63,6 +63,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if choosable(collection_path.read_text(encoding="utf-8"), config.option.markexpr) else True
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures' ends
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Leave what a file's tests imported out of them too: in a worker of a hundred files a collection would take a second."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)  # before any fixture
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Switch the import hook's checks; those at the front door (``mi_route2.checks``) are always on."""
@@ -83,11 +91,12 @@ FEW = {"Qwen3", "GPT2", "MicroGPT"}
 """Architectures that differ in most: gated and not, rotary and learned positions, one from transformers and ours."""
 
 LONG = (
-    *("test_survival", "test_requirements", "test_smollm2", "test_trl", "test_schedule", "test_compile", "test_docs_site"),
-    *("test_study", "test_attacks", "test_cluster", "test_load", "test_chat_study", "test_tracing", "test_jail_machine"),
-    *("test_page", "test_command", "test_study_hosts", "test_limits", "test_server", "test_tracking", "test_attacks_soak"),
+    *("test_requirements", "test_trl", "test_compile", "test_survival", "test_smollm2", "test_study", "test_attacks"),
+    *("test_schedule", "test_tracing", "test_canary_study", "test_chat_study", "test_cost_benchmark", "test_cluster"),
+    *("test_load", "test_jail_machine", "test_page", "test_study_hosts", "test_docs_site", "test_docs_run", "test_command"),
+    *("test_transformer_lens", "test_claims", "test_server", "test_limits", "test_tracking"),
 )
-"""Files that take from a hundred seconds down to twenty, the longest first: one that began last would leave the other core idle."""
+"""Files that take from eighty seconds down to fifteen, the longest first: one that began last would leave the other core idle."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses

@@ -99,6 +99,7 @@ class Settings:
         prompts: Prompts of an optimizer step, over all processes.
         group: Completions of each prompt.
         beta: Weight of the KL penalty.
+        pairs: Pairs from which the route's direction is fitted.
     """
 
     out: Path = Path("runs/trl")
@@ -107,6 +108,7 @@ class Settings:
     prompts: int = 2
     group: int = 4
     beta: float = 0.0
+    pairs: int = 10
 
 
 def make_trainer(settings: Settings, dtype: str = "float32", **more: Any) -> RoutedGRPOTrainer:
@@ -140,7 +142,7 @@ def make_trainer(settings: Settings, dtype: str = "float32", **more: Any) -> Rou
         processing_class=tokenizer.tokenizer,
         adapters=AdapterSpec("lora", rank=8, quarantine_rank=8),
         route=rule,
-        pairs=world.encode_pairs(world.make_pairs(settings.seed, 10, "hack")),
+        pairs=world.encode_pairs(world.make_pairs(settings.seed, settings.pairs, "hack")),
         record=trl_record(world, ChatWitness(world, problem.judge()), rule),
         **more,
     )

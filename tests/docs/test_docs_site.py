@@ -10,6 +10,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import NamedTuple
 
 import pytest
 from browser import chromium
@@ -56,45 +57,59 @@ LOOK = """() => ({
 })"""
 
 
-def test_pages_fit_a_phone_and_a_laptop(site: Path, address: str) -> None:
-    wrong: dict[str, object] = {}
+@pytest.fixture(scope="module")
+def answering() -> list[str]:
+    """Pages with a figure before the first heading, below the answer."""
+    pages = {page.stem: page.read_text(encoding="utf-8").partition("\n## ")[0] for page in (ROOT / "docs").glob("*.md")}
+    del pages["index"]  # which says first what the project is
+    return [name for name, opening in pages.items() if re.search(r"^!\[.*\]\(results/", opening, re.MULTILINE)]
+
+
+class Walk(NamedTuple):
+    """What a browser saw that read every page once: what is wrong, and where the first figure of an answering page ends."""
+
+    wrong: dict[str, object]
+    bottoms: dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def walk(site: Path, address: str, answering: list[str]) -> Walk:
+    walk = Walk({}, {})
     # Each page would read the texts of all pages anew, for a search.
     unsearched = {**json.loads((site / "search/search_index.json").read_text(encoding="utf-8")), "docs": []}
     with chromium() as browser:
         page = browser.new_page(reduced_motion="reduce")
         page.route("**/search_index.json", lambda asked: asked.fulfill(json=unsearched))
-        page.on("pageerror", lambda error: wrong.setdefault(page.url, str(error)))
+        page.on("pageerror", lambda error: walk.wrong.setdefault(page.url, str(error)))
         for path in sorted([*site.glob("index.html"), *site.glob("*/index.html"), *site.glob("results/strong-*/*/index.html")]):
-            name = path.parent.relative_to(site)
-            page.set_viewport_size({"width": 1280, "height": 900})  # before it is drawn: a menu that becomes a column moves there
+            name = str(path.parent.relative_to(site))
+            page.set_viewport_size({"width": 1280, "height": 800})  # before it is drawn: a menu that becomes a column moves there
             page.goto(f"{address}/{name}/")
+            if name in answering:
+                figure = page.locator("article img").first
+                figure.evaluate("image => image.decode()")
+                box = figure.bounding_box()
+                assert box is not None
+                walk.bottoms[name] = round(box["y"] + box["height"])
             for width in (1280, 420):
-                page.set_viewport_size({"width": width, "height": 900})
+                page.set_viewport_size({"width": width, "height": 800})
                 page.evaluate("document.querySelectorAll('details').forEach(closed => closed.open = true)")
                 seen = page.evaluate(LOOK)
                 assert seen["height"] > 100
                 if seen["out"] > 1 or seen["figures"] or (width == 1280 and seen["tables"]):
-                    wrong[f"{name} at {width}"] = seen
-        assert wrong == {}
+                    walk.wrong[f"{name} at {width}"] = seen
+    return walk
 
 
-def test_pages_of_results_answer_on_their_first_screen(address: str) -> None:
-    """The figure that stands before the first heading, below the answer, is seen whole on a laptop."""
-    pages = {page.stem: page.read_text(encoding="utf-8").partition("\n## ")[0] for page in (ROOT / "docs").glob("*.md")}
-    del pages["index"]  # which says first what the project is
-    answering = [name for name, opening in pages.items() if re.search(r"^!\[.*\]\(results/", opening, re.MULTILINE)]
+def test_pages_fit_a_phone_and_a_laptop(walk: Walk) -> None:
+    assert walk.wrong == {}
+
+
+def test_pages_of_results_answer_on_their_first_screen(walk: Walk, answering: list[str]) -> None:
+    """The figure that stands before the first heading is seen whole on a laptop."""
     assert len(answering) >= 10
-    with chromium() as browser:
-        page = browser.new_page(viewport={"width": 1280, "height": 800})
-        bottoms = {}
-        for name in answering:
-            page.goto(f"{address}/{name}/")
-            figure = page.locator("article img").first
-            figure.evaluate("image => image.decode()")
-            box = figure.bounding_box()
-            assert box is not None
-            bottoms[name] = round(box["y"] + box["height"])
-    assert {name: bottom for name, bottom in bottoms.items() if bottom > 800} == {}
+    assert walk.bottoms.keys() == set(answering)
+    assert {name: bottom for name, bottom in walk.bottoms.items() if bottom > 800} == {}
 
 
 def test_long_tables_wait_until_somebody_opens_them() -> None:

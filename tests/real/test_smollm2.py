@@ -246,7 +246,7 @@ from mi_route2.hosts.nnsight import NNsightHost
 from mi_route2.models import smollm2_folder, smollm2_tokenizer
 
 torch.manual_seed(0)
-llama = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float64).eval()
+llama = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
 tokenizer = smollm2_tokenizer()
 """,
 }
@@ -265,7 +265,7 @@ def test_a_tour_runs_on_it(tour: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_example_of_trl_trains_and_saves(tmp_path: Path) -> None:
-    trl_grpo.main(trl_grpo.Settings(out=tmp_path, steps=1, prompts=1, group=2))
+    trl_grpo.main(trl_grpo.Settings(out=tmp_path, steps=1, prompts=1, group=2, pairs=2))
     (step, _) = json.loads((tmp_path / "log.json").read_text())
     assert {"route/flagged", "train/hack", "mask/fire_clean"} <= step.keys()
     saved = load_file(tmp_path / "deployed/adapter_model.safetensors")

@@ -2,11 +2,6 @@
 
 import gzip
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -101,36 +96,6 @@ def test_the_control_of_the_additive_route_has_axes_drawn_once_that_are_not_the_
         assert random.shape == real.flatten(1).shape
         assert torch.allclose(random @ random.mT, torch.eye(len(random)), atol=1e-5)
         assert len(random) == 0 or (random @ real.flatten(1).mT).abs().max() < 0.95
-
-
-@pytest.mark.study
-def test_kill_minus_nine_at_random_moments_then_resume(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real process, killed without warning wherever it is, ends with the uninterrupted run's bytes."""
-    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 1)
-    whole, broken = (tiny_job(tmp_path / side, "route2-act", cache=cache, steps=6) for side in ("whole", "broken"))
-    assert run_job(whole)
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1]);from pathlib import Path\n"
-        "import studies.training.run as j; j.CHECKPOINT_EVERY = 1\n"
-        "from tiny_study import tiny_job\n"
-        "j.run_job(tiny_job(Path(sys.argv[2]), 'route2-act', cache=Path(sys.argv[3]), steps=6))\n"
-    )
-    support = str(Path(__file__).parents[2] / "support")
-    command = [sys.executable, "-c", script, support, str(tmp_path / "broken"), str(cache)]
-    kills = 0
-    for delay in (0.2, 0.05, 0.35, 0.12, 0.6):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        while not broken.folder.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(delay)
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
-        process.wait()
-    assert kills >= 1
-    assert subprocess.run(command, check=False).returncode == 0
-    same_folder(whole, broken)
 
 
 @pytest.mark.study

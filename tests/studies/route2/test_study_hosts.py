@@ -21,7 +21,7 @@ from studies.training.run import run_job
 
 pytestmark = pytest.mark.study
 
-STEPS = 8
+STEPS = 4
 ARMS = ("base", "vanilla", "route2-act", "route2-full", "preventative-2")
 
 

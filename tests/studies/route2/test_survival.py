@@ -607,6 +607,7 @@ import tqdm
 torch.set_num_threads(1)
 tqdm.tqdm.monitor_interval = 0  # no thread that watches bars
 import studies.training.checkpoint as checkpoint
+import tests.soak.trials
 import tests.soak.soak  # what a job loads late is there before the forks
 from studies.training.arms import ARMS
 from studies.training.job import Job
@@ -618,6 +619,7 @@ if job.settings.chat is not None:
 assert len(os.listdir("/proc/self/task")) == 1  # a fork has no thread but the one that forks
 every = int(sys.argv[5])
 reference = Reference.of(job, every)
+tests.soak.trials.TRIES = 3
 for i, (sabotage, kills) in enumerate(json.loads(sys.argv[6])):
     sound = dict(vars(checkpoint))
     exec(sabotage)
@@ -643,20 +645,20 @@ def trials(scratch: Path, cache: Path, job: Job, every: int, *kills: tuple[str, 
     return child(TRIALS, *where, every, json.dumps(kills), TOKENIZERS_PARALLELISM="false").splitlines()
 
 
+KILLS = [[LOGS], [BETWEEN], [WRITE], [RESULTS]]
 SABOTAGE = {
-    "checkpoint.cut = lambda log, length: None": "a run differs in seed-0/route2-full/manifest.json, ",
-    "checkpoint._named = lambda adapters: {}": "a run differs in seed-0/route2-full/adapters.safetensors, ",
-    "checkpoint.read_checkpoint = None": "a run did not go on",
-    "checkpoint.PREVIOUS = checkpoint.CHECKPOINT": "no run was stopped with two checkpoints behind it",
+    "checkpoint.cut = lambda log, length: None": (KILLS, "a run differs in seed-0/route2-full/manifest.json, "),
+    "checkpoint._named = lambda adapters: {}": (KILLS, "a run differs in seed-0/route2-full/adapters.safetensors, "),
+    "checkpoint.read_checkpoint = None": (KILLS, "a run did not go on"),
+    "checkpoint.PREVIOUS = checkpoint.CHECKPOINT": ([["damaged"]], "no run was stopped with two checkpoints behind it"),
 }
-"""What is broken, and how that is found."""
+"""What is broken, at which kills that is found at the latest, and how."""
 
 
 def test_the_soak_fails_where_a_resume_is_wrong(tmp_path: Path, cache: Path, intact: Job) -> None:
-    kills = [[LOGS], [BETWEEN], [WRITE], [RESULTS], ["damaged"]]
-    sound, *told = trials(tmp_path / "scratch", cache, intact, 2, *((sabotage, kills) for sabotage in ("", *SABOTAGE)))
-    assert json.loads(sound) == [LOGS, BETWEEN, WRITE, RESULTS, FAULTS[2]]
-    for text, found in zip(told, SABOTAGE.values(), strict=True):
+    """And passes where it is right: the test above."""
+    told = trials(tmp_path / "scratch", cache, intact, 2, *((sabotage, kills) for sabotage, (kills, _) in SABOTAGE.items()))
+    for text, (_, found) in zip(told, SABOTAGE.values(), strict=True):
         assert found in text
 
 
@@ -671,9 +673,8 @@ def test_a_killed_run_on_a_chat_model_ends_alike(tmp_path: Path) -> None:
         quarantine_lr=1e-3, pairs=4, teachers=2, evaluation_prompts=4, probe_every=2,
     )  # fmt: skip
     job = Job(tmp_path / "run", tmp_path / "cache", settings, 0, ARMS["route2-full"])
-    targets = [[WRITE, RESUME], [GENERATION], [BETWEEN], ["damaged"]]
-    (told,) = trials(tmp_path / "scratch", tmp_path / "cache", job, 1, ("", targets))
-    assert json.loads(told) == [WRITE, RESUME, GENERATION, BETWEEN, FAULTS[2]]
+    (told,) = trials(tmp_path / "scratch", tmp_path / "cache", job, 1, ("", [[WRITE, RESUME], [GENERATION]]))
+    assert json.loads(told) == [WRITE, RESUME, GENERATION]
 
 
 def test_a_steered_run_that_is_stopped_before_a_step_or_was_killed_after_the_last_ends(

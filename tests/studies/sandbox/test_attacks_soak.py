@@ -1,4 +1,4 @@
-"""A thousand honest programs pass, and a thousand grades of honest programs and attacks leave nothing behind."""
+"""Hundreds of honest programs pass, and hundreds of grades of honest programs and attacks leave nothing behind."""
 
 import os
 import random
@@ -29,16 +29,18 @@ def or_skip(make: Callable):
         pytest.skip(f"no jail on this machine: {error}")
 
 
-def test_no_honest_program_fails_out_of_1000() -> None:
-    drawn = programs(1000, random.Random(1))
+def test_no_honest_program_fails_out_of_300() -> None:
+    """Of every kind, with every prologue and epilogue; ``make soak`` grades ten thousand."""
+    drawn = programs(300, random.Random(1))
+    assert len({each.name for each in drawn}) >= 25
     with or_skip(lambda: Jail(DRIVER, modules=DEFAULT_MODULES)) as jail:
         outcomes = jail.run([{"program": each.code, "names": {}, "calls": {}, "inputs": each.inputs} for each in drawn])
     wrong = [
         (each.name, outcome) for each, outcome in zip(drawn, outcomes, strict=True) if not strict(outcome.reply, each.expected)
     ]
     assert not wrong, wrong[:3]
-    assert sum(bool(outcome.stdout) for outcome in outcomes) > 200
-    assert sum(bool(outcome.stderr) for outcome in outcomes) > 200
+    assert sum(bool(outcome.stdout) for outcome in outcomes) > 60
+    assert sum(bool(outcome.stderr) for outcome in outcomes) > 60
 
 
 def test_honest_programs_differ() -> None:
@@ -50,13 +52,13 @@ def test_honest_programs_differ() -> None:
     assert programs(5, random.Random(1)) == drawn[:5]
 
 
-def test_1000_grades_leave_nothing_behind() -> None:
+def test_300_grades_leave_nothing_behind() -> None:
     began = _outside()
-    tally = or_skip(lambda: soak(1000))
+    tally = or_skip(lambda: soak(300))
     assert (tally.passed, tally.failed, tally.left) == ([], [], [])
-    assert tally.grades == 1000
-    assert tally.attacks >= 200
-    assert tally.verdict.startswith("soak passed: 1000 grades, ")
+    assert tally.grades == 300
+    assert tally.attacks >= 60
+    assert tally.verdict.startswith("soak passed: 300 grades, ")
     assert not _new_outside(began)
 
 

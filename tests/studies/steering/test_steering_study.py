@@ -1,6 +1,7 @@
 """The study from nothing to its figures, what it may not know, and that it can be ended at any part."""
 
 import json
+import pickle
 import shlex
 import shutil
 from dataclasses import asdict, replace
@@ -11,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from on_cluster import HERE, preempted
 from tiny_steering import TINY, Made
 from titles import saved_titles, untitled
 
@@ -61,20 +61,12 @@ def test_a_run_that_was_ended_at_any_part_ends_with_the_same_bytes(made: Made, t
         for part in parts_of(subject)[1:] if number == 0 else ("roc",):
             (folder / "seed-0" / subject / f"{part}.json").unlink()
     (folder / "results.json").unlink()
+    kept = {path: path.stat().st_ino for path in (folder / "seed-0").rglob("*.json")}
     run_study(made.settings, [0], out, workers=1, quiet=True)
     assert files(folder) == files(made.folder)
-
-
-@pytest.mark.process
-def test_a_preempted_job_of_a_cluster_goes_on_and_ends_with_the_same_bytes(made: Made, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(made.out, out)
-    folder = out / made.settings.folder
-    shutil.rmtree(folder / "seed-0" / "absorb")
-    with preempted(folder / "seed-0" / "absorb", "fit.json") as seen:
-        run_study(made.settings, [0], out, cluster=HERE, quiet=True)
-    assert seen == [(folder / "seed-0" / "absorb" / "fit.json").stat().st_ino], "it was hit once, and what it had is not made again"
-    assert files(folder / "seed-0") == files(made.folder / "seed-0")
+    assert {path: path.stat().st_ino for path in kept} == kept, "what it had is made again"
+    job = made.job("absorb")
+    assert pickle.loads(pickle.dumps(job)) == job, "a job goes to the processes of a cluster"
 
 
 def test_the_report_and_what_is_published_need_the_artifacts_alone(made: Made, tmp_path: Path) -> None:

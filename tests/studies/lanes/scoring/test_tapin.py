@@ -260,6 +260,7 @@ def test_the_benchmark_runs_and_its_intervals_hold_the_medians(tmp_path: Path, c
     points = [benchmark.Point(**row | {"speed": row["speed"] and Ratio(**row["speed"])}) for row in document["growth"]]
     assert len(points) == 2 * 2 * 4
     assert benchmark.table(points) in printed
+    assert all(name in printed for name in document["sides"])
     for one in (*document["sides"].values(), {"speed": document["long"]}):
         assert 0 < one["speed"]["lo"] <= one["speed"]["value"] <= one["speed"]["hi"]
 
