@@ -120,6 +120,10 @@ class Executor:
             raise ValueError(f"{wrong[0]!r} is no option of sbatch: write NAME=VALUE, as account=me")
         # submitit writes its own options with underscores, and of two spellings of one the later one would hold
         options = {name.replace("-", "_"): value for name, value in (one.split("=", 1) for one in self.slurm)}
+        if moved := sorted(options.keys() & {"chdir", "D"}):
+            raise ValueError(
+                f"{moved[0]} would move the jobs away from the files of this command: leave it out, and start the command there"
+            )
         cluster = Cluster(self.partition, self.hours, self.memory, options)
         cluster.demand()
         return cluster

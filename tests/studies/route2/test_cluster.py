@@ -263,6 +263,7 @@ def test_a_cluster_that_cannot_work_is_refused(given: dict[str, float], sentence
     [
         ("--executor slurm", "there is no Slurm here (no srun)"),
         ("--executor slurm --slurm account", "'account' is no option of sbatch: write NAME=VALUE"),
+        ("--executor slurm --slurm chdir=/home/me", "chdir would move the jobs away from the files of this command: leave it out"),
         ("--executor slurm --report-to tensorboard", "leave it out with --executor slurm"),
         ("--executor slurm --hours 0.01", "0.01 hours are too short"),
         ("--partition cpu", "options of a cluster: add --executor slurm"),
