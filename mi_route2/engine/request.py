@@ -114,8 +114,8 @@ class Result:
 
     ``unfired`` names each capture and patch at a position that was never computed because the request ended before, and each
     capture that no token matched. ``seed`` is the request's seed, or the one that the engine drew. ``cached`` counts prompt tokens
-    whose keys and values came from the prefix cache, ``preemptions`` how often the request was preempted. ``readings`` and
-    ``norms`` are by position; the last generated token is never read.
+    whose keys and values came from the prefix cache, ``preemptions`` how often the request was preempted (on vLLM always 0, since
+    it does not tell). ``readings`` and ``norms`` are by position; the last generated token is never read.
     """
 
     request: int
