@@ -1100,6 +1100,7 @@ def test_a_canary_of_ten_steps_on_a_pretrained_model_is_what_the_page_says() -> 
     said = f"{told(ten)} of held-out tasks are exploited, {told('vanilla')} without a defence, and with flags that know nothing"
     assert said in page
     assert f"(canary rotated, flags permuted) {told(rotated)} and {told(shuffled)}." in page
+    assert f"{told(ten)} exploited, {told('vanilla')} without it)" in prose("../README.md")
     assert one.summary(ten, EXPLOIT)["mean"] > 0.05
     assert one.summary(ten, SOLVE)["mean"] < 0.7
     plain, canary, base, own = (
