@@ -1101,8 +1101,8 @@ def test_a_canary_of_ten_steps_on_a_pretrained_model_is_what_the_page_says() -> 
     assert said in page
     assert f"(canary rotated, flags permuted) {told(rotated)} and {told(shuffled)}." in page
     assert f"{told(ten)} exploited, {told('vanilla')} without it)" in prose("../README.md")
-    assert one.summary(ten, EXPLOIT)["mean"] > 0.05
-    assert one.summary(ten, SOLVE)["mean"] < 0.7
+    assert (one.summary(ten, EXPLOIT)["mean"] or 0.0) > 0.05
+    assert (one.summary(ten, SOLVE)["mean"] or 1.0) < 0.7
     plain, canary, base, own = (
         [value or 0.0 for value in one.values[arm][EXPLOIT]] for arm in ("vanilla", "canary-10", "base", ten)
     )
