@@ -47,6 +47,14 @@ def test_a_zero_patch_of_the_quarantine_is_its_deletion(score: Score, dtype: tor
     assert float((deleted - host.logits(one.hack)).detach().abs().max()) > 0.1  # and the deletion is not nothing
 
 
+def test_a_difference_that_is_nan_is_not_taken_for_none(score: Score) -> None:
+    host, policy = make_host()
+    with torch.no_grad():
+        host.model.get_parameter("blocks.1.ln1.weight")[0] = float("nan")
+    with pytest.raises(ValueError, match="'zero patch and deletion' cannot be compared, because a logit is NaN or infinite"):
+        exactness(host, policy, {"task": make_pairs()}, score)
+
+
 def test_a_zero_patch_of_both_lanes_is_the_base_model(score: Score) -> None:
     host, policy = make_host()
     patching = Patching.of(host, make_pairs(), score, every_site(policy.adapters))
