@@ -31,6 +31,7 @@ from studies.route2.probing import GRADIENT, probe
 from studies.route2.report.figures import draw_means
 from studies.route2.report.measures import stopped_after
 from studies.training.job import Job
+from studies.training.manifest import read_manifest
 
 COLUMNS = ("known", "held", "random", "ece")
 STYLES = {"direction": (ORANGE, "v"), "mean_difference": (GREEN, "P"), "lda": (PURPLE, "^"), "logistic": (BLUE, "o")}
@@ -51,8 +52,9 @@ class Part:
 
     @property
     def label(self) -> dict[str, Any]:
-        """Everything that the numbers depend on."""
-        return {"identity": self.job.identity, "per_mode": self.per_mode}
+        """Everything that the numbers depend on: the settings, and the files of the run, which may have been made again."""
+        trained = read_manifest(self.job.folder).checksums if self.job.finished else None
+        return {"identity": self.job.identity, "trained": trained, "per_mode": self.per_mode}
 
     @property
     def numbers(self) -> dict[str, dict[str, float | None]] | None:

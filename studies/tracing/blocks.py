@@ -39,7 +39,8 @@ from studies.common.seeds import numpy_generator, torch_generator
 from studies.common.tables import markdown_table, number
 from studies.environments.protocol import Witness, World
 from studies.training.arms import ARMS
-from studies.training.job import Job, finished_policy, micro_batches
+from studies.training.job import FULL, Job, finished_policy, micro_batches
+from studies.training.manifest import read_manifest
 from studies.training.settings import Settings
 from studies.training.worlds import open_world
 
@@ -75,7 +76,7 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
                 for job, arm in zip(jobs, arms, strict=True):
                     _, policy = finished_policy(job)
                     pairs = _pairs(out / f"pairs-{arm}-{seed}.json", world, witness, policy, job, prompts, answers)
-                    asked = {"identity": job.identity, "groups": groups, "pairs": [list(pair) for pair in pairs]}
+                    asked = {**_run(job), "groups": groups, "pairs": [list(pair) for pair in pairs]}
                     path = out / f"{arm}-{seed}.json"
                     if not path.exists() or (kept := read_object(path, AGAIN))["asked"] != asked:
                         kept = {"asked": asked, "nats": _measure(job, world, policy, pairs, groups)}
@@ -84,11 +85,16 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
         return [_table(found, out / "blocks.md"), _figure(found, out / "blocks.png")]
 
 
+def _run(job: Job) -> dict[str, str]:
+    """Return what names a run: its settings, and the weights that it ended with, which other code may have made."""
+    return {"identity": job.identity, "trained": read_manifest(job.folder).checksums[FULL]}
+
+
 def _pairs(
     path: Path, world: World, witness: Witness, policy: Policy, job: Job, prompts: int, answers: int
 ) -> list[tuple[str, str, str, str]]:
     """Return mode, prompt, hack of the arm and honest answer of the base of every pair; sampled once and then read."""
-    asked = {"identity": job.identity, "prompts": prompts, "answers": answers}
+    asked = {**_run(job), "prompts": prompts, "answers": answers}
     if path.exists() and (kept := read_object(path, AGAIN))["asked"] == asked:
         return [(pair["mode"], pair["prompt"], pair["hack"], pair["honest"]) for pair in kept["pairs"]]
     given = [world.prompt(task, mode) for task in world.tasks("test")[:prompts] for mode in world.modes.loopholes]

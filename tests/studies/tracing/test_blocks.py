@@ -1,5 +1,6 @@
 """Lanes that are left out: sets of tensors against the library's contexts, shares against sums by hand, a chat run traced."""
 
+import hashlib
 import itertools
 import json
 from dataclasses import replace
@@ -11,11 +12,13 @@ import torch
 from families import make_policy, make_tokens
 from parity import Parity
 
+from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import write_json
 from studies.environments.chat import make_tiny_model
 from studies.tracing.blocks import EVERYWHERE, only, places, share, trace
 from studies.training.arms import ARMS
-from studies.training.job import Job
+from studies.training.job import FULL, Job
+from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 from studies.training.settings import CHAT, ChatModel
 from studies.training.worlds import weights_hash
@@ -88,3 +91,19 @@ def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path
     trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
     assert (out / "blocks.md").read_text() == table
     assert json.loads(pairs.read_text()) == kept  # and not those of another run
+    _train_anew(root / "seed-0" / "vanilla")
+    traced: list[str] = []
+    monkeypatch.setattr("studies.tracing.blocks._measure", lambda job, *rest: (traced.append(job.name), vanilla)[1])
+    for _ in range(2):
+        trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
+    assert traced == ["vanilla"]
+    assert json.loads(pairs.read_text())["asked"] != kept["asked"]
+
+
+def _train_anew(run: Path) -> None:
+    """Give a finished run other weights, as other code does under the same settings."""
+    tensors, header = read_tensors(run / FULL)
+    write_tensors(run / FULL, {name: 1.5 * values for name, values in tensors.items()}, header)
+    manifest = json.loads((run / MANIFEST).read_text())
+    manifest["checksums"][FULL] = hashlib.sha256((run / FULL).read_bytes()).hexdigest()
+    write_json(run / MANIFEST, manifest)
