@@ -14,8 +14,9 @@ from parity import Parity
 
 from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import write_json
+from studies.common.tables import UNDEFINED
 from studies.environments.chat import make_tiny_model
-from studies.tracing.blocks import EVERYWHERE, only, places, share, trace
+from studies.tracing.blocks import EVERYWHERE, _figure, _table, only, places, share, trace
 from studies.training.arms import ARMS
 from studies.training.job import FULL, Job
 from studies.training.manifest import MANIFEST
@@ -54,10 +55,26 @@ def test_shares_are_ratios_of_means() -> None:
     nats = {"none": none.tolist(), "all": whole.tolist(), "into kept all": into.tolist(), "out kept all": into.tolist()}
     gap = sum(whole) - sum(none)
     for way, part in (("into", sum(into) - sum(none)), ("out", sum(whole) - sum(into))):
-        value, low, high = share(nats, way, "kept", "all", np.random.default_rng(1))
+        value, low, high = share(nats, way, "kept", "all", np.random.default_rng(1)) or (0.0, None, None)
+        assert low is not None
+        assert high is not None
         assert value == pytest.approx(part / gap)
         assert low < value < high
         assert high - low < 1
+
+
+def test_what_the_adapters_do_not_do_is_not_shared_out_and_one_pair_has_no_interval(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    none, off, into = draw.normal(size=(3, 20))
+    names = [f"{way} kept {where}" for way in ("into", "out") for where in ("0-4", "all")]
+    for whole in (none + off - off.mean() + 0.06, none):  # a gap that may as well be 0, and one that is
+        nats = {"none": none.tolist(), "all": whole.tolist(), **dict.fromkeys(names, (none + into).tolist())}
+        assert share(nats, "into", "kept", "all", np.random.default_rng(1)) is None
+        row = _table({("vanilla", 0): nats}, tmp_path / "blocks.md").read_text().splitlines()[-1]
+        assert [cell.strip() for cell in row.split("|")[-3:-1]] == [UNDEFINED, UNDEFINED]
+        _figure({("vanilla", 0): nats}, tmp_path / "blocks.png")
+    one = {"none": [1.0], "all": [5.0], **{name: [2.0] for name in names}}
+    assert share(one, "into", "kept", "all", np.random.default_rng(1)) == (0.25, None, None)
 
 
 @pytest.mark.study
