@@ -114,6 +114,19 @@ def test_a_run_that_was_made_again_is_probed_again(jobs: list[Job], tmp_path: Pa
         write_watch([job], PER_MODE, 1, tmp_path / "out")
 
 
+def test_the_table_counts_the_seeds_of_each_mean() -> None:
+    def columns(held: list[float | None]) -> dict[str, list[float | None]]:
+        return {"known": [0.9, 0.7], "held": held, "random": held, "ece": held}
+
+    names = [f"{layer} {kind}" for layer in ("blocks.1", "gradient") for kind in watching.STYLES]
+    held: dict[str, list[float | None]] = {"vanilla-5": [0.5, 0.6], "vanilla-10": [0.5, None], "vanilla": [None, None]}
+    watch = Watch("none", PER_MODE, (0, 1), {arm: {name: columns(values) for name in names} for arm, values in held.items()})
+    header, *_ = table(watch).splitlines()
+    assert [cell.strip() for cell in header.split("|")[3:-2]] == [
+        "vanilla-5, n 2: known", "held out", "vanilla-10, n 2: known", "held out, n 1", "vanilla, n 2: known", "held out, n 0",
+    ]  # fmt: skip
+
+
 def test_a_second_known_mode_is_not_held_out_and_there_may_be_none(
     jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
