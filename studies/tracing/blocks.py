@@ -79,7 +79,7 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
                     pairs = _pairs(out / f"pairs-{arm}-{seed}.json", world, witness, policy, job, prompts, answers)
                     asked = {**_run(job), "groups": groups, "pairs": [list(pair) for pair in pairs]}
                     path = out / f"{arm}-{seed}.json"
-                    if not path.exists() or (kept := read_object(path, AGAIN))["asked"] != asked:
+                    if not path.exists() or (kept := read_object(path, AGAIN)).get("asked") != asked:
                         kept = {"asked": asked, "nats": _measure(job, world, policy, pairs, groups)}
                         write_json(path, kept)
                     found[arm, seed] = kept["nats"]
@@ -96,7 +96,7 @@ def _pairs(
 ) -> list[tuple[str, str, str, str]]:
     """Return mode, prompt, hack of the arm and honest answer of the base of every pair; sampled once and then read."""
     asked = {**_run(job), "prompts": prompts, "answers": answers}
-    if path.exists() and (kept := read_object(path, AGAIN))["asked"] == asked:
+    if path.exists() and (kept := read_object(path, AGAIN)).get("asked") == asked:
         return [(pair["mode"], pair["prompt"], pair["hack"], pair["honest"]) for pair in kept["pairs"]]
     given = [world.prompt(task, mode) for task in world.tasks("test")[:prompts] for mode in world.modes.loopholes]
     asking = [one for one in given for _ in range(answers)]

@@ -17,6 +17,7 @@ from mi_route2.validation import write_json
 from studies.common.tables import UNDEFINED
 from studies.environments.chat import make_tiny_model
 from studies.tracing.blocks import EVERYWHERE, _figure, _table, only, places, share, trace
+from studies.tracing.cli import Blocks
 from studies.training.arms import ARMS
 from studies.training.job import FULL, Job
 from studies.training.manifest import MANIFEST
@@ -77,6 +78,20 @@ def test_what_the_adapters_do_not_do_is_not_shared_out_and_one_pair_has_no_inter
     assert share(one, "into", "kept", "all", np.random.default_rng(1)) == (0.25, None, None)
 
 
+@pytest.mark.parametrize("given", [".", "..", "../run"])
+def test_results_are_beside_the_run_folder_however_it_is_given(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(root: Path, arms: object, seeds: object, out: Path, *rest: object) -> list[Path]:
+        out.mkdir()
+        (out / "blocks.md").write_text(f"{root.resolve().name}\n")
+        return []
+
+    monkeypatch.setattr("studies.tracing.blocks.trace", traced)
+    (tmp_path / "run" / "seed-0").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run" / ("seed-0" if given == ".." else ""))
+    Blocks(Path(given))()
+    assert (tmp_path / "run-blocks" / "blocks.md").read_text() == "run\n"
+
+
 @pytest.mark.study
 def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "tiny"
@@ -109,6 +124,7 @@ def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path
     assert (out / "blocks.md").read_text() == table
     assert json.loads(pairs.read_text()) == kept  # and not those of another run
     _train_anew(root / "seed-0" / "vanilla")
+    pairs.write_text("{}")  # a file of something else is no reason to end
     traced: list[str] = []
     monkeypatch.setattr("studies.tracing.blocks._measure", lambda job, *rest: (traced.append(job.name), vanilla)[1])
     for _ in range(2):
