@@ -3,7 +3,7 @@
     w = (mu_hack - mu_clean) / |mu_hack - mu_clean|        c = -<w, (mu_hack + mu_clean) / 2>
 
 Marks & Tegmark, 2310.06824. This is LDA under an isotropic covariance, and works with ten examples, because no covariance is
-estimated. It streams: only the two sums are stored.
+estimated. It streams: only sums of each class are stored, those of sizes among them: a difference within their rounding is 0.
 """
 
 import torch
@@ -22,27 +22,30 @@ class MeanDifferenceFitter:
     def __init__(self, unit: Unit = "rollout") -> None:
         self._unit: Unit = unit
         self._sums: Tensor | None = None
+        self._sizes: Tensor | None = None  # sums of absolute values, which say how far the sums may be rounded
         self._counts = torch.zeros(2, dtype=torch.int64, device="cpu")
 
     @checked
     def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
         """Add a batch to the sums. ValueError for non-finite activations inside the mask, or another width."""
         x, y = examples(h, mask, hack, self._unit)
-        if self._sums is None:
-            self._sums = torch.zeros(2, x.shape[1], dtype=torch.float64, device="cpu")
+        if self._sums is None or self._sizes is None:
+            self._sums, self._sizes = torch.zeros(2, 2, x.shape[1], dtype=torch.float64, device="cpu")
         require_width(x, self._sums.shape[1])
         for label in (0, 1):
             self._sums[label] += x[y == bool(label)].sum(dim=0)
+            self._sizes[label] += x[y == bool(label)].abs().sum(dim=0)
             self._counts[label] += int((y == bool(label)).sum())
 
     def fit(self) -> AffineProbe:
         """Return the fitted probe. ValueError without both classes, or if their means coincide."""
-        if self._sums is None or bool((self._counts == 0).any()):
+        if self._sums is None or self._sizes is None or bool((self._counts == 0).any()):
             clean, hack = self._counts.tolist()
             raise ValueError(f"A probe needs hack and clean examples; it has {hack} and {clean}.")
         clean, hack = self._sums / self._counts[:, None]
         apart = hack - clean
-        # Sums of a constant round by their length: what they differ by is no direction.
-        apart[apart.abs() <= torch.finfo(torch.float64).eps * float(self._counts.sum()) * (hack.abs() + clean.abs())] = 0.0
+        # Sums round by their length and by the size of what they add, which may cancel: what they differ by is no direction.
+        size = (self._sizes / self._counts[:, None]).sum(dim=0)
+        apart[apart.abs() <= torch.finfo(torch.float64).eps * float(self._counts.sum()) * size] = 0.0
         weight = unit_vector(apart)
         return AffineProbe(weight, -float(weight @ (hack + clean)) / 2)

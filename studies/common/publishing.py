@@ -50,6 +50,7 @@ def nested(markdown: str) -> str:
 
 
 _BLOCK = re.compile(r"(<!-- shown: (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+_MARK = re.compile(r"<!-- shown: (\S+)")
 
 
 def filled(page: Path) -> str:
@@ -59,18 +60,26 @@ def filled(page: Path) -> str:
     thus contain everything that they show, and can be read without a site generator. A Python file is shown as code.
 
     Raises:
-        ValueError: A block names a file that does not exist.
+        ValueError: A block names a file that does not exist, or has no end.
     """
+    text = page.read_text(encoding="utf-8")
+    whole = {match.start() for match in _BLOCK.finditer(text)}
+    for mark in _MARK.finditer(text):
+        if mark.start() not in whole:  # it would stay as it is, and show an older file
+            raise ValueError(
+                f"{page} shows {mark[1]} in a block that has no end of its own: write <!-- shown: {mark[1]} --> in a line "
+                f"before it, and <!-- end of {mark[1]} --> behind it"
+            )
 
     def block(match: re.Match[str]) -> str:
         path = page.parent / match[2]
         if not path.is_file():
             raise ValueError(f"{page} shows {match[2]}, which does not exist: publish it first, or remove the block")
-        text = path.read_text(encoding="utf-8").strip()
-        shown = f"```python\n{text}\n```" if path.suffix == ".py" else text
+        content = path.read_text(encoding="utf-8").strip()
+        shown = f"```python\n{content}\n```" if path.suffix == ".py" else content
         return f"{match[1]}\n{shown}\n\n{match[3]}"
 
-    return _BLOCK.sub(block, page.read_text(encoding="utf-8"))
+    return _BLOCK.sub(block, text)
 
 
 def update_pages(pages: Iterable[Path]) -> list[Path]:

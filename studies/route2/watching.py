@@ -3,7 +3,8 @@
     python -m studies.route2 watch runs/persona-20-dbae6649 --arms vanilla-10 vanilla-20 vanilla-40 vanilla --seeds 352-359
 
     <preset>-watch.json   of the deployed model, per arm, layer and probe the value of each seed: AUROC in the known mode and over
-                          the held-out ones, their random band, expected calibration error
+                          the held-out ones (a seed's mean is over those with both hacks and clean rollouts), their random band,
+                          expected calibration error
     <preset>-watch.md     the means as one table
     <preset>-watch.png    AUROC over the held-out modes against the step at which the run was stopped
 
@@ -31,6 +32,7 @@ from studies.route2.probing import GRADIENT, probe
 from studies.route2.report.figures import draw_means
 from studies.route2.report.measures import stopped_after
 from studies.training.job import Job
+from studies.training.manifest import read_manifest
 
 COLUMNS = ("known", "held", "random", "ece")
 STYLES = {"direction": (ORANGE, "v"), "mean_difference": (GREEN, "P"), "lda": (PURPLE, "^"), "logistic": (BLUE, "o")}
@@ -51,8 +53,9 @@ class Part:
 
     @property
     def label(self) -> dict[str, Any]:
-        """Everything that the numbers depend on."""
-        return {"identity": self.job.identity, "per_mode": self.per_mode}
+        """Everything that the numbers depend on: the settings, and the files of the run, which may have been made again."""
+        trained = read_manifest(self.job.folder).checksums if self.job.finished else None
+        return {"identity": self.job.identity, "trained": trained, "per_mode": self.per_mode}
 
     @property
     def numbers(self) -> dict[str, dict[str, float | None]] | None:
@@ -160,8 +163,8 @@ def table(watch: Watch) -> str:
             body.append([layer, "random, 95th percentile", *(cell for band in bands for cell in band), ""])
     header = ["layer", "probe"]
     for arm in arms:
-        n = watch.summary(arm, next(iter(shown(watch).values()))[0], "held")["n"]
-        header += [f"{arm}, n {n}: known", "held out"]
+        n, held = (watch.summary(arm, next(iter(shown(watch).values()))[0], column)["n"] for column in ("known", "held"))
+        header += [f"{arm}, n {n}: known", "held out" if held == n else f"held out, n {held}"]
     return markdown_table([*header, f"{arms[-1]}: ECE, held out"], body, left=2)
 
 

@@ -15,7 +15,8 @@ with means over pairs. An adapter that does nothing elsewhere carries as much bo
 
     pairs-<arm>-<seed>.json       the pairs, as text
     <arm>-<seed>.json             S of every pair, in nats, under every set of lanes; an arm that has one is not asked again
-    blocks.md, blocks.png         shares, with 95% intervals over the pairs of a seed (bootstrap of the ratio of means)
+    blocks.md, blocks.png         shares, with 95% intervals over the pairs of a seed (bootstrap of the ratio of means); none where
+                                  the interval of the denominator contains 0
 """
 
 import re
@@ -36,10 +37,11 @@ from mi_route2.rollouts import Policy
 from mi_route2.validation import read_object, write_json
 from studies.common.processes import exclusive
 from studies.common.seeds import numpy_generator, torch_generator
-from studies.common.tables import markdown_table, number
+from studies.common.tables import UNDEFINED, markdown_table, number
 from studies.environments.protocol import Witness, World
 from studies.training.arms import ARMS
-from studies.training.job import Job, finished_policy, micro_batches
+from studies.training.job import FULL, Job, finished_policy, micro_batches
+from studies.training.manifest import read_manifest
 from studies.training.settings import Settings
 from studies.training.worlds import open_world
 
@@ -75,21 +77,26 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
                 for job, arm in zip(jobs, arms, strict=True):
                     _, policy = finished_policy(job)
                     pairs = _pairs(out / f"pairs-{arm}-{seed}.json", world, witness, policy, job, prompts, answers)
-                    asked = {"identity": job.identity, "groups": groups, "pairs": [list(pair) for pair in pairs]}
+                    asked = {**_run(job), "groups": groups, "pairs": [list(pair) for pair in pairs]}
                     path = out / f"{arm}-{seed}.json"
-                    if not path.exists() or (kept := read_object(path, AGAIN))["asked"] != asked:
+                    if not path.exists() or (kept := read_object(path, AGAIN)).get("asked") != asked:
                         kept = {"asked": asked, "nats": _measure(job, world, policy, pairs, groups)}
                         write_json(path, kept)
                     found[arm, seed] = kept["nats"]
         return [_table(found, out / "blocks.md"), _figure(found, out / "blocks.png")]
 
 
+def _run(job: Job) -> dict[str, str]:
+    """Return what names a run: its settings, and the weights that it ended with, which other code may have made."""
+    return {"identity": job.identity, "trained": read_manifest(job.folder).checksums[FULL]}
+
+
 def _pairs(
     path: Path, world: World, witness: Witness, policy: Policy, job: Job, prompts: int, answers: int
 ) -> list[tuple[str, str, str, str]]:
     """Return mode, prompt, hack of the arm and honest answer of the base of every pair; sampled once and then read."""
-    asked = {"identity": job.identity, "prompts": prompts, "answers": answers}
-    if path.exists() and (kept := read_object(path, AGAIN))["asked"] == asked:
+    asked = {**_run(job), "prompts": prompts, "answers": answers}
+    if path.exists() and (kept := read_object(path, AGAIN)).get("asked") == asked:
         return [(pair["mode"], pair["prompt"], pair["hack"], pair["honest"]) for pair in kept["pairs"]]
     given = [world.prompt(task, mode) for task in world.tasks("test")[:prompts] for mode in world.modes.loopholes]
     asking = [one for one in given for _ in range(answers)]
@@ -169,16 +176,25 @@ def only(adapters: Adapters, on: set[str]) -> Iterator[None]:
 
 def share(
     nats: Mapping[str, Sequence[float]], way: str, lane: str, where: str, rng: np.random.Generator
-) -> tuple[float, float, float]:
-    """Return the share that a lane carries ``into`` or ``out``, and its 95% interval over pairs."""
+) -> tuple[float, float | None, float | None] | None:
+    """Return the share that a lane carries ``into`` or ``out``, and its 95% interval over pairs, which one pair does not have.
+
+    ``None`` if the interval of ``S_all - S_none`` contains 0: there is nothing to share.
+    """
     none, whole, one = (np.array(nats[name]) for name in ("none", "all", f"{way} {lane} {where}"))
-    part = one - none if way == "into" else whole - one
+    part, gap = one - none if way == "into" else whole - one, whole - none
     drawn = rng.integers(len(part), size=(DRAWS, len(part)))
+    gaps = gap[drawn].mean(1)
+    if np.prod(np.quantile(gaps, [0.025, 0.975])) <= 0:
+        return None
+    value = float(part.mean() / gap.mean())
+    if len(part) < 2:
+        return value, None, None
     # where a draw's gap is 0 there is nothing to share: NaN, which the quantiles leave out
     with np.errstate(divide="ignore", invalid="ignore"):
-        shares = part[drawn].mean(1) / (whole - none)[drawn].mean(1)
+        shares = part[drawn].mean(1) / gaps
         low, high = np.nanquantile(np.where(np.isfinite(shares), shares, np.nan), [0.025, 0.975])
-        return float(part.mean() / (whole - none).mean()), float(low), float(high)
+    return value, float(low), float(high)
 
 
 def _lanes(nats: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
@@ -198,7 +214,7 @@ def _table(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], path:
         gap = float(np.mean(nats["all"]) - np.mean(nats["none"]))
         for lane in _lanes(nats):
             cells = (share(nats, way, lane, EVERYWHERE, rng) for way in WAYS)
-            shown = [f"{number(value)} [{number(low)}, {number(high)}]" for value, low, high in cells]
+            shown = [UNDEFINED if one is None else "{} [{}, {}]".format(*map(number, one)) for one in cells]
             rows.append((f"`{arm}`", seed, len(nats["all"]), f"{gap:+.1f}", lane, *shown))
     header = ("arm", "seed", "pairs", "both adapters, nats", "lane", "put into the base", "left out of the whole")
     return write_whole(path, markdown_table(header, rows).encode())
@@ -228,5 +244,6 @@ def _lines(ax: Axes, nats: Mapping[str, Sequence[float]], way: str, seed: int) -
     ax.axhline(0, color=GRAY, linewidth=0.8)
     for lane, where in _lanes(nats).items():
         groups = [each for each in where if each != EVERYWHERE]
-        shares = [share(nats, way, lane, each, numpy_generator(seed, "blocks"))[0] for each in groups]
-        ax.plot(groups, shares, color=LANES[lane], marker="o", markersize=3, label=lane)
+        shares = [share(nats, way, lane, each, numpy_generator(seed, "blocks")) for each in groups]
+        values = [np.nan if one is None else one[0] for one in shares]
+        ax.plot(groups, values, color=LANES[lane], marker="o", markersize=3, label=lane)

@@ -96,8 +96,9 @@ class Blocks:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if unknown := [arm for arm in self.arms if arm not in EVERY_ARM]:
             raise ValueError(unknown_name(unknown[0], list(EVERY_ARM), "arm"))
-        out = self.root.with_name(f"{named(self.root).name}-blocks") if self.out is None else self.out
-        show_paths(trace(self.root, self.arms, read_seeds(self.seeds), out, self.prompts, self.answers, self.groups))
+        root = named(self.root)  # `..` has a folder beside it only by its path
+        out = root.with_name(f"{root.name}-blocks") if self.out is None else self.out
+        show_paths(trace(root, self.arms, read_seeds(self.seeds), out, self.prompts, self.answers, self.groups))
         print((out / "blocks.md").read_text(encoding="utf-8"))
 
 

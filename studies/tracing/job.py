@@ -8,6 +8,7 @@ A tracing loads the arm's adapters, patches its lanes, samples its rates, and wr
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -224,11 +225,17 @@ def exactness(host: Host, policy: Policy, pairs: Mapping[str, Pairs], score: Sco
     own patch                 score with the run's own values patched at every site
     kept_a and kept_out       score with the other rollout's bottlenecks patched everywhere, and with its kept outputs
     whole stream              score with the other rollout's last residual stream, and that rollout's own score
+
+    Raises:
+        ValueError: A difference is NaN.
     """
     adapters, worst = policy.adapters, dict[str, float]()
 
     def note(name: str, a: Tensor, b: Tensor) -> None:
-        worst[name] = max(worst.get(name, 0.0), float((a - b).abs().max()))
+        apart = float((a - b).abs().max())
+        if math.isnan(apart):  # which `max` would take for no difference
+            raise ValueError(f"{name!r} cannot be compared, because a logit is NaN or infinite: train the arm again")
+        worst[name] = max(worst.get(name, 0.0), apart)
 
     stream = Site(len(host.model.get_submodule("blocks")) - 1, "resid_post")  # pyright: ignore[reportArgumentType]
     kept_a = _bottlenecks(policy)

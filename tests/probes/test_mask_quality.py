@@ -193,9 +193,11 @@ def test_bootstrap_draws_equal_the_auroc_of_the_rows_repeated(rare):
         areas.append(auroc(scores[rows], hack[rows]))
     defined = [area for area in areas if area is not None]
     assert (len(defined) < 45) == rare
-    interval = auroc_interval(scores, hack, cluster, draws)
-    assert interval.value == auroc(scores, hack)
-    assert (interval.low, interval.high) == pytest.approx(tuple(np.quantile(defined, [0.025, 0.975])))
+    for level, bounds in ((0.95, [0.025, 0.975]), (0.8, [0.1, 0.9])):
+        interval = auroc_interval(scores, hack, cluster, draws, level)
+        assert interval.value == auroc(scores, hack)
+        assert (interval.low, interval.high) == pytest.approx(tuple(np.quantile(defined, bounds)))
+    assert auroc_interval(scores, hack, cluster, draws) == auroc_interval(scores, hack, cluster, draws, 0.95)
 
 
 def test_copies_of_a_rollout_do_not_narrow_the_interval():

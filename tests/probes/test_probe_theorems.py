@@ -310,6 +310,24 @@ def test_coinciding_means_are_refused():
         fitter.fit()
 
 
+@pytest.mark.parametrize("unit", ["rollout", "token"])
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e12])
+def test_the_same_activations_in_another_order_are_no_direction_though_their_sums_cancel(unit, size):
+    x = size * torch.randn(40, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    hacks = torch.cat([x, -x])  # a mean of 0, up to rounding
+    clean = hacks[torch.randperm(80, generator=torch.Generator().manual_seed(1))]
+    fitter = MeanDifferenceFitter(unit)
+    for side, label in ((hacks, True), (clean, False)):
+        h = side.reshape(20, 4, D) if unit == "token" else side[:, None]
+        fitter.update(h, torch.ones(h.shape[:2], dtype=torch.bool), torch.full((len(h),), label))
+    with pytest.raises(ValueError, match="not zero"):
+        fitter.fit()
+    hacks[:, 0] += 1e-9 * size  # and what is small but more than rounding stays one
+    fitter = MeanDifferenceFitter()
+    fitter.update(*pairs_as_rollouts(torch.cat([hacks, clean])), torch.arange(160) < 80)
+    assert float(direction_of(fitter.fit())[0]) == 1.0
+
+
 @pytest.mark.parametrize("shrinkage", [None, 0.0])
 def test_lda_is_refused_where_the_covariance_has_no_say_in_the_classes_difference(shrinkage):
     """A feature that is constant inside both classes separates them best of all, and least squares would leave it out."""

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from probes.calibration import fit_platt
 from probes.dataset import group_ids, split_groups, text_groups
-from probes.direction import DirectionFitter
+from probes.direction import DirectionFitter, DirectionProbe
 from probes.figures import reliability_figure, transfer_figure
 from probes.transfer import Dataset, TransferResult, TransferSettings, default_fitters, transfer
 
@@ -379,19 +380,91 @@ def test_settings_and_datasets_check_themselves():
         dataclasses.replace(data, hidden={})
 
 
+# Rows against sums by hand -------------------------------------------------------------------------------------------
+
+
+def pairwise(scores: np.ndarray, hack: np.ndarray) -> float:
+    more = scores[hack][:, None] - scores[~hack][None]
+    return float(((more > 0) + (more == 0) / 2).mean())
+
+
+@pytest.mark.parametrize("level", ["rollout", "token"])
+def test_the_band_is_the_mean_and_the_95th_percentile_of_the_directions_that_were_drawn(monkeypatch, level):
+    data, draws = world(), 20
+    drawn = torch.nn.functional.normalize(torch.randn(draws, D, generator=torch.Generator().manual_seed(3)).double(), dim=1)
+
+    class Known:
+        def __init__(self, generator: torch.Generator) -> None:
+            self.left = list(drawn)
+
+        def update(self, *batch: object) -> None: ...
+
+        def fit(self) -> DirectionProbe:
+            return DirectionProbe(self.left.pop(), "projection")
+
+    monkeypatch.setattr("probes.transfer.HaarFitter", Known)
+    chosen = dataclasses.replace(FAST, levels=(level,), draws=draws, bootstraps=1)
+    only = Dataset({"signal": data.hidden["signal"]}, data.mask, data.hack, data.mode)
+    found = transfer(only, GROUPS, {"lda": FITTERS["lda"]}, chosen, progress=False)
+    for mode in ("alike", "other"):
+        rows = [i for i in range(N) if data.mode[i] == mode]
+        h, mask, hack = data.hidden["signal"][rows].double(), data.mask[rows], np.array(data.hack)[rows]
+        if level == "rollout":
+            x = torch.stack([one[marked].mean(0) for one, marked in zip(h, mask)])
+        else:
+            x, hack = h[mask], np.repeat(hack, mask.sum(1).numpy())
+        areas = [pairwise(scores, hack) for scores in (x @ drawn.T).T.numpy()]
+        row = pick(found, mode=mode)
+        assert (row.random_mean, row.random_p95) == pytest.approx((np.mean(areas), np.quantile(areas, 0.95)), abs=1e-6)
+        assert (row.n, row.n_hack) == (len(rows), sum(data.hack[i] for i in rows))  # of rollouts at both levels
+
+
+def test_copies_of_every_rollout_in_its_group_change_no_area_and_no_interval():
+    data, twice = world(), [i // 2 for i in range(2 * N)]
+    copies = Dataset(
+        {"signal": data.hidden["signal"][twice]}, data.mask[twice], [data.hack[i] for i in twice], [data.mode[i] for i in twice]
+    )
+    mine = {"given": lambda layer: DirectionFitter(torch.eye(D)[0], "projection")}
+    once = transfer(dataclasses.replace(data, hidden={"signal": data.hidden["signal"]}), GROUPS, mine, FAST, progress=False)
+    both = transfer(copies, twice, mine, FAST, progress=False)
+    for a, b in zip(once.rows, both.rows, strict=True):
+        assert (a.mode, a.level, 2 * a.n, a.n_groups) == (b.mode, b.level, b.n, b.n_groups)
+        assert (a.auroc, a.auroc_low, a.auroc_high) == pytest.approx((b.auroc, b.auroc_low, b.auroc_high))
+
+
+def test_a_calibrator_is_fitted_on_what_it_maps_and_ece_is_over_the_bins_that_were_asked_for(monkeypatch):
+    fitted: list[int] = []
+    monkeypatch.setattr("probes.transfer.fit_platt", lambda scores, hack: (fitted.append(len(scores)), fit_platt(scores, hack))[1])
+    found = transfer(world(), GROUPS, {"lda": FITTERS["lda"]}, dataclasses.replace(FAST, bins=7), progress=False)
+    rollouts, tokens = fitted[:2]
+    assert 2 * rollouts < tokens < S * rollouts  # 2.5 tokens a rollout
+    for row in found.rows:
+        items = sum(point.count for point in row.reliability)
+        assert all(point.high - point.low == pytest.approx(1 / 7) for point in row.reliability)
+        assert row.ece == pytest.approx(sum(p.count * abs(p.confidence - p.rate) for p in row.reliability) / items)
+
+
 # Figures ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_figure_draws_every_row_next_to_its_control(result):
     figure = transfer_figure(result)
     panels = figure.axes
-    assert [axes.get_title().split(" (")[0] for axes in panels] == ["known", "alike", "other"]
+    numbers = {mode: pick(result, layer="noise", probe="lda", mode=mode, level="token").n for mode in ("known", "alike", "other")}
+    titles = [f"{mode} ({'known' if mode == 'known' else 'held out'}, n={n})" for mode, n in numbers.items()]
+    assert [axes.get_title() for axes in panels] == titles
+    assert [axes.get_ylabel() for axes in panels] == ["AUROC per rollout", "", ""]
+    assert transfer_figure(result, "token").axes[0].get_ylabel() == "AUROC per token"
     for axes, mode in zip(panels, ("known", "alike", "other")):
         assert len(axes.containers) == len(PROBES)
         for container, probe in zip(axes.containers, PROBES):
             drawn = np.asarray(container[0].get_ydata()).tolist()
             wanted = [pick(result, layer=la, probe=probe, mode=mode, level="rollout").auroc for la in ("signal", "noise")]
             assert drawn == wanted
+            rows = [pick(result, layer=la, probe=probe, mode=mode, level="rollout") for la in ("signal", "noise")]
+            bars = [sorted(segment[:, 1].tolist()) for segment in container[2][0].get_segments()]
+            for bar, row in zip(bars, rows, strict=True):  # from the value, if the interval does not contain it
+                assert bar == pytest.approx([min(row.auroc, row.auroc_low), max(row.auroc, row.auroc_high)])
         labels = axes.get_legend_handles_labels()[1]
         assert "random, mean" in labels
         assert "random, up to 95th percentile" in labels
@@ -418,6 +491,8 @@ def test_reliability_curves_show_the_rows_bins(result):
     line = figure.axes[1].lines[1 + PROBES.index("lda")]
     row = pick(result, layer="signal", probe="lda", mode="alike", level="rollout")
     assert np.asarray(line.get_ydata()).tolist() == [point.rate for point in row.reliability]
+    assert np.asarray(line.get_xdata()).tolist() == [point.confidence for point in row.reliability]
+    assert line.get_label() == f"lda (ECE {row.ece:.2f})"
 
 
 def test_figures_name_what_was_not_run(result):

@@ -17,7 +17,7 @@ from PIL import Image
 from mi_route2.files import whole_folder
 from studies.common import publishing
 from studies.common.artifacts import read_part, write_part
-from studies.common.publishing import nested, published, repacked
+from studies.common.publishing import nested, published, repacked, update_showing
 
 
 def test_a_part_is_refused_where_any_of_its_bytes_was_changed(tmp_path: Path) -> None:
@@ -145,6 +145,23 @@ def test_a_publication_that_fails_half_way_leaves_the_folder_as_it_was(tmp_path:
         publish(tmp_path / "study", "two")
     assert {path.name: path.read_bytes() for path in (tmp_path / "study").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["study"]
+
+
+BEGIN, END = "<!-- shown: results/study/table.md -->", "<!-- end of results/study/table.md -->"
+
+
+@pytest.mark.parametrize("block", [f"{BEGIN}\nold\n", f"{BEGIN}\nold\n{END.upper()}", f"{BEGIN} \nold\n{END}", f"{BEGIN}old{END}"])
+def test_a_block_that_would_never_be_filled_is_an_error(tmp_path: Path, block: str) -> None:
+    page = tmp_path / "page.md"
+    publish(tmp_path / "results" / "study", "one")
+    whole = f"# Page\n\n{BEGIN}\nold\n{END}\n"
+    page.write_text(whole)
+    update_showing(tmp_path / "results" / "study")
+    assert page.read_text() == whole.replace("old", "\none\n")
+    page.write_text(whole + block)
+    with pytest.raises(ValueError, match=r"page\.md shows results/study/table\.md in a block that has no end of its own: write"):
+        update_showing(tmp_path / "results" / "study")
+    assert page.read_text() == whole + block
 
 
 def test_headings_of_a_nested_page_lie_one_level_down() -> None:

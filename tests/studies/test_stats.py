@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 from scipy.special import stdtrit
 
-from studies.common.stats import interval, mean, median, outliers, paired_difference, summary
+from studies.common.stats import interval, mean, median, outliers, paired_difference, rate, summary
+from studies.common.tables import percent
 
 RATES = st.floats(0, 1).map(lambda value: round(value, 9))
 SAMPLES = st.lists(RATES, min_size=2, max_size=12)
@@ -196,3 +197,10 @@ def test_the_numbers_are_those_of_the_plain_formulas_to_the_last_bit(values: lis
     centre = min(max(math.fsum(values) / n, min(values)), max(values))
     half = float(stdtrit(n - 1, 0.975)) * math.sqrt(math.fsum((v - centre) ** 2 for v in values) / (n - 1)) / math.sqrt(n)
     assert (result["mean"], result["lo"], result["hi"]) == (centre, centre - half, centre + half)
+
+
+def test_a_rate_is_printed_in_percent_with_its_wilson_interval() -> None:
+    z, p, n = 1.959963984540054, 0.25, 40
+    center, half = (p + z**2 / (2 * n)) / (1 + z**2 / n), z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    assert percent(rate(10, 40)) == f"25.0 [{100 * (center - half):.1f}, {100 * (center + half):.1f}]"
+    assert percent(rate(0, 0)) == "n/a"

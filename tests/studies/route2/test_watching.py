@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tiny_study import tiny_job
 from titles import saved_titles, untitled
 
+from mi_route2.validation import write_json
 from studies.common.tables import UNDEFINED, interval, number
 from studies.environments.micro.language import HELD_OUT
 from studies.environments.micro.world import MicroWitness
@@ -21,7 +23,8 @@ from studies.route2.cli import Watch as Command
 from studies.route2.probing import Probed, probe, probe_job
 from studies.route2.watching import Watch, shown, table, write_watch
 from studies.training.arms import ARMS
-from studies.training.job import Job
+from studies.training.job import FULL, Job
+from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 
 pytestmark = pytest.mark.study
@@ -88,6 +91,40 @@ def test_the_table_and_the_figure_are_what_the_probes_measured_once_unless_under
             interval(watch.summary(arm, "gradient lda", "held")),
         )
     ] + [number(watch.summary("vanilla", "gradient lda", "ece")["mean"])]
+
+
+def test_a_run_that_was_made_again_is_probed_again(jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other code, which is no part of a run's identity: its folder was deleted, and the one of the numbers was not."""
+    calls: list[str] = []
+    monkeypatch.setattr(watching, "probe", lambda job, *rest: (calls.append(job.name), probed_once(jobs[0]))[1])
+    job = replace(jobs[0], root=tmp_path / jobs[0].root.name)
+    shutil.copytree(jobs[0].folder, job.folder)
+    for _ in range(2):
+        write_watch([job], PER_MODE, 1, tmp_path / "out")
+    assert calls == [job.name]
+    manifest = json.loads((job.folder / MANIFEST).read_text())
+    manifest["checksums"][FULL] = "0" * 64
+    write_json(job.folder / MANIFEST, manifest)
+    for _ in range(2):
+        write_watch([job], PER_MODE, 1, tmp_path / "out")
+    assert calls == [job.name] * 2
+    (job.folder / MANIFEST).unlink()
+    monkeypatch.setattr(watching, "probe", probe)
+    with pytest.raises(ValueError, match="is not finished: run the arm to its end first"):
+        write_watch([job], PER_MODE, 1, tmp_path / "out")
+
+
+def test_the_table_counts_the_seeds_of_each_mean() -> None:
+    def columns(held: list[float | None]) -> dict[str, list[float | None]]:
+        return {"known": [0.9, 0.7], "held": held, "random": held, "ece": held}
+
+    names = [f"{layer} {kind}" for layer in ("blocks.1", "gradient") for kind in watching.STYLES]
+    held: dict[str, list[float | None]] = {"vanilla-5": [0.5, 0.6], "vanilla-10": [0.5, None], "vanilla": [None, None]}
+    watch = Watch("none", PER_MODE, (0, 1), {arm: {name: columns(values) for name in names} for arm, values in held.items()})
+    header, *_ = table(watch).splitlines()
+    assert [cell.strip() for cell in header.split("|")[3:-2]] == [
+        "vanilla-5, n 2: known", "held out", "vanilla-10, n 2: known", "held out, n 1", "vanilla, n 2: known", "held out, n 0",
+    ]  # fmt: skip
 
 
 def test_a_second_known_mode_is_not_held_out_and_there_may_be_none(

@@ -1,24 +1,37 @@
 """Lanes that are left out: sets of tensors against the library's contexts, shares against sums by hand, a chat run traced."""
 
+import hashlib
 import itertools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families import make_policy, make_tokens
+from matplotlib.figure import Figure
 from parity import Parity
 
+from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import write_json
+from studies.common.tables import UNDEFINED, number
 from studies.environments.chat import make_tiny_model
-from studies.tracing.blocks import EVERYWHERE, only, places, share, trace
+from studies.environments.protocol import Verdict
+from studies.tracing.blocks import EVERYWHERE, _figure, _pairs, _table, only, places, share, trace
+from studies.tracing.cli import Blocks
 from studies.training.arms import ARMS
-from studies.training.job import Job
+from studies.training.job import FULL, Job
+from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 from studies.training.settings import CHAT, ChatModel
 from studies.training.worlds import weights_hash
+
+SAID = {"into": "put into the base", "out": "left out of the whole"}
 
 
 @pytest.mark.parametrize("spec", ["lora", "svd-low"])
@@ -45,16 +58,99 @@ def test_groups_of_blocks_are_whole_and_without_overlap() -> None:
     assert all(".blocks.1." in name for name in groups["1-1"])
 
 
-def test_shares_are_ratios_of_means() -> None:
+def test_shares_are_ratios_of_means_in_the_table_and_in_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = np.random.default_rng(0)
-    none, whole, into = draw.normal(size=(3, 40)) + np.array([[0.0], [4.0], [1.0]])
-    nats = {"none": none.tolist(), "all": whole.tolist(), "into kept all": into.tolist(), "out kept all": into.tolist()}
+    none, whole, into, out = draw.normal(size=(4, 40)) + np.array([[0.0], [4.0], [1.0], [2.0]])
+    nats = {"none": none.tolist(), "all": whole.tolist()}
+    for where in ("0-4", "all"):
+        nats |= {f"into kept {where}": into.tolist(), f"out kept {where}": out.tolist()}
     gap = sum(whole) - sum(none)
-    for way, part in (("into", sum(into) - sum(none)), ("out", sum(whole) - sum(into))):
-        value, low, high = share(nats, way, "kept", "all", np.random.default_rng(1))
+    parts = {"into": sum(into) - sum(none), "out": sum(whole) - sum(out)}
+    for way, part in parts.items():
+        value, low, high = share(nats, way, "kept", "all", np.random.default_rng(1)) or (0.0, None, None)
+        assert low is not None
+        assert high is not None
         assert value == pytest.approx(part / gap)
         assert low < value < high
         assert high - low < 1
+    drawn: list[Figure] = []
+    monkeypatch.setattr("studies.tracing.blocks.save_figure", lambda figure, path: (drawn.append(figure), path)[1])
+    _figure({("vanilla", 0): nats}, tmp_path / "blocks.png")
+    header, _, row = (line.split("|") for line in _table({("vanilla", 0): nats}, tmp_path / "blocks.md").read_text().splitlines())
+    for place, axes, (way, said) in zip((-3, -2), drawn[0].axes, SAID.items(), strict=True):
+        assert header[place].strip() == said
+        assert axes.get_ylabel() == f"share, {said}"
+        assert row[place].split()[0] == number(parts[way] / gap)
+        (line,) = (line for line in axes.lines if line.get_label() == "kept")
+        assert np.asarray(line.get_ydata()).tolist() == pytest.approx([parts[way] / gap])
+    assert row[4].strip() == f"{gap / 40:+.1f}"
+
+
+def test_a_pair_is_a_hack_of_the_arm_and_an_honest_answer_of_the_base_model_if_possible_a_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {  # of the arm and of the base model: H is a hack, W a wrong and R a right answer
+        "both": ("RH", "HR"),
+        "right before wrong": ("HH", "WR"),
+        "no hack of the arm": ("WR", "HR"),
+        "no honest one of the base": ("HR", "HH"),
+        "wrong if none is right": ("HW", "HW"),
+    }
+    state = ["none"]
+
+    @contextmanager
+    def switched(name: str) -> Iterator[None]:
+        state[0] = name
+        yield
+
+    adapters = SimpleNamespace(reference=lambda: switched("base"), full=lambda: switched("arm"))
+
+    def sample(policy: object, asking: list[SimpleNamespace], generator: torch.Generator) -> SimpleNamespace:
+        kinds = [answers[one.text][state[0] == "base"][i % 2] for i, one in enumerate(asking)]
+        return SimpleNamespace(completions=[f"{state[0]} {kind}" for kind in kinds])
+
+    world = SimpleNamespace(
+        tasks=lambda split: list(answers), modes=SimpleNamespace(loopholes=("m",)),
+        prompt=lambda task, mode: SimpleNamespace(text=task, mode=mode), sample=sample,
+    )  # fmt: skip
+    judge = lambda samples: [Verdict(text[-1] == "R", "H" in text, "H" in text, {}) for text in samples.completions]  # noqa: E731
+    monkeypatch.setattr("studies.tracing.blocks._run", lambda job: {})
+    found: Any = _pairs
+    witness, policy = SimpleNamespace(judge=judge), SimpleNamespace(adapters=adapters)
+    pairs = found(tmp_path / "pairs.json", world, witness, policy, SimpleNamespace(seed=0), 9, 2)
+    assert pairs == [
+        ("m", "both", "arm H", "base R"),
+        ("m", "right before wrong", "arm H", "base R"),
+        ("m", "wrong if none is right", "arm H", "base W"),
+    ]
+
+
+def test_what_the_adapters_do_not_do_is_not_shared_out_and_one_pair_has_no_interval(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    none, off, into = draw.normal(size=(3, 20))
+    names = [f"{way} kept {where}" for way in ("into", "out") for where in ("0-4", "all")]
+    for whole in (none + off - off.mean() + 0.06, none):  # a gap that may as well be 0, and one that is
+        nats = {"none": none.tolist(), "all": whole.tolist(), **dict.fromkeys(names, (none + into).tolist())}
+        assert share(nats, "into", "kept", "all", np.random.default_rng(1)) is None
+        row = _table({("vanilla", 0): nats}, tmp_path / "blocks.md").read_text().splitlines()[-1]
+        assert [cell.strip() for cell in row.split("|")[-3:-1]] == [UNDEFINED, UNDEFINED]
+        _figure({("vanilla", 0): nats}, tmp_path / "blocks.png")
+    one = {"none": [1.0], "all": [5.0], **{name: [2.0] for name in names}}
+    assert share(one, "into", "kept", "all", np.random.default_rng(1)) == (0.25, None, None)
+
+
+@pytest.mark.parametrize("given", [".", "..", "../run"])
+def test_results_are_beside_the_run_folder_however_it_is_given(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(root: Path, arms: object, seeds: object, out: Path, *rest: object) -> list[Path]:
+        out.mkdir()
+        (out / "blocks.md").write_text(f"{root.resolve().name}\n")
+        return []
+
+    monkeypatch.setattr("studies.tracing.blocks.trace", traced)
+    (tmp_path / "run" / "seed-0").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run" / ("seed-0" if given == ".." else ""))
+    Blocks(Path(given))()
+    assert (tmp_path / "run-blocks" / "blocks.md").read_text() == "run\n"
 
 
 @pytest.mark.study
@@ -88,3 +184,20 @@ def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path
     trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
     assert (out / "blocks.md").read_text() == table
     assert json.loads(pairs.read_text()) == kept  # and not those of another run
+    _train_anew(root / "seed-0" / "vanilla")
+    pairs.write_text("{}")  # a file of something else is no reason to end
+    traced: list[str] = []
+    monkeypatch.setattr("studies.tracing.blocks._measure", lambda job, *rest: (traced.append(job.name), vanilla)[1])
+    for _ in range(2):
+        trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
+    assert traced == ["vanilla"]
+    assert json.loads(pairs.read_text())["asked"] != kept["asked"]
+
+
+def _train_anew(run: Path) -> None:
+    """Give a finished run other weights, as other code does under the same settings."""
+    tensors, header = read_tensors(run / FULL)
+    write_tensors(run / FULL, {name: 1.5 * values for name, values in tensors.items()}, header)
+    manifest = json.loads((run / MANIFEST).read_text())
+    manifest["checksums"][FULL] = hashlib.sha256((run / FULL).read_bytes()).hexdigest()
+    write_json(run / MANIFEST, manifest)

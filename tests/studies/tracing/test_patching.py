@@ -47,6 +47,14 @@ def test_a_zero_patch_of_the_quarantine_is_its_deletion(score: Score, dtype: tor
     assert float((deleted - host.logits(one.hack)).detach().abs().max()) > 0.1  # and the deletion is not nothing
 
 
+def test_a_difference_that_is_nan_is_not_taken_for_none(score: Score) -> None:
+    host, policy = make_host()
+    with torch.no_grad():
+        host.model.get_parameter("blocks.1.ln1.weight")[0] = float("nan")
+    with pytest.raises(ValueError, match="'zero patch and deletion' cannot be compared, because a logit is NaN or infinite"):
+        exactness(host, policy, {"task": make_pairs()}, score)
+
+
 def test_a_zero_patch_of_both_lanes_is_the_base_model(score: Score) -> None:
     host, policy = make_host()
     patching = Patching.of(host, make_pairs(), score, every_site(policy.adapters))
@@ -167,6 +175,50 @@ def test_controls_come_from_another_task_of_the_same_mode() -> None:
     rows = others(one, np.random.default_rng(0))
     assert bool((one.task[rows] != one.task).all())
     assert torch.equal(one.mode[rows], one.mode)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_controls_patch_what_their_names_say_and_are_means_over_draws(
+    score: Score, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    patching, every = patching_of(score)
+    cell, draws, given = cell_of(every, "blocks.0:both"), 3, list[tuple[str, dict[Site, Tensor]]]()
+
+    def effect(self: Patching, into: str, source: dict[Site, Tensor]) -> Tensor:
+        given.append((into, source))
+        return torch.full((len(self.pairs),), float(len(given) ** 2), dtype=torch.float64)
+
+    monkeypatch.setattr(Patching, "effect", effect)
+    found = trace(patching, [cell], draws, torch.Generator().manual_seed(0), np.random.default_rng(0))
+    first = next(i for i, (into, _) in enumerate(given) if into == side)
+    names = [QUESTION, DELETION, *CONTROLS * draws]
+    sources = [source for _, source in given[first : first + len(names)]]
+    partner = [(i + 4) % 8 for i in range(8)]  # the only one of another task and the same mode
+    own, other = patching.values[side], patching.values[opposite(side)]
+    elsewhere = set[frozenset[Site]]()
+    for name, source in zip(names, sources, strict=True):
+        assert len(source) == len(cell.sites)
+        if name == "elsewhere":
+            assert not source.keys() & set(cell.sites)
+            elsewhere.add(frozenset(source))
+        else:
+            assert source.keys() == set(cell.sites)
+        for site, value in source.items():
+            if name == "random":
+                torch.testing.assert_close((value - own[site]).norm(dim=-1), (other[site] - own[site]).norm(dim=-1))
+                continue
+            meant = {
+                QUESTION: other[site],
+                DELETION: torch.zeros_like(own[site]),
+                "shuffled": other[site][partner],
+                "same side": own[site][partner],
+                "elsewhere": other[site],
+            }
+            assert torch.equal(value, meant[name]), name
+    assert len(elsewhere) > 1
+    for name in CONTROLS:
+        values = [float((first + i + 1) ** 2) for i, one in enumerate(names) if one == name]
+        assert found[side, name, cell.name].tolist() == pytest.approx([sum(values) / draws] * 8)
 
 
 def test_a_pair_alone_in_its_mode_has_a_control_of_another_mode() -> None:
