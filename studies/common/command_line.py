@@ -115,9 +115,10 @@ def read_seeds(text: str) -> list[int]:
         many = False
     except OverflowError:
         many = True
-    if not many and len(seeds) > FIRST_SEEDS and text.strip().isdecimal():
+    if not many and len(seeds) > FIRST_SEEDS and "," not in text and "-" not in text:
         raise ValueError(
-            f"{text!r} would be the first {text} seeds: write {text}-{text} for seed {text} alone, or 0-{len(seeds) - 1} for all"
+            f"{text!r} would be the first {len(seeds)} seeds: write {len(seeds)}-{len(seeds)} for seed {len(seeds)} alone, or "
+            f"0-{len(seeds) - 1} for all"
         )
     if many:
         raise ValueError(f"{text!r} names more than {MAX_SEEDS} seeds, which is the limit of one run: give fewer")

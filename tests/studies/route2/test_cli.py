@@ -65,6 +65,7 @@ BAD = {
     "seeds, none": (["--seeds", "0"], "'0' names no seeds"),
     "seeds, too many": (["--seeds", "99999999999"], "'99999999999' names more than 10000 seeds"),
     "seeds, one that is meant alone": (["--seeds", "900"], "first 900 seeds: write 900-900 for seed 900 alone, or 0-899 for all"),
+    "seeds, one with a sign": (["--seeds", "+100"], "'+100' would be the first 100 seeds: write 100-100"),
     "seeds, beyond any machine": (["--seeds", "0-1" + 30 * "0"], "names more than 10000 seeds"),
     "seeds, backwards": (["--seeds", "7-0"], "'7-0' names no seeds"),
     "seeds, two ranges": (["--seeds", "1-2-3"], "'1-2-3' names no seeds"),
