@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -115,6 +116,7 @@ def test_a_pair_is_a_hack_of_the_arm_and_an_honest_answer_of_the_base_model_if_p
     )  # fmt: skip
     judge = lambda samples: [Verdict(text[-1] == "R", "H" in text, "H" in text, {}) for text in samples.completions]  # noqa: E731
     monkeypatch.setattr("studies.tracing.blocks._run", lambda job: {})
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # what is given has the attributes that are read, and no type
     found: Any = _pairs
     witness, policy = SimpleNamespace(judge=judge), SimpleNamespace(adapters=adapters)
     pairs = found(tmp_path / "pairs.json", world, witness, policy, SimpleNamespace(seed=0), 9, 2)
