@@ -57,7 +57,7 @@ test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts 
 test-shapes: $(STAMP)  ## the parts of the library in detail once more, under the checks of shapes (three minutes; before a release)
 	$(PYTEST) --dist worksteal --shapes each -m "($(PARTS)) and not ($(WHOLE))" --durations 10
 
-test-all: test test-rest  ## both (some twenty minutes on two cores)
+test-all: test test-rest  ## both (some fifteen minutes on two cores)
 
 # vLLM pins other versions of transformers and a CPU build of torch; three packages that it brings are not for that build.
 .venv-vllm/.installed: pyproject.toml
