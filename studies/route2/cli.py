@@ -393,7 +393,8 @@ class Evidence:
             run = self._run(preset, seeds, (*named.arms, *self.also))
             settings = override(run.settings(), (), run.config)
             if settings.digest != named.presets[preset] or named_as(settings.as_dict()) != preset:
-                raise ValueError(f"{self.predictions} names other settings of {preset} than there are now: write a new file")
+                remedy = "write a new file" if self.model is None else "give the --model and --config that it was written for"
+                raise ValueError(f"{self.predictions} names other settings of {preset} than there are now: {remedy}")
             runs[run.root(settings)] = run
         for run in runs.values():
             run()

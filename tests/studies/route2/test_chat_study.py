@@ -221,6 +221,10 @@ def test_the_command_line_end_to_end(folder: Path, tmp_path: Path) -> None:
     written = {path.name for path in write_evidence({root: [0]}, tmp_path / "evidence", read_predictions(file))}
     assert {"parity-Parity.json", "parity-Parity.md", "parity-Parity-tests.md", "fronts.png"} <= written
     assert "| against no defence |" in (tmp_path / "evidence/parity-Parity-tests.md").read_text()
+    with pytest.raises(
+        ValueError, match=r"other settings of parity:Parity .*: give the --model and --config that it was written for"
+    ):
+        cli.Evidence(file, out=tmp_path, to=tmp_path, model=folder)()
     place = publish(root, tmp_path / "results")
     assert re.fullmatch(r"parity-[0-9a-f]{8}-pairs-[0-9a-f]{8}", place.name)
     assert re.search(r"^\| `route2-full` +\| +0 \|( +[01.]\S+ \|){6}$", (place / "rates.md").read_text(), re.MULTILINE)
