@@ -114,7 +114,7 @@ SIGNED = ("filter-canary-run", *CONTROLS["filter-canary-run"])
 LOUD, BROKEN, AT_END = 0.03, 0.05, 20
 """A run is loud that flags more of its rollouts in so many last steps; broken, that exploits a mode more often."""
 MOST_EXPLOIT, LEAST_SOLVE, LEAST_WORSE = 0.02, 0.85, 0.3
-"""Goals of the predictions files: held-out exploit and solve of the method, and by how much its controls exploit more."""
+"""Goals of predictions files of micro worlds: held-out exploit and solve of the method, and how much more its controls exploit."""
 AGAIN = "write it again with `python -m studies.route2 evidence`"
 
 
@@ -684,7 +684,7 @@ def texts(evidence: Evidence, predictions: Predictions | None) -> dict[str, str]
     return {
         "": table(evidence),
         "-recall": f"- {recall_sentence(evidence)}\n" if flagged(evidence) else "",
-        "-goals": "".join(goals(evidence, arm) for arm in judged),
+        "-goals": "".join(goals(evidence, arm) for arm in judged if evidence.preset in PRESETS),
         "-coverage": "".join(f"- {coverage_sentence(evidence, arm)}\n" for arm in COVERED if coverage(evidence, arm)),
         "-monitors": monitors(evidence),
         "-sign": sign(evidence),

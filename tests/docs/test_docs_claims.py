@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ def prose(page: str) -> str:
     """The page in one line without tables and shown files, whose numbers would make any sentence with the same number true."""
     text = re.sub(r"<!-- shown: (\S+) -->.*?<!-- end of \1 -->", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL)
     return " ".join(re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE).split())
+
+
+def with_interval(evidence: Evidence, arm: str, metric: str = EXPLOIT) -> str:
+    return interval(evidence.summary(arm, metric))
 
 
 class Published:
@@ -1008,10 +1013,7 @@ def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
 def test_canaries_of_weak_and_their_rotated_control_are_what_the_page_says() -> None:
     evidence, page = Evidence.read(RESULTS / "canary-weak/strong.json"), prose("canary.md")
     method, control, own = "canary-run-weak", "canary-run-weak-rotated", "filter-canary-run"
-
-    def told(arm: str, metric: str = EXPLOIT) -> str:
-        return interval(evidence.summary(arm, metric))
-
+    told = partial(with_interval, evidence)
     left = {arm: [value or 0.0 for value in evidence.values[arm][EXPLOIT]] for arm in (method, control, own)}
     assert f"{told(method)} of held-out exploits is left, at most {number(max(left[method]))}, and {told(method, SOLVE)} is" in page
     assert (
@@ -1038,10 +1040,7 @@ def test_canaries_of_weak_and_their_rotated_control_are_what_the_page_says() -> 
 def test_canaries_of_weak_in_sparse_are_what_the_page_says() -> None:
     evidence, page = Evidence.read(RESULTS / "canary-weak/sparse.json"), prose("canary.md")
     method, control, own = "canary-run-weak", "canary-run-weak-rotated", "filter-canary-run"
-
-    def told(arm: str, metric: str = EXPLOIT) -> str:
-        return interval(evidence.summary(arm, metric))
-
+    told = partial(with_interval, evidence)
     left = {arm: [value or 0.0 for value in evidence.values[arm][EXPLOIT]] for arm in (method, control, own)}
     tests = (RESULTS / "canary-weak/sparse-tests.md").read_text(encoding="utf-8")
     assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [3, 0, 0]
@@ -1061,13 +1060,10 @@ def test_canaries_of_weak_in_sparse_are_what_the_page_says() -> None:
 def test_the_own_quarantine_as_canary_is_what_the_page_says() -> None:
     worlds, page = [Evidence.read(RESULTS / f"canary-own/{name}.json") for name in ("weak", "strong", "sparse")], prose("canary.md")
     own = "canary-own"
-
-    def told(evidence: Evidence, arm: str = own, metric: str = EXPLOIT) -> str:
-        return interval(evidence.summary(arm, metric))
-
+    told = with_interval
     weak, strong, sparse = worlds
-    assert f"`weak`: {told(weak)} where no defence leaves {told(weak, 'vanilla')}; `strong`: {told(strong)} for" in page
-    assert f"for {told(strong, 'vanilla')}; `sparse`: {told(sparse)} for {told(sparse, 'vanilla')}." in page
+    assert f"`weak`: {told(weak, own)} where no defence leaves {told(weak, 'vanilla')}; `strong`: {told(strong, own)} for" in page
+    assert f"for {told(strong, 'vanilla')}; `sparse`: {told(sparse, own)} for {told(sparse, 'vanilla')}." in page
     tests = "".join((RESULTS / f"canary-own/{one.preset}-tests.md").read_text(encoding="utf-8") for one in worlds)
     assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [8, 0, 0]
     within = [sum((rate or 0.0) <= 0.02 for rate in one.values[own][EXPLOIT]) for one in worlds]
@@ -1091,10 +1087,7 @@ def test_the_own_quarantine_as_canary_is_what_the_page_says() -> None:
 def test_a_canary_of_ten_steps_on_a_pretrained_model_is_what_the_page_says() -> None:
     one, page = Evidence.read(RESULTS / "canary-smollm2/functions.json"), prose("real_model.md")
     ten, rotated, shuffled = "canary-run-10", "canary-run-10-rotated", "canary-run-10-shuffled"
-
-    def told(arm: str, metric: str = EXPLOIT) -> str:
-        return interval(one.summary(arm, metric))
-
+    told = partial(with_interval, one)
     tests = (RESULTS / "canary-smollm2/functions-tests.md").read_text(encoding="utf-8")
     assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [0, 4, 0]
     said = f"{told(ten)} of held-out tasks are exploited, {told('vanilla')} without a defence, and with flags that know nothing"
@@ -1124,6 +1117,9 @@ def test_a_canary_of_ten_steps_on_a_pretrained_model_is_what_the_page_says() -> 
         for path in RESULTS.glob("canary*/*.json")
         if "filter-canary-run" in Evidence.read(path).values
     ]
+    cheats = [one.summary("base", f"deploy_exploit_{mode}")["mean"] or 0.0 for mode in one.modes]
+    among = f"in {number(mean(cheats))} of the tasks whose grader can be cheated and {number(sum(cheats) / 4)} of all."
+    assert (among in page, len(cheats)) == (True, 3)
     assert f"reach {min(reached):.2f} to {max(reached):.2f} (the same rule".replace("0.", ".") in page
 
 
