@@ -228,12 +228,17 @@ class CanarySpec:
         decoys: Share of the groups that are sampled with the run's own quarantine, which learns from these alone; the others are
             sampled without it, and the kept adapter learns from them alone, but for what the quarantine likes. 0 for a canary that
             was trained before.
+        first: Steps, the first ones, that are sampled with the run's own quarantine, which learns from them alone; then it is frozen,
+            and the kept adapter learns from what is sampled without it, but for what it likes. 0 for none.
         snapshots: Steps after which the run's own quarantine is kept as it is then, as one more canary: one that learns on gives
             up hacks.
+        sparing: Score only rollouts that a flag would change, reinforced ones and no decoys. Flags and gradients are the same at a
+            fraction of the cost; decisions have no scores.
 
     Examples:
         >>> spec = CanarySpec(quantile=0.95)
-        >>> one_run = CanarySpec(decoys=0.5, snapshots=(10, 20, 40), refresh_every=5)
+        >>> one_run = CanarySpec(quantile=0.8, first=20, snapshots=(10,), sparing=True)
+        >>> both_learn = CanarySpec(decoys=0.5, snapshots=(10, 20, 40), refresh_every=5)
     """
 
     quantile: Fraction = 0.9
@@ -246,16 +251,34 @@ class CanarySpec:
     shuffle: bool = False
     refresh_every: Natural = 0
     decoys: Fraction = 0.0
+    first: Natural = 0
     snapshots: tuple[AtLeastOne, ...] = ()
+    sparing: bool = False
 
     def __post_init__(self) -> None:
+        if self.sparing and not (self.reinforced_only or self.decoys):
+            raise ValueError("without decoys and with flags at any advantage every rollout has to be scored: leave sparing out")
+        if self.decoys and self.first:
+            raise ValueError("a quarantine learns from decoys all along or in the first steps alone: leave decoys or first out")
         if self.decoys and (not self.refresh_every or self.kept_advantage != "unflagged" or self.relative_to == "run"):
             raise ValueError(
                 "decoys are of a quarantine that changes and is compared with the run as it is: set refresh_every, and leave "
                 "kept_advantage and relative_to out"
             )
-        if self.snapshots and not self.decoys:
-            raise ValueError("snapshots are those of a quarantine that learns from decoys: set decoys, or leave snapshots out")
+        if self.first and (self.kept_advantage != "unflagged" or self.relative_to == "run"):
+            raise ValueError("a quarantine that learns first is compared with the run already: leave kept_advantage and relative_to out")
+        if self.snapshots and not self.own:
+            raise ValueError(
+                "snapshots are those of the run's own quarantine, and the canary is another: set decoys or first, or leave "
+                "snapshots out"
+            )
+        if self.first and any(step >= self.first for step in self.snapshots):
+            raise ValueError(f"after {self.first} steps the quarantine is frozen, and judges: snapshots are of steps before")
+
+    @property
+    def own(self) -> bool:
+        """True if the canary is the run's own quarantine, which learns from rollouts of its own."""
+        return bool(self.decoys or self.first)
 
     @property
     def privileged(self) -> bool:

@@ -324,10 +324,10 @@ class RoutedGRPOTrainer(GRPOTrainer):
         """Return the route of a rule, with the fitter of its directions."""
         if isinstance(route, CanarySpec):
             raise ValueError("this rule needs its canary and samples of the base: pass CanaryRoute(spec, canary, samples)")
-        if isinstance(route, CanaryRoute) and route.spec.decoys:
+        if isinstance(route, CanaryRoute) and route.spec.own:
             raise ValueError(
-                "decoys leave the other groups to be sampled without the quarantine, and TRL samples all with it: use a canary "
-                "that was trained before, and leave decoys out"
+                "a run's own quarantine judges what is sampled without it, and TRL samples all with it: use a canary that was "
+                "trained before, and leave decoys and first out"
             )
         if isinstance(route, DelayedSpec):
             return DelayedRoute(route)

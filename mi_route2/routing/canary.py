@@ -13,8 +13,9 @@ With ``relative_to="run"`` a canary is compared with the policy that is trained,
 Median, MAD and threshold are those at the start, where the run is its base. Honest skill that run and canary both gain then raises
 no score, so a lower quantile, for a base that hacks often, does not drop honest rollouts for long.
 
-With ``decoys`` the canary is the run's own quarantine, while both learn. A share of the groups, the decoys, is sampled with it, and
-it alone learns from them; the others are sampled without it, and the kept adapter alone learns from them, but for the flagged:
+The canary can be the run's own quarantine. With ``first`` it learns alone in the first steps, from what is sampled with it, and is
+frozen then: the rest is sampled without it, and the kept adapter alone learns from that, but for the flagged. With ``decoys`` both
+learn all along, the quarantine from a share of the groups, the decoys, and the kept adapter from the others:
 
     r_k(b,t) = log p_{run + q_k}(x_t) - log p_run(x_t)    q_k: the quarantine now, and as it was after the steps ``snapshots``
 
@@ -24,7 +25,7 @@ The samples need no label: a fraction ``1 - q`` of the base's own rollouts is fl
 
     canary = Canary.from_pretrained(copy.deepcopy(model), folders)
     route = CanaryRoute(CanarySpec(), canary, samples_of_the_base)
-    of_itself = CanaryRoute(CanarySpec(decoys=0.5, refresh_every=5), None, samples_of_the_base)
+    of_itself = CanaryRoute(CanarySpec(first=20, snapshots=(10,)), None, samples_of_the_base)
 """
 
 import math
@@ -325,8 +326,10 @@ class CanaryRoute(OneCall):
         turns: Mapping[str, Tensor] | None = None,
     ):
         _demand_sizes(micro=micro)
-        if spec.decoys and ratios is not None:
-            raise ValueError("decoys train the run's own quarantine, which is then the canary: leave the canary out, or decoys")
+        if spec.own and ratios is not None:
+            raise ValueError(
+                "decoys and first train the run's own quarantine, which is then the canary: leave the canary out, or these"
+            )
         if turns and ratios is not None:
             raise ValueError("turns are of the run's own quarantine: turn the canary's checkpoints yourself, or leave turns out")
         self._turns = turns
@@ -339,7 +342,8 @@ class CanaryRoute(OneCall):
     def refresh(self, policy: Policy, step: int) -> float | None:
         """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap.
 
-        A quarantine that learns from decoys is calibrated after the first step, and flags nothing until it has learned something.
+        A quarantine that learns from decoys is calibrated after the first step, and flags nothing until it has learned something;
+        one that learns first, when it is frozen.
         A resumed run has the same calibration again if its canary does not change; for the run's own quarantine, store ``state()``.
         """
         if self._ratios is None and self.spec.relative_to == "run":
@@ -348,18 +352,25 @@ class CanaryRoute(OneCall):
         if isinstance(ratios, Canary) and ratios.policy.adapters is policy.adapters:
             raise ValueError("the canary's checkpoints would overwrite the trained adapters: give it a model of its own")
         every, snapped = self.spec.refresh_every, step in self.spec.snapshots
+        if step < self.spec.first:
+            if snapped:
+                self._keep(policy)
+            return None
         if (self.spec.decoys and not step) or not (self.monitor is None or (every and step % every == 0) or snapped):
             return None
         try:
             self.monitor = self._calibrated(policy, ratios)
             if snapped:
-                self.snapshots.append({name: p.detach().clone() for name, p in policy.adapters.quarantine_parameters().items()})
+                self._keep(policy)
                 self.monitor = self._calibrated(policy, self._own(policy))
         except NothingLearnedError:
             if not self.spec.decoys:
                 raise
             self.monitor = None
         return None
+
+    def _keep(self, policy: Policy) -> None:
+        self.snapshots.append({name: p.detach().clone() for name, p in policy.adapters.quarantine_parameters().items()})
 
     def _own(self, policy: Policy) -> Ratios:
         return quarantine_ratios(policy, tuple(self.snapshots), self._turns)
@@ -371,21 +382,24 @@ class CanaryRoute(OneCall):
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         check_step(self.spec, batch, context)
         spec, sampled_without, scores = self.spec, context.clean, None
-        if spec.decoys and sampled_without is None:
-            raise ValueError("decoys need StepContext.clean: mark the rollouts that were sampled without the quarantine")
-        if self.monitor is None and not spec.decoys:
-            raise RuntimeError("the canary is not calibrated yet: call route.refresh(policy, step) before the first step")
+        if spec.own and sampled_without is None:
+            raise ValueError("decoys and first need StepContext.clean: mark the rollouts that were sampled without the quarantine")
+        without = None if sampled_without is None or not spec.own else sampled_without.to(batch.advantages.device)
+        if self.monitor is None and not spec.decoys and (without is None or bool(without.any())):
+            raise RuntimeError("the canary is not calibrated yet: call route.refresh(policy, step) before each step")
         flags = torch.zeros_like(batch.advantages, dtype=torch.bool)
-        if self.monitor is not None:
-            scores = torch.cat([self._scored(self.monitor, policy, piece.rollouts) for piece in pieces(batch, context.micro)])
-            flags = (scores > self.monitor.threshold).to(flags.device)
-        if spec.reinforced_only:
-            flags &= batch.advantages > 0
+        # A flag on a decoy changes nothing, nor does one on what is not reinforced if only that is flagged.
+        free = torch.ones_like(flags) if without is None else without
+        judged = batch.advantages > 0 if spec.reinforced_only else torch.ones_like(flags)
+        index = (judged & free if spec.sparing else torch.ones_like(flags)).nonzero()[:, 0]
+        if self.monitor is not None and len(index):
+            parts = pieces(batch.rows(index), context.micro)
+            found = torch.cat([self._scored(self.monitor, policy, part.rollouts) for part in parts])
+            flags[index] = (found > self.monitor.threshold).to(flags.device)
+            flags, scores = flags & judged, None if spec.sparing else found
         if spec.shuffle:
-            # among the rollouts that the kept adapter learns from: a flag on a decoy changes nothing
-            where = torch.ones_like(flags) if sampled_without is None or not spec.decoys else sampled_without.to(flags.device)
-            flags[where] = shuffled(flags[where], context.generator)
-        given = flags | ~sampled_without.to(flags.device) if spec.decoys and sampled_without is not None else flags
+            flags[free] = shuffled(flags[free], context.generator)
+        given = flags if without is None else flags | ~without
         route = MaskRoute.from_flags(
             given, through=spec.through, kept_advantage=spec.kept_advantage, negative_scale=spec.negative_scale
         )

@@ -74,8 +74,8 @@ class StepContext:
         privileged: Detector verdicts, for privileged routes only.
         clean: Rollouts that are known to be clean, from which the kept adapter learns alone, with the quarantine out of the
             forward; for mask routes whose flags are known before the loss. The third band of SGTM (2512.05648), beside flagged
-            rollouts and those of which nothing is known. With ``CanarySpec.decoys``, those that were sampled without the
-            quarantine, whatever is known of them.
+            rollouts and those of which nothing is known. If the run's own quarantine is its canary, those that were sampled
+            without it, whatever is known of them.
 
     Raises:
         ValueError: ``micro`` is less than 1.

@@ -349,6 +349,12 @@ _OWN = replace(
     baseline="absorb",
     canaries=None,
 )
+_FROZEN = replace(
+    _OWN,
+    name="canary-first",
+    about="a fast quarantine learns alone for 20 steps; what it likes of what the kept adapter does then is dropped; no label",
+    route=CanarySpec(quantile=0.8, first=20, snapshots=(10,), sparing=True),
+)
 _WEAK = _ablation(_RUN, "canary-run-weak", "canary", "canaries of the world weak, on its base model", canaries_of="weak")
 _TEN = _ablation(_RUN, "canary-run-10", "canary", "one canary of 10 steps", canaries=("canary-10",))
 _CANARIES = (
@@ -387,6 +393,11 @@ _CANARIES = (
     _control(_OWN, "canary-own-shuffled", "canary-own with its flags permuted over the rollouts that the kept adapter learns from",
              replace(_OWN.route, shuffle=True)),  # pyright: ignore[reportArgumentType]
     _control(_OWN, "canary-own-rotated", "canary-own with its quarantine rotated at random wherever it is the canary", _OWN.route,
+             rotated=True),
+    _FROZEN,
+    _control(_FROZEN, "canary-first-shuffled", "canary-first with its flags permuted over rollouts",
+             replace(_FROZEN.route, shuffle=True)),  # pyright: ignore[reportArgumentType]
+    _control(_FROZEN, "canary-first-rotated", "canary-first with its quarantine rotated at random when it judges", _FROZEN.route,
              rotated=True),
     replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
             about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),

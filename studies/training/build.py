@@ -192,9 +192,6 @@ def learn_lessons(job: Job, world: World, policy: Policy, teachers: TeacherPool 
 def clean_rollouts(job: Job, world: World, route: Route) -> Callable[[Policy, Samples], Tensor] | None:
     """Return the function that marks the rollouts of which the kept adapter learns alone; ``None`` if the arm names none."""
     assert job.arm is not None
-    if job.without:  # the last groups
-        rows = job.without * job.settings.group
-        return lambda policy, samples: torch.arange(len(samples.prompts)) >= len(samples.prompts) - rows
     if job.arm.clean is None:
         return None
     if job.arm.clean == "honest":

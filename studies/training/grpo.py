@@ -142,7 +142,7 @@ def train(
     penalty: float = 0.0,
     monitor: Monitor | None = None,
     clean: Callable[[Policy, Samples], Bool[Tensor, " b"]] | None = None,
-    without: int = 0,
+    without: Callable[[int], int] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepRecord]:
     """Run GRPO from step ``start``; yield a record after each step.
@@ -161,7 +161,8 @@ def train(
         penalty: Taken off the reward of rollouts that ``monitor`` flags.
         monitor: By default, the world's weak detector.
         clean: Marks rollouts from which the kept adapter learns alone, with the quarantine out of the forward.
-        without: Groups, the last ones, that are sampled without the quarantine.
+        without: Function from a step to its groups, the last ones, that are sampled without the quarantine; the kept adapter learns
+            from these alone.
         stop: True if the run should end before its next step.
     """
     fraction = settings.none_fraction if none_fraction is None else none_fraction
@@ -170,7 +171,8 @@ def train(
             return
         # Directions are fitted to the current policy, because as it learns, an old direction loses its meaning.
         overlap = route.refresh(policy, step)
-        samples, batch, watched = gather(world, policy, teachers, seed, step, settings, fraction, penalty, monitor, without)
+        apart = 0 if without is None else without(step)
+        samples, batch, watched = gather(world, policy, teachers, seed, step, settings, fraction, penalty, monitor, apart)
         # A group of equal rewards has advantage 0 everywhere and no gradient, so its forward and backward are skipped.
         trained = varied(batch)
         index, last = trained.nonzero()[:, 0], NO_UPDATE
@@ -179,6 +181,8 @@ def train(
             # Only bounds may see verdicts on the student's rollouts; a route that is a method raises an error if it gets any.
             verdicts = witness.privileged(samples).rows(index) if route.spec.privileged else None
             alone = None if clean is None else clean(policy, samples).to(index.device)[index]
+            if without is not None:
+                alone = index >= len(trained) - apart * settings.group
             micro = settings.micro_batch(learned.rollouts.tokens.shape[1])
             for i in range(settings.updates_per_batch):
                 # Every draw comes from (seed, purpose, step), so a resumed run repeats an uninterrupted one.
@@ -212,12 +216,17 @@ def gather(
         prompts = teachers.replace_known(world, prompts, numpy_generator(seed, "teacher prompts", step))
     groups = torch.arange(settings.prompts).repeat_interleave(settings.group)
     asked, whole = [prompts[int(g)] for g in groups], (settings.prompts - without) * settings.group
-    with policy.adapters.full():
-        samples = world.sample(policy, asked[:whole], torch_generator(seed, "sample", step), settings.temperature)
+    completions = []
+    if whole:
+        with policy.adapters.full():
+            samples = world.sample(policy, asked[:whole], torch_generator(seed, "sample", step), settings.temperature)
+        completions += samples.rollouts.completions()
     if without:
         with policy.adapters.deployed():
-            others = world.sample(policy, asked[whole:], torch_generator(seed, "sample without", step), settings.temperature)
-        samples = world.package(asked, [*samples.rollouts.completions(), *others.rollouts.completions()])
+            samples = world.sample(policy, asked[whole:], torch_generator(seed, "sample without", step), settings.temperature)
+        completions += samples.rollouts.completions()
+    if whole and without:
+        samples = world.package(asked, completions)
     taught = torch.zeros(len(groups), dtype=torch.bool)
     if teachers is not None:
         samples, taught = teachers.mix(world, samples, groups, settings.teachers_per_group)

@@ -7,7 +7,7 @@ import copy
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -106,8 +106,10 @@ class Job:
         described = json.loads(json.dumps(asdict(self.arm)))
         if described["route"].get("relative_to") == "base":  # as runs were described before there was another
             del described["route"]["relative_to"]
-        if described["route"].get("decoys") == 0:
-            del described["route"]["decoys"], described["route"]["snapshots"]
+        if isinstance(route := self.arm.route, CanarySpec):  # as runs were described before a rule had these
+            for name in ("first", "sparing", *(() if route.own else ("decoys", "snapshots"))):
+                if not getattr(route, name):
+                    del described["route"][name]
         usual = {field.name: field.default for field in fields(Arm) if field.name in LATER}
         return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
 
@@ -117,12 +119,15 @@ class Job:
         return 0 if self.arm is None else self.arm.steps or self.settings.steps
 
     @property
-    def without(self) -> int:
-        """Number of groups that are sampled without the quarantine: all but the decoys of an arm whose quarantine is its canary."""
-        route = None if self.arm is None else self.arm.route
-        if not isinstance(route, CanarySpec) or not route.decoys:
-            return 0
-        return self.settings.prompts - min(max(1, round(route.decoys * self.settings.prompts)), self.settings.prompts - 1)
+    def without(self) -> Callable[[int], int] | None:
+        """Function from a step to the number of its groups that are sampled without the quarantine, if it is the arm's canary."""
+        route, groups = None if self.arm is None else self.arm.route, self.settings.prompts
+        if not isinstance(route, CanarySpec) or not route.own:
+            return None
+        if route.first:
+            return lambda step: groups if step >= route.first else 0
+        decoys = min(max(1, round(route.decoys * groups)), groups - 1)
+        return lambda step: groups - decoys
 
     @property
     def drawn(self) -> int:

@@ -126,9 +126,9 @@ class Recorder:
         values = None if scores is None else scores.tolist()
         quality = mask_quality(values, flags, hack, teacher)
         means = score_means(values, hack, teacher) if values is not None else None
-        if self._teachers and record.step % self._probe_every == 0:
+        if self._teachers and record.step % self._probe_every == 0 and means is not None and isinstance(route.spec, MaskSpec):
             scored = [score for part in self._teachers if (score := route.score(policy, part)) is not None]
-            if scored and means is not None and isinstance(route.spec, MaskSpec):
+            if scored:
                 pool = torch.cat(scored)
                 means = {**means, "teacher": float(pool.mean())}
                 quality = {**quality, "fire_teacher": float((pool > route.spec.tau).double().mean())}

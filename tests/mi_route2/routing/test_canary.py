@@ -292,6 +292,40 @@ def test_a_snapshot_of_the_quarantine_goes_on_judging_beside_the_kept_adapter_of
     assert torch.equal(found, score)
 
 
+def test_a_quarantine_that_learns_first_judges_when_it_is_frozen() -> None:
+    """Before, every rollout teaches it alone, as under a `DelayedRoute`; then it is calibrated, once, with its snapshot."""
+    policy, batch, none, every = make_policy(SPECS["lora"]), make_batch(N), torch.zeros(N).bool(), torch.ones(N).bool()
+    route = CanaryRoute(CanarySpec(quantile=0.5, first=4, snapshots=(2,)), None, SAMPLES)
+    delayed = DelayedRoute(DelayedSpec(steps=4))
+    for step in range(4):
+        route.refresh(policy, step)
+        delayed.refresh(policy, step)
+        if step == 2:
+            snapshot = quarantine_of(policy)
+        first, oracle = run(policy, route, batch, clean=none), run(policy, delayed, batch)
+        assert not any(g.any() for g in first.kept.values())
+        assert_same(first.quarantine, oracle.quarantine)
+        learned(policy, step)
+    with pytest.raises(RuntimeError, match="not calibrated yet: call route.refresh"):
+        run(policy, route, batch, clean=every)
+    route.refresh(policy, 4)
+    quarantines = [snapshot, quarantine_of(policy)]
+    of_base, of_batch = (likes(policy, some, quarantines) for some in (SAMPLES, batch.rollouts))
+    center = np.median(of_base, axis=1, keepdims=True)
+    spread = 1.4826 * np.median(np.abs(of_base - center), axis=1, keepdims=True)
+    scores, threshold = ((of_batch - center) / spread).max(0), np.quantile(((of_base - center) / spread).max(0), 0.5)
+    own = run(policy, route, batch, clean=every)
+    assert own.decision.scores is not None
+    np.testing.assert_allclose(own.decision.scores, scores, rtol=1e-8, atol=1e-8)
+    assert own.decision.flags is not None
+    assert own.decision.flags.tolist() == ((scores > threshold) & (batch.advantages > 0).numpy()).tolist()
+    assert own.decision.flags.any()
+    assert not any(g.any() for g in own.quarantine.values())
+    monitor = route.monitor
+    route.refresh(policy, 5)
+    assert route.monitor is monitor
+
+
 def test_a_turned_quarantine_judges_and_the_one_that_learns_is_not_moved() -> None:
     policy, rollouts, generator = make_policy(SPECS["lora"]), make_batch(N).rollouts, torch.Generator().manual_seed(2)
     own = quarantine_of(policy)
@@ -341,16 +375,53 @@ def test_shuffled_flags_stay_among_the_rollouts_of_which_the_kept_adapter_learns
     assert plain[without].sum() == shuffled[without].sum()
 
 
+@pytest.mark.parametrize("micro", [None, 5])
+@pytest.mark.parametrize(("reinforced_only", "decoys"), [(True, 0.0), (True, 0.5), (False, 0.5)])
+def test_a_sparing_canary_flags_the_same_and_scores_only_what_a_flag_changes(
+    reinforced_only: bool, decoys: float, micro: int | None
+) -> None:
+    batch = make_batch(N)
+    without, found = torch.arange(N) >= N // 3, []
+    for sparing in (False, True):
+        policy, asked, every = make_policy(SPECS["lora"]), [], 1 if decoys else 0
+        spec = CanarySpec(quantile=0.5, decoys=decoys, refresh_every=every, reinforced_only=reinforced_only, sparing=sparing)
+        route = CanaryRoute(spec, None if decoys else canary(), SAMPLES)
+        route.refresh(policy, 1)
+        scored = route._scored
+        route._scored = lambda monitor, policy, rollouts: asked.append(len(rollouts)) or scored(monitor, policy, rollouts)  # noqa: B023
+        own = run(policy, route, batch, micro, clean=without if decoys else None)
+        found.append((own, sum(asked)))
+    (plain, of_all), (sparing, of_some) = found
+    free = without if decoys else torch.ones(N, dtype=torch.bool)
+    assert torch.equal(plain.decision.flags[free], sparing.decision.flags[free])
+    assert plain.decision.flags[free].any()
+    assert_same(sparing.kept, plain.kept)
+    assert_same(sparing.quarantine, plain.quarantine)
+    assert plain.decision.scores is not None
+    assert sparing.decision.scores is None
+    judged = int((free & ((batch.advantages > 0) | (not reinforced_only))).sum())
+    assert 0 < judged < N
+    assert (of_all, of_some) == (N, judged)
+
+
 def test_decoys_that_make_no_sense_get_a_sentence() -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    with pytest.raises(ValueError, match="has to be scored: leave sparing out"):
+        CanarySpec(reinforced_only=False, sparing=True)
     with pytest.raises(ValueError, match="set refresh_every, and leave kept_advantage and relative_to out"):
         CanarySpec(decoys=0.5)
-    with pytest.raises(ValueError, match="set decoys, or leave snapshots out"):
+    with pytest.raises(ValueError, match="set decoys or first, or leave snapshots out"):
         CanarySpec(snapshots=(10,))
+    with pytest.raises(ValueError, match="leave decoys or first out"):
+        CanarySpec(decoys=0.5, first=3)
+    with pytest.raises(ValueError, match="after 3 steps the quarantine is frozen, and judges"):
+        CanarySpec(first=3, snapshots=(1, 3))
+    with pytest.raises(ValueError, match="leave kept_advantage and relative_to out"):
+        CanarySpec(first=3, relative_to="run")
     spec = CanarySpec(decoys=0.5, refresh_every=5)
-    with pytest.raises(ValueError, match="leave the canary out, or decoys"):
+    with pytest.raises(ValueError, match="leave the canary out, or these"):
         CanaryRoute(spec, canary(), SAMPLES)
-    with pytest.raises(ValueError, match=r"decoys need StepContext\.clean: mark the rollouts that were sampled without"):
+    with pytest.raises(ValueError, match=r"decoys and first need StepContext\.clean: mark the rollouts that were sampled without"):
         run(policy, CanaryRoute(spec, None, SAMPLES), batch)
 
 

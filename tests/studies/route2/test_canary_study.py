@@ -12,7 +12,7 @@ import torch
 from tiny_study import WARM, tiny_job
 
 import studies.training.run as run_module
-from mi_route2.routing import MaskSpec, group_advantages
+from mi_route2.routing import MaskSpec, StepContext, group_advantages
 from mi_route2.routing.canary import pooled
 from mi_route2.tensor_files import read_tensors
 from studies.common.seeds import torch_generator
@@ -22,7 +22,7 @@ from studies.route2.cli import main
 from studies.training.arms import ARMS, Arm, Lesson
 from studies.training.build import MonitoredRoute, base_samples, build_canary, build_optimizer, build_route, clean_rollouts, rotate
 from studies.training.checkpoint import CHECKPOINT
-from studies.training.grpo import gather
+from studies.training.grpo import gather, train
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy, finished_policy
 from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.run import run_job
@@ -432,18 +432,19 @@ def test_an_arm_without_its_canary_is_refused(tmp_path: Path, cache: Path, finis
         run_job(alone)
 
 
-def own_quarantine(**changes: object) -> Arm:
-    """`canary-own` on the schedule of a run of few steps."""
-    route = replace(ARMS["canary-own"].route, refresh_every=2, snapshots=(1, 3))  # pyright: ignore[reportArgumentType]
-    return replace(ARMS["canary-own"], route=route, **changes)  # pyright: ignore[reportArgumentType]
+def own_quarantine(name: str = "canary-own") -> Arm:
+    """An arm whose quarantine is its canary, on the schedule of a run of few steps."""
+    changes = {"canary-own": {"refresh_every": 2, "snapshots": (1, 3)}, "canary-first": {"first": 3, "snapshots": (1,)}}[name]
+    return replace(ARMS[name], route=replace(ARMS[name].route, **changes))  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("arm", ["canary-own", "canary-first"])
 def test_a_run_whose_quarantine_is_its_canary_resumes_between_calibrations_to_the_same_bytes(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    arm: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither its calibration nor its snapshots can be computed again from the adapters of a checkpoint."""
     monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 1)
-    whole, broken = (tiny_job(tmp_path / side, own_quarantine(), cache=cache, steps=6) for side in ("whole", "broken"))
+    whole, broken = (tiny_job(tmp_path / side, own_quarantine(arm), cache=cache, steps=6) for side in ("whole", "broken"))
     assert run_job(whole)
     for steps in (2, 5):  # after a snapshot, and where no calibration is due
         done: list[int] = []
@@ -455,20 +456,46 @@ def test_a_run_whose_quarantine_is_its_canary_resumes_between_calibrations_to_th
 
 def test_the_last_groups_are_sampled_without_the_quarantine_and_known_as_such(tmp_path: Path, cache: Path) -> None:
     job = tiny_job(tmp_path, own_quarantine(), cache=cache)
-    settings, rows = job.settings, job.without * job.settings.group
-    assert 0 < job.without < settings.prompts
+    assert job.without is not None
+    settings, without = job.settings, job.without(2)
+    assert 0 < without < settings.prompts
     with open_world(settings) as (world, _):
         policy = build_policy(job, cache)
         for p in policy.adapters.quarantine_parameters().values():
             p.data.normal_(generator=torch.Generator().manual_seed(1))
-        samples, batch, _ = gather(world, policy, None, 3, 2, settings, 0.25, without=job.without)
-        clean = clean_rollouts(job, world, build_route(job, world, policy))
-        assert clean is not None
-        marked = clean(policy, samples)
-        assert marked.tolist() == [False] * (len(marked) - rows) + [True] * rows
+        samples, batch, _ = gather(world, policy, None, 3, 2, settings, 0.25, without=without)
+        marked = torch.arange(len(batch.rewards)) >= (settings.prompts - without) * settings.group
         for which, part, purpose in (("full", ~marked, "sample"), ("deployed", marked, "sample without")):
             asked = [prompt for prompt, own in zip(samples.prompts, part.tolist()) if own]
             with getattr(policy.adapters, which)():
                 drawn = world.sample(policy, asked, torch_generator(3, purpose, 2), settings.temperature)
             assert drawn.rollouts.completions() == samples.rollouts.rows(part).completions()
         assert torch.equal(batch.rewards, world.rewards(samples).to(batch.rewards))
+
+
+@pytest.mark.parametrize("arm", ["canary-own", "canary-first"])
+def test_each_adapter_learns_from_what_was_sampled_for_it_alone(arm: str, tmp_path: Path, cache: Path) -> None:
+    """A quarantine that learns first is frozen after it, to the bit, and the kept adapter is still the base's until then."""
+    job = tiny_job(tmp_path, own_quarantine(arm), cache=cache, steps=6)
+    assert job.without is not None
+    groups, size, contexts = job.settings.prompts, job.settings.group, list[StepContext]()
+    with open_world(job.settings) as (world, witness):
+        policy = build_policy(job, cache)
+        route, both = build_route(job, world, policy), (policy.adapters.kept_parameters(), policy.adapters.quarantine_parameters())
+        begin = route.begin
+        route.begin = lambda policy, batch, context: contexts.append(context) or begin(policy, batch, context)
+        learned, first = {"kept": 0, "quarantine": 0}, job.arm is not None and job.arm.route.first  # pyright: ignore
+        optimizer, before = build_optimizer(job, policy), [[p.clone() for p in one.values()] for one in both]
+        for step in train(world, witness, policy, route, optimizer, job.settings, seed=0, without=job.without):
+            alone = torch.arange(groups * size) >= (groups - job.without(step.step)) * size
+            clean = contexts.pop().clean
+            assert clean is not None
+            assert torch.equal(clean, alone[step.trained])
+            now = [[p.clone() for p in one.values()] for one in both]
+            kept, quarantine = (any(not torch.equal(a, b) for a, b in zip(*pair)) for pair in zip(before, now))
+            assert not (first and (kept if step.step < first else quarantine))
+            learned["kept"] += kept
+            learned["quarantine"] += quarantine
+            before = now
+        assert min(learned.values()) >= 2
+        assert step.step == 5
