@@ -120,6 +120,18 @@ def test_the_sentences_carry_the_numbers_of_the_table(root: Path, set_hack: Call
             assert f"median {number(rows[arm][HACK]['median'])}, mean" in "".join(re.findall(rf"- \*\*{arm}\b.*", after)), arm
 
 
+def test_published_sentences_are_those_of_the_published_tables() -> None:
+    folders = sorted((DOCS / "results").glob("**/headline.md"))
+    texts = {path: json.loads(path.with_name("table.json").read_text()) for path in folders if path.with_name("runs.json").exists()}
+    assert len(texts) > 5
+    for path, content in texts.items():
+        result, written = Result(content), path.with_name("tables.md").read_text()
+        assert headline(result) == path.read_text()
+        assert figure_module._main_table(result) in written
+        assert figure_module._filter_table(result) in written
+    assert short(publish_module.predicted_results(DOCS / "results")) == (DOCS / "results/short.md").read_text()
+
+
 def test_every_route_stands_with_absorb_and_its_own_filter_and_bounds_are_marked(root: Path) -> None:
     result = Result(report(root))
     text = headline(result)
@@ -319,11 +331,13 @@ def test_the_figure_shows_every_seed_at_its_rate(root: Path, tmp_path: Path, mon
     monkeypatch.setattr(figure_module, "save_figure", lambda figure, path: (kept.append(figure), path)[1])
     content = report(root)
     write_headline_figure(Result(content), tmp_path / "headline.png")
-    drawn = np.concatenate([np.asarray(each.get_offsets()) for each in kept[0].axes[0].collections])
     order = [arm for arm in SHOWN if arm in ARMS]
     rows = {row["arm"]: row for row in content["rows"]}
-    expected = [(value, order.index(arm)) for arm in order for value in rows[arm][HACK]["seeds"]]
-    assert np.array(sorted(drawn.tolist())) == pytest.approx(np.array(sorted(expected)))
+    for ax, metric in zip(kept[0].axes, (HACK, "deploy_exploit_held", "deploy_solve"), strict=True):
+        drawn = np.concatenate([np.asarray(each.get_offsets()) for each in ax.collections])
+        expected = [(value, order.index(arm)) for arm in order for value in rows[arm][metric]["seeds"]]
+        assert np.array(sorted(drawn.tolist())) == pytest.approx(np.array(sorted(expected)))
+        assert [line.get_xdata()[0] for line in ax.lines] == [rows[arm][metric]["median"] for arm in order]  # pyright: ignore
     assert [label.get_text() for label in kept[0].axes[0].get_yticklabels()][-1] == "oracle (bound)"
 
 

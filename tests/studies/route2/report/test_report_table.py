@@ -209,6 +209,7 @@ def test_every_printed_cell_is_the_number_that_its_column_names(root: Path) -> N
                     expected = _said(row[COLUMNS[column]], bool(minus))
                 assert cell == expected, (title, arm, column)
                 checked.add((title, column))
+    assert ("deploy solve", "none") in checked
     assert len(checked) > 70
     (group,) = groups["groups"]
     lines, rows = _printed(written["ablations.md"])[group["group"]], {record["arm"]: record for record in group["arms"]}
