@@ -2,8 +2,9 @@
 
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from tiny_study import tiny_job, tiny_settings
 import studies.training.run as run_module
 from mi_route2.routing import MaskRoute
 from mi_route2.tensor_files import read_tensors
+from studies.common.seeds import derive
 from studies.environments.micro.oracle import Oracle
-from studies.environments.protocol import Verdict
+from studies.environments.protocol import Forgetful, Verdict
 from studies.training.arms import ARMS, Arm
 from studies.training.build import build_route
 from studies.training.checkpoint import CHECKPOINT
@@ -155,6 +157,44 @@ def test_every_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path
     assert len(gzip.decompress((job.folder / ROLLOUTS).read_bytes()).splitlines()) == 2 * 12
     report = json.loads((job.folder / EVAL).read_text())
     assert set(report["modes"]) == {"run_tests", "sentinel", "stdout_marker", "file_marker", "none"}
+
+
+@pytest.mark.study
+def test_what_an_arm_says_reaches_its_loop(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or two arms would be one run, and their comparison one of nothing."""
+    given: dict[str, Any] = {}
+
+    def loop(world: Any, witness: Any, policy: Any, route: Any, optimizer: Any, settings: Any, **named: Any) -> Iterator[Any]:
+        betas = [group["betas"] for group in optimizer.param_groups]
+        given.update(named, witness=witness, policy=policy, route=route, steps=settings.steps, betas=betas)
+        return iter(())
+
+    def of(arm: str) -> dict[str, Any]:
+        given.clear()
+        run_job(tiny_job(tmp_path, arm, cache=cache, teachers=0))
+        return {**given}
+
+    monkeypatch.setattr(run_module, "train", loop)
+    usual = of("route2-grad")
+    assert (usual["none_fraction"], usual["penalty"], usual["seed"], usual["steps"]) == (None, 0.0, 0, 4)
+    assert usual["betas"] == [(0.9, 0.99)] * 2
+    assert (usual["route"].l1, usual["route"].want_unrouted) == (0.0, False)
+    assert of("grad-no-none")["none_fraction"] == 0.0
+    assert of("grad-l1")["route"].l1 == 0.1
+    assert of("grad-second-moment")["route"].want_unrouted
+    assert of("vanilla-5")["steps"] == 5
+    assert of("canary-2")["seed"] == tiny_job(tmp_path, "canary-2").drawn != 0
+    assert (of("penalty-known")["penalty"], given["monitor"]) == (1.0, None)
+    assert of("penalty-act")["monitor"] == given["route"].watch
+    assert of("sees-25")["witness"] == Forgetful(given["witness"].witness, 0.25, derive(0, "recall"))
+    assert not isinstance(of("sees-100")["witness"], Forgetful)
+    drawn = {}
+    for arm, refitted in (("haar", False), ("haar-2", False), ("nonhack", False), ("route2-full", True)):
+        route, policy = of(arm)["route"], given["policy"]
+        route.refresh(policy, 0)
+        drawn[arm] = route.directions.vectors["unembed"]
+        assert (route.refresh(policy, 5) is not None) is refitted
+    assert not any(torch.equal(drawn[one], drawn[other]) for one, other in combinations(drawn, 2))
 
 
 @pytest.mark.study
