@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ from studies.route2.publish import (
     unpacked,
 )
 from studies.route2.report import report_texts, write_tables
-from studies.route2.report.load import load_runs
+from studies.route2.report.load import ArmSpec, Run, RunSet, load_runs
 from studies.training.arms import ARMS as REAL_ARMS
 from studies.training.job import Job
 from studies.training.settings import changes, get_settings, override
@@ -399,11 +398,13 @@ def test_routes_and_their_filters_are_real_arms() -> None:
 def test_a_masks_quality_is_of_the_first_steps_and_its_rule_of_the_ratio() -> None:
     """A window that slides, a ratio that counts from 1, or a seed among the others would all go unseen in whole reports."""
     masks = [{"mask": {key: float(step >= EARLY) for key in QUALITIES}} for step in range(2 * EARLY)]
-    runs: Any = SimpleNamespace(runs={("filter-act", 0): SimpleNamespace(metrics=masks)})
+    run = Run("filter-act", 0, Path("filter-act"), ArmSpec("method"), "", masks, {})
+    runs = RunSet(Path("strong"), {}, {("filter-act", 0): run})
     assert mask_quality(runs)["filter-act", 0]["auroc"] == 0.0
     assert mask_quality(runs, slice(-EARLY, None))["filter-act", 0]["auroc"] == 1.0
     row = {"arm": "route2-act", "role": "method", "seed_ids": [0, 1, 2]}
-    result: Any = SimpleNamespace(rows={"route2-act": row}, shown=lambda: ["route2-act"], name=lambda arm: arm)
+    rest = {"settings": {}, "seed_ids": [0, 1, 2], "modes": {"held_out": []}, "differences": [], "unfinished": []}
+    result = Result({**rest, "rows": [row]})
     quality = {("route2-act", seed): {"fire_hack": hack, "fire_clean": 0.25} for seed, hack in enumerate((0.75, 0.75, 0.5))}
     line = figure_module._fire_table(result, quality).splitlines()[-1]
     assert [cell.strip() for cell in line.strip("|").split("|")] == ["route2-act", ".750", ".250", "2 of 3", "**not met**"]
