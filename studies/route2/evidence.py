@@ -214,7 +214,7 @@ def flagged_late(metrics: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def seconds(folder: Path) -> float | None:
-    """Return the duration of a run's training, over all of its starts; ``None`` if it was not trained."""
+    """Return the duration of a run's training, over all of its starts but those that were killed; ``None`` if not trained."""
     path = folder / TIMINGS
     if not path.exists():
         return None
@@ -462,7 +462,8 @@ def rates(evidence: Evidence, arm: str) -> list[tuple[float, str]]:
     """Return ``(rate of the quarantine over the kept one, arm)`` of the arms that have the flags of `arm` and a quarantine."""
     settings = PRESETS.get(evidence.preset, CHAT)
     usual = settings.quarantine_lr / settings.kept_lr
-    family = [name for name in evidence.values if name in ARMS and ARMS[name].same_rule_filter == arm]
+    named = [name for name in evidence.values if name in ARMS and ARMS[name].same_rule_filter == arm]
+    family = [name for name in named if ARMS[name].clean is None]  # a band of clean rollouts is another method at the same rate
     return sorted((usual * ARMS[name].quarantine_lr_scale, name) for name in family)
 
 

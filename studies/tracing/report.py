@@ -143,20 +143,23 @@ def _rates_said(numbers: Table, arm: str) -> str:
 
 
 def exactness_line(data: dict[str, Any]) -> str:
-    """Return the sentence on whether deleting agrees with patching: the largest differences of logits and of sampled hack rates."""
-    names = {name for row in data["agreement"] for name in row["checks"]}
-    worst = {name: max(row["checks"].get(name, 0.0) for row in data["agreement"]) for name in names}
+    """Return the sentence on whether deleting agrees with patching: the largest differences of logits and of sampled hack rates.
+
+    They are of trained arms: at initialization a quarantine adds nothing, so nothing could differ.
+    """
+    rows = [row for row in data["agreement"] if row["arm"] != UNTRAINED and PATCHED in row["rates"]]
+    if not rows:
+        return "**Does deleting agree with patching?** Not tested: no trained arm here has a quarantine."
     apart = [
         abs(a - b)
-        for row in data["agreement"]
-        if PATCHED in row["rates"]
+        for row in rows
         for a, b in zip(row["rates"][PATCHED]["hack"]["seeds"], row["rates"][DELETED]["hack"]["seeds"], strict=True)
     ]
-    exact, single = (f"{worst.get(name, 0.0):.1e}" for name in _differences())
+    exact, single = (f"{max(row['checks'][name] for row in rows):.1e}" for name in _differences())
     return (
         "**Does deleting agree with patching?** Zeros at every `quarantine_out` against `adapters.deployed()`: logits differ by at "
         f"most {exact} in float64 and {single} in float32; sampled hack rates of a seed differ by at most "
-        f"{number(max(apart, default=0.0))}."
+        f"{number(max(apart))}."
     )
 
 

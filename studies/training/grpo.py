@@ -177,12 +177,12 @@ def train(
         trained = varied(batch)
         index, last = trained.nonzero()[:, 0], NO_UPDATE
         if len(index):
-            learned = with_anchors(policy, batch.rows(index), settings)
-            # Only bounds may see verdicts on the student's rollouts; a route that is a method raises an error if it gets any.
-            verdicts = witness.privileged(samples).rows(index) if route.spec.privileged else None
             alone = None if clean is None else clean(policy, samples).to(index.device)[index]
             if without is not None:
                 alone = index >= len(trained) - apart * settings.group
+            learned = with_anchors(policy, batch.rows(index), settings, alone)
+            # Only bounds may see verdicts on the student's rollouts; a route that is a method raises an error if it gets any.
+            verdicts = witness.privileged(samples).rows(index) if route.spec.privileged else None
             micro = settings.micro_batch(learned.rollouts.tokens.shape[1])
             for i in range(settings.updates_per_batch):
                 # Every draw comes from (seed, purpose, step), so a resumed run repeats an uninterrupted one.
@@ -247,14 +247,22 @@ def varied(batch: TrainBatch) -> Bool[Tensor, " b"]:
 
 
 @torch.no_grad()
-def with_anchors(policy: Policy, batch: TrainBatch, settings: Hyperparameters) -> TrainBatch:
-    """Add the log-probabilities that updates are clipped and penalized against, if the settings use them."""
+def with_anchors(
+    policy: Policy, batch: TrainBatch, settings: Hyperparameters, alone: Bool[Tensor, " b"] | None = None
+) -> TrainBatch:
+    """Add the log-probabilities that updates are clipped and penalized against, if the settings use them.
+
+    The kept adapter learns ``alone`` rollouts without the quarantine, so they are compared with the policy without it.
+    """
     parts = chunks(batch, settings.micro_batch(batch.rollouts.tokens.shape[1]))  # logits of a whole batch may be too many
 
     def logprobs() -> Tensor:
         return torch.cat([policy.logprobs(batch.rollouts.rows(index)) for index in parts])
 
     old = logprobs() if settings.updates_per_batch > 1 else None
+    if old is not None and alone is not None:
+        with policy.adapters.deployed():
+            old = torch.where(alone[:, None], logprobs(), old)
     reference = None
     if settings.kl > 0:
         with policy.adapters.reference():

@@ -54,7 +54,7 @@ class Run:
     """One finished arm on one seed.
 
     `metrics` are the rows of the training log; `modes[mode]["on" | "deploy"][rate]` are in [0, 1]; `unusual` is what differs from
-    the usual pairs, host, precision and sampler.
+    the usual pairs, host, precision and sampler; `definition` is the whole arm, without its line for tables.
     """
 
     arm: str
@@ -65,6 +65,7 @@ class Run:
     metrics: list[dict[str, Any]]
     modes: dict[str, dict[str, dict[str, float]]]
     unusual: dict[str, str] = field(default_factory=dict)
+    definition: dict[str, Any] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -183,6 +184,7 @@ def _load_run(folder: Path, seed: int, modes: Modes) -> Run | None:
         spec=_arm_spec(manifest.arm_spec, where),
         settings_hash=manifest.settings_hash,
         unusual=unusual_entries(manifest),
+        definition={name: value for name, value in manifest.arm_spec.items() if name != "about"},
         metrics=[] if folder.name == BASE and not log.exists() else _read_rows(log),
         modes=_evaluation(folder / "eval.json", modes.names),
     )
@@ -224,6 +226,7 @@ def _rates(mode: dict[str, Any], state: str, name: str, path: Path) -> dict[str,
 def _agreed_specs(runs: dict[tuple[str, int], Run]) -> dict[str, ArmSpec]:
     first = next(iter(runs.values()))
     specs: dict[str, ArmSpec] = {}
+    definitions: dict[str, dict[str, Any]] = {}
     for run in runs.values():
         if run.settings_hash != first.settings_hash:
             raise ValueError(f"{run.folder} and {first.folder} have different settings: arms compare under one hash only")
@@ -232,7 +235,8 @@ def _agreed_specs(runs: dict[tuple[str, int], Run]) -> dict[str, ArmSpec]:
                 f"{run.folder} and {first.folder} were run with different pairs, hosts, precisions or samplers ({run.unusual} and "
                 f"{first.unusual}): give each an --out of its own"
             )
-        if specs.setdefault(run.arm, run.spec) != run.spec:
+        specs[run.arm] = run.spec
+        if definitions.setdefault(run.arm, run.definition) != run.definition:
             raise ValueError(f"arm {run.arm} is defined differently on seed {run.seed}: run it again on every seed")
     return specs
 

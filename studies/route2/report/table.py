@@ -135,11 +135,10 @@ def _difference(
 
 
 def _head(runs: RunSet, content: dict[str, Any]) -> str:
-    steps = max(run.steps for run in runs.runs.values())
     lines = [
         f"# {content['study']}",
         "",
-        f"{len(content['rows'])} arms, seeds {', '.join(map(str, runs.seeds))}, {steps} training steps, "
+        f"{len(content['rows'])} arms, seeds {', '.join(map(str, runs.seeds))}, {runs.settings['steps']} training steps, "
         f"settings {content['settings_hash']}.",
         "",
         "Cells: mean [95% Student-t interval over seeds]. Held-out modes: "

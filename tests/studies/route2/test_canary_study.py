@@ -416,6 +416,7 @@ def test_a_monitor_is_a_probe_beside_an_open_route(changed: dict[str, object]) -
         ("vanilla-slower", 0.1, None),
         ("sees-known-slow-quarantine", 1 / 3, 1),
         ("sees-0-quarantine-fast", 1, 3),
+        ("shared-basis", 1, 3),  # the kept adapter's rate, in the coordinates of which it writes
     ],
 )
 def test_each_adapter_learns_at_its_rate_times_the_arms_factor(

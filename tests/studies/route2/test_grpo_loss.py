@@ -42,13 +42,16 @@ def test_objective_is_its_definition_away_from_the_sampling_policy(kl: float) ->
     with torch.no_grad():
         for p in policy.adapters.kept_parameters().values():
             p += 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(5), dtype=p.dtype)
-    loss, _ = objective(policy.logits(anchored.rollouts), anchored, settings, COMPLETION_LENGTH)
+    assert anchored.old_logprobs is not None
+    drawn = torch.randn(anchored.old_logprobs.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    anchored = replace(anchored, old_logprobs=anchored.old_logprobs + 0.5 * drawn)  # ratios beyond both bounds
+    loss, reported = objective(policy.logits(anchored.rollouts), anchored, settings, COMPLETION_LENGTH)
     scale = settings.prompts * settings.group * COMPLETION_LENGTH
     assert anchored.old_logprobs is not None
-    own = brute(
-        policy.logprobs(batch.rollouts), anchored.old_logprobs, anchored.reference_logprobs, batch, settings.clip, kl, scale
-    )
+    given = policy.logprobs(batch.rollouts), anchored.old_logprobs
+    own, plain = (brute(*given, ref, batch, settings.clip, kl, scale) for ref in (anchored.reference_logprobs, None))
     assert torch.allclose(loss, own, rtol=0, atol=1e-12)
+    assert torch.allclose(kl * reported, own - plain, rtol=0, atol=1e-12)
 
 
 def test_the_clip_acts_on_stale_logprobs_and_never_on_fresh_ones() -> None:

@@ -150,6 +150,16 @@ def test_clean_rollouts_are_those_of_the_honest_mode_or_of_low_scores(tmp_path: 
 
         train_ = train(world, witness, policy, route, build_optimizer(job, policy), settings, seed=4, clean=noted)
         (record,) = list(train_)
+        # Updates that change nothing have the loss of one: what is learned without the quarantine is compared with itself.
+        losses, still = [], build_optimizer(job, policy)
+        for group in still.param_groups:
+            group["lr"] = 0.0
+        for p in policy.adapters.quarantine_parameters().values():
+            p.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+        for updates in (1, 2):
+            again = replace(settings, updates_per_batch=updates)
+            losses += [each.loss for each in train(world, witness, policy, route, still, again, seed=4, clean=given)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5, abs=1e-7)
     ((clean, samples, scores),) = seen
     if arm == "bands-full":
         assert isinstance(route, MaskRoute)

@@ -2,9 +2,11 @@
 
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -15,14 +17,15 @@ from tiny_study import tiny_job, tiny_settings
 import studies.training.run as run_module
 from mi_route2.routing import MaskRoute
 from mi_route2.tensor_files import read_tensors
+from studies.common.seeds import derive
 from studies.environments.micro.oracle import Oracle
-from studies.environments.protocol import Verdict
+from studies.environments.protocol import Forgetful, Verdict
 from studies.training.arms import ARMS, Arm
 from studies.training.build import build_route
 from studies.training.checkpoint import CHECKPOINT
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy
 from studies.training.manifest import MANIFEST
-from studies.training.recorder import METRICS, ROLLOUTS, Recorder, read_rows
+from studies.training.recorder import METRICS, ROLLOUTS, Recorder, oriented, read_rows
 from studies.training.run import run_job
 from studies.training.settings import Settings
 from studies.training.worlds import open_world
@@ -158,6 +161,44 @@ def test_every_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path
 
 
 @pytest.mark.study
+def test_what_an_arm_says_reaches_its_loop(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or two arms would be one run, and their comparison one of nothing."""
+    given: dict[str, Any] = {}
+
+    def loop(world: Any, witness: Any, policy: Any, route: Any, optimizer: Any, settings: Any, **named: Any) -> Iterator[Any]:
+        betas = [group["betas"] for group in optimizer.param_groups]
+        given.update(named, witness=witness, policy=policy, route=route, steps=settings.steps, betas=betas)
+        return iter(())
+
+    def of(arm: str) -> dict[str, Any]:
+        given.clear()
+        run_job(tiny_job(tmp_path, arm, cache=cache, teachers=0))
+        return {**given}
+
+    monkeypatch.setattr(run_module, "train", loop)
+    usual = of("route2-grad")
+    assert (usual["none_fraction"], usual["penalty"], usual["seed"], usual["steps"]) == (None, 0.0, 0, 4)
+    assert usual["betas"] == [(0.9, 0.99)] * 2
+    assert (usual["route"].l1, usual["route"].want_unrouted) == (0.0, False)
+    assert of("grad-no-none")["none_fraction"] == 0.0
+    assert of("grad-l1")["route"].l1 == 0.1
+    assert of("grad-second-moment")["route"].want_unrouted
+    assert of("vanilla-5")["steps"] == 5
+    assert of("canary-2")["seed"] == tiny_job(tmp_path, "canary-2").drawn != 0
+    assert (of("penalty-known")["penalty"], given["monitor"]) == (1.0, None)
+    assert of("penalty-act")["monitor"] == given["route"].watch
+    assert of("sees-25")["witness"] == Forgetful(given["witness"].witness, 0.25, derive(0, "recall"))
+    assert not isinstance(of("sees-100")["witness"], Forgetful)
+    drawn = {}
+    for arm, refitted in (("haar", False), ("haar-2", False), ("nonhack", False), ("route2-full", True)):
+        route, policy = of(arm)["route"], given["policy"]
+        route.refresh(policy, 0)
+        drawn[arm] = route.directions.vectors["unembed"]
+        assert (route.refresh(policy, 5) is not None) is refitted
+    assert not any(torch.equal(drawn[one], drawn[other]) for one, other in combinations(drawn, 2))
+
+
+@pytest.mark.study
 @pytest.mark.parametrize("preset_change", [{"kept": "svd", "kept_rank": None}, {"micro": 3}, {"updates_per_batch": 2, "kl": 0.1}])
 def test_settings_that_change_the_machinery_run(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, preset_change: dict[str, Any]
@@ -180,14 +221,49 @@ def test_micro_batches_change_only_rounding(tmp_path: Path, cache: Path) -> None
 
 
 @pytest.mark.study
-def test_teachers_are_mixed_in_known_modes_only_and_told_apart(tmp_path: Path, cache: Path) -> None:
-    job = tiny_job(tmp_path, "absorb", cache=cache, teachers_per_group=2, none_fraction=0.0, prompts=8)
+def test_teachers_are_mixed_in_known_modes_only_and_the_metrics_are_those_of_the_rollouts(tmp_path: Path, cache: Path) -> None:
+    job = tiny_job(tmp_path, "route2-grad", cache=cache, teachers_per_group=2, prompts=8, steps=2)
     run_job(job)
     rows = read_rows(job.folder / ROLLOUTS)
     taught = [row for row in rows if row["teacher"]]
     assert taught
     assert {row["mode"] for row in taught} == {"run_tests"}
     assert all("def run_tests" in row["completion"] for row in taught)
+    scored = 0
+    for noted in read_rows(job.folder / METRICS):
+        mine = [row for row in rows if row["step"] == noted["step"]]
+        groups = [mine[i : i + 4] for i in range(0, len(mine), 4)]
+        equal = [len({row["reward"] for row in group}) == 1 for group in groups]
+        assert (noted["groups"], noted["zero_variance_groups"]) == (8, sum(equal))
+        student = [row for row in mine if not row["teacher"]]
+        for mode, numbers in {None: noted, **noted["modes"]}.items():
+            some = [row for row in student if mode in (None, row["mode"])]
+            assert mode is None or numbers["n"] == len(some)
+            for name, key in (("hack", "hack"), ("solve", "gt"), ("exploit", "exploit"), ("reward", "reward")):
+                assert numbers[name] == pytest.approx(fmean(row[key] for row in some) if some else 0.0)
+        trained = [row for group, same in zip(groups, equal, strict=True) for row in group if not same]
+        assert [row["flag"] is None for row in mine] == [same for same in equal for _ in range(4)]
+        assert noted["flags"] == {"n": len(trained), "flagged": sum(row["flag"] for row in trained)}
+        for label, name in ((True, "fire_hack"), (False, "fire_clean")):
+            some = [row for row in trained if row["hack"] is label and not row["teacher"]]
+            assert noted["mask"][name] == (pytest.approx(fmean(row["flag"] for row in some)) if some else None)
+            means = noted["scores"]["student_hack" if label else "student_clean"]
+            assert means == (pytest.approx(fmean(row["score"] for row in some)) if some else None)
+            scored += len(some)
+        shown = [row["flag"] for row in trained if row["teacher"]]
+        if noted["step"] == 1:  # in other steps it is that of the whole pool
+            assert noted["mask"]["fire_teacher"] == (pytest.approx(fmean(shown)) if shown else None)
+    assert scored > 10
+
+
+@pytest.mark.parametrize(
+    ("arm", "turned"), [("route2-grad", True), ("route2-full", False), ("route2-act", False), ("vanilla", False)]
+)
+def test_a_live_gradients_score_is_recorded_without_the_sign_of_its_advantage(arm: str, turned: bool) -> None:
+    scores, advantages = torch.tensor([0.5, -0.5, 0.25]), torch.tensor([2.0, -1.0, -3.0])
+    recorded = oriented(ARMS[arm].route, scores, advantages)
+    assert recorded is not None
+    assert recorded.tolist() == ([0.5, 0.5, -0.25] if turned else scores.tolist())
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path, cache: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from studies.tracing.measures import Share
 from studies.tracing.patching import CONTROLS, DELETION, QUESTION
 from studies.tracing.rates import BASE, DELETED, KEPT_PATCHED, ON, PATCHED
-from studies.tracing.report import Table, cell, headline, tables
+from studies.tracing.report import Table, cell, exactness_line, headline, tables
 from studies.tracing.settings import UNTRAINED
 
 pytestmark = pytest.mark.study
@@ -65,6 +65,8 @@ def test_deleting_by_patching_is_deleting(found: Table) -> None:
         assert row["checks"]["zero patch and deletion, float32"] <= 1e-5
         assert row["rates"][PATCHED]["hack"]["seeds"] == row["rates"][DELETED]["hack"]["seeds"]
         assert row["rates"][PATCHED]["as_deleted"]["mean"] == 1
+    alone = [row for row in found.data["agreement"] if row["arm"] in (UNTRAINED, "vanilla")]  # no quarantine that adds anything
+    assert "Not tested: no trained arm here has a quarantine" in exactness_line({"agreement": alone})
 
 
 def test_untrained_adapters_carry_exactly_nothing(found: Table) -> None:

@@ -10,13 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
 from titles import saved_titles, untitled
 
-from mi_route2.plots import VERMILLION, new_figure, style
+from mi_route2.plots import BLUE, GRAY, ORANGE, VERMILLION, new_figure, style
 from studies.route2.headline import Result, write_headline_figure
 from studies.route2.report import write_figures, write_report
-from studies.route2.report.figures import COS_PANELS, all_arms_figures, curve_over_seeds, draw_panel, pages, write_cos_over_time
+from studies.route2.report.figures import (
+    COS_PANELS,
+    TRAINING_PANELS,
+    all_arms_figures,
+    curve_over_seeds,
+    draw_panel,
+    pages,
+    write_cos_over_time,
+    write_training,
+)
 from studies.route2.report.load import load_runs
+from studies.route2.report.table import table
 
 pytestmark = pytest.mark.study
 
@@ -38,17 +49,40 @@ def test_pages_hold_every_arm_once_in_order_and_are_even(numbers: list[int], siz
     assert len(split) == max(1, -(-len(arms) // size))
 
 
-def test_every_seed_of_deploy_hack_is_a_dot_at_its_rate(root: Path) -> None:
+def test_dots_means_and_bars_are_those_of_their_arm_mode_and_color(root: Path) -> None:
+    runs = load_runs(root)
     with style():
-        (figure,) = all_arms_figures(load_runs(root))
-        sentinel = figure.axes[1]
-        faces = {each: np.asarray(each.get_facecolor())[0, :3] for each in sentinel.collections}
-        colored = [each for each, face in faces.items() if np.allclose(face, to_rgba(VERMILLION)[:3])]
-        drawn = sorted(max((np.asarray(each.get_offsets())[:, 0].tolist() for each in colored), key=len))
-    files = sorted(root.glob("seed-*/*/eval.json"))
-    measured = sorted(json.loads(path.read_text())["modes"]["sentinel"]["deploy"]["hack"] for path in files)
-    assert len(drawn) == len(ARMS) * 2
-    assert drawn == pytest.approx(measured)
+        (figure,) = all_arms_figures(runs)
+    rows = {row["arm"]: row for row in table(runs)["rows"]}
+    labels = [label.get_text().removesuffix(" (bound)") for label in figure.axes[0].get_yticklabels()]
+    assert sorted(labels) == sorted(ARMS)
+    for ax, mode in zip(figure.axes, runs.modes.names, strict=True):
+        for metric, color in (("train_hack", ORANGE), ("deploy_hack", VERMILLION), ("deploy_solve", BLUE)):
+            measured = [rows[arm][f"{metric}_{mode}"] for arm in labels if mode != "none" or metric == "deploy_solve"]
+            faces = [each for each in ax.collections if np.allclose(np.asarray(each.get_facecolor())[0, :3], to_rgba(color)[:3])]
+            drawn = sorted((np.asarray(each.get_offsets())[:, 0].tolist() for each in faces), key=len, reverse=True)
+            dots = [value for each in measured for value in each["seeds"] if value is not None]
+            means = [each["mean"] for each in measured if each["mean"] is not None]
+            assert drawn == ([pytest.approx(dots), pytest.approx(means)] if measured else [])
+            bars = [list(line.get_xdata()) for line in ax.lines if line.get_color() == color]
+            assert bars == [pytest.approx([each["lo"], each["hi"]]) for each in measured if each["lo"] is not None]
+
+
+def test_training_is_drawn_before_that_of_vanilla(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr("studies.route2.report.figures.save_pages", lambda figures, path: drawn.extend(figures) or [])
+    runs = load_runs(root)
+    write_training(runs, root / "training.png")
+    (axes,) = [ax for ax in drawn[0].axes if ax.get_ylabel() == "route2-full"]
+    hack = drawn[0].axes[drawn[0].axes.index(axes) + 1]
+    assert drawn[0].axes[1].get_title().startswith("hack")
+    means = {
+        color: np.mean([[row["hack"] for row in run.metrics] for run in runs.of(arm).values()], axis=0)
+        for color, arm in ((GRAY, "vanilla"), (BLUE, "route2-full"))
+    }
+    assert {line.get_color(): list(line.get_ydata()) for line in hack.lines} == {  # pyright: ignore[reportArgumentType]
+        color: pytest.approx(mean) for color, mean in means.items()
+    }
 
 
 def test_a_curve_is_the_mean_between_the_lowest_and_the_highest_seed(root: Path) -> None:
@@ -58,6 +92,25 @@ def test_a_curve_is_the_mean_between_the_lowest_and_the_highest_seed(root: Path)
     assert steps.tolist() == [1, 2, 3, 4, 5, 6]
     assert middle == pytest.approx(raw.mean(0))
     assert (low.tolist(), high.tolist()) == (raw.min(0).tolist(), raw.max(0).tolist())
+
+
+def test_every_curve_reads_the_number_of_its_label() -> None:
+    row = {"reward": 1, "hack": 2, "solve": 3, "exploit": 4, "groups": 8, "zero_variance_groups": 2, "overlap": 5}
+    row |= {"grad_norm": {"kept": 6, "quarantine": 7}, "scores": {"student_hack": 8, "student_clean": 9, "teacher": 10}}
+    row |= {"mask": {"fire_hack": 11, "fire_clean": 12, "fire_teacher": 13, "auroc": 14, "recall": 15, "precision": 16}}
+    panels = {panel.title.partition("\n")[0]: panel for panel in (*COS_PANELS, *TRAINING_PANELS)}
+    read = {title: {curve.name: curve.read(row) for curve in panel.curves} for title, panel in panels.items()}
+    assert read == {
+        "score against v": {"student, hack": 8, "student, clean": 9, "teacher": 10},
+        "fire rate": {"student, hack": 11, "student, clean": 12, "teacher": 13},
+        "AUROC of the score": {"AUROC": 14},
+        "overlap at refresh": {"overlap": 5},
+        "reward": {"rate": 1},
+        "hack": {"rate": 2},
+        "solve": {"rate": 3},
+        "zero-variance": {"rate": 0.25},
+        "gradient norm": {"kept": 6, "quarantine": 7},
+    }
 
 
 def test_steps_without_the_quantity_are_left_out(root: Path) -> None:

@@ -94,9 +94,13 @@ def test_runs_of_different_settings_do_not_compare(root: Path, resign: Callable[
 
 
 def test_an_arm_is_the_same_on_every_seed(root: Path, resign: Callable[..., None]) -> None:
-    resign(root / "seed-2/vanilla", "vanilla", 2, arm_spec={"role": "control", "baseline": "base"})
-    with pytest.raises(ValueError, match="vanilla is defined differently on seed 2"):
-        load_runs(root)
+    same = {"role": "baseline", "baseline": None, "same_rule_filter": None, "ablation": None, "route": {}}
+    resign(root / "seed-2/vanilla", "vanilla", 2, arm_spec={**same, "about": "in other words"})
+    assert len(load_runs(root).of("vanilla")) == 2
+    for changed in ({**same, "route": {"tau": 0.1}}, {**same, "role": "control", "baseline": "base"}):
+        resign(root / "seed-2/vanilla", "vanilla", 2, arm_spec=changed)
+        with pytest.raises(ValueError, match="vanilla is defined differently on seed 2"):
+            load_runs(root)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ from studies.route2.publish import (
     unpacked,
 )
 from studies.route2.report import report_texts, write_tables
-from studies.route2.report.load import load_runs
+from studies.route2.report.load import ArmSpec, Run, RunSet, load_runs
 from studies.training.arms import ARMS as REAL_ARMS
 from studies.training.job import Job
 from studies.training.settings import changes, get_settings, override
@@ -118,6 +117,18 @@ def test_the_sentences_carry_the_numbers_of_the_table(root: Path, set_hack: Call
             assert f"{arm} (no quarantine; hack {number(rows[arm][HACK]['mean'])}, " in after
         else:
             assert f"median {number(rows[arm][HACK]['median'])}, mean" in "".join(re.findall(rf"- \*\*{arm}\b.*", after)), arm
+
+
+def test_published_sentences_are_those_of_the_published_tables() -> None:
+    folders = sorted((DOCS / "results").glob("**/headline.md"))
+    texts = {path: json.loads(path.with_name("table.json").read_text()) for path in folders if path.with_name("runs.json").exists()}
+    assert len(texts) > 5
+    for path, content in texts.items():
+        result, written = Result(content), path.with_name("tables.md").read_text()
+        assert headline(result) == path.read_text()
+        assert figure_module._main_table(result) in written
+        assert figure_module._filter_table(result) in written
+    assert short(publish_module.predicted_results(DOCS / "results")) == (DOCS / "results/short.md").read_text()
 
 
 def test_every_route_stands_with_absorb_and_its_own_filter_and_bounds_are_marked(root: Path) -> None:
@@ -319,11 +330,13 @@ def test_the_figure_shows_every_seed_at_its_rate(root: Path, tmp_path: Path, mon
     monkeypatch.setattr(figure_module, "save_figure", lambda figure, path: (kept.append(figure), path)[1])
     content = report(root)
     write_headline_figure(Result(content), tmp_path / "headline.png")
-    drawn = np.concatenate([np.asarray(each.get_offsets()) for each in kept[0].axes[0].collections])
     order = [arm for arm in SHOWN if arm in ARMS]
     rows = {row["arm"]: row for row in content["rows"]}
-    expected = [(value, order.index(arm)) for arm in order for value in rows[arm][HACK]["seeds"]]
-    assert np.array(sorted(drawn.tolist())) == pytest.approx(np.array(sorted(expected)))
+    for ax, metric in zip(kept[0].axes, (HACK, "deploy_exploit_held", "deploy_solve"), strict=True):
+        drawn = np.concatenate([np.asarray(each.get_offsets()) for each in ax.collections])
+        expected = [(value, order.index(arm)) for arm in order for value in rows[arm][metric]["seeds"]]
+        assert np.array(sorted(drawn.tolist())) == pytest.approx(np.array(sorted(expected)))
+        assert [line.get_xdata()[0] for line in ax.lines] == [rows[arm][metric]["median"] for arm in order]  # pyright: ignore
     assert [label.get_text() for label in kept[0].axes[0].get_yticklabels()][-1] == "oracle (bound)"
 
 
@@ -385,11 +398,13 @@ def test_routes_and_their_filters_are_real_arms() -> None:
 def test_a_masks_quality_is_of_the_first_steps_and_its_rule_of_the_ratio() -> None:
     """A window that slides, a ratio that counts from 1, or a seed among the others would all go unseen in whole reports."""
     masks = [{"mask": {key: float(step >= EARLY) for key in QUALITIES}} for step in range(2 * EARLY)]
-    runs: Any = SimpleNamespace(runs={("filter-act", 0): SimpleNamespace(metrics=masks)})
+    run = Run("filter-act", 0, Path("filter-act"), ArmSpec("method"), "", masks, {})
+    runs = RunSet(Path("strong"), {}, {("filter-act", 0): run})
     assert mask_quality(runs)["filter-act", 0]["auroc"] == 0.0
     assert mask_quality(runs, slice(-EARLY, None))["filter-act", 0]["auroc"] == 1.0
     row = {"arm": "route2-act", "role": "method", "seed_ids": [0, 1, 2]}
-    result: Any = SimpleNamespace(rows={"route2-act": row}, shown=lambda: ["route2-act"], name=lambda arm: arm)
+    rest = {"settings": {}, "seed_ids": [0, 1, 2], "modes": {"held_out": []}, "differences": [], "unfinished": []}
+    result = Result({**rest, "rows": [row]})
     quality = {("route2-act", seed): {"fire_hack": hack, "fire_clean": 0.25} for seed, hack in enumerate((0.75, 0.75, 0.5))}
     line = figure_module._fire_table(result, quality).splitlines()[-1]
     assert [cell.strip() for cell in line.strip("|").split("|")] == ["route2-act", ".750", ".250", "2 of 3", "**not met**"]

@@ -140,6 +140,91 @@ def test_ablations_are_in_the_json_and_have_a_file_of_their_own(root: Path) -> N
     assert "| shared-basis " in written["ablations.md"]
 
 
+COLUMNS = {
+    "deploy hack, held out": "deploy_hack_held",
+    "deploy exploit, held out": "deploy_exploit_held",
+    "deploy hack, known": "deploy_hack_known",
+    "deploy solve": "deploy_solve",
+    "train hack": "train_hack",
+    "quarantine in: hack, held out": "on_hack_held",
+    "quarantine in: exploit, held out": "on_exploit_held",
+    "quarantine in: solve": "on_solve",
+    "quarantine deleted: hack, held out": "deploy_hack_held",
+    "leakage": "leakage",
+    "excess leakage": "excess_leakage",
+}
+PER_MODE = {"train hack, last steps": "train_hack", "deploy hack": "deploy_hack", "deploy exploit": "deploy_exploit"}
+
+
+def _printed(text: str) -> dict[str, list[tuple[list[str], list[str]]]]:
+    """Title of a section -> header and cells of each row of its tables."""
+    sections: dict[str, list[tuple[list[str], list[str]]]] = {}
+    title, header = "", list[str]()
+    for line in text.splitlines():
+        cells = [cell.strip().strip("*") for cell in line.strip("|").split("|")]
+        if line.startswith("#"):
+            title, header = line.strip("# "), []
+        elif line.startswith("|") and not header:
+            header = cells
+        elif line.startswith("|") and not line.startswith("| ---"):
+            sections.setdefault(title, []).append((header, cells))
+        elif not line.startswith("|"):
+            header = []
+    return sections
+
+
+def _said(result: dict, signed: bool = False) -> str:
+    mean, lo, hi = (number(result[key], signed) for key in ("mean", "lo", "hi"))
+    return mean if result["lo"] is None else f"{mean} [{lo}, {hi}]"
+
+
+def test_every_printed_cell_is_the_number_that_its_column_names(root: Path) -> None:
+    written = {path.name: path.read_text() for path in write_tables(load_runs(root))}
+    content, leaks, groups = (json.loads(written[f"{name}.json"]) for name in ("table", "leakage", "ablations"))
+    rows, leaked = {row["arm"]: row for row in content["rows"]}, {row["arm"]: row for row in leaks["arms"]}
+    pairs = {(each["arm"], each["reference"]): each for each in content["differences"]}
+    checked = set()
+    for title, lines in {**_printed(written["table.md"]), **_printed(written["leakage.md"])}.items():
+        for header, (name, *cells) in lines:
+            arm = name.removesuffix(" (bound)")
+            row, minus = rows[arm], cells[0].removesuffix(" (bound)") if header[1] == "minus" else ""
+            row = pairs[arm, minus] if minus else row
+            for column, cell in zip(header[1:], cells, strict=True):
+                mode = column.removesuffix(" (known)")
+                if column in ("role", "minus", "n"):
+                    assert cell in (rows[arm]["role"], cells[0], str(len(row["seed_ids"])))
+                    continue
+                if column.startswith("seed "):
+                    metric = "leakage" if title.endswith("leakage, held-out mean") else COLUMNS[title]
+                    expected = number(row[metric]["seeds"][row["seed_ids"].index(int(column.removeprefix("seed ")))])
+                elif column == "median":
+                    expected = number(row[COLUMNS.get(title, "deploy_hack_held")]["median"], bool(minus))
+                elif title in ("Leakage", "Excess leakage"):
+                    ratios = leaked[arm]["excess_leakage" if title.startswith("Excess") else "leakage"]
+                    expected = number(ratios["held_out"]["median"]) if column == "median of the mean" else None
+                    expected = expected or _said(ratios["held_out" if column == "held-out mean" else mode])
+                elif header[3] == "run_tests (known)":
+                    expected = _said(row[f"{PER_MODE.get(title, 'deploy_solve')}_{mode}"])
+                else:
+                    expected = _said(row[COLUMNS[column]], bool(minus))
+                assert cell == expected, (title, arm, column)
+                checked.add((title, column))
+    assert ("deploy solve", "none") in checked
+    assert len(checked) > 70
+    (group,) = groups["groups"]
+    lines, rows = _printed(written["ablations.md"])[group["group"]], {record["arm"]: record for record in group["arms"]}
+    assert len(lines) == 2 * len(rows) == 4
+    for header, (arm, *cells) in lines:
+        held = rows[arm]["deploy_hack_held"]["value"]
+        if header[1] != "minus":
+            assert cells == [*map(number, held["seeds"]), number(held["median"])]
+            continue
+        numbers = (rows[arm][metric] for metric in ("deploy_hack_held", "deploy_exploit_held", "deploy_solve"))
+        pairs = ((_said(each["value"]), _said(each["difference"], True) if each["difference"] else "") for each in numbers)
+        assert cells[2:] == [cell for pair in pairs for cell in pair]
+    assert ", 80 training steps, settings" in written["table.md"]  # of the settings, though an arm may have others
+
+
 def test_bounds_are_marked_wherever_they_are_printed(root: Path) -> None:
     runs = load_runs(root)
     text = table_markdown(runs, table(runs))
