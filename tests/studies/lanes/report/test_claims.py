@@ -224,6 +224,10 @@ def test_what_theory_says_is_exact_at_every_size(study: Path) -> None:
     assert {name: rows[name] for name in controls} == dict.fromkeys(controls, "exact")
     refuted = ("symmetry", "amplification-2", "amplification-3")
     assert {name: rows[name] for name in refuted} == dict.fromkeys(refuted, "contradicted")
+    (symmetry,) = load(study).drawn("symmetry")
+    (shipped,) = (row for row in symmetry["wirings"] if row["wiring"] == "shipped")
+    assert min(shipped["exchange"], shipped["gauge"], shipped["largest"]) > 1e-8, "no control passes where there is no symmetry"
+    assert shipped["scalars"] == 6 * load(study).settings.instruments.layers
 
 
 # Every measured number, by its sentence -------------------------------------------------------------------------------
