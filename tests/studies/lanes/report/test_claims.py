@@ -191,6 +191,20 @@ def test_gains_are_what_a_run_is_below_the_plain_one_and_none_where_it_diverged(
     assert combined(found).note == "of which -0.5000 by hints alone"
 
 
+def test_what_loses_less_than_half_of_a_loss_is_no_part_of_a_gain(settings: Any) -> None:
+    """Training of all parameters costs 1 bit, that of the controls .2; two lanes cost .1 bits, and .4 after quantization."""
+    contents: dict[tuple[str, int, str], Any] = {}
+    for seed in range(3):
+        for arm in ("gptj", "shipped"):
+            costs = {"plain": 4.0, "all": 5.0 + 0.01 * seed, "controls": 4.2 + 0.01 * seed}
+            contents[arm, seed, "ttt"] = {"bpb": costs, "edges": {"all": False}, "share": 0.01}
+        for part, cost in (("bpb", 0.1), ("quantised", 0.4)):
+            contents["gptj", seed, part], contents["shipped", seed, part] = {"bpb": 4.0}, {"bpb": 4.0 + cost + 0.01 * seed}
+    losing = Study(settings, contents)
+    claims = tuple(claim for claim in CLAIMS if claim.id in ("controls", "before-quantisation"))
+    assert [row.verdict for row in judge(losing, claims)] == ["contradicted", "contradicted"]
+
+
 @pytest.mark.parametrize(
     ("used", "sloped", "scalars", "holds"),
     [(18, 9, 66, True), (18, 13, 66, False), (18, 13, 26, True), (20, 14, 66, False), (20, 12, 66, True), (20, 8, 66, True)],
@@ -379,6 +393,8 @@ def drawn(settings: Any, seeds: Sequence[int]) -> Study:
                 "paths": {"rows": rows()},
                 "growth": {"draws": [some("rho") | {"spreads": [{"passes": rng.uniform(1, 2, 3).tolist()}]} for _ in range(3)]},
             }
+            made["ttt"]["bpb"]["plain"] += 1  # a share of a gain needs one: of training at test time, and of lanes
+            made["quantised"]["bpb"] += arm == "gptj"
             contents |= {(arm, seed, part): made[part] for part in measured(arm)}
         contents["tables", seed, "tables"] = some("unigram", "bigram")
         contents["paths", seed, "paths"] = {"rows": {name: rows() for name in ("sequential", "gptj", "shipped", "asymmetric")}}
