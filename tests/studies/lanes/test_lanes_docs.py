@@ -39,8 +39,8 @@ def brief(value: float, digits: int) -> str:
         ("lanes", 4, "from the baseline: {value} [{low}, {high}]"),
         ("learned", 4, "is {value} [{low}, {high}] bits per byte"),
         ("length", 4, "moves by {value} [{low}, {high}] with four times the training"),
-        ("contraction", 2, "shrinks by {value} a pass"),
-        ("contraction-alone", 2, "not in its first pass ({value})"),
+        ("contraction", 2, "Of a push on the trained loop {value} is left"),
+        ("contraction-alone", 2, "after the first pass {value} is"),
         ("tapin", 2, "Hints save {value} [{low}, {high}]"),
     ],
 )
