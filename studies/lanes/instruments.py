@@ -17,12 +17,10 @@ from studies.common.seeds import torch_generator
 from studies.lanes.config import LanesConfig, StartName, WiringName
 from studies.lanes.gradients.paths import coefficients, decompose, ratios
 from studies.lanes.gradients.symmetry import (
-    SUBLAYERS,
     TWO_LANES,
     compared,
     exchange_gap,
     gauge_gap,
-    live,
     partials,
     relative,
     slopes,
@@ -80,16 +78,14 @@ def _wiring(config: LanesConfig, tokens: Tensor, texts: Tensor, seed: int) -> di
     model = draw(config, seed)
     in_lanes = [[relative(*pair) for pair in layer] for layer in partials(model, tokens)["post"][list(compared(config))]]
     at_zero = partials(draw(replace(config, zero_init=True), seed), tokens)["post"]
-    alive = torch.cat([mask.flatten() for mask in live(model, tokens).values()])
+    unequal = draw(replace(config, start="asymmetric"), seed)  # equal weights can be exchanged in any wiring
     return {
         "wiring": config.wiring,
-        **{name: sum(values) / len(values) for name, values in zip(SUBLAYERS, zip(*in_lanes, strict=True), strict=True)},
-        "largest": max(map(max, in_lanes)),
+        "largest": float(torch.tensor(in_lanes, dtype=torch.float64).max()),  # as in `_closed_form`
         "at_zero_init": float(at_zero.abs().max()),
-        "exchange": abs(exchange_gap(model, tokens)),
+        "exchange": abs(exchange_gap(unequal, tokens)),
         "gauge": abs(gauge_gap(model, tokens)),
-        "scalars": len(alive),
-        "live": int(alive.sum()),
+        "scalars": model.post.numel() + model.resid.numel(),
         **slopes(model, texts),
     }
 
@@ -125,11 +121,11 @@ def _closed_form(config: LanesConfig, tokens: Tensor, seed: int) -> float:
     with model.hooks(fwd_hooks=[("hook_final", lambda value, hook: seen.append(value))]):
         loss = model.loss(tokens)
     (final,) = torch.autograd.grad(loss, seen)
-    worst, predicted = 0.0, coefficients(model)
+    predicted, deviations = coefficients(model), []
     for one in decompose(model, tokens):
         expected = predicted[one.sublayer].detach() * final
-        worst = max(worst, float((one.direct - expected).abs().max() / expected.abs().max()))
-    return worst
+        deviations.append((one.direct - expected).abs().max() / expected.abs().max())
+    return float(torch.stack(deviations).max())  # NaN if one is, which Python's `max` may pass over
 
 
 def traces(settings: Settings, corpus: Corpus, seed: int) -> Part:

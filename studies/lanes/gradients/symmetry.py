@@ -26,7 +26,7 @@ from itertools import product
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
@@ -63,11 +63,6 @@ def partials(model: LanesModel, tokens: Int[Tensor, "b s"]) -> dict[str, Float[T
     free = {name: model.get_parameter(name).detach().requires_grad_() for name in ("post", "resid")}
     gradients = torch.autograd.grad(_loss_with(model, tokens, free), list(free.values()), materialize_grads=True)
     return dict(zip(free, gradients, strict=True))
-
-
-def live(model: LanesModel, tokens: Int[Tensor, "b s"]) -> dict[str, Bool[Tensor, "layers 2 ..."]]:
-    """Return a mask of the routing scalars (`post`, `resid`) that have a gradient that is not exactly 0 on these tokens."""
-    return {name: gradient != 0 for name, gradient in partials(model, tokens).items()}
 
 
 def slopes(model: LanesModel, texts: Int[Tensor, "n s"]) -> dict[str, int]:

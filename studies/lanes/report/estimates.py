@@ -119,10 +119,18 @@ def gap(study: Study, arm: str, reference: str) -> Estimate:
     return Estimate.of(ours - other, "BPB", f"gaps {ours.mean():.4f} and {other.mean():.4f}")
 
 
+def beyond_half(part: Float[np.ndarray, "*n"], gain: Float[np.ndarray, "*n"]) -> Float[np.ndarray, "*n"]:
+    """Return a part of a gain minus half of the gain; the part itself if the gain is a loss in the mean.
+
+    A difference, because a ratio to a gain near 0 is meaningless; of a loss, half would be below a part that is a loss too.
+    """
+    return part - gain / 2 if np.nansum(gain) > 0 else part
+
+
 def before_quantization(study: Study) -> Estimate:
-    """Return the two lanes' gain before quantization, minus half of their gain after it."""
+    """Return the two lanes' gain before quantization beyond half of their gain after it."""
     before, after = (read(study, "gptj", part, "bpb") - read(study, "shipped", part, "bpb") for part in ("bpb", "quantised"))
-    return Estimate.of(before - after / 2, "BPB", "gain before, minus half of the gain after quantisation")
+    return Estimate.of(beyond_half(before, after), "BPB", "gain before, minus half of the gain after quantisation")
 
 
 def narrows(study: Study) -> Estimate:
@@ -156,17 +164,14 @@ def combined(study: Study) -> Estimate:
 
 @measure
 def controls(study: Study, run: str) -> Estimate:
-    """Gain of a run on controls alone, minus half of the gain of all parameters, averaged over the arms trained at test time.
-
-    This is no ratio: if training all parameters loses, a share of its gain is meaningless.
-    """
+    """Gain of a run on controls alone beyond half of the gain of all parameters, averaged over the arms trained at test time."""
     arms = study.measured("ttt")
     some, every = (np.array([gains(study, arm, name) for arm in arms]) for name in (run, "all"))
     share = study.parts("shipped", "ttt")[0]["share"]
     edges = [edge for arm in arms for data in study.parts(arm, "ttt") for edge in data["edges"].values()]
     note = f"gains {_text(some.mean())} and {_text(every.mean())}, by {share:.1%} of the parameters; "
     note += f"{sum(edges)} of {len(edges)} tuned rates at an edge of the sweep"
-    return Estimate.of(map(fmean, (some - every / 2).T), "BPB", note)
+    return Estimate.of(map(fmean, beyond_half(some, every).T), "BPB", note)
 
 
 @measure

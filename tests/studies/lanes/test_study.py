@@ -23,7 +23,7 @@ from studies.lanes.arms import ARMS
 from studies.lanes.measures import Noted, Subject, excerpt, routing, usual_weights
 from studies.lanes.quantization.gptq import QuantizedWeights, collect_hessians, dequantized, quantize
 from studies.lanes.quantization.size import HEADER, pack
-from studies.lanes.scoring.bpb import bpb, score
+from studies.lanes.scoring.bpb import bpb, score, table_bpb
 from studies.lanes.scoring.tapin import Mixing
 from studies.lanes.scoring.ttt import adapt
 from studies.lanes.scoring.ttt import trained as trained_by
@@ -201,6 +201,12 @@ def test_what_hints_would_cost_is_noted_beside_scores_that_stay_as_they_are(subj
     torch.testing.assert_close(note.nll["hinted"], hinted)
 
 
+def test_tables_are_counted_on_the_text_of_the_training_and_read_the_text_of_the_test(study: Path, subject: Subject) -> None:
+    found = json.loads((study / "instruments" / "tables" / "draw-0" / "tables.json").read_text())["content"]
+    counted = subject.corpus.stream("train", subject.settings.train_bytes)
+    assert found == table_bpb(counted, subject.test)
+
+
 def test_training_at_test_time_is_of_the_quantised_model_at_rates_of_its_own_tuning_texts(study: Path, subject: Subject) -> None:
     found = json.loads((study / "arms" / "shipped" / "seed-0" / "ttt.json").read_text())["content"]
     evaluation = subject.settings.evaluation
@@ -309,16 +315,21 @@ def test_no_text_is_in_two_pieces(texts: Path) -> None:
     corpus, piece = open_text(texts), 96
     tokens = corpus.stream("test")
     text = tokens.to(torch.int16).numpy().tobytes()
+
+    def places_of(found: torch.Tensor) -> list[int]:
+        return [text.index(one[1:].to(torch.int16).numpy().tobytes()) // 2 - 1 for one in found.reshape(-1, piece)]
+
     clashes = 0
     for seed in range(40):
-        found = excerpt(corpus, "test", 3 * piece, piece, seed)
-        places = [text.index(one[1:].to(torch.int16).numpy().tobytes()) // 2 - 1 for one in found.reshape(-1, piece)]
+        places = places_of(excerpt(corpus, "test", 3 * piece, piece, seed))
         assert all(b - a >= piece for a, b in itertools.pairwise(sorted(places)))
         first = torch.randint(len(tokens) - piece + 1, (3,), generator=torch_generator(seed, "lanes test")).tolist()
         clashes += (clash := any(b - a < piece for a, b in itertools.pairwise(sorted(first))))
         assert clash or places == first
     assert 3 < clashes < 37
     whole_pieces = len(tokens) // piece
-    assert len(excerpt(corpus, "test", whole_pieces * piece, piece, 0)) == whole_pieces * piece
+    filled = sorted(places_of(excerpt(corpus, "test", whole_pieces * piece, piece, 0)))
+    assert len(filled) == whole_pieces
+    assert all(b - a >= piece for a, b in itertools.pairwise(filled))
     with pytest.raises(ValueError, match=r"has \d+ tokens, but its pieces need \d+: give more text"):
         excerpt(corpus, "test", (whole_pieces + 1) * piece, piece, 0)

@@ -1,4 +1,4 @@
-"""Partials, dead scalars and gaps against torch.func; what equal and unequal starts become; the same of two adapters."""
+"""Partials and gaps against torch.func; what equal and unequal starts become; the same of two adapters."""
 
 from dataclasses import replace
 from functools import cache
@@ -21,7 +21,6 @@ from studies.lanes.gradients.symmetry import (
     exchange_gap,
     factors,
     gauge_gap,
-    live,
     partials,
     relative,
     rows_at,
@@ -36,7 +35,6 @@ from studies.lanes.model import LanesModel, byte_loss
 pytestmark = pytest.mark.study
 
 SMALL = LanesConfig(layers=4, d_model=8, heads=2, mlp=1, lane_start=2, zero_init=False)
-ELEVEN = replace(SMALL, layers=11, lane_start=8)
 SMALLEST = LanesConfig(layers=3, d_model=4, heads=1, mlp=1, lane_start=1, skips=False)
 
 
@@ -99,28 +97,6 @@ def test_the_relative_difference() -> None:
     assert relative(a, b) == relative(b, a) == 1.0
     assert relative(a, -a) == 2.0
     assert relative(a, a / 2) == 0.5
-
-
-# ---- what is dead
-
-
-@pytest.mark.parametrize(("wiring", "expected"), [("shipped", 16), ("simultaneous", 15), ("gauge", 18), ("z2", 18)])
-def test_of_66_scalars_few_live(wiring: str, expected: int) -> None:
-    """Three layers of six behind the fork; a lane that is thrown away loses its last two weights, at once also what it keeps."""
-    alive = live(make(replace(ELEVEN, wiring=wiring)), draw())
-    assert sum(mask.numel() for mask in alive.values()) == 66
-    assert sum(int(mask.sum()) for mask in alive.values()) == expected
-    assert not any(mask[:8].any() for mask in alive.values())
-    assert bool(alive["post"][10, :, 0].any()) != (wiring in ("shipped", "simultaneous"))
-
-
-@pytest.mark.parametrize("zero_init", [True, False])
-def test_what_lives_is_what_torch_func_finds(zero_init: bool) -> None:
-    model = make(replace(SMALL, zero_init=zero_init))
-    gradients = by_torch_func(model, draw())
-    for name, mask in live(model, draw()).items():
-        assert torch.equal(mask, gradients[name] != 0)
-    assert live(model, draw())["post"].any() == (not zero_init)
 
 
 # ---- gaps

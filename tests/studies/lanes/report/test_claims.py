@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from scipy.stats import ttest_1samp
 from tiny_lanes import tiny_settings, write_texts
 
@@ -19,7 +20,7 @@ from studies.lanes.measures import measured
 from studies.lanes.report.claims import CLAIMS, VERDICTS, Claim, Rule, deviation, floor, judge, needed, power, verdict
 from studies.lanes.report.estimates import Estimate, bpb, combined, controls, extraction, gains, gauge_share, worst
 from studies.lanes.report.figures import FIGURES
-from studies.lanes.study import Study, load
+from studies.lanes.study import Study, load, tensors
 
 pytestmark = pytest.mark.study
 
@@ -191,6 +192,20 @@ def test_gains_are_what_a_run_is_below_the_plain_one_and_none_where_it_diverged(
     assert combined(found).note == "of which -0.5000 by hints alone"
 
 
+def test_what_loses_less_than_half_of_a_loss_is_no_part_of_a_gain(settings: Any) -> None:
+    """Training of all parameters costs 1 bit, that of the controls .2; two lanes cost .1 bits, and .4 after quantization."""
+    contents: dict[tuple[str, int, str], Any] = {}
+    for seed in range(3):
+        for arm in ("gptj", "shipped"):
+            costs = {"plain": 4.0, "all": 5.0 + 0.01 * seed, "controls": 4.2 + 0.01 * seed}
+            contents[arm, seed, "ttt"] = {"bpb": costs, "edges": {"all": False}, "share": 0.01}
+        for part, cost in (("bpb", 0.1), ("quantised", 0.4)):
+            contents["gptj", seed, part], contents["shipped", seed, part] = {"bpb": 4.0}, {"bpb": 4.0 + cost + 0.01 * seed}
+    losing = Study(settings, contents)
+    claims = tuple(claim for claim in CLAIMS if claim.id in ("controls", "before-quantisation"))
+    assert [row.verdict for row in judge(losing, claims)] == ["contradicted", "contradicted"]
+
+
 @pytest.mark.parametrize(
     ("used", "sloped", "scalars", "holds"),
     [(18, 9, 66, True), (18, 13, 66, False), (18, 13, 26, True), (20, 14, 66, False), (20, 12, 66, True), (20, 8, 66, True)],
@@ -199,9 +214,13 @@ def test_roughly_half_is_two_to_three_fifths_of_the_scalars_in_use_or_of_all(
     settings: Any, used: int, sloped: int, scalars: int, holds: bool
 ) -> None:
     row = {"wiring": "shipped", "used": used, "sloped": sloped, "scalars": scalars}
-    estimate = gauge_share("shipped")(Study(settings, {("symmetry", 0, "symmetry"): {"wirings": [row]}}))
+    draws = {("symmetry", 0, "symmetry"): {"wirings": [row]}}
+    estimate = gauge_share("shipped")(Study(settings, draws))
     assert estimate.holds is holds
     assert estimate.value == pytest.approx(1 - sloped / used)
+    draws["symmetry", 1, "symmetry"] = {"wirings": [row | {"sloped": used}]}  # a draw without a gauge is enough to end it
+    estimate = gauge_share("shipped")(Study(settings, draws))
+    assert (estimate.holds, estimate.value, estimate.n) == (False, 0.0, 2)
 
 
 def test_a_claim_about_what_was_not_measured_says_so(settings: Any) -> None:
@@ -224,6 +243,19 @@ def test_what_theory_says_is_exact_at_every_size(study: Path) -> None:
     assert {name: rows[name] for name in controls} == dict.fromkeys(controls, "exact")
     refuted = ("symmetry", "amplification-2", "amplification-3")
     assert {name: rows[name] for name in refuted} == dict.fromkeys(refuted, "contradicted")
+    (symmetry,) = load(study).drawn("symmetry")
+    (shipped,) = (row for row in symmetry["wirings"] if row["wiring"] == "shipped")
+    assert min(shipped["exchange"], shipped["gauge"], shipped["largest"]) > 1e-8, "no control passes where there is no symmetry"
+    assert shipped["scalars"] == 6 * load(study).settings.instruments.layers
+    (paths,) = load(study).drawn("paths")
+    assert {name: (rows[0]["wiring"], rows[0]["start"]) for name, rows in paths["rows"].items()} == {
+        "sequential": ("sequential", "symmetric"),
+        "gptj": ("gptj", "symmetric"),
+        "shipped": ("shipped", "symmetric"),
+        "asymmetric": ("shipped", "asymmetric"),
+    }
+    for arm in ("shipped", "gptj"):  # of trained models too
+        assert all(row["missing"] < 1e-12 for data in load(study).parts(arm, "paths") for row in data["rows"])
 
 
 # Every measured number, by its sentence -------------------------------------------------------------------------------
@@ -375,6 +407,8 @@ def drawn(settings: Any, seeds: Sequence[int]) -> Study:
                 "paths": {"rows": rows()},
                 "growth": {"draws": [some("rho") | {"spreads": [{"passes": rng.uniform(1, 2, 3).tolist()}]} for _ in range(3)]},
             }
+            made["ttt"]["bpb"]["plain"] += 1  # a share of a gain needs one: of training at test time, and of lanes
+            made["quantised"]["bpb"] += arm == "gptj"
             contents |= {(arm, seed, part): made[part] for part in measured(arm)}
         contents["tables", seed, "tables"] = some("unigram", "bigram")
         contents["paths", seed, "paths"] = {"rows": {name: rows() for name in ("sequential", "gptj", "shipped", "asymmetric")}}
@@ -395,10 +429,48 @@ def test_every_number_is_the_one_that_its_sentence_names(settings: Any) -> None:
         assert estimate.value == pytest.approx(np.mean(expected), rel=1e-12, abs=1e-12)
 
 
+def check_growth(figure: Figure, study: Path) -> None:
+    """Each push begins where its pass does, and its rate with it."""
+    (data,) = load(study).parts("wide", "growth")
+    lines = figure.axes[0].lines
+    fitted = [line for line in lines if line.get_linestyle() == "--" and len(line.get_xdata())]
+    pushed = [line for line in lines if str(line.get_label()).startswith("pushed at pass")]
+    length = len(data["draws"][0]["spreads"][0]["steps"]) // 3
+    assert len(pushed) == len(fitted) == 3
+    for i, (line, fit) in enumerate(zip(pushed, fitted, strict=True)):
+        steps = np.array([row["spreads"][i]["steps"] for row in data["draws"]]).mean(0)
+        rate = np.mean([row["rho_step"] for row in data["draws"]])
+        assert list(line.get_xdata()) == list(fit.get_xdata()) == list(range(i * length, 3 * length + 1))
+        assert line.get_ydata() == pytest.approx(steps)
+        assert fit.get_ydata() == pytest.approx(rate ** np.arange(len(steps)))
+
+
+def check_rates(figure: Figure, study: Path) -> None:
+    """Bits per byte are those that quantization costs."""
+    (points,), (plain,) = ([*load(study).parts("shipped", part)] for part in ("calibrations", "bpb"))
+    shown = {(x, y) for line in figure.axes[0].lines for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)}
+    expected = [(p["bytes"] / 1000, p["loss"] - plain["bpb"]) for p in points["points"] if p["k"] != 12.85]
+    assert np.array(sorted(shown)) == pytest.approx(np.array(sorted(expected)))
+
+
+def check_tapin(figure: Figure, study: Path) -> None:
+    """The last of the bits that were saved so far is what both mixtures save in all."""
+    (data,) = load(study).parts("shipped", "tapin")
+    tokens = tensors(study, load(study), "shipped", 0, "tapin")["tokens"]
+    count = int((tokens[1:] != 256).sum())
+    lines = {line.get_label(): line.get_ydata()[-1] for line in figure.axes[1].lines}
+    for label, key in (("within the window", "within"), ("and from outside of it", "new")):
+        assert lines[label] == pytest.approx(count * (data["bpb"]["plain"] - data["bpb"][key]))
+
+
+CHECKS = {"growth": check_growth, "rates": check_rates, "tapin": check_tapin}
+
+
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_shows_its_data_inside_of_its_page(name: str, study: Path, tmp_path: Path) -> None:
     with style():
         figure = FIGURES[name](study, load(study))
+        CHECKS.get(name, lambda *_: None)(figure, study)
         save_figure(figure, tmp_path / "a.png", dpi=40)
         save_figure(FIGURES[name](study, load(study)), tmp_path / "b.png", dpi=40)
         figure.set_dpi(40)
