@@ -219,7 +219,7 @@ def test_a_policy_that_never_or_always_hacks_is_refused_with_arms_that_do_at_tim
     assert files(job.root) == before
     for arm, rate in (("absorb", 0.4), ("haar", 0.97), ("erase", 0.2)):
         (job.folder.parent / arm).mkdir()
-        sides = {state: {"hack": rate} for state in ("on", "deploy")}
+        sides = {"on": {"hack": rate}, "deploy": {"hack": 1.0}}  # in which there is nothing to learn
         (job.folder.parent / arm / EVAL).write_text(json.dumps({"modes": {"run_tests": sides}}))
     with pytest.raises(ValueError, match=r"choose an arm that hacks at times: absorb \(\.400\), erase \(\.200\)$"):
         probe_job(job, 40, progress=False)
