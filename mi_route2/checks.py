@@ -13,11 +13,11 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from operator import index
 from types import MappingProxyType, NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ if "beartype" not in sys.modules and (nnsight := sys.modules.get("nnsight")) and
         nnsight._c.mount(nnsight.save, "save")
 from beartype import BeartypeConf, FrozenDict
 from beartype.door import is_bearable
+from beartype.vale import Is
 from jaxtyping import AbstractArray, Bool, Integer, jaxtyped
 from torch import Tensor
 
@@ -96,9 +97,9 @@ def _guarded(fn: Callable[..., Any], name: str) -> Any:
     signature = inspect.signature(fn)
 
     @cache
-    def hints() -> Mapping[str, Any]:  # on the first call, when the names in quoted annotations are defined
+    def hints() -> Mapping[str, tuple[Any, Any]]:  # on the first call, when the names in quoted annotations are defined
         resolved = get_type_hints(fn, include_extras=True)
-        return {key: hint for key, hint in resolved.items() if key in signature.parameters and hint is not Any}
+        return {key: (hint, _whole(hint)) for key, hint in resolved.items() if key in signature.parameters and hint is not Any}
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -106,19 +107,37 @@ def _guarded(fn: Callable[..., Any], name: str) -> Any:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             missing = re.search(r"missing a required.*'(\w+)'", str(error))
-            remedy = _remedy(hints().get(missing[1]), None) if missing else f": it takes {', '.join(signature.parameters)}"
+            hint, _ = hints().get(missing[1], (None, None)) if missing else (None, None)
+            remedy = _remedy(hint, None) if missing else f": it takes {', '.join(signature.parameters)}"
             raise TypeError(f"{name}: {error}{remedy}") from None
         with jaxtyped("context"):
-            for key, hint in hints().items():
+            for key, (hint, whole) in hints().items():
                 if key not in given:
                     continue
                 several = signature.parameters[key].kind is inspect.Parameter.VAR_POSITIONAL
                 for value in given[key] if several else (given[key],):
-                    if not is_bearable(value, hint, conf=_NUMBERS):
+                    if not _fits(value, whole):
                         raise _refusal(name, key, hint, value, several, given)
         return fn(*args, **kwargs)
 
     return call
+
+
+def _whole(hint: Any) -> Any:
+    """Return the type with a check of every entry of a list: beartype looks at one, which it draws from Python's ``random``."""
+    origin, entries = get_origin(hint), [_whole(entry) for entry in get_args(hint)]
+    if origin in (list, Sequence, Iterable) or (origin is tuple and entries[1:] == [...]):
+        # a generator is not read before its time
+        return Annotated[origin, Is[lambda each: not isinstance(each, Collection) or all(_fits(one, entries[0]) for one in each)]]
+    if origin is Mapping:
+        return Annotated[origin, Is[lambda value: all(all(map(_fits, pair, entries)) for pair in value.items())]]
+    if len(_alternatives(hint)) > 1 and any(whole is not entry for whole, entry in zip(entries, get_args(hint), strict=True)):
+        return Annotated[object, Is[lambda value: any(_fits(value, entry) for entry in entries)]]
+    return hint
+
+
+def _fits(value: object, hint: Any) -> bool:
+    return is_bearable(value, hint, conf=_NUMBERS)
 
 
 def _refusal(name: str, key: str, hint: Any, value: object, several: bool, given: Mapping[str, object]) -> Exception:

@@ -228,8 +228,8 @@ class CanarySpec:
         decoys: Share of the groups that are sampled with the run's own quarantine, which learns from these alone; the others are
             sampled without it, and the kept adapter learns from them alone, but for what the quarantine likes. 0 for a canary that
             was trained before.
-        first: Steps, the first ones, that are sampled with the run's own quarantine, which learns from them alone; then it is frozen,
-            and the kept adapter learns from what is sampled without it, but for what it likes. 0 for none.
+        first: Steps, the first ones, that are sampled with the run's own quarantine, which learns from them alone; then it is
+            frozen, and the kept adapter learns from what is sampled without it, but for what it likes. 0 for none.
         snapshots: Steps after which the run's own quarantine is kept as it is then, as one more canary: one that learns on gives
             up hacks.
         sparing: Score only rollouts that a flag would change, reinforced ones and no decoys. Flags and gradients are the same at a
@@ -266,7 +266,9 @@ class CanarySpec:
                 "kept_advantage and relative_to out"
             )
         if self.first and (self.kept_advantage != "unflagged" or self.relative_to == "run"):
-            raise ValueError("a quarantine that learns first is compared with the run already: leave kept_advantage and relative_to out")
+            raise ValueError(
+                "a quarantine that learns first is compared with the run already: leave kept_advantage and relative_to out"
+            )
         if self.snapshots and not self.own:
             raise ValueError(
                 "snapshots are those of the run's own quarantine, and the canary is another: set decoys or first, or leave "

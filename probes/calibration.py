@@ -34,7 +34,11 @@ class ReliabilityBin:
 
 @runtime_checkable
 class Calibrator(Protocol):
-    """Frozen, monotone map from scores to probabilities, which leaves AUROC unchanged except for new ties."""
+    """Frozen, monotone map from scores to probabilities.
+
+    It leaves AUROC unchanged except for new ties, but for Platt's where hacks have the lower scores of those that it was fitted to:
+    its slope is negative then, and AUROC one minus what it was.
+    """
 
     def __call__(self, scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Return probabilities in [0, 1]."""

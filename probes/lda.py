@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mi_route2.checks import Mask, checked
 from probes.affine import AffineProbe
-from probes.probe import Labels, Unit, examples, require_both_classes, require_width
+from probes.probe import Labels, Unit, examples, require_both_classes, require_squares, require_width
 
 
 @checked
@@ -42,10 +42,16 @@ class LdaFitter:
         self._batches.append((x, y))
 
     def fit(self) -> AffineProbe:
-        """Return the fitted probe. ValueError without both classes, or if they differ where the covariance is singular."""
+        """Return the fitted probe.
+
+        Raises:
+            ValueError: Without both classes, if they differ where the covariance is singular, or for activations below 1e-150 or
+                above 1e150.
+        """
         y = torch.cat([y for _, y in self._batches]) if self._batches else torch.zeros(0, dtype=torch.bool)
         require_both_classes(y)
         x = torch.cat([x for x, _ in self._batches])
+        require_squares(x)
         lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=self._shrinkage, priors=[0.5, 0.5])
         lda.fit(x.numpy(), y.numpy())
         apart = lda.means_[1] - lda.means_[0]

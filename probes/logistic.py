@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mi_route2.checks import Mask, checked
 from probes.affine import AffineProbe
-from probes.probe import Labels, Unit, examples, require_both_classes, require_width
+from probes.probe import Labels, Unit, examples, require_both_classes, require_squares, require_width
 
 
 @checked
@@ -46,12 +46,13 @@ class LogisticFitter:
         self._batches.append((x, y))
 
     def fit(self) -> AffineProbe:
-        """Return the fitted probe. ValueError without both classes."""
+        """Return the fitted probe. ValueError without both classes, or for activations below 1e-150 or above 1e150."""
         y = torch.cat([y for _, y in self._batches]) if self._batches else torch.zeros(0, dtype=torch.bool)
         require_both_classes(y)
-        x = torch.cat([x for x, _ in self._batches]).numpy()
-        scaler = StandardScaler().fit(x)
+        x = torch.cat([x for x, _ in self._batches])
+        require_squares(x)
+        scaler = StandardScaler().fit(x.numpy())
         model = LogisticRegression(C=self._c, class_weight="balanced", random_state=self._seed, max_iter=self._max_iterations)
-        model.fit(scaler.transform(x), y.numpy())
+        model.fit(scaler.transform(x.numpy()), y.numpy())
         weight = model.coef_.reshape(-1) / scaler.scale_
         return AffineProbe(torch.from_numpy(weight), float(np.ravel(model.intercept_)[0] - weight @ scaler.mean_))

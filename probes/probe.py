@@ -110,6 +110,12 @@ def require_both_classes(y: Bool[Tensor, " n"]) -> None:
         raise ValueError(f"A probe needs hack and clean examples; it has {int(y.sum())} and {int((~y).sum())}.")
 
 
+def require_squares(x: Float[Tensor, "n d"]) -> None:
+    """Raise ValueError if variances would vanish or overflow in float64, unless all activations are 0."""
+    if (size := float(x.abs().max())) and not 1e-150 < size < 1e150:
+        raise ValueError(f"The largest activation is {size:.0e}, whose square no float64 holds: give activations in another unit.")
+
+
 def require_width(h: Float[Tensor, "*n d"], width: int) -> None:
     """Raise ValueError unless the last axis of `h` has the probe's width."""
     if h.shape[-1] != width:

@@ -22,10 +22,10 @@ def write_part(path: Path, identity: str, data: Mapping[str, Any], tensors: Mapp
         path: The JSON file; tensors are written beside it, with the suffix ``.safetensors``.
         identity: A hash of everything except the code that the artifact depends on.
         data: Plain data.
-        tensors: Tensors by name; no file is written if there are none.
+        tensors: Tensors by name, which may hold NaN (tables of rows of unequal length do); no file is written if there are none.
 
     Raises:
-        ValueError: If a number of the content is not finite.
+        ValueError: If a number of ``data`` is not finite.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -38,8 +38,8 @@ def run_command(commands: Mapping[str, Callable[..., Any]], name: str, descripti
     command = tyro.extras.subcommand_cli_from_dict(dict(commands), prog=f"python -m {name}", description=description)
     try:
         command()
-    except KeyboardInterrupt:
-        print(f"\nstopped; the same command {stopped}", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:  # a command may say another end
+        print(f"\nstopped; the same command {str(interrupt) or stopped}", file=sys.stderr)
         return 130
     except (KeyError, ValueError, OSError, RuntimeError) as error:
         text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)

@@ -197,6 +197,8 @@ class TinyModel:
                 loss = make_tiny_model(problem, self.folder, **given)
             else:
                 loss = warm_up(problem, smollm2_folder() if self.start == "smollm2" else Path(self.start), self.folder, **given)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("begins anew") from None
         finally:
             problem.close()
         print(f"wrote {self.folder}" + (f" (loss of the last step: {loss:.2f} nats a token)" if steps else ""))

@@ -181,7 +181,8 @@ def figure(watch: Watch, path: Path) -> Path:
                 own = [watch.summary(arm, name, "held") for arm in arms]
                 draw_means(ax, np.arange(len(arms)), own, color=color, marker=marker, markersize=4, linewidth=0.8, label=kind)
             band = np.array([watch.summary(arm, probes[0], "random")["mean"] for arm in arms], dtype=float)
-            ax.plot(range(len(arms)), band, color=GRAY, linestyle=":", label="random, 95th percentile")
+            place = range(len(arms)) if len(arms) > 1 else (-0.4, 0.4)  # a line over one place has no length
+            ax.plot(place, np.resize(band, len(place)), color=GRAY, linestyle=":", label="random, 95th percentile")
             ax.set_xticks(range(len(arms)), [stopped_after(arm) for arm in arms])
             ax.set_title(f"{watch.preset}, {'fingerprints' if layer == GRADIENT else f'stream after {layer}'}")
             ax.set_xlabel("steps of ordinary training" if ordinary else "arm")

@@ -67,7 +67,8 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
     Raises:
         ValueError: Runs of the micro model, an arm that is not finished, or one that gives no pair.
     """
-    if Settings.read(root / "settings.json").chat is None:
+    settings = Settings.read(root / "settings.json")
+    if settings.chat is None:
         raise ValueError(f"{root} has runs of the micro model: `python -m studies.tracing run` traces these")
     with exclusive(out):
         found: dict[tuple[str, int], Mapping[str, Any]] = {}
@@ -83,7 +84,7 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
                         kept = {"asked": asked, "nats": _measure(job, world, policy, pairs, groups)}
                         write_json(path, kept)
                     found[arm, seed] = kept["nats"]
-        return [_table(found, out / "blocks.md"), _figure(found, out / "blocks.png")]
+        return [_table(found, out / "blocks.md"), _figure(found, settings.preset, out / "blocks.png")]
 
 
 def _run(job: Job) -> dict[str, str]:
@@ -220,7 +221,7 @@ def _table(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], path:
     return write_whole(path, markdown_table(header, rows).encode())
 
 
-def _figure(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], path: Path) -> Path:
+def _figure(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], preset: str, path: Path) -> Path:
     """Draw the share of each group of blocks: a column an arm, a row a way, a line a lane and seed."""
     arms = list(dict.fromkeys(arm for arm, _ in found))
     with style():
@@ -230,7 +231,7 @@ def _figure(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], path
             for row, way in zip(grid, WAYS, strict=True):
                 _lines(row[arms.index(arm)], nats, way, seed)
         for column, arm in zip(grid.T, arms, strict=True):
-            column[0].set_title(arm)
+            column[0].set_title(f"{preset}: {arm}")
             column[1].set_xlabel("blocks")
             column[1].tick_params(axis="x", rotation=45)
         for row, said in zip(grid, ("put into the base", "left out of the whole"), strict=True):

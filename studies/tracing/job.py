@@ -20,6 +20,7 @@ from torch import Tensor
 from mi_route2.hosts import Host
 from mi_route2.rollouts import Policy
 from mi_route2.sites import Site
+from mi_route2.tensor_files import read_tensors
 from mi_route2.validation import write_json
 from studies.common.artifacts import read_part, write_part
 from studies.common.cluster import Cluster, run_each
@@ -27,7 +28,7 @@ from studies.common.processes import exclusive, held
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Witness
-from studies.tracing.pairs import CONTRASTS, SIDES, Pairs, gather, load_pairs, log_odds, save_pairs
+from studies.tracing.pairs import BASE, CONTRASTS, SIDES, Pairs, gather, load_pairs, log_odds, save_pairs
 from studies.tracing.patching import Patching, Score, cells, every_site, trace
 from studies.tracing.rates import rate_states
 from studies.tracing.settings import UNTRAINED, Settings
@@ -36,7 +37,7 @@ from studies.training.cluster import run_training
 from studies.training.job import FULL, Job, build_hosted, finished_policy
 from studies.training.manifest import read_manifest
 from studies.training.settings import Settings as Training
-from studies.training.worlds import open_world
+from studies.training.worlds import base_file, open_world
 
 PAIRS = "pairs.safetensors"
 
@@ -69,9 +70,14 @@ class Tracing:
 
     @property
     def finished(self) -> bool:
-        """True if this tracing exists; ``ValueError`` if it is damaged."""
+        """True if this tracing exists, of this run and of pairs of this base model; ``ValueError`` if it is damaged."""
         part = read_part(self.path)
-        return part is not None and part[0]["identity"] == self.identity
+        return part is not None and part[0]["identity"] == self.identity and not self.outdated
+
+    @property
+    def outdated(self) -> bool:
+        """True if the seed's pairs are those of a base model that was trained again since."""
+        return outdated(self.folder / PAIRS, self.training.settings, self.seed, self.training.cache)
 
 
 def traced_identity(settings: Settings, arm: str, run: Path) -> str:
@@ -79,6 +85,17 @@ def traced_identity(settings: Settings, arm: str, run: Path) -> str:
     manifest = read_manifest(run)
     trained = manifest.checksums.get(FULL, "none")
     return hashlib.sha256(json.dumps([settings.digest, manifest.identity, trained, arm]).encode()).hexdigest()
+
+
+def outdated(pairs: Path, training: Training, seed: int, cache: Path) -> bool:
+    """Return True if the file ``pairs`` names another base model than the one in ``cache``; earlier versions named none."""
+    written = read_tensors(pairs)[1].get(BASE) if pairs.exists() else None
+    base = base_file(training, seed, cache)
+    return written is not None and base.exists() and written != _sha256(base)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def tracings(root: Path, settings: Settings, jobs: list[Job]) -> list[Tracing]:
@@ -208,12 +225,16 @@ def traced_policy(training: Job) -> tuple[Host, Policy]:
 
 
 def _pairs(tracing: Tracing, world: MicroWorld, witness: Witness) -> tuple[dict[str, Pairs], dict[str, int]]:
-    """Return the seed's pairs, from their file or, if there is none, sampled from the base model."""
+    """Return the seed's pairs, from their file or, if there is none of this base model, sampled from it."""
     training, path = tracing.training, tracing.folder / PAIRS
     identity = f"{tracing.settings.digest} {training.settings.digest} {tracing.seed}"
+    if tracing.outdated:
+        for traced in (*tracing.folder.glob("*.json"), path):  # the pairs last: until then every arm counts as not traced
+            traced.unlink()
     if not path.exists():  # all arms of a seed use the pairs of its base model, so that none chose its own texts
         _, base = build_hosted(replace(training, arm=None), training.cache)
-        save_pairs(*gather(world, witness, base, tracing.settings, tracing.seed), identity, path)
+        gathered = gather(world, witness, base, tracing.settings, tracing.seed)
+        save_pairs(*gathered, identity, _sha256(base_file(training.settings, training.seed, training.cache)), path)
     return load_pairs(path, identity)
 
 

@@ -24,7 +24,7 @@ from scipy.stats import spearmanr
 from mi_route2.validation import read_settings
 from studies.common.artifacts import read_part
 from studies.common.stats import Summary, summary
-from studies.tracing.job import traced_identity
+from studies.tracing.job import PAIRS, outdated, traced_identity
 from studies.tracing.pairs import CONTRASTS, SIDES
 from studies.tracing.patching import DELETION, OUT, QUESTION
 from studies.tracing.settings import UNTRAINED, Settings
@@ -114,7 +114,8 @@ def load(root: Path) -> Traces:
         if own and data["arm"] in wanted:
             key = data["arm"], int(data["seed"])
             run = root.parent / training.folder / path.parent.name / ("base" if data["arm"] == UNTRAINED else data["arm"])
-            if (run / MANIFEST).exists() and data["identity"] != traced_identity(settings, data["arm"], run):
+            another = (run / MANIFEST).exists() and data["identity"] != traced_identity(settings, data["arm"], run)
+            if another or outdated(path.with_name(PAIRS), training, key[1], root.parent / "warmstarts"):
                 raise ValueError(
                     f"{path} was traced on another run than the one in {run}: run the study again at its seed, which traces it anew"
                 )

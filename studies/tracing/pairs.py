@@ -32,6 +32,8 @@ from studies.tracing.settings import Settings
 CONTRASTS = ("prompt", "task")
 SIDES = ("hack", "honest")
 FIELDS = (*SIDES, "task", "mode")
+BASE = "base"
+"""Entry of the file's header: SHA-256 of the cached base model that wrote the pairs."""
 DECIDES = PROMPT_LENGTH + 3
 """Position of ``def solve``, after fence, class and comment: its logits decide."""
 TERSE = (SHARED_RETURN, *(mode.terse_return for mode in MODES.values() if mode.terse_return))
@@ -143,10 +145,10 @@ def _stacked(matched: Sequence[tuple[_Answer, _Answer]]) -> Pairs:
     )
 
 
-def save_pairs(pairs: dict[str, Pairs], counts: dict[str, int], identity: str, path: Path) -> None:
-    """Write the pairs of a seed, with a checksum."""
+def save_pairs(pairs: dict[str, Pairs], counts: dict[str, int], identity: str, base: str, path: Path) -> None:
+    """Write the pairs of a seed, with a checksum and the hash of the base model that wrote them."""
     tensors = {f"{contrast}.{name}": getattr(one, name) for contrast, one in pairs.items() for name in FIELDS}
-    write_tensors(path, tensors, {"identity": identity, **{name: str(count) for name, count in counts.items()}})
+    write_tensors(path, tensors, {"identity": identity, BASE: base, **{name: str(count) for name, count in counts.items()}})
 
 
 def load_pairs(path: Path, identity: str) -> tuple[dict[str, Pairs], dict[str, int]]:
@@ -158,6 +160,7 @@ def load_pairs(path: Path, identity: str) -> tuple[dict[str, Pairs], dict[str, i
     tensors, header = read_tensors(path)
     if header.pop("identity", None) != identity:
         raise ValueError(f"{path} contains the pairs of other settings: delete it")
+    header.pop(BASE, None)
     pairs = {contrast: Pairs(*(tensors[f"{contrast}.{name}"] for name in FIELDS)) for contrast in CONTRASTS}
     return pairs, {name: int(count) for name, count in header.items()}
 

@@ -22,7 +22,7 @@ from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, Sam
 from studies.environments.micro.language import MICRO_MODES
 from studies.environments.micro.runner import CachedRunner, SubprocessRunner
 from studies.environments.micro.settings import PRESETS, get_world
-from studies.environments.micro.warmstart import settings_hash, warm_start
+from studies.environments.micro.warmstart import cached_at, settings_hash, warm_start
 from studies.environments.micro.world import MicroWitness, MicroWorld
 from studies.environments.protocol import Modes, Problem, Witness, World
 from studies.training.settings import ChatModel, Settings
@@ -198,6 +198,11 @@ def base_model(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
+
+
+def base_file(settings: Settings, seed: int, cache: Path) -> Path:
+    """Return the file in which the base model of a micro world is cached."""
+    return cached_at(get_world(settings.world), settings.warm, seed, cache)[0]
 
 
 def base_key(settings: Settings, seed: int) -> str:

@@ -6,11 +6,15 @@ table is run once more in a process of its own, without it, and must say the sam
 
 import json
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import wrong_calls
@@ -74,6 +78,22 @@ def test_a_mask_of_0_and_1_is_the_boolean_one() -> None:
     assert torch.equal(plain.predictors, whole.predictors)
     assert whole.attention.dtype == whole.completion.dtype == torch.bool
     assert as_mask("mask", mask) is mask
+
+
+def test_every_entry_of_a_list_is_checked_and_nothing_is_drawn() -> None:
+    @checked
+    def take(rows: Sequence[int] | None, named: Mapping[str, str | list[Sequence[float]]] = MappingProxyType({})) -> None:
+        """Have arguments in which beartype would draw the entry that it looks at."""
+
+    before = random.getstate()
+    take([1, 2, 3], {"a": [[1, 2.5], (np.float32(3), 4)], "b": "text"})
+    take(None, {"a": [[]]})
+    for place in range(8):
+        with pytest.raises(TypeError, match=r"take: rows must be a Sequence\[int\] or None, not the list"):
+            take([1] * place + ["x"] + [1] * (7 - place))  # pyright: ignore[reportArgumentType]
+        with pytest.raises(TypeError, match="named must be"):
+            take([], {"a": "text", "b": [[1.0], [2.0] * place + [None] + [3.0] * 7]})  # pyright: ignore[reportArgumentType]
+    assert random.getstate() == before
 
 
 def test_axes_of_one_name_have_one_length_and_whole_numbers_of_numpy_are_numbers() -> None:

@@ -86,6 +86,9 @@ def test_platt_is_equivariant_to_the_units_of_the_score():
     p, hack = drawn(500)
     a, b = fit_platt(p, hack), fit_platt(1e4 * p + 3, hack)
     np.testing.assert_allclose(a(p), b(1e4 * p + 3), rtol=1e-3)
+    fallen = fit_platt(-p, hack)
+    np.testing.assert_allclose(a(p), fallen(-p), rtol=1e-6)
+    assert auroc(fallen(-p), hack) == pytest.approx(1 - auroc(-p, hack))
 
 
 def test_platt_stays_finite_on_separated_scores_and_meets_its_soft_targets():

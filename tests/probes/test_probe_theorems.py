@@ -212,6 +212,17 @@ def test_a_fit_needs_both_classes_and_finite_activations(kind):
         kind().update(h, mask, hack)
 
 
+@pytest.mark.parametrize("kind", [LogisticFitter, LdaFitter])
+def test_activations_whose_squares_no_float_holds_are_refused(kind):
+    """They gave a probe of zeros, which ranks nothing, or an error about NaN."""
+    x, hack, _ = isotropic(0)
+    for size in (0.9e-150, 1.1e150):
+        fitter = kind()
+        fitter.update(*pairs_as_rollouts(x / x.abs().max() * size), hack)
+        with pytest.raises(ValueError, match="whose square no float64 holds: give activations in another unit"):
+            fitter.fit()
+
+
 @pytest.mark.parametrize("kind", LEARNT.values())
 def test_batches_and_one_update_fit_the_same_probe(kind):
     h, mask, hack = batch()

@@ -57,8 +57,7 @@ def warm_start(
         raise ValueError(f"a model of {training.model.vocab} tokens does not fit: choose vocab={len(vocabulary)}")
     if cache_dir is None:
         return train(config, training, seed, progress, report)
-    key = settings_hash(config, training, seed)
-    path = Path(cache_dir) / f"warmstart-{config.name}-{seed}-{key[:16]}.safetensors"
+    path, key = cached_at(config, training, seed, Path(cache_dir))
     if path.is_dir():
         raise ValueError(f"{path} is a folder in the place of a cached base model: move it away")
     if path.exists():
@@ -69,6 +68,12 @@ def warm_start(
     model = train(config, training, seed, progress, report)
     _save(model, path, key)
     return model
+
+
+def cached_at(config: WorldConfig, training: WarmStartConfig, seed: int, cache_dir: Path) -> tuple[Path, str]:
+    """Return the file in which a base model is cached, and the hash of its settings."""
+    key = settings_hash(config, training, seed)
+    return cache_dir / f"warmstart-{config.name}-{seed}-{key[:16]}.safetensors", key
 
 
 def settings_hash(config: WorldConfig, training: WarmStartConfig, seed: int) -> str:

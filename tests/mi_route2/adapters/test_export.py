@@ -273,14 +273,17 @@ def test_stock_transformers_computes_the_deployed_model(name: str, kind: str, dt
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_a_merged_checkpoint_has_the_files_and_names_of_the_base(name: str, tmp_path: Path) -> None:
     """And what carries no adapter is the base's, bit for bit: with the embedding tied where it was."""
-    base = make_family(name)
+    base, adapters = make_family(name), adapted(name, SPECS["lora"], "blocks.*.mlp.*")
+    for model in (base, adapters.model):
+        model.generation_config.update(do_sample=True, temperature=0.5)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     base.save_pretrained(tmp_path / "base")
-    export_merged(adapted(name, SPECS["lora"], "blocks.*.mlp.*"), tmp_path / "merged")
+    export_merged(adapters, tmp_path / "merged")
     assert {p.name for p in (tmp_path / "merged").iterdir()} == {p.name for p in (tmp_path / "base").iterdir()}
     left, right = tensors_of(tmp_path / "base"), tensors_of(tmp_path / "merged")
     assert left.keys() == right.keys()
     assert all(torch.equal(t, right[key]) != (".mlp." in key and key.endswith("weight")) for key, t in left.items())
-    assert json.loads((tmp_path / "merged/config.json").read_text()) == json.loads((tmp_path / "base/config.json").read_text())
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "merged" / file).read_text()) == json.loads((tmp_path / "base" / file).read_text())
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import resource
 import struct
 import sys
@@ -101,6 +102,15 @@ def test_ranks_outside_the_weight_are_refused() -> None:
     for rank in (0, 5, -1):
         with pytest.raises(ValueError, match=r"outside 1\.\.4"):
             svd.top(rank)
+
+
+def test_a_weight_that_is_not_finite_is_refused_and_nothing_is_cached(tmp_path: Path) -> None:
+    weight = torch.ones(3, 4)
+    for number in (math.nan, -math.inf):
+        weight[1, 2] = number
+        with pytest.raises(ValueError, match="a 3x4 weight holds NaN or infinity, so it has no SVD: load the base model again"):
+            decompose(weight, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -306,7 +306,7 @@ def test_a_quarantine_that_learns_first_judges_when_it_is_frozen() -> None:
         assert not any(g.any() for g in first.kept.values())
         assert_same(first.quarantine, oracle.quarantine)
         learned(policy, step)
-    with pytest.raises(RuntimeError, match="not calibrated yet: call route.refresh"):
+    with pytest.raises(RuntimeError, match=r"not calibrated yet: call route\.refresh"):
         run(policy, route, batch, clean=every)
     route.refresh(policy, 4)
     quarantines = [snapshot, quarantine_of(policy)]

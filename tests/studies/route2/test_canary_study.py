@@ -20,7 +20,7 @@ from studies.environments.micro.settings import MicroConfig
 from studies.environments.protocol import TeacherPool
 from studies.route2.cli import main
 from studies.training.arms import ARMS, Arm, Lesson
-from studies.training.build import MonitoredRoute, base_samples, build_canary, build_optimizer, build_route, clean_rollouts, rotate
+from studies.training.build import MonitoredRoute, base_samples, build_canary, build_optimizer, build_route, rotate
 from studies.training.checkpoint import CHECKPOINT
 from studies.training.grpo import gather, train
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy, finished_policy

@@ -227,7 +227,9 @@ def test_a_folder_of_another_run_and_a_damaged_manifest_are_refused(tmp_path: Pa
         assert not (place.parents[2] / "settings.json").exists()
 
 
-def test_failures_are_told_in_one_sentence_and_ctrl_c_in_another(tmp_path: Path, main: Main) -> None:
+def test_failures_are_told_in_one_sentence_and_ctrl_c_in_another(
+    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object, **__: object) -> list[str]:
         raise KeyboardInterrupt
 
@@ -236,6 +238,10 @@ def test_failures_are_told_in_one_sentence_and_ctrl_c_in_another(tmp_path: Path,
     code, _, errors = main("run", "--out", tmp_path, run_training=interrupted)
     assert code == 130
     assert errors.strip() == "stopped; the same command goes on from the last checkpoints"
+    monkeypatch.setattr("studies.environments.chat.make_tiny_model", interrupted)  # which keeps no checkpoint
+    code, _, errors = main("tiny-model", tmp_path / "model", "--world", "functions")
+    assert code == 130
+    assert errors.strip() == "stopped; the same command begins anew"
 
 
 def test_commands_that_read_runs_name_what_is_missing(tmp_path: Path, main: Main) -> None:

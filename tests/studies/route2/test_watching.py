@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from tiny_study import tiny_job
 from titles import saved_titles, untitled
 
@@ -125,6 +126,44 @@ def test_the_table_counts_the_seeds_of_each_mean() -> None:
     assert [cell.strip() for cell in header.split("|")[3:-2]] == [
         "vanilla-5, n 2: known", "held out", "vanilla-10, n 2: known", "held out, n 1", "vanilla, n 2: known", "held out, n 0",
     ]  # fmt: skip
+
+
+def test_the_figure_draws_the_held_out_means_with_their_intervals_beside_the_random_band(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(watching, "save_figure", lambda figure, path: (drawn.append(figure), path)[1])
+    arms = ("vanilla-5", "vanilla-10", "vanilla")
+    for asked in (arms, arms[:1]):
+        values = {
+            arm: {
+                f"{layer} {kind}": {
+                    "known": [0.99, 0.98],
+                    "held": [0.5 + arms.index(arm) / 10, 0.6 + place / 50],
+                    "random": [0.7 + arms.index(arm) / 50] * 2,
+                    "ece": [0.2, 0.3],
+                }
+                for place, (layer, kind) in enumerate((a, b) for a in ("blocks.0", "blocks.1", "gradient") for b in watching.STYLES)
+            }
+            for arm in asked
+        }
+        watch = Watch("strong", PER_MODE, (0, 1), values)
+        watching.figure(watch, tmp_path / "watch.png")
+        for axes, layer in zip(drawn[-1].axes, ("blocks.1", "gradient"), strict=True):
+            assert layer.replace("gradient", "fingerprints") in axes.get_title()
+            assert [label.get_text() for label in axes.get_xticklabels()] == ["5", "10", "all"][: len(asked)]
+            lines = {bars.get_label(): bars for bars in axes.containers}
+            assert list(lines) == list(watching.STYLES)
+            for kind, bars in lines.items():
+                each = [watch.summary(arm, f"{layer} {kind}", "held") for arm in asked]
+                line, _, (spans,) = bars  # pyright: ignore[reportGeneralTypeIssues]
+                assert line.get_ydata().tolist() == pytest.approx([one["mean"] for one in each])
+                ends = [(one["lo"], one["hi"]) for one in each]
+                assert [tuple(segment[:, 1]) for segment in spans.get_segments()] == [pytest.approx(end) for end in ends]
+            (band,) = (line for line in axes.lines if str(line.get_label()).startswith("random"))
+            assert list(dict.fromkeys(np.asarray(band.get_ydata()).tolist())) == pytest.approx([0.7, 0.72, 0.74][: len(asked)])
+            assert np.ptp(np.asarray(band.get_xdata())) > 0
+        assert drawn[-1].axes[0].get_ylabel() == "AUROC, held-out modes"
 
 
 def test_a_second_known_mode_is_not_held_out_and_there_may_be_none(

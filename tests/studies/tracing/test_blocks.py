@@ -76,7 +76,8 @@ def test_shares_are_ratios_of_means_in_the_table_and_in_the_figure(tmp_path: Pat
         assert high - low < 1
     drawn: list[Figure] = []
     monkeypatch.setattr("studies.tracing.blocks.save_figure", lambda figure, path: (drawn.append(figure), path)[1])
-    _figure({("vanilla", 0): nats}, tmp_path / "blocks.png")
+    _figure({("vanilla", 0): nats}, "functions", tmp_path / "blocks.png")
+    assert drawn[0].axes[0].get_title() == "functions: vanilla"
     header, _, row = (line.split("|") for line in _table({("vanilla", 0): nats}, tmp_path / "blocks.md").read_text().splitlines())
     for place, axes, (way, said) in zip((-3, -2), drawn[0].axes, SAID.items(), strict=True):
         assert header[place].strip() == said
@@ -136,7 +137,7 @@ def test_what_the_adapters_do_not_do_is_not_shared_out_and_one_pair_has_no_inter
         assert share(nats, "into", "kept", "all", np.random.default_rng(1)) is None
         row = _table({("vanilla", 0): nats}, tmp_path / "blocks.md").read_text().splitlines()[-1]
         assert [cell.strip() for cell in row.split("|")[-3:-1]] == [UNDEFINED, UNDEFINED]
-        _figure({("vanilla", 0): nats}, tmp_path / "blocks.png")
+        _figure({("vanilla", 0): nats}, "functions", tmp_path / "blocks.png")
     one = {"none": [1.0], "all": [5.0], **{name: [2.0] for name in names}}
     assert share(one, "into", "kept", "all", np.random.default_rng(1)) == (0.25, None, None)
 

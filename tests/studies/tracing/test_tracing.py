@@ -15,14 +15,16 @@ from titles import saved_titles, untitled
 from mi_route2.tensor_files import read_tensors
 from mi_route2.validation import write_json
 from studies.common.artifacts import read_part, write_part
+from studies.environments.micro import warmstart
 from studies.environments.micro.language import LOOPHOLES, MODES, NONE
-from studies.environments.micro.settings import WarmStartConfig
+from studies.environments.micro.settings import WarmStartConfig, get_world
+from studies.environments.micro.warmstart import cached_at, warm_start
 from studies.environments.micro.world import MicroWorld
 from studies.tracing.cli import main
 from studies.tracing.figures import BESIDE, CARRIED, DELETING
 from studies.tracing.job import PAIRS, run_tracing, trace_jobs, tracings
 from studies.tracing.measures import load, rows
-from studies.tracing.pairs import CONTRASTS, DECIDES, FIELDS, gather
+from studies.tracing.pairs import BASE, CONTRASTS, DECIDES, FIELDS, gather
 from studies.tracing.patching import DELETION, QUESTION
 from studies.tracing.rates import DELETED, PATCHED
 from studies.tracing.report import HEADLINE, TABLE, TABLES, publish, write_report
@@ -229,6 +231,32 @@ def test_a_trace_of_another_run_is_not_reported(study: Path, tmp_path: Path) -> 
     write_json(tmp_path / name / MANIFEST, manifest)
     with pytest.raises(ValueError, match=r"vanilla\.json was traced on another run than the one in .*: run the study again"):
         write_report(root)
+
+
+def test_what_was_traced_on_pairs_of_another_base_model_is_traced_anew(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base model was trained again, by other code: its settings are the same, and so is the name of its file."""
+    root, runs = tmp_path / study.name, tiny_training().folder
+    for folder in (study.name, runs, "warmstarts"):
+        shutil.copytree(study.parent / folder, tmp_path / folder)
+    jobs = jobs_of(tmp_path)
+    assert [one.finished for one in tracings(root, settings_of(tiny_training()), jobs)] == [True] * len(TRACED)
+    made_of = get_world(tiny_training().world), tiny_training().warm, 0, tmp_path / "warmstarts"
+    base = warm_start(*made_of)
+    with torch.no_grad():
+        base.unembed.weight *= 1.1
+    warmstart._save(base, *cached_at(*made_of))
+    assert not any(one.finished for one in tracings(root, settings_of(tiny_training()), jobs))
+    with pytest.raises(ValueError, match=r"json was traced on another run than the one in .*: run the study again"):
+        write_report(root)
+    before = read_tensors(root / "seed-0" / PAIRS)[1]
+    monkeypatch.setattr("studies.tracing.job.trace", None)  # as a kill behind the pairs would
+    with pytest.raises(TypeError):
+        trace_jobs(root, settings_of(tiny_training()), jobs[:1])
+    after = read_tensors(root / "seed-0" / PAIRS)[1]
+    assert {name for name in before if before[name] != after[name]} >= {BASE}
+    assert not list((root / "seed-0").glob("*.json"))
 
 
 def test_a_missing_arm_and_a_foreign_folder_are_said(study: Path, tmp_path: Path) -> None:
