@@ -503,7 +503,7 @@ names = "ascii latin-1 utf-16 utf-32 cp1252 utf-8-sig idna punycode".split()
 result = all("a".encode(name).decode(name) == "a" for name in names)
 # threads are there to import
 import threading, queue
-with threading.Lock(): result = queue.Queue().empty()
+with threading.Lock(): result = queue.Queue().empty() and not threading.Event().wait(0.01)
 # printing
 import pprint
 pprint.pprint({"a": [1] * 50})
