@@ -131,6 +131,8 @@ def test_files_come_back_as_far_as_they_are_within_limits(jail: Jail) -> None:
     code = "for n, s in (('b', 3), ('a', 0), ('c\\n', 1), ('é', 5)): open(n, 'wb').write(b'x' * s)\nopen(b'\\xff', 'w').close()"
     outcome = run(jail, code)
     assert list(outcome.files.items()) == [("a", b""), ("b", b"xxx"), ("é", b"xxxxx")]
+    fill = "import time\nfor name in 'ab': open(name, 'wb').write(bytes(250))\ntime.sleep(0.06)\nresult = True"
+    assert run(jail, fill, files=2, disk=500).status == "replied"  # and the watchdog looked in between
     too_large = run(jail, "open('small', 'w').write('s')\nopen('z', 'wb').write(bytes(1000))", disk=500)
     assert (too_large.status, dict(too_large.files)) == ("disk", {"small": b"s"})
     with pytest.raises(TypeError):
@@ -688,16 +690,17 @@ def test_what_earlier_jobs_wrote_is_not_in_the_memory_that_a_job_inherits(driver
     masked = [bytes(byte ^ 0x5A for byte in mark) for mark in marks]
     leave = f"""
 import os
-mark = "{marks[0].decode()}"
+mark = "{marks[0].decode()}" * 6_000  # more than is kept of the output, and than the first buffer of a reply holds
 for descriptor in (1, 2): os.write(descriptor, mark.encode())
-open("f", "w").write(mark)
+for name in "fgh": open(name, "w").write(mark[:24_000])
 result = mark
 """
     look = f"MASKED = {masked!r}\n{LOOK_INTO_MEMORY}# {marks[1].decode()}"
     with Jail(driver, workers=1, unsafe=True, without={"landlock", "privileges", "seccomp", "rlimits"}) as jail:
         left = jail.run([{"code": leave}] * 3)
+        mark = marks[0] * 6_000
         assert [(o.stdout, o.stderr, o.files["f"], o.reply) for o in left] == [
-            (marks[0], marks[0], marks[0], marks[0].decode())
+            (mark[: 64 << 10], mark[: 64 << 10], mark[:24_000], mark.decode())
         ] * 3
         earlier, own = run(jail, look).reply
     assert own > 0
