@@ -226,8 +226,8 @@ def test_a_job_cannot_count_those_before_it(driver: Path) -> None:
 
 
 def test_a_folder_s_last_change_is_the_job_s_own_beginning(driver: Path) -> None:
-    """Nobody can set it, but it tells no more than the clock if it is later than everything that an earlier job did. Its birth, which
-    is before that, has no answer."""
+    """Nobody can set it, but it tells no more than the clock if it is later than everything that an earlier job did. The time of
+    its birth, which is before that, cannot be had."""
     look = {
         "code": """
 import ctypes, os, sys, time
@@ -671,6 +671,7 @@ def test_root_becomes_nobody_in_a_root_of_its_own(driver: Path) -> None:
         assert run(jail, "import os\nresult = os.listdir('/')").reply == []
     with Jail(driver, workers=1, unsafe=True, without={"privileges", "landlock"}) as jail:
         assert int(run(jail, status).reply["CapEff"], 16) > 0
+        assert run(jail, "result = int(open('/proc/self/oom_score_adj').read())").reply == 1000  # before its server, and all others
 
 
 LOOK_INTO_MEMORY = """
