@@ -371,14 +371,16 @@ def test_a_job_cannot_write_the_next_one_s_reply(driver: Path) -> None:
 
 
 def test_no_job_waits_for_the_reply_of_another_to_be_read(jail: Jail) -> None:
-    """The first reply is not read before the last job has run; replies are read one at a time, and come back in order."""
-    last, reading, most = threading.Event(), [0], [0]
+    """Four jobs of two servers run before the first reply is read, and then no more; replies are read one at a time, in order."""
+    last, reading, most, unread = threading.Event(), [0], [0], []
 
     def read(payload: Any, outcome: Outcome) -> Any:
         reading[0] += 1
         most[0] = max(most[0], reading[0])
         if payload["echo"] == 0:
             assert last.wait(60), "the other jobs waited"
+            time.sleep(0.1)
+            unread.append(len(ticks))
         reading[0] -= 1
         return payload["echo"], outcome.reply
 
@@ -390,8 +392,9 @@ def test_no_job_waits_for_the_reply_of_another_to_be_read(jail: Jail) -> None:
     ticks: list[None] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("studies.sandbox.jail.progress_bar", lambda label, total: contextlib.nullcontext(tick))
-        assert jail.run([{"echo": i} for i in range(4)], read=read) == [(i, i) for i in range(4)]
+        assert jail.run([{"echo": i} for i in range(8)], read=read) == [(i, i) for i in range(8)]
     assert most == [1]
+    assert unread == [4]
 
 
 def test_what_a_reader_raises_is_raised(jail: Jail) -> None:
