@@ -23,6 +23,9 @@ AT_REMOVEDIR = 0x200
 RENAME_WHITEOUT = 4
 F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC = 0, 1, 2, 3, 1030
 MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE = 0, 4, 8, 14
+FUTEX_WAIT, FUTEX_WAKE, FUTEX_WAIT_BITSET, FUTEX_WAKE_BITSET = 0, 1, 9, 10
+FUTEX_COMMAND = ~(128 | 256) & 0xFFFFFFFF
+"""Mask of an operation without its flags PRIVATE and CLOCK_REALTIME."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Is:
 
 
 PLAIN = {
-    "its memory": "brk munmap mremap futex",
+    "its memory": "brk munmap mremap",
     "time": "gettimeofday nanosleep time times sched_yield",
     "signals to itself": "rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack restart_syscall alarm setitimer getitimer pause",
     "chance and the end": "getrandom exit exit_group",
@@ -64,6 +67,7 @@ ANSWERED = {
     "getpgrp": 0,
     "getppid": 0,
     "ioctl": errno.ENOTTY,  # an error that Python handles
+    "statx": errno.ENOSYS,  # it tells when the folder was made, which is for earlier jobs too; the C library then asks without that
 }
 """``{system call: error}`` of the calls that do nothing and return this error, or 0 for success."""
 
@@ -72,6 +76,10 @@ CONDITIONAL: dict[str, tuple[tuple[Bits | Is, ...], ...]] = {
     "mmap": ((Bits(2, PROT_EXEC, 0), Bits(3, MAP_ANONYMOUS, MAP_ANONYMOUS)),),
     "mprotect": ((Bits(2, PROT_EXEC, 0),),),
     "madvise": tuple((Is(2, advice),) for advice in (MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE)),
+    # Operations with an owner (PI) take the number of any process and tell whether it exists.
+    "futex": tuple(
+        (Bits(1, FUTEX_COMMAND, command),) for command in (FUTEX_WAIT, FUTEX_WAKE, FUTEX_WAIT_BITSET, FUTEX_WAKE_BITSET)
+    ),
     # Landlock does not check O_PATH; files without a name cannot be counted; the disk is shared, as with fsync.
     "openat": ((Bits(2, O_PATH | O_TMPFILE | SYNCHRONOUS, 0),),),
     "unlinkat": ((Bits(2, AT_REMOVEDIR, 0),),),
@@ -90,7 +98,7 @@ CONDITIONAL: dict[str, tuple[tuple[Bits | Is, ...], ...]] = {
 }
 """``{system call: alternatives}`` of the calls that are allowed if all conditions of one alternative hold."""
 
-LOOKUPS = ("stat", "lstat", "newfstatat", "statx", "access", "faccessat", "faccessat2", "readlink", "readlinkat")
+LOOKUPS = ("stat", "lstat", "newfstatat", "access", "faccessat", "faccessat2", "readlink", "readlinkat")
 """Queries of a path, which Landlock does not restrict: allowed only if the child's root is its folder."""
 
 

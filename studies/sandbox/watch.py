@@ -105,11 +105,10 @@ class Vessel:
 
 @dataclass(frozen=True)
 class Place:
-    """Folder of a job: its path, its open descriptor, its own size when it was new, and Landlock's rules if they are on."""
+    """Folder of a job: its path, its open descriptor, and Landlock's rules if they are on."""
 
     path: str
     folder: int
-    size: int
     rules: landlockpy.Ruleset | None
 
 
@@ -191,8 +190,8 @@ class Watch:
                 os.chown(path, self._how.identity, self._how.identity)
             rules = make_rules(path) if "landlock" in self._how.on else None
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            self._place = Place(path, folder, os.fstat(folder).st_size, rules)
-        os.utime(self._place.folder, (0, 0))  # an earlier job could pass data to this one in the folder's time
+            self._place = Place(path, folder, rules)
+        os.utime(self._place.folder, (0, 0))  # for `_tidy`; and no job can see when the folder was made
         disk = os.statvfs(self._place.folder)
         for what, size, free, wanted in (
             ("bytes", disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, limits.disk),
@@ -204,12 +203,13 @@ class Watch:
         return self._place
 
     def _tidy(self) -> None:
-        """Empty the job's folder and keep it if the child could only fill it; otherwise remove it."""
+        """Keep the job's folder if no entry of it was made or removed; otherwise remove it.
+
+        An emptied folder tells the next job how full it was: ext4 by its size, tmpfs by the offsets of new entries.
+        """
         place = self._place
-        if place is not None and {"landlock", "seccomp"} <= self._how.on:
-            clear(place.path)
-            if os.fstat(place.folder).st_size == place.size:  # on ext4 an emptied folder's size reveals how full it was
-                return
+        if place is not None and {"landlock", "seccomp"} <= self._how.on and os.fstat(place.folder).st_mtime_ns == 0:
+            return
         self._place = None
         if place is not None:
             os.close(place.folder)

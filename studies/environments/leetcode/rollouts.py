@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mi_route2.validation import read_lines
-from studies.environments.leetcode.expressions import Call, parse_call, parse_value
+from studies.environments.leetcode.expressions import HELPERS, Call, parse_call, parse_value
 from studies.environments.leetcode.modes import MODES
 from studies.environments.leetcode.problems import Case, Task, make_test, statement_of
 from studies.environments.leetcode.programs import readable
-from studies.environments.leetcode.values import Linked, Opaque, Tree
+from studies.environments.leetcode.values import Opaque
 
 FILE = "rollouts.jsonl"
 Evidence = Literal["tests", "examples", "signature"]
@@ -169,9 +169,9 @@ def _as_annotated(value: object, annotation: ast.expr | None) -> object:
     kind = _printed(annotation)
     if isinstance(value, list) and "List[" not in kind:
         if "TreeNode" in kind:
-            return Tree(tuple(None if item is None else (item,) for item in value)) if value else None
+            return HELPERS["tree_node"](value)
         if "ListNode" in kind:
-            return Linked(tuple(value)) if value else None
+            return HELPERS["list_node"](value)
     return value
 
 

@@ -194,7 +194,11 @@ LIAR = "class Liar({base}):\n    def __eq__(self, other):\n        return {resul
 
 
 @pytest.mark.parametrize("base", ["object", "int", "str", "list", "dict"])
-@pytest.mark.parametrize("result", ["True", "1", "type(other) is int", "isinstance(other, (str, list))", "self is not other"])
+@pytest.mark.parametrize(
+    "result",
+    ["True", "1", "type(other) is int", "isinstance(other, (str, list))", "self is not other", "type(other) is object",
+     "type(other) is dict", "type(other) is set"],
+)  # fmt: skip
 def test_an_equality_that_always_holds_is_seen_and_its_value_is_opaque(drive, base: str, result: str) -> None:
     (returned,) = drive(LIAR.format(base=base, result=result) + body("return Liar()"), 1).returns
     assert returned.overrides

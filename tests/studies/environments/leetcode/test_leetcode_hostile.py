@@ -36,17 +36,17 @@ def forging(**changes: Any) -> str:
 
 
 def forging_right_values(**changes: Any) -> str:
-    """A program that answers both visible inputs rightly, and then says of itself that it ended otherwise."""
+    """A program that answers all inputs of its run rightly, and then says of itself that it ended otherwise."""
     reply = json.dumps({"status": "ok", "raised": "", "exit": None, "attributes": {}, "run_tests": "absent"} | changes)
     lines = (
         "VALUES.append(sum(nums) * k)",
-        "if len(VALUES) == 2:",
+        "if len(VALUES) == len(sys._getframe(1).f_locals['payload']['calls']):",
         "    returns = ','.join(f'[\"value\",{value},false]' for value in VALUES)",
         f"    os.write(3, ({reply[:-1]!r} + ',\"returns\":[' + returns + ']}}\\n').encode())",
         "    os._exit(0)",
         "return 0",
     )
-    return "import os\nVALUES = []\n" + method(*lines)
+    return "import os, sys\nVALUES = []\n" + method(*lines)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ Sum it.
 
 Example 1:
 
-Input: root = [1,null,2], ks = [3], s = "a b", head = [4]
+Input: root = [1,null,2,null,null], ks = [3], s = "a b", head = [4]
 Output: [2,1]
 Explanation: none
 
