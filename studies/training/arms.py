@@ -353,7 +353,7 @@ _FROZEN = replace(
     _OWN,
     name="canary-first",
     about="a fast quarantine learns alone for 20 steps; what it likes of what the kept adapter does then is dropped; no label",
-    route=CanarySpec(quantile=0.8, first=20, snapshots=(10,), sparing=True),
+    route=CanarySpec(quantile=0.85, first=20, snapshots=(10,), sparing=True),
 )
 _WEAK = _ablation(_RUN, "canary-run-weak", "canary", "canaries of the world weak, on its base model", canaries_of="weak")
 _TEN = _ablation(_RUN, "canary-run-10", "canary", "one canary of 10 steps", canaries=("canary-10",))
