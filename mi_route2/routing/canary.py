@@ -356,6 +356,11 @@ class CanaryRoute(OneCall):
             if snapped:
                 self._keep(policy)
             return None
+        if self.spec.first and len(self.snapshots) < len(self.spec.snapshots):
+            raise RuntimeError(
+                f"{len(self.snapshots)} of the quarantine's snapshots after steps {self.spec.snapshots} are there: call "
+                "route.refresh(policy, step) before each step, and in a run that goes on route.load_state(policy, state)"
+            )
         if (self.spec.decoys and not step) or not (self.monitor is None or (every and step % every == 0) or snapped):
             return None
         try:

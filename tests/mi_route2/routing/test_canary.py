@@ -324,6 +324,14 @@ def test_a_quarantine_that_learns_first_judges_when_it_is_frozen() -> None:
     monitor = route.monitor
     route.refresh(policy, 5)
     assert route.monitor is monitor
+    resumed = CanaryRoute(route.spec, None, SAMPLES)
+    with pytest.raises(RuntimeError, match=r"0 of the quarantine's snapshots after steps \(2,\) are there.*load_state"):
+        resumed.refresh(policy, 5)
+    resumed.load_state(policy, route.state())
+    resumed.refresh(policy, 5)
+    again = resumed.score(policy, batch.rollouts)
+    assert again is not None
+    assert torch.equal(again, own.decision.scores)
 
 
 def test_a_turned_quarantine_judges_and_the_one_that_learns_is_not_moved() -> None:
