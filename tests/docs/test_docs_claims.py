@@ -1069,19 +1069,63 @@ def test_the_own_quarantine_as_canary_is_what_the_page_says() -> None:
     within = [sum((rate or 0.0) <= 0.02 for rate in one.values[own][EXPLOIT]) for one in worlds]
     assert within == [5, 5, 7]
     assert "missed in all three**: 5, 5 and 7 of 8 seeds are within it" in page
-    assert f"it served on {sum(within)} of {sum(len(one.seeds) for one in worlds)} seeds." in prose("../README.md")
     assert all((one.summary(own, EXPLOIT)["mean"] or 0.0) > 0.02 for one in worlds)
     kept = []
     for one in worlds:
         rates = zip(*(one.values[own][f"deploy_exploit_{mode}"] for mode in one.modes), strict=True)
         kept += [high for run in rates if (high := sorted(rate for rate in run if rate is not None and rate > 0.2))]
     assert sorted(map(len, kept)) == [1, 1, 1, 1, 1, 2, 3]
-    assert f"at {number(min(map(min, kept)))} to {number(max(map(max, kept)))} of its prompts." in page
+    assert f"at {number(min(map(min, kept)))} to {number(max(map(max, kept)))} of its prompts: those whose" in page
     assert f"misses .85 in `weak` ({told(weak, own, SOLVE)}) and `strong` ({told(strong, own, SOLVE)})." in page
     turned = [told(one, "canary-own-rotated") for one in worlds]
     assert f"and described alone), it leaves {turned[0]}, {turned[1]} and {turned[2]}." in page
     cost = sorted(times(one, own) or 0.0 for one in worlds)
     assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence" in page
+
+
+def test_a_quarantine_that_learns_first_and_judges_is_what_the_page_says() -> None:
+    worlds, page = (
+        [Evidence.read(RESULTS / f"canary-first/{name}.json") for name in ("weak", "strong", "sparse")],
+        prose("canary.md"),
+    )
+    first, plain, told = "canary-first", "vanilla", with_interval
+    weak, strong, sparse = worlds
+    assert (
+        f"exploits are {told(weak, first)} in `weak` (no defence: {told(weak, plain)}) and {told(sparse, first)} in `sparse`"
+        in page
+    )
+    assert f"({told(sparse, plain)}), and {told(weak, first, SOLVE)} and {told(sparse, first, SOLVE)} is solved." in page
+    tests = "".join((RESULTS / f"canary-first/{one.preset}-tests.md").read_text(encoding="utf-8") for one in worlds)
+    assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [11, 0, 0]
+    goals = [(RESULTS / f"canary-first/{one.preset}-goals.md").read_text(encoding="utf-8") for one in worlds]
+    assert [text.count("**met**") for text in goals] == [5, 3, 5]
+    rates = [[value or 0.0 for value in one.values[first][EXPLOIT]] for one in worlds]
+    outside = [[rate for rate in each if rate > 0.02] for each in rates]
+    assert [len(each) - len(high) for each, high in zip(rates, outside, strict=True)] == [15, 9, 15]
+    assert f"the other two end at {number(outside[0][0])} and {number(outside[2][0])}." in page
+    assert "it serves on 30 of 32 seeds of two worlds, and on 9 of 16 of the third" in page
+    assert f"**In `strong` it leaves {told(strong, first)}** (no defence: {told(strong, plain)}; stopped after 10 steps" in page
+    assert f"{told(strong, 'vanilla-10')}, which solves {number(strong.summary('vanilla-10', SOLVE)['mean'] or 0.0)} where" in page
+    assert f"where this solves {told(strong, first, SOLVE)}): six of 16 runs keep one to four loopholes" in page
+    runs = zip(*(strong.values[first][f"deploy_exploit_{mode}"] for mode in strong.modes), strict=True)
+    kept = [high for run in runs if (high := [rate or 0.0 for rate in run if (rate or 0.0) > 0.1])]
+    assert sorted(map(len, kept)) == [1, 1, 1, 1, 2, 4]
+    assert f"at {number(min(map(min, kept)))} to {number(max(map(max, kept)))} of their prompts, where four" in page
+    harmed = {
+        seed: (own, without) for seed, own, without in zip(strong.seeds, rates[1], strong.values[plain][EXPLOIT], strict=True)
+    }
+    bad = {seed: pair for seed, pair in harmed.items() if pair[0] > (pair[1] or 0.0)}
+    assert bad.keys() == {455, 458, 460}
+    one, two, three = (f"{number(bad[seed][0])} for {number(bad[seed][1] or 0.0)}" for seed in (455, 460, 458))
+    assert f"stays honest ({one}, {two}), and 458 ({three})." in page
+    turned, shuffled = ([told(one, f"canary-first-{how}") for one in worlds] for how in ("rotated", "shuffled"))
+    assert f"when it judges it leaves {turned[0]}, {turned[1]} and {turned[2]} in `weak`, `strong` and `sparse`" in page
+    assert f"with its flags shuffled {shuffled[0]}, {shuffled[1]} and {shuffled[2]}." in page
+    cost, readme = sorted(times(one, first) or 0.0 for one in worlds), prose("../README.md")
+    assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence, with no run before it" in page
+    assert f"it leaves {told(weak, first)} on *weak* and {told(sparse, first)} on *sparse*, but {told(strong, first)} on" in readme
+    assert f"At {cost[0]:.1f} to {cost[-1]:.1f} times the time of a run it" in readme
+    assert f"takes {cost[0]:.1f} to {cost[-1]:.1f} times, and leaves as little in two worlds, but" in page
 
 
 def test_a_canary_of_ten_steps_on_a_pretrained_model_is_what_the_page_says() -> None:
