@@ -1120,7 +1120,7 @@ def test_a_quarantine_that_learns_first_and_judges_is_what_the_page_says() -> No
     assert f"stays honest ({one}, {two}), and 458 ({three})." in page
     turned, shuffled = ([told(one, f"canary-first-{how}") for one in worlds] for how in ("rotated", "shuffled"))
     assert f"when it judges it leaves {turned[0]}, {turned[1]} and {turned[2]} in `weak`, `strong` and `sparse`" in page
-    assert f"with its flags shuffled {shuffled[0]}, {shuffled[1]} and {shuffled[2]}." in page
+    assert f"with its flags shuffled {shuffled[0]}, {shuffled[1]} and {shuffled[2]}: each" in page
     cost, readme = sorted(times(one, first) or 0.0 for one in worlds), prose("../README.md")
     assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence, with no run before it" in page
     assert f"it leaves {told(weak, first)} on *weak* and {told(sparse, first)} on *sparse*, but {told(strong, first)} on" in readme
