@@ -1122,7 +1122,7 @@ def test_a_quarantine_that_learns_first_and_judges_is_what_the_page_says() -> No
     assert f"when it judges it leaves {turned[0]}, {turned[1]} and {turned[2]} in `weak`, `strong` and `sparse`" in page
     assert f"with its flags shuffled {shuffled[0]}, {shuffled[1]} and {shuffled[2]}: each" in page
     cost, readme = sorted(times(one, first) or 0.0 for one in worlds), prose("../README.md")
-    assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence, with no run before it" in page
+    assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence**, with no run before it" in page
     assert f"it leaves {told(weak, first)} on *weak* and {told(sparse, first)} on *sparse*, but {told(strong, first)} on" in readme
     assert f"At {cost[0]:.1f} to {cost[-1]:.1f} times the time of a run it" in readme
     assert f"takes {cost[0]:.1f} to {cost[-1]:.1f} times, and leaves as little in two worlds, but" in page
