@@ -42,6 +42,10 @@ def test_arms_follow_their_canaries_and_no_old_arm_has_another_identity(tmp_path
     assert tiny_job(tmp_path, "vanilla").spec.keys() == tiny_job(tmp_path, "route2-full").spec.keys()
     assert "steps" not in tiny_job(tmp_path, "vanilla").spec
     assert "relative_to" not in tiny_job(tmp_path, "filter-canary").spec["route"]
+    later = {"decoys", "snapshots", "first", "sparing"}
+    assert not later & tiny_job(tmp_path, "filter-canary").spec["route"].keys()
+    assert later & tiny_job(tmp_path, "canary-own").spec["route"].keys() == {"decoys", "snapshots"}
+    assert later & tiny_job(tmp_path, "canary-first").spec["route"].keys() == {"decoys", "snapshots", "first", "sparing"}
     assert tiny_job(tmp_path, "filter-canary-run").spec["route"]["relative_to"] == "run"
     assert tiny_job(tmp_path, "vanilla-5").spec["steps"] == 5
     assert tiny_job(tmp_path, "canary-10").drawn != tiny_job(tmp_path, "vanilla").drawn == 0
