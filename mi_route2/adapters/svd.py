@@ -153,7 +153,7 @@ def decompose(weight: Float[Tensor, "d_out d_in"], cache_dir: Path | None = None
     if rank is not None:
         _refuse_rank(rank, min(d_out, d_in))
     if not torch.isfinite(weight).all():  # LAPACK returns NaN for infinity, which a cache would keep
-        raise ValueError(f"a {d_out}x{d_in} weight holds NaN or infinity, so it has no SVD: load the base model again")
+        raise ValueError(f"a weight of {d_out}x{d_in} holds NaN or infinity, so it has no SVD: load the base model again")
     svd = _whole_or_leading(weight, cache_dir, rank)
     if svd.error > TOLERANCE:
         warnings.warn(

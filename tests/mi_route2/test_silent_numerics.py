@@ -668,7 +668,7 @@ def test_small_things_say_what_is_wrong(tmp_path: Path) -> None:
         Directions.load(tmp_path)
     model = Toy()
     model.inner.weight.data[0, 0] = torch.nan  # pyright: ignore[reportIndexIssue]
-    with pytest.raises(ValueError, match=r"does it hold NaN or infinity, inner"):
+    with pytest.raises(ValueError, match=r"holds NaN or infinity, so it has no SVD: load the base model again, inner"):
         attach(model, "inner", spec=AdapterSpec("svd"), generator=seeded())
 
     class Pair(nn.Linear):

@@ -108,7 +108,7 @@ def test_a_weight_that_is_not_finite_is_refused_and_nothing_is_cached(tmp_path: 
     weight = torch.ones(3, 4)
     for number in (math.nan, -math.inf):
         weight[1, 2] = number
-        with pytest.raises(ValueError, match="a 3x4 weight holds NaN or infinity, so it has no SVD: load the base model again"):
+        with pytest.raises(ValueError, match="a weight of 3x4 holds NaN or infinity, so it has no SVD: load the base model again"):
             decompose(weight, tmp_path)
     assert not list(tmp_path.iterdir())
 
