@@ -237,7 +237,7 @@ class CanarySpec:
 
     Examples:
         >>> spec = CanarySpec(quantile=0.95)
-        >>> one_run = CanarySpec(quantile=0.8, first=20, snapshots=(10,), sparing=True)
+        >>> one_run = CanarySpec(quantile=0.85, first=20, snapshots=(10,), sparing=True)
         >>> both_learn = CanarySpec(decoys=0.5, snapshots=(10, 20, 40), refresh_every=5)
     """
 

@@ -25,7 +25,7 @@ The samples need no label: a fraction ``1 - q`` of the base's own rollouts is fl
 
     canary = Canary.from_pretrained(copy.deepcopy(model), folders)
     route = CanaryRoute(CanarySpec(), canary, samples_of_the_base)
-    of_itself = CanaryRoute(CanarySpec(first=20, snapshots=(10,)), None, samples_of_the_base)
+    of_itself = CanaryRoute(CanarySpec(quantile=0.85, first=20, snapshots=(10,)), None, samples_of_the_base)
 """
 
 import math

@@ -478,6 +478,11 @@ def test_the_last_groups_are_sampled_without_the_quarantine_and_known_as_such(tm
         assert torch.equal(batch.rewards, world.rewards(samples).to(batch.rewards))
 
 
+def test_a_run_that_ends_before_its_quarantine_has_learned_is_refused(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(ValueError, match="learns alone for 3 steps, and the run has 3: set more steps"):
+        run_job(tiny_job(tmp_path, own_quarantine("canary-first"), cache=cache, steps=3))
+
+
 @pytest.mark.parametrize("arm", ["canary-own", "canary-first"])
 def test_each_adapter_learns_from_what_was_sampled_for_it_alone(arm: str, tmp_path: Path, cache: Path) -> None:
     """A quarantine that learns first is frozen after it, to the bit, and the kept adapter is still the base's until then."""
