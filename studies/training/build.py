@@ -43,11 +43,7 @@ from studies.training.teacher import make_pool, teach
 
 
 def build_route(job: Job, world: World, policy: Policy) -> Route:
-    """Return the arm's route, with its fitter.
-
-    Raises:
-        ValueError: A quarantine learns first for all of the run's steps, so that the kept adapter would learn nothing.
-    """
+    """Return the arm's route, with its fitter."""
     arm = job.arm
     assert arm is not None
     match arm.route:
@@ -57,11 +53,6 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
             fitter = TopKFitter("grad", build_pairs(job, world, "hack"), k=spec.k)
             return EraseRoute(spec, random_instead(job, spec, fitter))
         case CanarySpec() as spec:
-            if spec.first >= job.steps:
-                raise ValueError(
-                    f"the quarantine of {job.name!r} learns alone for {spec.first} steps, and the run has {job.steps}: set more "
-                    "steps, or the kept adapter learns nothing"
-                )
             samples = base_samples(world, policy, job.drawn, job.settings.none_fraction).rollouts
             micro, turns = job.settings.micro_batch(samples.tokens.shape[1]), None
             if arm.rotated and not job.canaries:

@@ -76,7 +76,7 @@ class Job:
 
         Raises:
             ValueError: If the host, the precision or the sampler is unknown or cannot run the arm, or if the settings do not fit
-                the world.
+                the world, or if a quarantine learns first for all of the run's steps, so that the kept adapter would learn nothing.
         """
         for name, known in (("host", HOSTS), ("precision", PRECISIONS), ("sampler", SAMPLERS)):
             if getattr(self, name) not in tuple(known):
@@ -87,6 +87,11 @@ class Job:
             raise ValueError(f"vLLM samples from a model without the steering of {self.name!r}: leave out this arm or --sampler")
         if self.sampler == "vllm":
             self.open_sampler()  # refuses a dtype; starts nothing
+        if self.arm is not None and isinstance(self.arm.route, CanarySpec) and self.arm.route.first >= self.steps:
+            raise ValueError(
+                f"the quarantine of {self.name!r} learns alone for {self.arm.route.first} steps, and the run has {self.steps}: set "
+                "more steps, or the kept adapter learns nothing"
+            )
         _fit_the_world(self.settings, self.pairs)
         _ = self.pairs_hash  # now, because the file may change while the job runs
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mi_route2.adapters import Adapters
-from mi_route2.engine.cache import Slots
+from mi_route2.engine.cache import Slots, View
 from mi_route2.engine.controllers import Action, Controllers, SetTier, StepView
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.forward import Runner, Work
@@ -1011,6 +1011,44 @@ def test_inference_mode_may_be_on_for_any_part_of_the_engines_life(where: set[st
     host = open_host("torch", make_family("MicroGPT", torch.float64))
     for found, plain in zip(scenario(host, where), scenario(host, set()), strict=True):
         assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("name", ["torch", "transformer_lens"])
+def test_a_model_of_known_code_runs_in_inference_mode_of_which_nothing_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture may be trained on, and the model too; somebody else's hook gets tensors on which it may train, and no gradients."""
+
+    class Keeping:
+        name, wants, seen = "keeping", frozenset({SITE, Site(0, "z")}), list[torch.Tensor]()
+
+        def on_step(self, view: StepView) -> list[Action]:
+            self.seen += [value for one in view.requests for value in one.captured.values()]
+            return []
+
+    host, adapters = adapted(torch.float32, name=name)
+    engine = Engine(host, chunk=8, block=4, controllers=Controllers([Keeping()]))
+    update, modes = View.update, set[bool]()
+    monkeypatch.setattr(View, "update", lambda *given: modes.add(torch.is_inference_mode_enabled()) or update(*given))
+    steering = Steering(base=(Steer(SITE, VECTOR.float()),), monitors=(Monitor(SITE, VECTOR.float(), name="m"),))
+    asked = Request(PROMPT, ASK, capture=(Capture(SITE), Capture(QUARANTINE)), steering=steering, norms=(SITE,), readings=True)
+    (known,) = engine.generate([asked], progress=False)
+    assert modes == {True}
+    modes.clear()
+    kept: list[torch.Tensor] = []
+    with Decoder(host).blocks[0].register_forward_hook(lambda _module, _args, out: kept.append(out)):
+        (watched,) = engine.generate([asked], progress=False)
+    assert modes == {False}
+    assert kept
+    assert not any(one.requires_grad or one.is_inference() for one in kept)
+    assert torch.equal(table(known), table(watched))  # to the bit
+    assert Keeping.seen
+    for rows in (*(captured.rows for one in (known, watched) for captured in one.captured.values()), *Keeping.seen):
+        weight = torch.ones(rows.shape, requires_grad=True)
+        (weight * rows).sum().backward()
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, rows)
+    with adapters.unrouted():
+        host.logits(torch.tensor([PROMPT])).sum().backward()
+    assert all(p.grad is not None for p in adapters.kept_parameters().values())
 
 
 @pytest.mark.parametrize("set_on", ["all", "a request that is kept"])

@@ -45,7 +45,7 @@ def test_arms_follow_their_canaries_and_no_old_arm_has_another_identity(tmp_path
     later = {"decoys", "snapshots", "first", "sparing"}
     assert not later & tiny_job(tmp_path, "filter-canary").spec["route"].keys()
     assert later & tiny_job(tmp_path, "canary-own").spec["route"].keys() == {"decoys", "snapshots"}
-    assert later & tiny_job(tmp_path, "canary-first").spec["route"].keys() == {"decoys", "snapshots", "first", "sparing"}
+    assert later & tiny_job(tmp_path, "canary-first", steps=21).spec["route"].keys() == {"decoys", "snapshots", "first", "sparing"}
     assert tiny_job(tmp_path, "filter-canary-run").spec["route"]["relative_to"] == "run"
     assert tiny_job(tmp_path, "vanilla-5").spec["steps"] == 5
     assert tiny_job(tmp_path, "canary-10").drawn != tiny_job(tmp_path, "vanilla").drawn == 0
@@ -480,7 +480,7 @@ def test_the_last_groups_are_sampled_without_the_quarantine_and_known_as_such(tm
 
 def test_a_run_that_ends_before_its_quarantine_has_learned_is_refused(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ValueError, match="learns alone for 3 steps, and the run has 3: set more steps"):
-        run_job(tiny_job(tmp_path, own_quarantine("canary-first"), cache=cache, steps=3))
+        tiny_job(tmp_path, own_quarantine("canary-first"), cache=cache, steps=3)
 
 
 @pytest.mark.parametrize("arm", ["canary-own", "canary-first"])

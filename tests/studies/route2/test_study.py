@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tiny_study import tiny_job, tiny_settings
 
 import studies.training.run as run_module
-from mi_route2.routing import MaskRoute
+from mi_route2.routing import CanarySpec, MaskRoute
 from mi_route2.tensor_files import read_tensors
 from studies.common.seeds import derive
 from studies.environments.micro.oracle import Oracle
@@ -146,6 +146,8 @@ def test_a_lying_oracle_does_change_the_bound(tmp_path: Path, cache: Path, monke
 @pytest.mark.parametrize("arm", list(ARMS))
 def test_every_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path, cache: Path, arm: str) -> None:
     short = replace(ARMS[arm], steps=ARMS[arm].steps and 2, canaries=ARMS[arm].canaries and ("canary-2",))
+    if isinstance(route := short.route, CanarySpec) and route.first:
+        short = replace(short, route=replace(route, first=1, snapshots=()))
     job = tiny_job(tmp_path, short, cache=cache, steps=2)
     assert all(map(run_job, job.canaries))
     assert run_job(job)
