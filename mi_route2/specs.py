@@ -230,6 +230,9 @@ class CanarySpec:
             was trained before.
         first: Steps, the first ones, that are sampled with the run's own quarantine, which learns from them alone; then it is
             frozen, and the kept adapter learns from what is sampled without it, but for what it likes. 0 for none.
+        surprisal: A quarantine that learns first learns nothing from a success that surprises the base no more than this share of
+            its own samples: what is left are rather hacks than honest skill, which the base has already. 0: it learns from all.
+        random_lessons: Control: as many successes are left out, drawn at random.
         snapshots: Steps after which the run's own quarantine is kept as it is then, as one more canary: one that learns on gives
             up hacks.
         sparing: Score only rollouts that a flag would change, reinforced ones and no decoys. Flags and gradients are the same at a
@@ -237,7 +240,7 @@ class CanarySpec:
 
     Examples:
         >>> spec = CanarySpec(quantile=0.95)
-        >>> one_run = CanarySpec(quantile=0.85, first=20, snapshots=(10,), sparing=True)
+        >>> one_run = CanarySpec(quantile=0.85, first=30, surprisal=0.5, snapshots=(10, 20), sparing=True)
         >>> both_learn = CanarySpec(decoys=0.5, snapshots=(10, 20, 40), refresh_every=5)
     """
 
@@ -252,6 +255,8 @@ class CanarySpec:
     refresh_every: Natural = 0
     decoys: Fraction = 0.0
     first: Natural = 0
+    surprisal: Fraction = 0.0
+    random_lessons: bool = False
     snapshots: tuple[AtLeastOne, ...] = ()
     sparing: bool = False
 
@@ -268,6 +273,10 @@ class CanarySpec:
         if self.first and (self.kept_advantage != "unflagged" or self.relative_to == "run"):
             raise ValueError(
                 "a quarantine that learns first is compared with the run already: leave kept_advantage and relative_to out"
+            )
+        if (self.surprisal and not self.first) or (self.random_lessons and not self.surprisal):
+            raise ValueError(
+                "surprisal is of what a quarantine learns first, and random_lessons replace it: set first, and surprisal, too"
             )
         if self.snapshots and not self.own:
             raise ValueError(

@@ -19,13 +19,19 @@ learn all along, the quarantine from a share of the groups, the decoys, and the 
 
     r_k(b,t) = log p_{run + q_k}(x_t) - log p_run(x_t)    q_k: the quarantine now, and as it was after the steps ``snapshots``
 
+A quarantine that learns first and alone may be kept from what the base can do already, its honest skill, by the base's surprisal:
+
+    u(b)     = mean of the ``top`` largest -log p_0(x_t) of rollout b
+    A_b      = 0 in the ``first`` steps if A_b > 0 and u(b) <= ``surprisal``-quantile of u over samples of the base
+
 A canary is an adapter that was trained with the same reward and no defence, and is thrown away. What it has learned to do and the
 base does not do is mostly the hack, if hacking pays first; several checkpoints together see hacks that a canary gives up later.
 The samples need no label: a fraction ``1 - q`` of the base's own rollouts is flagged, whatever they are.
 
     canary = Canary.from_pretrained(copy.deepcopy(model), folders)
     route = CanaryRoute(CanarySpec(), canary, samples_of_the_base)
-    of_itself = CanaryRoute(CanarySpec(quantile=0.85, first=20, snapshots=(10,)), None, samples_of_the_base)
+    rule = CanarySpec(quantile=0.85, first=30, surprisal=0.5, snapshots=(10, 20))
+    of_itself = CanaryRoute(rule, None, samples_of_the_base)
 """
 
 import math
@@ -149,6 +155,21 @@ def drift(policy: Policy, rollouts: Rollouts) -> Float[Tensor, "b s"]:
             return deployed - policy.logprobs(rollouts)
 
 
+def surprisal(policy: Policy) -> Ratios:
+    """Return the function from rollouts to the surprisal ``-log p_0`` of their tokens under the policy's base, as of one canary.
+
+    Examples:
+        >>> route = CanaryRoute(CanarySpec(), surprisal(policy), samples)  # a control: no canary, only what is rare is flagged
+    """
+
+    @torch.no_grad()
+    def ratios(rollouts: Rollouts) -> Float[Tensor, "k b s"]:
+        with still(policy.model), policy.adapters.reference():
+            return -policy.logprobs(rollouts)[None]
+
+    return ratios
+
+
 def quarantine_ratios(
     policy: Policy, snapshots: Sequence[Mapping[str, Tensor]] = (), turns: Mapping[str, Tensor] | None = None
 ) -> Ratios:
@@ -236,6 +257,12 @@ def pooled(ratios: Ratios, rollouts: Rollouts, top: int | None) -> Float[Tensor,
     return torch.where(chosen, largest, torch.zeros_like(largest)).sum(2) / counted.clamp_min(1)
 
 
+def _pooled(ratios: Ratios, rollouts: Rollouts, top: int | None, micro: int | None) -> Float[Tensor, "k b"]:
+    """Return ``pooled`` over micro-batches."""
+    rows = torch.arange(len(rollouts)).split(micro or len(rollouts))
+    return torch.cat([pooled(ratios, rollouts.rows(index), top) for index in rows], dim=1)
+
+
 def _demand_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None and size < 1:
@@ -262,8 +289,7 @@ def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, top: int | Non
         raise ValueError(f"quantile must be between 0 and 1, not {quantile}")
     if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
         raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
-    rows = torch.arange(len(samples)).split(micro or len(samples))
-    given = torch.cat([pooled(ratios, samples.rows(index), top) for index in rows], dim=1)
+    given = _pooled(ratios, samples, top, micro)
     center = given.quantile(0.5, dim=1)
     spread = NORMAL * (given - center[:, None]).abs().quantile(0.5, dim=1)
     if bool((spread < LEAST).any()):
@@ -337,6 +363,8 @@ class CanaryRoute(OneCall):
         self.directions: Directions | None = None
         self.monitor: Monitor | None = None
         self.snapshots: list[dict[str, Tensor]] = []
+        self._known: float | None = None
+        """Surprisal up to which a success teaches a quarantine that learns first nothing."""
 
     @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
@@ -353,6 +381,10 @@ class CanaryRoute(OneCall):
             raise ValueError("the canary's checkpoints would overwrite the trained adapters: give it a model of its own")
         every, snapped = self.spec.refresh_every, step in self.spec.snapshots
         if step < self.spec.first:
+            if self.spec.surprisal and self._known is None:
+                samples = self._samples.to(policy.device)
+                given = _pooled(surprisal(policy), samples, self.spec.top, self._micro)[0]
+                self._known = float(given.quantile(self.spec.surprisal))
             if snapped:
                 self._keep(policy)
             return None
@@ -392,6 +424,8 @@ class CanaryRoute(OneCall):
         without = None if sampled_without is None or not spec.own else sampled_without.to(batch.advantages.device)
         if self.monitor is None and not spec.decoys and (without is None or bool(without.any())):
             raise RuntimeError("the canary is not calibrated yet: call route.refresh(policy, step) before each step")
+        if spec.surprisal and without is not None and not bool(without.any()):
+            batch = self._lessons(policy, batch, context)
         flags = torch.zeros_like(batch.advantages, dtype=torch.bool)
         # A flag on a decoy changes nothing, nor does one on what is not reinforced if only that is flagged.
         free = torch.ones_like(flags) if without is None else without
@@ -409,6 +443,21 @@ class CanaryRoute(OneCall):
             given, through=spec.through, kept_advantage=spec.kept_advantage, negative_scale=spec.negative_scale
         )
         return _CanaryStep(route.begin(policy, batch, context), scores, flags)
+
+    def _lessons(self, policy: Policy, batch: TrainBatch, context: StepContext) -> TrainBatch:
+        """Return the batch of a step in which the quarantine learns alone, from no success that does not surprise the base."""
+        if self._known is None:
+            raise RuntimeError("what surprises the base is not known yet: call route.refresh(policy, step) before each step")
+        successes = (batch.advantages > 0).nonzero()[:, 0]
+        if not len(successes):
+            return batch
+        given = _pooled(surprisal(policy), batch.rollouts.rows(successes), self.spec.top, context.micro)[0]
+        plain = given.to(successes.device) <= self._known
+        if self.spec.random_lessons:
+            plain = shuffled(plain, context.generator)
+        advantages = batch.advantages.clone()
+        advantages[successes[plain]] = 0
+        return replace(batch, advantages=advantages)
 
     @checked
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:

@@ -65,7 +65,7 @@ METHODS = ("filter-canary", "filter-canary-run")
 """Arms for which goals were set; a report judges the last one that its runs have, if its predictions name no method."""
 CONTROLS = {
     method: tuple(name for name, arm in ARMS.items() if arm.role == "control" and arm.baseline == method)
-    for method in (*METHODS, "canary-run-weak", "canary-own", "canary-first", "canary-run-10")
+    for method in (*METHODS, "canary-run-weak", "canary-own", "canary-first", "canary-surprisal", "canary-run-10")
 }
 _PENALIZED = {name: arm.baseline for name, arm in ARMS.items() if arm.monitor is not None}
 WATCHED = tuple(name for name in ARMS if name in {*_PENALIZED, *_PENALIZED.values()} and name != "vanilla")
@@ -83,6 +83,7 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
         "filter-canary-run",
         "canary-own",
         "canary-first",
+        "canary-surprisal",
         "route2-canary",
         "canary-one",
         "canary-wide",
@@ -342,7 +343,9 @@ MARKS = {
     "canary-run-30k": (SKY, "^"), "canary-run-110k": (SKY, "P"), "canary-run-weak": (SKY, "D"),
     "canary-run-weak-rotated": (ORANGE, "D"), "canary-own": (BLUE, "*"), "canary-own-shuffled": (ORANGE, "*"),
     "canary-own-rotated": (ORANGE, "8"), "canary-first": (BLUE, "p"), "canary-first-shuffled": (ORANGE, "p"),
-    "canary-first-rotated": (ORANGE, "h"), "canary-run-10": (BLUE, "^"), "canary-run-10-rotated": (ORANGE, "^"),
+    "canary-first-rotated": (ORANGE, "h"), "canary-surprisal": (BLUE, "H"), "canary-surprisal-random": (ORANGE, "H"),
+    "canary-surprisal-rotated": (ORANGE, "d"), "filter-surprisal": (ORANGE, "1"),
+    "canary-run-10": (BLUE, "^"), "canary-run-10-rotated": (ORANGE, "^"),
     "canary-run-10-shuffled": (ORANGE, "v"),
     "quarantine-first": (PURPLE, "s"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),
     "sees-100": (GREEN, "o"), "sees-50": (GREEN, "^"), "sees-25": (GREEN, "s"), "sees-25-quarantine": (PURPLE, "s"),

@@ -39,7 +39,8 @@ class Arm:
         ablation: Name of the ablation to which the arm belongs.
         steps: Overrides the shared number of steps.
         draw: Number of the draw of adapters, prompts and samples; 0 is the seed's own.
-        canaries: Arms whose kept adapters are the canary's checkpoints; they are trained first.
+        canaries: Arms whose kept adapters are the canary's checkpoints; they are trained first. Without any, the run's own
+            quarantine is the canary, or what surprises the base is flagged.
         canaries_of: Preset on whose base model and in whose world they are trained, if not on the run's own.
         rotated: Control: a random rotation of each checkpoint, with equal norms and spectra.
         recall: Share of the detector's verdicts that a bound gets; the others are missed at random.
@@ -355,6 +356,12 @@ _FROZEN = replace(
     about="a fast quarantine learns alone for 20 steps; what it likes of what the kept adapter does then is dropped; no label",
     route=CanarySpec(quantile=0.85, first=20, snapshots=(10,), sparing=True),
 )
+_SURPRISED = replace(
+    _FROZEN,
+    name="canary-surprisal",
+    about="canary-first for 30 steps, in which the quarantine learns from no success that the base is used to; no label",
+    route=CanarySpec(quantile=0.85, first=30, surprisal=0.5, snapshots=(10, 20), sparing=True),
+)
 _WEAK = _ablation(_RUN, "canary-run-weak", "canary", "canaries of the world weak, on its base model", canaries_of="weak")
 _TEN = _ablation(_RUN, "canary-run-10", "canary", "one canary of 10 steps", canaries=("canary-10",))
 _CANARIES = (
@@ -399,6 +406,13 @@ _CANARIES = (
              replace(_FROZEN.route, shuffle=True)),  # pyright: ignore[reportArgumentType]
     _control(_FROZEN, "canary-first-rotated", "canary-first with its quarantine rotated at random when it judges", _FROZEN.route,
              rotated=True),
+    _SURPRISED,
+    _control(_SURPRISED, "canary-surprisal-random", "canary-surprisal whose quarantine learns from as many successes, at random",
+             replace(_SURPRISED.route, random_lessons=True)),  # pyright: ignore[reportArgumentType]
+    _control(_SURPRISED, "canary-surprisal-rotated", "canary-surprisal with its quarantine rotated at random when it judges",
+             _SURPRISED.route, rotated=True),
+    _control(_SURPRISED, "filter-surprisal", "rollouts that surprise the base are dropped; no canary, no quarantine",
+             CanarySpec(quantile=0.85, sparing=True), quarantine="none", quarantine_lr_scale=1.0),
     replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
             about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),
 )  # fmt: skip

@@ -28,7 +28,7 @@ from mi_route2.routing import (
     Route,
     TopKFitter,
 )
-from mi_route2.routing.canary import Canary, CanaryRoute
+from mi_route2.routing.canary import Canary, CanaryRoute, surprisal
 from mi_route2.routing.directions import Fitter
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.sites import Site
@@ -59,7 +59,8 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
                 factors = {name: p for name, p in policy.adapters.quarantine_parameters().items() if name.endswith(".B")}
                 drawn = torch_generator(job.seed, "rotate the own quarantine")
                 turns = {name: orthogonal(len(p), drawn).to(p) for name, p in factors.items()}
-            return CanaryRoute(spec, build_canary(job), samples, micro=micro, turns=turns)
+            canary = build_canary(job) if job.canaries or spec.own else surprisal(policy)
+            return CanaryRoute(spec, canary, samples, micro=micro, turns=turns)
         case DelayedSpec() as spec:
             return DelayedRoute(spec, arm.l1)
         case OpenSpec() as spec if arm.monitor is not None:

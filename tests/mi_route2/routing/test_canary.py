@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from mi_route2.adapters import save_pretrained
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import CanarySpec, DelayedRoute, DelayedSpec, MaskRoute, OpenRoute, OpenSpec, group_advantages
-from mi_route2.routing.canary import Canary, CanaryRoute, calibrate, pooled, quarantine_ratios
+from mi_route2.routing.canary import Canary, CanaryRoute, calibrate, pooled, quarantine_ratios, surprisal
 
 N = 12
 SAMPLES = make_batch(40).rollouts
@@ -334,6 +335,70 @@ def test_a_quarantine_that_learns_first_judges_when_it_is_frozen() -> None:
     assert torch.equal(again, own.decision.scores)
 
 
+def surprise(policy: Policy, rollouts: Rollouts) -> np.ndarray:
+    """Mean of the three largest surprisals under the base, a rollout at a time, from logits of the rollout's own tokens alone."""
+    found = []
+    for tokens, attention, completion in zip(rollouts.tokens, rollouts.attention, rollouts.completion):
+        ids, answer = tokens[attention][None], completion[attention]
+        with torch.no_grad(), policy.adapters.reference():
+            base = policy.model(ids)[0].log_softmax(-1)
+        found.append(np.mean(sorted(float(-base[t - 1, ids[0, t]]) for t in range(1, ids.shape[1]) if answer[t])[-3:]))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize("micro", [None, 5])
+def test_a_quarantine_that_learns_first_learns_from_no_success_that_does_not_surprise_the_base(
+    micro: int | None, random: bool
+) -> None:
+    """It is a `DelayedRoute` on the batch without them; the control leaves out as many, and others."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    learned(policy, 1)  # so that the base is another than the policy
+    route = CanaryRoute(CanarySpec(first=4, surprisal=0.4, random_lessons=random), None, SAMPLES, micro=micro)
+    with pytest.raises(RuntimeError, match=r"not known yet: call route\.refresh"):
+        run(policy, route, batch, micro, clean=torch.zeros(N).bool())
+    route.refresh(policy, 0)
+    learned(policy, 2)
+    route.refresh(policy, 1)
+    threshold = np.quantile(surprise(policy, SAMPLES), 0.4)
+    successes = batch.advantages > 0
+    plain = successes & torch.tensor(surprise(policy, batch.rollouts) <= threshold)
+    assert 0 < plain.sum() < successes.sum()
+    own = run(policy, route, batch, micro, clean=torch.zeros(N).bool())
+    assert not any(g.any() for g in own.kept.values())
+    delayed = DelayedRoute(DelayedSpec(steps=4))
+    delayed.refresh(policy, 1)
+
+    def without(rows: tuple[int, ...]) -> dict[str, Tensor]:
+        advantages = batch.advantages.clone()
+        advantages[list(rows)] = 0
+        return run(policy, delayed, replace(batch, advantages=advantages)).quarantine
+
+    chosen = tuple(plain.nonzero()[:, 0].tolist())
+    if not random:
+        assert_same(own.quarantine, without(chosen))
+        return
+    for rows in combinations(successes.nonzero()[:, 0].tolist(), len(chosen)):
+        if all(torch.allclose(own.quarantine[name], g, rtol=1e-9, atol=1e-12) for name, g in without(rows).items()):
+            break
+    else:
+        raise AssertionError("no set of as many successes is what was left out")
+    assert rows != chosen
+
+
+def test_what_surprises_the_base_may_be_flagged() -> None:
+    """The control without a canary: scores are robust z-scores of the surprisal, however the policy has changed."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = CanaryRoute(CanarySpec(quantile=0.5), surprisal(policy), SAMPLES)
+    route.refresh(policy, 0)
+    learned(policy, 3)
+    of_base, of_batch = surprise(policy, SAMPLES), surprise(policy, batch.rollouts)
+    spread = 1.4826 * np.median(np.abs(of_base - np.median(of_base)))
+    scores = route.score(policy, batch.rollouts)
+    assert scores is not None
+    np.testing.assert_allclose(scores, (of_batch - np.median(of_base)) / spread, rtol=1e-8, atol=1e-8)
+
+
 def test_a_turned_quarantine_judges_and_the_one_that_learns_is_not_moved() -> None:
     policy, rollouts, generator = make_policy(SPECS["lora"]), make_batch(N).rollouts, torch.Generator().manual_seed(2)
     own = quarantine_of(policy)
@@ -426,6 +491,9 @@ def test_decoys_that_make_no_sense_get_a_sentence() -> None:
         CanarySpec(first=3, snapshots=(1, 3))
     with pytest.raises(ValueError, match="leave kept_advantage and relative_to out"):
         CanarySpec(first=3, relative_to="run")
+    for wrong in ({"surprisal": 0.5}, {"first": 3, "random_lessons": True}):
+        with pytest.raises(ValueError, match="set first, and surprisal, too"):
+            CanarySpec(**wrong)
     spec = CanarySpec(decoys=0.5, refresh_every=5)
     with pytest.raises(ValueError, match="leave the canary out, or these"):
         CanaryRoute(spec, canary(), SAMPLES)
