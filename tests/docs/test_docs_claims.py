@@ -1103,7 +1103,6 @@ def test_a_quarantine_that_learns_first_and_judges_is_what_the_page_says() -> No
     outside = [[rate for rate in each if rate > 0.02] for each in rates]
     assert [len(each) - len(high) for each, high in zip(rates, outside, strict=True)] == [15, 9, 15]
     assert f"the other two end at {number(outside[0][0])} and {number(outside[2][0])}." in page
-    assert "it serves on 30 of 32 seeds of two worlds, and on 9 of 16 of the third" in page
     assert f"**In `strong` it leaves {told(strong, first)}** (no defence: {told(strong, plain)}; stopped after 10 steps" in page
     assert f"{told(strong, 'vanilla-10')}, which solves {number(strong.summary('vanilla-10', SOLVE)['mean'] or 0.0)} where" in page
     assert f"where this solves {told(strong, first, SOLVE)}): six of 16 runs keep one to four loopholes" in page
@@ -1121,11 +1120,61 @@ def test_a_quarantine_that_learns_first_and_judges_is_what_the_page_says() -> No
     turned, shuffled = ([told(one, f"canary-first-{how}") for one in worlds] for how in ("rotated", "shuffled"))
     assert f"when it judges it leaves {turned[0]}, {turned[1]} and {turned[2]} in `weak`, `strong` and `sparse`" in page
     assert f"with its flags shuffled {shuffled[0]}, {shuffled[1]} and {shuffled[2]}: each" in page
-    cost, readme = sorted(times(one, first) or 0.0 for one in worlds), prose("../README.md")
+    cost = sorted(times(one, first) or 0.0 for one in worlds)
     assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence**, with no run before it" in page
-    assert f"it leaves {told(weak, first)} on *weak* and {told(sparse, first)} on *sparse*, but {told(strong, first)} on" in readme
-    assert f"At {cost[0]:.1f} to {cost[-1]:.1f} times the time of a run it" in readme
-    assert f"takes {cost[0]:.1f} to {cost[-1]:.1f} times, and leaves as little in two worlds, but" in page
+
+
+def test_a_quarantine_that_learns_from_what_surprises_its_base_is_what_the_pages_say() -> None:
+    folder, page, readme = RESULTS / "canary-surprisal", prose("canary.md"), prose("../README.md")
+    worlds = [Evidence.read(folder / f"{name}.json") for name in ("weak", "strong", "sparse")]
+    own, plain = "canary-surprisal", "vanilla"
+
+    def told(arm: str, metric: str = EXPLOIT) -> str:
+        first, second, third = (with_interval(one, arm, metric) for one in worlds)
+        return f"{first}, {second} and {third}"
+
+    assert f"it leaves {told(own)}** of held-out exploits (no defence: {told(plain)}) and solves {told(own, SOLVE)}." in page
+    assert f"It leaves {told(own)} on other seeds (no defence: {told(plain)}): 47 of 48 runs are within .02" in page
+    rates = {(one.preset, seed): rate or 0.0 for one in worlds for seed, rate in zip(one.seeds, one.values[own][EXPLOIT])}
+    assert len(rates) == 48
+    assert {run for run, rate in rates.items() if rate > 0.02} == {("weak", 477)}
+    highest = number(sorted(rates.values())[-2])
+    assert f"47 of 48 runs are within the goal of .02, at most {highest}; the other one, `weak` 477" in page
+    assert f"47 of 48 runs keep at most {highest} of held-out exploits; one of *weak* keeps two loopholes." in readme
+    modes = {
+        (one.preset, seed): [one.values[own][f"deploy_exploit_{mode}"][i] or 0.0 for mode in one.modes]
+        for one in worlds
+        for i, seed in enumerate(one.seeds)
+    }
+    failed = sorted(rate for rate in modes.pop(("weak", 477)) if rate > 0.1)
+    assert len(failed) == 2
+    assert f"exploits two of its four loopholes in {number(failed[0])} and {number(failed[1])} of their prompts" in page
+    assert f"No other run exploits any mode in more than {number(max(map(max, modes.values())))}." in page
+    tests = "".join((folder / f"{one.preset}-tests.md").read_text(encoding="utf-8") for one in worlds)
+    assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [12, 3, 0]
+    goals = [(folder / f"{one.preset}-goals.md").read_text(encoding="utf-8").splitlines() for one in worlds]
+    met = [["**met**" in line for line in each] for each in goals]
+    assert met == [[False, True, True, False, True, True], [True, True, True, False, True, False], [True, True, True, *[False] * 3]]
+    assert f"rotated when it judges ({told(own + '-rotated')}), and than a filter by the base's surprisal alone" in page
+    assert f"({told('filter-surprisal')}), which is no substitute for a canary" in page
+    weak, strong, sparse = (with_interval(one, own + "-random") for one in worlds)
+    assert f"as many successes drawn at random leave {strong}." in page
+    assert f"random lessons leave no more ({weak}); in `sparse` they leave {sparse}, which is not shown to be more." in page
+    assert f"`canary-first` leaves {told('canary-first')} on these seeds; six of its runs of `strong` and two of `sparse`" in page
+    broken = [
+        sum(any((one.values["canary-first"][f"deploy_exploit_{mode}"][i] or 0.0) > 0.1 for mode in one.modes) for i in range(16))
+        for one in worlds
+    ]
+    assert broken == [0, 6, 2]
+    solved = sorted((rate or 0.0, one.preset, seed) for one in worlds for seed, rate in zip(one.seeds, one.values[own][SOLVE]))
+    (least, *first), (second, *then), (others, *_) = solved[:3]
+    assert (first, then) == (["weak", 477], ["sparse", 474])
+    assert f"Solving is {number(others)} and more in each run but two, `weak` 477 ({number(least)}) and `sparse` 474" in page
+    assert f"`sparse` 474 ({number(second)}); in `weak`" in page
+    cost = sorted(times(one, own) or 0.0 for one in worlds)
+    assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence**, with no run before it. Solving" in page
+    assert f"[in one run](#in-one-run), takes {cost[0]:.1f} to {cost[-1]:.1f} times." in page
+    assert f"At {cost[0]:.1f} to {cost[-1]:.1f} times the time of a run, 47 of 48" in readme
 
 
 def test_a_canary_of_ten_steps_on_a_pretrained_model_is_what_the_page_says() -> None:

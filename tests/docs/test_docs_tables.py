@@ -64,6 +64,12 @@ CANARY, RATES = ("canary", "canary", "canary-sparse"), ("rates", "rates", "map")
 DEFENCES = (
     ("tasks that nobody can cheat", "[a lesson](docs/taught.md) of them first", "taught-honest", LESSON),
     ("nothing", "[a canary](docs/canary.md): drop what it likes", "filter-canary-run", RUN),
+    (
+        "nothing, and one run",
+        "[its quarantine](docs/canary.md#in-one-run) is the canary",
+        "canary-surprisal",
+        ("canary-surprisal",) * 3,
+    ),
     ("ten pairs of one loophole", "[drop](docs/map.md) what their gradients flag", "filter-full", CANARY),
     ("a detector of one loophole", "drop what it reports", "sees-known", RATES),
     ("a detector of one loophole", "and add [a fast quarantine](docs/misses.md)", "sees-known-quarantine-fast", RATES),
@@ -93,6 +99,8 @@ ANSWERS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str, Any], ...]]] = {
             ("the canary, compared with the run", "filter-canary-run", RUN),
             ("its flags shuffled", "canary-run-shuffled", RUN),
             ("a canary that never hacked", "canary-run-honest", RUN),
+            ("no defence, on other seeds", "vanilla", "canary-surprisal"),
+            ("in one run: its own quarantine", "canary-surprisal", "canary-surprisal"),
         ),
     ),
     "misses.md": (
