@@ -343,7 +343,7 @@ MARKS = {
     "canary-run-30k": (SKY, "^"), "canary-run-110k": (SKY, "P"), "canary-run-weak": (SKY, "D"),
     "canary-run-weak-rotated": (ORANGE, "D"), "canary-own": (BLUE, "*"), "canary-own-shuffled": (ORANGE, "*"),
     "canary-own-rotated": (ORANGE, "8"), "canary-first": (BLUE, "p"), "canary-first-shuffled": (ORANGE, "p"),
-    "canary-first-rotated": (ORANGE, "h"), "canary-surprisal": (BLUE, "H"), "canary-surprisal-random": (ORANGE, "H"),
+    "canary-first-rotated": (ORANGE, "h"), "canary-surprisal": (GREEN, "H"), "canary-surprisal-random": (ORANGE, "H"),
     "canary-surprisal-rotated": (ORANGE, "d"), "filter-surprisal": (ORANGE, "1"),
     "canary-run-10": (BLUE, "^"), "canary-run-10-rotated": (ORANGE, "^"),
     "canary-run-10-shuffled": (ORANGE, "v"),
