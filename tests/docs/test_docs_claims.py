@@ -1177,6 +1177,35 @@ def test_a_quarantine_that_learns_from_what_surprises_its_base_is_what_the_pages
     assert f"At {cost[0]:.1f} to {cost[-1]:.1f} times the time of a run, 47 of 48" in readme
 
 
+def test_the_same_rule_where_it_was_never_tried_is_what_the_pages_say() -> None:
+    folder, page, own = RESULTS / "surprisal-others", prose("canary.md"), "canary-surprisal"
+    presets = [Evidence.read(folder / f"{name}.json") for name in ("persona-20", "strong-30k", "strong-400k")]
+
+    def told(arm: str, metric: str = EXPLOIT) -> str:
+        first, second, third = (with_interval(one, arm, metric) for one in presets)
+        return f"{first}, {second} and {third}"
+
+    most = max(rate or 0.0 for one in presets for rate in one.values[own][EXPLOIT])
+    assert f"{told(own)} of held-out exploits are left (no defence: {told('vanilla')}), at most {number(most)}, and" in page
+    assert f"and {told(own, SOLVE)} is solved." in page
+    assert f"24 of 24 runs keep at most {number(most)}." in prose("../README.md")
+    for one in presets:
+        met = ["**met**" in line for line in (folder / f"{one.preset}-goals.md").read_text(encoding="utf-8").splitlines()]
+        assert met == [True, True, True, False]
+    tests = "".join((folder / f"{one.preset}-tests.md").read_text(encoding="utf-8") for one in presets)
+    assert re.findall(r"\|\s+(not shown|shown) \|", tests) == ["shown", "not shown"] * 3
+    assert f"As many lessons at random leave {told(own + '-random')}, which is not shown to be more" in page
+
+    def broken(arm: str) -> int:
+        return sum(
+            any((one.values[arm][f"deploy_exploit_{mode}"][i] or 0.0) > 0.1 for mode in one.modes)
+            for one in presets
+            for i in range(len(one.seeds))
+        )
+
+    assert (broken(own + "-random"), broken(own)) == (5, 0)
+
+
 def test_a_canary_of_ten_steps_on_a_pretrained_model_is_what_the_page_says() -> None:
     one, page = Evidence.read(RESULTS / "canary-smollm2/functions.json"), prose("real_model.md")
     ten, rotated, shuffled = "canary-run-10", "canary-run-10-rotated", "canary-run-10-shuffled"
