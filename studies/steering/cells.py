@@ -146,7 +146,7 @@ class Bench:
                     name, place = owner[result.request]
                     by_cell[name][place] = checked(result)
                 bar.update(len(done))
-        _refuse_failures(engine)
+        refuse_failures(engine)
         return by_cell
 
     def outcomes(self, prompts: Sequence[Prompt], results: Sequence[Result]) -> UInt8[Tensor, "modes tasks 2"]:
@@ -164,16 +164,17 @@ def checked(result: Result) -> Result:
     return result
 
 
-def _refuse_failures(engine: Engine) -> None:
-    """Check that no controller failed. Actions on finished requests do not count as failures.
+def refuse_failures(engine: Engine) -> None:
+    """Check that no controller failed, and that each of its actions was applied.
 
     Raises:
-        RuntimeError: If a controller raised, or if its actions were dropped: its cell measures nothing.
+        RuntimeError: If a controller raised, or if its actions were dropped or rejected: its cell measures nothing.
     """
     for source, counts in engine.controllers.ledger.snapshot()["sources"].items():
-        if wrong := [what for what in ("failed", "dropped") if counts.get(what)]:
-            recent = [entry for entry in engine.controllers.ledger.recent if wrong[0] in entry]
-            raise RuntimeError(f"the controller {source!r} {wrong[0]}: {recent[-1] if recent else counts}")
+        if wrong := [what for what in ("failed", "dropped", "rejected") if counts.get(what)]:
+            what, recent = wrong[0], engine.controllers.ledger.recent
+            reasons = [entry[what] for entry in recent if entry["source"] == source and what in entry]
+            raise RuntimeError(f"the controller {source!r} {what}: {reasons[0] if reasons else counts}")
 
 
 ON = "on"

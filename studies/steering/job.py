@@ -3,8 +3,9 @@
     <folder>/seed-0/absorb/fit.json + fit.safetensors         the fitted gates
                            quarantine.json + .safetensors     one experiment
 
-A part stores its ``identity``, a hash of what it was made from (settings, the run's manifest, the part); a file with another
-identity is an error.
+A part stores its ``identity``, a hash of what it was made from (settings, the run's manifest, the part), and the SHA-256 of the
+base model. A file with another identity is an error, and so is one of another base model than the one that is cached now:
+``untrained`` is made of nothing else, and the manifest of an arm names its adapters alone.
 """
 
 import hashlib
@@ -26,9 +27,11 @@ from studies.steering.settings import Settings
 from studies.training.arms import ARMS
 from studies.training.job import Job, build_hosted, finished_policy
 from studies.training.manifest import MANIFEST, read_manifest
-from studies.training.worlds import open_world
+from studies.training.worlds import base_file, open_world
 
 FIT = "fit"
+BASE = "base"
+"""Entry of a part: SHA-256 of the cached base model that it was made with; parts of earlier versions have none."""
 Design = Callable[[Settings, Fitted], Iterator[Cell]]
 Measure = Callable[[Bench, Settings, Fitted], Part]
 
@@ -93,6 +96,15 @@ class SteeringJob:
         described = json.dumps([self.settings.digest, self.seed, self.subject, part, made], sort_keys=True)
         return hashlib.sha256(described.encode()).hexdigest()
 
+    @property
+    def base(self) -> Path:
+        """The file in which the base model of the seed is cached."""
+        return base_file(self.run.settings, self.seed, self.run.cache)
+
+    def base_hash(self) -> str | None:
+        """Return the SHA-256 of the cached base model; ``None`` if it is not cached."""
+        return hashlib.sha256(self.base.read_bytes()).hexdigest() if self.base.exists() else None
+
     def path(self, part: str) -> Path:
         """Return the path of the part's JSON file."""
         return self.folder / f"{part}.json"
@@ -101,9 +113,17 @@ class SteeringJob:
         """Return a part's data and tensors; ``None`` if it was not made yet.
 
         Raises:
-            ValueError: If the part is damaged, or belongs to another run.
+            ValueError: If the part is damaged, or belongs to another run, or was made with another base model.
         """
-        return read_part(self.path(part), self.identity(part) if (self.run.folder / MANIFEST).exists() else None)
+        found = read_part(self.path(part), self.identity(part) if (self.run.folder / MANIFEST).exists() else None)
+        made_with = None if found is None else found[0].get(BASE)
+        if made_with is not None and (now := self.base_hash()) is not None and made_with != now:
+            arm = "" if self.subject in ("base", "untrained") else f" (and {self.run.folder}, if it was trained from the old one)"
+            raise ValueError(
+                f"{self.path(part)} was made with another base model than the one in {self.base}, which was trained again: put the "
+                f"old one back, or delete {self.folder}{arm} and run the study again"
+            )
+        return found
 
 
 def run_steering(job: SteeringJob) -> None:
@@ -131,7 +151,8 @@ def _make(job: SteeringJob, part: str, bench: Bench) -> None:
         data = _MEASURES[job.subject][part](bench, settings, fitted_of(job))
     else:
         data = _outcomes(job, part, bench)
-    write_part(job.path(part), job.identity(part), *data)
+    content, tensors = data
+    write_part(job.path(part), job.identity(part), {**content, BASE: job.base_hash()}, tensors)
 
 
 def _outcomes(job: SteeringJob, part: str, bench: Bench) -> Part:

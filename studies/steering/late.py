@@ -22,7 +22,8 @@ class Late:
 
     The queue stands for a controller in another thread or on another machine. A queue is drained at the start of a step, so an
     action that is submitted right after a step acts one token later; ``delay - 1`` steps of waiting make up the rest. The name of
-    the queue is the source of the actions; pass both controllers to ``Controllers``.
+    the queue is the source of the actions; pass both controllers to ``Controllers``. Actions on requests that have ended meanwhile
+    are left out, so that every action in the queue can be applied.
 
     Raises:
         ValueError: If ``delay`` is less than 1.
@@ -39,9 +40,12 @@ class Late:
     def on_step(self, view: StepView) -> Sequence[Action]:
         """Return no actions; submit those that are due to the queue."""
         self._waiting.append((view.step + self.delay - 1, tuple(self._policy.on_step(view))))
+        ended = {request.request for request in view.requests if request.finished}
         while self._waiting and self._waiting[0][0] <= view.step:
             for action in self._waiting.popleft()[1]:
-                self.queue.submit(action)
+                request = getattr(action, "request", None)
+                if request is None or (request not in ended and (view.unfinished is None or request in view.unfinished)):
+                    self.queue.submit(action)
         return ()
 
 

@@ -8,7 +8,7 @@ from mi_route2.engine.request import Result
 from mi_route2.sites import Site
 from studies.common.artifacts import Part
 from studies.environments.micro.language import Vocabulary, get_mode
-from studies.steering.cells import Bench, checked, delayed, steered
+from studies.steering.cells import Bench, checked, delayed, refuse_failures, steered
 from studies.steering.fitting import Fitted, sites_of
 from studies.steering.settings import Settings
 
@@ -100,6 +100,7 @@ def shadow(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
         plain = _generated(bench, bench.requests(prompts, None, asked=True), exact=True)
         engine = bench.engine(exact=True, controllers=Controllers(cell.sync))
         watched = [checked(one) for one in engine.generate(bench.requests(prompts, cell.steering, asked=True), progress=False)]
+    refuse_failures(engine)
     (policy,) = cell.sync
     assert isinstance(policy, ProbeController)
     same = sum(a.ids == b.ids and a.logprobs == b.logprobs for a, b in zip(plain, watched, strict=True))

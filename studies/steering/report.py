@@ -179,6 +179,18 @@ def roc_text(study: Study, results: Mapping[str, Any]) -> str:
     header = ["model", "hacks", "opens on hacks", "opens on others", "tokens ahead, median", "in time"]
     keys = ("opened_on_hacks", "opened_on_others", "lead_median", "in_time")
     sections.append(markdown_table(header, [[b["subject"], b["hacks"], *(number(b[k]) for k in keys)] for b in results["lead"]]))
+    sections.append("## How often each gate opens")
+    sections.append(
+        "At the operating threshold, on the model's own rollouts without steering: rollouts on which a gate opens at some token, "
+        "and its share of the tokens. Every threshold is the same quantile of clean training tokens; a random probe "
+        "that hardly opens on hacks says little about what the probe's choice of tokens is worth."
+    )
+    header = ["model", "site", "probe", "opens on hacks", "opens on others", "share of tokens"]
+    body = [
+        [b["subject"], b["site"], b["probe"], *(number(b[k]) for k in ("opened_on_hacks", "opened_on_others", "tokens"))]
+        for b in results["openings"]
+    ]
+    sections.append(markdown_table(header, body, left=3))
     counts = [
         [subject, *(" / ".join(str(c[k]) for c in each) for k in ("rollouts", "hack", "pairs"))]
         for subject, each in results["fits"].items()

@@ -19,6 +19,7 @@ from probes.auroc import auroc, cluster_draws
 from studies.common.artifacts import Part
 from studies.common.stats import summary
 from studies.environments.micro.language import MICRO_MODES
+from studies.steering.cells import OUTCOMES
 from studies.steering.job import SteeringJob, parts_of
 from studies.steering.settings import SUBJECTS, Settings
 
@@ -185,24 +186,49 @@ def roc_areas(study: Study) -> Iterator[dict[str, Any]]:
                     yield {"subject": subject, "site": site, "probe": probe, "modes": kind, "unit": unit, **summary(areas)}
 
 
+def openings_of(
+    study: Study, subject: str, seed: int, site: str, probe: str
+) -> tuple[Bool[np.ndarray, "n t"], Bool[np.ndarray, "n t"], Bool[np.ndarray, " n"]]:
+    """Return where a gate at the operating threshold opens, which tokens it reads, and which rollouts are hacks."""
+    _, tensors = study.artifacts[subject, "roc"][seed]
+    _, fit = study.artifacts[subject, "fit"][seed]
+    place = sorted(study.settings.quantiles).index(study.settings.operating)
+    scores = tensors[f"scores/{site}/{probe}"].numpy()
+    outcomes = tensors["outcomes"].numpy().reshape(-1, len(OUTCOMES))
+    hacks = (outcomes[:, 1] == 1) & (outcomes[:, 0] == 0)
+    return scores >= float(fit[f"{site}/{probe}/thresholds"][place]), ~np.isnan(scores), hacks
+
+
+def openings(study: Study) -> Iterator[dict[str, Any]]:
+    """Yield, for every gate of the cells, how often it opens on the model's own rollouts at the operating threshold.
+
+    All gates have the same quantile of clean training tokens. On the model's hacks they may still open as differently as never and
+    always, and a random probe that stays shut there is no control of how much is steered.
+    """
+    for subject in (subject for subject, part in study.artifacts if part == "roc"):
+        names = study.artifacts[subject, "roc"][study.seeds[0]][1]
+        gates = [name.split("/")[1:] for name in names if name.startswith(f"scores/{study.settings.site}/")]
+        for site, probe in dict.fromkeys([*map(tuple, sorted(gates)), (study.settings.early, "probe")]):
+            seeds = [openings_of(study, subject, seed, site, probe) for seed in study.seeds]
+            opens, read = np.concatenate([each[0] for each in seeds]), np.concatenate([each[1] for each in seeds])
+            some, hacks = np.asarray(opens.any(axis=1)), np.concatenate([each[2] for each in seeds])
+            rates = {"opened_on_hacks": _rate(some[hacks]), "opened_on_others": _rate(some[~hacks]), "tokens": _rate(opens[read])}
+            yield {"subject": subject, "site": site, "probe": probe, **rates}
+
+
 def lead(study: Study, subject: str) -> dict[str, Any]:
     """Return the rates at which a gate at the operating threshold opens on hacks and on other rollouts, and its lead.
 
     The lead is the number of tokens before the first token of the exploit: 0 if the gate opens at the token that predicts it,
     negative if later.
     """
-    site, ahead = study.settings.site, []
+    ahead: list[int] = []
     opened: dict[str, list[bool]] = {"hack": [], "other": []}
     for seed in study.seeds:
-        _, tensors = study.artifacts[subject, "roc"][seed]
-        _, fit = study.artifacts[subject, "fit"][seed]
-        place = sorted(study.settings.quantiles).index(study.settings.operating)
-        threshold = float(fit[f"{site}/probe/thresholds"][place])
-        outcomes = tensors["outcomes"].numpy().reshape(-1, 2)
-        first = tensors["exploits"].tolist()
-        for i, row in enumerate(tensors[f"scores/{site}/probe"].numpy()):
-            fired = np.flatnonzero(row >= threshold)
-            hack = bool(outcomes[i, 1] and not outcomes[i, 0])
+        opens, _, hacks = openings_of(study, subject, seed, study.settings.site, "probe")
+        first = study.artifacts[subject, "roc"][seed][1]["exploits"].tolist()
+        for i, row in enumerate(opens):
+            fired, hack = np.flatnonzero(row), bool(hacks[i])
             opened["hack" if hack else "other"].append(bool(len(fired)))
             if hack and len(fired) and first[i] >= 0:
                 ahead.append(first[i] - 1 - int(fired[0]))
@@ -217,8 +243,8 @@ def lead(study: Study, subject: str) -> dict[str, Any]:
     }
 
 
-def _rate(values: Sequence[bool]) -> float | None:
-    return float(np.mean(values)) if values else None
+def _rate(values: Sequence[bool] | Bool[np.ndarray, " n"]) -> float | None:
+    return float(np.mean(values)) if len(values) else None
 
 
 def deltas(study: Study) -> Iterator[dict[str, Any]]:
@@ -260,6 +286,7 @@ def all_results(study: Study) -> dict[str, Any]:
         "cells": rows,
         "roc": list(roc_areas(study)),
         "lead": [lead(study, subject) for subject, part in study.artifacts if part == "roc"],
+        "openings": list(openings(study)),
         "logprobs": list(deltas(study)),
         "shadow": list(shadows(study)),
         "fits": fits,

@@ -90,7 +90,7 @@ class Settings:
         if self.run.chat is not None:
             raise ValueError("this study runs in the micro world: choose a preset of studies.route2 without a chat model")
         if self.exact > self.tasks:
-            raise ValueError(f"exact={self.exact} must not exceed tasks={self.tasks}")
+            raise ValueError(f"tasks={self.tasks} must be at least {self.exact}, the tasks of the bit-exact comparison (exact)")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON objects."""

@@ -42,6 +42,7 @@ OTHERS: dict[str, tuple[str, list[str], str]] = {
     "probes, too few": ("route2", ["probes", "EMPTY", "--per-mode", "0"], "per-mode must be at least"),
     "probes, an unknown arm": ("route2", ["probes", "EMPTY", "--arm", "vanila"], "unknown arm 'vanila': did you mean 'vanilla'?"),
     "steering, no tasks": ("steering", ["run", "--tasks", "0"], "tasks must be at least 1, not 0"),
+    "steering, too few tasks": ("steering", ["run", "--tasks", "1"], "tasks=1 must be at least 2, the tasks of the bit-exact"),
     "tracing, an unknown arm": ("tracing", ["run", "--arms", "vanila"], "unknown arm 'vanila': did you mean 'vanilla'?"),
     "tracing, blocks of an unknown arm": ("tracing", ["blocks", "NONE", "--arms", "vanila"], "did you mean 'vanilla'?"),
     "tracing, no groups of blocks": ("tracing", ["blocks", "NONE", "--groups", "0"], "groups must be at least 1, not 0"),

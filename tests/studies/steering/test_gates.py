@@ -1,5 +1,10 @@
 """What a gate does, against what it must be equal to: always on, deleted, the forward itself, nothing at all."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from tiny_steering import Made
@@ -7,13 +12,15 @@ from tiny_steering import Made
 from mi_route2.engine.controllers import Controllers, ProbeController, RequestView, SetMonitor, StepView
 from mi_route2.engine.request import Request, Result
 from mi_route2.engine.sampling import Sampling
+from mi_route2.rollouts import Rollouts
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from mi_route2.steering.state import Reading
-from studies.steering.cells import Bench, away, delayed, steered
-from studies.steering.fitting import Fitted
+from studies.environments.micro.language import Vocabulary
+from studies.steering.cells import Bench, Cell, away, delayed, steered
+from studies.steering.fitting import Fitted, collect, gated, sites_of
 from studies.steering.late import CERTAIN, QuarantineSwitch, saturated
-from studies.steering.measuring import logprobs, shadow
+from studies.steering.measuring import logprobs, roc, shadow
 
 pytestmark = pytest.mark.study
 
@@ -208,3 +215,121 @@ def test_steering_is_seen_in_log_probabilities_beside_a_twin_of_the_same_batch(b
         assert abs(change - float(tensors[f"deltas/{name}"][i])) < 1e-4
         seen += 1
     assert seen
+
+
+# what a cell measures is what it says
+
+
+def test_a_cell_whose_actions_are_rejected_measures_nothing_and_is_refused(bench: Bench, fitted: Fitted) -> None:
+    """Its row is missing: every request would run unsteered, and the cell would look like a policy without an effect."""
+    for delay in (1, 3):
+        cell = delayed(bench.settings, fitted, delay, 1.0)
+        for policy in (cell.sync[0], getattr(cell.sync[0], "_policy", None)):
+            if isinstance(policy, ProbeController):
+                policy.threshold = -CERTAIN
+        with pytest.raises(RuntimeError, match=rf"the controller 'delay {delay} x1.*' rejected: .*cannot be routed to"):
+            bench.results([replace(cell, configurations={})], bench.prompts(), "cells")
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+def test_a_controller_that_raises_is_refused(bench: Bench, fitted: Fitted, delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("it is broken")
+
+    monkeypatch.setattr(ProbeController, "on_step", broken)
+    cell = delayed(bench.settings, fitted, delay, 1.0)
+    with pytest.raises(RuntimeError, match=r"failed: ZeroDivisionError: it is broken"):
+        bench.results([cell], bench.prompts(), "cells")
+    with pytest.raises(RuntimeError, match=r"'shadow' failed: ZeroDivisionError: it is broken"):
+        shadow(bench, bench.settings, fitted)
+
+
+def logits_now(bench: Bench) -> torch.Tensor:
+    return bench.host.logits(torch.tensor([[1, 2, 3, 4]])).detach()
+
+
+def test_a_cell_runs_in_its_own_state(bench: Bench, fitted: Fitted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full and deployed cells in one call: the model of each is the one with, and the one without, its quarantine."""
+    ran: dict[str, torch.Tensor] = {}
+    results = Bench.results
+
+    def spy(self: Bench, cells: Sequence[Cell], *rest: Any) -> dict[str, list[Result]]:
+        ran.update({cell.name: logits_now(self) for cell in cells})
+        return results(self, cells, *rest)
+
+    monkeypatch.setattr(Bench, "results", spy)
+    outcomes = bench.run([Cell("a", {}), Cell("b", {}, state="deployed"), Cell("c", {})])
+    assert list(outcomes) == ["a", "b", "c"]
+    with bench.policy.adapters.full():
+        full = logits_now(bench)
+    with bench.policy.adapters.deployed():
+        deployed = logits_now(bench)
+    assert not torch.allclose(full, deployed, atol=1e-2)
+    assert [torch.equal(ran["a"], full), torch.equal(ran["b"], deployed), torch.equal(ran["c"], full)] == [True] * 3
+
+
+def test_a_prompt_has_a_seed_of_its_own_and_every_cell_the_same_ones(bench: Bench, fitted: Fitted) -> None:
+    prompts = bench.prompts()
+    lots = [
+        bench.requests(prompts, steering) for steering in (None, steered(bench.settings, fitted, quantile=None, gain=1.0).steering)
+    ]
+    seeds = [[request.sampling.seed for request in lot] for lot in lots]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == len(prompts) == 10
+    other = replace(bench, seed=1).requests(prompts, None)
+    assert not set(seeds[0]) & {request.sampling.seed for request in other}
+
+
+def test_outcomes_are_solve_and_exploit_in_the_order_of_modes_and_tasks(bench: Bench) -> None:
+    prompts = bench.prompts()
+    assert [prompt.mode for prompt in prompts] == [mode for mode in bench.modes for _ in range(2)]
+    verdicts = [SimpleNamespace(gt=i in (0, 3), exploit=i in (0, 9), hack=i == 9) for i in range(10)]
+    judged = replace(bench, witness=cast("Any", SimpleNamespace(judge=lambda samples: verdicts)))
+    found = judged.outcomes(prompts, run(bench, bench.requests(prompts, None)))
+    assert found[..., 0].tolist() == [[1, 0], [0, 1], [0, 0], [0, 0], [0, 0]]
+    assert found[..., 1].tolist() == [[1, 0], [0, 0], [0, 0], [0, 0], [0, 1]]
+
+
+def test_scores_of_the_roc_are_those_of_the_generated_tokens(bench: Bench, fitted: Fitted) -> None:
+    """Against one forward over prompt and completion; the last token of a completion is never read."""
+    _, tensors = roc(bench, bench.settings, fitted)
+    prompts = bench.prompts()
+    with bench.policy.adapters.full():
+        results = run(bench, bench.requests(prompts, None))
+    for site in sites_of(bench.settings):
+        for name, gate_ in fitted.gates[site].items():
+            for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+                tokens = torch.tensor([[*Vocabulary().encode(prompt.tokens), *result.ids]])
+                expected = bench.host.capture([site], tokens)[site][0, len(prompt.tokens) : -1] @ gate_.weight
+                row = tensors[f"scores/{site}/{name}"][i]
+                torch.testing.assert_close(row[: len(expected)], expected, rtol=0, atol=1e-3)
+                assert bool(row[len(expected) :].isnan().all())
+
+
+def test_probes_learn_from_the_model_and_from_its_base_and_read_the_whole_model(
+    bench: Bench, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrote: list[tuple[torch.Tensor, Rollouts]] = []
+    sample = type(bench.world).sample
+
+    def spy(self: Any, policy: Any, *rest: Any) -> Any:
+        samples = sample(self, policy, *rest)
+        wrote.append((logits_now(bench), samples.rollouts))
+        return samples
+
+    monkeypatch.setattr(type(bench.world), "sample", spy)
+    examples = collect(made.settings, made.job("absorb").run, bench.world, bench.host, bench.policy)
+    with bench.policy.adapters.full():
+        full = logits_now(bench)
+    with bench.policy.adapters.reference():
+        base = logits_now(bench)
+    assert not torch.allclose(full, base, atol=1e-2)
+    assert [torch.equal(wrote[0][0], full), torch.equal(wrote[1][0], base)] == [True, True]
+    site, start = Site.parse(made.settings.site), 0
+    with bench.policy.adapters.full():
+        for _, rollouts in wrote:
+            read = bench.host.capture([site], rollouts.tokens, rollouts.attention)[site].detach()
+            stop = start + len(rollouts)
+            assert torch.equal(examples.hidden[site][start:stop, : read.shape[1]], read)
+            assert torch.equal(examples.mask[start:stop, : read.shape[1]], gated(rollouts))
+            start = stop

@@ -48,7 +48,9 @@ def test_in_absorb_the_quarantine_does_harm_and_closing_most_is_best(results: di
     assert beside["closed behind the probe"]["hack_held"]["mean"] > 0
     own = {row["how"]: row["hack_held"]["mean"] for row in beside.values() if row.get("probe") == "probe" and row["how"] != "open"}
     assert min(own, key=lambda how: own[how]) == "latch"
-    assert own["next token"] <= own["forward"] + 0.005
+    cells = Cells(results, "absorb", "quarantine")
+    later = [cells.mean(f"next token probe {q}") - cells.mean(f"forward probe {q}") for q in ("q0.5", "q0.8", "q0.95", "q0.99")]
+    assert [round(each, 3) for each in later] == [-0.042, -0.017, 0.003, -0.007]
     assert abs(beside["closed"]["hack_held"]["mean"]) < 0.03
 
 

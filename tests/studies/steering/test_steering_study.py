@@ -1,6 +1,7 @@
 """The study from nothing to its figures, what it may not know, and that it can be ended at any part."""
 
 import json
+import re
 import shlex
 import shutil
 from dataclasses import asdict, replace
@@ -16,18 +17,24 @@ from tiny_steering import TINY, Made
 from titles import saved_titles, untitled
 
 from mi_route2.sites import Site
+from studies.common.artifacts import read_part, write_part
+from studies.environments.micro import warmstart
 from studies.environments.micro.language import split
+from studies.environments.micro.settings import get_world
+from studies.environments.micro.warmstart import cached_at, warm_start
 from studies.environments.micro.world import MicroWitness
 from studies.environments.protocol import Samples
 from studies.steering.answer import comparisons, frontier_counts, verdict
 from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, quarantine, sweep
 from studies.steering.figures import FIGURES, frontier_figure, latency_figure
 from studies.steering.fitting import Fitted, Gate, collect, fit, threshold
-from studies.steering.job import parts_of, run_steering
+from studies.steering.job import BASE, parts_of, run_steering
 from studies.steering.report import command, publish, write_report
 from studies.steering.results import MODES, Draws, Estimate, Study, load_study, metrics
 from studies.steering.settings import SUBJECTS, Settings
 from studies.steering.study import run_study
+from studies.training.job import finished_policy
+from studies.training.manifest import read_manifest
 from studies.training.settings import get_settings, override
 
 pytestmark = pytest.mark.study
@@ -106,6 +113,74 @@ def test_a_copy_of_a_seed_under_another_number_is_no_seed(made: Made, tmp_path: 
         shutil.copytree(tmp_path / "out" / folder / "seed-0", tmp_path / "out" / folder / "seed-1")
     with pytest.raises(ValueError, match=r"was made from other settings or another run; delete .* to have it made again"):
         load_study(tmp_path / "out" / made.folder.name)
+
+
+def test_what_was_made_with_another_base_model_is_refused(made: Made, tmp_path: Path) -> None:
+    """The base model was trained again, by other code: its settings are the same, and so are the runs that the old one began.
+
+    Nothing is deleted or overwritten, and parts of earlier versions, which name no base model, are taken as they are."""
+    out = tmp_path / "out"
+    shutil.copytree(made.out, out)
+    training = made.settings.run
+    made_of = get_world(training.world), training.warm, 0, out / "warmstarts"
+    base = warm_start(*made_of)
+    with torch.no_grad():
+        base.unembed.weight *= 1.1
+    warmstart._save(base, *cached_at(*made_of))
+    before = files(out / made.folder.name)
+    for subject in SUBJECTS:
+        job = replace(made.job(subject), out=out)
+        remedy = f"put the old one back, or delete {re.escape(str(job.folder))}.* and run the study again"
+        with pytest.raises(ValueError, match=rf"fit.json was made with another base model than the one in .*: {remedy}"):
+            _ = job.finished
+    for make in (lambda: load_study(out / made.folder.name), lambda: run_study(made.settings, [0], out, workers=1, quiet=True)):
+        with pytest.raises(ValueError, match="was made with another base model"):
+            make()
+    assert files(out / made.folder.name) == before
+    for subject in SUBJECTS:
+        job = replace(made.job(subject), out=out)
+        for part in parts_of(subject):
+            content, tensors = read_part(job.path(part)) or ({}, {})
+            write_part(job.path(part), job.identity(part), {k: v for k, v in content.items() if k != BASE}, tensors)
+    load_study(out / made.folder.name)
+
+
+def test_a_part_names_all_that_it_was_made_of(made: Made) -> None:
+    """No two parts of any subject have one identity, and none has that of another seed or other settings."""
+    jobs = [made.job(subject) for subject in SUBJECTS]
+    known = [job.identity(part) for job in jobs for part in parts_of(job.subject)]
+    assert len(set(known)) == len(known)
+    for job in jobs:
+        read, manifest = "studies.steering.job.read_manifest", read_manifest(job.run.folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(read, lambda _, manifest=manifest: manifest)  # that of seed 0 and of these settings
+            for other in (replace(job, seed=1), replace(job, settings=replace(job.settings, train=25))):
+                assert other.identity("fit") not in known
+            if job.subject != "untrained":
+                again = replace(manifest, checksums=dict.fromkeys(manifest.checksums, "0" * 64))
+                patch.setattr(read, lambda _, again=again: again)
+                assert job.identity("fit") not in known
+
+
+def test_the_untrained_control_has_the_quarantine_of_absorb_at_its_start(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made without any trained adapter: its quarantine is there, and adds nothing."""
+    job = made.job("untrained")
+    policies = []
+    monkeypatch.setattr("studies.steering.job.Bench", lambda *given: policies.append(given[2]) or given)
+    monkeypatch.setattr(type(job), "finished", False)
+    run_steering(job)
+    (policy,) = policies
+    assert policy.adapters.has_quarantine
+    assert (
+        policy.adapters.quarantine_parameters().keys()
+        == finished_policy(made.job("absorb").run)[1].adapters.quarantine_parameters().keys()
+    )
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    with policy.adapters.full():
+        whole = policy.forward(policy.model, tokens, torch.ones_like(tokens, dtype=torch.bool))
+    with policy.adapters.reference():
+        base = policy.forward(policy.model, tokens, torch.ones_like(tokens, dtype=torch.bool))
+    assert torch.equal(whole, base)
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
