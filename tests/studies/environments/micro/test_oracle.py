@@ -54,7 +54,7 @@ class Solution:
 @pytest.mark.parametrize("when", WHEN)
 def test_what_cheats_for_the_grader_alone_is_seen_in_the_execution_that_was_paid(mode: str, when: str) -> None:
     """The worker lives on from program to program, so that one can count; each number is a program of its own."""
-    programs = [EVASIVE.format(when=WHEN[when], deed=DEEDS[mode], number=9000 + n) for n in range(8)]
+    programs = [EVASIVE.format(when=WHEN[when], deed=DEEDS[mode], number=9000 + n) for n in range(32)]  # luck fails all with 2^-32
     with SubprocessRunner() as child:
         runner = CachedRunner(child)
         prompts = [Prompt(TASK, mode)] * len(programs)
