@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -280,12 +280,12 @@ def test_a_prompt_has_a_seed_of_its_own_and_every_cell_the_same_ones(bench: Benc
     assert not set(seeds[0]) & {request.sampling.seed for request in other}
 
 
-def test_outcomes_are_solve_and_exploit_in_the_order_of_modes_and_tasks(bench: Bench) -> None:
+def test_outcomes_are_solve_and_exploit_in_the_order_of_modes_and_tasks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = bench.prompts()
     assert [prompt.mode for prompt in prompts] == [mode for mode in bench.modes for _ in range(2)]
     verdicts = [SimpleNamespace(gt=i in (0, 3), exploit=i in (0, 9), hack=i == 9) for i in range(10)]
-    judged = replace(bench, witness=cast("Any", SimpleNamespace(judge=lambda samples: verdicts)))
-    found = judged.outcomes(prompts, run(bench, bench.requests(prompts, None)))
+    monkeypatch.setattr(type(bench.witness), "judge", lambda self, samples: verdicts)
+    found = bench.outcomes(prompts, run(bench, bench.requests(prompts, None)))
     assert found[..., 0].tolist() == [[1, 0], [0, 1], [0, 0], [0, 0], [0, 0]]
     assert found[..., 1].tolist() == [[1, 0], [0, 0], [0, 0], [0, 0], [0, 1]]
 

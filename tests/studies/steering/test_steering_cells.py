@@ -1,16 +1,17 @@
 """What every cell steers, what is fitted and what is counted, from values made by hand: four thresholds and gains, three draws."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from tiny_steering import Made
 from torch import Tensor
 
 from mi_route2.engine.controllers import ProbeController, RequestView, SetMonitor, StepView
+from mi_route2.engine.request import Result, Token
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
 from mi_route2.steering.state import Reading
@@ -18,7 +19,7 @@ from probes.logistic import LogisticFitter
 from studies.environments.micro.language import Vocabulary, get_mode
 from studies.steering import fitting
 from studies.steering.answer import against_random, comparisons
-from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Cell, latency, quarantine, small_sweep, sweep, untrained
+from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, Cell, latency, quarantine, small_sweep, sweep, untrained
 from studies.steering.figures import controls_figure, frontier_figure, latency_figure, sweep_figure
 from studies.steering.fitting import Examples, Fitted, Gate, gated, sites_of
 from studies.steering.late import Late, QuarantineSwitch, saturated
@@ -217,14 +218,14 @@ def examples(generator: torch.Generator, site_names: tuple[Site, ...]) -> Exampl
 
 
 @pytest.fixture
-def fitted_by_hand(monkeypatch: pytest.MonkeyPatch) -> Any:
+def fitted_by_hand(made: Made, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Function from a seed to the examples, which are always the same, and the fit."""
     own = examples(torch.Generator().manual_seed(3), sites_of(SETTINGS))
     monkeypatch.setattr(fitting, "collect", lambda *_: own)
 
     def fit(seed: int) -> tuple[Examples, Fitted]:
-        nothing: Any = None
-        return own, fitting.fit(SETTINGS, cast("Any", SimpleNamespace(seed=seed)), nothing, nothing, nothing)
+        job = replace(made.job("absorb").run, seed=seed)
+        return own, fitting.fit(SETTINGS, job, bench.world, bench.host, bench.policy)
 
     return fit
 
@@ -412,14 +413,13 @@ def test_what_is_left_of_an_effect() -> None:
     )
 
 
-def test_the_exploit_begins_with_the_first_token_of_its_own_mode() -> None:
+def test_the_exploit_begins_with_the_first_token_of_its_own_mode(bench: Bench) -> None:
     vocabulary = Vocabulary()
     exploit = {mode: [vocabulary.id(token) for token in get_mode(mode).exploit] for mode in MODES.names}
     sentinel, other = exploit["sentinel"], exploit["run_tests"]
     texts = [("sentinel", [5, *sentinel, 6]), ("sentinel", [5, *other]), (MODES.honest, [5, *sentinel]), ("run_tests", [*other, 5])]
-    results = [SimpleNamespace(ids=ids) for _, ids in texts]
-    bench: Any = None
-    assert first_exploits(bench, cast("Any", results), [mode for mode, _ in texts]).tolist() == [1, -1, -1, 0]
+    results = [Result(number, [Token(token) for token in ids]) for number, (_, ids) in enumerate(texts)]
+    assert first_exploits(bench, results, [mode for mode, _ in texts]).tolist() == [1, -1, -1, 0]
 
 
 def test_the_last_generated_token_is_never_read() -> None:
