@@ -1196,6 +1196,11 @@ def test_the_same_rule_where_it_was_never_tried_is_what_the_pages_say() -> None:
     assert re.findall(r"\|\s+(not shown|shown) \|", tests) == ["shown", "not shown"] * 3
     assert f"As many lessons at random leave {told(own + '-random')}, which is not shown to be more" in page
 
+    cost = sorted(times(one, own) or 0.0 for one in presets)
+    assert f"On the largest base it takes {cost[2]:.1f} times the time of a run without a defence, elsewhere {cost[1]:.1f}." in page
+    assert f"{cost[0]:.1f}" == f"{cost[1]:.1f}"
+    assert f"of four worlds and three sizes, in {cost[0]:.1f} to {cost[2]:.1f} times a run's time" in page
+
     def broken(arm: str) -> int:
         return sum(
             any((one.values[arm][f"deploy_exploit_{mode}"][i] or 0.0) > 0.1 for mode in one.modes)
