@@ -129,7 +129,7 @@ def make_bounds(how: Confinement, limits: Limits, idle: int) -> dict[int, tuple[
     """
     wanted = {
         resource.RLIMIT_AS: idle + limits.memory,
-        resource.RLIMIT_CPU: max(1, math.ceil(limits.cpu_seconds)),
+        resource.RLIMIT_CPU: 1 + math.ceil(2 * limits.cpu_seconds),  # the kernel charges whole ticks: up to twice what a job used
         resource.RLIMIT_FSIZE: limits.file_size,
         resource.RLIMIT_NOFILE: DESCRIPTORS,
         resource.RLIMIT_NPROC: 0 if "seccomp" in how.on else CONTROL_PROCESSES,

@@ -24,8 +24,7 @@ BACKSTOP = 10.0
 CHUNK = 1 << 16
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CPU_SIGNALS = (signal.SIGKILL, signal.SIGXCPU)
-SLACK = 0.1
-"""Seconds by which the kernel's clock for RLIMIT_CPU and its accounting may differ."""
+"""Signals by which the kernel ends a job at RLIMIT_CPU, the backstop of the watch on a job's exact time."""
 
 
 class ParentGoneError(Exception):
@@ -292,7 +291,7 @@ class Watch:
             raise MachineError("a child cannot be confined: " + bytes(self.reply.view[1:]).decode("utf-8", "replace"))
         code = os.waitstatus_to_exitcode(waited)
         status = job.killed or ("exited" if code >= 0 else "signalled")
-        if status == "signalled" and self._metered and -code in CPU_SIGNALS and spent > job.limits.cpu_seconds - SLACK:
+        if status == "signalled" and self._metered and -code in CPU_SIGNALS and spent > job.limits.cpu_seconds / 2:
             status = "cpu"
         if status in ("exited", "signalled") and self._guarded:
             status = "output" if self._flooded(job) else "disk" if job.over(ended=True) else status

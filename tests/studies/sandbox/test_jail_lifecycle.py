@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from studies.sandbox import PROTECTIONS, Jail, JailUnavailableError, Limits
+from studies.sandbox import PROTECTIONS, Jail, JailUnavailableError, Limits, Outcome
 from studies.sandbox.checks import DRIVER
 from studies.sandbox.leavings import clear, descendants
 from studies.sandbox.pool import PREFIX, Worker
@@ -265,6 +265,22 @@ def test_a_server_that_does_not_answer_is_taken_for_dead(home: Path, monkeypatch
         os.kill(server, signal.SIGSTOP)
         assert jail.run([QUICK])[0].reply == 1
         assert not alive(server)
+
+
+def test_the_kernel_ends_a_busy_job_whose_server_is_stopped(home: Path) -> None:
+    outcomes: list[Outcome] = []
+    before = set(children())
+    with Jail(DRIVER, workers=1, limits=Limits(seconds=60.0, cpu_seconds=0.5)) as jail:
+        (server,) = set(children()) - before
+        thread = later(lambda: outcomes.extend(jail.run([{"code": "while True: pass"}])))
+        eventually(lambda: descendants(server))
+        os.kill(server, signal.SIGSTOP)
+        eventually(lambda: not any(map(alive, descendants(server))), 30.0)
+        os.kill(server, signal.SIGCONT)
+        thread.join()
+    (outcome,) = outcomes
+    assert outcome.status == "cpu", outcome
+    assert 0.7 < outcome.cpu_seconds < 3.0, "the watch ended it, or nobody did"
 
 
 @pytest.mark.parametrize("without", [{"seccomp", "rlimits"}, {"seccomp", "rlimits", "landlock", "privileges"}])
