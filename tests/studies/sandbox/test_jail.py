@@ -420,8 +420,14 @@ def test_processor_time_ends_a_busy_job(jail: Jail) -> None:
 
 
 def test_a_job_is_charged_what_it_used_and_not_whole_ticks(jail: Jail) -> None:
-    """The kernel gives a whole tick to whomever it meets: beside neighbours that sleep and wake, 1 s of them is .5 to .9 s of use."""
-    neighbour = "import time\nwhile True:\n    end = time.perf_counter() + .003\n    while time.perf_counter() < end: pass\n    time.sleep(.001)"
+    """The kernel charges a whole tick to the process it meets: beside ones that sleep and wake, .5 to .9 s of use are 1 s of ticks."""
+    neighbour = """
+import time
+while True:
+    end = time.perf_counter() + 0.003
+    while time.perf_counter() < end: pass
+    time.sleep(0.001)
+"""
     code = "import time\nwhile time.process_time() < .95: pass\nresult = 1"
     with contextlib.ExitStack() as stack:
         for _ in range(4):
