@@ -420,7 +420,7 @@ def test_processor_time_ends_a_busy_job(jail: Jail) -> None:
 
 
 def test_a_job_is_charged_what_it_used_and_not_whole_ticks(jail: Jail) -> None:
-    """The kernel charges a whole tick to the process it meets: beside ones that sleep and wake, .5 to .9 s of use are 1 s of ticks."""
+    """The kernel charges a whole tick to the process it meets: beside ones that sleep and wake, .5 s of use can be 1 s of ticks."""
     neighbour = """
 import time
 while True:
