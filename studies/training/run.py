@@ -3,6 +3,7 @@
 The evaluation runs per mode, on tasks that warm start, pairs and GRPO never saw.
 """
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -139,6 +140,7 @@ def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
             "system": platform.system(),
             "machine": platform.machine(),
             "instructions": torch.backends.cpu.get_cpu_capability(),  # other kernels round differently, also for equal seeds
+            "processor": _processor(),
             **({"accelerator": torch.cuda.get_device_name(policy.device)} if policy.device.type == "cuda" else {}),
         },
         **job.unusual,
@@ -146,6 +148,16 @@ def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
     }
     write_json(folder / MANIFEST, manifest)
     _drop_checkpoints(folder)
+
+
+def _processor() -> str:
+    """Return the processor's maker, family, model and stepping, by which kernels are chosen among those of its instructions."""
+    with contextlib.suppress(OSError):
+        lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+        facts = {name.strip(): value.strip() for name, _, value in lines}
+        names = ("vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU part")  # the last two on ARM
+        return " ".join(facts[name] for name in names if name in facts)
+    return platform.processor()
 
 
 def _drop_checkpoints(folder: Path) -> None:

@@ -509,7 +509,7 @@ def test_the_manifest_says_what_made_the_run(intact: Job) -> None:
     assert manifest["versions"].keys() == {"python", "torch", "numpy", "mi-route2"}
     assert manifest["versions"]["numpy"] == np.__version__
     assert manifest["versions"]["python"] == platform.python_version()
-    assert manifest["platform"].keys() == {"system", "machine", "instructions"}
+    assert manifest["platform"].keys() == {"system", "machine", "instructions", "processor"}
     assert manifest["platform"]["instructions"] == torch.backends.cpu.get_cpu_capability()
     assert (manifest["seed"], manifest["settings_hash"]) == (0, intact.settings.digest)
     assert manifest["checksums"].keys() == {METRICS, ROLLOUTS, EVAL, FULL, DEPLOYED}
