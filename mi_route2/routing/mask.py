@@ -11,6 +11,7 @@ that must be kept until then is in a ``MaskGate``, one per micro-batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from typing import Literal
 
 import torch
@@ -350,11 +351,12 @@ class _MaskStep(Once):
         parts: list[Part],
         before: Before,
         gates: list[MaskGate],
+        idle: list[MaskGate],
         generator: torch.Generator,
         order: Int[Tensor, " b"],
     ):
         self._spec, self._policy, self.parts, self._before = spec, policy, parts, before
-        self._gates, self._generator, self._order = gates, generator, order
+        self._gates, self._idle, self._generator, self._order = gates, idle, generator, order
 
     @exact()
     def finish(self, reduce: Reduce | None = None) -> Decision:
@@ -364,6 +366,10 @@ class _MaskStep(Once):
         self._settle()
         for gate in self._gates:
             self._assign(gate)
+        if self._idle:  # no backward has decided their masks, or left the gradients of 0 that an optimizer counts as a step
+            for gate, site in product(self._idle, adapters.sites):
+                gate.decide(site)
+            trained_gradients(kept)
         unrouted: dict[str, Tensor] = {}
         for gate in self._gates:
             for name, g in gate.unrouted.items():
@@ -559,8 +565,10 @@ class MaskRoute(OneCall):
         kept = kept_advantages(spec, batch, flags)
         # Two adapters with different advantages each need their own backward; otherwise one backward serves both.
         split = spec.kept_advantage == "unflagged" and policy.adapters.has_quarantine
+        hooked_masks = any(branch.mask_requested for branch in policy.adapters.sites.values())
         parts: list[Part] = []
         gates: list[MaskGate] = []
+        idle: list[MaskGate] = []
         bands = [(index, False) for index in indices] if clean is None else banded(indices, clean)
         for index, alone in bands:
             piece = batch.rows(index)
@@ -585,11 +593,14 @@ class MaskRoute(OneCall):
             elif split:
                 for_quarantine = Tape(b, s, kept=LearnNothing(gate if gate.detach else None), l1=l1, real=real)
                 parts.append(Part(piece, for_quarantine, piece.advantages))
-                parts.append(Part(piece, Tape(b, s, kept=gate, quarantine=LearnNothing(), real=real), kept[index]))
+                if flags is not None and bool(flags[index].all()) and not hooked_masks:
+                    idle.append(gate)  # its backward would be weighted by 0
+                else:
+                    parts.append(Part(piece, Tape(b, s, kept=gate, quarantine=LearnNothing(), real=real), kept[index]))
             else:
                 parts.append(Part(piece, Tape(b, s, kept=gate, inputs=inputs, outputs=outputs, l1=l1, real=real), kept[index]))
         order = torch.cat([index for index, _ in bands]).argsort()
-        return _MaskStep(spec, policy, parts, gradients_before(policy.adapters), gates, context.generator, order)
+        return _MaskStep(spec, policy, parts, gradients_before(policy.adapters), gates, idle, context.generator, order)
 
     def _basis_of(self, policy: Policy) -> dict[str, Tensor]:
         """Return ``Vh`` at every site, which activation directions need."""

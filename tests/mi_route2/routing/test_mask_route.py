@@ -149,6 +149,34 @@ def test_a_group_of_flagged_rollouts_alone_teaches_the_kept_adapter_nothing() ->
     assert all(g.any() for g in own.quarantine.values())
 
 
+@pytest.mark.parametrize("through", ["filter", "detach"])
+@pytest.mark.parametrize("name", ["svd", "lora"])
+def test_the_kept_adapter_s_own_backward_is_left_out_where_all_are_flagged(name: str, through: str) -> None:
+    """Half of the micro-batches are flagged whole. With a hook at a mask, which might overrule it, each has its two backwards."""
+    batch, flags, seen = replace(make_batch(N), groups=torch.arange(N) // 4), torch.arange(N) < 4, []
+    found = []
+    for hook in (False, True):
+        policy = make_policy(SPECS[name])
+        route = MaskRoute.from_flags(flags, through=through, kept_advantage="unflagged", negative_scale=0.3)  # pyright: ignore[reportArgumentType]
+        branches = policy.adapters.sites.values() if hook else []
+        handles = [branch.hook_mask.register_forward_hook(lambda *a: seen.append(a[2])) for branch in branches]
+        parts = len(route.begin(policy, batch, context(route.spec, N, 2)).parts)
+        found.append((parts, run(policy, route, batch, 2)))
+        for handle in handles:
+            handle.remove()
+    (few, own), (all_parts, expected) = found
+    assert (few, all_parts) == (6, 8)
+    assert len(seen) == 4 * len(make_policy(SPECS[name]).adapters.sites)
+    for mine, theirs in ((own.kept, expected.kept), (own.quarantine, expected.quarantine)):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert torch.equal(own.decision.flags, expected.decision.flags)
+    policy = make_policy(SPECS[name])
+    run(policy, MaskRoute.from_flags(torch.ones(N, dtype=torch.bool), kept_advantage="unflagged"), batch)
+    kept = [p.grad for p in policy.adapters.kept_parameters().values() if p.requires_grad]
+    assert all(g is not None and not g.any() for g in kept), "an optimizer would not count this step"
+
+
 @pytest.mark.parametrize("name", ["lora", "lora-stacked", "svd-stacked"])
 @pytest.mark.parametrize("case", METHOD_SAMPLE, ids=case_id)
 def test_r1_flagged_only_leaves_exactly_zero_and_unflagged_leaves_both(case: Case, name: str) -> None:
