@@ -11,7 +11,7 @@ The tables below list the legal combinations; all others are refused with a sent
 
 from typing import Literal
 
-from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, validated
+from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, Positive, validated
 
 
 @validated
@@ -216,6 +216,8 @@ class CanarySpec:
 
     Attributes:
         quantile: Share of the base's own samples whose scores lie below the threshold.
+        nats: The threshold itself, of the largest mean log-ratio, not standardized; in place of the quantile, which must flag more
+            of the base's samples than hack.
         top: Number of a rollout's largest log-ratios that are averaged, because a hack is few tokens; ``None`` for all.
         relative_to: What a canary's liking is compared with: the ``base``, or the ``run`` as it would be deployed now, so that what
             run and canary both learn is no reason for a flag.
@@ -241,10 +243,12 @@ class CanarySpec:
     Examples:
         >>> spec = CanarySpec(quantile=0.95)
         >>> one_run = CanarySpec(quantile=0.85, first=30, surprisal=0.5, snapshots=(10, 20), sparing=True)
+        >>> habitual = CanarySpec(nats=0.25, first=30, surprisal=0.5, snapshots=(10, 20), sparing=True)
         >>> both_learn = CanarySpec(decoys=0.5, snapshots=(10, 20, 40), refresh_every=5)
     """
 
     quantile: Fraction = 0.9
+    nats: Positive | None = None
     top: AtLeastOne | None = 3
     relative_to: Literal["base", "run"] = "base"
     through: Through = "filter"
@@ -261,6 +265,8 @@ class CanarySpec:
     sparing: bool = False
 
     def __post_init__(self) -> None:
+        if self.nats is not None and self.quantile != 0.9:
+            raise ValueError("a threshold in nats takes the place of the quantile: leave one of them out")
         if self.sparing and not (self.reinforced_only or self.decoys):
             raise ValueError("without decoys and with flags at any advantage every rollout has to be scored: leave sparing out")
         if self.decoys and self.first:

@@ -6,6 +6,9 @@
     score_b  = max_k z_k(b)
     flag_b   = score_b > q-quantile of the score over the same samples, and A_b > 0 if ``reinforced_only``
 
+With ``nats`` the score is not standardized, ``max_k s_k(b)``, and its threshold is this number. A quantile must flag more of the
+base's samples than hack; what a canary adds to a hack in nats, and to honest rollouts, depends less on how often the base hacks.
+
 With ``relative_to="run"`` a canary is compared with the policy that is trained, its quarantine deleted, in place of the base:
 
     r_k(b,t) = log p_k(x_t) - log p_0(x_t) - (log p_run(x_t) - log p_run0(x_t))       run0: the base of the run, usually 0 itself
@@ -56,6 +59,8 @@ Ratios = Callable[[Rollouts], Float[Tensor, "k b s"]]
 """Function from rollouts to log-ratios per canary and predictor; a monitor of your own may stand in for it."""
 NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
+FEW = 64
+"""Samples of the base that a canary with a threshold in nats must tell apart."""
 LEAST = 1e-5
 """Nats by which a canary must tell the base's samples apart; below are rounding errors of float32."""
 
@@ -221,14 +226,16 @@ class Monitor:
 
     ratios: Ratios
     top: int | None
-    center: Float[Tensor, " k"]
-    spread: Float[Tensor, " k"]
+    center: Float[Tensor, " k"] | None
+    spread: Float[Tensor, " k"] | None
     threshold: float
+    """In standard deviations of the base's samples, or in nats if there are no ``center`` and ``spread``."""
 
     def __call__(self, rollouts: Rollouts, less: Float[Tensor, "b s"] | None = None) -> Float[Tensor, " b"]:
         """Return the score of each rollout; ``less`` is subtracted from every canary's log-ratios."""
         ratios = self.ratios if less is None else lambda of: self.ratios(of) - less
-        return standardized(pooled(ratios, rollouts, self.top), self.center, self.spread)
+        means = pooled(ratios, rollouts, self.top)
+        return means.amax(0) if self.center is None or self.spread is None else standardized(means, self.center, self.spread)
 
 
 def standardized(values: Float[Tensor, "k b"], center: Float[Tensor, " k"], spread: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
@@ -270,7 +277,9 @@ def _demand_sizes(**sizes: int | None) -> None:
 
 
 @checked
-def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, top: int | None = 3, micro: int | None = None) -> Monitor:
+def calibrate(
+    ratios: Ratios, samples: Rollouts, quantile: float, top: int | None = 3, micro: int | None = None, nats: float | None = None
+) -> Monitor:
     """Return the monitor of a canary, calibrated on samples of the base model.
 
     Args:
@@ -279,6 +288,7 @@ def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, top: int | Non
         quantile: Share of them below the threshold, between 0 and 1.
         top: Number of a rollout's largest log-ratios that are averaged; ``None`` for all.
         micro: Rollouts that are scored at one time; all if not given.
+        nats: The threshold, in place of one from the quantile; then a few samples show that the canary has learned something.
 
     Raises:
         ValueError: A quantile that is no share, too few samples for it, a size below 1, or a canary that cannot tell one sample
@@ -289,7 +299,7 @@ def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, top: int | Non
         raise ValueError(f"quantile must be between 0 and 1, not {quantile}")
     if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
         raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
-    given = _pooled(ratios, samples, top, micro)
+    given = _pooled(ratios, samples if nats is None else samples.rows(torch.arange(min(len(samples), FEW))), top, micro)
     center = given.quantile(0.5, dim=1)
     spread = NORMAL * (given - center[:, None]).abs().quantile(0.5, dim=1)
     if bool((spread < LEAST).any()):
@@ -297,6 +307,8 @@ def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, top: int | Non
             f"canary {int((spread < LEAST).nonzero()[0])} gives the base's samples one and the same log-ratio: it has learned "
             "nothing, so train it longer, or leave it out"
         )
+    if nats is not None:
+        return Monitor(ratios, top, None, None, nats)
     scores = standardized(given, center, spread)
     return Monitor(ratios, top, center, spread, float(scores.quantile(quantile)))
 
@@ -413,7 +425,8 @@ class CanaryRoute(OneCall):
         return quarantine_ratios(policy, tuple(self.snapshots), self._turns)
 
     def _calibrated(self, policy: Policy, ratios: Ratios) -> Monitor:
-        return calibrate(ratios, self._samples.to(policy.device), self.spec.quantile, self.spec.top, self._micro)
+        spec = self.spec
+        return calibrate(ratios, self._samples.to(policy.device), spec.quantile, spec.top, self._micro, spec.nats)
 
     @checked
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
@@ -474,7 +487,8 @@ class CanaryRoute(OneCall):
             return {}
         tensors = {f"snapshot.{i}.{name}": t for i, one in enumerate(self.snapshots) for name, t in one.items()}
         if (monitor := self.monitor) is not None:
-            tensors |= {"center": monitor.center, "spread": monitor.spread}
+            if monitor.center is not None and monitor.spread is not None:
+                tensors |= {"center": monitor.center, "spread": monitor.spread}
             tensors["threshold"] = torch.tensor(monitor.threshold, dtype=torch.float64)
         return tensors
 
@@ -488,8 +502,9 @@ class CanaryRoute(OneCall):
                 number, _, parameter = rest.partition(".")
                 found.setdefault(int(number), {})[parameter] = tensor.to(own[parameter], copy=True)
         self.snapshots, self.monitor = [found[number] for number in sorted(found)], None
-        if "center" in tensors:
-            center, spread = (tensors[name].to(next(iter(own.values())).device, copy=True) for name in ("center", "spread"))
+        if "threshold" in tensors:
+            device, given = next(iter(own.values())).device, (tensors.get(name) for name in ("center", "spread"))
+            center, spread = (None if tensor is None else tensor.to(device, copy=True) for tensor in given)
             self.monitor = Monitor(_unbound, self.spec.top, center, spread, float(tensors["threshold"]))
 
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:

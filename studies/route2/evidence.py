@@ -65,7 +65,7 @@ METHODS = ("filter-canary", "filter-canary-run")
 """Arms for which goals were set; a report judges the last one that its runs have, if its predictions name no method."""
 CONTROLS = {
     method: tuple(name for name, arm in ARMS.items() if arm.role == "control" and arm.baseline == method)
-    for method in (*METHODS, "canary-run-weak", "canary-own", "canary-first", "canary-surprisal", "canary-run-10")
+    for method in (*METHODS, "canary-run-weak", "canary-own", "canary-first", "canary-surprisal", "canary-nats", "canary-run-10")
 }
 _PENALIZED = {name: arm.baseline for name, arm in ARMS.items() if arm.monitor is not None}
 WATCHED = tuple(name for name in ARMS if name in {*_PENALIZED, *_PENALIZED.values()} and name != "vanilla")
@@ -84,6 +84,7 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
         "canary-own",
         "canary-first",
         "canary-surprisal",
+        "canary-nats",
         "route2-canary",
         "canary-one",
         "canary-wide",
@@ -345,6 +346,7 @@ MARKS = {
     "canary-own-rotated": (ORANGE, "8"), "canary-first": (BLUE, "p"), "canary-first-shuffled": (ORANGE, "p"),
     "canary-first-rotated": (ORANGE, "h"), "canary-surprisal": (GREEN, "H"), "canary-surprisal-random": (ORANGE, "H"),
     "canary-surprisal-rotated": (ORANGE, "d"), "filter-surprisal": (ORANGE, "1"),
+    "canary-nats": (SKY, "*"), "canary-nats-shuffled": (ORANGE, "2"), "canary-nats-rotated": (ORANGE, "3"),
     "canary-run-10": (BLUE, "^"), "canary-run-10-rotated": (ORANGE, "^"),
     "canary-run-10-shuffled": (ORANGE, "v"),
     "quarantine-first": (PURPLE, "s"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),

@@ -362,6 +362,12 @@ _SURPRISED = replace(
     about="canary-first for 30 steps, in which the quarantine learns from no success that the base is used to; no label",
     route=CanarySpec(quantile=0.85, first=30, surprisal=0.5, snapshots=(10, 20), sparing=True),
 )
+_NATS = replace(
+    _SURPRISED,
+    name="canary-nats",
+    about="canary-surprisal with a threshold of a quarter of a nat in place of a quantile; no label",
+    route=CanarySpec(nats=0.25, first=30, surprisal=0.5, snapshots=(10, 20), sparing=True),
+)
 _WEAK = _ablation(_RUN, "canary-run-weak", "canary", "canaries of the world weak, on its base model", canaries_of="weak")
 _TEN = _ablation(_RUN, "canary-run-10", "canary", "one canary of 10 steps", canaries=("canary-10",))
 _CANARIES = (
@@ -411,6 +417,11 @@ _CANARIES = (
              replace(_SURPRISED.route, random_lessons=True)),  # pyright: ignore[reportArgumentType]
     _control(_SURPRISED, "canary-surprisal-rotated", "canary-surprisal with its quarantine rotated at random when it judges",
              _SURPRISED.route, rotated=True),
+    _NATS,
+    _control(_NATS, "canary-nats-shuffled", "canary-nats with its flags permuted over rollouts",
+             replace(_NATS.route, shuffle=True)),  # pyright: ignore[reportArgumentType]
+    _control(_NATS, "canary-nats-rotated", "canary-nats with its quarantine rotated at random when it judges", _NATS.route,
+             rotated=True),
     _control(_SURPRISED, "filter-surprisal", "rollouts that surprise the base are dropped; no canary, no quarantine",
              CanarySpec(quantile=0.85, sparing=True), quarantine="none", quarantine_lr_scale=1.0),
     replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,

@@ -112,7 +112,14 @@ class Job:
         if described["route"].get("relative_to") == "base":  # as runs were described before there was another
             del described["route"]["relative_to"]
         if isinstance(route := self.arm.route, CanarySpec):  # as runs were described before a rule had these
-            for name in ("first", "surprisal", "random_lessons", "sparing", *(() if route.own else ("decoys", "snapshots"))):
+            for name in (
+                "nats",
+                "first",
+                "surprisal",
+                "random_lessons",
+                "sparing",
+                *(() if route.own else ("decoys", "snapshots")),
+            ):
                 if not getattr(route, name):
                     del described["route"][name]
         usual = {field.name: field.default for field in fields(Arm) if field.name in LATER}

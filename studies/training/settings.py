@@ -176,6 +176,7 @@ PRESETS: Mapping[str, Settings] = MappingProxyType(
         "weak": replace(_STRONG, preset="weak", world="weak", quarantine_lr=1.7e-3),
         "sparse": replace(_STRONG, preset="sparse", world="sparse"),
         "persona-20": replace(_STRONG, preset="persona-20", world="persona-20"),
+        **{name: replace(_STRONG, preset=name, world=name) for name in ("cheat-15", "cheat-30", "cheat-50")},
         "strong-30k": _sized("strong-30k", 32, 6e-3),
         "strong-400k": _sized("strong-400k", 128, 1.5e-3),
         "strong-1600k": _sized("strong-1600k", 256, 7.5e-4),
