@@ -261,7 +261,10 @@ def gradient_paths(subject: Subject) -> Part:
 
 
 def error_growth(subject: Subject) -> Part:
-    """Return the growth of a perturbation over the passes of the trained loop, for a few draws of the perturbation."""
+    """Return the growth of a perturbation over the passes of the trained loop, for a few draws of the perturbation.
+
+    The draws are the same for every seed's model: an interval over seeds is about models and texts, given these directions.
+    """
     return {"draws": [asdict(row) for row in growth(subject.model, subject.windows, range(GROWTH_DRAWS))]}, {}
 
 

@@ -24,7 +24,8 @@ from studies.lanes.model import LanesModel
 from studies.lanes.optim import LanesOptimizer, OptimSettings, widened
 from studies.lanes.text import batches
 
-WARMED = 5  # the momentum warms up over 1/WARMED of all steps
+WARMED_OF = 500
+"""Steps of training of which `OptimSettings.momentum_warmup` are the warm-up; an arm of any length has the same share."""
 
 
 @validated
@@ -35,7 +36,7 @@ class Training:
         steps: Optimization steps.
         batch: Windows per step.
         length: Predictions per window.
-        optim: Optimizer settings that an arm does not change.
+        optim: Optimizer settings that an arm does not change; its `momentum_warmup` is of `WARMED_OF` steps (see `optim_of`).
         device: Device of the training; measurements on the trained model are on the CPU, in float32.
         precision: Precision of forward and backward; weights and optimizer stay float32.
         compile: True to compile forward and backward.
@@ -50,8 +51,8 @@ class Training:
     compile: bool = False
 
     def optim_of(self, arm: Arm) -> OptimSettings:
-        """Return the arm's optimizer settings, with the momentum warmed up over a fifth of the arm's steps."""
-        return arm.optim(replace(self.optim, momentum_warmup=self.steps_of(arm) // WARMED))
+        """Return the arm's optimizer settings, with the momentum warmed up over the same share of every arm's steps: a fifth."""
+        return arm.optim(replace(self.optim, momentum_warmup=self.optim.momentum_warmup * self.steps_of(arm) // WARMED_OF))
 
     def steps_of(self, arm: Arm) -> int:
         """Return the number of training steps of the arm: at least one."""

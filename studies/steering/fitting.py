@@ -29,7 +29,7 @@ from probes.haar import HaarFitter
 from probes.logistic import LogisticFitter
 from probes.mean_difference import MeanDifferenceFitter
 from probes.probe import Fitter
-from studies.common.seeds import derive, numpy_generator, torch_generator
+from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import World, sample_prompts
 from studies.steering.settings import Settings
 from studies.training.job import Job, build_pairs
@@ -123,10 +123,10 @@ def sites_of(settings: Settings) -> tuple[Site, ...]:
     return tuple(sorted({Site.parse(name) for name in (settings.early, settings.site, settings.late)}))
 
 
-def fit(settings: Settings, job: Job, world: World, host: Host, policy: Policy) -> Fitted:
-    """Fit probes and direction of a model on training tasks."""
+def fit(settings: Settings, job: Job, world: World, host: Host, policy: Policy, *, model: str) -> Fitted:
+    """Fit probes and direction of a model on training tasks; by its name and the seed ``model`` has shuffled labels of its own."""
     examples = collect(settings, job, world, host, policy)
-    gates, shuffled = {}, _permuted(examples, job.seed)
+    gates, shuffled = {}, _permuted(examples, job.seed, model)
     for place, site in enumerate(sites_of(settings)):
         h = examples.hidden[site]
         fitters = {
@@ -237,8 +237,8 @@ def _directed(settings: Settings, job: Job, examples: Examples, gates: Mapping[S
     )
 
 
-def _permuted(examples: Examples, seed: int) -> Bool[Tensor, " b"]:
-    generator = torch.Generator().manual_seed(derive(seed, "steering shuffle"))
+def _permuted(examples: Examples, seed: int, model: str) -> Bool[Tensor, " b"]:
+    generator = torch_generator(seed, f"steering shuffle {model}")  # the models of a seed would share one draw
     return examples.hack[torch.randperm(len(examples.hack), generator=generator)]
 
 

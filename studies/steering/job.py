@@ -145,7 +145,7 @@ def run_steering(job: SteeringJob) -> None:
 def _make(job: SteeringJob, part: str, bench: Bench) -> None:
     settings = job.settings
     if part == FIT:
-        fitted = fit(settings, job.run, bench.world, bench.host, bench.policy)
+        fitted = fit(settings, job.run, bench.world, bench.host, bench.policy, model=job.subject)
         data = {"labels": LABELS, "counts": dict(fitted.counts), "gap": fitted.gap}, fitted.tensors()
     elif part in _MEASURES[job.subject]:
         data = _MEASURES[job.subject][part](bench, settings, fitted_of(job))

@@ -60,6 +60,12 @@ def cell_text(value: Mapping[str, Any], *, signed: bool = False, seeds: bool = F
     return f"{text} ({' '.join(number(seed, signed) for seed in value['seeds'])})" if seeds else text
 
 
+def seeds_behind(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the number of seeds behind the intervals of some rows, or each row's number if they differ."""
+    numbers = [str(row["n"]) for row in rows]
+    return " / ".join(numbers) if len(set(numbers)) > 1 else numbers[0]
+
+
 def table_of(rows: Sequence[Mapping[str, Any]], *, signed: bool = False, last: Sequence[str] = ()) -> str:
     """Return a table with one row per cell."""
     body = [
@@ -113,8 +119,8 @@ def sweep_text(study: Study, results: Mapping[str, Any]) -> str:
         "The change of the log-probability of the exploit's first token at the token where the gate first opens, beside an "
         "unsteered twin with the same prompt, uniforms and batch. Mean over rollouts; brackets: Student-t over seeds."
     )
-    body = [[row["name"], row["rollouts"], interval(row, signed=True)] for row in results["logprobs"]]
-    sections.append(markdown_table(["cell", "rollouts", "change, nats"], body))
+    body = [[row["name"], row["rollouts"], interval(row, signed=True), seeds_behind([row])] for row in results["logprobs"]]
+    sections.append(markdown_table(["cell", "rollouts", "change, nats", "seeds"], body))
     return markdown_page(sections)
 
 
@@ -161,16 +167,17 @@ def roc_text(study: Study, results: Mapping[str, Any]) -> str:
     sections.append(
         f"Labels that probes learnt from: {LABELS}. AUROC against the oracle's verdict (hack: exploit fired, code wrong) "
         "on test tasks, of generated tokens under their rollout's label, and of a rollout's mean and maximum. Brackets: Student-t "
-        "over seeds. A model that hacks always, or never, leaves little to rank."
+        "over the seeds that have both classes. A model that hacks always, or never, leaves little to rank."
     )
     for subject in ("vanilla", "absorb", "route2-full", "base"):
         for kind in KINDS:
             rows = [row for row in results["roc"] if (row["subject"], row["modes"]) == (subject, kind)]
             cells = {(row["site"], row["probe"], row["unit"]): row for row in rows}
             keys = list(dict.fromkeys((row["site"], row["probe"]) for row in rows))
-            body = [[site, probe, *(interval(cells[site, probe, unit]) for unit in UNITS)] for site, probe in keys]
+            of_units = {key: [cells[*key, unit] for unit in UNITS] for key in keys}
+            body = [[*key, *map(interval, units), seeds_behind(units)] for key, units in of_units.items()]
             title = f"## {subject}, {'the known mode' if kind == 'known' else 'held-out modes'}"
-            sections += [title, markdown_table(["site", "probe", *UNITS], body, left=2)]
+            sections += [title, markdown_table(["site", "probe", *UNITS, "seeds"], body, left=2)]
     sections.append("## When the gate opens")
     sections.append(
         "At the operating threshold of the study's site: rollouts on which the gate opens at some token, and on hacks how many "

@@ -92,8 +92,8 @@ def counts_text(rows: Sequence[JudgedClaim]) -> str:
 def measured_text(row: JudgedClaim) -> str:
     """Return the estimate with its interval, unit, reference and note."""
     estimate, claim = row.estimate, row.claim
-    text = f"{estimate_text(estimate)} {estimate.unit}"
-    if claim.reference:
+    text = estimate_text(estimate) if estimate.value is None else f"{estimate_text(estimate)} {estimate.unit}"
+    if claim.reference and estimate.value is not None:
         text += f" against {claim.reference:g}"
     return f"{text}; {estimate.note}" if estimate.note else text
 

@@ -15,6 +15,7 @@ from typing import Concatenate, ParamSpec
 
 import numpy as np
 from jaxtyping import Float
+from scipy.stats import t
 
 from studies.common.stats import Value, summary
 from studies.lanes.gradients.symmetry import SUBLAYERS
@@ -133,11 +134,22 @@ def before_quantization(study: Study) -> Estimate:
     return Estimate.of(beyond_half(before, after), "BPB", "gain before, minus half of the gain after quantisation")
 
 
+def _apart(study: Study, suffix: str = "") -> Float[np.ndarray, " seeds"]:
+    """Return the lanes' difference in bits per byte from the baseline; below 0 if they gain."""
+    return read(study, f"shipped{suffix}", "bpb", "bpb") - read(study, f"gptj{suffix}", "bpb", "bpb")
+
+
+def early_gain(study: Study) -> Estimate:
+    """Return what two lanes gain at a quarter of the steps."""
+    return Estimate.of(-_apart(study, "-short"), "BPB", "no gain shown")
+
+
 def narrows(study: Study) -> Estimate:
-    """Return the lanes' difference in bits per byte at full length minus that at a quarter of the steps; above 0 if it narrows."""
-    long, short = (
-        read(study, f"shipped{suffix}", "bpb", "bpb") - read(study, f"gptj{suffix}", "bpb", "bpb") for suffix in ("", "-short")
-    )
+    """Return the lanes' difference in bits per byte at full length minus that at a quarter of the steps.
+
+    It is above 0 if their gain narrows, and if there is none: see `early_gain`.
+    """
+    long, short = _apart(study), _apart(study, "-short")
     return Estimate.of(long - short, "BPB", f"{long.mean():+.4f}, and {short.mean():+.4f} at a quarter of the steps")
 
 
@@ -147,11 +159,40 @@ def gains(study: Study, arm: str, run: str) -> Float[np.ndarray, " seeds"]:
 
 
 @measure
-def extraction(study: Study, arm: str, reference: str) -> Estimate:
-    """Difference of two arms in the gain from test-time training of all parameters, each arm at its own tuned rates."""
+def gain_of(study: Study, arm: str) -> Estimate:
+    """Gain of an arm from test-time training of all parameters."""
+    return Estimate.of(gains(study, arm, "all"), "BPB", "the second not shown")
+
+
+@measure
+def gain_left(study: Study, arm: str, reference: str) -> Estimate:
+    """What an arm gains from test-time training of all parameters, as a part of what the reference gains; each at its own rates."""
     ours, other = gains(study, arm, "all"), gains(study, reference, "all")
     means = [Estimate.of(each, "BPB").value for each in (ours, other)]
-    return Estimate.of(ours - other, "BPB", f"gains {_text(means[0])} and {_text(means[1])}")
+    return ratio(ours, other, "of that gain", f"gains {_text(means[0])} and {_text(means[1])}")
+
+
+def ratio(part: Float[np.ndarray, " n"], whole: Float[np.ndarray, " n"], unit: str, note: str = "") -> Estimate:
+    """Return the ratio of two paired means with Fieller's interval; no value unless the mean of `whole` is shown to be above 0.
+
+    The interval has every r for which the t-interval of the mean of `part - r whole` contains 0. So r is excluded exactly where a
+    t-test of that difference would exclude it, and a ratio to what may be 0, which could be anything, has no interval. `each` has
+    the ratio plus each pair's deviation from it, `(part - r whole) / mean(whole)`.
+    """
+    paired = ~(np.isnan(part) | np.isnan(whole))
+    a, b, n = part[paired], whole[paired], int(paired.sum())
+    if n < 2:
+        return Estimate(None, None, None, n, unit, note=note)
+    factor = float(t.ppf(0.975, n - 1)) ** 2 / n
+    (aa, ab), (_, bb) = factor * np.cov(a, b)
+    square = float(b.mean() ** 2 - bb)  # of r in the quadratic whose roots are the interval's ends; above 0 if `whole` is not 0
+    if b.mean() <= 0 or square <= 0:
+        return Estimate(None, None, None, n, unit, note=note)
+    value, middle = float(a.mean() / b.mean()), float(a.mean() * b.mean() - ab)
+    root = math.sqrt(max(0.0, middle**2 - square * float(a.mean() ** 2 - aa)))
+    each = value + (part - value * whole) / b.mean()
+    values = tuple(None if math.isnan(one) else float(one) for one in each)
+    return Estimate(value, (middle - root) / square, (middle + root) / square, n, unit, None, values, note)
 
 
 def combined(study: Study) -> Estimate:

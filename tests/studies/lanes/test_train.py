@@ -13,7 +13,7 @@ from torch.nn import functional
 from studies.common.seeds import torch_generator
 from studies.lanes.arms import ARMS, Arm
 from studies.lanes.config import BOS, order_of
-from studies.lanes.optim import LanesOptimizer
+from studies.lanes.optim import LanesOptimizer, OptimSettings
 from studies.lanes.text import batches
 from studies.lanes.train import Trained, Training, build, plain, switch_step, train
 
@@ -126,7 +126,17 @@ def test_decay_and_momentum_are_all_that_their_arms_change() -> None:
     assert TRAINING.optim_of(ARMS["low-decay"]) == replace(usual, decay=0.05)
     for name, momentum in (("momentum-98", 0.98), ("momentum-99", 0.99)):
         assert TRAINING.optim_of(ARMS[name]) == replace(usual, momentum=momentum)
-    assert [Training(steps=150).optim_of(ARMS[name]).momentum_warmup for name in ("shipped", "shipped-short")] == [30, 7]
+
+
+@pytest.mark.parametrize(("given", "expected"), [(100, [30, 7]), (0, [0, 0]), (250, [75, 19]), (500, [150, 38])])
+def test_the_momentum_is_warmed_over_the_given_share_of_an_arms_steps(given: int, expected: list[int]) -> None:
+    training = Training(steps=150, optim=OptimSettings(momentum_warmup=given))
+    assert [training.optim_of(ARMS[name]).momentum_warmup for name in ("shipped", "shipped-short")] == expected
+
+
+def test_the_published_warm_up_is_a_fifth_of_all_steps() -> None:
+    for steps in range(1, 800):
+        assert Training(steps=steps).optim_of(ARMS["shipped"]).momentum_warmup == steps // 5
 
 
 def test_the_wide_and_the_narrow_loop_are_of_one_length() -> None:

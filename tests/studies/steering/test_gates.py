@@ -220,15 +220,26 @@ def test_steering_is_seen_in_log_probabilities_beside_a_twin_of_the_same_batch(b
 # what a cell measures is what it says
 
 
+def eager(bench: Bench, fitted: Fitted, delay: int) -> Cell:
+    """A late cell whose policy always engages."""
+    cell = delayed(bench.settings, fitted, delay, 1.0)
+    for policy in (cell.sync[0], getattr(cell.sync[0], "_policy", None)):
+        if isinstance(policy, ProbeController):
+            policy.threshold = -CERTAIN
+    return cell
+
+
 def test_a_cell_whose_actions_are_rejected_measures_nothing_and_is_refused(bench: Bench, fitted: Fitted) -> None:
     """Its row is missing: every request would run unsteered, and the cell would look like a policy without an effect."""
     for delay in (1, 3):
-        cell = delayed(bench.settings, fitted, delay, 1.0)
-        for policy in (cell.sync[0], getattr(cell.sync[0], "_policy", None)):
-            if isinstance(policy, ProbeController):
-                policy.threshold = -CERTAIN
+        cell = replace(eager(bench, fitted, delay), configurations={})
         with pytest.raises(RuntimeError, match=rf"the controller 'delay {delay} x1.*' rejected: .*cannot be routed to"):
-            bench.results([replace(cell, configurations={})], bench.prompts(), "cells")
+            bench.results([cell], bench.prompts(), "cells")
+
+
+def test_a_cell_holds_the_row_to_which_its_policy_routes(bench: Bench, fitted: Fitted) -> None:
+    """So that none of its actions is rejected, which would be refused."""
+    assert [len(found) for found in bench.results([eager(bench, fitted, 1)], bench.prompts(2)).values()] == [10]
 
 
 @pytest.mark.parametrize("delay", [1, 3])

@@ -1,5 +1,6 @@
 """What every cell steers, what is fitted and what is counted, from values made by hand: four thresholds and gains, three draws."""
 
+import re
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
 from mi_route2.steering.state import Reading
 from probes.logistic import LogisticFitter
+from studies.common.stats import summary
 from studies.environments.micro.language import Vocabulary, get_mode
 from studies.steering import fitting
 from studies.steering.answer import against_random, comparisons
@@ -24,7 +26,7 @@ from studies.steering.figures import controls_figure, frontier_figure, latency_f
 from studies.steering.fitting import Examples, Fitted, Gate, gated, sites_of
 from studies.steering.late import Late, QuarantineSwitch, saturated
 from studies.steering.measuring import first_exploits
-from studies.steering.report import cell_text, delay_name, kept
+from studies.steering.report import cell_text, delay_name, kept, roc_text, sweep_text
 from studies.steering.results import MODES, Draws, Study, lead, openings, roc_of
 from studies.steering.settings import Settings
 
@@ -219,13 +221,13 @@ def examples(generator: torch.Generator, site_names: tuple[Site, ...]) -> Exampl
 
 @pytest.fixture
 def fitted_by_hand(made: Made, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Function from a seed to the examples, which are always the same, and the fit."""
+    """Function from a seed and a model's name to the examples, which are always the same, and the fit."""
     own = examples(torch.Generator().manual_seed(3), sites_of(SETTINGS))
     monkeypatch.setattr(fitting, "collect", lambda *_: own)
 
-    def fit(seed: int) -> tuple[Examples, Fitted]:
+    def fit(seed: int, model: str = "absorb") -> tuple[Examples, Fitted]:
         job = replace(made.job("absorb").run, seed=seed)
-        return own, fitting.fit(SETTINGS, job, bench.world, bench.host, bench.policy)
+        return own, fitting.fit(SETTINGS, job, bench.world, bench.host, bench.policy, model=model)
 
     return fit
 
@@ -269,9 +271,16 @@ def test_each_probe_is_fitted_on_what_its_name_says(fitted_by_hand: Any) -> None
 
 def test_shuffled_labels_are_those_of_the_rollouts_in_another_order(fitted_by_hand: Any) -> None:
     own, _ = fitted_by_hand(0)
-    permuted = [fitting._permuted(own, seed) for seed in (0, 1)]
+    permuted = [fitting._permuted(own, seed, model) for seed in (0, 1) for model in ("absorb", "vanilla")]
     assert all(int(each.sum()) == int(own.hack.sum()) and not torch.equal(each, own.hack) for each in permuted)
-    assert not torch.equal(*permuted)
+    assert len({tuple(each.tolist()) for each in permuted}) == 4
+
+
+def test_every_model_of_a_seed_has_shuffled_labels_of_its_own(fitted_by_hand: Any) -> None:
+    """And nothing else of its own: the other probes are functions of the seed and the examples, which are the same here."""
+    fits = [fitted_by_hand(0, model)[1].gates[SITE] for model in ("absorb", "vanilla", "absorb")]
+    same_as_first = {name: [torch.equal(gates[name].weight, fits[0][name].weight) for gates in fits[1:]] for name in PROBES}
+    assert same_as_first == {name: [name != "shuffled", True] for name in PROBES}
 
 
 def test_the_direction_leads_from_clean_to_hack_and_the_gap_is_the_distance_on_it(fitted_by_hand: Any) -> None:
@@ -411,6 +420,18 @@ def test_what_is_left_of_an_effect() -> None:
     assert cell_text({"mean": 0.25, "low": -0.5, "high": 0.75, "seeds": [0.1, 0.4]}, signed=True, seeds=True) == (
         "+.250 [-.500, +.750] (+.100 +.400)"
     )
+
+
+def test_an_interval_is_printed_beside_its_number_of_seeds() -> None:
+    values = {"token": [0.5, 0.6, None], "rollout mean": [0.5, 0.7, 0.6], "rollout max": [0.5, 0.6, 0.7]}
+    place = {"subject": "base", "modes": "known", "site": "s"}
+    areas = [{**place, "probe": "p", "unit": unit, **summary(each)} for unit, each in values.items()]
+    areas += [{**place, "probe": "q", "unit": unit, **summary([0.5, None, 0.5])} for unit in values]
+    text = roc_text(scored(), {"roc": areas, "lead": [], "openings": [], "fits": {}})
+    rows_ = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| s ")]
+    assert [(row[1], row[-1]) for row in rows_] == [("p", "2 / 3 / 3"), ("q", "2")]
+    change = {"name": "c", "rollouts": 7, **summary([-1.0, None, -2.0])}
+    assert re.search(r"\| c +\| +7 \| .*\] \| +2 \|", sweep_text(scored(), {"cells": [], "logprobs": [change]}))
 
 
 def test_the_exploit_begins_with_the_first_token_of_its_own_mode(bench: Bench) -> None:

@@ -7,6 +7,8 @@ import shutil
 from dataclasses import asdict, replace
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from studies.steering.answer import comparisons, frontier_counts, verdict
 from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, quarantine, sweep
 from studies.steering.figures import FIGURES, frontier_figure, latency_figure
 from studies.steering.fitting import Fitted, Gate, collect, fit, threshold
-from studies.steering.job import BASE, parts_of, run_steering
+from studies.steering.job import BASE, FIT, _make, parts_of, run_steering
 from studies.steering.report import command, publish, write_report
 from studies.steering.results import MODES, Draws, Estimate, Study, load_study, metrics
 from studies.steering.settings import SUBJECTS, Settings
@@ -183,6 +185,17 @@ def test_the_untrained_control_has_the_quarantine_of_absorb_at_its_start(made: M
     assert torch.equal(whole, base)
 
 
+def test_a_fit_is_told_the_name_of_its_model(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`untrained` has the run of `absorb`, and shuffles labels of its own."""
+    told: list[str] = []
+    monkeypatch.setattr("studies.steering.job.fit", lambda *_, model: told.append(model) or made.fitted("absorb"))
+    monkeypatch.setattr("studies.steering.job.write_part", lambda *_: None)
+    bench = SimpleNamespace(world=None, host=None, policy=None)
+    for subject in SUBJECTS:
+        _make(made.job(subject), FIT, cast("Bench", bench))
+    assert told == list(SUBJECTS)
+
+
 def test_settings_that_cannot_be_are_refused() -> None:
     for wrong in (
         {"operating": 0.7},
@@ -258,7 +271,7 @@ def test_probes_learn_from_training_tasks_in_the_known_mode_without_the_oracle(
 
     monkeypatch.setattr(MicroWitness, "judge", refuse)
     monkeypatch.setattr(type(bench.world), "sample", spy)
-    fitted = fit(made.settings, made.job("absorb").run, bench.world, bench.host, bench.policy)
+    fitted = fit(made.settings, made.job("absorb").run, bench.world, bench.host, bench.policy, model="absorb")
     assert len(asked) == 2
     assert fitted.counts["rollouts"] == 2 * made.settings.train + 2 * made.settings.run.pairs
     for samples in asked:

@@ -17,8 +17,9 @@ from tiny_lanes import tiny_settings, write_texts
 from mi_route2.plots import save_figure, style
 from studies.lanes.arms import ARMS
 from studies.lanes.measures import measured
+from studies.lanes.report import measured_text
 from studies.lanes.report.claims import CLAIMS, VERDICTS, Claim, Rule, deviation, floor, judge, needed, power, verdict
-from studies.lanes.report.estimates import Estimate, bpb, combined, controls, extraction, gains, gauge_share, worst
+from studies.lanes.report.estimates import Estimate, bpb, combined, controls, gain_left, gains, gauge_share, ratio, worst
 from studies.lanes.report.figures import FIGURES
 from studies.lanes.study import Study, load, tensors
 
@@ -187,7 +188,7 @@ def test_gains_are_what_a_run_is_below_the_plain_one_and_none_where_it_diverged(
     assert math.isnan(gains(found, "wide", "all")[1])
     assert controls("controls")(found).each == pytest.approx((0.15 - 0.1, None))
     assert controls("shared")(found).note.endswith(f"2 of {4 * len(TTT_ARMS)} tuned rates at an edge of the sweep")
-    assert extraction("shipped", "gptj")(found).value == 0
+    assert gain_left("shipped", "gptj")(found).note == "gains 0.7000 and 0.7000"
     assert combined(found).each == pytest.approx((-0.7, -1.7))
     assert combined(found).note == "of which -0.5000 by hints alone"
 
@@ -204,6 +205,90 @@ def test_what_loses_less_than_half_of_a_loss_is_no_part_of_a_gain(settings: Any)
     losing = Study(settings, contents)
     claims = tuple(claim for claim in CLAIMS if claim.id in ("controls", "before-quantisation"))
     assert [row.verdict for row in judge(losing, claims)] == ["contradicted", "contradicted"]
+
+
+def judged(settings: Any, claim: str, part: str, values: dict[str, Sequence[float]]) -> Any:
+    """The row of one claim, from bits per byte by arm and seed; of `ttt` from the gains."""
+    contents: dict[tuple[str, int, str], Any] = {}
+    for arm, by_seed in values.items():
+        for seed, value in enumerate(by_seed):
+            contents[arm, seed, part] = {"bpb": {"plain": 4.0 + seed, "all": 4.0 + seed - value} if part == "ttt" else 4.0 + value}
+    (row,) = judge(Study(settings, contents), [each for each in CLAIMS if each.id == claim])
+    return row
+
+
+GAINS = (0.100, 0.102, 0.101, 0.099)
+NOISE = (0.0004, -0.0002, 0.0001, -0.0003)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "expected"),
+    [
+        (GAINS, [g - 0.00264 + e for g, e in zip(GAINS, NOISE, strict=True)], "contradicted"),  # the record's difference: 3% of it
+        (GAINS, [0.6 * g + e for g, e in zip(GAINS, NOISE, strict=True)], "claimed size excluded"),
+        (GAINS, [0.5 * g + e for g, e in zip(GAINS, NOISE, strict=True)], "supported"),
+        (GAINS, [0.1 * g + e for g, e in zip(GAINS, NOISE, strict=True)], "supported"),
+        (GAINS, [0.5 * g + 40 * e for g, e in zip(GAINS, NOISE, strict=True)], "supported"),
+        (GAINS, [0.5 * g + 90 * e for g, e in zip(GAINS, NOISE, strict=True)], "not testable here"),
+        (GAINS, [-g for g in GAINS], "supported"),
+        ((-0.01, 0.03, 0.02, -0.02), (-0.05, -0.01, -0.02, -0.06), "not testable here"),  # a gain of the baseline is not shown
+        ([-g for g in GAINS], [-2 * g for g in GAINS], "not testable here"),  # both lose
+    ],
+)
+def test_half_of_a_gain_is_a_half_and_needs_a_gain(
+    settings: Any, one: Sequence[float], two: Sequence[float], expected: str
+) -> None:
+    row = judged(settings, "halves", "ttt", {"gptj": one, "shipped": two})
+    assert row.verdict == expected
+    shown = float(np.mean(one)) > 0.05
+    assert row.estimate.note.endswith("; the second not shown") == (not shown)
+    if shown:
+        assert row.estimate.value == pytest.approx(np.mean(two) / np.mean(one))
+    else:
+        assert (row.estimate.value, row.estimate.low, row.floor, row.needed) == (None, None, None, None)
+        assert measured_text(row).startswith("none; gains ")
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "expected"),
+    [
+        (-0.04, -0.01, "supported"),
+        (-0.01, -0.04, "contradicted"),
+        (0.1, 0.2, "not testable here"),  # lanes that lose, and then lose more
+        (0.0, 0.1, "not testable here"),
+        (-0.0001, 0.1, "not testable here"),
+        (0.0, -0.1, "not testable here"),
+    ],
+)
+def test_only_a_gain_narrows(settings: Any, short: float, long: float, expected: str) -> None:
+    lanes = {"shipped": [long + e for e in NOISE], "shipped-short": [short - e for e in NOISE]}
+    row = judged(settings, "length", "bpb", {"gptj": [0.0] * 4, "gptj-short": [0.0] * 4, **lanes})
+    assert row.verdict == expected
+    assert row.estimate.note.endswith("at a quarter of the steps; no gain shown") == (expected == "not testable here")
+    assert row.estimate.value == pytest.approx(long - short)
+
+
+def test_one_seed_shows_no_gain(settings: Any) -> None:
+    assert judged(settings, "halves", "ttt", {"gptj": [0.1], "shipped": [0.05]}).verdict == "not testable here"
+
+
+@given(
+    st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 3)).map(lambda x: (round(x[0], 2), round(x[1], 2))), min_size=2, max_size=8),
+    st.floats(-3, 3),
+)
+def test_a_ratio_is_excluded_where_a_t_test_excludes_it(pairs: list[tuple[float, float]], r: float) -> None:
+    part, whole = np.array(pairs).T
+    found = ratio(np.append(part, np.nan), np.append(whole, 1.0), "")
+    assert found.n == len(pairs)
+    shown = whole.mean() > 0 and (np.ptp(whole) == 0 or float(ttest_1samp(whole, 0.0).pvalue) < 0.05)
+    assert (found.value is not None) == shown
+    if found.value is not None and found.low is not None and found.high is not None:
+        assert found.value == pytest.approx(part.mean() / whole.mean())
+        assert found.low - 1e-6 <= found.value <= found.high + 1e-6
+        assert found.each[-1] is None
+        assert np.mean(found.each[:-1]) == pytest.approx(found.value)
+        if np.ptp(part - r * whole) > 1e-6 and min(abs(r - found.low), abs(r - found.high)) > 1e-5:
+            assert (found.low <= r <= found.high) == (float(ttest_1samp(part - r * whole, 0.0).pvalue) >= 0.05)
 
 
 @pytest.mark.parametrize(
@@ -337,10 +422,8 @@ SENTENCES: dict[str, tuple[str, float, Callable[[Get], float]]] = {
     "asymmetric": ("lower", 0, lambda g: b(g, "asymmetric") - b(g, "shipped")),
     "simultaneous": ("lower", 0, lambda g: b(g, "simultaneous") - b(g, "shipped")),
     "sequential": ("lower", 0, lambda g: b(g, "shipped") - b(g, "sequential")),
-    "halves": ("lower", 0, lambda g: gain(g, "shipped", "all") - gain(g, "gptj", "all")),
     "controls": ("higher", 0, lambda g: some_controls(g, "controls")),
     "controls-shared": ("higher", 0, lambda g: some_controls(g, "shared")),
-    "early": ("lower", 0, lambda g: gain(g, "wide-early", "all") - gain(g, "wide", "all")),
     "combined": ("lower", 0, lambda g: with_hints(g, "shipped") - g("shipped", "ttt")["bpb"]["plain"]),
     "lanes-combined": ("lower", 0, lambda g: with_hints(g, "shipped") - with_hints(g, "gptj")),
     "contraction": ("lower", 1, lambda g: float(np.mean([row["rho"] for row in g("wide", "growth")["draws"]]))),
@@ -380,6 +463,8 @@ SENTENCES: dict[str, tuple[str, float, Callable[[Get], float]]] = {
     "dropped-fork": ("higher", 0, lambda g: with_hints(g, "early-fork") - with_hints(g, "shipped")),
 }
 """Claim -> the side on which it puts the number, its reference, and the number, written out from the sentence."""
+RATIOS = {"halves": ("shipped", "gptj"), "early": ("wide-early", "wide")}
+"""Claim -> the arms whose gains it divides."""
 
 
 def drawn(settings: Any, seeds: Sequence[int]) -> Study:
@@ -419,8 +504,14 @@ def test_every_number_is_the_one_that_its_sentence_names(settings: Any) -> None:
     """Of every claim that is no identity; seeds in the order of their numbers, in whatever order they were run."""
     seeds = (16, 8, 7)
     found = drawn(settings, seeds)
-    assert {claim.id for claim in CLAIMS if claim.rule != "identity"} == set(SENTENCES)
-    for claim in (claim for claim in CLAIMS if claim.rule != "identity"):
+    assert {claim.id for claim in CLAIMS if claim.rule != "identity"} == {*SENTENCES, *RATIOS}
+    for name, (arm, other) in RATIOS.items():
+        (claim,) = (claim for claim in CLAIMS if claim.id == name)
+        means = [np.mean([gain(lambda a, part, s=s: found.contents[a, s, part], x, "all") for s in seeds]) for x in (arm, other)]
+        assert claim.measure(found).note == f"gains {means[0]:.4f} and {means[1]:.4f}"
+        assert claim.premise is not None
+        assert claim.premise(found).value == pytest.approx(means[1])
+    for claim in (claim for claim in CLAIMS if claim.id in SENTENCES):
         rule, reference, number = SENTENCES[claim.id]
         expected = [number(lambda name, part, seed=seed: found.contents[name, seed, part]) for seed in sorted(seeds)]
         estimate = claim.measure(found)
