@@ -335,6 +335,38 @@ def test_a_quarantine_that_learns_first_judges_when_it_is_frozen() -> None:
     assert torch.equal(again, own.decision.scores)
 
 
+def test_a_threshold_in_nats_is_one_of_the_largest_mean_log_ratio_itself() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    spec = CanarySpec(nats=1e-3, first=4, snapshots=(2,))
+    route = CanaryRoute(spec, None, SAMPLES)
+    for step in range(4):
+        route.refresh(policy, step)
+        if step == 2:
+            snapshot = quarantine_of(policy)
+        learned(policy, step)
+    route.refresh(policy, 4)
+    means = likes(policy, batch.rollouts, [snapshot, quarantine_of(policy)]).max(0)
+    spec = replace(spec, nats=float(np.median(means)))  # so that it parts the batch
+    route = CanaryRoute(spec, None, SAMPLES)
+    route.load_state(policy, {f"snapshot.0.{name}": tensor for name, tensor in snapshot.items()})
+    route.refresh(policy, 4)
+    own = run(policy, route, batch, clean=torch.ones(N).bool())
+    assert own.decision.scores is not None
+    assert own.decision.flags is not None
+    np.testing.assert_allclose(own.decision.scores, means, rtol=1e-8, atol=1e-12)
+    assert own.decision.flags.tolist() == ((means > spec.nats) & (batch.advantages > 0).numpy()).tolist()
+    assert 0 < int(own.decision.flags.sum()) < int((batch.advantages > 0).sum())
+    resumed = CanaryRoute(spec, None, SAMPLES)
+    resumed.load_state(policy, route.state())
+    again = resumed.score(policy, batch.rollouts)
+    assert again is not None
+    assert torch.equal(again, own.decision.scores)
+    assert resumed.monitor is not None
+    assert resumed.monitor.threshold == spec.nats
+    with pytest.raises(ValueError, match="it has learned nothing"):
+        calibrate(lambda rollouts: torch.zeros(1, *rollouts.tokens.shape), SAMPLES, 0.9, nats=0.1)
+
+
 def surprise(policy: Policy, rollouts: Rollouts) -> np.ndarray:
     """Mean of the three largest surprisals under the base, a rollout at a time, from logits of the rollout's own tokens alone."""
     found = []
@@ -481,6 +513,8 @@ def test_decoys_that_make_no_sense_get_a_sentence() -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
     with pytest.raises(ValueError, match="has to be scored: leave sparing out"):
         CanarySpec(reinforced_only=False, sparing=True)
+    with pytest.raises(ValueError, match="takes the place of the quantile: leave one of them out"):
+        CanarySpec(nats=0.25, quantile=0.8)
     with pytest.raises(ValueError, match="set refresh_every, and leave kept_advantage and relative_to out"):
         CanarySpec(decoys=0.5)
     with pytest.raises(ValueError, match="set decoys or first, or leave snapshots out"):

@@ -439,11 +439,12 @@ def test_an_arm_without_its_canary_is_refused(tmp_path: Path, cache: Path, finis
 
 def own_quarantine(name: str = "canary-own") -> Arm:
     """An arm whose quarantine is its canary, on the schedule of a run of few steps."""
-    changes = {"canary-own": {"refresh_every": 2, "snapshots": (1, 3)}, "canary-first": {"first": 3, "snapshots": (1,)}}[name]
+    first = {"first": 3, "snapshots": (1,)}
+    changes = {"canary-own": {"refresh_every": 2, "snapshots": (1, 3)}, "canary-first": first, "canary-nats": first}[name]
     return replace(ARMS[name], route=replace(ARMS[name].route, **changes))  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("arm", ["canary-own", "canary-first"])
+@pytest.mark.parametrize("arm", ["canary-own", "canary-first", "canary-nats"])
 def test_a_run_whose_quarantine_is_its_canary_resumes_between_calibrations_to_the_same_bytes(
     arm: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
