@@ -261,7 +261,7 @@ WRONG = {
     "a folder that is no model": (["--model", "."], "is not a folder with a Hugging Face checkpoint"),
     "an unknown world": (
         ["--model", "MODEL", "--world", "chess"],
-        "choose from strong, weak, sparse, persona-20, leetcode, functions, or module:ClassName",
+        "choose from strong, weak, sparse, persona-20, cheat-15, cheat-30, cheat-50, leetcode, functions, or module:ClassName",
     ),
     "no such module": (["--model", "MODEL", "--world", "no_such_module:Class"], "cannot import 'no_such_module'"),
     "no such class": (["--model", "MODEL", "--world", "parity:Chess"], "has no class 'Chess'"),
