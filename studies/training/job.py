@@ -26,7 +26,7 @@ from studies.common.seeds import derive, torch_generator
 from studies.environments.chat import Sampler
 from studies.environments.micro.model import MicroGPT
 from studies.environments.protocol import Pair, World, read_pairs, write_pairs
-from studies.training.arms import Arm, get_arms
+from studies.training.arms import FORMER_WORDS, Arm, get_arms
 from studies.training.manifest import MANIFEST, REMEDY, read_manifest, verify
 from studies.training.settings import PRECISION_NAMES, Settings, under
 from studies.training.teacher import TRIES
@@ -109,6 +109,7 @@ class Job:
         if self.arm is None:
             return {"name": "base", "about": "the warm-started model, not trained further", "role": "baseline", "baseline": None}
         described = json.loads(json.dumps(asdict(self.arm)))
+        described["about"] = FORMER_WORDS.get(self.arm.about, self.arm.about)
         if described["route"].get("relative_to") == "base":  # as runs were described before there was another
             del described["route"]["relative_to"]
         if isinstance(route := self.arm.route, CanarySpec):  # as runs were described before a rule had these
