@@ -66,8 +66,16 @@ class Isotonic:
 
     def __call__(self, scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Return probabilities in [0, 1]."""
-        exponent = _exponent(np.array(self.scores))
-        return np.interp(np.ldexp(scores.astype(np.float64), -exponent), np.ldexp(self.scores, -exponent), self.probabilities)
+        x, knots, p = scores.astype(np.float64), np.array(self.scores), np.array(self.probabilities)
+        place = np.searchsorted(knots, x, side="right") - 1
+        left = place.clip(0, len(knots) - 1)
+        right = (left + 1).clip(max=len(knots) - 1)
+        # Each interval over a power of two of its own, so that no difference overflows, and none of small knots vanishes beside far
+        # larger ones. It changes no bit of a probability.
+        exponent = -np.frexp(np.maximum(np.abs(knots[left]), np.abs(knots[right])))[1]
+        low, high, at = (np.ldexp(values, exponent) for values in (knots[left], knots[right], x.clip(knots[0], knots[-1])))
+        slope = (p[right] - p[left]) / np.where(right > left, high - low, 1.0)
+        return np.minimum(slope * (at - low) + p[left], p[right])  # rounding may pass the upper end
 
 
 @checked

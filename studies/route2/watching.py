@@ -34,7 +34,8 @@ from studies.route2.report.measures import stopped_after
 from studies.training.job import Job
 from studies.training.manifest import read_manifest
 
-COLUMNS = ("known", "held", "random", "ece")
+EACH = "held out: "
+"""Beginning of the columns of single held-out modes."""
 STYLES = {"direction": (ORANGE, "v"), "mean_difference": (GREEN, "P"), "lda": (PURPLE, "^"), "logistic": (BLUE, "o")}
 AGAIN = "delete it, and run `python -m studies.route2 watch` again"
 
@@ -59,11 +60,12 @@ class Part:
 
     @property
     def numbers(self) -> dict[str, dict[str, float | None]] | None:
-        """The numbers by layer and probe, from the file; ``None`` if there is none of these settings."""
+        """The numbers by layer and probe, from the file; ``None`` if there is none of these settings, or one of means alone."""
         if not self.path.exists():
             return None
         stored = read_object(self.path, AGAIN)
-        return stored["probes"] if all(stored.get(name) == value for name, value in self.label.items()) else None
+        known = stored.get("modes") is not None and all(stored.get(name) == value for name, value in self.label.items())
+        return stored["probes"] if known else None
 
 
 def measure(part: Part) -> None:
@@ -79,14 +81,19 @@ def measure(part: Part) -> None:
             "held": mean([row["auroc"] for row in held]),
             "random": mean([row["random_p95"] for row in held]),
             "ece": mean([row["ece"] for row in held]),
+            **{f"{EACH}{row['mode']}": row["auroc"] for row in held},
         }
     part.folder.mkdir(parents=True, exist_ok=True)
-    write_whole(part.path, json.dumps(part.label | {"probes": probes}, allow_nan=False).encode())
+    content = part.label | {"modes": probed.modes.held_out, "probes": probes}
+    write_whole(part.path, json.dumps(content, allow_nan=False).encode())
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Content of watch.json: ``values[arm][layer and probe][column]`` by seed; ``None`` if nothing could be fitted."""
+    """Content of watch.json: ``values[arm][layer and probe][column]`` by seed; ``None`` if nothing could be fitted.
+
+    Files of earlier versions have no columns of single modes.
+    """
 
     preset: str
     per_mode: int
@@ -105,6 +112,16 @@ class Watch:
     def summary(self, arm: str, probe: str, column: str) -> Summary:
         return summary(self.values[arm][probe][column])
 
+    def modes(self, arm: str, probe: str) -> str:
+        """Return of how many held-out modes the means of single seeds are; empty if of all, or if the file does not tell."""
+        columns = self.values[arm][probe]
+        each = [column for name, column in columns.items() if name.startswith(EACH)]
+        counts = [sum(value is not None for value in seed) for seed in zip(*each) if any(value is not None for value in seed)]
+        least, most = min(counts, default=len(each)), max(counts, default=len(each))
+        if least == len(each):
+            return ""
+        return f"{least if least == most else f'{least} to {most}'} of {len(each)} modes"
+
 
 def write_watch(jobs: Sequence[Job], per_mode: int, workers: int, to: Path) -> list[Path]:
     """Probe finished jobs of one run folder, as far as that is still to be done, and write the report into ``to``.
@@ -120,9 +137,10 @@ def write_watch(jobs: Sequence[Job], per_mode: int, workers: int, to: Path) -> l
     if not any(numbers.values()):
         raise ValueError(f"no policy of {', '.join(arms)} hacks at times: choose other arms or seeds, or a larger --per-mode")
     probes = sorted({name for measured in numbers.values() for name in measured}, key=_order)
+    columns = list(dict.fromkeys(column for measured in numbers.values() for one in measured.values() for column in one))
     values = {
         arm: {
-            name: {column: [numbers[arm, seed].get(name, {}).get(column) for seed in seeds] for column in COLUMNS}
+            name: {column: [numbers[arm, seed].get(name, {}).get(column) for seed in seeds] for column in columns}
             for name in probes
         }
         for arm in arms
@@ -163,8 +181,10 @@ def table(watch: Watch) -> str:
             body.append([layer, "random, 95th percentile", *(cell for band in bands for cell in band), ""])
     header = ["layer", "probe"]
     for arm in arms:
-        n, held = (watch.summary(arm, next(iter(shown(watch).values()))[0], column)["n"] for column in ("known", "held"))
-        header += [f"{arm}, n {n}: known", "held out" if held == n else f"held out, n {held}"]
+        first = next(iter(shown(watch).values()))[0]  # all probes are tested on the same rollouts
+        n, held = (watch.summary(arm, first, column)["n"] for column in ("known", "held"))
+        told = ("held out", "" if held == n else f"n {held}", watch.modes(arm, first))
+        header += [f"{arm}, n {n}: known", ", ".join(word for word in told if word)]
     return markdown_table([*header, f"{arms[-1]}: ECE, held out"], body, left=2)
 
 
@@ -183,7 +203,8 @@ def figure(watch: Watch, path: Path) -> Path:
             band = np.array([watch.summary(arm, probes[0], "random")["mean"] for arm in arms], dtype=float)
             place = range(len(arms)) if len(arms) > 1 else (-0.4, 0.4)  # a line over one place has no length
             ax.plot(place, np.resize(band, len(place)), color=GRAY, linestyle=":", label="random, 95th percentile")
-            ax.set_xticks(range(len(arms)), [stopped_after(arm) for arm in arms])
+            labels = [f"{stopped_after(arm)}\n{watch.modes(arm, probes[0])}".strip() for arm in arms]
+            ax.set_xticks(range(len(arms)), labels)
             ax.set_title(f"{watch.preset}, {'fingerprints' if layer == GRADIENT else f'stream after {layer}'}")
             ax.set_xlabel("steps of ordinary training" if ordinary else "arm")
         ax.set_ylim(top=1.02)  # a shared axis, as low as the lowest bar

@@ -461,7 +461,7 @@ _MONITORED = (
         for arm in (_FILTER_ACT, _FILTER_FULL)
     ),
     _control(
-        _VANILLA, "penalty-haar", "penalty-full with a random direction", _VANILLA.route,
+        _VANILLA, "penalty-haar", "penalty-full with a random direction, drawn once; compared with vanilla", _VANILLA.route,
         penalty=1.0, monitor=replace(FULL, fitter="haar", draw=1),
     ),
 )  # fmt: skip
@@ -520,7 +520,7 @@ _BANDS = (
     replace(
         _FULL, name="bands-full", baseline="filter-full", same_rule_filter="filter-full", clean="score",
         route=replace(FULL, tau=0.05), quarantine_lr_scale=3.0,
-        about="filter-full's score: hacks to a fast quarantine, clean rollouts to the kept adapter, those between to both",
+        about="filter-full's score: above .05 (the filter: 0) to a fast quarantine, below -.05 to the kept adapter, else to both",
     ),
 )  # fmt: skip
 """Three bands, as in SGTM (2512.05648): for the quarantine alone, for the kept adapter alone, and for both."""
@@ -577,6 +577,16 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         )
     }
 )  # fmt: skip
+
+FORMER_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        ARMS["penalty-haar"].about: "penalty-full with a random direction",
+        ARMS["bands-full"].about: (
+            "filter-full's score: hacks to a fast quarantine, clean rollouts to the kept adapter, those between to both"
+        ),
+    }
+)
+"""What an arm says about itself -> what it said when its runs were published. Their identity has these words, so it stays."""
 
 MAIN: tuple[str, ...] = (
     "vanilla", "absorb", "erase", "route-additive", "route2-act", "route2-grad", "route2-full", "filter-full", "haar", "oracle",

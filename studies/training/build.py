@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mi_route2.adapters import load_adapters
 from mi_route2.hosts import Host, open_host
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import (
@@ -37,7 +36,7 @@ from studies.common.seeds import derive, numpy_generator, torch_generator
 from studies.environments.protocol import Samples, TeacherPool, World
 from studies.training.arms import Lesson
 from studies.training.grpo import Watched
-from studies.training.job import DEPLOYED, Job, build_hosted, build_pairs, micro_batches, verify_weights
+from studies.training.job import DEPLOYED, Job, build_hosted, build_pairs, load_trained, micro_batches
 from studies.training.settings import Settings
 from studies.training.teacher import make_pool, teach
 
@@ -129,7 +128,7 @@ def build_canary(job: Job) -> Canary | None:
     """Return the arm's canary, on a model of its own; ``None`` if the run's own quarantine is the canary.
 
     Raises:
-        ValueError: A checkpoint is not finished, or its weights were changed.
+        ValueError: A checkpoint is not finished, its weights were changed, or its base model was trained again.
     """
     assert job.arm is not None
     if not job.canaries:
@@ -139,8 +138,7 @@ def build_canary(job: Job) -> Canary | None:
     _, policy = build_hosted(job.canaries[0], job.cache)
     checkpoints = []
     for canary in job.canaries:
-        verify_weights(canary, DEPLOYED)
-        load_adapters(policy.adapters, canary.folder / DEPLOYED)
+        load_trained(policy.adapters, canary, DEPLOYED)
         if job.arm.rotated:
             rotate(map(policy.adapters.scored, policy.adapters.sites), torch_generator(job.seed, f"rotate {canary.name}"))
         checkpoints.append({name: tensor.clone() for name, tensor in policy.adapters.tensors(quarantine=False).items()})

@@ -82,8 +82,8 @@ class Update:
 
     Attributes:
         decision: Decision of the route.
-        loss: The loss.
-        kl: Its KL term, before beta.
+        loss: The loss; the sum of both adapters' losses, if they learn from different advantages.
+        kl: Its KL term, before beta; once for every rollout, also if each adapter has a loss.
         grad_norm: Norms of both adapters' gradients before clipping; ``None`` without a gradient.
         extra: Further numbers of the route.
     """
@@ -280,12 +280,15 @@ def update(
     length: int,
 ) -> Update:
     """Take one optimizer step on ``batch`` under ``route``."""
-    adapters, losses = policy.adapters, []
+    adapters, losses, seen = policy.adapters, [], []
 
     # The denominator of the loss is fixed, so the losses of micro-batches add up to that of the batch.
     def loss_fn(logits: Tensor, part: TrainBatch) -> Tensor:
         loss, kl = objective(logits, part, settings, length)
-        losses.append((float(loss.detach()), float(kl)))
+        # Adapters that learn from different advantages have a loss each, of the same rollouts, whose divergence is one number.
+        again = any(part.rollouts is rollouts for rollouts in seen)
+        seen.append(part.rollouts)
+        losses.append((float(loss.detach()), 0.0 if again else float(kl)))
         return loss
 
     optimizer.zero_grad(set_to_none=True)

@@ -16,17 +16,18 @@ from typing import Any
 
 import torch
 
-from mi_route2.adapters import AdapterSpec, attach, load_adapters
+from mi_route2.adapters import Adapters, AdapterSpec, attach, load_adapters
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import CanarySpec, PairBatch
+from mi_route2.tensor_files import read_tensors
 from mi_route2.validation import read_object, unknown_name
 from studies.common.command_line import named
 from studies.common.seeds import derive, torch_generator
 from studies.environments.chat import Sampler
 from studies.environments.micro.model import MicroGPT
 from studies.environments.protocol import Pair, World, read_pairs, write_pairs
-from studies.training.arms import Arm, get_arms
+from studies.training.arms import FORMER_WORDS, Arm, get_arms
 from studies.training.manifest import MANIFEST, REMEDY, read_manifest, verify
 from studies.training.settings import PRECISION_NAMES, Settings, under
 from studies.training.teacher import TRIES
@@ -109,6 +110,7 @@ class Job:
         if self.arm is None:
             return {"name": "base", "about": "the warm-started model, not trained further", "role": "baseline", "baseline": None}
         described = json.loads(json.dumps(asdict(self.arm)))
+        described["about"] = FORMER_WORDS.get(self.arm.about, self.arm.about)
         if described["route"].get("relative_to") == "base":  # as runs were described before there was another
             del described["route"]["relative_to"]
         if isinstance(route := self.arm.route, CanarySpec):  # as runs were described before a rule had these
@@ -313,21 +315,30 @@ def finished_policy(job: Job) -> tuple[Host, Policy]:
     """Return the host and the policy of a finished job.
 
     Raises:
-        ValueError: If it is not finished, or its weights are not those that it ended with.
+        ValueError: If it is not finished, its weights are not those that it ended with, or its base model was trained again.
     """
     if not job.finished:
         raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
-    if job.arm is not None:  # another arm's weights may fit as well
-        verify_weights(job, FULL)
     host, policy = build_hosted(job, job.cache)
     if job.arm is not None:
-        load_adapters(policy.adapters, job.folder / FULL)
+        load_trained(policy.adapters, job, FULL)
     return host, policy
 
 
-def verify_weights(job: Job, name: str) -> None:
-    """Check the file ``name`` of a finished job; errors as in ``verify``."""
+def load_trained(adapters: Adapters, job: Job, name: str) -> None:
+    """Copy the file ``name`` of a finished job into ``adapters``.
+
+    Raises:
+        ValueError: As ``verify`` does, because another arm's weights may fit as well; or the base model was trained again since.
+    """
     verify(job.folder, {name: read_manifest(job.folder).checksums[name]})
+    path = job.folder / name
+    if read_tensors(path)[1].get("base_hash") != adapters.base_hash:
+        raise ValueError(
+            f"{path} was trained on another base model than the one in {job.cache}, which was made again since: put the former "
+            f"one back, or delete {job.folder} and run this arm again"
+        )
+    load_adapters(adapters, path)
 
 
 def micro_batches(rollouts: Rollouts, settings: Settings) -> list[Rollouts]:

@@ -28,6 +28,8 @@ from studies.training.job import micro_batches
 from studies.training.settings import Settings
 
 METRICS, ROLLOUTS, TIMINGS = "metrics.jsonl", "rollouts.jsonl.gz", "timings.jsonl"
+CURVES = "curves.json"
+"""File with the mark of the curves that a tracker shows of this run; it goes with the run's folder."""
 
 
 def oriented(spec: RouteSpec, scores: Tensor | None, advantages: Tensor) -> Tensor | None:

@@ -27,7 +27,7 @@ from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_check
 from studies.training.grpo import train
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_hosted
 from studies.training.manifest import MANIFEST
-from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append, opened
+from studies.training.recorder import CURVES, METRICS, ROLLOUTS, TIMINGS, Recorder, append, opened
 from studies.training.settings import Settings
 from studies.training.teacher import cached_pool
 from studies.training.worlds import ADVICE, open_world, out_of_memory
@@ -88,6 +88,8 @@ def _train(
     learn_lessons(job, world, policy, teachers)
     recorder = Recorder(folder, world, witness, teachers, settings)
     start = resume(folder, policy.adapters, optimizer, route, identity=job.identity, logs=(METRICS, ROLLOUTS))
+    if not start:  # curves of an earlier start, which left no checkpoint, are not those of this run
+        (folder / CURVES).unlink(missing_ok=True)
     recorder.go_on()
     progress(start)
     began = time.perf_counter()

@@ -1,6 +1,8 @@
 """Curves of a run in TensorBoard, Weights & Biases or trackio (optional extras), written by a separate process.
 
-Training never waits for the tracker. A step that the tracker has is not written again, whatever stopped the former start.
+Training never waits for the tracker. A step that the tracker has is not written again, whatever stopped the former start. Curves
+bear a mark that is kept in the job's folder: a run that goes on from a checkpoint goes on in its curves, and one that was made
+again, after its folder was deleted or without a checkpoint, has another mark and begins fresh ones.
 """
 
 import contextlib
@@ -24,7 +26,7 @@ from mi_route2.validation import read_object, write_json
 from studies.common.processes import locked, start
 from studies.training.job import EVAL, Job
 from studies.training.manifest import MANIFEST
-from studies.training.recorder import METRICS, Follower
+from studies.training.recorder import CURVES, METRICS, Follower
 from studies.training.settings import TRACKER_NAMES
 
 PROJECT = "mi-route2"
@@ -84,6 +86,12 @@ def config(job: Job) -> dict[str, Any]:
     return {"seed": job.seed, "arm": job.spec, "settings": job.settings.as_dict()}
 
 
+def marked(job: Job) -> str | None:
+    """Return the mark of the curves that a job's run began; ``None`` if it has begun none."""
+    path = job.folder / CURVES
+    return str(read_object(path, "delete it, and curves begin anew").get("mark")) if path.exists() else None
+
+
 class Curves(ABC):
     """Curves of one arm at one seed in a tracker, which is opened only if there is a row that it lacks."""
 
@@ -93,6 +101,8 @@ class Curves(ABC):
         """The library's run or writer."""
         self.finish: Callable[[], object] = lambda: None
         """Writes what is left."""
+        self.mark = ""
+        """Mark of the run that the rows are of; empty before the first row."""
         self._last: int | None = None
 
     @staticmethod
@@ -113,9 +123,18 @@ class Curves(ABC):
         """Add one row."""
 
     @final
+    @property
+    def outdated(self) -> bool:
+        """True if the job's run began anew since these curves got a row."""
+        return bool(self.mark) and marked(self.job) != self.mark
+
+    @final
     def add(self, rows: Rows) -> None:
         """Add the rows that the tracker lacks."""
         if self._last is None:
+            self.mark = marked(self.job) or uuid.uuid4().hex[:12]
+            if marked(self.job) is None:
+                write_json(self.job.folder / CURVES, {"mark": self.mark})
             self._last = self.known()
         if self.opened is None and any(step > self._last for step, _ in rows):
             self._last = max(self._last, self.open())
@@ -137,18 +156,25 @@ class TensorBoard(Curves):
         return self.job.root / "tensorboard" / curves_name(self.job)
 
     def known(self) -> int:
-        """Read the event files; a truncated one ends at its last complete row.
+        """Read the event files, a truncated one to its last complete row; those of a run that was made again since are deleted.
 
         Raises:
-            ValueError: They are of another run.
+            ValueError: They are of a run under other settings.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         reader = import_module("tensorboard.backend.event_processing.event_accumulator")
         events = reader.EventAccumulator(str(self.folder), {reader.SCALARS: 0})  # 0: all of them
         tags = events.Reload().Tags()
-        for text in events.Tensors("identity") if "identity" in tags["tensors"] else ():
-            if text.tensor_proto.string_val[0].decode() != self.job.identity:
-                raise ValueError(f"{self.folder} holds the curves of another run; delete that folder")
+        texts = {
+            tag: {event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)} if tag in tags["tensors"] else set()
+            for tag in ("identity", "mark")
+        }
+        if texts["identity"] - {self.job.identity}:
+            raise ValueError(f"{self.folder} holds the curves of another run; delete that folder")
+        if texts["identity"] and texts["mark"] != {self.mark}:
+            for path in self.folder.glob("events.out.tfevents.*"):
+                path.unlink()
+            return -1
         return max((event.step for tag in tags["scalars"] for event in events.Scalars(tag)), default=-1)
 
     def open(self) -> int:
@@ -166,6 +192,7 @@ class TensorBoard(Curves):
             text = import_module("tensorboard.plugins.text.summary_v2").text_pb
             row.MergeFrom(text("config", "```json\n" + json.dumps(config(self.job), indent=2) + "\n```"))
             row.MergeFrom(text("identity", self.job.identity))
+            row.MergeFrom(text("mark", self.mark))
         self.opened.add_summary(row, step)
         self.opened.flush()
 
@@ -190,7 +217,7 @@ class Wandb(Curves):
 
     def _id(self) -> str:
         """Return the run's id; create and store one if it has none."""
-        path, key = self.job.root / "wandb" / "ids.json", f"{curves_name(self.job)} {self.job.identity}"
+        path, key = self.job.root / "wandb" / "ids.json", f"{curves_name(self.job)} {self.job.identity} {self.mark}"
         ids = read_object(path, "delete it, and curves begin anew") if path.exists() else {}
         if key not in ids:
             ids[key] = uuid.uuid4().hex[:12]
@@ -268,7 +295,7 @@ class Trackio(Curves):
         self.opened = Context().run(  # in its own context, otherwise it would end the run that was opened before
             import_module("trackio").init,
             project=PROJECT,
-            name=f"{job.root.name} {job.name} seed {job.seed} {job.identity[:8]}",
+            name=f"{job.root.name} {job.name} seed {job.seed} {job.identity[:8]} {self.mark}",
             group=job.root.name,
             config=config(job),
             resume="allow",
@@ -381,6 +408,11 @@ def _follow(link: Connection, unfinished: list[Curves]) -> None:
             last_look = link.poll(EVERY)
             for curves in list(unfinished):
                 job = curves.job
+                if curves.outdated:
+                    curves.finish()
+                    before, curves = curves, type(curves)(job)
+                    unfinished[unfinished.index(before)] = curves
+                    followers[job] = Follower(job.folder / METRICS)
                 finished = (job.folder / MANIFEST).exists()  # checked before the rows are read, so that no row is missed
                 rows: Rows = [(row["step"], scalars(row)) for row in followers[job].read()]
                 if finished:

@@ -1,5 +1,7 @@
 """Calibration: what true probabilities must score, and what the two maps must do."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.special import expit
 
 from probes.auroc import auroc
-from probes.calibration import brier, ece, fit_isotonic, fit_platt, reliability
+from probes.calibration import Isotonic, brier, ece, fit_isotonic, fit_platt, reliability
 
 PROBABILITIES = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=20)
 
@@ -160,6 +162,34 @@ def test_isotonic_ranks_scores_that_differ_in_the_last_bit_alone(value):
     hack = np.arange(60) % 3 > 0
     below = np.nextafter(value, -np.inf)
     assert fit_isotonic(np.where(hack, value, below), hack)(np.array([below, value])).tolist() == [0, 1]
+
+
+def test_isotonic_keeps_small_scores_apart_beside_the_largest():
+    """Between two knots the map is a line, in exact fractions; every knot has its own probability."""
+    knots = np.array([-1.7e308, -1.0, -5e-324, 0.0, 5e-324, 1e-323, 2e-300, 1.0, 1e300, 1.7e308])
+    p = np.arange(len(knots)) / (len(knots) - 1)
+    isotonic = Isotonic(tuple(knots.tolist()), tuple(p.tolist()))
+    assert isotonic(knots).tolist() == p.tolist()
+    between = np.array([-1e308, -0.25, 1e-300, 0.5, 3e299, 1.2e308])
+    exact = [Fraction(score) for score in knots.tolist()]
+    for score, mapped in zip(between.tolist(), isotonic(between).tolist()):
+        i = sum(knot <= score for knot in knots.tolist()) - 1
+        share = (Fraction(score) - exact[i]) / (exact[i + 1] - exact[i])
+        assert mapped == pytest.approx(p[i] + float(share) * (p[i + 1] - p[i]), abs=1e-15)
+    scores = np.repeat([5e-324, 1e-323, 1e300], 20)
+    hack = np.arange(60) % 20 < np.repeat([2, 10, 18], 20)
+    assert fit_isotonic(scores, hack)(np.array([5e-324, 1e-323, 1e300])).tolist() == pytest.approx([0.1, 0.5, 0.9])
+
+
+def test_isotonic_is_numpys_interpolation_where_that_does_not_collapse():
+    rng = np.random.default_rng(6)
+    for n in (1, 2, 3, 40):
+        knots = np.unique(rng.normal(size=n) * 10.0 ** rng.integers(-3, 3))
+        p = np.sort(rng.random(len(knots)))
+        scores = np.concatenate([knots, rng.normal(size=500) * 3, [-np.inf, np.inf]])
+        mapped = Isotonic(tuple(knots.tolist()), tuple(p.tolist()))(scores)
+        np.testing.assert_allclose(mapped, np.interp(scores, knots, p), rtol=0, atol=1e-15)
+        assert np.isnan(Isotonic(tuple(knots.tolist()), tuple(p.tolist()))(np.array([np.nan])))
 
 
 @pytest.mark.parametrize("fit", [fit_platt, fit_isotonic])

@@ -55,6 +55,22 @@ def test_arms_follow_their_canaries_and_no_old_arm_has_another_identity(tmp_path
     assert tiny_job(tmp_path, other).identity != tiny_job(tmp_path, replace(other, canaries=("canary-10",))).identity
 
 
+def test_a_control_names_the_arm_that_it_is_compared_with_and_other_words_change_no_identity(tmp_path: Path) -> None:
+    for arm in ARMS.values():
+        named = arm.about.replace(",", "").replace(";", "").split()[0]
+        if arm.role == "control" and named in ARMS:
+            assert arm.baseline == named or arm.about.endswith(f"; compared with {arm.baseline}"), arm.name
+    tau = ARMS["bands-full"].route.tau, ARMS["filter-full"].route.tau  # pyright: ignore[reportAttributeAccessIssue]
+    assert tau == (0.05, 0.0)
+    assert "above .05 (the filter: 0) to a fast quarantine, below -.05" in ARMS["bands-full"].about
+    before = {  # under which runs were made and published
+        "penalty-haar": "329f9f2abfced4f0fc8cf90b76202550dc7d71779801e56f3fa4f06873c99a0b",
+        "bands-full": "886236c42bb2028b3018a93359e166f7c8ae7dd882ebff84b1de287dedce94c5",
+    }
+    assert {arm: tiny_job(tmp_path, arm).identity for arm in before} == before
+    assert {name for name, arm in ARMS.items() if tiny_job(tmp_path, arm, steps=40).spec["about"] != arm.about} == set(before)
+
+
 def test_only_a_detector_has_a_recall(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="recall is that of a detector, and the route of 'vanilla' reads none"):
         replace(ARMS["vanilla"], recall=0.5)

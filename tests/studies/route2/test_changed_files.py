@@ -1,6 +1,7 @@
 """Files that change while a run goes on: the manifest says what the run was made of."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,14 @@ import pytest
 import torch
 from tiny_study import tiny_job, tiny_settings
 
+from studies.environments.micro import warmstart
 from studies.environments.micro.pairs import make_pairs
 from studies.environments.micro.settings import get_world
+from studies.environments.micro.warmstart import cached_at, warm_start
 from studies.environments.protocol import write_pairs
 from studies.training.arms import ARMS
-from studies.training.job import Job, build_pairs
+from studies.training.build import build_canary
+from studies.training.job import DEPLOYED, FULL, Job, build_pairs, finished_policy
 from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 from studies.training.settings import ChatModel
@@ -46,6 +50,26 @@ def test_a_run_is_certified_with_the_pairs_that_it_read(tmp_path: Path, cache: P
     assert other.identity == identity  # with the runs of its canary, which are of the same pairs
     mine.unlink()
     assert [canary.pairs_hash for canary in other.canaries] == [before] * 3
+
+
+def test_a_base_model_that_was_trained_again_is_not_taken_for_that_of_a_finished_arm(tmp_path: Path, cache: Path) -> None:
+    """By other code: its settings are the same, and so is the name of its file."""
+    own = shutil.copytree(cache, tmp_path / "warmstarts")
+    job, canary = (tiny_job(tmp_path, arm, cache=own, steps=1) for arm in ("canary-2", "canary-early"))
+    assert run_job(job)
+    finished_policy(job)
+    made_of = get_world(job.settings.world), job.settings.warm, 0, own
+    base = warm_start(*made_of, progress=False)
+    with torch.no_grad():
+        base.unembed.weight *= 1.1
+    warmstart._save(base, *cached_at(*made_of))
+    for load, name in ((lambda: finished_policy(job), FULL), (lambda: build_canary(canary), DEPLOYED)):
+        with pytest.raises(ValueError) as refused:
+            load()
+        assert str(refused.value) == (
+            f"{job.folder / name} was trained on another base model than the one in {own}, which was made again since: put the "
+            f"former one back, or delete {job.folder} and run this arm again"
+        )
 
 
 def test_a_problems_data_are_those_of_the_settings(tmp_path: Path) -> None:

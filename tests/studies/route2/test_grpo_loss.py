@@ -8,9 +8,10 @@ from tiny_policy import SPECS, make_batch, make_policy
 from tiny_study import tiny_settings
 from torch import Tensor
 
-from mi_route2.routing import TrainBatch, group_advantages
+from mi_route2.routing import MaskRoute, StepContext, TrainBatch, group_advantages
+from mi_route2.routing.optimizer import RoutedAdamW
 from studies.environments.micro.language import COMPLETION_LENGTH
-from studies.training.grpo import clip_gradients, objective, varied, with_anchors
+from studies.training.grpo import clip_gradients, objective, update, varied, with_anchors
 
 
 def brute(logprobs: Tensor, old: Tensor, ref: Tensor | None, batch: TrainBatch, clip: float, beta: float, scale: float) -> Tensor:
@@ -82,6 +83,34 @@ def test_kl_is_zero_with_adapters_at_init_and_positive_off_it() -> None:
         _, kl = objective(policy.logits(batch.rollouts), batch, settings, COMPLETION_LENGTH)
         assert (float(kl) == 0) is expected
         assert float(kl) >= 0
+
+
+@pytest.mark.parametrize("micro", [None, 2])
+@pytest.mark.parametrize("banded", [False, True])
+def test_the_divergence_counts_every_rollout_once_though_each_adapter_has_a_loss(micro: int | None, banded: bool) -> None:
+    """The brute-force K3 of the batch, clean rollouts without the quarantine; and a loss that keeps the terms of both losses."""
+    policy, settings = make_policy(SPECS["lora"]), tiny_settings(kl=0.3, micro=micro)
+    batch = with_anchors(policy, make_batch(), settings)
+    flags = torch.tensor([True, False, False, False, True, False])
+    clean = torch.tensor([False, False, True, True, False, False]) if banded else torch.zeros(6, dtype=torch.bool)
+    with torch.no_grad():
+        logprobs = policy.logprobs(batch.rollouts)
+        with policy.adapters.deployed():
+            logprobs = torch.where(clean[:, None], policy.logprobs(batch.rollouts), logprobs)
+    scale = settings.prompts * settings.group * COMPLETION_LENGTH
+    assert batch.reference_logprobs is not None
+    gap = (batch.reference_logprobs - logprobs) * batch.rollouts.predictors
+    k3 = (gap.exp() - gap - 1).sum(1) / scale
+    kept = torch.where(flags, 0.0, group_advantages(batch.rewards, batch.groups, ~flags))
+    surrogate = (torch.where(clean, kept, batch.advantages + kept) * batch.rollouts.predictors.sum(1)).sum() / scale
+    penalty = (k3 * torch.where(clean, 1, 2)).sum()
+
+    route = MaskRoute.from_flags(flags, kept_advantage="unflagged")
+    trained = [{"params": list(p.values())} for p in (policy.adapters.kept_parameters(), policy.adapters.quarantine_parameters())]
+    context = StepContext(torch.Generator(), micro, clean=clean if banded else None)
+    result = update(policy, route, RoutedAdamW(trained, lr=1e-3), batch, context, settings, COMPLETION_LENGTH)
+    assert result.kl == pytest.approx(float(k3.sum()), abs=1e-12)
+    assert result.loss == pytest.approx(float(0.3 * penalty - surrogate), abs=1e-12)
 
 
 def test_advantages_are_reward_minus_the_group_mean_and_sum_to_zero() -> None:

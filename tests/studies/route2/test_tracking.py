@@ -23,7 +23,7 @@ import studies.training.tracking as tracking
 from studies.route2.cli import Run
 from studies.training.job import EVAL, Job
 from studies.training.manifest import MANIFEST
-from studies.training.recorder import METRICS, TIMINGS, Follower, read_rows
+from studies.training.recorder import CURVES, METRICS, TIMINGS, Follower, read_rows
 from studies.training.run import run_job
 from studies.training.schedule import run_jobs
 from studies.training.tracking import TRACKERS, Tracking, curves_name, evaluated, offline_step, require, scalars
@@ -335,6 +335,72 @@ def in_three_starts(name: str, finished: Job, run: Job) -> None:
             pass
 
 
+def made_again(finished: Job, run: Job, *, folder: bool) -> list[tuple[int, dict[str, float]]]:
+    """Let it be another making of the same run, that stands at step 5; return its rows. ``folder``: the old one was deleted."""
+    if folder:
+        shutil.rmtree(run.folder)
+        run.folder.mkdir()
+    else:
+        (run.folder / CURVES).unlink()  # as a start does that has no checkpoint
+    lines = [json.loads(line) for line in (finished.folder / METRICS).read_text().splitlines()[:5]]
+    rows = [row | {"loss": row["loss"] + 1.0} for row in lines]
+    (run.folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [(row["step"], scalars(row)) for row in rows]
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_run_that_is_made_again_has_fresh_curves(tmp_path: Path, finished: Job, folder: bool) -> None:
+    """And only that run: one that was resumed goes on in its own."""
+    other = tiny_job(tmp_path, "absorb", cache=finished.cache, steps=STEPS)
+    run = growing(finished, tmp_path)
+    other.folder.mkdir(parents=True)
+    for job in (run, other):
+        grow(finished, job, 9)
+    with Tracking("tensorboard", [run, other]):
+        pass
+    beside = run.root / "tensorboard" / curves_name(run) / "notes.txt"
+    beside.write_text("mine")
+    rows = made_again(finished, run, folder=folder)
+    for _ in range(2):
+        with Tracking("tensorboard", [run, other]):
+            pass
+    read = curves(run.root / "tensorboard" / curves_name(run))
+    got = [((tag, event.step), event.value) for tag in read.Tags()["scalars"] for event in read.Scalars(tag)]
+    assert len(got) == len(dict(got))
+    assert dict(got) == {(tag, step): np.float32(value) for step, numbers in rows for tag, value in numbers.items()}
+    assert beside.read_text() == "mine"
+    assert len(list(beside.parent.glob("events*"))) == 1
+    kept = curves(run.root / "tensorboard" / curves_name(other)).Scalars("train/loss")
+    assert [event.step for event in kept] == list(range(9))
+
+
+def test_a_run_that_begins_anew_while_it_is_tracked_has_fresh_curves(tmp_path: Path, finished: Job) -> None:
+    """The tracker has read what an earlier start left, before the run began without a checkpoint."""
+    run = growing(finished, tmp_path)
+    grow(finished, run, 9)
+    folder = run.root / "tensorboard" / curves_name(run)
+    with Tracking("tensorboard", [run]):
+        wait_until(lambda: (run.folder / CURVES).exists() and bool(list(folder.glob("events*"))), "it never began")
+        rows = made_again(finished, run, folder=False)
+    losses = [(event.step, event.value) for event in curves(folder).Scalars("train/loss")]
+    assert losses == [(step, np.float32(numbers["train/loss"])) for step, numbers in rows]
+
+
+def test_a_start_without_a_checkpoint_ends_the_curves_before_it_and_a_resumed_one_keeps_them(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("studies.training.run.CHECKPOINT_EVERY", 2)
+    job = tiny_job(tmp_path, "vanilla", cache=cache, steps=3)
+    job.folder.mkdir(parents=True)
+    mark, steps = job.folder / CURVES, list[int]()
+    mark.write_text("{}")
+    assert not run_job(job, steps.append, lambda: sum(steps) >= 2)
+    assert not mark.exists()
+    mark.write_text("{}")
+    assert run_job(job)
+    assert mark.exists()
+
+
 def wandb_records(data: bytes) -> list[bytes]:
     """The whole records of a LevelDB log, block by block."""
     records, pieces = [], b""
@@ -380,6 +446,16 @@ def test_wandb_offline_has_each_row_once(tmp_path: Path, finished: Job, monkeypa
         seen = [Record.FromString(data) for data in wandb_records(whole[:length])]
         steps = [int(item.value_json) for r in seen for item in r.history.item if list(item.nested_key) == ["_step"]]
         assert offline_step(files[1]) == max(steps, default=-1)
+
+
+def test_in_wandb_a_run_that_is_made_again_is_another(tmp_path: Path, finished: Job) -> None:
+    run = growing(finished, tmp_path)
+    ids = []
+    for mark in ("first", "second", "first"):
+        shown = tracking.Wandb(run)
+        shown.mark = mark
+        ids.append(shown._id())
+    assert ids[0] == ids[2] != ids[1]
 
 
 @pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed")

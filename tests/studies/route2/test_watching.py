@@ -15,6 +15,7 @@ from tiny_study import tiny_job
 from titles import saved_titles, untitled
 
 from mi_route2.validation import write_json
+from studies.common.stats import mean
 from studies.common.tables import UNDEFINED, interval, number
 from studies.environments.micro.language import HELD_OUT
 from studies.environments.micro.world import MicroWitness
@@ -81,6 +82,9 @@ def test_the_table_and_the_figure_are_what_the_probes_measured_once_unless_under
         assert values["known"] == [next(row["auroc"] for row in same if row["known"])]
         for column, key in (("held", "auroc"), ("random", "random_p95"), ("ece", "ece")):
             assert values[column] == [pytest.approx(np.mean([row[key] for row in held]))]
+        single = {name: value for name, value in values.items() if name.startswith("held out: ")}
+        assert single == {f"held out: {row['mode']}": [row["auroc"]] for row in held}
+        assert watch.modes("vanilla-5", f"{layer} {name}") == ""  # every mode has both classes
     assert list(shown(watch)) == ["blocks.1", "gradient"]
     line = next(line for line in table(watch).splitlines() if "gradient" in line and "lda" in line)
     cells = [cell.strip() for cell in line.split("|")[3:-1]]
@@ -109,6 +113,13 @@ def test_a_run_that_was_made_again_is_probed_again(jobs: list[Job], tmp_path: Pa
     for _ in range(2):
         write_watch([job], PER_MODE, 1, tmp_path / "out")
     assert calls == [job.name] * 2
+    (part,) = (job.root / "watch").iterdir()
+    stored = json.loads(part.read_text())
+    del stored["modes"]  # as an earlier version wrote it, of the means alone
+    write_json(part, stored)
+    for _ in range(2):
+        write_watch([job], PER_MODE, 1, tmp_path / "out")
+    assert calls == [job.name] * 3
     (job.folder / MANIFEST).unlink()
     monkeypatch.setattr(watching, "probe", probe)
     with pytest.raises(ValueError, match="is not finished: run the arm to its end first"):
@@ -126,6 +137,34 @@ def test_the_table_counts_the_seeds_of_each_mean() -> None:
     assert [cell.strip() for cell in header.split("|")[3:-2]] == [
         "vanilla-5, n 2: known", "held out", "vanilla-10, n 2: known", "held out, n 1", "vanilla, n 2: known", "held out, n 0",
     ]  # fmt: skip
+
+
+def test_table_and_figure_say_of_how_many_modes_the_mean_of_a_seed_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode without a hack, or without a clean rollout, has no AUROC, and the modes that have one change as the policy learns."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(watching, "save_figure", lambda figure, path: (drawn.append(figure), path)[1])
+    single: dict[str, list[list[float | None]]] = {  # of three seeds, by mode
+        "vanilla-5": [[0.5, 0.6, None], [0.7, 0.8, None], [0.9, 0.4, None]],  # all modes of two seeds; the third hacks too rarely
+        "vanilla-10": [[0.5, 0.6, 0.7], [None, None, 0.5], [0.9, None, 0.6]],
+        "vanilla": [[0.5, 0.6, None], [None, None, None], [0.7, 0.8, None]],
+    }
+
+    def columns(modes: list[list[float | None]]) -> dict[str, list[float | None]]:
+        means = [mean(seed) for seed in zip(*modes)]
+        each = {f"held out: {mode}": values for mode, values in zip(HELD_OUT, modes, strict=True)}
+        return {"known": means, "held": means, "random": means, "ece": means, **each}
+
+    names = [f"{layer} {kind}" for layer in ("blocks.1", "gradient") for kind in watching.STYLES]
+    watch = Watch("strong", PER_MODE, (0, 1, 2), {arm: {name: columns(modes) for name in names} for arm, modes in single.items()})
+    header, *_ = table(watch).splitlines()
+    assert [cell.strip() for cell in header.split("|")[3:-2]] == [
+        "vanilla-5, n 2: known", "held out",
+        "vanilla-10, n 3: known", "held out, 1 to 3 of 3 modes",
+        "vanilla, n 2: known", "held out, 2 of 3 modes",
+    ]  # fmt: skip
+    watching.figure(watch, tmp_path / "watch.png")
+    for axes in drawn[0].axes:
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["5", "10\n1 to 3 of 3 modes", "all\n2 of 3 modes"]
 
 
 def test_the_figure_draws_the_held_out_means_with_their_intervals_beside_the_random_band(
