@@ -208,6 +208,7 @@ def test_a_copy_of_policy_and_route_reads_its_own_quarantine() -> None:
     score = copied.score(policy, rollouts)
     assert score is not None
     assert route.monitor is not None
+    assert route.monitor.center is not None
     torch.testing.assert_close(score, (-route.monitor.center / route.monitor.spread).expand(N))
 
 
