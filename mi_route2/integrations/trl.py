@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import groupby
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -473,8 +474,9 @@ class RoutedGRPOTrainer(GRPOTrainer):
         generator = torch.Generator().manual_seed(_seed(self.args.seed, "route", step, self.accelerator.process_index))
         context = StepContext(generator, micro=len(micro[0]["advantages"]))
         routed = self.route.begin(self.policy, batch, context)
-        each = len(routed.parts) // count
-        parts = [routed.parts[i : i + each] for i in range(0, len(routed.parts), each)]
+        # one or two parts of the same rollouts: where all are flagged the kept adapter has none of its own
+        parts = [[*of] for _, of in groupby(routed.parts, key=lambda part: id(part.batch))]
+        assert len(parts) == count
         self._window = _Window(routed, batch, torch.cat([part["rollout"] for part in micro]), parts, overlap)
 
     def _refuse_step(self, batch: TrainBatch) -> None:
