@@ -1211,6 +1211,52 @@ def test_the_same_rule_where_it_was_never_tried_is_what_the_pages_say() -> None:
     assert (broken(own + "-random"), broken(own)) == (5, 0)
 
 
+CHEATS = ("cheat-15", "cheat-30")
+
+
+def test_a_threshold_in_nats_is_what_the_pages_say() -> None:
+    page, own, quantile = prose("canary.md"), "canary-nats", "canary-surprisal"
+    seldom = [Evidence.read(RESULTS / f"canary-nats/{name}.json") for name in ("weak", "strong")]
+    often = [Evidence.read(RESULTS / f"cheats/{name}.json") for name in CHEATS]
+
+    def told(presets: list[Evidence], arm: str, metric: str = EXPLOIT) -> str:
+        *others, last = (with_interval(one, arm, metric) for one in presets)
+        return f"{', '.join(others)} and {last}"
+
+    def broken(one: Evidence, arm: str) -> list[int]:
+        """Per run, how many modes are exploited in more than a tenth of their prompts."""
+        modes = [one.values[arm][f"deploy_exploit_{mode}"] for mode in one.modes]
+        return [sum((rate or 0.0) > 0.1 for rate in seed) for seed in zip(*modes)]
+
+    assert f"it leaves {told(often, own)}** of held-out exploits (no defence: {told(often, 'vanilla')}) and solves" in page
+    assert f"and solves {told(often, own, SOLVE)}. The quantile leaves {told(often, quantile)} on the same seeds" in page
+    assert f"permuted flags leave {told(often, own + '-shuffled')}, a rotated quarantine {told(often, own + '-rotated')}." in page
+    assert f"in `weak` and `strong` it leaves {told(seldom, own)} (no defence: {told(seldom, 'vanilla')}) and solves" in page
+    assert f"{told(seldom, own, SOLVE)}. Three runs of `weak` and one of `strong` keep a loophole" in page
+    assert [sum(map(bool, broken(one, own))) for one in seldom] == [3, 1]
+    assert sum((rate or 0.0) < 0.4 for rate in seldom[1].values[own][SOLVE]) == 2
+    assert f"The quantile leaves {told(seldom, quantile)} on these seeds and solves {told(seldom, quantile, SOLVE)}." in page
+    assert (
+        f"of `weak` and `strong`, run later beside [another threshold](#bases-that-cheat-often), leave {told(seldom, quantile)}"
+        in page
+    )
+    first = [Evidence.read(RESULTS / f"canary-surprisal/{one.preset}.json") for one in seldom]
+    fails = [[*broken(one, quantile), *broken(again, quantile)] for one, again in zip(first, seldom)]
+    assert [sum(map(bool, runs)) for runs in fails] == [3, 1], "of 32 runs each"
+    assert f"with its flags permuted it leaves {told(seldom, own + '-shuffled')} in `weak` and `strong`, and" in page
+    assert f"with the quarantine rotated when it judges {told(seldom, own + '-rotated')}." in page
+    tests = "".join((RESULTS / f"canary-nats/{one.preset}-tests.md").read_text(encoding="utf-8") for one in seldom)
+    assert re.findall(r"\|\s+(not shown|shown) \|", tests) == ["shown"] * 8
+    cost = sorted(times(one, own) or 0.0 for one in (*seldom, *often))
+    assert f"It takes {cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence." in page
+    assert [sum(map(bool, broken(one, own))) for one in often] == [0] * len(often)
+    assert not any(broken(often[0], quantile))
+    assert min(broken(often[1], quantile)) >= 2
+    assert "Sixteen more seeds of *weak* and *strong* were less kind: three of 32 runs keep a loophole or two." in prose(
+        "../README.md"
+    )
+
+
 def test_a_canary_of_ten_steps_on_a_pretrained_model_is_what_the_page_says() -> None:
     one, page = Evidence.read(RESULTS / "canary-smollm2/functions.json"), prose("real_model.md")
     ten, rotated, shuffled = "canary-run-10", "canary-run-10-rotated", "canary-run-10-shuffled"
