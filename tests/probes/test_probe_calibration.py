@@ -181,6 +181,15 @@ def test_isotonic_keeps_small_scores_apart_beside_the_largest():
     assert fit_isotonic(scores, hack)(np.array([5e-324, 1e-323, 1e300])).tolist() == pytest.approx([0.1, 0.5, 0.9])
 
 
+def test_no_rounding_lifts_a_probability_above_one():
+    """Which no measure would take: numpy's interpolation gives 1 + 2e-16 here."""
+    isotonic, score = Isotonic((-0.6202134520153778, 0.04762023969457816), (0.2627311587765138, 1.0)), 0.047620239694578154
+    assert np.interp(score, isotonic.scores, isotonic.probabilities) > 1
+    p = isotonic(np.array([score]))
+    assert p.tolist() == [1.0]
+    assert brier(p, np.array([True])) == 0
+
+
 def test_isotonic_is_numpys_interpolation_where_that_does_not_collapse():
     rng = np.random.default_rng(6)
     for n in (1, 2, 3, 40):

@@ -378,12 +378,12 @@ def test_no_job_waits_for_the_reply_of_another_to_be_read(jail: Jail) -> None:
         reading[0] += 1
         most[0] = max(most[0], reading[0])
         if payload["echo"] == 0:  # any of the others may have ended, and been read, before it
-            start = time.monotonic()
-            while len(ticks) - len(read_before) < 4:
+            start, wanted = time.monotonic(), min(4, 8 - len(read_before))
+            while len(ticks) - len(read_before) < wanted:
                 assert time.monotonic() - start < 60, "the other jobs waited"
                 time.sleep(0.01)
             time.sleep(0.1)
-            unread.append(len(ticks) - len(read_before))
+            unread.append(len(ticks) - len(read_before) - wanted)
         read_before.append(payload)
         reading[0] -= 1
         return payload["echo"], outcome.reply
@@ -392,7 +392,7 @@ def test_no_job_waits_for_the_reply_of_another_to_be_read(jail: Jail) -> None:
         patch.setattr("studies.sandbox.jail.progress_bar", lambda label, total: contextlib.nullcontext(lambda: ticks.append(None)))
         assert jail.run([{"echo": i} for i in range(8)], read=read) == [(i, i) for i in range(8)]
     assert most == [1]
-    assert unread == [4]
+    assert unread == [0], "fewer ran, or more, than four of those that were left"
 
 
 def test_what_a_reader_raises_is_raised(jail: Jail) -> None:

@@ -272,9 +272,11 @@ def test_the_kernel_ends_a_busy_job_whose_server_is_stopped(home: Path) -> None:
     before = set(children())
     with Jail(DRIVER, workers=1, limits=Limits(seconds=60.0, cpu_seconds=0.5)) as jail:
         (server,) = set(children()) - before
-        thread = later(lambda: outcomes.extend(jail.run([{"code": "while True: pass"}])))
-        eventually(lambda: descendants(server))
+        code = "import os, time\nopen('here', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)\nwhile True: pass"
+        thread = later(lambda: outcomes.extend(jail.run([{"code": code}])))
+        eventually(lambda: busy(home))
         os.kill(server, signal.SIGSTOP)
+        (busy(home)[0] / "job" / "go").touch()  # so that no watch sees it work
         eventually(lambda: not any(map(alive, descendants(server))), 30.0)
         os.kill(server, signal.SIGCONT)
         thread.join()
