@@ -297,6 +297,8 @@ def calibrate(
     _demand_sizes(top=top, micro=micro)
     if not 0 < quantile < 1:
         raise ValueError(f"quantile must be between 0 and 1, not {quantile}")
+    if nats is not None and not 0 < nats < math.inf:
+        raise ValueError(f"nats must be a number above 0, not {nats}")
     if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
         raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
     given = _pooled(ratios, samples if nats is None else samples.rows(torch.arange(min(len(samples), FEW))), top, micro)

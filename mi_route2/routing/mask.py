@@ -367,8 +367,13 @@ class _MaskStep(Once):
         for gate in self._gates:
             self._assign(gate)
         if self._idle:  # no backward has decided their masks, or left the gradients of 0 that an optimizer counts as a step
-            for gate, site in product(self._idle, adapters.sites):
-                gate.decide(site)
+            for gate, (site, branch) in product(self._idle, adapters.sites.items()):
+                if site not in gate.masks:
+                    gate.called(site, branch.hook_mask)
+            if any(gate.overruled for gate in self._idle):
+                raise RuntimeError(
+                    "a hook at hook_mask was put on after the step began, and would let pass what was left out: put it on before"
+                )
             trained_gradients(kept)
         unrouted: dict[str, Tensor] = {}
         for gate in self._gates:

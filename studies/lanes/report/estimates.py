@@ -166,7 +166,7 @@ def gain_of(study: Study, arm: str) -> Estimate:
 
 @measure
 def gain_left(study: Study, arm: str, reference: str) -> Estimate:
-    """What an arm gains from test-time training of all parameters, as a part of what the reference gains; each at its own rates."""
+    """Return an arm's gain from test-time training of all parameters as a part of the reference's; each at its own rates."""
     ours, other = gains(study, arm, "all"), gains(study, reference, "all")
     means = [Estimate.of(each, "BPB").value for each in (ours, other)]
     return ratio(ours, other, "of that gain", f"gains {_text(means[0])} and {_text(means[1])}")

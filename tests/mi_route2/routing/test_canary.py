@@ -366,6 +366,8 @@ def test_a_threshold_in_nats_is_one_of_the_largest_mean_log_ratio_itself() -> No
     assert resumed.monitor.threshold == spec.nats
     with pytest.raises(ValueError, match="it has learned nothing"):
         calibrate(lambda rollouts: torch.zeros(1, *rollouts.tokens.shape), SAMPLES, 0.9, nats=0.1)
+    with pytest.raises(ValueError, match="nats must be a number above 0"):
+        calibrate(canary(), SAMPLES, 0.9, nats=float("nan"))
 
 
 def surprise(policy: Policy, rollouts: Rollouts) -> np.ndarray:

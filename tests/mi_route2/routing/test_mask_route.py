@@ -177,6 +177,20 @@ def test_the_kept_adapter_s_own_backward_is_left_out_where_all_are_flagged(name:
     assert all(g is not None and not g.any() for g in kept), "an optimizer would not count this step"
 
 
+def test_a_hook_at_a_mask_that_comes_too_late_is_an_error_if_it_overrules_a_flag() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    step = MaskRoute.from_flags(torch.ones(N, dtype=torch.bool), kept_advantage="unflagged").begin(
+        policy, batch, context(MaskSpec(), N)
+    )
+    for branch in policy.adapters.sites.values():
+        branch.hook_mask.register_forward_hook(lambda module, args, mask: torch.ones_like(mask))
+    for part in step.parts:
+        with policy.adapters.recording(part.tape):
+            plain_loss(policy, part.batch, part.advantages).backward()
+    with pytest.raises(RuntimeError, match="put on after the step began"):
+        step.finish()
+
+
 @pytest.mark.parametrize("name", ["lora", "lora-stacked", "svd-stacked"])
 @pytest.mark.parametrize("case", METHOD_SAMPLE, ids=case_id)
 def test_r1_flagged_only_leaves_exactly_zero_and_unflagged_leaves_both(case: Case, name: str) -> None:
