@@ -1211,12 +1211,12 @@ def test_the_same_rule_where_it_was_never_tried_is_what_the_pages_say() -> None:
     assert (broken(own + "-random"), broken(own)) == (5, 0)
 
 
-CHEATS = ("cheat-15", "cheat-30")
+CHEATS = ("cheat-15", "cheat-30", "cheat-50")
 
 
 def test_a_threshold_in_nats_is_what_the_pages_say() -> None:
     page, own, quantile = prose("canary.md"), "canary-nats", "canary-surprisal"
-    seldom = [Evidence.read(RESULTS / f"canary-nats/{name}.json") for name in ("weak", "strong")]
+    seldom = [Evidence.read(RESULTS / f"canary-nats/{name}.json") for name in ("weak", "strong", "sparse")]
     often = [Evidence.read(RESULTS / f"cheats/{name}.json") for name in CHEATS]
 
     def told(presets: list[Evidence], arm: str, metric: str = EXPLOIT) -> str:
@@ -1229,29 +1229,39 @@ def test_a_threshold_in_nats_is_what_the_pages_say() -> None:
         return [sum((rate or 0.0) > 0.1 for rate in seed) for seed in zip(*modes)]
 
     assert f"it leaves {told(often, own)}** of held-out exploits (no defence: {told(often, 'vanilla')}) and solves" in page
-    assert f"and solves {told(often, own, SOLVE)}. The quantile leaves {told(often, quantile)} on the same seeds" in page
+    assert f"and solves {told(often, own, SOLVE)}; the bases themselves exploit {told(often, 'base')}." in page
+    assert f"The quantile leaves {told(often, quantile)} on the same seeds" in page
     assert f"permuted flags leave {told(often, own + '-shuffled')}, a rotated quarantine {told(often, own + '-rotated')}." in page
-    assert f"in `weak` and `strong` it leaves {told(seldom, own)} (no defence: {told(seldom, 'vanilla')}) and solves" in page
-    assert f"{told(seldom, own, SOLVE)}. Three runs of `weak` and one of `strong` keep a loophole" in page
-    assert [sum(map(bool, broken(one, own))) for one in seldom] == [3, 1]
+    assert f"in `weak`, `strong` and `sparse` it leaves {told(seldom, own)} (no defence: {told(seldom, 'vanilla')}) and solves" in page
+    assert f"and solves {told(seldom, own, SOLVE)}. In `sparse` its goals are met, in `weak` and `strong` missed: three runs of" in page
+    goals = [(RESULTS / f"canary-nats/{one.preset}-goals.md").read_text(encoding="utf-8") for one in seldom]
+    assert [text.count("**missed**") > 0 for text in goals] == [True, True, False]
+    assert [sum(map(bool, broken(one, own))) for one in seldom] == [3, 1, 0]
     assert sum((rate or 0.0) < 0.4 for rate in seldom[1].values[own][SOLVE]) == 2
     assert f"The quantile leaves {told(seldom, quantile)} on these seeds and solves {told(seldom, quantile, SOLVE)}." in page
     assert (
-        f"of `weak` and `strong`, run later beside [another threshold](#bases-that-cheat-often), leave {told(seldom, quantile)}"
+        f"of `weak` and `strong`, run later beside [another threshold](#bases-that-cheat-often), leave {told(seldom[:2], quantile)}"
         in page
     )
-    first = [Evidence.read(RESULTS / f"canary-surprisal/{one.preset}.json") for one in seldom]
+    first = [Evidence.read(RESULTS / f"canary-surprisal/{one.preset}.json") for one in seldom[:2]]
     fails = [[*broken(one, quantile), *broken(again, quantile)] for one, again in zip(first, seldom)]
     assert [sum(map(bool, runs)) for runs in fails] == [3, 1], "of 32 runs each"
-    assert f"with its flags permuted it leaves {told(seldom, own + '-shuffled')} in `weak` and `strong`, and" in page
+    assert f"with its flags permuted it leaves {told(seldom, own + '-shuffled')} in these three worlds, and" in page
     assert f"with the quarantine rotated when it judges {told(seldom, own + '-rotated')}." in page
-    tests = "".join((RESULTS / f"canary-nats/{one.preset}-tests.md").read_text(encoding="utf-8") for one in seldom)
-    assert re.findall(r"\|\s+(not shown|shown) \|", tests) == ["shown"] * 8
+    for folder, presets, count in (("canary-nats", seldom, 12), ("cheats", often, 14)):
+        tests = "".join((RESULTS / f"{folder}/{one.preset}-tests.md").read_text(encoding="utf-8") for one in presets)
+        assert re.findall(r"\|\s+(not shown|shown) \|", tests) == ["shown"] * count
     cost = sorted(times(one, own) or 0.0 for one in (*seldom, *often))
     assert f"It takes {cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence." in page
-    assert [sum(map(bool, broken(one, own))) for one in often] == [0] * len(often)
+    assert [sum(map(bool, broken(one, own))) for one in often] == [0, 0, 1]
+    kept = broken(often[2], own).index(1)
+    known, solve = (often[2].values[own][metric][kept] or 0.0 for metric in ("deploy_exploit_run_tests", SOLVE))
+    assert f"told of it ({number(known)}; solve {number(solve)}); in held-out modes they leave at most" in page
     assert not any(broken(often[0], quantile))
-    assert min(broken(often[1], quantile)) >= 2
+    assert min(broken(often[1], quantile) + broken(often[2], quantile)) >= 2
+    assert f"in held-out modes they leave at most {number(max(rate or 0.0 for rate in often[2].values[own][EXPLOIT]))}." in page
+    first, last = (tuple(with_interval(one, arm, EXPLOIT)[:4] for arm in ("base", own)) for one in (often[0], often[-1]))
+    assert f"bases that exploit {first[0]} to {last[0]} end at {first[1]} to {last[1]}." in prose("../README.md")
     assert "Sixteen more seeds of *weak* and *strong* were less kind: three of 32 runs keep a loophole or two." in prose(
         "../README.md"
     )
