@@ -187,6 +187,8 @@ class Engine:
         self._late: list[EngineRequest] = []
         """Requests that came while the engine is paused."""
         self._deadlines: dict[EngineRequest, float] = {}
+        self._readers: dict[int, EngineRequest] = {}
+        """Requests that want their monitors' readings."""
         self._sequences: dict[int, EngineRequest] = {}
         self._owners: Counter[str] = Counter()
         self._arrivals = 0
@@ -257,6 +259,8 @@ class Engine:
         sequence.turn = self._shares[asked.priority].turn(asked.owner, number, sequence.reach)
         if asked.deadline is not None:
             self._deadlines[sequence] = monotonic() + asked.deadline
+        if asked.readings:
+            self._readers[number] = sequence
         if sampling.stop:
             sequence.text = Growing(self.tokenizer, sampling.stop, asked.prompt)
         self._sequences[number] = sequence
@@ -437,11 +441,9 @@ class Engine:
 
     def _read(self, ran: Ran) -> None:
         """Store the monitors' readings with the requests that want them."""
-        if not ran.readings or not (wanted := {number: one for number, one in self._sequences.items() if one.request.readings}):
-            return
-        for readings in ran.readings:
+        for readings in ran.readings if self._readers else ():
             for request, name, start, track in readings.each():
-                if (one := wanted.get(request)) is not None:
+                if (one := self._readers.get(request)) is not None:
                     for position, (score, gate) in enumerate(zip(track.scores.tolist(), track.gates.tolist(), strict=True), start):
                         one.note(position, {name: Reading(score, gate)})
 
@@ -757,6 +759,7 @@ class Engine:
         if self._shares[one.request.priority].left(one.request.owner, one.id) is not None:
             self._moved.add((one.request.priority, one.request.owner))
         self._deadlines.pop(one, None)
+        self._readers.pop(one.id, None)
         result = one.result
         result.finish, result.error = finish, error
         if self.tokenizer is not None:

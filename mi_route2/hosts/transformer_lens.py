@@ -22,6 +22,7 @@ from transformer_lens.model_bridge.generalized_components import (
     LinearBridge,
     MLPBridge,
     NormalizationBridge,
+    RMSNormalizationBridge,
     UnembeddingBridge,
 )
 from transformer_lens.model_bridge.generalized_components.position_embeddings_attention import PositionEmbeddingsAttentionBridge
@@ -361,6 +362,19 @@ def _fusible(attention: nn.Module) -> bool:
     return all(map(of_libraries, hooks)) and not any("forward" in vars(one) for one in passed)
 
 
+def _observed(norm: RMSNormalizationBridge) -> bool:
+    """Return whether the norm is not the wrapped one, or a hook could see its scale, or somebody put a forward on it."""
+    own = "forward" in vars(norm) or not norm.use_native_layernorm_autograd
+    inside = (norm.hook_scale, norm.hook_normalized)
+    return own or any(one._forward_hooks or one._forward_pre_hooks or one.bwd_hooks for one in inside)
+
+
+def _as_wrapped(norm: RMSNormalizationBridge, hidden_states: Tensor, **_given: object) -> Tensor:
+    """The norm's forward without its scale and normalized values, which it computes for hooks and drops."""
+    x, wrapped = norm.hook_in(hidden_states), getattr(norm, WRAPPED)
+    return norm.hook_out(wrapped(x).to(x.dtype))
+
+
 class BridgeHost(Host):
     """Host of a TransformerLens bridge; see ``Host``. Any other model is booted as a bridge, in place.
 
@@ -396,14 +410,18 @@ class BridgeHost(Host):
 
     @contextmanager
     def fused(self) -> Iterator[None]:
-        """Context: attention is that of the wrapped model, as transformers' ``sdpa``; nothing changes if a hook could tell."""
+        """Context: attention (as ``sdpa``) and norms are those of the wrapped model; nothing changes if a hook could tell."""
         if self.architecture.name not in DECODERS or not fusible(self.bridge):  # others cap scores, which sdpa does not
             yield
             return
         attentions = [block.attn for block in self.bridge.blocks]
+        parts = (part for block in self.bridge.blocks for parent in (block, block.attn) for part in parent.children())
+        norms = [part for part in parts if type(part) is RMSNormalizationBridge and not _observed(part)]
         config: Any = config_of(wrapped_model(self.bridge))
         usual = config._attn_implementation
         try:
+            for norm in norms:
+                vars(norm)["forward"] = partial(_as_wrapped, norm)
             for attention in attentions:
                 # TransformerLens's forward for attention that is not taken apart: hook_in, the wrapped module, hook_out
                 vars(attention)["forward"] = partial(AttentionBridge.forward, attention)
@@ -411,8 +429,8 @@ class BridgeHost(Host):
             yield
         finally:
             config._attn_implementation_internal = usual
-            for attention in attentions:
-                vars(attention).pop("forward", None)
+            for changed in (*attentions, *norms):
+                vars(changed).pop("forward", None)
 
     def _linears(self, patterns: tuple[str, ...]) -> dict[str, Slot]:
         refuse_processed(self.bridge)

@@ -239,11 +239,14 @@ def with_idle(rows: list[Row], count: int, otherwise: tuple[int, int]) -> list[R
     return mixed
 
 
-_OVERHEAD, _MOST = {"cpu": 5e7}, {"cpu": 2**12}
+_OVERHEAD = {"cpu": 5e7}
 _ACCELERATED = (2e10, 2**17)
 """FLOPs in the time of a block's call, and the number of tokens per forward at which a device is efficient. A CPU core computes
 about 6e10 FLOPs per second and a call takes nearly 1 ms; an accelerator 1e14 and 0.2 ms. Groups depend on these constants and on
 no measurement, so that a repeated sweep gives the same bits."""
+_STREAM, _FEWEST = 2**18, 2**10
+"""Numbers of a group's residual stream that stay in a CPU's cache from one operation to the next, and the number of tokens from
+which on its matrix products are efficient."""
 _LOGITS = 2**29
 """Most logits of a forward on an accelerator, which would take 2 GB in float32."""
 
@@ -332,9 +335,10 @@ class Resumed:
 
     def _count(self) -> Costs:
         block, device = self.decoder.blocks[-1], self.decoder.device.type
-        overhead, most = (table.get(device, other) for table, other in zip((_OVERHEAD, _MOST), _ACCELERATED))
         z, stream = Site(0, "z"), Site(0, "resid_pre")
         seen = self.host.capture([z, stream], self._tokens[None, :1])  # of sizes h * dh and d, whatever a config calls them
+        width, vocabulary = seen[stream].numel(), self.decoder.vocabulary
+        most = max(_FEWEST, _STREAM // width) if device == "cpu" else min(_ACCELERATED[1], _LOGITS // vocabulary)
         # A weight costs a multiplication and an addition; a key costs these twice per number of z, for its score and its value.
         return Costs(
             layers=self.decoder.layers,
@@ -342,9 +346,9 @@ class Resumed:
             column=2.0 * _weights(block),
             mlp=2.0 * _weights(self._mlp()),
             pair=4.0 * seen[z].numel(),
-            unembed=2.0 * self.decoder.vocabulary * seen[stream].numel(),
-            overhead=overhead,
-            most=max(int(most) if device == "cpu" else min(int(most), _LOGITS // self.decoder.vocabulary), len(self._tokens)),
+            unembed=2.0 * vocabulary * width,
+            overhead=_OVERHEAD.get(device, _ACCELERATED[0]),
+            most=max(most, len(self._tokens)),
         )
 
     def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:

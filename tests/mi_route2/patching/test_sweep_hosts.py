@@ -9,6 +9,7 @@ from families import HEADS, LAYERS, SPECS, VOCAB, make_family, move
 from patched_by_hand import ByHand
 from torch import Tensor
 from transformer_lens import patching
+from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 from transformer_lens.model_bridge.generalized_components.position_embeddings_attention import PositionEmbeddingsAttentionBridge
 
 from mi_route2.hosts import HOSTS, Host, open_host
@@ -170,6 +171,34 @@ def test_attention_is_fused_within_the_sweep_alone_also_after_an_error() -> None
         assert switched(host)
     assert not switched(host)
     assert not state.look()
+
+
+@FUSED
+def test_norms_are_the_wrapped_ones_with_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the bridge, which compute a scale for hooks as well, run outside of a sweep's forwards, and at their end."""
+    host, own = adapted("transformer_lens", family), NormalizationBridge._hf_autograd_forward_with_hooks
+    calls: list[Any] = []
+
+    def counted(norm: Any, x: Tensor) -> Tensor:
+        calls.append(norm)
+        return own(norm, x)
+
+    monkeypatch.setattr(NormalizationBridge, "_hf_autograd_forward_with_hooks", counted)
+    fused, few = swept(host, sites="resid_pre").values, len(calls)
+    monkeypatch.setattr("mi_route2.hosts.transformer_lens._observed", lambda norm: True)
+    assert np.array_equal(swept(host, sites="resid_pre").values, fused)
+    assert 2 * few < len(calls) - few
+
+
+@pytest.mark.parametrize("name", ["hook_scale", "hook_normalized"])
+def test_a_norm_stays_as_it_is_where_somebody_could_tell(name: str) -> None:
+    host: Any = open_host("transformer_lens", make_family("Qwen3"))
+    host.bridge.add_hook(f"blocks.0.ln1.{name}", lambda x, hook: x)
+    first, second = host.bridge.blocks
+    with host.fused():
+        norms = (first.ln1, first.ln2, second.ln1, second.attn.k_norm)
+        assert ["forward" in vars(norm) for norm in norms] == [False, True, True, True]
+    assert not any("forward" in vars(module) for module in host.bridge.modules())
 
 
 LOOKERS: dict[str, Any] = {
