@@ -134,21 +134,22 @@ class Forward:
         self._prepared.clear()
 
     def _edit(self, site: Site) -> Edit:
-        @torch.inference_mode(False)  # what is captured may be trained on, and steering writes what it keeps in later forwards
-        @torch.no_grad()
         def edit(h: Tensor) -> Tensor | None:
             self._fired.add(site)
-            new = h
-            if (work := self._work.get(site)) is not None:
-                if work.captures:
-                    self._taken += work.take(h)
-                if work.patches:
-                    new = work.put(h)
+            work = self._work.get(site)
+            new = h if work is None else self._worked(work, h)
             if self._steered:
                 new = self._steering.at(site, new)
             return None if new is h else new
 
         return edit
+
+    @torch.inference_mode(False)  # what is captured may be trained on
+    @torch.no_grad()
+    def _worked(self, work: Work, h: Tensor) -> Tensor:
+        if work.captures:
+            self._taken += work.take(h)
+        return work.put(h) if work.patches else h
 
 
 class _ClosedError(Exception):

@@ -134,7 +134,7 @@ class TorchHost(Host):
             places = self._places(edits)  # adapters were attached or detached, or a module replaced, since the sites were looked up
         fired, again = Fired(edits), Replays(self.model)
         linears = [(site, *_standing(self.model, places[site][0].path)) for site in edits if site.point in HEADED]
-        handles = [again.root]
+        handles = list(again.handles)
         if linears:
             handles.append(self.model.register_forward_pre_hook(partial(_refuse_moved, linears)))
         try:
@@ -178,12 +178,15 @@ def _refuse_moved(linears: Iterable[_Standing], _module: nn.Module, _args: Any) 
 
 
 class Replays:
-    """Check that edits also act when gradient checkpointing runs their modules again in the backward."""
+    """Check that edits also act when gradient checkpointing runs their modules again in the backward.
+
+    Forwards within ``no_grad`` need no hook on the root, which would send every call of the model the long way through torch.
+    """
 
     def __init__(self, model: nn.Module):
         self._graded = torch.is_grad_enabled()
         self._due: dict[Site, int] = {}
-        self.root = model.register_forward_pre_hook(self._started, prepend=True)
+        self.handles = [model.register_forward_pre_hook(self._started, prepend=True)] if self._graded else []
 
     def _started(self, _module: nn.Module, _args: Any) -> None:
         self._graded = torch.is_grad_enabled()  # reentrant checkpointing switches it off inside
@@ -194,10 +197,11 @@ class Replays:
             if not self._due.get(site):
                 raise RuntimeError(
                     f"the backward runs the forward again (gradient checkpointing) and applied the edit of {site} more often than "
-                    "forwards did: run every forward of this backward inside of hooks(), and one backward per forward"
+                    "forwards did: run every forward of this backward inside of hooks(), entered with gradients on, and one backward "
+                    "per forward"
                 )
             self._due[site] -= 1
-        elif self._graded and checkpointing():
+        elif (self._graded or torch.is_grad_enabled()) and checkpointing():
             self._due[site] = self._due.get(site, 0) + 1
 
     def guard(self, modules: Mapping[Site, nn.Module]) -> None:

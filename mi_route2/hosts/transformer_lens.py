@@ -491,7 +491,8 @@ class BridgeHost(Host):
                 points = {site: self.bridge.hook_dict[name] for site, name in names.items()}  # adapters may be detached inside
                 yield
         finally:
-            again.root.remove()
+            for handle in again.handles:
+                handle.remove()
         again.guard(points)
         fired.demand(self.address)
 

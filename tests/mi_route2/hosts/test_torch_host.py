@@ -535,6 +535,29 @@ def test_edits_under_checkpointing_have_the_gradients_of_edits_without(name: str
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+def test_edits_entered_without_gradients_are_right_or_refused(reentrant: bool) -> None:
+    """No hook on the root then, so that inside a reentrant checkpoint, which has no gradients, nothing tells of those outside."""
+    edits = {Site(0, "resid_mid"): lambda x: x * 2}
+    plain_host, plain = make_policy("Llama", "lora")
+    host, policy, batch = checkpointed("Llama", reentrant)
+    before = len(host.model._forward_pre_hooks)
+
+    def step(own_host: Host, own: Policy) -> None:
+        with torch.no_grad(), own_host.hooks(edits):
+            assert own is plain or len(host.model._forward_pre_hooks) == before
+            with torch.enable_grad(), own.adapters.unrouted():
+                plain_loss(own, batch, batch.advantages).backward()
+
+    step(plain_host, plain)
+    if reentrant:
+        with pytest.raises(RuntimeError, match=r"inside of hooks\(\), entered with gradients on"):
+            step(host, policy)
+    else:
+        step(host, policy)
+        assert_same(gradients(policy), gradients(plain), 1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_reading_under_checkpointing_is_free_and_leaves_nothing(reentrant: bool) -> None:
     host, policy, batch = checkpointed("Llama", reentrant)
     before = hooks_left(host.model)
