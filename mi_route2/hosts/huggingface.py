@@ -197,8 +197,8 @@ class Replays:
             if not self._due.get(site):
                 raise RuntimeError(
                     f"the backward runs the forward again (gradient checkpointing) and applied the edit of {site} more often than "
-                    "forwards did: run every forward of this backward inside of hooks(), entered with gradients on, and one backward "
-                    "per forward"
+                    "forwards did: run every forward of this backward inside of hooks(), entered with gradients on, and one "
+                    "backward per forward"
                 )
             self._due[site] -= 1
         elif (self._graded or torch.is_grad_enabled()) and checkpointing():
