@@ -103,14 +103,15 @@ def teach(
 
 
 def cached_pool(world: World, policy: Policy, seed: int, size: int, path: Path, tries: int = TRIES) -> TeacherPool | None:
-    """Return the pool at ``path``; make and save it if it is missing, or of an earlier form of the world's code.
+    """Return the pool at ``path``; make and save it if it is missing, of another base model, or of an earlier form of the world.
 
     ``None`` for a ``size`` of 0.
     """
     if not size:
         return None
     tensors, metadata = read_tensors(path) if path.exists() else ({}, {})
-    if metadata.get("format") == FORMAT:  # an older file is made again
+    current = {"format": FORMAT, "base": policy.adapters.base_hash}
+    if current.items() <= metadata.items():  # an older file is made again
         prompts = tuple(world.read_prompt(described) for described in json.loads(metadata["prompts"]))
         cuts = tensors["lengths"].cumsum(0)[:-1]
         pool = TeacherPool(prompts, tuple(tuple(ids.tolist()) for ids in tensors["completions"].tensor_split(cuts)))
@@ -121,7 +122,7 @@ def cached_pool(world: World, policy: Policy, seed: int, size: int, path: Path, 
     described = json.dumps([asdict(prompt) for prompt in pool.prompts])
     lengths = torch.tensor([len(ids) for ids in pool.completions])
     tensors = {"completions": torch.tensor([i for ids in pool.completions for i in ids]), "lengths": lengths}
-    write_tensors(path, tensors, {"format": FORMAT, "prompts": described})
+    write_tensors(path, tensors, {**current, "prompts": described})
     return pool
 
 

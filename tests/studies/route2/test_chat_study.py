@@ -328,7 +328,7 @@ def test_what_the_data_hold_is_a_part_of_a_run_and_where_they_lie_is_not(setting
     assert replace(settings, chat=replace(settings.chat, data="/elsewhere")).digest == settings.digest
 
 
-def test_a_teacher_pool_is_of_the_problem_as_it_is_now(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_pool_is_of_todays_problem_and_model(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = job(tmp_path, settings, "absorb")
     policy, plain = build_policy(own, own.cache), Parity.prompt
 
@@ -338,8 +338,14 @@ def test_a_teacher_pool_is_of_the_problem_as_it_is_now(settings: Settings, tmp_p
         assert pool is not None
         return [prompt.text for prompt in pool.prompts]
 
-    first, written = prompts(), own.pool.stat().st_mtime_ns
+    first, before = prompts(), own.pool.stat().st_mtime_ns
     assert prompts() == first
+    assert own.pool.stat().st_mtime_ns == before
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight[0] += 0.001
+    assert prompts()
+    assert (written := own.pool.stat().st_mtime_ns) > before
+    assert prompts()
     assert own.pool.stat().st_mtime_ns == written
     changed = lambda self, task, mode: replace(prompt := plain(self, task, mode), text=f"{prompt.text}!")  # noqa: E731
     monkeypatch.setattr(Parity, "prompt", changed)
