@@ -183,6 +183,8 @@ class Engine:
         """Priorities and owners of requests that have left without having run."""
         self._refit = False
         """True if the model changed and the steering of all requests and of held configurations was not checked against it."""
+        self._seen = 0
+        """Number of the first request that came after the last change was seen."""
         self._kept = False
         self._late: list[EngineRequest] = []
         """Requests that came while the engine is paused."""
@@ -200,8 +202,7 @@ class Engine:
     @property
     def steering(self) -> SteeringState:
         """Globals, tiers, held configurations, monitors and named vectors, for the model as it is now."""
-        still = not (self._going if self.paused else self._sequences)
-        if still and self._state.changed:
+        if self._still and self._state.changed:
             self._look()  # so that what is set next is compared with the adapters that are attached
         return self._steering
 
@@ -223,6 +224,11 @@ class Engine:
     def _going(self) -> bool:
         """True if requests still run that ``pause("finish")`` lets end."""
         return len(self._sequences) > len(self._late) and not self._kept
+
+    @property
+    def _still(self) -> bool:
+        """True if the model may be changed now: no request runs or waits, but for those that a pause keeps."""
+        return not (self._going if self.paused else self._sequences)
 
     @checked
     def check(self, request: Request) -> None:
@@ -506,7 +512,8 @@ class Engine:
             self._steering.refit()
             self._refit = False
             for one in list(self._sequences.values()):
-                if one.writer is not None or any(isinstance(patch.source, FromRun) for patch in one.request.patch):
+                read = one.id < self._seen and any(isinstance(patch.source, FromRun) for patch in one.request.patch)
+                if one.writer is not None or read:
                     self._end(one, "error", "the weights were changed while it ran, and its run belongs to those before")
                 elif (why := self._unfit(one)) is not None:
                     self._end(one, "error", why)
@@ -532,7 +539,7 @@ class Engine:
             self.decoder.forget()
             self._runner.forget()
             self._steering.set_adapter_sites(self.decoder.adapters())
-            self._refit = True
+            self._refit, self._seen = True, self._arrivals
 
     def _withdraw(self, requests: Iterable[int], owners: Set[str]) -> None:
         """Remove requests as if they had never been submitted; ``owners`` are those that had other requests before."""
@@ -554,7 +561,7 @@ class Engine:
 
     def _checked(self, request: Request) -> tuple[Request, tuple[Resolved, ...]]:
         """Return the request with its names resolved, and its patches with their sources; raise if it could never run."""
-        if not self._sequences and not self.paused:
+        if self._still and (not self.paused or self._state.changed):
             self._look()
         model, residents, store = self.decoder, self._residents, self._residents.store
         model.demand_fit()

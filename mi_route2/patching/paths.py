@@ -28,6 +28,7 @@ from mi_route2.steering.specs import patch
 
 
 @checked
+@torch.inference_mode(False)  # in which nothing has a gradient, whatever the metric
 def attribute(
     host: Host,
     *,

@@ -213,10 +213,10 @@ class Keys:
 
     @staticmethod
     def read(path: Path) -> "Keys":
-        """Return the keys in a file: one per line, an admin's after the word ``admin``; ``#`` begins a comment."""
+        """Return the keys in a file: one per line, an admin's after the word ``admin``; ``#`` begins a comment, if not in a key."""
         keys = []
         for line in path.read_text(encoding="utf-8").splitlines():
-            words = line.partition("#")[0].split()
+            words = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].split()  # a key may have one, as in the environment
             if not words:
                 continue
             if len(words) > 2 or (len(words) == 2 and words[0] != "admin"):

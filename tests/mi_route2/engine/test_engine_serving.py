@@ -19,7 +19,7 @@ from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import TokenSelection
+from mi_route2.runs.record import TokenSelection, record
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.environments.micro.model import MicroGPT
@@ -688,6 +688,30 @@ def test_kept_requests_that_hold_values_of_the_weights_before_end_with_the_reaso
     result = results[numbers[2]]
     whole = Request((*PROMPT, *result.ids[:-1]), Sampling(max_new=1))
     torch.testing.assert_close(result.captured[SITE].rows, alone(host, whole, SITE).values[SITE], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", ["finish", "keep"])
+def test_a_run_of_the_new_weights_can_be_read_by_who_comes_in_the_pause(mode: Any) -> None:
+    """Who has read the one of before, in the same pause, ends with the reason."""
+    host, store = host_of(), RunStore()
+    engine = Engine(host, rows=2, block=4, store=store)
+    record(host, [SITE], torch.tensor([PROMPT]), store=store, runs=["old"])
+    engine.submit(Request(PROMPT, ASK))
+    engine.step()
+    engine.pause(mode)
+    finish(engine)
+    reads = {run: Request(PROMPT, ASK, patch=(Patch(SITE, 5, FromRun(run, 3)),)) for run in ("old", "new")}
+    stale = engine.submit(reads["old"])
+    changed(host)
+    record(host, [SITE], torch.tensor([PROMPT]), store=store, runs=["new"])
+    fresh = engine.submit(reads["new"])
+    with pytest.raises(ValueError, match="run 'old' is invalid"):
+        engine.submit(reads["old"])
+    engine.resume()
+    results = finish(engine)
+    assert "weights were changed while it ran" in (results[stale].error or "")
+    value = store.rows("new", SITE, [3])[0]
+    right(host, results[fresh], replace(reads["new"], patch=(Patch(SITE, 5, value),)))
 
 
 def test_a_pause_that_lets_requests_finish_is_not_ended_before_they_have() -> None:

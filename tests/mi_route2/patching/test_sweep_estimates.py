@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from mi_route2.architectures import POINTS
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.patching import Grid, Target, attribute, paths, sweep
+from mi_route2.patching.question import CleanRun
 from mi_route2.sites import Site
 from studies.environments.micro.model import MicroGPT
 from studies.environments.micro.settings import MicroConfig
@@ -94,6 +95,21 @@ def test_attribution_on_other_hosts(name: str) -> None:
     scale = np.abs(expected.effect).max()
     # The bridge's attention is eager, whose softmax is float32.
     assert np.abs(found.effect - expected.effect).max() < (1e-10 if name == "nnsight" else 1e-5) * scale
+
+
+@pytest.mark.parametrize("metric", ["logit_diff", "kl"])
+def test_attribution_has_its_gradient_in_any_mode_of_torch(metric: str) -> None:
+    host, _ = adapted("MicroGPT")
+    asked: dict[str, Any] = (
+        {**ASKED, "sites": "resid_pre"} if metric == "logit_diff" else {"corrupt": CORRUPT, "sites": "resid_pre"}
+    )
+    truth = attribute(host, metric=metric, **{**asked, "clean": CLEAN}).values
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            run = CleanRun.capture(host, CLEAN, "resid_pre")
+            for clean in (CLEAN, run):
+                np.testing.assert_array_equal(attribute(host, metric=metric, **{**asked, "clean": clean}).values, truth)
+        np.testing.assert_array_equal(attribute(host, metric=metric, **{**asked, "clean": run}).values, truth)
 
 
 def test_attribution_leaves_a_frozen_model_as_it_was() -> None:

@@ -26,7 +26,7 @@ from mi_route2.patching.patches import Patch
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api import study as study_routes
-from mi_route2.serve.auth import Events, Keys
+from mi_route2.serve.auth import ApiError, Events, Keys
 from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
 from mi_route2.serve.models import load
 from mi_route2.serve.options import Limits
@@ -228,6 +228,20 @@ def test_what_is_refused_leaves_nothing_behind(alice: PatchStudy) -> None:
     assert refusal(alice.unsteer, name="x").status == 404
 
 
+def test_what_is_refused_for_all_leaves_nothing_behind(server: Running, admin: PatchStudy) -> None:
+    good, monitor = {SITE: [1.0] * 16}, {"site": SITE, "probe": "push", "name": "watch", "gates": []}
+    state = server.server.owner._engine.steering
+    for wrong in (
+        {"steering_vectors": good, "decode_steering_vectors": {SITE: [1.0] * 5}},
+        {"steering_vectors": good, "monitors": [monitor, {**monitor, "name": "other", "probe": [1.0] * 5}]},
+        {"steering_vectors": good, "monitors": [{**monitor, "quarantine": "close", "prompt": True}]},
+        {"steering_vectors": good, "monitors": [monitor, monitor]},
+    ):
+        assert refusal(admin.steer, scope="global", **wrong).status == 400
+        assert admin._call("GET", "/v1/steering")["global"] == {}
+        assert (state.snapshot()["globals"], state.monitors) == ({"base": [], "prefill": [], "decode": []}, ())
+
+
 def test_keys_are_checked_and_do_not_show() -> None:
     for keys in ([("short", False)], [(ALICE, False), (ALICE, True)], [("with a space in the key", False)]):
         with pytest.raises(ValueError, match="key"):
@@ -238,6 +252,17 @@ def test_keys_are_checked_and_do_not_show() -> None:
     assert client.owner == other.client(f"Bearer {ALICE}").owner
     assert client.salt != other.client(f"Bearer {ALICE}").salt
     assert len({one.client(f"Bearer {key}").salt for key, _ in KEYS}) == 3
+
+
+def test_a_key_in_a_file_is_the_whole_key(tmp_path: Path) -> None:
+    """One with a # too, which the environment may have; behind a space it begins a comment."""
+    (tmp_path / "keys").write_text(f"# of the group\nadmin {ALICE}#1  # hers\n{ALICE}#2\t#\n\n  #{ADMIN}\n")
+    keys = Keys.read(tmp_path / "keys")
+    assert [keys.client(f"Bearer {ALICE}#{i}").admin for i in (1, 2)] == [True, False]
+    assert len(keys) == 2
+    for other in (ALICE, ADMIN):
+        with pytest.raises(ApiError, match="needs a key"):
+            keys.client(f"Bearer {other}")
 
 
 # Limits

@@ -635,6 +635,7 @@ def test_what_was_left_out_is_an_error(model):
         (Steering(base=(Steer(MID, [1.0] * 16),), decode=(Steer(LATE, [1.0] * 2), Steer(LATE, [1.0] * 3))), "has 2 numbers"),
         (Steering(base=(Steer(MID, "v"),)), "no vector is registered as 'v'"),
         (Steering(base=(Steer(MID, [3e38] * 16, 10.0),)), "beyond the range of torch.float32"),
+        (Steering(monitors=(Monitor(MID, [1e39] * 16),)), f"the vector at {MID} is beyond the range of torch.float32"),
         (Steering(base=(Steer(MID, torch.ones(4, 4)),)), r"has the shape \[4, 4\], but the site has \[16\]: give it so, or flat"),
         (Steering(clamps=(Clamp(QUERY, torch.ones(8, 2), value=1),)), r"has the shape \[8, 2\], but the site has"),
         (Steering(monitors=(Monitor(QUERY, torch.ones(2, 8)),)), r"has the shape \[2, 8\], but the site has"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mi_route2 import sweep
 from mi_route2.architectures import POINTS, VLLM_POINTS
 from mi_route2.engine import Capture, Request, Sampling
 from mi_route2.engine.rules import Probe, Rule
@@ -20,7 +21,7 @@ from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
 from mi_route2.vllm import launch
-from mi_route2.vllm.client import encoded
+from mi_route2.vllm.client import VllmEngine, encoded
 from mi_route2.vllm.facts import Facts
 from mi_route2.vllm.wire import KEY, read
 from mi_route2.vllm.worker import WorkerExtension
@@ -244,6 +245,12 @@ def test_a_vllm_that_runs_with_such_a_setting_is_refused_too(setting: str, monke
     assert "second model runner" in worker.mi_route2_open()["refused"]  # the next check: these settings are right
     setattr(getattr(config, part) if part else config, setting, value)
     assert worker.mi_route2_open()["refused"].startswith(f"{setting}=")
+
+
+def test_a_sweep_is_refused() -> None:
+    engine: Any = object.__new__(VllmEngine)
+    with pytest.raises(TypeError, match=r"host must be a Host, not a VllmEngine: open the model with open_host\('torch', model\)"):
+        sweep(engine, clean=[3, 4], corrupt=[5, 4], sites="resid_pre", answer=3, foil=5)
 
 
 def test_the_table_of_the_page_is_the_one_of_architectures() -> None:

@@ -29,3 +29,4 @@ def test_the_page_prints_what_was_measured() -> None:
     cold = published("serve_cold")
     for line in (serve.start_line(document["starts"]), serve.cold_line(cold["starts"], cold["load"][0]), serve.memory_line(grown)):
         assert line in page, f"docs/serve.md must have the line:\n\n{line}"
+    assert all(one["healthy"] - one["loaded"] < 5 for one in (*document["starts"], *cold["starts"]))
