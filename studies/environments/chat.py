@@ -70,6 +70,11 @@ class _Batch:
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         self._real: Bool[Tensor, "b s"] = torch.arange(width, device=device) >= width - lengths[:, None]
         self._cache: Any = DynamicCache(config=getattr(model, "config", None))
+        if len(prompts) > 1 and not all(hasattr(layer, "batch_select_indices") for layer in self._cache.layers):
+            raise ValueError(
+                f"{type(model).__name__} has layers without attention, whose cache cannot drop rows that have ended: "
+                "choose at_once=1"
+            )
 
     def logits(self) -> Float[Tensor, "b v"]:
         """Return the logits of the token after ``tokens``, which are in the cache afterwards."""
@@ -82,6 +87,11 @@ class _Batch:
             use_cache=True,
             logits_to_keep=1,
         )
+        if not _tokens(self._cache):
+            raise ValueError(
+                f"{type(self._model).__name__} kept no token in its cache, so its answer would follow no prompt: "
+                "call model.eval() if it checkpoints its blocks, else choose another model"
+            )
         return out.logits[:, -1].float()
 
     def go_on(self, drawn: Int[Tensor, " r"], alive: Bool[Tensor, " b"]) -> Float[Tensor, "r v"]:
@@ -92,6 +102,14 @@ class _Batch:
         self.tokens = drawn[:, None]
         self._real = torch.nn.functional.pad(self._real, (0, 1), value=True)
         return self.logits()
+
+
+def _tokens(cache: Any) -> int:
+    """Return the number of tokens in a cache; 0 for one without attention, which models do not take as ``past_key_values``."""
+    try:
+        return cache.get_seq_length()
+    except ValueError:
+        return 0
 
 
 QUESTION, RULE = "What-is-asked", "What-is-the-rule"

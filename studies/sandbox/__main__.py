@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,11 @@ class Run:
     def __call__(self) -> int:
         if not self.file.is_file():
             raise ValueError(f"there is no script at {self.file}: give a file of Python code")
-        code = self.file.read_text(encoding="utf-8")
+        try:
+            with tokenize.open(self.file) as script:  # by its byte order mark or its coding line, as Python reads it
+                code = script.read()
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.file} cannot be read as Python ({error}): save it as UTF-8") from error
         limits = Limits(seconds=self.seconds, cpu_seconds=self.seconds, memory=self.memory << 20)
         with Jail(DRIVER, workers=1, limits=limits, unsafe=self.unsafe) as jail:
             (outcome,) = jail.run([{"code": code, "name": self.file.name}])

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from parity import Parity
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
@@ -44,6 +45,11 @@ def sampled(model: torch.nn.Module, prompts: list[list[int]], at_once: int, ends
     return generate(model, prompts, max_new=24, temperature=1.0, generator=draw, ends=ends, pad=0, at_once=at_once)
 
 
+def cold(model: torch.nn.Module, at_once: int) -> list[list[int]]:
+    draw = torch.Generator()
+    return generate(model, PROMPTS, max_new=12, temperature=1e-6, generator=draw, ends=(1,), pad=0, at_once=at_once)
+
+
 def test_a_completion_depends_on_its_own_prompt_and_uniforms_alone(model: torch.nn.Module) -> None:
     together, alone = (sampled(model, PROMPTS, at_once) for at_once in (5, 1))
     assert together == alone == sampled(model, PROMPTS, 2)
@@ -57,10 +63,7 @@ def test_a_completion_depends_on_its_own_prompt_and_uniforms_alone(model: torch.
 
 
 def test_cold_sampling_is_the_models_own_greedy_generation(model: torch.nn.Module) -> None:
-    ours = generate(
-        model, PROMPTS, max_new=12, temperature=1e-6, generator=torch.Generator(), ends=(1,), pad=0, at_once=5
-    )  # fmt: skip
-    for prompt, own in zip(PROMPTS, ours, strict=True):
+    for prompt, own in zip(PROMPTS, cold(model, 5), strict=True):
         tokens = torch.tensor([prompt])
         greedy = model.generate(  # pyright: ignore[reportCallIssue]
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0
@@ -408,3 +411,25 @@ def test_answers_of_numpy_are_answers(folder: Path) -> None:
     samples = world.package([problem.prompt(task, "none") for task in problem.tasks("train")[:2]], [[5, 1], [6, 1]])
     assert all(found is True for found in world.detect(samples))
     assert all(verdict.gt is False for verdict in ChatWitness(world, problem.judge()).judge(samples))
+
+
+def test_a_model_that_forgets_its_prompt_or_cannot_drop_rows_is_refused(model: torch.nn.Module) -> None:
+    """Mamba, and a model that checkpoints its blocks, ignore the cache; rows of a convolution's cannot be dropped."""
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    hybrid = Lfm2ForCausalLM(Lfm2Config(**sizes, intermediate_size=48, layer_types=["conv", "full_attention"])).double().eval()
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM.*choose at_once=1"):
+        sampled(hybrid, PROMPTS, 5)
+    for prompt, own in zip(PROMPTS, cold(hybrid, 1), strict=True):
+        ids = list(prompt)
+        while len(ids) < len(prompt) + len(own):
+            ids.append(int(hybrid(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert ids[len(prompt) :] == own
+    state_space = MambaForCausalLM(MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)).eval()
+    with pytest.raises(ValueError, match=r"MambaForCausalLM kept no token in its cache.*choose another model"):
+        sampled(state_space, PROMPTS, 1)
+    training = deepcopy(model).train()
+    enable = getattr(training, "activation_checkpointing_enable", None) or training.gradient_checkpointing_enable
+    enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM kept no token in its cache.*call model\.eval"):
+        sampled(training, PROMPTS, 5)

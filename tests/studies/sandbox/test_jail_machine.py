@@ -296,6 +296,12 @@ def test_a_script_can_be_run(tmp_path: Path) -> None:
     done = run([sys.executable, "-m", "studies.sandbox", "run", str(script)])
     assert (done.returncode, done.stdout) == (0, "out\n")
     assert re.fullmatch(r"replied after 0\.\d+ s, \d+ MiB\nresult: \[1\]\nfile: f, 3 bytes\n", done.stderr)
+    for encoding, first in (("utf-8-sig", ""), ("latin-1", "# coding: latin-1\n")):  # as Python reads it
+        script.write_text(f"{first}result = len('\u00e9')\n", encoding=encoding)
+        assert "result: 1\n" in run([sys.executable, "-m", "studies.sandbox", "run", str(script)]).stderr
+    script.write_text("x = '\u00e9'\n", encoding="latin-1")
+    unread = run([sys.executable, "-m", "studies.sandbox", "run", str(script)])
+    assert (unread.returncode, "script.py cannot be read" in unread.stderr) == (2, True), unread.stderr
     script.write_text("raise SystemExit(7)")
     assert run([sys.executable, "-m", "studies.sandbox", "run", str(script)]).returncode == 7
     script.write_text("while True: pass")
