@@ -234,7 +234,7 @@ def collect(
         if kind == "act":
             acts = ActivationReader(rollouts.predictors, basis)
             with torch.no_grad(), policy.adapters.recording(Tape(b, s, inputs=acts, real=real)):
-                policy.forward(policy.model, rollouts.tokens, rollouts.attention)
+                policy.logits(rollouts)
             return acts.features
         grad, full = GradientReader(directions), FullGradientReader(directions)
         tape = Tape(b, s, kept=LearnNothing(), outputs=full, real=real) if kind == "full" else Tape(b, s, kept=grad, real=real)

@@ -97,6 +97,21 @@ def test_a_model_that_counts_padding_is_refused_under_left_padding_alone(name: s
         policy.logprobs(make_rollouts(3, left=True))
 
 
+@pytest.mark.parametrize("kind", ["act", "grad", "full"])
+def test_features_are_of_no_forward_that_a_policy_refuses(kind: Literal["act", "grad", "full"]) -> None:
+    """Activations would count the padding of pairs, and give a direction, where log-probabilities are refused."""
+    model = other_models()["wrapped"]
+    policy = Policy(model, attach(model, "*", spec=LORA, generator=seeded()))
+    pairs = PairBatch(make_rollouts(3, left=True), make_rollouts(3, seed=3, left=True), "")
+    with pytest.raises(ValueError, match="gives tokens behind padding other logits than alone"):
+        PersonaFitter("persona", kind, pairs).fit(policy, 0)
+    model = make_family("Llama")
+    policy = Policy(model, attach(model, "blocks.*", spec=LORA, generator=seeded()))
+    foreign = Rollouts.from_lists([[1], [1]], [[2, 3], [10_000, 4]], pad=0)
+    with pytest.raises(ValueError, match="10000 is not a token of this model"):
+        PersonaFitter("persona", kind, PairBatch(foreign, foreign, "")).fit(policy, 0)
+
+
 def test_nan_behind_padding_and_features_that_are_nan_are_refused() -> None:
     """A NaN would be compared as no more than any threshold, and its rollout would teach the kept adapter."""
     model = make_family("Llama").double()
