@@ -334,13 +334,14 @@ class Watch:
     per_mode: Annotated[int, tyro.conf.arg(help="rollouts sampled in each mode")] = 512
     workers: int = 2
     to: Annotated[Path | None, tyro.conf.arg(help="folder of table and figure; the run folder if not given")] = None
+    pairs: Pairs = None
 
     def __call__(self) -> None:
         from studies.route2.watching import write_watch
         from studies.training.job import Job
 
         _demand(self.per_mode)
-        jobs = [Job.of(self.root, seed, arm) for arm in get_arms(self.arms) for seed in read_seeds(self.seeds)]
+        jobs = [Job.of(self.root, seed, arm, self.pairs) for arm in get_arms(self.arms) for seed in read_seeds(self.seeds)]
         show_paths(write_watch(jobs, self.per_mode, self.workers, self.to or self.root))
 
 

@@ -61,9 +61,10 @@ class Comparison(BaseModel):
 
     @property
     def contrast(self) -> str:
-        """The contrast as text: ``a - b``, or ``(a + b) - (c + d)``; a second metric is named."""
+        """The contrast as text: ``a - b``, or ``(a + b) - (c + d)``; with a second metric both are named."""
         if self.minus_metric is not None:
-            return f"{' + '.join(self.plus)}: {self.metric} - {self.minus_metric}"
+            other = "" if self.minus == self.plus else f"{' + '.join(self.minus)}: "
+            return f"{' + '.join(self.plus)}: {self.metric} - {other}{self.minus_metric}"
         sides = [" + ".join(side) if len(side) == 1 else f"({' + '.join(side)})" for side in (self.plus, self.minus)]
         return " - ".join(sides)
 

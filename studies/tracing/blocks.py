@@ -52,7 +52,16 @@ DRAWS = 2000
 AGAIN = "delete it, and run the command again"
 
 
-def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prompts: int, answers: int, groups: int) -> list[Path]:
+def trace(
+    root: Path,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    out: Path,
+    prompts: int,
+    answers: int,
+    groups: int,
+    given: Path | None = None,
+) -> list[Path]:
     """Trace finished runs of ``root`` and write everything to ``out``; return the paths of the table and the figure.
 
     Args:
@@ -63,6 +72,7 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
         prompts: Test tasks, each under every loophole.
         answers: Answers of the arm, and of the base model, to each of these prompts.
         groups: Into how many groups of neighbouring blocks a lane is cut.
+        given: The persona pairs that the run was given, if it was given its own.
 
     Raises:
         ValueError: Runs of the micro model, an arm that is not finished, or one that gives no pair.
@@ -73,7 +83,7 @@ def trace(root: Path, arms: Sequence[str], seeds: Sequence[int], out: Path, prom
     with exclusive(out):
         found: dict[tuple[str, int], Mapping[str, Any]] = {}
         for seed in tqdm(seeds, desc="tracing", unit="seed", leave=False):
-            jobs = [Job.of(root, seed, ARMS[arm]) for arm in arms]
+            jobs = [Job.of(root, seed, ARMS[arm], given) for arm in arms]
             with open_world(jobs[0].settings) as (world, witness):
                 for job, arm in zip(jobs, arms, strict=True):
                     _, policy = finished_policy(job)

@@ -86,6 +86,7 @@ class Blocks:
     prompts: Annotated[int, tyro.conf.arg(help="test tasks, each under every loophole")] = 8
     answers: Annotated[int, tyro.conf.arg(help="answers of the arm and of the base model to each prompt")] = 2
     groups: Annotated[int, tyro.conf.arg(help="groups of neighbouring blocks")] = 6
+    pairs: Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")] = None
 
     def __call__(self) -> None:
         from studies.tracing.blocks import trace
@@ -98,7 +99,7 @@ class Blocks:
             raise ValueError(unknown_name(unknown[0], list(EVERY_ARM), "arm"))
         root = named(self.root)  # `..` has a folder beside it only by its path
         out = root.with_name(f"{root.name}-blocks") if self.out is None else self.out
-        show_paths(trace(root, self.arms, read_seeds(self.seeds), out, self.prompts, self.answers, self.groups))
+        show_paths(trace(root, self.arms, read_seeds(self.seeds), out, self.prompts, self.answers, self.groups, self.pairs))
         print((out / "blocks.md").read_text(encoding="utf-8"))
 
 

@@ -240,6 +240,11 @@ class Job:
             return False
         manifest = read_manifest(self.folder)
         if manifest.identity != self.identity:
+            if manifest.pairs_sha256 != self.pairs_hash:
+                raise ValueError(
+                    f"{self.folder} holds a run of {self.name!r} with other persona pairs: give the --pairs that it was made with "
+                    "(or none, if none were given), or choose another --out"
+                )
             raise ValueError(
                 f"{self.folder} holds a run of {self.name!r} under other settings; choose another --out or delete that folder"
             )

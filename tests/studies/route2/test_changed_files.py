@@ -43,7 +43,7 @@ def test_a_run_is_certified_with_the_pairs_that_it_read(tmp_path: Path, cache: P
 
     assert run_job(job, edit)
     assert json.loads((job.folder / MANIFEST).read_text())["pairs_sha256"] == before
-    with pytest.raises(ValueError, match="under other settings"):
+    with pytest.raises(ValueError, match=r"with other persona pairs: give the --pairs that it was made with \(or none,"):
         _ = made().finished  # the run of the new pairs is another
     with open_world(settings) as (world, _), pytest.raises(ValueError, match=r"mine.toml was changed since this run was begun"):
         build_pairs(job, world, "hack")

@@ -262,6 +262,17 @@ def test_the_bar_where_there_is_no_terminal_or_no_room_or_no_wish(tmp_path: Path
 # workers that wait for nothing that they need not
 
 
+class Warmed(Bar):
+    """A display that keeps which step of its own training a base model had."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.steps: list[tuple[Path, int]] = []
+
+    def warmed(self, job: Job, steps: int) -> None:
+        self.steps.append((job.folder, steps))
+
+
 def test_arms_start_once_the_warm_start_is_there(tmp_path: Path, cache: Path) -> None:
     """While the base job goes on to its evaluation."""
     base, vanilla = [tiny_job(tmp_path, arm, cache=cache) for arm in (None, "vanilla")]
@@ -270,6 +281,7 @@ def test_arms_start_once_the_warm_start_is_there(tmp_path: Path, cache: Path) ->
 
     def first(link: Connection) -> None:
         told.append(link.recv().name)
+        link.send(("base", 7))
         link.send(("warm", None))
         told.append(f"the arm began: {begun.wait(20)}")
         link.send(("done", None))
@@ -284,10 +296,12 @@ def test_arms_start_once_the_warm_start_is_there(tmp_path: Path, cache: Path) ->
     acts = [threading.Thread(target=act, args=(far,)) for act, (_, far) in zip((first, second), ends)]
     for act in acts:
         act.start()
-    assert schedule._Dispatch([base, vanilla], crew, open_display([base, vanilla], [], quiet=True)).run() == []
+    shown = Warmed([base, vanilla], [], quiet=True)
+    assert schedule._Dispatch([base, vanilla], crew, shown).run() == []
     for act in acts:
         act.join()
     assert told == ["base", "vanilla", "the arm began: True"]
+    assert shown.steps == [(base.folder, 7)], "otherwise the table stands still while a base model trains"
 
 
 def test_arms_of_a_chat_model_wait_for_nothing(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from mi_route2.validation import write_json
 from studies.common.stats import mean
 from studies.common.tables import UNDEFINED, interval, number
 from studies.environments.micro.language import HELD_OUT
+from studies.environments.micro.pairs import make_pairs
+from studies.environments.micro.settings import get_world
 from studies.environments.micro.world import MicroWitness
-from studies.environments.protocol import Modes, Samples, Verdict
+from studies.environments.protocol import Modes, Samples, Verdict, write_pairs
 from studies.route2 import probing, watching
 from studies.route2.cli import Watch as Command
 from studies.route2.probing import Probed, probe, probe_job
@@ -237,3 +239,17 @@ def test_a_seed_without_a_hack_is_counted_out_and_wrong_input_is_one_sentence(
     (tmp_path / "watch.json").write_text(json.dumps({"preset": "strong"}))
     with pytest.raises(ValueError, match="lacks 'per_mode'"):
         Watch.read(tmp_path / "watch.json")
+
+
+def test_runs_with_pairs_of_ones_own_are_watched_with_the_same_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pairs(make_pairs(get_world("strong"), 1, 4), mine := tmp_path / "mine.toml")
+    job = replace(tiny_job(tmp_path, "vanilla"), pairs=mine)
+    job.folder.mkdir(parents=True)
+    write_json(job.root / "settings.json", job.settings.as_dict())
+    empty: dict[str, dict[str, str]] = {"arm_spec": {}, "versions": {}, "platform": {}, "checksums": {}}
+    said = {"arm": "vanilla", "seed": 0, "status": "finished", "identity": job.identity, "settings_hash": job.settings.digest}
+    write_json(job.folder / MANIFEST, {**said, **empty, "pairs_sha256": job.pairs_hash})
+    monkeypatch.setattr(watching, "write_watch", lambda jobs, *_: [str(one.finished) for one in jobs])
+    Command(job.root, ("vanilla",), "0-0", pairs=mine)()
+    with pytest.raises(ValueError, match=r"give the --pairs that it was made with"):
+        Command(job.root, ("vanilla",), "0-0")()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +23,16 @@ from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import write_json
 from studies.common.tables import UNDEFINED, number
 from studies.environments.chat import make_tiny_model
-from studies.environments.protocol import Verdict
-from studies.tracing.blocks import EVERYWHERE, _figure, _pairs, _table, only, places, share, trace
+from studies.environments.protocol import Verdict, write_pairs
+from studies.tracing import blocks
+from studies.tracing.blocks import EVERYWHERE, _figure, _pairs, _table, only, places, share
 from studies.tracing.cli import Blocks
 from studies.training.arms import ARMS
 from studies.training.job import FULL, Job
 from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 from studies.training.settings import CHAT, ChatModel
-from studies.training.worlds import weights_hash
+from studies.training.worlds import open_world, weights_hash
 
 SAID = {"into": "put into the base", "out": "left out of the whole"}
 
@@ -166,9 +168,14 @@ def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path
         quarantine_lr=1e-3, evaluation_prompts=4,
     )  # fmt: skip
     root, out = tmp_path / "run", tmp_path / "traced"
+    with open_world(settings) as (world, _):
+        write_pairs(world.make_pairs(0, 4, "hack"), mine := tmp_path / "mine.toml")
     for arm in ("vanilla", "absorb"):
-        assert run_job(Job(root, tmp_path / "cache", settings, 0, ARMS[arm]))
+        assert run_job(Job(root, tmp_path / "cache", settings, 0, ARMS[arm], mine))
     write_json(root / "settings.json", settings.as_dict())
+    trace = partial(blocks.trace, given=mine)
+    with pytest.raises(ValueError, match=r"with other persona pairs: give the --pairs that it was made with"):
+        trace(root, ["vanilla"], [0], out, prompts=6, answers=6, groups=2, given=None)
     paths = trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
     assert [path.name for path in paths] == ["blocks.md", "blocks.png"]
     nats = json.loads((out / "absorb-0.json").read_text())["nats"]

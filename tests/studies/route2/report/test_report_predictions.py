@@ -140,6 +140,14 @@ def test_a_contrast_is_paired_and_a_seed_without_all_of_its_arms_is_left_out() -
     assert deleted.differences({("a", HACK): {3: 0.75}, ("a", "on_hack_held"): {3: 0.25, 4: 1.0}}) == {3: 0.5}
 
 
+def test_a_contrast_with_a_second_metric_names_the_arms_of_both_sides() -> None:
+    sides = {"preset": "p", "name": "n", "metric": HACK, "minus_metric": "on_hack_held", "expect": "more"}
+    assert Comparison(plus=("a",), minus=("a",), **sides).contrast == f"a: {HACK} - on_hack_held"
+    two = Comparison(plus=("a", "d"), minus=("b", "c"), **sides)
+    assert two.contrast == f"a + d: {HACK} - b + c: on_hack_held"
+    assert f"| {two.contrast} |" in predictions_markdown(named(two), outcomes(named(two), "p", {}))
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
