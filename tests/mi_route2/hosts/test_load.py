@@ -190,11 +190,7 @@ def peft_beside(folder: Path) -> None:
 
 
 LAST = "model.layers.1.mlp.down_proj.weight"
-<<<<<<< HEAD
 KNOWN = r"choose among (?!.*\b(\w+),.* \1\b)Qwen3ForCausalLM, LlamaForCausalLM, .*GPTNeoXForCausalLM, or add a row"
-=======
-KNOWN = r"choose among (?!.*\b(\w+), .*\b\1\b)Qwen3ForCausalLM, LlamaForCausalLM, .*GPTNeoXForCausalLM, or add a row"  # each once
->>>>>>> r4
 FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), FileNotFoundError, "has no config.json"),
     "no weights": (
