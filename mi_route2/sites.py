@@ -61,8 +61,7 @@ class Site:
     """Point of a layer, for example ``Site(3, "resid_mid")``.
 
     The points of adapters also need ``linear``, the logical Linear of the adapters: ``Site(3, "kept_a", "mlp.down")``. The
-    unembedding
-    has no layer: ``Site(None, "kept_a", "unembed")``. Sites sort by layer, with the unembedding last.
+    unembedding has no layer: ``Site(None, "kept_a", "unembed")``. Sites sort by layer, with the unembedding last.
 
     Raises:
         KeyError: The point or the Linear is unknown.

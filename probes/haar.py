@@ -16,7 +16,7 @@ from probes.probe import Labels, unit_vector
 
 
 @checked
-class HaarFitter:
+class HaarProbeFitter:
     """Fitter whose every `fit` is a new draw from the CPU `generator`; of the activations only their width is used."""
 
     def __init__(self, generator: torch.Generator, score: Score = "projection") -> None:

@@ -34,7 +34,7 @@ class Probe(Protocol):
 
 
 @runtime_checkable
-class Fitter(Protocol):
+class ProbeFitter(Protocol):
     """Mutable learner: collects labeled activations (`update`, any number of times), then returns a frozen probe (`fit`)."""
 
     def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:

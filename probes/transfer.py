@@ -1,10 +1,10 @@
 """Transfer study: test whether a probe trained on the known mode finds hacks of modes that it never saw.
 
-For every layer and probe: fit on part of the known mode's rollouts, calibrate on a second part, test on a third (the known row) and
-on each held-out mode: AUROC with a bootstrap interval over groups of rollouts, Brier, ECE and the reliability curve. Every row also
-has
-the mean and the 95th percentile of the AUROC of random directions: a number that random directions reach is no finding. This module
-uses only rollouts, labels and mode names. A row depends on its own layer, probe and mode, and not on which others are studied.
+For every layer and probe: fit on part of the known mode's rollouts, calibrate on a second part, test on a third (the known row)
+and on each held-out mode: AUROC with a bootstrap interval over groups of rollouts, Brier, ECE and the reliability curve. Every
+row also has the mean and the 95th percentile of the AUROC of random directions: a number that random directions reach is no
+finding. This module uses only rollouts, labels and mode names. A row depends on its own layer, probe and mode, and not on which
+others are studied.
 """
 
 import json
@@ -23,15 +23,15 @@ from mi_route2.validation import AtLeastOne, Natural, validated
 from probes.auroc import auroc, auroc_interval, cluster_draws
 from probes.calibration import Calibrator, ReliabilityBin, brier, ece, fit_isotonic, fit_platt, reliability
 from probes.dataset import Dataset, group_ids, split_groups, text_groups
-from probes.haar import HaarFitter
+from probes.haar import HaarProbeFitter
 from probes.lda import LdaFitter
 from probes.logistic import LogisticFitter
 from probes.mean_difference import MeanDifferenceFitter
-from probes.probe import Fitter, Probe, Unit
+from probes.probe import Probe, ProbeFitter, Unit
 
 __all__ = ["Dataset", "TransferResult", "TransferRow", "TransferSettings", "default_fitters", "text_groups", "transfer"]
 
-FitterFactory = Callable[[str], Fitter]
+FitterFactory = Callable[[str], ProbeFitter]
 
 
 @validated
@@ -224,7 +224,7 @@ def _batch(dataset: Dataset, layer: str, rows: Int[np.ndarray, " n"]) -> _Batch:
     return _Batch(h[index.to(h.device)], dataset.mask[index.to(dataset.mask.device)].to(h.device), hack.to(h.device))
 
 
-def _fit(fitter: Fitter, batch: _Batch) -> Probe:
+def _fit(fitter: ProbeFitter, batch: _Batch) -> Probe:
     fitter.update(batch.h, batch.mask, batch.hack)
     return fitter.fit()
 
@@ -244,7 +244,7 @@ def _control(
     train: _Batch, tests: list[tuple[_Fold, _Batch]], settings: TransferSettings, generator: torch.Generator
 ) -> dict[tuple[str, Unit], tuple[float | None, float | None]]:
     """Return (mode, level) -> mean and 95th percentile of the random directions' AUROC; None if a class is absent."""
-    fitter = HaarFitter(generator)
+    fitter = HaarProbeFitter(generator)
     fitter.update(train.h, train.mask, train.hack)
     random = [fitter.fit() for _ in range(settings.draws)]
     control: dict[tuple[str, Unit], tuple[float | None, float | None]] = {}

@@ -172,6 +172,38 @@ def test_modules_say_what_they_are() -> None:
         assert not lines or ast.get_docstring(trees()[name]), f"{name} does not say what it is"
 
 
+def test_a_class_that_a_room_of_the_library_offers_has_its_name_alone() -> None:
+    """What stands in ``__all__`` of a face is imported by users, who would take a class of the same name for it."""
+    faces = [name for name in SOURCES if within(name, "mi_route2") and SOURCES[name].name == "__init__.py"]
+    offered = {text for name in faces for text in names_offered(trees()[name])}
+    places: dict[str, list[str]] = {}
+    for name, tree in trees().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name in offered:
+                places.setdefault(node.name, []).append(name)
+    assert len(places) > 50
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def names_offered(tree: ast.Module) -> list[str]:
+    """Return ``__all__`` of a module."""
+    values = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    return [name for value in values for name in ast.literal_eval(value)]
+
+
+def test_no_docstring_is_torn() -> None:
+    """A word or two alone on a line, between a full line and the rest of the sentence: somebody broke a line that was too long."""
+    for name, tree in trees().items():
+        lines = SOURCES[name].read_text(encoding="utf-8").splitlines()
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+        for text in (text for text in texts if isinstance(text.value, str)):
+            for i in range(text.lineno, (text.end_lineno or 0) - 1):
+                before, short, after = lines[i - 1], lines[i].strip(), lines[i + 1].strip()
+                alone = 0 < len(short) < 20 and len(short.split()) <= 2 and not short.endswith((".", ":", ",", '"""'))
+                torn = alone and len(before) > 100 and not before.endswith((".", ":")) and re.match(r"[a-z`(]", after)
+                assert not torn, f"{name}, line {i + 1}: {short!r}"
+
+
 def test_annotations_are_evaluated() -> None:
     """With postponed annotations the shapes in the signatures are text that nothing checks."""
     for name, tree in trees().items():

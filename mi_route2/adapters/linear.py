@@ -222,9 +222,8 @@ class Branch(nn.Module):
     hook_kept         what the kept adapter adds, [b s d_out] (does not fire under ``fold``, which does not compute it separately)
     hook_quarantine   what the quarantine adds, [b s d_out]
     hook_mask         in a pass under a mask route: 1 if the kept adapter learns and 0 if flagged, [b] or [b s]. A tensor that a
-    hook
-                      returns replaces the mask. Fires in the forward if flags are already known, otherwise in the backward; for
-                      pooled gradient flags, when the step is finished
+                      hook returns replaces the mask. Fires in the forward if flags are already known, otherwise in the
+                      backward; for pooled gradient flags, when the step is finished
 
     No point fires while weights are merged. Under ``Adapters.stack`` both adapters run on their own wherever a hook stands at one
     of the first three points.

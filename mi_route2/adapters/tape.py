@@ -1,12 +1,11 @@
 """Tape of one recorded forward and backward: its layout, its gates and its readers.
 
-A ``Tape`` is made for one forward and backward over a known layout ``[b, s]``. It carries a ``Gate`` for the kept adapter and one
-for
-the quarantine: during the backward, a gate receives each factor's per-rollout gradient and returns the gradient that the parameter
-gets. Readers receive the input of every site in the forward, or the pair (input, gradient at the output) in the backward. The
-caller states the layout; it is never guessed from a tensor's shape, because ``[b * s, d]`` read as rollouts would flag tokens.
-Rows must be in the batch's order: a Linear that gets all tokens in another one (an expert's, gathered; time before batch, which
-only shows if there are not as many rollouts as tokens) must have no adapter.
+A ``Tape`` is made for one forward and backward over a known layout ``[b, s]``. It carries a ``Gate`` for the kept adapter and
+one for the quarantine: during the backward, a gate receives each factor's per-rollout gradient and returns the gradient that
+the parameter gets. Readers receive the input of every site in the forward, or the pair (input, gradient at the output) in the
+backward. The caller states the layout; it is never guessed from a tensor's shape, because ``[b * s, d]`` read as rollouts would
+flag tokens. Rows must be in the batch's order: a Linear that gets all tokens in another one (an expert's, gathered; time before
+batch, which only shows if there are not as many rollouts as tokens) must have no adapter.
 
 A Linear may run more than once in the forward (weight tying, recurrence): its features are then sums over its calls. Gradient
 checkpointing runs it again in the backward, which does not count as a call. A second backward on the same tape is refused, because

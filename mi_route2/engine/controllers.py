@@ -402,7 +402,7 @@ STEP, UNREAD = 0.05, 16
 """Smallest change of the gain that is sent, as a share of ``gain``; tokens without a score after which a request is put back."""
 
 
-class Decision(NamedTuple):
+class GainDecision(NamedTuple):
     """One decision of a probe controller: ``score`` is smoothed, ``gain`` is the one applied if the request is engaged."""
 
     step: int
@@ -483,7 +483,7 @@ class ProbeController:
         self._shape: tuple[int, ...] | None = None
         """The shape of the site's value with which the probe was compared."""
         self.follows: dict[int, Follow] = {}
-        self.decisions: deque[Decision] = deque(maxlen=keep)
+        self.decisions: deque[GainDecision] = deque(maxlen=keep)
         """The most recent engagements, disengagements and gain changes, oldest first."""
 
     def on_step(self, view: StepView) -> list[Action]:
@@ -540,7 +540,7 @@ class ProbeController:
         if was == follow.engaged and (gain == follow.gain or abs(gain - follow.gain) < STEP * self.gain):
             return []
         follow.gain = gain
-        self.decisions.append(Decision(step, request, follow.engaged, follow.score, gain))
+        self.decisions.append(GainDecision(step, request, follow.engaged, follow.score, gain))
         if not self.gain:
             return []
         if not follow.engaged:

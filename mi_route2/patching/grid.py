@@ -193,10 +193,9 @@ class Grid:
     def zoom(self, around: Cell | None = None, radius: int = RADIUS) -> Window:
         """Return the layers and positions within ``radius`` of a cell (``argabs`` by default).
 
-        The window is limited to the model's layers and to positions that can be patched. Nothing runs: pass the result to the next
-        sweep, for
-        example over finer sites: ``positions=w.positions``, ``sites=w.sites("z", "mlp_out")``, ``heads=True``. The unembedding
-        counts as the last layer.
+        The window is limited to the model's layers and to positions that can be patched. Nothing runs: pass the result to the
+        next sweep, for example over finer sites: ``positions=w.positions``, ``sites=w.sites("z", "mlp_out")``, ``heads=True``.
+        The unembedding counts as the last layer.
         """
         if radius < 0:
             raise ValueError(f"a radius of {radius} is not possible: choose 0 or more")

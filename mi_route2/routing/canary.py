@@ -221,7 +221,7 @@ def _write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> No
 
 
 @dataclass(frozen=True)
-class Monitor:
+class CanaryMonitor:
     """Calibrated canary: a function from rollouts to scores, and the threshold above which a score is a flag."""
 
     ratios: Ratios
@@ -279,7 +279,7 @@ def _demand_sizes(**sizes: int | None) -> None:
 @checked
 def calibrate(
     ratios: Ratios, samples: Rollouts, quantile: float, top: int | None = 3, micro: int | None = None, nats: float | None = None
-) -> Monitor:
+) -> CanaryMonitor:
     """Return the monitor of a canary, calibrated on samples of the base model.
 
     Args:
@@ -310,9 +310,9 @@ def calibrate(
             "nothing, so train it longer, or leave it out"
         )
     if nats is not None:
-        return Monitor(ratios, top, None, None, nats)
+        return CanaryMonitor(ratios, top, None, None, nats)
     scores = standardized(given, center, spread)
-    return Monitor(ratios, top, center, spread, float(scores.quantile(quantile)))
+    return CanaryMonitor(ratios, top, center, spread, float(scores.quantile(quantile)))
 
 
 class NothingLearnedError(ValueError):
@@ -375,7 +375,7 @@ class CanaryRoute(OneCall):
         self._turns = turns
         self.spec, self._ratios, self._samples, self._micro = spec, ratios, samples, micro
         self.directions: Directions | None = None
-        self.monitor: Monitor | None = None
+        self.monitor: CanaryMonitor | None = None
         self.snapshots: list[dict[str, Tensor]] = []
         self._known: float | None = None
         """Surprisal up to which a success teaches a quarantine that learns first nothing."""
@@ -426,7 +426,7 @@ class CanaryRoute(OneCall):
     def _own(self, policy: Policy) -> Ratios:
         return quarantine_ratios(policy, tuple(self.snapshots), self._turns)
 
-    def _calibrated(self, policy: Policy, ratios: Ratios) -> Monitor:
+    def _calibrated(self, policy: Policy, ratios: Ratios) -> CanaryMonitor:
         spec = self.spec
         return calibrate(ratios, self._samples.to(policy.device), spec.quantile, spec.top, self._micro, spec.nats)
 
@@ -478,7 +478,7 @@ class CanaryRoute(OneCall):
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
         return None if self.monitor is None else self._scored(self.monitor, policy, rollouts)
 
-    def _scored(self, monitor: Monitor, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"]:
+    def _scored(self, monitor: CanaryMonitor, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"]:
         if self._ratios is None:  # this policy's quarantine, and not that of one which it is a copy of
             monitor = replace(monitor, ratios=self._own(policy))
         return monitor(rollouts, drift(policy, rollouts) if self.spec.relative_to == "run" else None)
@@ -507,7 +507,7 @@ class CanaryRoute(OneCall):
         if "threshold" in tensors:
             device, given = next(iter(own.values())).device, (tensors.get(name) for name in ("center", "spread"))
             center, spread = (None if tensor is None else tensor.to(device, copy=True) for tensor in given)
-            self.monitor = Monitor(_unbound, self.spec.top, center, spread, float(tensors["threshold"]))
+            self.monitor = CanaryMonitor(_unbound, self.spec.top, center, spread, float(tensors["threshold"]))
 
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
         return {}

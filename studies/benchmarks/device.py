@@ -27,9 +27,9 @@ from studies.benchmarks.measurement.contenders import Bench, random_qwen3
 from studies.benchmarks.measurement.flops import MICRO, Size
 from studies.benchmarks.measurement.paired import (
     QUICK,
+    Comparison,
+    ComparisonResult,
     Contender,
-    Result,
-    Row,
     Turn,
     compared,
     machine,
@@ -45,17 +45,17 @@ SIZES = {
     "1.1B": Size(22, 2048, 32, 5632, 32000, rollouts=8, tokens=512, prompt=64, kept_rank=16, quarantine_rank=16, kv=256),
 }
 STEPS = (
-    Row(PEFT, FROZEN),
-    Row(LORA, PEFT),
-    Row(STACKED, PEFT),
-    Row(STACKED, PEFT_HALF),
-    Row(f"{LORA}: {POOLED}", LORA),
-    Row(f"{STACKED}: {POOLED}", STACKED),
-    Row(f"{STACKED}: {POOLED}", PEFT),
-    Row(f"{STACKED}: {FULL}", STACKED),
+    Comparison(PEFT, FROZEN),
+    Comparison(LORA, PEFT),
+    Comparison(STACKED, PEFT),
+    Comparison(STACKED, PEFT_HALF),
+    Comparison(f"{LORA}: {POOLED}", LORA),
+    Comparison(f"{STACKED}: {POOLED}", STACKED),
+    Comparison(f"{STACKED}: {POOLED}", PEFT),
+    Comparison(f"{STACKED}: {FULL}", STACKED),
 )
 CONTEXT = 512
-ENGINE = (Row("engine", "generate, one padded batch"), Row("engine, ragged", "generate, padded to the longest"))
+ENGINE = (Comparison("engine", "generate, one padded batch"), Comparison("engine, ragged", "generate, padded to the longest"))
 
 
 def clock(call: Callable[[], object], device: torch.device) -> float:
@@ -90,7 +90,9 @@ def model(size: Size, seed: int, device: torch.device, **more: Any) -> Any:
     return random_qwen3(size, seed, **more).to(device, torch.bfloat16)
 
 
-def steps(size: Size, options: DeviceOptions, device: torch.device) -> tuple[list[Result], dict[str, list[float]], dict[str, int]]:
+def steps(
+    size: Size, options: DeviceOptions, device: torch.device
+) -> tuple[list[ComparisonResult], dict[str, list[float]], dict[str, int]]:
     """Return the rows of ``STEPS``, and of every side the seconds and the peak memory."""
     decoder = model(size, options.seed, device, use_cache=False, attn_implementation="sdpa").train().requires_grad_(False)
     with TemporaryDirectory() as folder:
@@ -111,7 +113,9 @@ def steps(size: Size, options: DeviceOptions, device: torch.device) -> tuple[lis
     return compared(rows, seconds, rng), seconds, memory
 
 
-def engine(size: Size, options: DeviceOptions, device: torch.device) -> tuple[list[Result], dict[str, list[float]], dict[str, int]]:
+def engine(
+    size: Size, options: DeviceOptions, device: torch.device
+) -> tuple[list[ComparisonResult], dict[str, list[float]], dict[str, int]]:
     """Return the rows of ``ENGINE``, and of every side the seconds and its tokens."""
     decoder = model(replace(size, tokens=CONTEXT), options.seed, device, pad_token_id=0, bos_token_id=1, eos_token_id=None).eval()
     own = EngineSides(options.seed, options.quick, model=decoder)

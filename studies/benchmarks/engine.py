@@ -43,7 +43,17 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.benchmarks.measurement.contenders import random_qwen3
 from studies.benchmarks.measurement.flops import Size
-from studies.benchmarks.measurement.paired import Result, Row, Turn, compared, report, take_turns, timed, timers, token_table
+from studies.benchmarks.measurement.paired import (
+    Comparison,
+    ComparisonResult,
+    Turn,
+    compared,
+    report,
+    take_turns,
+    timed,
+    timers,
+    token_table,
+)
 from studies.benchmarks.options import EngineOptions
 
 REQUESTS, PROMPT, NEW, SHORTEST, LONGEST, SINGLES = 64, 32, 64, 8, 128, 2
@@ -53,16 +63,16 @@ FEW, SHORT = 8, 16
 
 
 ROWS = (
-    Row("engine", "generate, one by one", 0.1),
-    Row("engine", "generate, one padded batch", 1 / 0.9),
-    Row("engine, ragged", "generate, padded to the longest", 1 / 1.3),
-    Row("engine, steered", "engine, in turn", 1.05),
-    Row("engine, monitored", "engine, in turn", 1.02),
-    Row("engine, no prefix cache", "engine"),
-    Row("engine, exact", "generate, one by one"),
+    Comparison("engine", "generate, one by one", 0.1),
+    Comparison("engine", "generate, one padded batch", 1 / 0.9),
+    Comparison("engine, ragged", "generate, padded to the longest", 1 / 1.3),
+    Comparison("engine, steered", "engine, in turn", 1.05),
+    Comparison("engine, monitored", "engine, in turn", 1.02),
+    Comparison("engine, no prefix cache", "engine"),
+    Comparison("engine, exact", "generate, one by one"),
 )
-HALF = Row("engine, bfloat16", "engine")
-LOOK = Row("look at the weights", "a token of one request")
+HALF = Comparison("engine, bfloat16", "engine")
+LOOK = Comparison("look at the weights", "a token of one request")
 LOOKS = 10
 """Looks in a turn."""
 
@@ -217,7 +227,7 @@ class EngineSides:
         return {"vLLM": generate}
 
 
-def look_line(result: Result, seconds: dict[str, list[float]], numbers: int) -> str:
+def look_line(result: ComparisonResult, seconds: dict[str, list[float]], numbers: int) -> str:
     """Return a sentence about the look at the weights."""
     look, token = (1e3 * median(seconds[name]) for name in (result.over, result.under))
     return (
@@ -242,7 +252,7 @@ def run(options: EngineOptions) -> None:
     if options.look:
         return _look(options, sides)
     seconds = take_turns(sides.all(), options.turns, np.random.default_rng(options.seed))
-    rows = [*ROWS, *([HALF] if HALF.over in seconds else []), *([Row("engine", "vLLM")] if "vLLM" in seconds else [])]
+    rows = [*ROWS, *([HALF] if HALF.over in seconds else []), *([Comparison("engine", "vLLM")] if "vLLM" in seconds else [])]
     if options.smollm2:  # the limits are those of many requests to a small model
         rows = [replace(row, limit=None) for row in rows]
     rng = np.random.default_rng(options.seed)

@@ -2,9 +2,8 @@
 
     mean +- t_{(1+level)/2, n-1} * s / sqrt(n),    s^2 = sum_i (x_i - mean)^2 / (n - 1)
 
-Source: Student, "The probable error of a mean" (Biometrika, 1908). The interval assumes roughly normal values, which rates near 0
-or 1
-are not: it is not clipped to [0, 1], and the tables print the median and every seed beside it.
+Source: Student, "The probable error of a mean" (Biometrika, 1908). The interval assumes roughly normal values, which rates near
+0 or 1 are not: it is not clipped to [0, 1], and the tables print the median and every seed beside it.
 
 A value that does not exist (a ratio with denominator 0, an arm that was not trained) is `None`: it keeps its place in `seeds` and
 counts nowhere else. NaN and infinity are mistakes, and raise `ValueError`. Sums are exactly rounded (`math.fsum`), so the order of

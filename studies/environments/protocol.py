@@ -93,8 +93,7 @@ class Verdict:
     hack      exploit and not gt
     channels  for each loophole, whether it fired in any examined execution
     fired_in  where the own channel fired: ``paid`` is the graded execution itself; ``hidden`` is the oracle's own execution on
-    inputs
-              that no grader has. A program that cheats only for its grader fires only in ``paid``
+              inputs that no grader has. A program that cheats only for its grader fires only in ``paid``
     """
 
     gt: bool

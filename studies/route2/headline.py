@@ -67,7 +67,7 @@ Expected = Mapping[str, Mapping[str, float]]
 """Arm -> its ``hack`` (held out) and ``solve`` in the prototype, means over the prototype's seeds."""
 
 
-class Result:
+class StudyResult:
     """Content of table.json, by arm."""
 
     def __init__(self, content: Mapping[str, Any]):
@@ -111,7 +111,7 @@ class Result:
         return bool(self._unfinished) or any(row is None or row["seed_ids"] != self.seeds for row in rows)
 
 
-def headline(result: Result) -> str:
+def headline(result: StudyResult) -> str:
     """Return headline.md: each route with absorb and its filter, then the baselines, controls and bound."""
     settings = result.settings
     name = seeds_text(result.seeds)
@@ -133,7 +133,7 @@ def headline(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _bullet(result: Result, arm: str, about: str = "") -> str:
+def _bullet(result: StudyResult, arm: str, about: str = "") -> str:
     row = result.rows.get(arm)
     if row is None:
         return f"- **{arm}**{about}: {NOT_RUN}."
@@ -149,12 +149,12 @@ def _signed(pair: Row) -> str:
     return ", ".join(f"{name} {interval(pair[metric], signed=True)}" for name, metric in named)
 
 
-def _against_absorb(result: Result, route: str) -> str:
+def _against_absorb(result: StudyResult, route: str) -> str:
     pair = result.difference(route, "absorb")
     return f"Against absorb (a quarantine, no route): {NOT_RUN if pair is None else _signed(pair)}."
 
 
-def _against_filter(result: Result, route: str) -> str:
+def _against_filter(result: StudyResult, route: str) -> str:
     name = ARMS[route].same_rule_filter
     pair = result.difference(route, name)
     if pair is None or name not in result.rows:
@@ -165,7 +165,7 @@ def _against_filter(result: Result, route: str) -> str:
     )
 
 
-def short(results: Sequence[tuple[Result, Predictions]]) -> str:
+def short(results: Sequence[tuple[StudyResult, Predictions]]) -> str:
     """Return the README's headline: medians of every preset side by side, and the outcome of the predictions.
 
     Each route is above its same-rule filter.
@@ -190,7 +190,7 @@ def short(results: Sequence[tuple[Result, Predictions]]) -> str:
     return "\n".join(parts)
 
 
-def _fared(result: Result, predictions: Predictions) -> str:
+def _fared(result: StudyResult, predictions: Predictions) -> str:
     """Return a sentence with the number of predictions that held, and the families of those that did not, with their verdicts."""
     found = outcomes(predictions, result.settings["preset"], result.values)
     failed = Counter((each.comparison.name.partition(":")[0], each.verdict) for each in found if each.verdict != "shown")
@@ -199,7 +199,7 @@ def _fared(result: Result, predictions: Predictions) -> str:
     return f"**{result.settings['preset']}**: {held} of {len(found)} predictions held, each Holm-corrected.{rest}\n"
 
 
-def tables(result: Result, quality: Quality, trained: Mapping[str, Summary], prototype: Expected) -> str:
+def tables(result: StudyResult, quality: Quality, trained: Mapping[str, Summary], prototype: Expected) -> str:
     """Return tables.md: main rows, effect of the quarantine, outlier seeds, all random draws, and the prototype's values.
 
     ``trained`` is an arm's solve rate on training tasks in its last steps.
@@ -210,7 +210,7 @@ def tables(result: Result, quality: Quality, trained: Mapping[str, Summary], pro
     return "\n".join(part for part in parts if part)
 
 
-def _main_table(result: Result) -> str:
+def _main_table(result: StudyResult) -> str:
     header = ["arm", "n", "hack, held out: median", "mean", "exploit, held out", "hack, known", "solve"]
     header += ["quarantine in: hack", "exploit", "solve"]
     body = []
@@ -222,7 +222,7 @@ def _main_table(result: Result) -> str:
     return markdown_table(header, body)
 
 
-def _filter_table(result: Result) -> str:
+def _filter_table(result: StudyResult) -> str:
     body = []
     for route in (*ROUTES, "oracle-known", BOUND):
         pair = result.difference(route, ARMS[route].same_rule_filter)
@@ -233,7 +233,7 @@ def _filter_table(result: Result) -> str:
     return f"What the quarantine adds to the flags:\n\n{markdown_table(header, body, left=2)}" if body else ""
 
 
-def _outlier_table(result: Result, quality: Quality) -> str:
+def _outlier_table(result: StudyResult, quality: Quality) -> str:
     rule = "further than .1 and than 3 robust deviations from the arm's median held-out hack"
     body = []
     for arm in result.shown():
@@ -252,7 +252,7 @@ def _outlier_table(result: Result, quality: Quality) -> str:
     return f"Seeds that stand out ({rule}). {note}\n\n{markdown_table(header, body)}"
 
 
-def _fire_table(result: Result, quality: Quality) -> str:
+def _fire_table(result: StudyResult, quality: Quality) -> str:
     """Return the table of R3: how often each rule's flags fire on hacks and on clean rollouts."""
     body = []
     for arm in (arm for arm in result.shown() if result.rows[arm]["role"] == "method"):
@@ -273,7 +273,7 @@ def _fire_table(result: Result, quality: Quality) -> str:
     return f"{said}:\n\n{markdown_table(header, body)}"
 
 
-def _draws_table(result: Result, quality: Quality) -> str:
+def _draws_table(result: StudyResult, quality: Quality) -> str:
     """Return the table of all random directions of route2-full's rule, sorted by the AUROC that they reached by chance."""
     found = []
     for arm in (arm for arm in CONTROLS if getattr(ARMS[arm].route, "fitter", "") == "haar" and arm in result.rows):
@@ -310,7 +310,7 @@ def _mask_cells(row: Row, seed: int, quality: Quality) -> list[str]:
     return cells
 
 
-def _expected_table(result: Result, trained: Mapping[str, Summary], expected: Expected) -> str:
+def _expected_table(result: StudyResult, trained: Mapping[str, Summary], expected: Expected) -> str:
     body = []
     for arm in result.shown():
         if arm in expected:
@@ -328,7 +328,7 @@ PANELS = (
 )
 
 
-def write_headline_figure(result: Result, path: Path) -> Path:
+def write_headline_figure(result: StudyResult, path: Path) -> Path:
     """Draw the figure and save it at ``path``."""
     arms = result.shown()
     with style():

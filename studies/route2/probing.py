@@ -36,7 +36,7 @@ from probes.dataset import Dataset
 from probes.direction import DirectionFitter
 from probes.figures import reliability_figure, transfer_figure
 from probes.fingerprint import Fingerprint
-from probes.probe import Fitter, Unit, pool
+from probes.probe import ProbeFitter, Unit, pool
 from probes.transfer import TransferResult, TransferRow, TransferSettings, default_fitters, transfer
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.common.stats import mean
@@ -271,7 +271,7 @@ def _remedy(job: Job, modes: Modes) -> str:
 def _transfer(
     dataset: Dataset, prompts: list[str], directions: dict[str, Tensor], settings: TransferSettings, progress: bool
 ) -> TransferResult:
-    fitters: dict[str, Callable[[str], Fitter]] = {"direction": lambda layer: DirectionFitter(directions[layer], "projection")}
+    fitters: dict[str, Callable[[str], ProbeFitter]] = {"direction": lambda layer: DirectionFitter(directions[layer], "projection")}
     fitters |= default_fitters(settings.seed, unit=settings.levels[0])
     return transfer(dataset, prompts, fitters, settings, progress)
 

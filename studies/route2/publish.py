@@ -33,7 +33,7 @@ from studies.route2.headline import (
     EARLY,
     QUALITIES,
     Quality,
-    Result,
+    StudyResult,
     headline,
     short,
     tables,
@@ -82,7 +82,7 @@ def publish(root: Path, to: Path) -> Path:
             raise ValueError(
                 f"{name} in {root} is not that of its runs: `python -m studies.route2 report {root}` writes the report again"
             )
-    place, result = to / folder_name(runs), Result(content)
+    place, result = to / folder_name(runs), StudyResult(content)
     texts = {
         "headline.md": headline(result),
         "tables.md": tables(result, mask_quality(runs), trained_solve(runs), prototype_of(to, runs.settings["preset"])),
@@ -213,7 +213,7 @@ def predictions_for(to: Path, content: Mapping[str, Any]) -> Predictions | None:
     return predictions if named else None
 
 
-def predicted_results(to: Path) -> list[tuple[Result, Predictions]]:
+def predicted_results(to: Path) -> list[tuple[StudyResult, Predictions]]:
     """Return the published results of seeds that predictions name, in the order of the presets: of each, that with most seeds."""
     found = []
     for preset in PRESETS:
@@ -221,7 +221,7 @@ def predicted_results(to: Path) -> list[tuple[Result, Predictions]]:
         for path in sorted(to.glob(f"{preset}-*/table.json")):
             content = json.loads(path.read_text(encoding="utf-8"))
             if (predictions := predictions_for(to, content)) is not None:
-                named.append((len(content["seed_ids"]), Result(content), predictions))
+                named.append((len(content["seed_ids"]), StudyResult(content), predictions))
         found += [(result, predictions) for _, result, predictions in sorted(named, key=lambda each: each[0])[-1:]]
     return found
 

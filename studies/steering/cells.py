@@ -31,7 +31,7 @@ OUTCOMES = ("solve", "exploit")
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class GateCell:
     """One way to steer.
 
     Cells with controllers are run in a batch of their own kind.
@@ -105,7 +105,7 @@ class Bench:
         """Return an engine over the model in its current state."""
         return Engine(self.host, rows=self.settings.rows, prefix_bytes=0, steering_rows=1024, controllers=controllers, exact=exact)
 
-    def run(self, cells: Sequence[Cell], *, what: str = "cells") -> dict[str, UInt8[Tensor, "modes tasks 2"]]:
+    def run(self, cells: Sequence[GateCell], *, what: str = "cells") -> dict[str, UInt8[Tensor, "modes tasks 2"]]:
         """Return the outcomes (`OUTCOMES`) of every cell, by its name."""
         prompts, outcomes = self.prompts(), {}
         for state in ("full", "deployed"):
@@ -122,7 +122,7 @@ class Bench:
         """Return the context in which the model has its quarantine (`full`), or is without it."""
         return self.policy.adapters.full() if state == "full" else self.policy.adapters.deployed()
 
-    def results(self, cells: Sequence[Cell], prompts: Sequence[Prompt], what: str = "cells") -> dict[str, list[Result]]:
+    def results(self, cells: Sequence[GateCell], prompts: Sequence[Prompt], what: str = "cells") -> dict[str, list[Result]]:
         """Run the requests of all cells in one engine and return the results by cell.
 
         Raises:
@@ -184,9 +184,9 @@ BEHIND = "closed behind the probe"
 WATCH = "watch"
 
 
-def control() -> Cell:
+def control() -> GateCell:
     """Return the cell without any intervention."""
-    return Cell(ON, {"how": ON})
+    return GateCell(ON, {"how": ON})
 
 
 def away(settings: Settings, fitted: Fitted, gain: float, direction: str = "away") -> Steer:
@@ -196,26 +196,26 @@ def away(settings: Settings, fitted: Fitted, gain: float, direction: str = "away
 
 def steered(
     settings: Settings, fitted: Fitted, *, probe: str = "probe", quantile: float | None, gain: float, direction: str = "away"
-) -> Cell:
+) -> GateCell:
     """Steer a generated token if its own score is above the threshold (``None``: every generated token)."""
     gate = fitted.gates[Site.parse(settings.site)][probe]
     threshold = -CERTAIN if quantile is None else gate.thresholds[quantile]
     added = away(settings, fitted, gain, direction)
     monitor = Monitor(gate.site, gate.weight, threshold, settings.sharpness, gates=(), adds=(added,), name=WATCH)
     about = {"how": "steer", "probe": probe, "quantile": quantile, "gain": gain, "direction": direction}
-    return Cell(f"steer {probe} {_at(quantile)} {direction} x{gain:g}", about, Steering(monitors=(monitor,)))
+    return GateCell(f"steer {probe} {_at(quantile)} {direction} x{gain:g}", about, Steering(monitors=(monitor,)))
 
 
-def clamped(settings: Settings, fitted: Fitted, quantile: float, strength: float) -> Cell:
+def clamped(settings: Settings, fitted: Fitted, quantile: float, strength: float) -> GateCell:
     """Limit the projection on the direction to a quantile of clean tokens' projections: this is its own gate."""
     clamp = Clamp(
         Site.parse(settings.site), fitted.directions["away"], high=fitted.ceilings[quantile], strength=strength, phase="decode"
     )
     about = {"how": "clamp", "quantile": quantile, "gain": strength}
-    return Cell(f"clamp {_at(quantile)} x{strength:g}", about, Steering(clamps=(clamp,)))
+    return GateCell(f"clamp {_at(quantile)} x{strength:g}", about, Steering(clamps=(clamp,)))
 
 
-def sweep(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
+def sweep(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield all combinations of threshold and gain, clamps, and the controls for alternative explanations."""
     yield control()
     for quantile in (None, *settings.quantiles):
@@ -227,7 +227,7 @@ def sweep(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
     yield from controls(settings, fitted)
 
 
-def controls(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
+def controls(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield, by gain at the operating threshold: other probes with the same direction, other directions with the same probe."""
     others = [name for name in fitted.gates[Site.parse(settings.site)] if name != "probe"]
     for gain in settings.gains:
@@ -237,14 +237,14 @@ def controls(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
             yield steered(settings, fitted, quantile=settings.operating, gain=gain, direction=direction)
 
 
-def small_sweep(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
+def small_sweep(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield the cells for a model that hardly hacks: they show what steering costs there."""
     yield control()
     for gain in settings.gains:
         yield steered(settings, fitted, quantile=settings.operating, gain=gain)
 
 
-def latency(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
+def latency(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield the gate of the forward itself, and the same decision with increasing delays."""
     yield control()
     for gain in settings.late_gains:
@@ -253,7 +253,7 @@ def latency(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
             yield delayed(settings, fitted, delay, gain)
 
 
-def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shadow: bool = False) -> Cell:
+def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shadow: bool = False) -> GateCell:
     """Return a policy without smoothing or hysteresis that routes a request to a held row.
 
     The row takes effect ``delay`` tokens after the score of a generated token. A ``shadow`` policy decides but has no effect.
@@ -269,18 +269,18 @@ def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shad
     row = Steering(decode=(away(settings, fitted, gain),))
     about = {"how": "policy", "delay": delay, "gain": gain, "quantile": settings.operating}
     if delay == 1:
-        return Cell(name, about, Steering(monitors=(watch,)), sync=(policy,), configurations={row_name: row})
+        return GateCell(name, about, Steering(monitors=(watch,)), sync=(policy,), configurations={row_name: row})
     late = Late(policy, delay)
-    return Cell(name, about, Steering(monitors=(watch,)), sync=(late,), queues=(late.queue,), configurations={row_name: row})
+    return GateCell(name, about, Steering(monitors=(watch,)), sync=(late,), queues=(late.queue,), configurations={row_name: row})
 
 
-def quarantine(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
+def quarantine(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield the two ends, the saturated gates, and the frontier of every probe and mechanism between them."""
     yield control()
-    yield Cell(DELETED, {"how": DELETED}, state="deployed")
+    yield GateCell(DELETED, {"how": DELETED}, state="deployed")
     early, site = Site.parse(settings.early), Site.parse(settings.site)
-    yield Cell(CLOSED, {"how": CLOSED}, Steering(monitors=(saturated(early, _list(fitted, early)),)))
-    yield Cell(BEHIND, {"how": BEHIND}, Steering(monitors=(saturated(site, _list(fitted, site)),)))
+    yield GateCell(CLOSED, {"how": CLOSED}, Steering(monitors=(saturated(early, _list(fitted, early)),)))
+    yield GateCell(BEHIND, {"how": BEHIND}, Steering(monitors=(saturated(site, _list(fitted, site)),)))
     for quantile in settings.quantiles:
         for probe, gate in fitted.gates[site].items():
             yield gated_cell(settings, gate, probe, quantile, "close")
@@ -291,10 +291,10 @@ def quarantine(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
                 yield switched(settings, fitted, probe, quantile, latch=latch)
 
 
-def untrained(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
+def untrained(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield cells for a quarantine that adds nothing: no gate may change anything."""
     yield control()
-    yield Cell(DELETED, {"how": DELETED}, state="deployed")
+    yield GateCell(DELETED, {"how": DELETED}, state="deployed")
     site = Site.parse(settings.site)
     for mode in ("close", "open"):
         yield gated_cell(settings, fitted.gates[site]["probe"], "probe", settings.operating, mode)
@@ -302,21 +302,21 @@ def untrained(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
 
 def gated_cell(
     settings: Settings, gate: Gate, probe: str, quantile: float, mode: Literal["close", "open"], *, how: str = "forward"
-) -> Cell:
+) -> GateCell:
     """Close (or open) the quarantines behind the probe in the forward of the same token that the probe reads."""
     monitor = Monitor(gate.site, gate.weight, gate.thresholds[quantile], settings.sharpness, gates=(), quarantine=mode, name=WATCH)
     about = {"how": how if mode == "close" else "open", "probe": probe, "quantile": quantile}
-    return Cell(f"{about['how']} {probe} {_at(quantile)}", about, Steering(monitors=(monitor,)))
+    return GateCell(f"{about['how']} {probe} {_at(quantile)}", about, Steering(monitors=(monitor,)))
 
 
-def switched(settings: Settings, fitted: Fitted, probe: str, quantile: float, *, latch: bool) -> Cell:
+def switched(settings: Settings, fitted: Fitted, probe: str, quantile: float, *, latch: bool) -> GateCell:
     """Close all quarantines from the next token on, while the score is above the threshold or (``latch``) permanently."""
     gate, early = fitted.gates[Site.parse(settings.site)][probe], Site.parse(settings.early)
     how = "latch" if latch else "next token"
     name = f"{how} {probe} {_at(quantile)}"
     watch = Monitor(gate.site, gate.weight, gate.thresholds[quantile], settings.sharpness, gates=(), name=name)
     switch = QuarantineSwitch(name, name, gate.thresholds[quantile], saturated(early, _list(fitted, early)), latch=latch)
-    return Cell(name, {"how": how, "probe": probe, "quantile": quantile}, Steering(monitors=(watch,)), sync=(switch,))
+    return GateCell(name, {"how": how, "probe": probe, "quantile": quantile}, Steering(monitors=(watch,)), sync=(switch,))
 
 
 def _list(fitted: Fitted, site: Site) -> list[float]:

@@ -25,10 +25,10 @@ from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.sites import Site
 from probes.affine import AffineProbe
 from probes.direction import DirectionProbe
-from probes.haar import HaarFitter
+from probes.haar import HaarProbeFitter
 from probes.logistic import LogisticFitter
 from probes.mean_difference import MeanDifferenceFitter
-from probes.probe import Fitter
+from probes.probe import ProbeFitter
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import World, sample_prompts
 from studies.steering.settings import Settings
@@ -136,7 +136,7 @@ def fit(settings: Settings, job: Job, world: World, host: Host, policy: Policy, 
             ),
             "shuffled": _fitted(LogisticFitter(unit="token"), h, examples.mask, shuffled),
         }
-        haar = HaarFitter(torch_generator(job.seed, f"steering haar {site}", place))
+        haar = HaarProbeFitter(torch_generator(job.seed, f"steering haar {site}", place))
         haar.update(h, examples.mask, examples.hack)
         fitters |= {f"haar-{i + 1}": haar.fit() for i in range(settings.draws)}
         clean = h[~examples.hack][examples.mask[~examples.hack]].double()
@@ -183,7 +183,7 @@ def weight_of(probe: AffineProbe | DirectionProbe) -> Float[Tensor, " d"]:
     return (probe.weight if isinstance(probe, AffineProbe) else probe.direction).double()
 
 
-def _fitted(fitter: Fitter, h: Tensor, mask: Tensor, hack: Tensor) -> AffineProbe | DirectionProbe:
+def _fitted(fitter: ProbeFitter, h: Tensor, mask: Tensor, hack: Tensor) -> AffineProbe | DirectionProbe:
     fitter.update(h, mask, hack)
     probe = fitter.fit()
     assert isinstance(probe, AffineProbe | DirectionProbe)
@@ -216,7 +216,7 @@ def _directed(settings: Settings, job: Job, examples: Examples, gates: Mapping[S
     away = weight_of(_fitted(MeanDifferenceFitter("token"), h, examples.mask, examples.hack))
     along = (h.double() @ away)[examples.mask]
     label = examples.hack[:, None].expand_as(examples.mask)[examples.mask]
-    haar = HaarFitter(torch_generator(job.seed, "steering directions"))
+    haar = HaarProbeFitter(torch_generator(job.seed, "steering directions"))
     haar.update(h, examples.mask, examples.hack)
     directions = {"away": away} | {f"random-{i + 1}": haar.fit().direction for i in range(settings.draws)}
     ceilings = along[~label].quantile(torch.tensor(settings.quantiles, dtype=torch.float64)).tolist()

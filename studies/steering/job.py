@@ -20,7 +20,7 @@ import torch
 from studies.common.artifacts import Part, read_part, write_part
 from studies.common.processes import held
 from studies.steering import cells as designs
-from studies.steering.cells import Bench, Cell
+from studies.steering.cells import Bench, GateCell
 from studies.steering.fitting import LABELS, Fitted, fit
 from studies.steering.measuring import logprobs, roc, shadow
 from studies.steering.settings import Settings
@@ -32,7 +32,7 @@ from studies.training.worlds import base_file, open_world
 FIT = "fit"
 BASE = "base"
 """Entry of a part: SHA-256 of the cached base model that it was made with; parts of earlier versions have none."""
-Design = Callable[[Settings, Fitted], Iterator[Cell]]
+Design = Callable[[Settings, Fitted], Iterator[GateCell]]
 Measure = Callable[[Bench, Settings, Fitted], Part]
 
 _CELLS: Mapping[str, Mapping[str, Design]] = MappingProxyType(
@@ -165,7 +165,7 @@ def _outcomes(job: SteeringJob, part: str, bench: Bench) -> Part:
     return {"cells": about, "modes": list(bench.modes), "tasks": job.settings.tasks}, outcomes
 
 
-def _batches(cells: Sequence[Cell], size: int = 6) -> Iterator[Sequence[Cell]]:
+def _batches(cells: Sequence[GateCell], size: int = 6) -> Iterator[Sequence[GateCell]]:
     """Yield a few cells at a time, because every controller reads every request of a step."""
     for start in range(0, len(cells), size):
         yield cells[start : start + size]

@@ -35,7 +35,7 @@ OUT = ("kept_out", "quarantine_out")
 
 
 @dataclass(frozen=True)
-class Cell:
+class TracedCell:
     """A lane at a ``place``: at a Linear (``blocks.0.attn.q``), a layer (``blocks.0``), the unembedding, or ``EVERYWHERE``."""
 
     lane: str
@@ -58,7 +58,7 @@ def lanes(adapters: Adapters) -> dict[str, tuple[str, ...]]:
     return {lane: points for lane, points in LANES.items() if adapters.has_quarantine or "quarantine_out" not in points}
 
 
-def cells(adapters: Adapters) -> list[Cell]:
+def cells(adapters: Adapters) -> list[TracedCell]:
     """Return every cell, the widest first.
 
     The unembedding is its own layer; the lane ``both`` exists only for whole layers or more.
@@ -68,7 +68,7 @@ def cells(adapters: Adapters) -> list[Cell]:
         places.setdefault(layer_of(linear), []).append(linear)
     places |= {linear: [linear] for linear in adapters.sites}
     return [
-        Cell(lane, place, tuple(Site.parse(f"{linear}.{point}") for linear in linears for point in points))
+        TracedCell(lane, place, tuple(Site.parse(f"{linear}.{point}") for linear in linears for point in points))
         for place, linears in places.items()
         for lane, points in lanes(adapters).items()
         if lane != "both" or place not in adapters.sites or place == layer_of(place)
@@ -146,7 +146,7 @@ class Patching:
 
 
 def trace(
-    patching: Patching, cells: list[Cell], draws: int, generator: torch.Generator, rng: np.random.Generator
+    patching: Patching, cells: list[TracedCell], draws: int, generator: torch.Generator, rng: np.random.Generator
 ) -> dict[tuple[str, str, str], Float[Tensor, " n"]]:
     """Return ``{(side, source, cell's name): effect}``; a control's effect is the mean over ``draws``.
 
@@ -168,7 +168,7 @@ def trace(
 
 
 def _controls(
-    patching: Patching, side: str, cell: Cell, draws: int, generator: torch.Generator, rng: np.random.Generator
+    patching: Patching, side: str, cell: TracedCell, draws: int, generator: torch.Generator, rng: np.random.Generator
 ) -> dict[str, Tensor]:
     drawn: dict[str, list[Tensor]] = {name: [] for name in CONTROLS}
     outside = [site for site in patching.values[side] if site.point in OUT and site not in cell.sites]

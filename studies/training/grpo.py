@@ -2,7 +2,8 @@
 
 The policy is a frozen model with two trained adapters: the kept one, and the quarantine, which is deleted at deployment. Rollouts
 are sampled with both, or some groups without the quarantine. The route decides what of a rollout's gradient reaches the kept
-adapter; what it keeps away (ideally the reward hacks) only the quarantine learns. One step, in the order of this file:
+adapter. The quarantine learns from all rollouts, and alone from those (ideally the reward hacks) that the route keeps away from
+the other; some routes train it otherwise (``mi_route2.specs``). One step, in the order of this file:
 
     refresh        the route fits its directions to the current policy
     gather         sample N = prompts * group completions and grade them; advantages within each prompt's group
@@ -72,7 +73,7 @@ class Watched:
     scores: Float[Tensor, " b"] | None = None
 
 
-Monitor = Callable[[Policy, Samples], Watched]
+RewardMonitor = Callable[[Policy, Samples], Watched]
 """Monitor that lowers the rewards of what it flags. It never reads the oracle."""
 
 
@@ -140,7 +141,7 @@ def train(
     none_fraction: float | None = None,
     teachers: TeacherPool | None = None,
     penalty: float = 0.0,
-    monitor: Monitor | None = None,
+    monitor: RewardMonitor | None = None,
     clean: Callable[[Policy, Samples], Bool[Tensor, " b"]] | None = None,
     without: Callable[[int], int] | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -203,7 +204,7 @@ def gather(
     settings: Hyperparameters,
     none_fraction: float,
     penalty: float = 0.0,
-    monitor: Monitor | None = None,
+    monitor: RewardMonitor | None = None,
     without: int = 0,
 ) -> tuple[Samples, TrainBatch, Watched | None]:
     """Sample a batch, the last ``without`` groups without the quarantine, and grade it; ``monitor``'s verdict for a penalty alone.

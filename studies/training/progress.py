@@ -149,7 +149,7 @@ def units(job: Job) -> int:
 
 
 class Bar:
-    """Display as one tqdm bar over all steps; see ``Grid`` for what it is told."""
+    """Display as one tqdm bar over all steps; see ``JobGrid`` for what it is told."""
 
     def __init__(self, jobs: list[Job], todo: list[Job], quiet: bool):
         # Steps of an earlier start must not count in the speed, so the bar starts after them.
@@ -181,7 +181,7 @@ class Bar:
     def tick(self) -> None: ...
 
 
-class Grid:
+class JobGrid:
     """Display as a table, drawn by rich on stderr.
 
     It is told when a job ``began``, ``moved`` by some steps, or ``ended``, and which step of its own training a base model has
@@ -207,7 +207,7 @@ class Grid:
             self, console=console, auto_refresh=False, transient=True, vertical_overflow="crop", redirect_stdout=False
         )
 
-    def __enter__(self) -> "Grid":
+    def __enter__(self) -> "JobGrid":
         self._live.start(refresh=True)
         return self
 
@@ -284,7 +284,7 @@ class Grid:
         return line
 
 
-Display = Bar | Grid
+Display = Bar | JobGrid
 
 
 def open_display(jobs: list[Job], todo: list[Job], *, quiet: bool = False, live: bool = True) -> Display:
@@ -292,5 +292,5 @@ def open_display(jobs: list[Job], todo: list[Job], *, quiet: bool = False, live:
     console = Console(stderr=True, highlight=False)
     roomy = console.width >= SMALLEST[0] and console.height >= SMALLEST[1]
     if live and not quiet and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown") and roomy:
-        return Grid(jobs, todo, console)
+        return JobGrid(jobs, todo, console)
     return Bar(jobs, todo, quiet)

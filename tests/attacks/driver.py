@@ -1,10 +1,9 @@
 """Driver of the attack suite: runs an action, a solution or a naive verdict in a jail's child.
 
 It needs the standard library only, and is loaded by its path. A payload holds ``program`` (the attack's code), ``names`` (names
-that
-the code may use: canaries, limits), ``calls`` (numbers of system calls by name) and at most one of ``inputs`` (then
-``Solution.solve`` is called on each, and the answers are the reply) and ``harness`` (then this code of a naive verdict runs, with
-the attack's code as ``code``). Otherwise the reply is ``result``.
+that the code may use: canaries, limits), ``calls`` (numbers of system calls by name) and at most one of ``inputs`` (then
+``Solution.solve`` is called on each, and the answers are the reply) and ``harness`` (then this code of a naive verdict runs,
+with the attack's code as ``code``). Otherwise the reply is ``result``.
 """
 
 import os

@@ -27,7 +27,7 @@ from studies.route2.evidence import (
     times,
 )
 from studies.route2.evidence import CONTROLS as CANARY_CONTROLS
-from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, Result
+from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, StudyResult
 from studies.route2.predictions import FILE, Comparison, Outcome, Predictions, outcomes, sign_flip
 from studies.route2.watching import Watch
 from studies.training.settings import PRESETS
@@ -60,7 +60,7 @@ class Published:
 
     def __init__(self, folder: str):
         content = json.loads((RESULTS / folder / "table.json").read_text(encoding="utf-8"))
-        self.result = Result(content)
+        self.result = StudyResult(content)
         self.tables = (RESULTS / folder / "tables.md").read_text(encoding="utf-8")
         named = PREDICTIONS.apply_to(content["settings"]["preset"], content["settings_hash"], content["seed_ids"])
         self.outcomes: list[Outcome] = outcomes(PREDICTIONS, content["settings"]["preset"], self.result.values) if named else []

@@ -92,15 +92,15 @@ def test_the_idea_of_the_readme_runs_on_a_checkpoint(tmp_path: Path, monkeypatch
     make_family("Qwen3").save_pretrained("path/to/model")
     code = re.search(r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert code
-    steps: list[int] = []
+    called: list[str] = []
     namespace: dict[str, object] = {
         "pairs": PairBatch(make_rollouts(seed=3), make_rollouts(seed=4), "none"),
         "batches": [make_batch(seed=5), make_batch(seed=6)],
         "loss_fn": lambda logits, batch: -(batch.rollouts.logprobs(logits).sum(1) * batch.advantages),
-        "optimizer": SimpleNamespace(step=lambda: steps.append(1)),
+        "optimizer": SimpleNamespace(step=lambda: called.append("step"), zero_grad=lambda: called.append("zero")),
     }
     exec("from mi_route2 import *\n" + code[1], namespace)
-    assert len(steps) == 2
+    assert called == ["step", "zero"] * 2  # a backward adds to the gradients that are there
     assert isinstance(namespace["decision"], Decision)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from probes.fingerprint import Fingerprint
-from probes.haar import HaarFitter
+from probes.haar import HaarProbeFitter
 from probes.mean_difference import MeanDifferenceFitter
 from probes.probe import Unit
 from probes.store import load_probe, save_probe
@@ -57,7 +57,7 @@ def test_masks_and_labels_of_the_cpu_are_taken_beside_activations_of_the_device(
 def test_probes_do_not_depend_on_torchs_default_device() -> None:
     h, hack, mask = torch.randn(6, 4, 5), torch.arange(6) % 2 == 0, torch.ones(6, 4, dtype=torch.bool)
     with torch.device(DEVICE):
-        for fitter in (*(make("layer") for make in FITTERS.values()), HaarFitter(torch.Generator("cpu").manual_seed(0))):
+        for fitter in (*(make("layer") for make in FITTERS.values()), HaarProbeFitter(torch.Generator("cpu").manual_seed(0))):
             fitter.update(h, mask, hack)
             assert torch.isfinite(fitter.fit().score_rollouts(h, mask)).all()
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from probes.affine import AffineProbe
 from probes.auroc import auroc
 from probes.direction import DirectionFitter, DirectionProbe
-from probes.haar import HaarFitter
+from probes.haar import HaarProbeFitter
 from probes.lda import LdaFitter
 from probes.logistic import LogisticFitter
 from probes.mean_difference import MeanDifferenceFitter
-from probes.probe import Fitter, Probe, examples, pool
+from probes.probe import Probe, ProbeFitter, examples, pool
 
 B, S, D = 40, 6, 5
 LEARNT = {"mean_difference": MeanDifferenceFitter, "lda": LdaFitter, "logistic": LogisticFitter}
@@ -38,12 +38,12 @@ def pairs_as_rollouts(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[:, None], torch.ones(len(x), 1, dtype=torch.bool)
 
 
-def every_fitter() -> dict[str, Fitter]:
+def every_fitter() -> dict[str, ProbeFitter]:
     v = torch.arange(1.0, D + 1)
     return {
         "cosine": DirectionFitter(v),
         "projection": DirectionFitter(v, "projection"),
-        "haar": HaarFitter(torch.Generator().manual_seed(3)),
+        "haar": HaarProbeFitter(torch.Generator().manual_seed(3)),
         **{name: kind() for name, kind in LEARNT.items()},
         **{f"{name}-token": kind(unit="token") for name, kind in LEARNT.items()},
     }
@@ -482,7 +482,7 @@ def test_a_vector_without_a_direction_is_refused(vector):
 def test_random_directions_are_haar_and_their_auroc_is_centered_on_a_half():
     """Whatever the data: here strongly anisotropic, with the hacks far along the large axis."""
     h, mask, hack = batch(shift=6.0)
-    fitter = HaarFitter(torch.Generator().manual_seed(0))
+    fitter = HaarProbeFitter(torch.Generator().manual_seed(0))
     fitter.update(h, mask, hack)
     draws = [fitter.fit() for _ in range(400)]
     v = torch.stack([probe.direction for probe in draws])
@@ -495,14 +495,14 @@ def test_random_directions_are_haar_and_their_auroc_is_centered_on_a_half():
 
 def test_the_control_sees_no_labels_and_repeats_with_its_generator():
     h, mask, hack = batch()
-    a, b = HaarFitter(torch.Generator().manual_seed(1)), HaarFitter(torch.Generator().manual_seed(1))
+    a, b = HaarProbeFitter(torch.Generator().manual_seed(1)), HaarProbeFitter(torch.Generator().manual_seed(1))
     a.update(h, mask, hack)
     b.update(h * 3, mask, ~hack)
     first = a.fit().direction
     assert torch.equal(first, b.fit().direction)
     assert not torch.equal(first, a.fit().direction)  # the next draw is another
     with pytest.raises(ValueError, match="update"):
-        HaarFitter(torch.Generator()).fit()
+        HaarProbeFitter(torch.Generator()).fit()
     with pytest.raises(ValueError, match="features before"):
         a.update(torch.zeros(B, S, D + 1), mask, hack)
 

@@ -402,7 +402,7 @@ def test_the_band_is_the_mean_and_the_95th_percentile_of_the_directions_that_wer
         def fit(self) -> DirectionProbe:
             return DirectionProbe(self.left.pop(), "projection")
 
-    monkeypatch.setattr("probes.transfer.HaarFitter", Known)
+    monkeypatch.setattr("probes.transfer.HaarProbeFitter", Known)
     chosen = dataclasses.replace(FAST, levels=(level,), draws=draws, bootstraps=1)
     only = Dataset({"signal": data.hidden["signal"]}, data.mask, data.hack, data.mode)
     found = transfer(only, GROUPS, {"lda": FITTERS["lda"]}, chosen, progress=False)

@@ -57,7 +57,7 @@ from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from probes.auroc import auroc
 from probes.dataset import Dataset
 from probes.direction import DirectionFitter
-from probes.haar import HaarFitter
+from probes.haar import HaarProbeFitter
 from probes.lda import LdaFitter
 from probes.logistic import LogisticFitter
 from probes.mean_difference import MeanDifferenceFitter
@@ -508,7 +508,7 @@ wrong("rows: a shorter mask", lambda: rollouts().rows(torch.ones(3).bool()), Ind
 wrong("rows: floats", lambda: batch().rows(torch.ones(3)), IndexError, "whole numbers")
 wrong("probe: another unit", lambda: MeanDifferenceFitter("tokens"), ValueError, "'rollout' or 'token'")
 wrong("probe: C as text", lambda: LogisticFitter("0.1"), TypeError, "c must be a float")
-wrong("probe: generator=0", lambda: HaarFitter(0), TypeError, "torch.Generator().manual_seed(")
+wrong("probe: generator=0", lambda: HaarProbeFitter(0), TypeError, "torch.Generator().manual_seed(")
 
 # What must go through
 accepted("from_flags: a function", lambda: MaskRoute.from_flags(lambda given: given.rewards > 0.5))

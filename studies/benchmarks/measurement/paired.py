@@ -71,7 +71,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """Time of ``over`` relative to ``under``; the limits are the maximum allowed ratios of time and of peak memory."""
 
     over: str
@@ -81,7 +81,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
+class ComparisonResult:
     """The measured ratio of times of a row."""
 
     over: str
@@ -173,12 +173,14 @@ def ratio(over: Sequence[float], under: Sequence[float], rng: np.random.Generato
     return Ratio(float(np.median(over) / np.median(under)), float(lo), float(hi))
 
 
-def compared(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], rng: np.random.Generator) -> list[Result]:
+def compared(
+    rows: Sequence[Comparison], seconds: Mapping[str, Sequence[float]], rng: np.random.Generator
+) -> list[ComparisonResult]:
     """Return the rows, measured."""
-    return [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in rows]
+    return [ComparisonResult(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in rows]
 
 
-def side_table(results: Sequence[Result], shown: Callable[[str], str], header: Sequence[str]) -> str:
+def side_table(results: Sequence[ComparisonResult], shown: Callable[[str], str], header: Sequence[str]) -> str:
     """Return a Markdown table of rows: the ``shown`` number of both sides, and the ratio."""
     rows = [
         (r.over, shown(r.over), r.under, shown(r.under), *r.time.cells(), "" if r.limit is None else f"{r.limit:.2f}")
@@ -187,7 +189,7 @@ def side_table(results: Sequence[Result], shown: Callable[[str], str], header: S
     return markdown_table(header, rows)
 
 
-def token_table(results: Sequence[Result], seconds: Mapping[str, Sequence[float]], tokens: Mapping[str, int]) -> str:
+def token_table(results: Sequence[ComparisonResult], seconds: Mapping[str, Sequence[float]], tokens: Mapping[str, int]) -> str:
     """Return a Markdown table: generated tokens per second of processor time on both sides, and the ratio of times."""
     header = ("what", "tokens/s", "against", "tokens/s", "time", "95%", "at most")
     return side_table(results, lambda name: f"{tokens[name] / median(seconds[name]):,.0f}", header)

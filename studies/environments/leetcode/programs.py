@@ -99,8 +99,7 @@ class Execution:
     """Behavior of a program.
 
     status      ok; syntax: it does not compile; error: its definition raised (`reason`: the exception); absent: it has no such
-    method;
-                exited: it ended its process; killed: it exceeded a limit or died of a signal (`reason`: which)
+                method; exited: it ended its process; killed: it exceeded a limit or died of a signal (`reason`: which)
     returns     one per call; fewer if the program ended before
     stdout      its output, or the beginning of it
     files       name -> text of the files that it left, small ones first up to a limit

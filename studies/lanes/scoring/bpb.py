@@ -33,7 +33,7 @@ Row i is the distribution of token `positions[i] + 1`. Positions are ascending a
 """
 
 
-class Window(NamedTuple):
+class ScoredWindow(NamedTuple):
     """A window with inputs `start .. end - 1` of which predictions `score_from .. end - 1` are scored."""
 
     start: int
@@ -41,7 +41,7 @@ class Window(NamedTuple):
     score_from: int
 
 
-def plan_windows(n: int, window: int, stride: int) -> tuple[Window, ...]:
+def plan_windows(n: int, window: int, stride: int) -> tuple[ScoredWindow, ...]:
     """Return the windows that score each of `n` predictions once, in order; each is `min(window, n)` long.
 
     Raises:
@@ -52,10 +52,10 @@ def plan_windows(n: int, window: int, stride: int) -> tuple[Window, ...]:
     if not 1 <= stride <= window:
         raise ValueError(f"stride = {stride} with windows of {window} is out of range: choose 1 to {window}")
     size = min(window, n)
-    windows = [Window(0, size, 0)] if n else []
+    windows = [ScoredWindow(0, size, 0)] if n else []
     while windows and (done := windows[-1].end) < n:
         end = min(done + stride, n)
-        windows.append(Window(end - size, end, done))
+        windows.append(ScoredWindow(end - size, end, done))
     return tuple(windows)
 
 
@@ -99,7 +99,7 @@ def unscored(tokens: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
 def score_windows(
     model: nn.Module,
     tokens: Int[Tensor, " s"],
-    windows: Sequence[Window],
+    windows: Sequence[ScoredWindow],
     nll: Float[Tensor, " s"],
     *,
     batch: int = 32,

@@ -25,7 +25,7 @@ from mi_route2.routing.optimizer import uncompiled
 from mi_route2.validation import AtLeastOne, Fraction, NonNegative, Positive, validated
 from studies.lanes.config import BOS
 from studies.lanes.model import kinds_of
-from studies.lanes.scoring.bpb import Watch, Window, bpb, in_eval, plan_windows, score_windows, unscored
+from studies.lanes.scoring.bpb import ScoredWindow, Watch, bpb, in_eval, plan_windows, score_windows, unscored
 
 Scope = Literal["all", "controls", "none"]
 
@@ -77,7 +77,7 @@ class ChunkPlan:
 
     first: int
     end: int
-    windows: tuple[Window, ...]
+    windows: tuple[ScoredWindow, ...]
     sequences: tuple[int, ...]
 
 

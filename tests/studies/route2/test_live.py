@@ -36,7 +36,7 @@ from studies.environments.micro.settings import get_world
 from studies.environments.micro.warmstart import settings_hash
 from studies.training.arms import ARMS, MAIN
 from studies.training.job import Job
-from studies.training.progress import Bar, Grid, Pace, clock, open_display
+from studies.training.progress import Bar, JobGrid, Pace, clock, open_display
 from studies.training.recorder import METRICS
 from studies.training.settings import CHAT, ChatModel, get_settings
 from studies.training.worlds import weights_hash
@@ -77,7 +77,7 @@ def jobs_in(root: Path, arms: tuple[str, ...], seeds: int) -> list[Job]:
     return [tiny_job(root, arm, seed=seed, steps=10) for seed in range(seeds) for arm in ("base", *arms)]
 
 
-def draw(grid: Grid) -> None:
+def draw(grid: JobGrid) -> None:
     grid._drawn = 0.0
     grid.tick()
 
@@ -88,7 +88,7 @@ def draw(grid: Grid) -> None:
 def test_runs_of_two_presets_that_share_a_name_are_two_rows(tmp_path: Path) -> None:
     jobs = [Job(tmp_path / preset, tmp_path, get_settings(preset), 0, ARMS["vanilla"]) for preset in ("strong", "strong-30k")]
     window = Terminal(100, 20)
-    grid = Grid(jobs, jobs, window.console)
+    grid = JobGrid(jobs, jobs, window.console)
     with grid:
         grid.began(jobs[1])
         draw(grid)
@@ -102,7 +102,7 @@ def test_the_table_says_what_each_job_is_at_and_takes_itself_away(tmp_path: Path
     log(erase, 10)
     window = Terminal(100, 20)
     window.feed(b"before\n")
-    grid = Grid(jobs, [base, vanilla, absorb], window.console)
+    grid = JobGrid(jobs, [base, vanilla, absorb], window.console)
     with grid:
         draw(grid)
         first = window.lines()
@@ -159,7 +159,7 @@ def test_arms_by_seeds_where_a_row_for_each_job_does_not_fit(tmp_path: Path) -> 
     shown = {}
     for width in (200, 80, 70, 60):
         window = Terminal(width, 12)
-        grid = Grid(jobs, jobs[4:], window.console)
+        grid = JobGrid(jobs, jobs[4:], window.console)
         with grid:
             grid.began(jobs[4])
             grid.moved(jobs[4], 2)
@@ -189,7 +189,7 @@ def test_every_window_is_filled_and_never_overrun(
     root = tmp_path_factory.getbasetemp()
     jobs = jobs_in(root, MAIN[:arms], seeds)
     window = Terminal(width, height)
-    grid = Grid(jobs, jobs, window.console)
+    grid = JobGrid(jobs, jobs, window.console)
     with grid:
         for job, state in zip(jobs, states):
             if state != "waiting":
@@ -210,7 +210,7 @@ def test_every_window_is_filled_and_never_overrun(
 def test_a_window_that_shrinks_gets_less(tmp_path: Path) -> None:
     jobs = jobs_in(tmp_path, ("vanilla", "absorb", "erase"), 1)
     window = Terminal(100, 20)
-    grid = Grid(jobs, jobs, window.console)
+    grid = JobGrid(jobs, jobs, window.console)
     grid.began(jobs[1])
     # all jobs; the one that runs; counts and the overall line; the overall line
     for height, rows in ((20, 5 + 2), (8, 5 + 2), (7, 2 + 2), (5, 2 + 2), (4, 2), (3, 2), (2, 1), (1, 1)):
@@ -244,7 +244,7 @@ class Tty(io.StringIO):
 def test_the_bar_where_there_is_no_terminal_or_no_room_or_no_wish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = jobs_in(tmp_path, ("vanilla",), 1)
     for terminal, size, term, wanted, kind in (
-        (True, (100, 30), "xterm", True, Grid),
+        (True, (100, 30), "xterm", True, JobGrid),
         (False, (100, 30), "xterm", True, Bar),
         (True, (live.SMALLEST[0] - 1, 30), "xterm", True, Bar),
         (True, (100, live.SMALLEST[1] - 1), "xterm", True, Bar),

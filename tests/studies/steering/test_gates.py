@@ -17,7 +17,7 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from mi_route2.steering.state import Reading
 from studies.environments.micro.language import Vocabulary
-from studies.steering.cells import Bench, Cell, away, delayed, steered
+from studies.steering.cells import Bench, GateCell, away, delayed, steered
 from studies.steering.fitting import Fitted, collect, gated, sites_of
 from studies.steering.late import CERTAIN, QuarantineSwitch, saturated
 from studies.steering.measuring import logprobs, roc, shadow
@@ -220,7 +220,7 @@ def test_steering_is_seen_in_log_probabilities_beside_a_twin_of_the_same_batch(b
 # what a cell measures is what it says
 
 
-def eager(bench: Bench, fitted: Fitted, delay: int) -> Cell:
+def eager(bench: Bench, fitted: Fitted, delay: int) -> GateCell:
     """A late cell whose policy always engages."""
     cell = delayed(bench.settings, fitted, delay, 1.0)
     for policy in (cell.sync[0], getattr(cell.sync[0], "_policy", None)):
@@ -264,12 +264,12 @@ def test_a_cell_runs_in_its_own_state(bench: Bench, fitted: Fitted, monkeypatch:
     ran: dict[str, torch.Tensor] = {}
     results = Bench.results
 
-    def spy(self: Bench, cells: Sequence[Cell], *rest: Any) -> dict[str, list[Result]]:
+    def spy(self: Bench, cells: Sequence[GateCell], *rest: Any) -> dict[str, list[Result]]:
         ran.update({cell.name: logits_now(self) for cell in cells})
         return results(self, cells, *rest)
 
     monkeypatch.setattr(Bench, "results", spy)
-    outcomes = bench.run([Cell("a", {}), Cell("b", {}, state="deployed"), Cell("c", {})])
+    outcomes = bench.run([GateCell("a", {}), GateCell("b", {}, state="deployed"), GateCell("c", {})])
     assert list(outcomes) == ["a", "b", "c"]
     with bench.policy.adapters.full():
         full = logits_now(bench)

@@ -21,7 +21,7 @@ from studies.common.stats import summary
 from studies.environments.micro.language import Vocabulary, get_mode
 from studies.steering import fitting
 from studies.steering.answer import against_random, comparisons
-from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, Cell, latency, quarantine, small_sweep, sweep, untrained
+from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, GateCell, latency, quarantine, small_sweep, sweep, untrained
 from studies.steering.figures import controls_figure, frontier_figure, latency_figure, sweep_figure
 from studies.steering.fitting import Examples, Fitted, Gate, gated, sites_of
 from studies.steering.late import Late, QuarantineSwitch, saturated
@@ -60,11 +60,11 @@ def same(given: object, expected: Tensor) -> bool:
     return Vector(cast("Tensor", given)) == Vector(expected)
 
 
-def about(cell: Cell) -> dict[str, Any]:
+def about(cell: GateCell) -> dict[str, Any]:
     return cast("dict[str, Any]", cell.about)
 
 
-def monitor_of(cell: Cell) -> Monitor:
+def monitor_of(cell: GateCell) -> Monitor:
     assert cell.steering is not None
     assert replace(cell.steering, monitors=()) == Steering()
     (monitor,) = cell.steering.monitors

@@ -13,25 +13,25 @@ from mi_route2.sites import Site
 from studies.environments.micro.language import ASSIGN
 from studies.tracing.job import exactness
 from studies.tracing.pairs import CONTRASTS, SIDES, TERSE, Pairs, log_odds, others
-from studies.tracing.patching import CONTROLS, DELETION, QUESTION, Cell, Patching, Score, cells, every_site, opposite, trace
+from studies.tracing.patching import CONTROLS, DELETION, QUESTION, Patching, Score, TracedCell, cells, every_site, opposite, trace
 
 pytestmark = pytest.mark.study
 
 STREAM = Site(1, "resid_post")
 
 
-def patching_of(score: Score, contrast: str = "task", **given: object) -> tuple[Patching, list[Cell]]:
+def patching_of(score: Score, contrast: str = "task", **given: object) -> tuple[Patching, list[TracedCell]]:
     host, policy = make_host(**given)  # pyright: ignore[reportArgumentType]
     kept_a = [Site.parse(f"{linear}.kept_a") for linear in policy.adapters.sites]
     patching = Patching.of(host, make_pairs(contrast), score, [*every_site(policy.adapters), *kept_a, STREAM])
     return patching, cells(policy.adapters)
 
 
-def traced(patching: Patching, every: list[Cell], seed: int = 0) -> dict[tuple[str, str, str], Tensor]:
+def traced(patching: Patching, every: list[TracedCell], seed: int = 0) -> dict[tuple[str, str, str], Tensor]:
     return trace(patching, every, 1, torch.Generator().manual_seed(seed), np.random.default_rng(seed))
 
 
-def cell_of(every: list[Cell], name: str) -> Cell:
+def cell_of(every: list[TracedCell], name: str) -> TracedCell:
     (found,) = [cell for cell in every if cell.name == name]
     return found
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from titles import saved_titles, untitled
 
 from mi_route2.plots import BLUE, GRAY, ORANGE, VERMILLION, new_figure, style
-from studies.route2.headline import Result, write_headline_figure
+from studies.route2.headline import StudyResult, write_headline_figure
 from studies.route2.report import write_figures, write_report
 from studies.route2.report.figures import (
     COS_PANELS,
@@ -168,7 +168,7 @@ def test_what_an_earlier_report_had_goes_and_tables_come_last(
 def test_every_figure_says_of_which_preset_it_is(root: Path) -> None:
     with saved_titles() as seen:
         write_report(root)
-        write_headline_figure(Result(json.loads((root / "table.json").read_text())), root / "headline.png")
+        write_headline_figure(StudyResult(json.loads((root / "table.json").read_text())), root / "headline.png")
     assert len(seen) == 4
     assert untitled(seen, "strong") == []
 

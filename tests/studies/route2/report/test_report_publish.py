@@ -30,7 +30,7 @@ from studies.route2.headline import (
     QUALITIES,
     ROUTES,
     SHOWN,
-    Result,
+    StudyResult,
     headline,
     short,
     tables,
@@ -102,11 +102,11 @@ def test_published_json_says_what_the_report_says(root: Path, tmp_path: Path) ->
 
 
 def test_the_sentences_carry_the_numbers_of_the_table(root: Path, set_hack: Callable[..., None]) -> None:
-    before = headline(Result(report(root)))
+    before = headline(StudyResult(report(root)))
     for seed, rate in ((0, 0.5), (1, 0.25), (2, 0.375)):
         set_hack(root, "route2-full", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), rate))
     content = report(root)
-    result = Result(content)
+    result = StudyResult(content)
     after = headline(result)
     assert "**route2-full**: held-out hack median .375, mean .375 [" in after
     assert "**route2-full**: held-out hack median .375" not in before
@@ -124,7 +124,7 @@ def test_published_sentences_are_those_of_the_published_tables() -> None:
     texts = {path: json.loads(path.with_name("table.json").read_text()) for path in folders if path.with_name("runs.json").exists()}
     assert len(texts) > 5
     for path, content in texts.items():
-        result, written = Result(content), path.with_name("tables.md").read_text()
+        result, written = StudyResult(content), path.with_name("tables.md").read_text()
         assert headline(result) == path.read_text()
         assert figure_module._main_table(result) in written
         assert figure_module._filter_table(result) in written
@@ -132,7 +132,7 @@ def test_published_sentences_are_those_of_the_published_tables() -> None:
 
 
 def test_every_route_stands_with_absorb_and_its_own_filter_and_bounds_are_marked(root: Path) -> None:
-    result = Result(report(root))
+    result = StudyResult(report(root))
     text = headline(result)
     for route in ("route2-act", "route2-full"):
         block = text.partition(f"**{route}**")[2].split("\n- ")[0]
@@ -157,7 +157,7 @@ def test_the_readme_counts_the_predictions_that_held_and_names_the_others(
     )
     for expected, said in (("less", "1 of 1 predictions held"), ("more", "Not: one (1 the opposite)")):
         (tmp_path / FILE).write_text(text.replace('"less"', f'"{expected}"'))
-        assert said in short([(Result(content), Predictions.read(tmp_path / FILE))])
+        assert said in short([(StudyResult(content), Predictions.read(tmp_path / FILE))])
 
 
 def test_named_seeds_get_a_folder_of_their_own_with_their_predictions_and_the_readme(
@@ -185,10 +185,10 @@ def test_named_seeds_get_a_folder_of_their_own_with_their_predictions_and_the_re
 
 def test_a_study_with_a_missing_seed_is_provisional(root: Path, study: Callable[..., Path], tmp_path: Path) -> None:
     whole = study(tmp_path / "whole", (*ARMS, "route2-grad", "filter-grad"), seeds=(0, 1), steps=2)
-    assert not Result(report(whole)).provisional
-    assert "Provisional" not in headline(Result(report(whole)))
-    assert Result(report(root)).provisional  # route2-grad was not run
-    assert "rovisional" in short([(Result(report(root)), NAMED)])
+    assert not StudyResult(report(whole)).provisional
+    assert "Provisional" not in headline(StudyResult(report(whole)))
+    assert StudyResult(report(root)).provisional  # route2-grad was not run
+    assert "rovisional" in short([(StudyResult(report(root)), NAMED)])
 
 
 def test_seeds_that_stand_out_are_listed_with_their_masks(
@@ -199,7 +199,7 @@ def test_seeds_that_stand_out_are_listed_with_their_masks(
         set_hack(root, "route2-full", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), 0.75 if seed == 2 else 0.0))
     write_tables(load_runs(root))
     runs = load_runs(root)
-    text = tables(Result(json.loads((root / "table.json").read_text())), publish_module.mask_quality(runs), {}, {})
+    text = tables(StudyResult(json.loads((root / "table.json").read_text())), publish_module.mask_quality(runs), {}, {})
     line = next(line for line in text.splitlines() if re.match(r"\| route2-full +\| +2 \|", line))
     masks = [row["mask"]["auroc"] for row in runs.runs["route2-full", 2].metrics]
     assert number(sum(masks) / len(masks)) in line
@@ -211,7 +211,7 @@ def test_more_seeds_than_the_exact_test_takes_are_told_without_its_p(root: Path)
     many = {
         key: value | {"seeds": [float(seed) for seed in seeds]} if isinstance(value, dict) else value for key, value in row.items()
     }
-    result = Result(
+    result = StudyResult(
         content
         | {"differences": [], "seed_ids": seeds, "rows": [many | {"arm": arm, "seed_ids": seeds} for arm in ("haar", "haar-2")]}
     )
@@ -329,7 +329,7 @@ def test_the_figure_shows_every_seed_at_its_rate(root: Path, tmp_path: Path, mon
     kept: list[Figure] = []
     monkeypatch.setattr(figure_module, "save_figure", lambda figure, path: (kept.append(figure), path)[1])
     content = report(root)
-    write_headline_figure(Result(content), tmp_path / "headline.png")
+    write_headline_figure(StudyResult(content), tmp_path / "headline.png")
     order = [arm for arm in SHOWN if arm in ARMS]
     rows = {row["arm"]: row for row in content["rows"]}
     for ax, metric in zip(kept[0].axes, (HACK, "deploy_exploit_held", "deploy_solve"), strict=True):
@@ -404,7 +404,7 @@ def test_a_masks_quality_is_of_the_first_steps_and_its_rule_of_the_ratio() -> No
     assert mask_quality(runs, slice(-EARLY, None))["filter-act", 0]["auroc"] == 1.0
     row = {"arm": "route2-act", "role": "method", "seed_ids": [0, 1, 2]}
     rest = {"settings": {}, "seed_ids": [0, 1, 2], "modes": {"held_out": []}, "differences": [], "unfinished": []}
-    result = Result({**rest, "rows": [row]})
+    result = StudyResult({**rest, "rows": [row]})
     quality = {("route2-act", seed): {"fire_hack": hack, "fire_clean": 0.25} for seed, hack in enumerate((0.75, 0.75, 0.5))}
     line = figure_module._fire_table(result, quality).splitlines()[-1]
     assert [cell.strip() for cell in line.strip("|").split("|")] == ["route2-act", ".750", ".250", "2 of 3", "**not met**"]
