@@ -132,8 +132,8 @@ class TorchHost(Host):
     def _hooked(self, edits: Mapping[Site, Edit], places: Mapping[Site, tuple[Tap, nn.Module]]) -> Iterator[None]:
         if any(_at(self.model, tap.path) is not module for tap, module in places.values()):
             places = self._places(edits)  # adapters were attached or detached, or a module replaced, since the sites were looked up
-        fired, again = Fired(edits), Replays(self.model)
         linears = [(site, *_standing(self.model, places[site][0].path)) for site in edits if site.point in HEADED]
+        fired, again = Fired(edits), Replays(self.model)
         handles = list(again.handles)
         if linears:
             handles.append(self.model.register_forward_pre_hook(partial(_refuse_moved, linears)))
@@ -164,6 +164,8 @@ _Standing = tuple[Site, dict[str, nn.Module | None], str, nn.Module | None]
 def _standing(model: nn.Module, path: str) -> tuple[dict[str, nn.Module | None], str, nn.Module | None]:
     parent, _, name = path.rpartition(".")
     beside = model.get_submodule(parent)._modules
+    if name not in beside:
+        refuse_booted(model)  # a bridge answers for the modules that it has replaced
     return beside, name, beside[name]
 
 
@@ -180,13 +182,15 @@ def _refuse_moved(linears: Iterable[_Standing], _module: nn.Module, _args: Any) 
 class Replays:
     """Check that edits also act when gradient checkpointing runs their modules again in the backward.
 
-    Forwards within ``no_grad`` need no hook on the root, which would send every call of the model the long way through torch.
+    A model in ``eval`` mode within ``no_grad`` needs no hook on the root, which would send every call the long way through torch.
     """
 
     def __init__(self, model: nn.Module):
         self._graded = torch.is_grad_enabled()
         self._due: dict[Site, int] = {}
-        self.handles = [model.register_forward_pre_hook(self._started, prepend=True)] if self._graded else []
+        # in training, blocks may be checkpointed, and gradients switched on before the forward
+        tells = self._graded or model.training
+        self.handles = [model.register_forward_pre_hook(self._started, prepend=True)] if tells else []
 
     def _started(self, _module: nn.Module, _args: Any) -> None:
         self._graded = torch.is_grad_enabled()  # reentrant checkpointing switches it off inside

@@ -154,10 +154,11 @@ class Canary:
 def drift(policy: Policy, rollouts: Rollouts) -> Float[Tensor, "b s"]:
     """Return the log-ratio of ``policy`` without its quarantine to its base."""
     with still(policy.model):
+        # not ``policy.logprobs``, which may be at the temperature of a trainer, as a canary's are not
         with policy.adapters.deployed():
-            deployed = policy.logprobs(rollouts)
+            deployed = rollouts.logprobs(policy.logits(rollouts))
         with policy.adapters.reference():
-            return deployed - policy.logprobs(rollouts)
+            return deployed - rollouts.logprobs(policy.logits(rollouts))
 
 
 def surprisal(policy: Policy) -> Ratios:
@@ -394,6 +395,8 @@ class CanaryRoute(OneCall):
         if isinstance(ratios, Canary) and ratios.policy.adapters is policy.adapters:
             raise ValueError("the canary's checkpoints would overwrite the trained adapters: give it a model of its own")
         every, snapped = self.spec.refresh_every, step in self.spec.snapshots
+        if self.spec.own and not step:  # another run of the same route, whose quarantine is another
+            self.monitor, self.snapshots, self._known = None, [], None
         if step < self.spec.first:
             if self.spec.surprisal and self._known is None:
                 samples = self._samples.to(policy.device)

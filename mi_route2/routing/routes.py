@@ -284,6 +284,8 @@ class OneCall:
 
         Raises:
             ValueError: A loss of another shape, or one without a gradient.
+
+        After any error the gradients of the parts that had run stay: call zero_grad() before another try.
         """
         step = self.begin(policy, batch, context or StepContext(torch.default_generator))
         for part in step.parts:

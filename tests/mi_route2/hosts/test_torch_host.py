@@ -536,25 +536,29 @@ def test_edits_under_checkpointing_have_the_gradients_of_edits_without(name: str
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_edits_entered_without_gradients_are_right_or_refused(reentrant: bool) -> None:
-    """No hook on the root then, so that inside a reentrant checkpoint, which has no gradients, nothing tells of those outside."""
+    """In training a hook on the root tells of the gradients outside of a reentrant checkpoint, in which there are none."""
     edits = {Site(0, "resid_mid"): lambda x: x * 2}
     plain_host, plain = make_policy("Llama", "lora")
     host, policy, batch = checkpointed("Llama", reentrant)
-    before = len(host.model._forward_pre_hooks)
 
-    def step(own_host: Host, own: Policy) -> None:
-        with torch.no_grad(), own_host.hooks(edits):
-            assert own is plain or len(host.model._forward_pre_hooks) == before
-            with torch.enable_grad(), own.adapters.unrouted():
-                plain_loss(own, batch, batch.advantages).backward()
+    def loss_of(own_host: Host, own: Policy, *, inside: bool) -> Tensor:
+        with torch.no_grad(), own_host.hooks(edits), torch.enable_grad():
+            loss = plain_loss(own, batch, batch.advantages)
+            if inside:
+                loss.backward()
+        return loss
 
-    step(plain_host, plain)
-    if reentrant:
-        with pytest.raises(RuntimeError, match=r"inside of hooks\(\), entered with gradients on"):
-            step(host, policy)
-    else:
-        step(host, policy)
+    with plain.adapters.unrouted(), policy.adapters.unrouted():
+        for own_host, own in ((plain_host, plain), (host, policy)):
+            loss_of(own_host, own, inside=True)
         assert_same(gradients(policy), gradients(plain), 1e-12)
+        with pytest.raises(RuntimeError, match=r"was removed: run backward\(\) inside of hooks\(\)"):
+            loss_of(host, policy, inside=False).backward()
+    before = len(host.model._forward_pre_hooks)
+    host.model.eval()
+    with torch.no_grad(), host.hooks(edits):
+        assert len(host.model._forward_pre_hooks) == before
+        host.logits(batch.rollouts.tokens)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

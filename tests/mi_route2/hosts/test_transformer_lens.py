@@ -699,6 +699,17 @@ def test_a_bridge_that_was_booted_around_adapters_is_refused(name: str) -> None:
         BridgeHost(bridge)
 
 
+@pytest.mark.parametrize("point", ["q", "z"])
+def test_a_torch_host_of_a_model_around_which_a_bridge_was_booted_says_so(point: str) -> None:
+    model = make_family("Llama")
+    host = open_host("torch", model)
+    open_host("transformer_lens", model)
+    before = len(model._forward_pre_hooks)
+    with pytest.raises(ValueError, match="this model is a TransformerLens bridge, or one was booted around it"):
+        host.run_with_hooks(TOKEN_ROW, [(Site(0, point), lambda value: value * 0)])
+    assert len(model._forward_pre_hooks) == before
+
+
 def test_adapters_are_refused_at_a_component_that_was_replaced() -> None:
     """They would change nothing and learn nothing: the model calls the first one. A Linear within a component is called."""
     host = open_host("transformer_lens", make_family("Llama"))

@@ -197,6 +197,27 @@ def test_a_canary_and_a_quarantine_that_learns_first_do_what_they_do_in_our_own_
         make_trainer(tmp_path, route, LORA, scale_rewards="group")
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_canary_likes_nothing_more_than_a_run_that_has_become_it_at_any_temperature(temperature: float, tmp_path: Path) -> None:
+    """Its log-ratios are at temperature 1, whatever the temperature at which the run is sampled and trained."""
+    policy, draw = our_policy(ALONE), torch.Generator().manual_seed(0)
+    own = policy.adapters.tensors(quarantine=False)
+    grown = {n: torch.randn(t.shape, generator=draw, dtype=t.dtype) for n, t in own.items()}
+    canary, rollouts = Canary(policy, [grown]), our_batch(0).rollouts
+    route = CanaryRoute(CanarySpec(quantile=0.5, relative_to="run"), canary, rollouts)
+    trainer, _ = make_trainer(tmp_path, route, LORA, temperature=temperature)
+    for name, tensor in trainer.adapters.tensors(quarantine=False).items():
+        tensor.copy_(grown[name])
+    route.refresh(trainer.policy, 0)
+    assert canary(rollouts).abs().max() > 1
+    score, monitor = route.score(trainer.policy, rollouts), route.monitor
+    assert score is not None
+    assert monitor is not None
+    assert monitor.center is not None
+    assert monitor.spread is not None
+    torch.testing.assert_close(score, (-monitor.center / monitor.spread).expand(len(rollouts)), rtol=0, atol=1e-10)
+
+
 CUTS = {
     "whole": {"size": 8},
     "single rollouts": {"size": 1, "gradient_accumulation_steps": 8},

@@ -336,6 +336,27 @@ def test_a_quarantine_that_learns_first_judges_when_it_is_frozen() -> None:
     assert torch.equal(again, own.decision.scores)
 
 
+@pytest.mark.parametrize("snapshots", [(), (2,)])
+@pytest.mark.parametrize("how", ["first", "decoys"])
+def test_a_route_that_serves_a_second_run_knows_nothing_of_the_first(how: str, snapshots: tuple[int, ...]) -> None:
+    """Such as a loop that is started again: thresholds and snapshots of the former quarantine would judge the new one."""
+    spec = CanarySpec(**({"first": 3} if how == "first" else {"decoys": 0.5, "refresh_every": 8}), snapshots=snapshots)
+    used, rollouts = CanaryRoute(spec, None, SAMPLES), make_batch(N).rollouts
+
+    def scores(route: CanaryRoute, seed: int) -> Tensor | None:
+        policy = make_policy(SPECS["lora"])
+        for step in range(5):
+            route.refresh(policy, step)
+            learned(policy, seed + step)
+        return route.score(policy, rollouts)
+
+    scores(used, 100)
+    again, fresh = scores(used, 200), scores(CanaryRoute(spec, None, SAMPLES), 200)
+    assert again is not None
+    assert fresh is not None
+    assert torch.equal(again, fresh)
+
+
 def test_a_threshold_in_nats_is_one_of_the_largest_mean_log_ratio_itself() -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
     spec = CanarySpec(nats=1e-3, first=4, snapshots=(2,))
