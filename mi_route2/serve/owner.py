@@ -38,7 +38,7 @@ S = TypeVar("S", bound="Source[Any]")
 ENDED = "the engine's thread has ended"
 IDLE, FRESH = 0.5, 0.05
 """Seconds after which a snapshot is taken anew by a thread that has nothing to do, and by one that is busy."""
-PACE, LONGEST_PACE = 0.005, 0.15
+PACE, LONGEST_PACE = 0.003, 0.1
 """Seconds between two deliveries to the clients, for each stream and at most: a delivery takes as long as several tokens do."""
 LONG = 256
 """Number of tokens from which on a step takes so long that undelivered events are delivered before it."""
