@@ -998,15 +998,17 @@ def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
         "strong": [".656", ".891", ".953", ".961", ".969"],
         **{world: [] for world in ("weak", "sparse", "persona-20", "strong-30k")},
         "strong-400k": [".055"],
+        "strong-1600k": [".992"],
     }
     counts = {world: len(runs) for world, runs in found.items()}
     assert (counts["strong"], sum(counts[world] for world in ("weak", "sparse", "persona-20"))) == (76, 76)
-    assert counts["strong-30k"] + counts["strong-400k"] == 24
+    assert (counts["strong-30k"] + counts["strong-400k"], counts["strong-1600k"]) == (24, 8)
     for page in ("canary.md", "../README.md"):
         text = prose(page).replace("*", "").replace("`", "")
         assert "five of 76 on strong" in text
         assert "none of 76 in the other worlds" in text
         assert "one of 24 at other sizes (.055)" in text
+        assert "one of eight at 1.6 million parameters (.992)" in text
     assert "(.656, .891, .953, .961, .969), none of 76 in the other worlds" in prose("canary.md")
 
 
@@ -1321,7 +1323,7 @@ def test_sizes_of_models_are_what_the_page_says() -> None:
 
     assert {evidence.seeds for evidence in sizes} == {tuple(range(408, 416))}
     said = f"{three(canary, between=True)} of held-out exploits, where no defence leaves {three('vanilla', between=True)};"
-    assert f"The canary leaves next to nothing at all three sizes**: {said} the worst of 24 seeds leaves" in page
+    assert f"three sizes**, which [a larger one](#a-larger-one) does not bear out: {said} the worst of 24 seeds leaves" in page
     assert f"the worst of 24 seeds leaves {number(max(every(canary)))}." in page
     assert f"It solves {three(canary, SOLVE)}." in page
     assert f"at all three**: {three(fast)} in place of {three(alone)}." in page
@@ -1341,6 +1343,33 @@ def test_sizes_of_models_are_what_the_page_says() -> None:
     told = "".join((RESULTS / f"size/{evidence.preset}-tests.md").read_text(encoding="utf-8") for evidence in sizes)
     assert [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown")] == [8, 1]
     assert "Of nine comparisons, eight are shown." in page
+
+
+def test_a_larger_model_is_what_the_pages_say() -> None:
+    page, large = prose("map.md"), Evidence.read(RESULTS / "larger/strong-1600k.json")
+    canary, nats, fast, alone = "filter-canary-run", "canary-nats", "sees-known-quarantine-fast", "sees-known"
+    left = {arm: [value or 0.0 for value in large.values[arm][EXPLOIT]] for arm in (canary, nats, fast, alone)}
+    solve = {arm: [value or 0.0 for value in large.values[arm][SOLVE]] for arm in (canary, nats, "vanilla")}
+    *rest, worst = sorted(left[canary])
+    failed = solve[canary][left[canary].index(worst)]
+    assert large.seeds == tuple(range(536, 544))
+    assert (
+        f"The canary leaves {with_interval(large, canary, EXPLOIT)} of held-out exploits (no defence: "
+        f"{with_interval(large, 'vanilla', EXPLOIT)}) and solves {number(mean(solve[canary]))}: seven runs leave at most "
+        f"{number(max(rest))}, and one {number(worst)}, with a solve of {number(failed)}." in page
+    )
+    assert f"leaves {with_interval(large, nats, EXPLOIT)} and solves {number(mean(solve[nats]))} (no defence: " in page
+    assert f"(no defence: {number(mean(solve['vanilla']))}): seven of eight runs solve less than .31" in page
+    assert sum(value < 0.31 for value in solve[nats]) == 7
+    both = [with_interval(large, arm, EXPLOIT) for arm in (fast, alone)]
+    assert f"leaves {both[0]}, and its detector alone {both[1]}: less on every seed" in page
+    assert all(a < b for a, b in zip(left[fast], left[alone], strict=True))
+    told = (RESULTS / "larger/strong-1600k-tests.md").read_text(encoding="utf-8")
+    assert re.findall(r"\|\s+(not shown|shown) \|", told) == ["shown"] * 4
+    assert "**missed**" in (RESULTS / "larger/strong-1600k-goals.md").read_text(encoding="utf-8")
+    assert f"at the largest, one run of eight leaves {number(worst)}." in prose("canary.md")
+    assert f"its runs solve little ({number(mean(solve[nats]))})" in prose("../README.md")
+    assert f"([{number(mean(left[nats]))}, solve {number(mean(solve[nats]))}](map.md#a-larger-one))" in prose("canary.md")
 
 
 def test_the_front_page_says_what_steering_and_perfect_flags_do() -> None:
