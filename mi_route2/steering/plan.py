@@ -102,8 +102,8 @@ def watch_of(monitor: Monitor, name: str, rows: Rows, adapters: tuple[Site, ...]
     """Compile a resolved ``monitor`` on the device of ``rows``; ``ValueError`` if a vector or a quarantine does not fit."""
     rows.demand_width(monitor.site, Vector(monitor.probe), "the probe")
     rows.demand_widths(monitor.adds)
-    for sums in (monitor.sums, {monitor.site: Vector(monitor.probe).data}):
-        rows.demand_finite(sums)
+    rows.demand_finite(monitor.sums)
+    rows.demand_finite({monitor.site: Vector(monitor.probe).data})
     quarantined = frozenset[Site]()
     if monitor.quarantine is not None:
         there = gated(monitor, adapters)
