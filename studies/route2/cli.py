@@ -32,6 +32,10 @@ from studies.training.settings import (
 Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
 Pairs = Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")]
 ReportTo = Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKER_NAMES)}")]
+Device = Annotated[
+    Literal["cpu", "cuda"],
+    tyro.conf.arg(help="of a micro model; a GPU pays for a large one, such as strong-8m"),
+]
 Live = Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")]
 
 
@@ -60,6 +64,7 @@ class Run:
     sampler: Annotated[
         Literal["torch", "vllm"], tyro.conf.arg(help="with --model: what samples completions (see docs/vllm.md)")
     ] = "torch"
+    device: Device = "cpu"
     report: Annotated[bool, tyro.conf.arg(help="write table and figures at the end")] = True
     report_to: ReportTo = None
     live: Live = True
@@ -67,10 +72,10 @@ class Run:
 
     def __call__(self) -> None:
         from studies.training.cluster import run_training
-        from studies.training.job import BACKEND, PRECISIONS, Job, unusual_backend
+        from studies.training.job import BACKEND, PRECISIONS, Job, base_cache, unusual_backend
         from studies.training.manifest import refuse_mixed
         from studies.training.tracking import require
-        from studies.training.worlds import plan
+        from studies.training.worlds import find_device, plan
 
         if self.report_to is not None:
             require(self.report_to)
@@ -88,11 +93,13 @@ class Run:
             raise ValueError("vLLM is not installed here: run this in an environment of its own, see docs/vllm.md")
         unusual, root = unusual_backend(self.backend), self.root(settings)
         jobs = [
-            Job(root, self.out / "warmstarts", settings, seed, arm, self.pairs, **self.backend)
+            Job(root, base_cache(self.out, self.device), settings, seed, arm, self.pairs, **self.backend)
             for seed in read_seeds(self.seeds)
             for arm in (None, *arms)
         ]
         jobs = list({job.folder: job for each in jobs for job in (*each.before, each)}.values())
+        if not all(job.finished for job in jobs):
+            find_device(self.device)  # a report of finished runs can be written without it
         with ExitStack() as locks:
             folders = {job.root: job.settings for job in jobs}
             for folder in sorted(folders):
@@ -120,7 +127,7 @@ class Run:
 
     @property
     def backend(self) -> dict[str, str]:
-        return {"host": self.host, "precision": self.precision, "sampler": self.sampler}
+        return {"host": self.host, "precision": self.precision, "sampler": self.sampler, "device": self.device}
 
     def root(self, settings: Settings) -> Path:
         """Return the run folder of the settings."""
@@ -282,7 +289,7 @@ class Show:
                 f"{self.root} has no run of {self.arm} at seed {self.seed}; it has {', '.join(have) or 'none at that seed'}"
             )
         rows = [row for row in read_rollouts(job.folder) if (row["step"] + 1) % self.every == 0 or row["step"] == 0]
-        with open_world(job.settings) as (world, _):
+        with open_world(job.settings, device=job.device) as (world, _):
             annotate = Annotator.of(job, world)
             show_paths([write_page(rows, annotate, job.folder / "rollouts.html", f"{self.arm}, seed {self.seed}")])
 
@@ -380,6 +387,7 @@ class Evidence:
     ] = None
     config: Annotated[Path | None, tyro.conf.arg(help="with --model: its settings, in a TOML file")] = None
     precision: Annotated[str, tyro.conf.arg(help=f"with --model: {' or '.join(PRECISION_NAMES)}")] = "float32"
+    device: Device = "cpu"
     live: Live = True
 
     def __call__(self) -> None:
@@ -411,6 +419,7 @@ class Evidence:
             "seeds": seeds,
             "arms": arms,
             "workers": self.workers,
+            "device": self.device,
             "out": out,
             "report": False,
             "live": self.live,

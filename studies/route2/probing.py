@@ -98,7 +98,7 @@ def probe(job: Job, per_mode: int, progress: bool, units: Sequence[Unit]) -> Pro
     torch.set_num_threads(1)
     results: dict[tuple[str, Unit], TransferResult] = {}
     missing: dict[str, str] = {}
-    with open_world(job.settings) as (world, witness):
+    with open_world(job.settings, device=job.device) as (world, witness):
         require_tasks(world)
         host, policy = finished_policy(job)
         reading = Reading(host, policy, job.settings, pooled="token" not in units)

@@ -246,7 +246,7 @@ def provenance(runs: RunSet) -> dict[str, Any]:
 def folder_name(runs: RunSet) -> str:
     """Return the preset's name, with the seeds if they are not the development seeds (``strong-300-307``).
 
-    If settings, pairs, host, precision or sampler are not the preset's, it is the name under which ``run`` makes the folder, so
+    If settings, pairs or backend are not the preset's, it is the name under which ``run`` makes the folder, so
     that a variation does not replace the preset's results, whatever the folder is called now. Runs of a chat model are named after
     its problem.
     """
@@ -262,7 +262,7 @@ def folder_name(runs: RunSet) -> str:
 
 
 def unusual(runs: RunSet) -> dict[str, str]:
-    """Return what all of the runs have beside the defaults of pairs, host, precision and sampler."""
+    """Return what all of the runs have beside the defaults of pairs and backend."""
     return next(iter(runs.runs.values())).unusual
 
 

@@ -43,7 +43,7 @@ def run_queued(job: Job) -> None:
     """Run a job on a machine of the cluster, after making its seed's base model if the job is that of the base."""
     torch.set_num_threads(1)  # a warm start's bits depend on the number of threads, and not every cluster binds a job to its core
     if job.arm is None and job.settings.chat is None and not job.finished:
-        base_model(job.settings, job.seed, job.cache, PRECISIONS[job.precision])
+        base_model(job.settings, job.seed, job.cache, PRECISIONS[job.precision], device=job.device)
     run_job(job)
 
 

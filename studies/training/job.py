@@ -35,9 +35,11 @@ from studies.training.worlds import base_key, base_model, checkpointed, open_wor
 
 EVAL, FULL, DEPLOYED = "eval.json", "adapters.safetensors", "deployed.safetensors"
 BACKEND = "host.json"
-"""File of a run folder with host, precision and sampler, if they are not the default ones."""
+"""File of a run folder with host, precision, sampler and device, if they are not the default ones."""
 PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in PRECISION_NAMES})
 SAMPLERS = ("torch", "vllm")
+BACKENDS = ("host", "precision", "sampler", "device")
+"""Fields of a job that say what it is computed with; results of another differ by rounding."""
 RESUME = "vLLM rounds differently in other batches, so a resumed run ends with other bytes than an unbroken one"
 LATER = (
     "steps", "draw", "canaries", "canaries_of", "rotated", "recall", "kept_lr_scale", "penalty", "monitor", "taught", "lesson_size",
@@ -60,6 +62,7 @@ class Job:
         host: Library whose hooks the model runs under; it changes results by rounding only.
         precision: Dtype of training; the warm start is float32 and is cast.
         sampler: ``torch``, or ``vllm`` for a chat model: engine that samples completions. Log-probabilities are always torch's.
+        device: Device of a micro model; that of a chat model is a setting.
     """
 
     root: Path
@@ -71,13 +74,15 @@ class Job:
     host: str = "torch"
     precision: str = "float32"
     sampler: str = "torch"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Check the arguments before base models are trained.
 
         Raises:
-            ValueError: If the host, the precision or the sampler is unknown or cannot run the arm, or if the settings do not fit
-                the world, or if a quarantine learns first for all of the run's steps, so that the kept adapter would learn nothing.
+            ValueError: If the host, the precision or the sampler is unknown or cannot run the arm, if a device is given for a chat
+                model, if the settings do not fit the world, or if a quarantine learns first for all of the run's steps, so that the
+                kept adapter would learn nothing.
         """
         for name, known in (("host", HOSTS), ("precision", PRECISIONS), ("sampler", SAMPLERS)):
             if getattr(self, name) not in tuple(known):
@@ -88,6 +93,8 @@ class Job:
             raise ValueError(f"vLLM samples from a model without the steering of {self.name!r}: leave out this arm or --sampler")
         if self.sampler == "vllm":
             self.open_sampler()  # refuses a dtype; starts nothing
+        if self.settings.chat is not None and self.device != "cpu":
+            raise ValueError("the device of a chat model is a setting: give chat.device in place of --device")
         if self.arm is not None and isinstance(self.arm.route, CanarySpec) and self.arm.route.first >= self.steps:
             raise ValueError(
                 f"the quarantine of {self.name!r} learns alone for {self.arm.route.first} steps, and the run has {self.steps}: set "
@@ -150,7 +157,7 @@ class Job:
 
     @property
     def pool(self) -> Path:
-        """File of the teacher pool in the cache; another host, precision or sampler draws other bytes."""
+        """File of the teacher pool in the cache; another host, precision, sampler or device draws other bytes."""
         drawn = "-".join([base_key(self.settings, self.seed), *self.backend.values()])
         return self.cache / f"teachers-{self.settings.teachers}-{drawn}.safetensors"
 
@@ -199,22 +206,23 @@ class Job:
 
     @staticmethod
     def of(root: Path, seed: int, arm: Arm | None, pairs: Path | None = None) -> "Job":
-        """Return a job of the run folder ``root``, with the settings, host and precision stored there."""
+        """Return a job of the run folder ``root``, with the settings and the backend stored there."""
         root = named(root)
         path = root / BACKEND
         backend = read_object(path, REMEDY) if path.exists() else {}
-        if unknown := sorted(backend.keys() - {"host", "precision", "sampler"}):
-            raise ValueError(f"{path} says {unknown[0]!r}, and knows host, precision and sampler; {REMEDY}")
-        return Job(root, root.parent / "warmstarts", Settings.read(root / "settings.json"), seed, arm, pairs, **backend)
+        if unknown := sorted(backend.keys() - set(BACKENDS)):
+            raise ValueError(f"{path} says {unknown[0]!r}, and knows {', '.join(BACKENDS)}; {REMEDY}")
+        cache = base_cache(root.parent, backend.get("device", "cpu"))
+        return Job(root, cache, Settings.read(root / "settings.json"), seed, arm, pairs, **backend)
 
     @property
     def backend(self) -> dict[str, str]:
-        """Host, precision and sampler, if they are not the default ones."""
-        return unusual_backend({"host": self.host, "precision": self.precision, "sampler": self.sampler})
+        """Host, precision, sampler and device, if they are not the default ones."""
+        return unusual_backend({name: getattr(self, name) for name in BACKENDS})
 
     @property
     def unusual(self) -> dict[str, str]:
-        """Entries of the manifest beyond the usual ones: host, precision, sampler, and the user's pairs."""
+        """Entries of the manifest beyond the usual ones: the backend, and the user's pairs."""
         return self.noted | ({"resume": RESUME} if self.sampler == "vllm" else {})
 
     @property
@@ -252,9 +260,14 @@ class Job:
 
 
 def unusual_backend(backend: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries of host, precision and sampler that are not the default ones."""
+    """Return the entries of host, precision, sampler and device that are not the default ones."""
     usual = {field.name: field.default for field in fields(Job)}
     return {name: value for name, value in backend.items() if value != usual[name]}
+
+
+def base_cache(out: Path, device: str) -> Path:
+    """Return the folder of warm starts beside the run folders in ``out``; those of another device have other bits."""
+    return out / "-".join(["warmstarts", *unusual_backend({"device": device}).values()])
 
 
 @functools.cache
@@ -304,7 +317,7 @@ def build_policy(job: Job, cache: Path) -> Policy:
 def build_hosted(job: Job, cache: Path) -> tuple[Host, Policy]:
     """Return the policy of `build_policy`, and the host that it runs on."""
     settings, arm = job.settings, job.arm
-    model = base_model(settings, job.seed, cache, PRECISIONS[job.precision])
+    model = base_model(settings, job.seed, cache, PRECISIONS[job.precision], device=job.device)
     host = open_host(job.host, model)
     quarantine = "none" if arm is None else arm.quarantine
     spec = AdapterSpec(settings.kept, settings.kept_rank, quarantine, settings.quarantine_rank)

@@ -12,6 +12,8 @@ from mi_route2.validation import Natural, read_object, read_record, validated
 
 MANIFEST = "manifest.json"
 REMEDY = "run the command again that made this folder"
+UNUSUAL = ("host", "precision", "sampler", "device", "pairs_sha256")
+"""Entries of a manifest that stand there only if they are not the default ones."""
 
 
 @validated
@@ -30,6 +32,7 @@ class Manifest:
     host: str | None = None
     precision: str | None = None
     sampler: str | None = None
+    device: str | None = None
     resume: str | None = None
     pairs_sha256: str | None = None
 
@@ -42,7 +45,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        return read_record(Manifest, read_object(path, REMEDY), optional=("host", "precision", "sampler", "resume", "pairs_sha256"))
+        return read_record(Manifest, read_object(path, REMEDY), optional=(*UNUSUAL, "resume"))
     except ValueError as error:
         told = str(error) if str(path) in str(error) else f"{path} is damaged ({error})"
         raise ValueError(f"{told}; delete {folder} to run this arm again") from error
@@ -64,13 +67,13 @@ def verify(folder: Path, checksums: Mapping[str, str]) -> None:
 
 
 def unusual_entries(manifest: Manifest) -> dict[str, str]:
-    """Return host, precision, sampler and the pairs' hash of a run, if they are not the default ones."""
-    entries = {name: getattr(manifest, name) for name in ("host", "precision", "sampler", "pairs_sha256")}
+    """Return host, precision, sampler, device and the pairs' hash of a run, if they are not the default ones."""
+    entries = {name: getattr(manifest, name) for name in UNUSUAL}
     return {name: value for name, value in entries.items() if value is not None}
 
 
 def refuse_mixed(root: Path, unusual: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` if ``root`` holds a run with other pairs, or another host, precision or sampler."""
+    """Raise ``ValueError`` if ``root`` holds a run with other pairs, or another host, precision, sampler or device."""
     for path in sorted(root.glob(f"seed-*/*/{MANIFEST}")):
         if (found := unusual_entries(read_manifest(path.parent))) != unusual:
             raise ValueError(

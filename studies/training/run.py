@@ -56,7 +56,7 @@ def _run_locked(job: Job, progress: Callable[[int], None], stop: Callable[[], bo
 
 
 def _run(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
-    with job.open_sampler() as sampler, open_world(job.settings, sampler) as (world, witness):
+    with job.open_sampler() as sampler, open_world(job.settings, sampler, job.device) as (world, witness):
         host, policy = build_hosted(job, job.cache)
         if job.arm is not None:
             # before anything steers the model, because all arms of a seed read this file

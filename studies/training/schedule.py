@@ -59,7 +59,9 @@ def _work(link: Connection, errors: Connection) -> None:
         while (job := link.recv()) is not None:
             try:
                 if job.arm is None and job.settings.chat is None and not job.finished:
-                    base_model(job.settings, job.seed, job.cache, PRECISIONS[job.precision], lambda n: link.send(("base", n)))
+                    base_model(
+                        job.settings, job.seed, job.cache, PRECISIONS[job.precision], lambda n: link.send(("base", n)), job.device
+                    )
                     link.send(("warm", None))
                 whole = run_job(job, lambda n: link.send(("steps", n)), link.poll)
                 outcome = ("done", None) if whole else ("failed", "it was stopped before its end")

@@ -109,10 +109,11 @@ def _check(name: str, problem: Problem) -> None:
 
 
 @contextmanager
-def open_world(settings: Settings, sampler: Sampler | None = None) -> Iterator[tuple[World, Witness]]:
+def open_world(settings: Settings, sampler: Sampler | None = None, device: str = "cpu") -> Iterator[tuple[World, Witness]]:
     """Context: the world for training and, separate from it, the witness; both are closed on exit.
 
-    ``sampler`` is that of a chat model's completions; transformers' own modules sample if not given.
+    ``sampler`` is that of a chat model's completions; transformers' own modules sample if not given. On ``device`` lie the rollouts
+    of a micro world.
 
     Raises:
         ValueError: The problem's data are not those of the settings, before or after.
@@ -120,7 +121,7 @@ def open_world(settings: Settings, sampler: Sampler | None = None) -> Iterator[t
     if settings.chat is None:
         with SubprocessRunner() as child:
             runner = CachedRunner(child)
-            yield MicroWorld(get_world(settings.world), runner), MicroWitness(runner)
+            yield MicroWorld(get_world(settings.world), runner, find_device(device)), MicroWitness(runner)
         return
     _refuse_changed_data(settings.chat)
     problem = open_problem(settings.world, settings.chat.data)
@@ -163,7 +164,7 @@ def chat_world(chat: ChatModel, problem: Problem, sampler: Sampler | None = None
         tokenizer,
         max_new=chat.max_new,
         context=context,
-        device=device_of(chat),
+        device=find_device(chat.device),
         at_once=chat.at_once,
         sampler=sampler,
     )
@@ -179,20 +180,29 @@ def modes_of(settings: Settings) -> Modes:
 
 
 def base_model(
-    settings: Settings, seed: int, cache: Path, dtype: torch.dtype, report: Callable[[int], None] | None = None
+    settings: Settings,
+    seed: int,
+    cache: Path,
+    dtype: torch.dtype,
+    report: Callable[[int], None] | None = None,
+    device: str = "cpu",
 ) -> nn.Module:
     """Return the model from which every arm of a seed starts, in ``dtype`` and ``eval`` mode; ``report`` as in ``warm_start``.
+
+    ``device`` is that of a micro model.
 
     Raises:
         ValueError: A chat model's folder is not as its hash in the settings says.
     """
     if settings.chat is None:
-        return warm_start(get_world(settings.world), settings.warm, seed, cache, progress=False, report=report).to(dtype)
+        place = find_device(device)
+        model = warm_start(get_world(settings.world), settings.warm, seed, cache, progress=False, report=report, device=place)
+        return model.to(place, dtype)
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a worker's bar would break the run's own display
     # a Path, so that a missing folder is an error and not taken for a Hugging Face id
-    model: Any = load(Path(settings.chat.path), dtype=dtype, device=device_of(settings.chat)).model
+    model: Any = load(Path(settings.chat.path), dtype=dtype, device=find_device(settings.chat.device)).model
     _refuse_changed(settings.chat.path, weights_hash(Path(settings.chat.path)), settings.chat.weights, "model")  # once it is read
     if settings.chat.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -235,21 +245,21 @@ def checkpointed(model: nn.Module, forward: Forward) -> Forward:
     return call
 
 
-def device_of(chat: ChatModel) -> torch.device:
-    """Return the chat model's device.
+def find_device(name: str) -> torch.device:
+    """Return a device; ``auto`` is CUDA if available.
 
     Raises:
         ValueError: If torch does not know the device, or the machine does not have it.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if chat.device == "auto":
+    if name == "auto":
         return torch.device("cuda" if count else "cpu")
     try:
-        device = torch.device(chat.device)
+        device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"unknown device {chat.device!r}: choose auto, cpu, cuda or cuda:0") from error
+        raise ValueError(f"unknown device {name!r}: choose auto, cpu, cuda or cuda:0") from error
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"the device {chat.device!r} does not exist, as torch finds {count} CUDA devices here: choose auto or cpu")
+        raise ValueError(f"the device {name!r} does not exist, as torch finds {count} CUDA devices here: choose cpu")
     return device
 
 
@@ -341,7 +351,7 @@ def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype, vllm: bool = F
     }
     if vllm:
         sizes |= {"vLLM": sizes["weights"] + sizes["sampling"], "sampling": 0}
-    return MemoryPlan(sizes, _available(device_of(chat)))
+    return MemoryPlan(sizes, _available(find_device(chat.device)))
 
 
 SLACK = 512

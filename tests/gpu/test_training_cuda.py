@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from parity import Parity
 from safetensors.torch import load_file
 from tiny_study import tiny_chat
 from tiny_trl import LORA, Ours, make_trainer, our_loop, our_policy, pairs
-from torch import Tensor
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec
 from mi_route2.routing import EraseRoute, EraseSpec, OpenRoute, OpenSpec, Route
@@ -24,21 +22,10 @@ from studies.training.job import EVAL, FULL, Job
 from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 from studies.training.settings import Settings
-from tests.support.gpu import DEVICE, NEEDS
+from tests.support.gpu import DEVICE, NEEDS, assert_close
 
 pytestmark = NEEDS
 ROOT = Path(__file__).parents[2]
-CLOSE = 1e-4
-"""Largest difference of a gradient or a weight, by norm: rotary angles are always float32, and Adam enlarges their last bits."""
-
-
-def assert_close(own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert own.keys() == expected.keys()
-    for name, right in expected.items():
-        gap = float((own[name].cpu().double() - right.cpu().double()).norm())
-        assert gap <= CLOSE * max(float(right.norm()), 1e-3), f"{name}: {gap:.1e}"
-
-
 RULES = {
     "open": (OpenSpec(), LORA),
     "live gradient": (MaskSpec(), AdapterSpec("svd", rank=5, quarantine_rank=2)),

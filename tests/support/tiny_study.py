@@ -42,7 +42,7 @@ def tiny_chat(folder: Path, device: str = "cpu", **changes: Any) -> Settings:
 
 
 def tiny_job(root: Path, arm: str | Arm | None = "route2-grad", seed: int = 0, cache: Path | None = None, **changes: Any) -> Job:
-    elsewhere = {name: changes.pop(name) for name in ("host", "precision") if name in changes}
+    elsewhere = {name: changes.pop(name) for name in ("host", "precision", "device") if name in changes}
     settings = tiny_settings(**changes)
     chosen = None if arm == "base" else ARMS[arm] if isinstance(arm, str) else arm
     return Job(root / settings.folder, cache or root / "cache", settings, seed, chosen, **elsewhere)

@@ -32,6 +32,8 @@ from studies.environments.micro.settings import MicroConfig, WarmStartConfig, Wo
 # Incremented if the training loop changes in a way that no setting shows.
 FORMAT = 1
 
+CPU = torch.device("cpu")
+
 REPORTED = 10  # steps between two reports of the training
 
 # The only entry of a cached file's metadata, as JSON: safetensors writes several entries in random order, so bytes would differ.
@@ -45,18 +47,19 @@ def warm_start(
     cache_dir: Path | str | None,
     progress: bool = True,
     report: Callable[[int], None] | None = None,
+    device: torch.device = CPU,
 ) -> MicroGPT:
-    """Return the base model of a world, in float32 and eval mode, from `cache_dir` if it is cached; otherwise train and cache it.
+    """Return the base model of a world, on the CPU in float32 and eval mode, from `cache_dir` if it is cached.
 
-    A cached file that is not valid is reported by a warning, trained again and replaced; with `cache_dir=None` nothing is read or
-    written. `report` receives the number of finished steps every `REPORTED` steps. Raises ValueError if the model's vocabulary or
-    context does not fit the corpus, or if a folder is in the file's place.
+    Otherwise it is trained on `device` and cached. A cached file that is not valid is reported by a warning, trained again and
+    replaced; with `cache_dir=None` nothing is read or written. `report` receives the number of finished steps every `REPORTED`
+    steps. Raises ValueError if the model's vocabulary or context does not fit the corpus, or if a folder is in the file's place.
     """
     vocabulary = Vocabulary()
     if training.model.vocab != len(vocabulary):
         raise ValueError(f"a model of {training.model.vocab} tokens does not fit: choose vocab={len(vocabulary)}")
     if cache_dir is None:
-        return train(config, training, seed, progress, report)
+        return train(config, training, seed, progress, report, device)
     path, key = cached_at(config, training, seed, Path(cache_dir))
     if path.is_dir():
         raise ValueError(f"{path} is a folder in the place of a cached base model: move it away")
@@ -65,7 +68,7 @@ def warm_start(
             return _load(path, training.model, key)
         except (SafetensorError, ValueError) as error:
             warnings.warn(f"the cached base model {path} is not usable ({error}): training it again", stacklevel=2)
-    model = train(config, training, seed, progress, report)
+    model = train(config, training, seed, progress, report, device)
     _save(model, path, key)
     return model
 
@@ -97,11 +100,12 @@ def train(
     seed: int,
     progress: bool = True,
     report: Callable[[int], None] | None = None,
+    device: torch.device = CPU,
 ) -> MicroGPT:
-    """Train a base model from scratch; the same seed, settings and thread count give the same bits."""
+    """Train a base model from scratch on `device`; the same seed, settings, device and thread count give the same bits."""
     vocabulary = Vocabulary()
     rng = np.random.default_rng(seed)
-    model = MicroGPT(training.model, torch.Generator().manual_seed(seed))
+    model = MicroGPT(training.model, torch.Generator().manual_seed(seed)).to(device)
     optimizer = uncompiled(torch.optim.AdamW)(
         model.parameters(), lr=training.lr, betas=training.betas, weight_decay=training.weight_decay, fused=True
     )
@@ -109,7 +113,7 @@ def train(
     bar = tqdm(range(training.steps), desc=f"warm start ({config.name}, seed {seed})", disable=not progress)
     for step in bar:
         documents = sample_documents(config, training.batch, rng, vocabulary)
-        loss = completion_loss(model, documents, vocabulary.eos)
+        loss = completion_loss(model, documents.to(device), vocabulary.eos)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
@@ -119,7 +123,7 @@ def train(
             report(step + 1)
         if step % 50 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}")
-    return model.eval()
+    return model.cpu().eval()
 
 
 def completion_loss(model: MicroGPT, documents: Int[Tensor, "b s"], eos: int) -> Float[Tensor, ""]:
@@ -128,7 +132,7 @@ def completion_loss(model: MicroGPT, documents: Int[Tensor, "b s"], eos: int) ->
     documents = documents[:, : int(lengths.max()) + 1]
     logits = model(documents[:, :-1])[:, PROMPT_LENGTH - 1 :]
     targets = documents[:, PROMPT_LENGTH:]
-    positions = torch.arange(PROMPT_LENGTH, documents.shape[1])
+    positions = torch.arange(PROMPT_LENGTH, documents.shape[1], device=documents.device)
     padding = positions[None, :] > lengths[:, None]
     return cross_entropy(logits.flatten(0, 1), targets.masked_fill(padding, -100).flatten(), ignore_index=-100)
 

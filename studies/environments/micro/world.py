@@ -30,12 +30,12 @@ from studies.environments.protocol import Pair, Samples, TrainingGrade, Verdict,
 
 
 class MicroWorld(MicroSource, World):
-    """World of the micro language; see ``protocol.World``."""
+    """World of the micro language; see ``protocol.World``. Its rollouts lie on ``device``, by default the CPU."""
 
     max_new = COMPLETION_LENGTH
 
-    def __init__(self, config: WorldConfig, runner: Runner):
-        self.config = config
+    def __init__(self, config: WorldConfig, runner: Runner, device: torch.device | None = None):
+        self.config, self.device = config, device or torch.device("cpu")
         self.vocabulary = Vocabulary()
         self._grader = TrainingGrader(runner)
 
@@ -55,6 +55,7 @@ class MicroWorld(MicroSource, World):
     ) -> Samples:
         """Sample as ``sample`` does, but through the adapters' own modules, so that their hook points fire."""
         encoded, model, eos = encode_prompts(prompts, self.vocabulary), cast("MicroGPT", policy.model), self.vocabulary.eos
+        encoded = encoded.to(policy.device)
         completions = generate(model, encoded, temperature=temperature, generator=generator, eos=eos)
         return self.package(prompts, completions.tolist())
 
@@ -63,7 +64,7 @@ class MicroWorld(MicroSource, World):
         eos = self.vocabulary.eos
         ended = [row[: row.index(eos) + 1] if eos in row else row for row in map(list, completions)]
         rollouts = Rollouts.from_lists([self.vocabulary.encode(prompt.tokens) for prompt in prompts], ended, self.vocabulary.pad)
-        return Samples(list(prompts), rollouts, [self.vocabulary.completion_text(row) for row in ended])
+        return Samples(list(prompts), rollouts.to(self.device), [self.vocabulary.completion_text(row) for row in ended])
 
     def encode(self, prompts: Sequence[str], completions: Sequence[str]) -> Rollouts:
         vocabulary, context = self.vocabulary, PROMPT_LENGTH + self.max_new
@@ -74,7 +75,7 @@ class MicroWorld(MicroSource, World):
                 raise ValueError(f"a prompt and its completion are longer than {context} tokens: {text!r}")
         # a completion that fills the context has no <eos>, so an equal text gets none either
         cut = [answer[: context - len(question)] for question, answer in zip(questions, answers, strict=True)]
-        return Rollouts.from_lists(questions, cut, vocabulary.pad)
+        return Rollouts.from_lists(questions, cut, vocabulary.pad).to(self.device)
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         return [self.vocabulary.tokens[i] for i in tokens]

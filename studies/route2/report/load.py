@@ -54,7 +54,7 @@ class Run:
     """One finished arm on one seed.
 
     `metrics` are the rows of the training log; `modes[mode]["on" | "deploy"][rate]` are in [0, 1]; `unusual` is what differs from
-    the usual pairs, host, precision and sampler; `definition` is the whole arm, without its line for tables.
+    the usual pairs and backend; `definition` is the whole arm, without its line for tables.
     """
 
     arm: str
@@ -232,7 +232,7 @@ def _agreed_specs(runs: dict[tuple[str, int], Run]) -> dict[str, ArmSpec]:
             raise ValueError(f"{run.folder} and {first.folder} have different settings: arms compare under one hash only")
         if run.unusual != first.unusual:
             raise ValueError(
-                f"{run.folder} and {first.folder} were run with different pairs, hosts, precisions or samplers ({run.unusual} and "
+                f"{run.folder} and {first.folder} were run with different pairs or backends ({run.unusual} and "
                 f"{first.unusual}): give each an --out of its own"
             )
         specs[run.arm] = run.spec

@@ -284,6 +284,10 @@ WRONG = {
         ["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.device=cuda:63"],
         "the device 'cuda:63' does not exist, as torch finds",
     ),
+    "a device as of a micro model": (
+        ["--model", "MODEL", "--world", "parity:Parity", "--device", "cuda"],
+        "give chat.device in place of --device",
+    ),
     "too many prompts": (["--model", "MODEL", "--world", "parity:Parity", "--override", "evaluation_prompts=99"], "test tasks"),
 }
 

@@ -1,6 +1,7 @@
 """The whole study under each library's hooks: one table, and the same weights."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from studies.environments.micro.runner import SubprocessRunner
 from studies.environments.micro.settings import get_world
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import evaluation_prompts
+from studies.route2 import cli
 from studies.route2.annotate import Annotator
 from studies.route2.report import load_runs, write_tables
 from studies.training.job import BACKEND, EVAL, FULL, Job
@@ -91,13 +93,35 @@ def test_what_ran_before_hosts_had_names_is_still_known(tmp_path: Path) -> None:
     assert Job(job.root, job.cache, job.settings, job.seed, job.arm).identity == job.identity
 
 
+def test_a_run_on_a_gpu_is_another_one_beside_base_models_of_its_own(tmp_path: Path) -> None:
+    usual, on_gpu = tiny_job(tmp_path, "vanilla"), tiny_job(tmp_path, "vanilla", device="cuda")
+    assert on_gpu.identity != usual.identity
+    assert (on_gpu.backend, on_gpu.unusual) == ({"device": "cuda"}, {"device": "cuda"})
+    on_gpu.root.mkdir(parents=True)
+    (on_gpu.root / "settings.json").write_text(json.dumps(on_gpu.settings.as_dict()))
+    (on_gpu.root / BACKEND).write_text(json.dumps({"device": "cuda"}))
+    again = Job.of(on_gpu.root, on_gpu.seed, on_gpu.arm)
+    assert (again.identity, again.cache) == (on_gpu.identity, tmp_path / "warmstarts-cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without one")
+def test_a_gpu_that_is_not_there_costs_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["route2", "run", "--device", "cuda", "--out", str(tmp_path / "runs")])
+    assert cli.main() == 2
+    assert capsys.readouterr().err == "error: the device 'cuda' does not exist, as torch finds 0 CUDA devices here: choose cpu\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_folder_knows_its_host_and_its_page_holds_completions_that_never_ended(tmp_path: Path, cache: Path) -> None:
     job = tiny_job(tmp_path, "vanilla", cache=cache, steps=1, host="nnsight", precision="float64")
     job.root.mkdir(parents=True)
     (job.root / "settings.json").write_text(json.dumps(job.settings.as_dict()))
     (job.root / BACKEND).write_text(json.dumps({"host": "nnsight", "precision": "float64"}))
     again = Job.of(job.root, job.seed, job.arm)
-    assert again.identity == job.identity != Job(job.root, job.cache, job.settings, job.seed, job.arm).identity
+    assert (again.identity, again.device, again.cache) == (job.identity, "cpu", job.root.parent / "warmstarts")
+    assert job.identity != Job(job.root, job.cache, job.settings, job.seed, job.arm).identity
     assert run_job(job)
     vocabulary = Vocabulary()
     endless = {"prompt": evaluation_prompts(MicroSource(), "none", 1)[0].text, "completion": " +" * MicroWorld.max_new}

@@ -432,7 +432,7 @@ def test_runs_with_other_pairs_or_of_a_copied_seed_are_not_in_one_table(study: C
     for arm in ("base", "vanilla"):
         path = root / "seed-1" / arm / "manifest.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"pairs_sha256": "ab" * 32}))
-    with pytest.raises(ValueError, match=r"different pairs, hosts, precisions or samplers.*--out of its own"):
+    with pytest.raises(ValueError, match=r"different pairs or backends.*--out of its own"):
         load_runs(root)
     with pytest.raises(ValueError, match=r"was run with \{'pairs_sha256'.*the usual ones: give this an --out"):
         refuse_mixed(root, {})
