@@ -486,12 +486,17 @@ class Steering:
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Steering":
         """Return a copy with every name looked up; errors of ``lookup`` propagate."""
-        resolved = {kind: tuple(entry.resolved(lookup) for entry in getattr(self, kind)) for kind in KINDS}
-        if all(
-            map(operator.is_, (e for kind in KINDS for e in resolved[kind]), (e for kind in KINDS for e in getattr(self, kind)))
-        ):
+        if self._nameless:
             return self
-        return Steering(**resolved)
+        return Steering(**{kind: tuple(entry.resolved(lookup) for entry in getattr(self, kind)) for kind in KINDS})
+
+    @cached_property
+    def _nameless(self) -> bool:
+        """True if no vector is a name, which is usual; computed once, although every check and every admission asks."""
+        adds = (entry for monitor in self.monitors for entry in monitor.adds)
+        entries = (*self.base, *self.prefill, *self.decode, *self.clamps, *adds)
+        vectors = (*(entry.vector for entry in entries), *(monitor.probe for monitor in self.monitors))
+        return all(Vector(vector).values is not None for vector in vectors)
 
     def fingerprint(self) -> bytes:
         """Return the SHA-256 of the entries, which does not depend on names; ``ValueError`` if a name is not resolved."""

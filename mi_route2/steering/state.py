@@ -42,6 +42,9 @@ from mi_route2.steering.specs import (
 )
 from mi_route2.steering.table import Full, Rows, row_key
 
+COMPILED = 1024
+"""Monitors that are kept as compiled between the check of their request and its admission."""
+
 
 @dataclass
 class ActiveRequest:
@@ -95,6 +98,7 @@ class Requests:
         self.watched: Counter[Site] = Counter()
         """Number of monitors of resident requests, by the site at which they read or act."""
         self.configs_by_name: dict[str, NamedConfig] = {}
+        self._compiled: dict[int, tuple[Monitor, tuple[Site, ...], Watch]] = {}
 
     def of(self, request: int) -> ActiveRequest:
         if request not in self:
@@ -115,6 +119,17 @@ class Requests:
         self.rows.check(resolved)
         return resolved
 
+    def _watch(self, monitor: Monitor) -> Watch:
+        """Compile a resolved monitor of a request: once for its check and its admission, which follows or never comes."""
+        kept, sites, watch = self._compiled.pop(id(monitor), (None, (), None))
+        if kept is monitor and sites == self.adapter_sites and watch is not None:
+            return watch
+        return watch_of(monitor, monitor.name, self.rows, self.adapter_sites)
+
+    def forget(self) -> None:
+        """Compile monitors anew, because sites may have another width."""
+        self._compiled.clear()
+
     def _row(self, name: str, spec: Steering) -> Steering:
         if spec.monitors:
             raise ValueError(f"the configuration {name!r} has monitors: give them in the request's own steering")
@@ -132,8 +147,10 @@ class Requests:
     def check(self, spec: Steering | None, configs: Mapping[str, Steering]) -> None:
         """Raise ``ValueError`` if ``admit`` must refuse while the server's own configurations are held; no rows are taken."""
         resolved = self._resolved(spec)
+        if len(self._compiled) > COMPILED:
+            self._compiled.clear()
         for monitor in resolved.monitors:
-            watch_of(monitor, monitor.name, self.rows, self.adapter_sites)
+            self._compiled[id(monitor)] = monitor, self.adapter_sites, self._watch(monitor)
         specs = [resolved, *(self._row(*named) for named in configs.items())]
         try:
             self.rows.demand(specs)
@@ -155,9 +172,7 @@ class Requests:
         if active is None:
             resolved = self._resolved(spec)
             rows = {name: self._row(name, config) for name, config in configs.items()}
-            watches = {
-                monitor.name: watch_of(monitor, monitor.name, self.rows, self.adapter_sites) for monitor in resolved.monitors
-            }
+            watches = {monitor.name: self._watch(monitor) for monitor in resolved.monitors}
             active = ActiveRequest(spec or UNSTEERED, resolved, rows, owner, conversation, watches)
         elif active.resident:
             raise ValueError(f"request {request} already runs: give each request a new number")
@@ -358,6 +373,7 @@ class SteeringState:
 
         Sites of adapters that were attached anew may have another width or not exist; errors for these propagate.
         """
+        self._requests.forget()
         if request is None:
             specs = [config.spec for config in self._requests.configs_by_name.values()]
             watches = [watch for watch, _ in self._monitors.values()]

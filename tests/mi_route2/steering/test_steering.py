@@ -751,6 +751,22 @@ def test_monitors_of_every_quarantine_follow_the_quarantines_that_there_are(mode
     assert state.sites() == (alone if scope == "all" else frozenset())
 
 
+def test_a_monitor_that_was_checked_is_compiled_for_the_model_that_admits_it(model: Model) -> None:
+    """A check compiles it for the admission that follows: not for other quarantines, nor for a stream of another width."""
+    width = [16]
+    state = SteeringState(lambda _site: tuple(width), dtype=torch.float64, adapter_sites=QUARANTINES[1:])
+    spec = Steering(monitors=(Monitor(Site(0, "resid_pre"), model.vector(EARLY, 1), quarantine="close"),))
+    state.check(spec)
+    state.set_adapter_sites(QUARANTINES)
+    state.admit(0, spec)
+    assert state.sites() == {Site(0, "resid_pre"), *QUARANTINES}
+    state.check(spec)
+    width[0] = 8
+    state.refit()
+    with pytest.raises(ValueError, match="16"):
+        state.admit(1, spec)
+
+
 def test_what_is_set_in_inference_mode_can_be_changed_outside_of_it(model: Model) -> None:
     vectors = [model.vector(MID, seed) for seed in (1, 2)]
     state, plain = model.state(), model.state()
