@@ -382,6 +382,9 @@ class Evidence:
     workers: int = 2
     out: Annotated[Path, tyro.conf.arg(help="where the run folders are kept, in a folder named as that of the file")] = Path("runs")
     to: Annotated[Path | None, tyro.conf.arg(help="folder of the report, replacing one there; default: that of the file")] = None
+    beside: Annotated[
+        tuple[Path, ...], tyro.conf.arg(help="folders of reports of other sizes, for the figure: docs/results/size")
+    ] = ()
     model: Annotated[
         Path | None, tyro.conf.arg(help="the chat model's folder, if the file names a world of chat models in place of a preset")
     ] = None
@@ -410,7 +413,7 @@ class Evidence:
         for run in runs.values():
             run()
         roots = {root: read_seeds(seeds) for root in runs}
-        show_paths(write_evidence(roots, self.to or self.predictions.parent, named))
+        show_paths(write_evidence(roots, self.to or self.predictions.parent, named, self.beside))
 
     def _run(self, preset: str, seeds: str, arms: tuple[str, ...]) -> Run:
         """Return the runs of one preset of the file, or of a chat model in the world of that name."""

@@ -22,6 +22,7 @@ A method counts only if it is outside the front of early stopping: no point of o
 at least as much.
 """
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -594,6 +595,8 @@ SIZED = {
     "sees-known-quarantine-fast": (PURPLE, "X"), "filter-canary-run": (BLUE, "o"), "filter-full": (GREEN, "P"),
 }  # fmt: skip
 """Methods that are compared at several sizes."""
+TITLE = 40
+"""Letters of a line of a title."""
 
 
 def seen(evidence: Evidence) -> float:
@@ -637,7 +640,8 @@ def _draw_methods(
                 at = moved(np.array([x for x, _ in ran]), i - len(marks) / 2)
                 own = [evidence.summary(arm, metric) for _, evidence in ran]
                 draw_means(ax, at, own, color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
-        ax.set_title(f"{what}:\n{', '.join(evidence.preset for _, evidence in worlds)}")
+        named = textwrap.fill(", ".join(evidence.preset for _, evidence in worlds), TITLE, break_on_hyphens=False)
+        ax.set_title(f"{what}:\n{named}")
 
 
 def map_figure(every: Sequence[Evidence], path: Path) -> Path:
@@ -701,18 +705,29 @@ def texts(evidence: Evidence, predictions: Predictions | None) -> dict[str, str]
     }
 
 
-def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path, predictions: Predictions | None = None) -> list[Path]:
+def reports(folder: Path) -> list[Path]:
+    """Return the reports of presets in a folder; ``ValueError`` if there is none."""
+    if not (found := [path for preset in PRESETS if (path := folder / f"{preset}.json").is_file()]):
+        raise ValueError(f"{folder} has no report of a preset: give a folder that `evidence` wrote, as docs/results/size")
+    return found
+
+
+def write_evidence(
+    roots: Mapping[Path, Sequence[int]], to: Path, predictions: Predictions | None = None, beside: Sequence[Path] = ()
+) -> list[Path]:
     """Write the report of the given seeds of finished run folders, and fill the pages that show it; return the files.
 
-    Outcomes of ``predictions`` are told if they are of these settings and seeds. Files and figures of an earlier report in ``to``
-    that this one does not have are removed.
+    Outcomes of ``predictions`` are told if they are of these settings and seeds. Reports in the folders ``beside`` are of other
+    sizes of the base model, and stand in the figure and the table of sizes. Files and figures of an earlier report in ``to`` that
+    this one does not have are removed.
 
     Raises:
-        ValueError: Runs are broken, or two folders are of one preset.
+        ValueError: Runs are broken, two reports are of one preset, or there is no report in a folder.
     """
+    others = [Evidence.read(path) for folder in beside for path in reports(folder)]
     every = [collect(load_runs(root, seeds)) for root, seeds in roots.items()]
-    if len({evidence.preset for evidence in every}) < len(every):
-        raise ValueError("two run folders are of one preset: give one of each")
+    if len({evidence.preset for evidence in (*every, *others)}) < len(every) + len(others):
+        raise ValueError("two reports are of one preset: give one of each")
     to.mkdir(parents=True, exist_ok=True)
     written = []
     for evidence in every:
@@ -725,7 +740,7 @@ def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path, predictions: P
     for preset in PRESETS.keys() - {evidence.preset for evidence in every}:
         for stale in (f"{preset}.json", *(f"{preset}{end}.md" for end in texts(every[0], None))):
             (to / stale).unlink(missing_ok=True)
-    worlds, sizes = mapped(every), sized(every)
+    worlds, sizes = mapped(every), sized([*every, *others])
     figures = (
         ("fronts", fronts_figure, True),
         ("recall", recall_figure, any(map(flagged, every))),
@@ -734,9 +749,9 @@ def write_evidence(roots: Mapping[Path, Sequence[int]], to: Path, predictions: P
         ("lessons", lessons_figure, all(len(lessons(evidence)) > 1 for evidence in every)),
         ("sign", sign_figure, any(signs(evidence, arm) for evidence in every for arm in SIGNED)),
         ("map", map_figure, bool(worlds)),
-        ("size", size_figure, bool(sizes)),
+        ("size", lambda every, path: size_figure([*every, *others], path), bool(sizes)),
     )
-    tables = {"map.md": map_table(worlds) if worlds else "", "size.md": size_table(every) if sizes else ""}
+    tables = {"map.md": map_table(worlds) if worlds else "", "size.md": size_table([*every, *others]) if sizes else ""}
     written += write_texts(to, {name: text for name, text in tables.items() if text})
     unshown = (f"{name}.png" for name, _, shown in figures if not shown)
     for stale in (*unshown, *(name for name, text in tables.items() if not text)):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 from studies.common.stats import mean, paired_difference, summary
 from studies.common.tables import interval, number
@@ -999,10 +1000,11 @@ def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
         **{world: [] for world in ("weak", "sparse", "persona-20", "strong-30k")},
         "strong-400k": [".055"],
         "strong-1600k": [".992"],
+        "strong-8m": [".367", ".453", ".953", ".961", ".984", ".992", ".992", ".992", *["1.000"] * 4],
     }
     counts = {world: len(runs) for world, runs in found.items()}
     assert (counts["strong"], sum(counts[world] for world in ("weak", "sparse", "persona-20"))) == (76, 76)
-    assert (counts["strong-30k"] + counts["strong-400k"], counts["strong-1600k"]) == (24, 8)
+    assert (counts["strong-30k"] + counts["strong-400k"], counts["strong-1600k"], counts["strong-8m"]) == (24, 8, 16)
     for page in ("canary.md", "../README.md"):
         text = prose(page).replace("*", "").replace("`", "")
         assert "five of 76 on strong" in text
@@ -1323,7 +1325,8 @@ def test_sizes_of_models_are_what_the_page_says() -> None:
 
     assert {evidence.seeds for evidence in sizes} == {tuple(range(408, 416))}
     said = f"{three(canary, between=True)} of held-out exploits, where no defence leaves {three('vanilla', between=True)};"
-    assert f"three sizes**, which [a larger one](#a-larger-one) does not bear out: {said} the worst of 24 seeds leaves" in page
+    beyond = "which [larger](#a-larger-one) [ones](#the-largest-one-where-the-canary-fails) do not bear out:"
+    assert f"three sizes**, {beyond} {said} the worst of 24 seeds leaves" in page
     assert f"the worst of 24 seeds leaves {number(max(every(canary)))}." in page
     assert f"It solves {three(canary, SOLVE)}." in page
     assert f"at all three**: {three(fast)} in place of {three(alone)}." in page
@@ -1367,9 +1370,53 @@ def test_a_larger_model_is_what_the_pages_say() -> None:
     told = (RESULTS / "larger/strong-1600k-tests.md").read_text(encoding="utf-8")
     assert re.findall(r"\|\s+(not shown|shown) \|", told) == ["shown"] * 4
     assert "**missed**" in (RESULTS / "larger/strong-1600k-goals.md").read_text(encoding="utf-8")
-    assert f"at the largest, one run of eight leaves {number(worst)}." in prose("canary.md")
+    assert f"one run of eight leaves {number(worst)}; at [the largest]" in prose("canary.md")
     assert f"its runs solve little ({number(mean(solve[nats]))})" in prose("../README.md")
     assert f"([{number(mean(left[nats]))}, solve {number(mean(solve[nats]))}](map.md#a-larger-one))" in prose("canary.md")
+
+
+def test_the_largest_model_is_what_the_pages_say() -> None:
+    page, large = prose("map.md"), Evidence.read(RESULTS / "largest/strong-8m.json")
+    small, canary = Evidence.read(RESULTS / "size/strong.json"), "filter-canary-run"
+    assert large.seeds == tuple(range(544, 560))
+    told = {arm: with_interval(large, arm, EXPLOIT) for arm in large.values}
+    left = {arm: [value or 0.0 for value in large.values[arm][EXPLOIT]] for arm in large.values}
+    solve = {arm: number(large.summary(arm, SOLVE)["mean"]) for arm in large.values}
+    tests = (RESULTS / "largest/strong-8m-tests.md").read_text(encoding="utf-8")
+    assert re.findall(r"\|\s+(not shown|shown) \|", tests) == ["not shown"] * 3
+    sides = (dict(zip(large.seeds, left[arm], strict=True)) for arm in (canary, "vanilla"))
+    more = interval(paired_difference(*sides)[1], signed=True)
+    assert f"than no defence**: {told[canary]} of held-out exploits in place of {told['vanilla']} ({more};" in page
+    assert f"with a solve of {solve[canary]} in place of {solve['vanilla']}. Four of sixteen runs are within .02." in page
+    assert sum(value <= 0.02 for value in left[canary]) == 4
+    assert f"canaries leave as much ({number(mean(left['canary-run-rotated']))})" in page
+
+    def late(evidence: Evidence) -> str:
+        arms = ("canary-40", "canary-40-b")
+        fired = [mean(evidence.values[arm][f"deploy_exploit_{mode}"]) for arm in arms for mode in evidence.modes]
+        return f"exploit {number(mean(fired))} and solve {number(mean([evidence.summary(arm, SOLVE)['mean'] for arm in arms]))}"
+
+    assert f"After 40 steps they {late(large)}, where those of 109,440 parameters {late(small)}." in page
+    found = [value or 0.0 for value in large.values[canary]["auroc"]]
+    rank = spearmanr(found, left[canary]).statistic  # pyright: ignore[reportAttributeAccessIssue]
+    assert f"first rollouts is {number(mean(found))} in the mean, below .4 on eight seeds," in page
+    assert (sum(value < 0.4 for value in found), f"(Spearman {number(float(rank))} over seeds" in page) == (8, True)
+    late_flags = [value or 0.0 for value in large.values[canary]["late_flagged"]]
+    broken = [max(large.values[canary][f"deploy_exploit_{mode}"][i] or 0.0 for mode in large.modes) > BROKEN for i in range(16)]
+    quiet = [i for i in range(16) if late_flags[i] <= LOUD]
+    assert "of 13 runs that flag next to nothing at their end, nine are broken" in page
+    assert (len(quiet), sum(broken[i] for i in quiet)) == (13, 9)
+    own = f"{told['canary-surprisal']} with a quantile, {told['canary-nats']} with a quarter of a nat, which solves "
+    assert f"{own}{solve['canary-nats']}." in page
+    took = [number(times(large, arm)) for arm in ("canary-surprisal", "canary-nats")]
+    assert f"they take {took[0]} and {took[1]} times a run's time" in page
+    fast, alone = "sees-known-quarantine-fast", "sees-known"
+    assert f"beside a detector of one loophole: {told[fast]}, and the detector alone {told[alone]}." in page
+    assert (sum(v < 0.07 for v in left["vanilla"]), sum(v > 0.9 for v in left["vanilla"])) == (8, 3)
+    assert "eight of sixteen leave less than .07, three more than .9" in page
+    assert f"the mean is {number(mean(left[canary]))}, and {number(mean(left['vanilla']))} without it." in prose("canary.md")
+    assert "**At 8 million twelve of sixteen fail**" in prose("canary.md")
+    assert f"{told[canary]} exploited, {told['vanilla']} without it. No sign" in prose("../README.md")
 
 
 def test_the_front_page_says_what_steering_and_perfect_flags_do() -> None:

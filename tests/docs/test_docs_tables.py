@@ -15,7 +15,7 @@ from PIL import Image
 from mi_route2.specs import LEGAL, MaskSpec
 from studies.common.publishing import filled
 from studies.common.tables import interval, markdown_table, number
-from studies.route2.evidence import EXPLOIT, SOLVE, Evidence, map_table, mapped, read_predictions, size_table, sized, texts
+from studies.route2.evidence import EXPLOIT, SOLVE, Evidence, map_table, mapped, read_predictions, reports, size_table, sized, texts
 from studies.route2.headline import HACK, short
 from studies.route2.predictions import FILE
 from studies.route2.publish import SHORT, TEXTS, predicted_results
@@ -348,6 +348,10 @@ def test_published_files_are_those_of_their_provenance(folder: str) -> None:
     assert found == files
 
 
+BESIDE = {"largest": ("size", "larger")}
+"""Experiments whose table of sizes has those of others."""
+
+
 @pytest.mark.parametrize("folder", EXPERIMENTS)
 def test_published_reports_are_those_of_their_numbers(folder: str) -> None:
     """These folders have no checksums: tables, goals and verdicts are made again from the numbers of each run."""
@@ -356,6 +360,7 @@ def test_published_reports_are_those_of_their_numbers(folder: str) -> None:
     expected = {f"{e.preset}{end}.md": text for e in every for end, text in texts(e, predictions).items() if text}
     worlds = mapped(every)
     expected |= {"map.md": map_table(worlds)} if worlds else {}
+    every += [Evidence.read(path) for other in BESIDE.get(folder, ()) for path in reports(RESULTS / other)]
     expected |= {"size.md": size_table(every)} if sized(every) else {}
     for path in (RESULTS / folder).glob("*-watch.json"):
         expected[f"{path.stem}.md"] = watch_table(Watch.read(path))

@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from titles import saved_titles, untitled
 
+from studies.common.publishing import compact
 from studies.common.tables import number
 from studies.environments.micro.model import MicroGPT
 from studies.route2 import cli
@@ -326,8 +327,18 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
         np.mean([[run.modes[m]["deploy"]["exploit"] for m in runs.modes.held_out] for run in runs.of("vanilla").values()])
     )
     twin = study(tmp_path / "twin/strong-0123abcd", ("base", "vanilla"), seeds=(0, 1), steps=3)
-    with pytest.raises(ValueError, match="two run folders are of one preset"):
+    with pytest.raises(ValueError, match="two reports are of one preset"):
         write_evidence({root: (0, 1), twin: (0, 1)}, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"has no report of a preset: give a folder that `evidence` wrote"):
+        write_evidence({root: (0, 1)}, tmp_path / "out", beside=[tmp_path])
+    with pytest.raises(ValueError, match="two reports are of one preset"):
+        write_evidence({root: (0, 1)}, tmp_path / "out", beside=[tmp_path / "out"])
+    (others := tmp_path / "other sizes").mkdir()
+    for name in ("strong-30k", "strong-400k"):
+        (others / f"{name}.json").write_text(compact(asdict(replace(again, preset=name))))
+    assert {"size.md", "size.png"} <= {path.name for path in write_evidence({root: (0, 1)}, tmp_path / "out", beside=[others])}
+    head = (tmp_path / "out/size.md").read_text().splitlines()[0]
+    assert [head.count(f"{n} parameters") for n in ("30,144", "109,440", "415,488")] == [1, 1, 1]
     timings = root / "seed-0/vanilla/timings.jsonl"
     for text, said in (
         ('{"seconds": 1', r"timings\.jsonl, line 1: .*; delete .*vanilla and run this arm again"),
