@@ -1410,6 +1410,7 @@ def test_the_largest_model_is_what_the_pages_say() -> None:
     assert f"{own}{solve['canary-nats']}." in page
     took = [number(times(large, arm)) for arm in ("canary-surprisal", "canary-nats")]
     assert f"they take {took[0]} and {took[1]} times a run's time" in page
+    assert f"takes [{times(large, 'canary-surprisal'):.2f} and {times(large, 'canary-nats'):.2f}](map.md" in prose("canary.md")
     fast, alone = "sees-known-quarantine-fast", "sees-known"
     assert f"beside a detector of one loophole: {told[fast]}, and the detector alone {told[alone]}." in page
     assert (sum(v < 0.07 for v in left["vanilla"]), sum(v > 0.9 for v in left["vanilla"])) == (8, 3)
