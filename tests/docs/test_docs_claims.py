@@ -824,8 +824,8 @@ def test_what_lessons_do_is_what_the_pages_say() -> None:
 
 def test_the_map_is_what_its_page_says() -> None:
     page = " ".join((DOCS / "map.md").read_text(encoding="utf-8").split())
-    worlds = {preset: Evidence.read(RESULTS / f"map/{preset}.json") for preset in ("sparse", "persona-20", "strong")}
-    assert {evidence.seeds for evidence in worlds.values()} == {tuple(range(352, 360))}
+    worlds = {preset: Evidence.read(RESULTS / f"map-16/{preset}.json") for preset in ("sparse", "persona-20", "strong")}
+    assert {evidence.seeds for evidence in worlds.values()} == {tuple(range(560, 576))}
     quarantined, alone, known = "sees-known-quarantine-fast", "sees-0-quarantine-fast", "sees-known"
 
     def three(arm: str, metric: str = EXPLOIT) -> str:
@@ -852,15 +852,20 @@ def test_the_map_is_what_its_page_says() -> None:
     assert f"without any leaves {three(alone)} ({less(quarantined, alone)})" in page
     (a, b, c), (d, e, f) = ([number(w.summary(arm, SOLVE)["mean"]) for w in worlds.values()] for arm in (quarantined, known))
     assert f"{a} and {b} in place of {d} and {e}; on `strong` it solves {c} in place of {f}." in page
-    assert f"leaves {three('taught-honest')} and solves the most, {three('taught-honest', SOLVE)}." in page
+    assert (
+        f"leaves {three('taught-honest')} and solves {three('taught-honest', SOLVE)}, in `sparse` and `persona-20` the most" in page
+    )
     assert f"{three('penalty-full')} with gradients, {three('penalty-act')} with activations" in page
     assert f"({less('penalty-full', 'filter-full')} and {less('penalty-act', 'filter-act')} against the filters)" in page
     solved = {arm: [e.summary(arm, SOLVE)["mean"] or 0.0 for e in worlds.values()] for arm in worlds["sparse"].values}
-    assert all(max(solved.values(), key=lambda own: own[i]) == solved["taught-honest"] for i in range(3))
-    told = "".join((RESULTS / f"map/{preset}-tests.md").read_text(encoding="utf-8") for preset in worlds)
+    assert all(max(solved.values(), key=lambda own: own[i]) == solved["taught-honest"] for i in range(2))
+    told = "".join((RESULTS / f"map-16/{preset}-tests.md").read_text(encoding="utf-8") for preset in worlds)
     verdicts = [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown", "the opposite", "not run")]
     assert (verdicts[0], sum(verdicts)) == (16, 18)
     assert "Of eighteen comparisons, sixteen are shown." in page
+    assert "there, too, sixteen are shown" in page
+    told = "".join((RESULTS / f"map/{preset}-tests.md").read_text(encoding="utf-8") for preset in worlds)
+    assert [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown")] == [16, 2]
 
 
 def test_probes_over_training_are_what_the_page_says() -> None:
@@ -1003,15 +1008,15 @@ def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
         "strong-8m": [".367", ".453", ".953", ".961", ".984", ".992", ".992", ".992", *["1.000"] * 4],
     }
     counts = {world: len(runs) for world, runs in found.items()}
-    assert (counts["strong"], sum(counts[world] for world in ("weak", "sparse", "persona-20"))) == (76, 76)
+    assert (counts["strong"], sum(counts[world] for world in ("weak", "sparse", "persona-20"))) == (92, 108)
     assert (counts["strong-30k"] + counts["strong-400k"], counts["strong-1600k"], counts["strong-8m"]) == (24, 8, 16)
     for page in ("canary.md", "../README.md"):
         text = prose(page).replace("*", "").replace("`", "")
-        assert "five of 76 on strong" in text
-        assert "none of 76 in the other worlds" in text
+        assert "five of 92 on strong" in text
+        assert "none of 108 in the other worlds" in text
         assert "one of 24 at other sizes (.055)" in text
         assert "one of eight at 1.6 million parameters (.992)" in text
-    assert "(.656, .891, .953, .961, .969), none of 76 in the other worlds" in prose("canary.md")
+    assert "(.656, .891, .953, .961, .969), none of 108 in the other worlds" in prose("canary.md")
 
 
 def test_canaries_of_weak_and_their_rotated_control_are_what_the_page_says() -> None:
