@@ -160,6 +160,23 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
+def read_assignments(words: Sequence[str], option: str) -> dict[str, str | None]:
+    """Return the values in words ``name=value`` that were given to an option of a command line, by name and in order.
+
+    A value is all that follows the first ``=``; it is ``None`` if the word has none.
+
+    Raises:
+        ValueError: If a name is given twice.
+    """
+    values: dict[str, str | None] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in values:
+            raise ValueError(f"{option} gives {name} twice: remove one of them")
+        values[name] = value if equals else None
+    return values
+
+
 def replace_fields(record: T, changes: Mapping[str, Any]) -> T:
     """Return ``record`` with other values of the named fields: ``{"steps": "100", "warm.lr": 1e-3}``.
 

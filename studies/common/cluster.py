@@ -26,6 +26,7 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 import tyro
 from tqdm import tqdm
 
+from mi_route2.validation import read_assignments
 from studies.common.command_line import sentence
 from studies.common.processes import run_pool, without_sigint
 
@@ -116,10 +117,12 @@ class Executor:
             if self != Executor():
                 raise ValueError("--partition, --hours, --memory and --slurm are options of a cluster: add --executor slurm")
             return None
-        if wrong := [one for one in self.slurm if not all(one.partition("=")[::2])]:
-            raise ValueError(f"{wrong[0]!r} is no option of sbatch: write NAME=VALUE, as account=me")
-        # submitit writes its own options with underscores, and of two spellings of one the later one would hold
-        options = {name.replace("-", "_"): value for name, value in (one.split("=", 1) for one in self.slurm)}
+        options: dict[str, str] = {}
+        for word, (name, value) in zip(self.slurm, read_assignments(self.slurm, "--slurm").items(), strict=True):
+            if not (name and value):
+                raise ValueError(f"{word!r} is no option of sbatch: write NAME=VALUE, as account=me")
+            # submitit writes its own options with underscores, and of two spellings of one the later one would hold
+            options[name.replace("-", "_")] = value
         if moved := sorted(options.keys() & {"chdir", "D"}):
             raise ValueError(
                 f"{moved[0]} would move the jobs away from the files of this command: leave it out, and start the command there"

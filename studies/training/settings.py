@@ -25,6 +25,7 @@ from mi_route2.validation import (
     Positive,
     Probability,
     Words,
+    read_assignments,
     read_settings,
     replace_fields,
     unknown_name,
@@ -250,13 +251,10 @@ def override(settings: Settings, changes: tuple[str, ...], config: Path | None =
         if one.name not in fixed
     }
     values = {} if config is None else read_config(config)
-    names = [change.partition("=")[0] for change in changes]
-    for place, change in enumerate(changes):
-        name, equals, values[name] = change.partition("=")
-        if name in names[:place]:
-            raise ValueError(f"--override gives {name} twice: remove one of them")
-        if name in known and not equals:
-            raise ValueError(f"--override {name} has no value: write {name}=VALUE (it is {known[name]} now)")
+    given = read_assignments(changes, "--override")
+    if bare := [name for name, value in given.items() if value is None and name in known]:
+        raise ValueError(f"--override {bare[0]} has no value: write {bare[0]}=VALUE (it is {known[bare[0]]} now)")
+    values |= given
     if unknown := [name for name in values if name not in known]:
         raise ValueError(unknown_name(unknown[0], list(known), "setting"))
     return replace_fields(settings, values)

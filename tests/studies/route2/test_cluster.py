@@ -138,7 +138,9 @@ def test_slurm_is_told_what_waits_for_what_and_when_to_take_a_job_back(slurm: Pa
         (slurm / "queue").write_text("")
 
     threading.Thread(target=end, daemon=True).start()
-    given = Executor("slurm", "cpu", hours=0.5, memory=1.5, slurm=("account=me", "cpus-per-task=2")).cluster()
+    given = Executor("slurm", "cpu", hours=0.5, memory=1.5, slurm=("account=me", "cpus-per-task=2", "comment=a=b")).cluster()
+    assert given is not None
+    assert given.options["comment"] == "a=b"
     run_submitted(jobs, given, quiet=True)
     base, arms = (
         dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", (slurm / f"script-{number}").read_text(), re.M)) for number in (7, 8)
@@ -151,7 +153,7 @@ def test_slurm_is_told_what_waits_for_what_and_when_to_take_a_job_back(slurm: Pa
         assert one["open-mode"] == "append"
         assert one["kill-on-invalid-dep"] == "yes"
         assert (one["time"], one["mem"], one["cpus-per-task"], one["nodes"]) == ("30", "1536MB", "2", "1")
-        assert (one["partition"], one["account"]) == ("cpu", "me")
+        assert (one["partition"], one["account"], one["comment"]) == ("cpu", "me", "a=b")
     assert not {"array", "dependency"} & base.keys()
     assert arms["dependency"] == "afterok:7"
     assert arms["array"] == "0-1%2"
@@ -263,6 +265,9 @@ def test_a_cluster_that_cannot_work_is_refused(given: dict[str, float], sentence
     [
         ("--executor slurm", "there is no Slurm here (no srun)"),
         ("--executor slurm --slurm account", "'account' is no option of sbatch: write NAME=VALUE"),
+        ("--executor slurm --slurm qos=low account=", "'account=' is no option of sbatch: write NAME=VALUE"),
+        ("--executor slurm --slurm =me", "'=me' is no option of sbatch: write NAME=VALUE"),
+        ("--executor slurm --slurm account=me account=you", "--slurm gives account twice: remove one of them"),
         ("--executor slurm --slurm chdir=/home/me", "chdir would move the jobs away from the files of this command: leave it out"),
         ("--executor slurm --report-to tensorboard", "leave it out with --executor slurm"),
         ("--executor slurm --hours 0.01", "0.01 hours are too short"),
