@@ -236,7 +236,7 @@ def test_every_file_compiles() -> None:
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What setuptools would put into a wheel, asked of setuptools itself."""
+    """What setuptools would put into a wheel, asked of setuptools itself: modules, the server's page, markers of typed packages."""
     monkeypatch.chdir(ROOT)
     build = apply_configuration(Distribution({"script_name": "setup.py"}), ROOT / "pyproject.toml").get_command_obj("build_py")
     build.ensure_finalized()
@@ -246,6 +246,8 @@ def test_the_wheel_holds_every_module_and_nothing_else(monkeypatch: pytest.Monke
     assert {path.relative_to(ROOT).parts[0] for path in packed} == set(PACKAGES)
     for name, path in SOURCES.items():
         assert path.parent == ROOT or (path.parent / "__init__.py").exists(), f"{name} lies in a folder that is no package"
+    data = {Path(folder).resolve() / name for _, folder, _, names in build.get_data_files_without_manifest() for name in names}
+    assert data == {*(ROOT / "mi_route2" / "serve" / "page").iterdir(), *(ROOT / package / "py.typed" for package in PACKAGES)}
 
 
 def test_what_is_imported_is_declared() -> None:
