@@ -233,9 +233,9 @@ def test_a_base_model_is_made_with_one_thread_wherever_it_is_made(
     """A warm start's bits depend on the number of threads, and a cluster that binds no job to its core offers all of them."""
     seen: list[int] = []
 
-    def make(*given: Any, make: Callable[..., Any] = training.base_model) -> Any:
+    def make(*given: Any, make: Callable[..., Any] = training.base_model, **named: Any) -> Any:
         seen.append(torch.get_num_threads())
-        return make(*given)
+        return make(*given, **named)
 
     monkeypatch.setattr(training, "base_model", make)
     torch.set_num_threads(2)
