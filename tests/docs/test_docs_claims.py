@@ -1380,6 +1380,37 @@ def test_a_larger_model_is_what_the_pages_say() -> None:
     assert f"([{number(mean(left[nats]))}, solve {number(mean(solve[nats]))}](map.md#a-larger-one))" in prose("canary.md")
 
 
+def test_misses_under_sixteen_seeds_are_what_the_page_says() -> None:
+    page, worlds = prose("misses.md"), [Evidence.read(RESULTS / f"misses-16/{preset}.json") for preset in ("strong", "weak")]
+    fast, known, none = "sees-known-quarantine-fast", "sees-known", "sees-0-quarantine-fast"
+    assert {evidence.seeds for evidence in worlds} == {tuple(range(576, 592))}
+
+    def left(arm: str) -> list[str]:
+        return [with_interval(evidence, arm, EXPLOIT) for evidence in worlds]
+
+    def means(arm: str, metric: str = EXPLOIT) -> list[str]:
+        return [number(evidence.summary(arm, metric)["mean"]) for evidence in worlds]
+
+    def less(plus: str, minus: str) -> list[str]:
+        sides = [[dict(zip(e.seeds, e.values[arm][EXPLOIT], strict=True)) for arm in (plus, minus)] for e in worlds]
+        return [interval(paired_difference(*each)[1], signed=True) for each in sides]
+
+    (s, w), (s0, w0), (s1, w1) = left("sees-50"), means("vanilla"), means("sees-100")
+    assert f"leave {s} on `strong` (no defence: {s0}), within .05 of all flags ({s1}), and {w} on `weak` ({w0})," in page
+    assert f"more than all flags ({w1}). A quarter leaves {' and '.join(means('sees-25'))}." in page
+    (s, w), more = left(known), less(known, "sees-25")[0]
+    assert f"leave {s} on `strong`, {more} against a random quarter, and {w} on `weak`." in page
+    (s, w), gain, flags = left(fast), less(fast, known), less(fast, none)
+    assert f"leaves {s} on `strong` and {w} on `weak`: {' and '.join(gain)}." in page
+    assert f"without any it leaves {' and '.join(means(none))} ({'; '.join(flags)})." in page
+    assert f"solves {' and '.join(means(fast, SOLVE))}; the flags alone {' and '.join(means(known, SOLVE))}." in page
+    s, w = less("sees-25-quarantine", "sees-25")
+    assert f"a difference of {w} on `weak`, as predicted; on `strong` nothing was predicted ({s})." in page
+    assert f"[shown to help](#sixteen-seeds) on sixteen more: {gain[0]}." in page
+    told = "".join((RESULTS / f"misses-16/{evidence.preset}-tests.md").read_text(encoding="utf-8") for evidence in worlds)
+    assert re.findall(r"\|\s+(not shown|shown) \|", told) == ["shown"] * 10
+
+
 def test_the_largest_model_is_what_the_pages_say() -> None:
     page, large = prose("map.md"), Evidence.read(RESULTS / "largest/strong-8m.json")
     small, canary = Evidence.read(RESULTS / "size/strong.json"), "filter-canary-run"

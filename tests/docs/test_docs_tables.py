@@ -60,7 +60,7 @@ def ablations_table(arms: Iterable[Arm]) -> str:
 
 WORLDS = ("weak", "strong", "sparse")
 LESSON, RUN = ("honest", "honest", "lessons-sparse"), ("canary-run", "canary-run", "canary-sparse")
-CANARY, RATES = ("canary", "canary", "canary-sparse"), ("rates", "rates", "map-16")
+CANARY, RATES = ("canary", "canary", "canary-sparse"), ("misses-16", "misses-16", "map-16")
 DEFENCES = (
     ("tasks that nobody can cheat", "[a lesson](docs/taught.md) of them first", "taught-honest", LESSON),
     ("nothing", "[a canary](docs/canary.md): drop what it likes", "filter-canary-run", RUN),
