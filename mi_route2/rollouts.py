@@ -204,7 +204,7 @@ def demand_own_angles(model: nn.Module, attention: Bool[Tensor, "b s"]) -> None:
 def demand_causal(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model whose config says that tokens attend to later ones."""
     for key, usual in CAUSAL.items():
-        if (value := getattr(config_of(model), key, None)) not in (None, usual):
+        if (value := getattr(config_of(model), key, None)) not in (None, *usual):
             raise ValueError(f"this {type(model).__name__} has {key}={value!r}, but it must be causal: padding would leak")
 
 
@@ -281,6 +281,7 @@ def still(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@checked
 def packed_forward(model: nn.Module) -> Forward:
     """Return a ``forward`` for ``Policy`` that runs all real tokens as one row without padding; logits are 0 on padding.
 
