@@ -57,10 +57,10 @@ LINEARS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.do
 HEADED = frozenset({"q", "k", "v", "z"})
 """Points whose values have a head axis."""
 
-CAUSAL: Mapping[str, object] = MappingProxyType(
-    {"is_causal": True, "use_bidirectional_attention": False, "attention_dir": "causal"}
+CAUSAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {"is_causal": (True,), "use_bidirectional_attention": (False, "vision"), "attention_dir": ("causal",)}
 )
-"""Config values of a causal model, in which no token attends to later ones. A config that lacks a key counts as causal."""
+"""Config values of a model in which no token of text attends to later ones. A config that lacks a key counts as causal."""
 
 WRAPPED = "_original_component"
 """Attribute name under which TransformerLens's bridge stores a wrapped module, in the model's own tree too."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mi_route2.checks import checked
 from mi_route2.files import whole_folder
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.load import load
@@ -64,6 +65,7 @@ def smollm2_tokenizer(cache: Path | None = None) -> Any:
     return AutoTokenizer.from_pretrained(smollm2_folder(cache))
 
 
+@checked
 def smollm2_folder(cache: Path | None = None) -> Path:
     """Return the folder of the converted checkpoint; convert the weights first if the folder is missing or was changed.
 

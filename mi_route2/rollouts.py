@@ -9,7 +9,7 @@ of the completion: activations are pooled and log-probabilities are read at thes
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,23 +185,26 @@ def demand_own_angles(model: nn.Module, attention: Bool[Tensor, "b s"]) -> None:
     """Raise ``ValueError`` for padded rows that would have other rotary angles than alone, because of the longest row."""
     config: Any = config_of(model)
     rope = getattr(config, "rope_parameters", None) or {}
-    if (kind := rope.get("rope_type")) not in ("longrope", "dynamic"):
+    every = (rope, *(angles for angles in rope.values() if isinstance(angles, Mapping)))  # Gemma 3 has some for each kind of layer
+    if not (by_length := [angles for angles in every if angles.get("rope_type") in ("longrope", "dynamic")]):
         return
-    limit = rope["original_max_position_embeddings"] if kind == "longrope" else config.max_position_embeddings
     lengths = attention.sum(1)
     longest = attention.shape[1] if right_padded(attention) else int(lengths.max())  # right padding is run without a mask
-    other = lengths <= limit if kind == "longrope" else lengths != longest
-    if longest > limit and bool((wrong := other & (lengths > 0)).any()):
-        raise ValueError(
-            f"the rope type {kind!r} takes its angles from the longest row of a batch if that has more than {limit} tokens, so a "
-            f"row of {int(lengths[wrong][0])} tokens would have other values in this batch than alone: run it without padding"
-        )
+    for angles in by_length:
+        kind = angles["rope_type"]
+        limit = angles["original_max_position_embeddings"] if kind == "longrope" else config.max_position_embeddings
+        other = lengths <= limit if kind == "longrope" else lengths != longest
+        if longest > limit and bool((wrong := other & (lengths > 0)).any()):
+            raise ValueError(
+                f"the rope type {kind!r} takes its angles from the longest row of a batch if that has more than {limit} tokens, so "
+                f"a row of {int(lengths[wrong][0])} tokens would have other values in this batch than alone: run it without padding"
+            )
 
 
 def demand_causal(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model whose config says that tokens attend to later ones."""
     for key, usual in CAUSAL.items():
-        if (value := getattr(config_of(model), key, None)) not in (None, usual):
+        if (value := getattr(config_of(model), key, None)) not in (None, *usual):
             raise ValueError(f"this {type(model).__name__} has {key}={value!r}, but it must be causal: padding would leak")
 
 
@@ -244,7 +247,7 @@ def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tenso
     transformers' ``generate`` gives it.
 
     Raises:
-        ValueError: The model is not causal, or its rotary angles would depend on the padding.
+        ValueError: The model is not causal, its rotary angles would depend on the padding, or it returns no logits.
     """
     demand_causal(model)
     demand_own_angles(model, attention)
@@ -256,7 +259,13 @@ def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tenso
         # a model that derives its positions itself would count the padding too
         places = {"position_ids": positions(model, attention)} if takes else {}
         out = model(tokens, attention_mask=attention.long() if places else attention, **places)
-    return out if isinstance(out, Tensor) else out.logits
+    logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+    if logits is None:
+        raise ValueError(
+            f"{type(model).__name__} returns a {type(out).__name__} without logits: load the model with its head for language "
+            "modeling, or give Policy a forward that returns them"
+        )
+    return logits
 
 
 @contextmanager
@@ -272,6 +281,7 @@ def still(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@checked
 def packed_forward(model: nn.Module) -> Forward:
     """Return a ``forward`` for ``Policy`` that runs all real tokens as one row without padding; logits are 0 on padding.
 
@@ -279,23 +289,24 @@ def packed_forward(model: nn.Module) -> Forward:
     saves what padding costs, so it pays if lengths differ much.
 
     Raises:
-        ValueError: The model does not keep the rollouts of such a row apart.
+        ValueError: The model does not keep the rollouts of such a row apart, or its tokens see later ones.
 
     Examples:
         >>> policy = Policy(model, adapters, forward=packed_forward(model))
     """
+    demand_causal(model)
     with still(model):  # dropout would tell them apart
-        single, behind, others = (_packed_logits(model, before) for before in ([], [7, 6, 5], [1, 2, 3]))
+        single, behind, others = (_packed_logits(model, before, last) for before, last in (([], 1), ([7, 6, 5], 1), ([1, 2, 3], 5)))
     if (
         single is None
         or behind is None
         or others is None
         or _differ(single, behind, _SEES, 16)
-        or _differ(behind, others, _SEES, 1)
+        or _differ(behind[:-1], others[:-1], _SEES, 1)  # the last one's own token is another
     ):
         raise ValueError(
             f"{type(model).__name__} does not keep the rollouts of one row apart by their positions, so they would attend to each "
-            "other: use the padded forward, call_with_mask"
+            "other, or is not causal: use the padded forward, call_with_mask"
         )
 
     def forward(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
@@ -309,10 +320,10 @@ def packed_forward(model: nn.Module) -> Forward:
 
 
 @torch.no_grad()
-def _packed_logits(model: nn.Module, before: list[int]) -> Tensor | None:
-    """Return the logits of a rollout in one row behind another, ``before``; ``None`` if the model takes no such row."""
+def _packed_logits(model: nn.Module, before: list[int], last: int) -> Tensor | None:
+    """Return the logits of a rollout that ends in ``last``, behind another, ``before``; ``None`` if the model takes no such row."""
     device = next(model.parameters()).device
-    tokens = torch.tensor([[*before, 4, 3, 2, 1]], device=device)
+    tokens = torch.tensor([[*before, 4, 3, 2, last]], device=device)
     places = torch.tensor([[*range(len(before)), 0, 1, 2, 3]], device=device)
     try:
         return model(tokens, position_ids=places, use_cache=False).logits[0, len(before) :]
@@ -328,7 +339,8 @@ class Policy:
     Attributes:
         model: The model to train.
         adapters: Its attached adapters.
-        forward: ``forward(model, tokens, attention) -> logits [b s v]``.
+        forward: ``forward(model, tokens, attention) -> logits [b s v]``. Of one of your own nobody checks that padding, or a later
+            token, changes no logits.
 
     Raises:
         ValueError: The adapters stand on another model.

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters, attach
-from mi_route2.adapters.linear import Kept, LoRA, Quarantine, SVDKept
+from mi_route2.adapters.linear import Kept, LoRA, Quarantine, SVDKept, refuse_more
 from mi_route2.adapters.weights import sharded_modules
 from mi_route2.architectures import Architecture, LinearAt, architecture_of, heads
 from mi_route2.checks import checked
@@ -524,7 +524,8 @@ def export_merged(adapters: Adapters, folder: Path | str, *, tokenizer: Any = No
         overwrite: Replace the content of a folder that is not empty.
 
     Raises:
-        ValueError: A value is not finite, or the model is not a transformers model in its own layout.
+        ValueError: A value is not finite, the model is not a transformers model in its own layout, or a Linear with adapters
+            computes more than a matmul.
         FileExistsError: The folder is not empty.
         OSError: The disk is full; nothing is written then.
 
@@ -543,6 +544,8 @@ def export_merged(adapters: Adapters, folder: Path | str, *, tokenizer: Any = No
             f"a {type(model).__name__} cannot be written as a transformers checkpoint: attach or load the adapters on the "
             "transformers model itself (the torch host) and export from there, or use export_peft"
         )
+    for path, module in adapters.modules.items():
+        refuse_more(path, module.base, module.transposed)
     config = copy.deepcopy(model.config)
     if _tied(adapters):
         config.tie_word_embeddings = False
@@ -555,7 +558,8 @@ def export_merged(adapters: Adapters, folder: Path | str, *, tokenizer: Any = No
         shell = type(model)(config)
     shell.load_state_dict(_merged(adapters), assign=True)
     shell.tie_weights()
-    shell.generation_config = copy.deepcopy(model.generation_config)
+    if hasattr(model, "generation_config"):  # a model without a head has none
+        shell.generation_config = copy.deepcopy(model.generation_config)
     with whole_folder(folder, overwrite=overwrite) as partial:
         shell.save_pretrained(partial)
         if tokenizer is not None:

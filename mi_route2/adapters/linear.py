@@ -386,6 +386,11 @@ def refuse_bypass(name: str, base: nn.Module, transposed: bool) -> None:
     """Raise ``ValueError`` if ``base`` does more than ``x W^T + bias``, which a matmul in its place would lose."""
     if requested(base):
         raise ValueError(f"{name} has hooks, which do not fire while its weight is merged or folded: remove them, or do without")
+    refuse_more(name, base, transposed)
+
+
+def refuse_more(name: str, base: nn.Module, transposed: bool) -> None:
+    """Raise ``ValueError`` if the class or the forward of ``base`` computes more than ``x W^T + bias``, hooks aside."""
     if "forward" not in vars(base) and (transposed or type(base).forward is nn.Linear.forward):
         return
     # A forward of the instance may be a library's wrapper that changes nothing (nnsight's), or a patch that does.
@@ -393,7 +398,7 @@ def refuse_bypass(name: str, base: nn.Module, transposed: bool) -> None:
     weight = weight.mT if transposed else weight
     x = torch.linspace(-1, 1, weight.shape[1], device=weight.device).to(weight.dtype)[None]
     with torch.no_grad(), exact():
-        y, actual = functional.linear(x, weight, bias), base(x)
+        y, actual = functional.linear(x, weight, bias), base.forward(x)
     share = 1e-3 if weight.dtype == wide(weight.dtype) else 0.01  # another order of summation rounds otherwise
     if not torch.allclose(actual, y, rtol=share, atol=share * float(y.abs().max())):
         raise ValueError(f"{name} computes more than a matmul ({type(base).__name__}), so its weight cannot be merged or folded")

@@ -448,7 +448,11 @@ class BridgeHost(Host):
     def _logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:
         """Run the bridge; see ``Host``. ``ValueError`` for float64 with left padding, for which the bridge returns NaN."""
         refuse_processed(self.bridge)
-        return self.bridge(tokens, **self.keywords(attention))
+        logits = self.bridge(tokens, **self.keywords(attention))
+        for block in self.bridge.blocks:
+            # GPT-2's and GPT-NeoX's attention keeps its last pattern, which nobody reads, and with it a graph that cannot be copied
+            vars(block.attn)["_pattern"] = None
+        return logits
 
     def keywords(self, attention: Bool[Tensor, "b s"] | None) -> dict[str, Any]:
         """Return the bridge's keyword arguments; the mask is passed only if padding stands left of a real token."""

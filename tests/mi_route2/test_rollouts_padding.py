@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from mi_route2.adapters import AdapterSpec, attach
-from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.rollouts import Policy, Rollouts, demand_causal
 
 _SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "max_position_embeddings": 32}
 _SPECIAL = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 1)
@@ -122,3 +122,12 @@ def test_left_padding_needs_no_switch_of_adapters(state: str) -> None:
             policy.adapters.detach()
         with policy.adapters.merged() if state == "merged" else nullcontext():
             torch.testing.assert_close(policy.logprobs(rollouts), expected)
+
+
+@pytest.mark.parametrize(("seen", "causal"), [("vision", True), (None, True), ("all", False)])
+def test_a_model_that_sees_images_alone_at_once_is_causal_for_text(seen: str | None, causal: bool) -> None:
+    """As the larger models of Gemma 4."""
+    model = make_family("GPT2")
+    model.config.use_bidirectional_attention = seen  # pyright: ignore
+    with nullcontext() if causal else pytest.raises(ValueError, match="='all', but it must be causal"):
+        demand_causal(model)

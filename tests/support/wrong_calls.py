@@ -33,6 +33,7 @@ from mi_route2.adapters import Adapters, Tape, from_pretrained, save_pretrained
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.capture import capture
+from mi_route2.models import smollm2_folder
 from mi_route2.patching import CleanRun, Grid, Target, attribute, cells, paths, sweep
 from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.routing import (
@@ -112,6 +113,11 @@ def adapters() -> Adapters:
 @cache
 def policy() -> Policy:
     return Policy(adapters().model, adapters())
+
+
+def headless() -> Policy:
+    model = llama().model
+    return Policy(model, attach(model, "*q_proj", spec=AdapterSpec("lora", rank=2), generator=seeded()))
 
 
 @cache
@@ -255,6 +261,7 @@ wrong("site: parse a number", lambda: Site.parse(3), TypeError, "str")
 wrong("site: parse a module's path", lambda: Site.parse("model.layers.0"), ValueError, "blocks.3.resid_mid")
 
 # Hosts
+wrong("smollm2: a cache as text", lambda: smollm2_folder("cache"), TypeError, "cache must be a Path or None")  # pyright: ignore
 wrong("open_host: arguments swapped", lambda: open_host(bare(), "torch"), TypeError, "name")
 wrong("open_host: a path", lambda: open_host("torch", "gpt2"), TypeError, "load(")
 wrong("open_host: no model", lambda: open_host("torch", None), TypeError, "load(")
@@ -321,6 +328,7 @@ wrong("policy: no adapters", lambda: Policy(bare(), None), TypeError, "attach(")
 wrong("policy: arguments swapped", lambda: Policy(adapters(), bare()), TypeError, "model")
 wrong("policy: adapters of another model", lambda: Policy(bare(), adapters()), ValueError, "attach(")
 wrong("host.policy: adapters of another model", lambda: host().policy(adapters()), ValueError, "attach(")
+wrong("policy: a model without a head", lambda: headless().logits(rollouts()), ValueError, "load the model with its head")
 wrong("policy: a host", lambda: Policy(host(), adapters()), TypeError, "host.policy(")
 wrong("policy: logprobs of tokens", lambda: policy().logprobs(tokens()), TypeError, "Rollouts")
 wrong(

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.adapters.io import PEFT_WARNING, export_merged, export_peft, factors, from_pretrained, places, save_pretrained
@@ -312,6 +312,33 @@ def test_what_is_no_transformers_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"MicroGPT cannot be written as a transformers checkpoint.*use export_peft"):
         export_merged(adapted("MicroGPT"), tmp_path / "merged")
     assert not list(tmp_path.iterdir())
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_a_linear_that_computes_more_than_a_matmul_is_not_merged_into_a_file(tmp_path: Path) -> None:
+    """It would multiply what the adapter adds as well; a LoRA stands beside it."""
+    model = make_family("Llama")
+    before = model.get_submodule("model.layers.1.mlp.up_proj")
+    doubled = Doubled(before.in_features, before.out_features).double()  # pyright: ignore
+    model.set_submodule("model.layers.1.mlp.up_proj", doubled)
+    adapters = move(attach(model, "blocks.*.mlp.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj computes more than a matmul \(Doubled\)"):
+        export_merged(adapters, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    export_peft(adapters, tmp_path / "lora")
+
+
+def test_a_model_without_a_head_is_merged(tmp_path: Path) -> None:
+    model = AutoModel.from_config(copy.deepcopy(FAMILIES["Llama"])).double().eval()
+    adapters = move(attach(model, "*q_proj", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)))
+    export_merged(adapters, tmp_path / "merged")
+    with torch.no_grad(), adapters.deployed():
+        again = AutoModel.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+        torch.testing.assert_close(again(TOKENS).last_hidden_state, model(TOKENS).last_hidden_state, rtol=0, atol=1e-10)
 
 
 def test_hosts_that_keep_the_model_merge_it_and_the_bridge_says_where(tmp_path: Path) -> None:

@@ -163,12 +163,21 @@ def test_a_batch_with_padding_on_both_sides_is_its_rows_alone(name: str, host: s
 
 
 @pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
 @pytest.mark.parametrize("rope", ["longrope", "dynamic"])
-def test_padding_under_angles_that_depend_on_the_longest_row_is_refused(rope: str, host: str) -> None:
-    """Rows that are on the same side of the model's first context as the batch are still the single ones."""
+def test_padding_under_angles_that_depend_on_the_longest_row_is_refused(rope: str, name: str, host: str) -> None:
+    """Rows that are on the same side of the model's first context as the batch are still the single ones.
+
+    Gemma 3 has angles of their own in the layers with a window.
+    """
     by_kind = {"longrope": {"original_max_position_embeddings": 6, "short_factor": [1.0] * 5, "long_factor": [2.0] * 5}}
     rotation = {"rope_type": rope, "rope_theta": 100.0, "factor": 3.0, **by_kind.get(rope, {})}
-    config = LlamaConfig(**{**_GROUPED, "max_position_embeddings": 6 if rope == "dynamic" else 64}, rope_parameters=rotation)
+    sizes = {**_GROUPED, "max_position_embeddings": 6 if rope == "dynamic" else 64}
+    if name == "Gemma3":
+        layers = {"full_attention": rotation, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+        config: PretrainedConfig = Gemma3TextConfig(**sizes, layer_types=[*layers], rope_parameters=layers)
+    else:
+        config = LlamaConfig(**sizes, rope_parameters=rotation)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     own, policy = adapted(host, move_all(model, 0.2).eval())
     for side in ("left", "right"):
@@ -372,6 +381,18 @@ def test_a_deep_copy_of_a_policy_is_a_policy_of_its_own(name: str, host: str) ->
         assert torch.equal(twin.capture([site], tokens)[site], 2 * value)
         with own.hooks({site: torch.zeros_like}):
             assert gap(twin.logits(tokens), own.logits(tokens)) > 1e-3
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "GPTNeoX", "MicroGPT"])
+def test_a_policy_can_be_copied_after_a_forward_with_gradients(name: str, host: str) -> None:
+    """Of the forward nothing may stay in the model: a graph cannot be copied, and takes memory."""
+    _, policy = adapted(host, make_family(name, attn="eager"))
+    batch = make_batch()
+    logprobs = policy.logprobs(batch.rollouts)
+    assert logprobs.requires_grad
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(policy).logprobs(batch.rollouts), logprobs)
 
 
 # ---- a model that a bridge was booted around

@@ -1,16 +1,17 @@
 """Rollouts that run as one row without padding are routed as in the padded layout."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
-from families import TRANSFORMERS, VOCAB, make_family, move, move_all
+from families import FAMILIES, TRANSFORMERS, VOCAB, make_family, move, move_all
 from hypothesis import given
 from hypothesis import strategies as st
 from mask_oracle import CASES, FixedFitter, assert_same, case_id, mask_route, random_directions, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, Gemma3ForCausalLM
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.adapters.gradients import Diagonal, Packed, Packing, Pairs, Written, added, compact
@@ -121,6 +122,29 @@ def test_a_model_whose_rollouts_would_see_each_other_is_refused() -> None:
     for model in (Leaky(make_family("Llama")), make_family("MicroGPT")):
         with pytest.raises(ValueError, match="does not keep the rollouts of one row apart"):
             packed_forward(model)
+
+
+class Ahead(nn.Module):
+    """Keeps the rollouts of a row apart, and lets each token see the one behind it in its own."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor, position_ids: Tensor, use_cache: bool) -> object:
+        out = self.inner(tokens, position_ids=position_ids, use_cache=use_cache)
+        ahead = torch.where(position_ids[:, 1:] > 0, tokens[:, 1:], 0)
+        out.logits[:, :-1] += 0.1 * nn.functional.one_hot(ahead, VOCAB)
+        return out
+
+
+def test_a_model_that_reads_ahead_is_refused_in_a_row_too() -> None:
+    config = copy.deepcopy(FAMILIES["Gemma3"])
+    config.use_bidirectional_attention = True  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match="has use_bidirectional_attention=True, but it must be causal"):
+        packed_forward(Gemma3ForCausalLM(config).eval())  # pyright: ignore[reportArgumentType]
+    with torch.no_grad(), pytest.raises(ValueError, match="or is not causal"):
+        packed_forward(Ahead(make_family("Llama")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
