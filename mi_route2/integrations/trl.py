@@ -491,13 +491,10 @@ class RoutedGRPOTrainer(GRPOTrainer):
                 )
         if self._alike or self.accelerator.num_processes == 1:
             return
-        digest = hashlib.sha256()
-        for name, t in self.adapters.tensors().items():
-            digest.update(f"{name} {t.dtype} {list(t.shape)};".encode())
-            digest.update(t.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        directions, turned = self.route.directions, bases(self.adapters)
+        directions, turned, route = self.route.directions, bases(self.adapters), self.route
         pairs = None if directions is None else directions.provenance.pairs_hash
-        given = (digest.hexdigest(), [*turned.values()], [repr(self.route.spec), pairs, self._record is None])
+        judge = _digest(route.inputs()) if isinstance(route, CanaryRoute) else None
+        given = (_digest(self.adapters.tensors()), [*turned.values()], [repr(route.spec), pairs, judge, self._record is None])
         first, *others = gather_object([given])
         if any(one[0] != first[0] or any(abs(u - v) >= TURNED for u, v in zip(one[1], first[1])) for one in others):
             raise ValueError(
@@ -506,7 +503,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             )
         if any(one[2] != first[2] for one in others):
             raise ValueError(
-                "the routes, pairs or recorders of the processes differ: give the same to each, and record is called on one"
+                "the routes, pairs, canaries (their checkpoints and the base's samples) or recorders of the processes differ: give "
+                "the same to each, and record is called on one"
             )
         if unaveraged := [*self._beside()]:
             raise ValueError(f"no process would send the gradient of {unaveraged[0]}, which is no adapter's: freeze it")
@@ -771,6 +769,15 @@ class _Window:
 _COLUMNS = (
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "rewards", "groups",
 )  # fmt: skip
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of tensors with their names."""
+    digest = hashlib.sha256()
+    for name, t in tensors.items():
+        digest.update(f"{name} {t.dtype} {list(t.shape)};".encode())
+        digest.update(t.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _seed(*purpose: object) -> int:

@@ -48,6 +48,7 @@ from torch import Tensor, nn
 
 from mi_route2.adapters import Adapters, from_pretrained, load_adapters
 from mi_route2.adapters.io import TENSORS
+from mi_route2.adapters.weights import sharded_modules
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch, still
 from mi_route2.routing.directions import Directions
@@ -448,7 +449,9 @@ class CanaryRoute(OneCall):
         # A flag on a decoy changes nothing, nor does one on what is not reinforced if only that is flagged.
         free = torch.ones_like(flags) if without is None else without
         judged = batch.advantages > 0 if spec.reinforced_only else torch.ones_like(flags)
-        index = (judged & free if spec.sparing else torch.ones_like(flags)).nonzero()[:, 0]
+        # All processes of a sharded model need as many forwards of it, however many rollouts each has to judge.
+        sparing = spec.sparing and not sharded_modules(policy.model)
+        index = (judged & free if sparing else torch.ones_like(flags)).nonzero()[:, 0]
         if self.monitor is not None and len(index):
             parts = pieces(batch.rows(index), context.micro)
             found = torch.cat([self._scored(self.monitor, policy, part.rollouts) for part in parts])
@@ -467,10 +470,12 @@ class CanaryRoute(OneCall):
         if self._known is None:
             raise RuntimeError("what surprises the base is not known yet: call route.refresh(policy, step) before each step")
         successes = (batch.advantages > 0).nonzero()[:, 0]
-        if not len(successes):
+        read = torch.arange(len(batch.rollouts)).to(successes) if sharded_modules(policy.model) else successes  # as in ``begin``
+        if not len(read):
             return batch
-        given = _pooled(surprisal(policy), batch.rollouts.rows(successes), self.spec.top, context.micro)[0]
-        plain = given.to(successes.device) <= self._known
+        given = torch.full_like(batch.advantages, torch.inf, dtype=torch.float64)
+        given[read] = _pooled(surprisal(policy), batch.rollouts.rows(read), self.spec.top, context.micro)[0].to(given)
+        plain = given[successes] <= self._known
         if self.spec.random_lessons:
             plain = shuffled(plain, context.generator)
         advantages = batch.advantages.clone()
@@ -485,6 +490,13 @@ class CanaryRoute(OneCall):
         if self._ratios is None:  # this policy's quarantine, and not that of one which it is a copy of
             monitor = replace(monitor, ratios=self._own(policy))
         return monitor(rollouts, drift(policy, rollouts) if self.spec.relative_to == "run" else None)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Return what a threshold comes of, the same on each process of a run: the samples, and a canary's checkpoints."""
+        samples, given = self._samples, {}
+        if isinstance(self._ratios, Canary):
+            given = {f"{i}.{name}": t for i, one in enumerate(self._ratios._checkpoints) for name, t in one.items()}
+        return given | {"tokens": samples.tokens, "attention": samples.attention, "completion": samples.completion}
 
     def state(self) -> dict[str, Tensor]:
         """Return what a resumed run needs besides the policy: of the run's own quarantine, its snapshots and calibration."""

@@ -36,6 +36,7 @@ from mi_route2.routing.directions import (
     collect,
     floors,
 )
+from mi_route2.routing.optimizer import several_ranks
 from mi_route2.routing.routes import (
     REDUCING,
     Before,
@@ -598,8 +599,8 @@ class MaskRoute(OneCall):
             elif split:
                 for_quarantine = Tape(b, s, kept=LearnNothing(gate if gate.detach else None), l1=l1, real=real)
                 parts.append(Part(piece, for_quarantine, piece.advantages))
-                if flags is not None and bool(flags[index].all()) and not hooked_masks:
-                    idle.append(gate)  # its backward would be weighted by 0
+                if flags is not None and bool(flags[index].all()) and not hooked_masks and not several_ranks():
+                    idle.append(gate)  # its backward would be weighted by 0; other ranks would wait for its forward
                 else:
                     parts.append(Part(piece, Tape(b, s, kept=gate, quarantine=LearnNothing(), real=real), kept[index]))
             else:

@@ -83,6 +83,11 @@ class RoutedAdamW(uncompiled(torch.optim.Optimizer)):
         return loss
 
 
+def several_ranks() -> bool:
+    """Return whether processes train together: each of them then needs as many forwards as the others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def sum_over_ranks(gradients: Sequence[Tensor]) -> None:
     """Replace each tensor by its sum over all ranks (one all-reduce of a flat buffer); shapes must be equal on every rank."""
     if not dist.is_available() or not dist.is_initialized():

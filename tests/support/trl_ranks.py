@@ -38,7 +38,9 @@ from transformers.distributed import DistributedConfig
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
 from mi_route2.adapters import save_adapters
 from mi_route2.integrations.trl import RoutedGRPOTrainer
-from mi_route2.routing import EraseSpec
+from mi_route2.rollouts import Rollouts
+from mi_route2.routing import CanarySpec, EraseSpec
+from mi_route2.routing.canary import CanaryRoute
 
 
 class Sharding(RoutedGRPOTrainer):
@@ -57,6 +59,18 @@ class Sharding(RoutedGRPOTrainer):
 
 SVD = AdapterSpec("svd", rank=5, quarantine_rank=2)
 SHARED = AdapterSpec("lora", rank=3, quarantine="shared")
+
+
+def by_token(rollouts: Rollouts) -> torch.Tensor:
+    """A canary that likes what TRL's reward likes not: a number of each token."""
+    return torch.nn.functional.pad(rollouts.tokens[None, :, 1:].double() % 11 - 5, (0, 1))
+
+
+def samples(last: range) -> Rollouts:
+    """Samples of a base, one for each last token."""
+    return Rollouts.from_lists([[5]] * len(last), [[i, 2] for i in last], 0)
+
+
 RANKED: dict[str, tuple[Any, AdapterSpec, dict[str, Any]]] = {
     "pooled": (MaskSpec(), LORA, {}),
     "detached": (MaskSpec(unit="rollout", through="detach"), SVD, {}),
@@ -66,6 +80,12 @@ RANKED: dict[str, tuple[Any, AdapterSpec, dict[str, Any]]] = {
     ),
     "erase": (EraseSpec(k=2, dispose="quarantine"), SHARED, {}),
     "flagged": (MaskRoute.from_flags(lambda batch: torch.ones(len(batch.rollouts), dtype=torch.bool)), LORA, {}),
+    "emptied": (MaskRoute.from_flags(lambda batch: batch.rewards > 0.2, kept_advantage="unflagged"), LORA, {}),
+    "sparing": (
+        CanaryRoute(
+            CanarySpec(quantile=0.5, relative_to="run", sparing=True, kept_advantage="own"), by_token, samples(range(3, 43))
+        ), LORA, {},
+    ),
 }  # fmt: skip
 """Case -> rule, adapters and settings of TRL."""
 HOWS = {
@@ -184,10 +204,12 @@ def run(out: Path, kind: type[RoutedGRPOTrainer], processes: int) -> None:
 def strangers(out: Path) -> None:
     """Train on processes with adapters of other seeds, which FSDP2 leaves as they are, or a recorder on one; shuffle in each.
 
-    And with parts of groups, and on a model that ``from_pretrained`` sharded.
+    And on those whose canary has other samples, with parts of groups, and on a model that ``from_pretrained`` sharded.
     """
     rank, told = int(os.environ["RANK"]), []
-    for rule, own in ((MaskSpec(), {}), (MaskSpec(), {"record": Told() if rank else None}), (MaskSpec(shuffle=True), {})):
+    judged = CanaryRoute(CanarySpec(kept_advantage="own"), by_token, samples(range(3 + rank, 43 + rank)))
+    recorded = {"record": Told() if rank else None}
+    for rule, own in ((MaskSpec(), {}), (MaskSpec(), recorded), (judged, {}), (MaskSpec(shuffle=True), {})):
         model: Any = make_family("Llama")
         adapters = LORA if told else attach(model, "blocks.*", spec=LORA, generator=torch.Generator().manual_seed(rank))
         settings: dict[str, Any] = {"model": model, "kind": Sharding, "size": GROUP * PROMPTS // 2, "own": own}

@@ -72,9 +72,9 @@ ALONE = AdapterSpec("lora", rank=3, quarantine="none")
 UNFLAGGED = MaskSpec(score_policy="ablated", kept_advantage="unflagged")
 
 
-def ours(spec: RouteSpec | MaskRoute) -> Route:
+def ours(spec: RouteSpec | MaskRoute | CanaryRoute) -> Route:
     """The route that our own loop would use."""
-    if isinstance(spec, MaskRoute):
+    if isinstance(spec, MaskRoute | CanaryRoute):
         return spec
     if isinstance(spec, EraseSpec):
         return EraseRoute.from_pairs(pairs(), spec)
@@ -312,7 +312,7 @@ def test_what_several_processes_cannot_route_is_refused(ranks: Path) -> None:
     assert told[0] == told[1]
     assert [sentence.partition(":")[0] for sentence in told[0]] == [
         "the adapters of the processes differ, so that their mean gradient is that of none",
-        "the routes, pairs or recorders of the processes differ",
+        *["the routes, pairs, canaries (their checkpoints and the base's samples) or recorders of the processes differ"] * 2,
         "shuffle=True would shuffle the flags of each process apart",
         "no process would send the gradient of model.layers.0.input_layernorm.weight, which is no adapter's",
         "kept_advantage='unflagged' needs whole groups of 4 in each optimizer step of a process, but one has 2 here",

@@ -533,6 +533,34 @@ def test_a_sparing_canary_flags_the_same_and_scores_only_what_a_flag_changes(
     assert (of_all, of_some) == (N, judged)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [CanarySpec(first=4, surprisal=0.4), CanarySpec(quantile=0.5, relative_to="run", sparing=True, kept_advantage="own")],
+    ids=["lessons", "sparing"],
+)
+def test_a_sharded_model_has_as_many_forwards_whatever_is_judged(spec: CanarySpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other processes other rollouts are reinforced, and each of a forward's layers gathers its weights from all of them."""
+    batch = make_batch(N)
+    few = batch.advantages > sorted(batch.advantages.tolist())[-2]
+    counts, found = [], []
+    for is_sharded in (False, True):
+        monkeypatch.setattr("mi_route2.routing.canary.sharded_modules", lambda model, yes=is_sharded: [model] if yes else [])
+        for advantages in (batch.advantages, torch.where(few, batch.advantages, -1.0)):
+            policy, forwards = make_policy(SPECS["lora"]), []
+            learned(policy, 1)
+            route = CanaryRoute(spec, None if spec.first else canary(), SAMPLES)
+            route.refresh(policy, 0)
+            policy.model.register_forward_hook(lambda *_given: forwards.append(0))  # noqa: B023
+            clean = torch.zeros(N).bool() if spec.first else None
+            found.append(run(policy, route, replace(batch, advantages=advantages), 1, clean=clean))
+            counts.append(len(forwards))
+    assert counts[0] > counts[1]
+    assert counts[0] < counts[2] == counts[3]
+    for plain, sharded in zip(found[:2], found[2:]):
+        assert_same(sharded.kept, plain.kept)
+        assert_same(sharded.quarantine, plain.quarantine)
+
+
 def test_decoys_that_make_no_sense_get_a_sentence() -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
     with pytest.raises(ValueError, match="has to be scored: leave sparing out"):
