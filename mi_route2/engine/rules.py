@@ -207,7 +207,7 @@ LASTING = "rest_of_conversation"
 
 
 @dataclass
-class Run:
+class RuledRequest:
     """State of a running request with rules: its steering at admission and its active rules."""
 
     spec: Steering
@@ -256,7 +256,7 @@ class RuleBook:
         self._latches: OrderedDict[str, dict[bytes, Latch]] = OrderedDict()
         self._whose: dict[str, str] = {}
         """Owner of each conversation that was latched."""
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, RuledRequest] = {}
 
     def admit(
         self,
@@ -345,7 +345,7 @@ class RuleBook:
         owner: str,
         conversation: str | None,
         vectors: Mapping[str, Vector] | None,
-    ) -> Run:
+    ) -> RuledRequest:
         run = self._run(state, rules, spec, owner, conversation, vectors)
         if run.switches and (rivals := self._rivals(spec)):
             raise ValueError(
@@ -362,7 +362,7 @@ class RuleBook:
         owner: str,
         conversation: str | None,
         vectors: Mapping[str, Vector] | None,
-    ) -> Run:
+    ) -> RuledRequest:
         refuse_rules(rules)
         if conversation is None and any(rule.scope == LASTING for rule in rules):
             raise ValueError(
@@ -400,7 +400,7 @@ class RuleBook:
                 entries = tuple(entry for i in some for entry in resolved_adds[i])
                 configs[_config(some)] = replace(steering.rows, decode=(*steering.decode, *entries))
         base = math.prod((rule.attenuate for rule in throughout if rule.attenuate is not None), start=1.0)
-        return Run(steering, configs, rules, conversation, owner, base, digests)
+        return RuledRequest(steering, configs, rules, conversation, owner, base, digests)
 
     def _refuse_full(self, conversation: str | None, rules: Sequence[Rule]) -> None:
         """Raise ``ValueError`` if more than ``RULES`` rules, or rules of more vectors than ``ADDED``, may come to hold."""
@@ -441,7 +441,7 @@ class RuleBook:
             if not latches:
                 del self._latches[conversation], self._whose[conversation]
 
-    def _latch(self, run: Run, rule: Rule, request: int) -> None:
+    def _latch(self, run: RuledRequest, rule: Rule, request: int) -> None:
         """Make ``rule`` hold in the conversation of ``run``, evicting the least recently used conversation if needed."""
         if run.conversation is None:
             return
@@ -474,7 +474,7 @@ class RuleBook:
                 self.release(request.request)
         return actions
 
-    def _judge(self, run: Run, request: RequestView) -> list[Action]:
+    def _judge(self, run: RuledRequest, request: RequestView) -> list[Action]:
         on = set()
         for i, rule in enumerate(run.rules):
             if rule.when is None or rule.scope == "this_token":
@@ -488,7 +488,7 @@ class RuleBook:
                     run.fired.add(i)
         return self._switch(run, request.request, on | run.fired)
 
-    def _switch(self, run: Run, request: int, on: set[int]) -> list[Action]:
+    def _switch(self, run: RuledRequest, request: int, on: set[int]) -> list[Action]:
         adding = [i for i in sorted(on) if run.rules[i].add]
         config = _config(adding) if adding else None
         scale = run.base * math.prod(factor for i in sorted(on) if (factor := run.rules[i].attenuate) is not None)

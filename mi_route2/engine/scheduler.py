@@ -22,7 +22,7 @@ Answer = Literal["run", "full", "steering", "wait", "drop"]
 
 
 @runtime_checkable
-class Job(Protocol):
+class Schedulable(Protocol):
     """The scheduler's view of a request: ``known`` counts its prompt and generated tokens, ``computed`` those already run."""
 
     priority: int
@@ -37,7 +37,7 @@ class Job(Protocol):
     def known(self) -> int: ...
 
 
-J = TypeVar("J", bound=Job)
+J = TypeVar("J", bound=Schedulable)
 
 
 @dataclass
@@ -49,11 +49,11 @@ class Turn(Generic[J]):
     preempted: list[J] = field(default_factory=list)  # compared by identity, because two requests may have equal fields
 
 
-def _any(_job: Job, _waiting: Job) -> bool:
+def _any(_job: Schedulable, _waiting: Schedulable) -> bool:
     return True
 
 
-def urgency(job: Job) -> tuple[int, float, int]:
+def urgency(job: Schedulable) -> tuple[int, float, int]:
     """Sort key: higher priority first, then the earlier turn, then earlier arrival."""
     return -job.priority, job.turn, job.arrival
 

@@ -45,7 +45,7 @@ LONG = 256
 
 
 class Source(Generic[T]):
-    """Asynchronous iterator over the items that the thread produces for one client, in order; see ``Stream`` and ``Job``.
+    """Asynchronous iterator over the items that the thread produces for one client, in order; see ``Stream`` and ``SweepJob``.
 
     Leaving an ``async with`` block cancels what has not been produced.
     """
@@ -125,7 +125,7 @@ class Stream(Source[Event]):
             self.result.error = f"its reader let more than {self._backlog} events wait, so it was cancelled: read faster"
 
 
-class Job(Source[Finished]):
+class SweepJob(Source[Finished]):
     """Results of a patch sweep, forward by forward. ``error`` is the reason if the iteration ended before the sweep did.
 
     ``prepared`` gets the planned sweep when the runs of both prompts are done, each of which is a forward of its own too.
@@ -247,7 +247,7 @@ class Owner:
         self._engine, self._backlog, self._tokens = engine, backlog, tokens
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._streams: dict[int, Stream] = {}
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[SweepJob] = deque()
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._closing = self._stop = self._buried = False
         self._lock = threading.Lock()
@@ -314,7 +314,7 @@ class Owner:
 
         return await self._admitted(admit)
 
-    async def sweep(self, *, deadline: float | None = None, **given: Any) -> Job:
+    async def sweep(self, *, deadline: float | None = None, **given: Any) -> SweepJob:
         """Prepare a patch sweep and return it; it ends with an error after ``deadline`` seconds.
 
         ``given`` are the arguments of ``patching.prepare`` without the host; ``clean`` may be a function of the engine too.
@@ -326,13 +326,13 @@ class Owner:
         """
         loop = asyncio.get_running_loop()
 
-        def admit(engine: Engine) -> Job:
+        def admit(engine: Engine) -> SweepJob:
             self._open()
             began = time.perf_counter()
             clean = given["clean"](engine) if callable(given["clean"]) else given["clean"]
             steps = preparing(engine.host, **{"tokens": self._tokens, **given, "clean": clean})
             next(steps)  # which finds what is wrong with it, before it waits for its turn
-            job = Job(self, loop, max(self._backlog, 1 << 20), steps, deadline)
+            job = SweepJob(self, loop, max(self._backlog, 1 << 20), steps, deadline)
             self._jobs.append(job)
             self._spend(time.perf_counter() - began)
             return job

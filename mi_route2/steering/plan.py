@@ -239,7 +239,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Gate:
+class SlotGate:
     """Factors ``offset + slope * g`` of some cells.
 
     ``source`` are indices into the site's scores, ``cells`` those of the batch (``None``: all). Without an offset the factors are
@@ -271,7 +271,7 @@ class Watched:
     probes: Spread
     threshold: Tensor
     sharpness: Tensor
-    gates: tuple[Gate, ...]
+    gates: tuple[SlotGate, ...]
 
     def scores(self, x: Tensor) -> Tensor:
         return score(x if self.cells is None else x.index_select(0, self.cells), self.probes.rows())
@@ -533,7 +533,7 @@ class Planner:
         gates = tuple(self._gate(slot, start, total, kind) for slot in slots)
         return Watched(site, entries, self.cells.index(ranges), probes, threshold, sharpness, gates)
 
-    def _gate(self, slot: Slot, start: Mapping[tuple[int, str], int], total: int, kind: torch.dtype) -> Gate:
+    def _gate(self, slot: Slot, start: Mapping[tuple[int, str], int], total: int, kind: torch.dtype) -> SlotGate:
         """Return the gate of a slot; ``start`` maps a cell of a piece to its index among the site's scores."""
         ranges = tuple(cells for _, _, cells, _ in slot.members)
         shift = [start[i, watch.name] for i, watch, *_ in slot.members]
@@ -541,7 +541,7 @@ class Planner:
         source = None if order == list(range(total)) else torch.tensor(order, device=self.cells.device)
         offset, slope = (self.cells.each(ranges, [factor[k] for *_, factor in slot.members], kind) for k in (0, 1))
         plain = all(factor == (0.0, 1.0) for *_, factor in slot.members)
-        return Gate(slot.number, source, self.cells.index(ranges), None if plain else offset, slope)
+        return SlotGate(slot.number, source, self.cells.index(ranges), None if plain else offset, slope)
 
 
 def digest(acting: Acting, rows: Rows, tier: Mapping[Site, Tensor], gain: float, decode: bool) -> bytes:

@@ -27,9 +27,9 @@ from studies.benchmarks.measurement.contenders import Bench, random_qwen3
 from studies.benchmarks.measurement.flops import MICRO, Size
 from studies.benchmarks.measurement.paired import (
     QUICK,
-    Comparison,
-    ComparisonResult,
     Contender,
+    PairedRatio,
+    PairedRatioResult,
     Turn,
     compared,
     machine,
@@ -45,17 +45,17 @@ SIZES = {
     "1.1B": Size(22, 2048, 32, 5632, 32000, rollouts=8, tokens=512, prompt=64, kept_rank=16, quarantine_rank=16, kv=256),
 }
 STEPS = (
-    Comparison(PEFT, FROZEN),
-    Comparison(LORA, PEFT),
-    Comparison(STACKED, PEFT),
-    Comparison(STACKED, PEFT_HALF),
-    Comparison(f"{LORA}: {POOLED}", LORA),
-    Comparison(f"{STACKED}: {POOLED}", STACKED),
-    Comparison(f"{STACKED}: {POOLED}", PEFT),
-    Comparison(f"{STACKED}: {FULL}", STACKED),
+    PairedRatio(PEFT, FROZEN),
+    PairedRatio(LORA, PEFT),
+    PairedRatio(STACKED, PEFT),
+    PairedRatio(STACKED, PEFT_HALF),
+    PairedRatio(f"{LORA}: {POOLED}", LORA),
+    PairedRatio(f"{STACKED}: {POOLED}", STACKED),
+    PairedRatio(f"{STACKED}: {POOLED}", PEFT),
+    PairedRatio(f"{STACKED}: {FULL}", STACKED),
 )
 CONTEXT = 512
-ENGINE = (Comparison("engine", "generate, one padded batch"), Comparison("engine, ragged", "generate, padded to the longest"))
+ENGINE = (PairedRatio("engine", "generate, one padded batch"), PairedRatio("engine, ragged", "generate, padded to the longest"))
 
 
 def clock(call: Callable[[], object], device: torch.device) -> float:
@@ -92,7 +92,7 @@ def model(size: Size, seed: int, device: torch.device, **more: Any) -> Any:
 
 def steps(
     size: Size, options: DeviceOptions, device: torch.device
-) -> tuple[list[ComparisonResult], dict[str, list[float]], dict[str, int]]:
+) -> tuple[list[PairedRatioResult], dict[str, list[float]], dict[str, int]]:
     """Return the rows of ``STEPS``, and of every side the seconds and the peak memory."""
     decoder = model(size, options.seed, device, use_cache=False, attn_implementation="sdpa").train().requires_grad_(False)
     with TemporaryDirectory() as folder:
@@ -115,7 +115,7 @@ def steps(
 
 def engine(
     size: Size, options: DeviceOptions, device: torch.device
-) -> tuple[list[ComparisonResult], dict[str, list[float]], dict[str, int]]:
+) -> tuple[list[PairedRatioResult], dict[str, list[float]], dict[str, int]]:
     """Return the rows of ``ENGINE``, and of every side the seconds and its tokens."""
     decoder = model(replace(size, tokens=CONTEXT), options.seed, device, pad_token_id=0, bos_token_id=1, eos_token_id=None).eval()
     own = EngineSides(options.seed, options.quick, model=decoder)

@@ -44,8 +44,8 @@ from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.benchmarks.measurement.contenders import random_qwen3
 from studies.benchmarks.measurement.flops import Size
 from studies.benchmarks.measurement.paired import (
-    Comparison,
-    ComparisonResult,
+    PairedRatio,
+    PairedRatioResult,
     Turn,
     compared,
     report,
@@ -63,16 +63,16 @@ FEW, SHORT = 8, 16
 
 
 ROWS = (
-    Comparison("engine", "generate, one by one", 0.1),
-    Comparison("engine", "generate, one padded batch", 1 / 0.9),
-    Comparison("engine, ragged", "generate, padded to the longest", 1 / 1.3),
-    Comparison("engine, steered", "engine, in turn", 1.05),
-    Comparison("engine, monitored", "engine, in turn", 1.02),
-    Comparison("engine, no prefix cache", "engine"),
-    Comparison("engine, exact", "generate, one by one"),
+    PairedRatio("engine", "generate, one by one", 0.1),
+    PairedRatio("engine", "generate, one padded batch", 1 / 0.9),
+    PairedRatio("engine, ragged", "generate, padded to the longest", 1 / 1.3),
+    PairedRatio("engine, steered", "engine, in turn", 1.05),
+    PairedRatio("engine, monitored", "engine, in turn", 1.02),
+    PairedRatio("engine, no prefix cache", "engine"),
+    PairedRatio("engine, exact", "generate, one by one"),
 )
-HALF = Comparison("engine, bfloat16", "engine")
-LOOK = Comparison("look at the weights", "a token of one request")
+HALF = PairedRatio("engine, bfloat16", "engine")
+LOOK = PairedRatio("look at the weights", "a token of one request")
 LOOKS = 10
 """Looks in a turn."""
 
@@ -227,7 +227,7 @@ class EngineSides:
         return {"vLLM": generate}
 
 
-def look_line(result: ComparisonResult, seconds: dict[str, list[float]], numbers: int) -> str:
+def look_line(result: PairedRatioResult, seconds: dict[str, list[float]], numbers: int) -> str:
     """Return a sentence about the look at the weights."""
     look, token = (1e3 * median(seconds[name]) for name in (result.over, result.under))
     return (
@@ -252,7 +252,7 @@ def run(options: EngineOptions) -> None:
     if options.look:
         return _look(options, sides)
     seconds = take_turns(sides.all(), options.turns, np.random.default_rng(options.seed))
-    rows = [*ROWS, *([HALF] if HALF.over in seconds else []), *([Comparison("engine", "vLLM")] if "vLLM" in seconds else [])]
+    rows = [*ROWS, *([HALF] if HALF.over in seconds else []), *([PairedRatio("engine", "vLLM")] if "vLLM" in seconds else [])]
     if options.smollm2:  # the limits are those of many requests to a small model
         rows = [replace(row, limit=None) for row in rows]
     rng = np.random.default_rng(options.seed)

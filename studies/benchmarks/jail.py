@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from studies.benchmarks.measurement.paired import Comparison, ComparisonResult, compared, machine, report, take_turns
+from studies.benchmarks.measurement.paired import PairedRatio, PairedRatioResult, compared, machine, report, take_turns
 from studies.benchmarks.options import JailOptions
 from studies.common.tables import markdown_table
 from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, filters
@@ -41,7 +41,7 @@ from studies.sandbox.wire import read_reply
 
 WARM, OPEN, FRESH = "warm servers", "warm, unconfined", "fresh process, confined"
 WORKERS = 2
-ROWS = (Comparison(WARM, FRESH), Comparison(WARM, OPEN))
+ROWS = (PairedRatio(WARM, FRESH), PairedRatio(WARM, OPEN))
 
 GRADE = {
     "code": """
@@ -155,7 +155,7 @@ def measure(grades: dict[str, int], rounds: int, rng: np.random.Generator) -> di
         return take_turns({name: partial(turn, name) for name in grades}, rounds, rng)
 
 
-def table(results: list[ComparisonResult], measured: dict[str, list[float]]) -> str:
+def table(results: list[PairedRatioResult], measured: dict[str, list[float]]) -> str:
     """Return a Markdown table: medians of both sides, and the ratio of processor times with its 95% bootstrap interval."""
 
     def cells(name: str) -> tuple[str, str, str]:

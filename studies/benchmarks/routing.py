@@ -23,7 +23,7 @@ from mi_route2.routing import MaskSpec
 from studies.benchmarks.measurement import flops
 from studies.benchmarks.measurement.contenders import Bench
 from studies.benchmarks.measurement.flops import MICRO, Size
-from studies.benchmarks.measurement.paired import Comparison, Contender, Measured, Ratio, measure, ratio, report
+from studies.benchmarks.measurement.paired import Contender, Measured, PairedRatio, Ratio, measure, ratio, report
 from studies.benchmarks.options import RoutingOptions
 from studies.common.tables import markdown_table
 
@@ -38,48 +38,48 @@ VMAP, OPACUS = "torch.func vmap(grad)", "Opacus GradSampleModule"
 
 
 ROWS = (
-    *(Comparison(f"{SVD}: {flag}", SVD, 1.05, 1.10) for flag in (POOLED, MODULE, ACT)),
-    Comparison(f"{SVD}: {FULL}", SVD),
-    *(Comparison(f"{LORA}: {flag}", LORA, 1.05, 1.10) for flag in (POOLED, MODULE)),
-    Comparison(f"{SVD_STACKED}: {POOLED}", f"{SVD}: {POOLED}", 1.00),
-    Comparison(f"{SVD_STACKED}: {POOLED}", PEFT, 1.00),
-    Comparison(STACKED, LORA, 1.00),
-    Comparison(f"{STACKED}: {POOLED}", STACKED, 1.05, 1.10),
-    Comparison(f"{SVD}: {VMAP}", SVD),
-    Comparison(f"{PEFT}: {OPACUS}", PEFT),
-    Comparison(SVD, PEFT, 1.00),
-    Comparison(SVD, PEFT_SPLIT, 1.00),
-    Comparison(LORA, PEFT),
-    Comparison(FOLDED, FROZEN, 1.60),
-    Comparison(UNFOLDED, FROZEN),
-    Comparison(SVD, FROZEN),
-    Comparison(PEFT, FROZEN),
+    *(PairedRatio(f"{SVD}: {flag}", SVD, 1.05, 1.10) for flag in (POOLED, MODULE, ACT)),
+    PairedRatio(f"{SVD}: {FULL}", SVD),
+    *(PairedRatio(f"{LORA}: {flag}", LORA, 1.05, 1.10) for flag in (POOLED, MODULE)),
+    PairedRatio(f"{SVD_STACKED}: {POOLED}", f"{SVD}: {POOLED}", 1.00),
+    PairedRatio(f"{SVD_STACKED}: {POOLED}", PEFT, 1.00),
+    PairedRatio(STACKED, LORA, 1.00),
+    PairedRatio(f"{STACKED}: {POOLED}", STACKED, 1.05, 1.10),
+    PairedRatio(f"{SVD}: {VMAP}", SVD),
+    PairedRatio(f"{PEFT}: {OPACUS}", PEFT),
+    PairedRatio(SVD, PEFT, 1.00),
+    PairedRatio(SVD, PEFT_SPLIT, 1.00),
+    PairedRatio(LORA, PEFT),
+    PairedRatio(FOLDED, FROZEN, 1.60),
+    PairedRatio(UNFOLDED, FROZEN),
+    PairedRatio(SVD, FROZEN),
+    PairedRatio(PEFT, FROZEN),
 )
 """The limits are the project's targets; rows without one have no target."""
 
 SMOLLM2 = Size(30, 576, 9, 1536, 49152, rollouts=8, tokens=512, prompt=64, kept_rank=16, quarantine_rank=16, kv=192)
 SMOLLM2_ROWS = (
-    Comparison(LORA, PEFT, 1.00),
-    Comparison(LORA, PEFT_SPLIT, 1.00),
-    Comparison(f"{LORA}: {POOLED}", LORA, 1.05, 1.10),
-    Comparison(STACKED, PEFT, 1.00),
-    Comparison(STACKED, LORA, 1.00),
-    Comparison(f"{STACKED}: {POOLED}", STACKED, 1.05, 1.10),
-    Comparison(f"{LORA}: {POOLED}", PEFT, 1.00),
-    Comparison(f"{STACKED}: {POOLED}", PEFT, 1.00),
-    Comparison(f"{STACKED}: {ACT}", STACKED, 1.05, 1.10),
-    Comparison(f"{STACKED}: {ACT}", PEFT, 1.00),
+    PairedRatio(LORA, PEFT, 1.00),
+    PairedRatio(LORA, PEFT_SPLIT, 1.00),
+    PairedRatio(f"{LORA}: {POOLED}", LORA, 1.05, 1.10),
+    PairedRatio(STACKED, PEFT, 1.00),
+    PairedRatio(STACKED, LORA, 1.00),
+    PairedRatio(f"{STACKED}: {POOLED}", STACKED, 1.05, 1.10),
+    PairedRatio(f"{LORA}: {POOLED}", PEFT, 1.00),
+    PairedRatio(f"{STACKED}: {POOLED}", PEFT, 1.00),
+    PairedRatio(f"{STACKED}: {ACT}", STACKED, 1.05, 1.10),
+    PairedRatio(f"{STACKED}: {ACT}", PEFT, 1.00),
 )
 # Beside a model in bfloat16, PEFT's factors are float32 and so are its products with them, unless it is asked for bfloat16. Ours
 # are float32, their products bfloat16. So the last rows compare equal arithmetic, but not equal precision of what is learned.
-BFLOAT16_ROWS = (*SMOLLM2_ROWS, *(Comparison(side, PEFT_HALF) for side in (LORA, STACKED, f"{STACKED}: {POOLED}")))
+BFLOAT16_ROWS = (*SMOLLM2_ROWS, *(PairedRatio(side, PEFT_HALF) for side in (LORA, STACKED, f"{STACKED}: {POOLED}")))
 
 
 @dataclass(frozen=True)
 class RoutingResult:
     """A measured row. ``floor`` is the ratio of FLOPs; ``missing`` is the reason if there are no numbers."""
 
-    row: Comparison
+    row: PairedRatio
     floor: float | None = None
     over_frozen: float | None = None
     time: Ratio | None = None
@@ -154,7 +154,7 @@ def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
     return {name: lambda name=name, side=side: side(name) for name, side in sides.items()}
 
 
-def build(bench: Bench, rows: Sequence[Comparison]) -> tuple[list[Contender], dict[str, str]]:
+def build(bench: Bench, rows: Sequence[PairedRatio]) -> tuple[list[Contender], dict[str, str]]:
     """Return the sides of ``rows`` that work here, and the reason for each foreign library that does not."""
     ready, missing, named = [], {}, {name for row in rows for name in (row.over, row.under)}
     sides = {name: side for name, side in builders(bench).items() if name in named}
@@ -174,7 +174,7 @@ def build(bench: Bench, rows: Sequence[Comparison]) -> tuple[list[Contender], di
 
 
 def compare(
-    size: Size, rounds: int, seed: int, *, rows: Sequence[Comparison] = ROWS, model: nn.Module | None = None
+    size: Size, rounds: int, seed: int, *, rows: Sequence[PairedRatio] = ROWS, model: nn.Module | None = None
 ) -> tuple[list[RoutingResult], dict[str, Measured], dict[str, int]]:
     """Return ``rows``, and of every side the measurements and the floor in FLOPs; ``model`` in place of a random one."""
     with TemporaryDirectory() as folder:
@@ -183,7 +183,7 @@ def compare(
     work = {c.name: c.flops for c in ready}
     rng = np.random.default_rng(seed)
 
-    def result(row: Comparison) -> RoutingResult:
+    def result(row: PairedRatio) -> RoutingResult:
         for name in (row.over, row.under):
             if name in missing:
                 return RoutingResult(row, missing=f"{name}: {missing[name]}")

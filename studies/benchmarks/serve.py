@@ -57,8 +57,8 @@ from mi_route2.serve.models import Served, load
 from mi_route2.serve.process import Process, serving
 from studies.benchmarks.engine import LAYERS, VOCABULARY, WIDTH, random_model
 from studies.benchmarks.measurement.paired import (
-    Comparison,
-    ComparisonResult,
+    PairedRatio,
+    PairedRatioResult,
     Turn,
     compared,
     machine,
@@ -93,10 +93,10 @@ SIZES = {"quick": Amount(8, 40, 2, 0.05, 8), "random": Amount(256, 400, 12, 0.1,
 
 
 ROWS = (
-    Comparison("32 streams over HTTP", "in process", 1 / 0.9),
-    Comparison("first token over HTTP", "first token in process", 1.5),
-    Comparison("8 streams beside sweeps", "8 streams", 1.3),
-    Comparison("processor time over HTTP", "processor time in process"),
+    PairedRatio("32 streams over HTTP", "in process", 1 / 0.9),
+    PairedRatio("first token over HTTP", "first token in process", 1.5),
+    PairedRatio("8 streams beside sweeps", "8 streams", 1.3),
+    PairedRatio("processor time over HTTP", "processor time in process"),
 )
 
 
@@ -368,7 +368,7 @@ def starts(count: int, folder: Path, cold: bool = False) -> list[dict[str, float
     return times
 
 
-def table(results: list[ComparisonResult], seconds: dict[str, list[float]]) -> str:
+def table(results: list[PairedRatioResult], seconds: dict[str, list[float]]) -> str:
     """Return a Markdown table: the median of both sides, and the ratio of times."""
 
     def shown(name: str) -> str:

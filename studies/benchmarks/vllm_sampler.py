@@ -34,12 +34,17 @@ from mi_route2.rollouts import Policy
 from mi_route2.vllm import VllmSampler
 from mi_route2.vllm.facts import imported
 from studies.benchmarks.engine import FEW, NEW, PROMPT, REQUESTS, SHORT, VOCABULARY, random_model
-from studies.benchmarks.measurement.paired import Comparison, Turn, compared, report, take_turns, timed, timers, token_table
+from studies.benchmarks.measurement.paired import PairedRatio, Turn, compared, report, take_turns, timed, timers, token_table
 from studies.benchmarks.options import VllmSamplerOptions
 from studies.environments.chat import generate
 
 RANK = 8
-ROWS = (Comparison("vLLM", "study"), Comparison("vLLM", "engine"), Comparison("vLLM", "generate"), Comparison("vLLM", "vLLM alone"))
+ROWS = (
+    PairedRatio("vLLM", "study"),
+    PairedRatio("vLLM", "engine"),
+    PairedRatio("vLLM", "generate"),
+    PairedRatio("vLLM", "vLLM alone"),
+)
 NEVER = -1
 """End that no completion has, so that each is of full length."""
 

@@ -37,7 +37,7 @@ LOOPED_COST = 1.7  # relative to a plain arm, in time
 
 
 @dataclass(frozen=True)
-class Job:
+class LanesJob:
     """The work of one worker, by ``name`` and ``seed``: an arm at a seed, or a draw of an instrument.
 
     ``folder`` is the study's, ``text`` the corpus's (None for the running Python's library).
@@ -84,16 +84,16 @@ class Job:
         return None not in [self.read(part) for part in self.part_names]
 
 
-def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence[int], arms: Sequence[str]) -> list[Job]:
+def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence[int], arms: Sequence[str]) -> list[LanesJob]:
     """Return every job of a study, the longest first, so that no long job runs alone at the end."""
-    jobs = [Job(settings, folder, text, arm, seed) for arm in arms for seed in seeds]
+    jobs = [LanesJob(settings, folder, text, arm, seed) for arm in arms for seed in seeds]
     for name in INSTRUMENTS:
         draws = range(settings.instruments.draws) if name in DRAWN else seeds
-        jobs += [Job(settings, folder, text, name, draw) for draw in draws]
+        jobs += [LanesJob(settings, folder, text, name, draw) for draw in draws]
     return sorted(jobs, key=lambda job: -job.cost)
 
 
-def run_job(job: Job) -> None:
+def run_job(job: LanesJob) -> None:
     """Make the missing parts of a job. Existing parts are kept."""
     if job.settings.training.device == "cpu":
         torch.set_num_threads(1)  # one worker per core; with an accelerator a single worker has all cores
@@ -105,7 +105,7 @@ def run_job(job: Job) -> None:
                 write_part(job.path(part), job.identity(part), *_make(job, part, corpus))
 
 
-def _make(job: Job, part: str, corpus: Corpus) -> Part:
+def _make(job: LanesJob, part: str, corpus: Corpus) -> Part:
     if job.arm is None:
         return INSTRUMENTS[part](job.settings, corpus, job.seed)
     if part != TRAIN:
@@ -116,7 +116,7 @@ def _make(job: Job, part: str, corpus: Corpus) -> Part:
     return {"steps": len(result.losses), "last": float(result.losses[-10:].mean())}, {**weights, "losses": result.losses}
 
 
-def trained(job: Job) -> LanesModel:
+def trained(job: LanesJob) -> LanesModel:
     """Return the model of a finished training; ``ValueError`` if there is none."""
     part = job.read(TRAIN)
     if job.arm is None or part is None:
@@ -131,7 +131,7 @@ def _corpus(text: Path | None, expected: str) -> Corpus:
     return open_text(text, expected)
 
 
-def run_jobs(jobs: Sequence[Job], workers: int, cluster: Cluster | None = None, *, quiet: bool = False) -> None:
+def run_jobs(jobs: Sequence[LanesJob], workers: int, cluster: Cluster | None = None, *, quiet: bool = False) -> None:
     """Run every unfinished job of a study; raises the errors of `Job.finished` and `run_each`."""
     todo = [job for job in jobs if not job.finished]
     files = [job.path(part) for job in todo for part in job.part_names]
@@ -221,6 +221,6 @@ def load(folder: Path) -> Study:
 
 def tensors(folder: Path, study: Study, arm: str, seed: int, part: str) -> dict[str, Tensor]:
     """Return the tensors of a part."""
-    read = Job(study.settings, folder, None, arm, seed).read(part)
+    read = LanesJob(study.settings, folder, None, arm, seed).read(part)
     assert read is not None
     return read[1]

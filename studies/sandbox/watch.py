@@ -112,7 +112,7 @@ class Place:
 
 
 @dataclass
-class Job:
+class WatchedJob:
     """A running child; ``folder`` is the descriptor of its folder."""
 
     pid: int
@@ -216,7 +216,7 @@ class Watch:
                 place.rules.close()
         clear(self._home)
 
-    def _start(self, payload: memoryview, limits: Limits, stack: contextlib.ExitStack) -> Job:
+    def _start(self, payload: memoryview, limits: Limits, stack: contextlib.ExitStack) -> WatchedJob:
         """Fork the child. The callbacks on ``stack`` end and collect it and close its descriptors."""
         place = self._make_place(limits)
         with contextlib.ExitStack() as childs:
@@ -235,9 +235,9 @@ class Watch:
         stack.callback(end_descendants if self._guarded else reap)
         pidfd = os.pidfd_open(pid)
         stack.callback(os.close, pidfd)
-        return Job(pid, pidfd, reads, place.folder, limits, started)
+        return WatchedJob(pid, pidfd, reads, place.folder, limits, started)
 
-    def _watch(self, job: Job) -> None:
+    def _watch(self, job: WatchedJob) -> None:
         """Wait until the child has ended, reading its output and enforcing its limits.
 
         Raises:
@@ -272,17 +272,17 @@ class Watch:
                 if not vessel.fill(descriptor):
                     break
 
-    def _look(self, job: Job) -> None:
+    def _look(self, job: WatchedJob) -> None:
         if self._metered and job.processor_seconds() > job.limits.cpu_seconds:
             job.kill("cpu")
         elif self._guarded and job.over():
             job.kill("disk")
 
-    def _flooded(self, job: Job) -> bool:
+    def _flooded(self, job: WatchedJob) -> bool:
         most = max(FLOOD * job.limits.output, MIB)
         return self._guarded and (self.stdout.seen > most or self.stderr.seen > most or self.reply.cut)
 
-    def _report(self, job: Job) -> dict[str, Any]:
+    def _report(self, job: WatchedJob) -> dict[str, Any]:
         _, waited, used = os.wait4(job.pid, 0)
         seconds, spent = time.monotonic() - job.started, used.ru_utime + used.ru_stime
         if self._guarded:

@@ -23,7 +23,7 @@ from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from studies.common.seeds import derive
 from studies.environments.micro.language import Prompt, Vocabulary, get_mode
 from studies.environments.protocol import Witness, World
-from studies.steering.fitting import Fitted, Gate
+from studies.steering.fitting import Fitted, ProbeGate
 from studies.steering.late import CERTAIN, Late, QuarantineSwitch, saturated
 from studies.steering.settings import Settings
 
@@ -301,7 +301,7 @@ def untrained(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
 
 
 def gated_cell(
-    settings: Settings, gate: Gate, probe: str, quantile: float, mode: Literal["close", "open"], *, how: str = "forward"
+    settings: Settings, gate: ProbeGate, probe: str, quantile: float, mode: Literal["close", "open"], *, how: str = "forward"
 ) -> GateCell:
     """Close (or open) the quarantines behind the probe in the forward of the same token that the probe reads."""
     monitor = Monitor(gate.site, gate.weight, gate.thresholds[quantile], settings.sharpness, gates=(), quarantine=mode, name=WATCH)

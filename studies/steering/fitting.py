@@ -44,7 +44,7 @@ DISTINCT = 1e-3
 
 
 @dataclass(frozen=True)
-class Gate:
+class ProbeGate:
     """A probe at a site: the score is ``h.weight``, with a threshold for each quantile."""
 
     site: Site
@@ -64,7 +64,7 @@ class Fitted:
         counts: Number of rollouts and tokens behind the fit.
     """
 
-    gates: Mapping[Site, Mapping[str, Gate]]
+    gates: Mapping[Site, Mapping[str, ProbeGate]]
     directions: Mapping[str, Float[Tensor, " d"]]
     gap: float
     ceilings: Mapping[float, float]
@@ -83,12 +83,12 @@ class Fitted:
     @staticmethod
     def of(settings: Settings, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> "Fitted":
         """Return the fit whose ``tensors`` these are; ``KeyError`` if a tensor is missing."""
-        gates: dict[Site, dict[str, Gate]] = {}
+        gates: dict[Site, dict[str, ProbeGate]] = {}
         for name in (name for name in tensors if name.endswith("/weight")):
             place, probe, _ = name.split("/")
             site = Site.parse(place)
             values = tensors[f"{place}/{probe}/thresholds"].tolist()
-            gates.setdefault(site, {})[probe] = Gate(
+            gates.setdefault(site, {})[probe] = ProbeGate(
                 site, tensors[name].float(), dict(zip(sorted(settings.quantiles), values, strict=True))
             )
         directions = {name.partition("/")[2]: v.float() for name, v in tensors.items() if name.startswith(f"{DIRECTION}/")}
@@ -190,10 +190,10 @@ def _fitted(fitter: ProbeFitter, h: Tensor, mask: Tensor, hack: Tensor) -> Affin
     return probe
 
 
-def _gate(settings: Settings, site: Site, weight: Tensor, clean: Tensor) -> Gate:
+def _gate(settings: Settings, site: Site, weight: Tensor, clean: Tensor) -> ProbeGate:
     weight = (weight / (clean @ weight).std()).float()  # the score is in standard deviations, the unit of a gate's sharpness
     scores = clean.float() @ weight  # in float32 as in the engine, so that a threshold lies where it will be compared
-    return Gate(site, weight, {q: threshold(scores, q) for q in settings.quantiles})
+    return ProbeGate(site, weight, {q: threshold(scores, q) for q in settings.quantiles})
 
 
 def threshold(scores: Float[Tensor, " n"], quantile: float) -> float:
@@ -209,7 +209,7 @@ def threshold(scores: Float[Tensor, " n"], quantile: float) -> float:
     return float((below + above) / 2)
 
 
-def _directed(settings: Settings, job: Job, examples: Examples, gates: Mapping[Site, Mapping[str, Gate]]) -> Fitted:
+def _directed(settings: Settings, job: Job, examples: Examples, gates: Mapping[Site, Mapping[str, ProbeGate]]) -> Fitted:
     """Return the fit with the difference of the class means over tokens, and random directions of the same length."""
     site = Site.parse(settings.site)
     h = examples.hidden[site]

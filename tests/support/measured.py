@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from studies.benchmarks.measurement.paired import ComparisonResult, Ratio
+from studies.benchmarks.measurement.paired import PairedRatioResult, Ratio
 
 DOCS = Path(__file__).parents[2] / "docs"
 R = TypeVar("R")
@@ -17,7 +17,7 @@ def published(name: str) -> dict[str, Any]:
     return json.loads((DOCS / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
 
 
-def results(document: Mapping[str, Any], kind: type[R] = ComparisonResult) -> list[R]:
+def results(document: Mapping[str, Any], kind: type[R] = PairedRatioResult) -> list[R]:
     """Return the rows of a file; a value with an interval is a ``Ratio``."""
     return [
         kind(**{name: Ratio(**value) if isinstance(value, dict) else value for name, value in row.items()})

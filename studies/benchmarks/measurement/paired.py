@@ -71,7 +71,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedRatio:
     """Time of ``over`` relative to ``under``; the limits are the maximum allowed ratios of time and of peak memory."""
 
     over: str
@@ -81,7 +81,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class ComparisonResult:
+class PairedRatioResult:
     """The measured ratio of times of a row."""
 
     over: str
@@ -174,13 +174,13 @@ def ratio(over: Sequence[float], under: Sequence[float], rng: np.random.Generato
 
 
 def compared(
-    rows: Sequence[Comparison], seconds: Mapping[str, Sequence[float]], rng: np.random.Generator
-) -> list[ComparisonResult]:
+    rows: Sequence[PairedRatio], seconds: Mapping[str, Sequence[float]], rng: np.random.Generator
+) -> list[PairedRatioResult]:
     """Return the rows, measured."""
-    return [ComparisonResult(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in rows]
+    return [PairedRatioResult(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in rows]
 
 
-def side_table(results: Sequence[ComparisonResult], shown: Callable[[str], str], header: Sequence[str]) -> str:
+def side_table(results: Sequence[PairedRatioResult], shown: Callable[[str], str], header: Sequence[str]) -> str:
     """Return a Markdown table of rows: the ``shown`` number of both sides, and the ratio."""
     rows = [
         (r.over, shown(r.over), r.under, shown(r.under), *r.time.cells(), "" if r.limit is None else f"{r.limit:.2f}")
@@ -189,7 +189,7 @@ def side_table(results: Sequence[ComparisonResult], shown: Callable[[str], str],
     return markdown_table(header, rows)
 
 
-def token_table(results: Sequence[ComparisonResult], seconds: Mapping[str, Sequence[float]], tokens: Mapping[str, int]) -> str:
+def token_table(results: Sequence[PairedRatioResult], seconds: Mapping[str, Sequence[float]], tokens: Mapping[str, int]) -> str:
     """Return a Markdown table: generated tokens per second of processor time on both sides, and the ratio of times."""
     header = ("what", "tokens/s", "against", "tokens/s", "time", "95%", "at most")
     return side_table(results, lambda name: f"{tokens[name] / median(seconds[name]):,.0f}", header)

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PAGE_HEIGHT, PAGE_WIDTH, PURPLE, VERMILLION, new_figure, save_figure, style
 from studies.common.command_line import seeds_text
 from studies.common.stats import Summary, mean, summary
-from studies.route2.report.load import VANILLA, ArmSpec, Run, RunSet
+from studies.route2.report.load import VANILLA, ArmSpec, FinishedRun, RunSet
 from studies.route2.report.measures import arm_order, by_seed, label, without_ablations
 
 ARMS_ON_A_PAGE = 28
@@ -316,7 +316,7 @@ def _has_scores(runs: RunSet, arm: str) -> bool:
     return any(curve.read(row) is not None for run in runs.of(arm).values() for row in run.metrics for curve in curves)
 
 
-def curve_over_seeds(runs: Sequence[Run], read: Read) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def curve_over_seeds(runs: Sequence[FinishedRun], read: Read) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return steps, mean, lowest and highest seed, as four arrays over the steps at which any seed has the quantity."""
     found: dict[int, list[float]] = {}
     for run in runs:
@@ -367,7 +367,7 @@ def _two_lines(name: str, width: int) -> str:
     return f"{name[:middle]}\n{name[middle:].strip()}"
 
 
-def draw_panel(ax: Axes, panel: Panel, runs: Sequence[Run], reference: Sequence[Run]) -> None:
+def draw_panel(ax: Axes, panel: Panel, runs: Sequence[FinishedRun], reference: Sequence[FinishedRun]) -> None:
     """Draw one arm's runs into one panel, with `reference` in gray behind; "not measured" if no run has the quantity."""
     if panel.bounds:  # on an axis without bounds, another arm's line could flatten the arm's own
         for curve in panel.curves:

@@ -50,7 +50,7 @@ class ArmSpec:
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """One finished arm on one seed.
 
     `metrics` are the rows of the training log; `modes[mode]["on" | "deploy"][rate]` are in [0, 1]; `unusual` is what differs from
@@ -79,7 +79,7 @@ class RunSet:
 
     root: Path
     settings: dict[str, Any]
-    runs: dict[tuple[str, int], Run]
+    runs: dict[tuple[str, int], FinishedRun]
     unfinished: tuple[str, ...] = ()
     specs: dict[str, ArmSpec] = field(default_factory=dict)
     modes: Modes = MICRO_MODES
@@ -89,7 +89,7 @@ class RunSet:
         """Every seed with a finished run, ascending."""
         return tuple(sorted({seed for _, seed in self.runs}))
 
-    def of(self, arm: str) -> dict[int, Run]:
+    def of(self, arm: str) -> dict[int, FinishedRun]:
         """Return the arm's finished runs by seed, ascending; empty for an arm without any."""
         return {seed: self.runs[arm, seed] for seed in self.seeds if (arm, seed) in self.runs}
 
@@ -108,7 +108,7 @@ def load_runs(root: Path, only: Collection[int] | None = None) -> RunSet:
     if settings.chat is None and (root / MODES).exists():
         raise ValueError(f"{root / MODES} is not of this study: the micro world's modes have no file, so delete it")
     modes = MICRO_MODES if settings.chat is None else read_modes(root)
-    runs: dict[tuple[str, int], Run] = {}
+    runs: dict[tuple[str, int], FinishedRun] = {}
     unfinished: list[str] = []
     for seed, folder in _arm_folders(root):
         if only is not None and seed not in only:
@@ -166,7 +166,7 @@ def _arm_folders(root: Path) -> Iterator[tuple[int, Path]]:
                 yield seed, folder
 
 
-def _load_run(folder: Path, seed: int, modes: Modes) -> Run | None:
+def _load_run(folder: Path, seed: int, modes: Modes) -> FinishedRun | None:
     if not (folder / MANIFEST).exists():
         return None
     manifest = read_manifest(folder)
@@ -177,7 +177,7 @@ def _load_run(folder: Path, seed: int, modes: Modes) -> Run | None:
         raise ValueError(f"{where} is the manifest of another run: it is in seed-{seed}/{folder.name}")
     _verify(folder, manifest.checksums)
     log = folder / "metrics.jsonl"
-    return Run(
+    return FinishedRun(
         arm=folder.name,
         seed=seed,
         folder=folder,
@@ -223,7 +223,7 @@ def _rates(mode: dict[str, Any], state: str, name: str, path: Path) -> dict[str,
     return rates
 
 
-def _agreed_specs(runs: dict[tuple[str, int], Run]) -> dict[str, ArmSpec]:
+def _agreed_specs(runs: dict[tuple[str, int], FinishedRun]) -> dict[str, ArmSpec]:
     first = next(iter(runs.values()))
     specs: dict[str, ArmSpec] = {}
     definitions: dict[str, dict[str, Any]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from studies.common.stats import mean
 from studies.environments.protocol import Modes
-from studies.route2.report.load import ABSORB, BASE, VANILLA, ArmSpec, Run, RunSet
+from studies.route2.report.load import ABSORB, BASE, VANILLA, ArmSpec, FinishedRun, RunSet
 
 LAST_STEPS = 10  # the window of train_hack
 DESCRIPTIONS: dict[str, str] = {
@@ -36,7 +36,7 @@ def metrics(modes: Modes) -> tuple[str, ...]:
     return (*DESCRIPTIONS, *(f"{kind}_{mode}" for kind in PER_MODE for mode in modes.names))
 
 
-def measure(runs: RunSet, run: Run) -> dict[str, float | None]:
+def measure(runs: RunSet, run: FinishedRun) -> dict[str, float | None]:
     """Return all `metrics` of one run; `None` for undefined ones (base is not trained; leakage without vanilla)."""
     modes = runs.modes
     train = {mode: train_rate(run, mode) for mode in modes.names}
@@ -58,26 +58,26 @@ def measure(runs: RunSet, run: Run) -> dict[str, float | None]:
     return values
 
 
-def rate(run: Run, modes: Sequence[str], quantity: str, state: str = "deploy") -> float | None:
+def rate(run: FinishedRun, modes: Sequence[str], quantity: str, state: str = "deploy") -> float | None:
     """Return the mean over modes of an evaluated rate: quantity "hack", "solve", "exploit" or "format"; state "deploy" or "on"."""
     return mean([run.modes[mode][state][quantity] for mode in modes])
 
 
-def train_rate(run: Run, mode: str, quantity: str = "hack", last: int = LAST_STEPS) -> float | None:
+def train_rate(run: FinishedRun, mode: str, quantity: str = "hack", last: int = LAST_STEPS) -> float | None:
     """Return the rate over all rollouts of the mode in the last steps, weighted by rollouts; `None` without any."""
     rows = [row["modes"][mode] for row in run.metrics[-last:] if row["modes"].get(mode, {}).get("n")]
     total = sum(row["n"] for row in rows)
     return sum(row["n"] * row[quantity] for row in rows) / total if total else None
 
 
-def leakage(runs: RunSet, run: Run, mode: str) -> float | None:
+def leakage(runs: RunSet, run: FinishedRun, mode: str) -> float | None:
     """Return the share of vanilla's deploy hacks that the arm keeps, in [0, 1]; `None` if vanilla never hacks, or has no run."""
     vanilla = comparable_vanilla(runs, run)
     reference = vanilla.modes[mode]["deploy"]["hack"] if vanilla else 0.0
     return min(max(run.modes[mode]["deploy"]["hack"] / reference, 0.0), 1.0) if reference > 0 else None
 
 
-def excess_leakage(runs: RunSet, run: Run, mode: str) -> float | None:
+def excess_leakage(runs: RunSet, run: FinishedRun, mode: str) -> float | None:
     """Return the arm's increase of base's deploy hack, relative to vanilla's increase; `None` if vanilla has none."""
     vanilla, base = comparable_vanilla(runs, run), runs.runs.get((BASE, run.seed))
     if vanilla is None or base is None:
@@ -87,7 +87,7 @@ def excess_leakage(runs: RunSet, run: Run, mode: str) -> float | None:
     return (hack["arm"] - hack[BASE]) / gained if gained > 0 else None
 
 
-def comparable_vanilla(runs: RunSet, run: Run) -> Run | None:
+def comparable_vanilla(runs: RunSet, run: FinishedRun) -> FinishedRun | None:
     """Return vanilla on the run's seed with the same number of steps; an arm that is not trained is comparable with any."""
     vanilla = runs.runs.get((VANILLA, run.seed))
     return vanilla if vanilla is not None and run.steps in (0, vanilla.steps) else None

@@ -6,7 +6,7 @@ from typing import Any
 
 from studies.common.stats import Summary, mean, outliers, paired_difference, summary
 from studies.common.tables import interval, markdown_table, number
-from studies.route2.report.load import ABSORB, BASE, VANILLA, Run, RunSet
+from studies.route2.report.load import ABSORB, BASE, VANILLA, FinishedRun, RunSet
 from studies.route2.report.measures import (
     DESCRIPTIONS,
     arm_order,
@@ -281,7 +281,7 @@ def _seed_table(runs: RunSet, group: dict[str, Any]) -> str:
     return markdown_table(["arm", *(f"seed {seed}" for seed in runs.seeds), "median"], body)
 
 
-Ratio = Callable[[RunSet, Run, str], float | None]
+Ratio = Callable[[RunSet, FinishedRun, str], float | None]
 RATIOS: tuple[tuple[str, Ratio], ...] = (("leakage", leakage), ("excess_leakage", excess_leakage))
 
 EXPLANATION = """\
@@ -348,7 +348,7 @@ def _arm(runs: RunSet, arm: str) -> dict[str, Any]:
     return record
 
 
-def _counts(runs: RunSet, run: Run) -> dict[str, Any]:
+def _counts(runs: RunSet, run: FinishedRun) -> dict[str, Any]:
     """Return the rates from which the ratios of one seed are computed, per mode."""
     sources = {"arm": run, "vanilla": runs.runs.get((VANILLA, run.seed)), "base": runs.runs.get((BASE, run.seed))}
     return {

@@ -19,7 +19,7 @@ from studies.benchmarks import routing
 from studies.benchmarks.measurement import flops, paired
 from studies.benchmarks.measurement.contenders import SITES, Bench
 from studies.benchmarks.measurement.flops import MICRO, Size
-from studies.benchmarks.measurement.paired import Comparison, Ratio
+from studies.benchmarks.measurement.paired import PairedRatio, Ratio
 from studies.benchmarks.options import RoutingOptions
 from studies.benchmarks.routing import (
     ACT,
@@ -202,7 +202,7 @@ def test_our_own_failure_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_verdicts(time: Ratio | None, memory: float | None, verdict: str) -> None:
-    assert RoutingResult(Comparison("a", "b", 1.05, 1.10), time=time, memory=memory).verdict == verdict
+    assert RoutingResult(PairedRatio("a", "b", 1.05, 1.10), time=time, memory=memory).verdict == verdict
 
 
 @pytest.mark.parametrize(

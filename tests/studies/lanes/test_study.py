@@ -28,7 +28,7 @@ from studies.lanes.scoring.tapin import Mixing
 from studies.lanes.scoring.ttt import adapt
 from studies.lanes.scoring.ttt import trained as trained_by
 from studies.lanes.settings import Settings, open_text, quick
-from studies.lanes.study import Job, jobs_of, load, run_job, run_jobs, run_study, trained
+from studies.lanes.study import LanesJob, jobs_of, load, run_job, run_jobs, run_study, trained
 from studies.lanes.text import BOS
 from tests.attacks.table import descendants
 
@@ -41,7 +41,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def arms_of(settings: Settings, folder: Path, texts: Path) -> list[Job]:
+def arms_of(settings: Settings, folder: Path, texts: Path) -> list[LanesJob]:
     """The jobs of two arms."""
     return [job for job in jobs_of(settings, folder, texts, [0], FEW) if job.arm is not None]
 
@@ -84,7 +84,7 @@ def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: Settings, 
     jobs = arms_of(tiny, out / tiny.folder, texts)
     for job in jobs:
         for part in job.part_names:
-            source = Job(tiny, study, texts, job.name, job.seed).path(part)
+            source = LanesJob(tiny, study, texts, job.name, job.seed).path(part)
             for path in (source, source.with_suffix(".safetensors")):
                 if path.exists() and rng.random() < 0.5:
                     job.path(part).parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: Settings, 
     assert [name for name in own if own[name] != uncut.get(name)] == []
 
 
-def whole(job: Job, part: str) -> bool:
+def whole(job: LanesJob, part: str) -> bool:
     try:
         return job.read(part) is not None
     except ValueError:
@@ -165,14 +165,14 @@ def test_a_study_with_a_damaged_part_neither_runs_nor_reports(study: Path, tiny:
 
 def test_text_that_changed_while_the_study_ran_is_refused(tiny: Settings, tmp_path: Path) -> None:
     other = write_texts(tmp_path / "other", documents=41)
-    job = Job(tiny, tmp_path / "out", other, "shipped", 0)
+    job = LanesJob(tiny, tmp_path / "out", other, "shipped", 0)
     with pytest.raises(ValueError, match="changed while the study ran"):
         run_job(job)
 
 
 def test_what_was_trained_is_what_is_measured(study: Path, tiny: Settings) -> None:
     """The stored weights give the stored number, through another forward than the one that trained them."""
-    job = Job(tiny, study, None, "wide-embeddings", 0)
+    job = LanesJob(tiny, study, None, "wide-embeddings", 0)
     found = job.read("train")
     assert found is not None
     model = trained(job)
@@ -183,7 +183,7 @@ def test_what_was_trained_is_what_is_measured(study: Path, tiny: Settings) -> No
 
 @pytest.fixture(scope="module")
 def subject(study: Path, tiny: Settings, texts: Path) -> Subject:
-    return Subject(tiny, open_text(texts), ARMS["shipped"], 0, trained(Job(tiny, study, None, "shipped", 0)))
+    return Subject(tiny, open_text(texts), ARMS["shipped"], 0, trained(LanesJob(tiny, study, None, "shipped", 0)))
 
 
 def test_what_hints_would_cost_is_noted_beside_scores_that_stay_as_they_are(subject: Subject) -> None:

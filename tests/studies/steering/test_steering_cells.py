@@ -23,7 +23,7 @@ from studies.steering import fitting
 from studies.steering.answer import against_random, comparisons
 from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, GateCell, latency, quarantine, small_sweep, sweep, untrained
 from studies.steering.figures import controls_figure, frontier_figure, latency_figure, sweep_figure
-from studies.steering.fitting import Examples, Fitted, Gate, gated, sites_of
+from studies.steering.fitting import Examples, Fitted, ProbeGate, gated, sites_of
 from studies.steering.late import Late, QuarantineSwitch, saturated
 from studies.steering.measuring import first_exploits
 from studies.steering.report import cell_text, delay_name, kept, roc_text, sweep_text
@@ -43,8 +43,8 @@ def by_hand() -> Fitted:
     """No two vectors and no two thresholds are alike."""
     drawn = torch.Generator().manual_seed(0)
 
-    def gate(site: Site, number: int) -> Gate:
-        return Gate(site, torch.randn(4, generator=drawn), {q: 10.0 * number + q for q in SETTINGS.quantiles})
+    def gate(site: Site, number: int) -> ProbeGate:
+        return ProbeGate(site, torch.randn(4, generator=drawn), {q: 10.0 * number + q for q in SETTINGS.quantiles})
 
     gates = {
         site: {name: gate(site, 10 * place + i) for i, name in enumerate(PROBES)} for place, site in enumerate(sites_of(SETTINGS))
@@ -73,7 +73,7 @@ def monitor_of(cell: GateCell) -> Monitor:
     return monitor
 
 
-def demand_gate(monitor: Monitor, gate: Gate, threshold: float) -> None:
+def demand_gate(monitor: Monitor, gate: ProbeGate, threshold: float) -> None:
     assert (monitor.site, monitor.threshold) == (gate.site, threshold)
     assert same(monitor.probe, gate.weight)
 

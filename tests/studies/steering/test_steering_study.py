@@ -29,7 +29,7 @@ from studies.environments.protocol import Samples
 from studies.steering.answer import comparisons, frontier_counts, verdict
 from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, quarantine, sweep
 from studies.steering.figures import FIGURES, frontier_figure, latency_figure
-from studies.steering.fitting import Fitted, Gate, collect, fit, threshold
+from studies.steering.fitting import Fitted, ProbeGate, collect, fit, threshold
 from studies.steering.job import BASE, FIT, _make, parts_of, run_steering
 from studies.steering.report import command, publish, write_report
 from studies.steering.results import MODES, Draws, Estimate, Study, load_study, metrics
@@ -216,7 +216,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
 
 def test_thresholds_keep_their_quantiles_in_any_order() -> None:
     site, by = Site.parse(TINY.site), {0.95: 2.0, 0.5: 1.0}
-    fitted = Fitted({site: {"probe": Gate(site, torch.ones(2), by)}}, {"away": torch.ones(2)}, 1.0, by)
+    fitted = Fitted({site: {"probe": ProbeGate(site, torch.ones(2), by)}}, {"away": torch.ones(2)}, 1.0, by)
     again = Fitted.of(replace(TINY, quantiles=(0.95, 0.5)), fitted.tensors(), {})
     assert again.gates[site]["probe"].thresholds == again.ceilings == by
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from studies.environments.micro.language import MICRO_MODES
 from studies.route2.report import write_leakage
-from studies.route2.report.load import ArmSpec, Run, RunSet, load_runs
+from studies.route2.report.load import ArmSpec, FinishedRun, RunSet, load_runs
 from studies.route2.report.measures import excess_leakage, leakage
 from studies.route2.report.table import leakage_table
 
@@ -35,7 +35,7 @@ def _runs(**hack: float) -> RunSet:
     rates = {
         arm: {mode: {"deploy": {"hack": rate}, "on": {"hack": rate}} for mode in MICRO_MODES.names} for arm, rate in hack.items()
     }
-    runs = {(arm, 0): Run(arm, 0, Path(arm), ArmSpec("method"), "h", [], modes) for arm, modes in rates.items()}
+    runs = {(arm, 0): FinishedRun(arm, 0, Path(arm), ArmSpec("method"), "h", [], modes) for arm, modes in rates.items()}
     return RunSet(Path("r"), {}, runs, (), {arm: ArmSpec("method") for arm in hack})
 
 

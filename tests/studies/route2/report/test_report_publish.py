@@ -47,7 +47,7 @@ from studies.route2.publish import (
     unpacked,
 )
 from studies.route2.report import report_texts, write_tables
-from studies.route2.report.load import ArmSpec, Run, RunSet, load_runs
+from studies.route2.report.load import ArmSpec, FinishedRun, RunSet, load_runs
 from studies.training.arms import ARMS as REAL_ARMS
 from studies.training.job import Job
 from studies.training.settings import changes, get_settings, override
@@ -398,7 +398,7 @@ def test_routes_and_their_filters_are_real_arms() -> None:
 def test_a_masks_quality_is_of_the_first_steps_and_its_rule_of_the_ratio() -> None:
     """A window that slides, a ratio that counts from 1, or a seed among the others would all go unseen in whole reports."""
     masks = [{"mask": {key: float(step >= EARLY) for key in QUALITIES}} for step in range(2 * EARLY)]
-    run = Run("filter-act", 0, Path("filter-act"), ArmSpec("method"), "", masks, {})
+    run = FinishedRun("filter-act", 0, Path("filter-act"), ArmSpec("method"), "", masks, {})
     runs = RunSet(Path("strong"), {}, {("filter-act", 0): run})
     assert mask_quality(runs)["filter-act", 0]["auroc"] == 0.0
     assert mask_quality(runs, slice(-EARLY, None))["filter-act", 0]["auroc"] == 1.0
