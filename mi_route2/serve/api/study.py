@@ -22,7 +22,7 @@ from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn, refuse_closed
 from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, outline, refusal, sentence
-from mi_route2.serve.owner import Job
+from mi_route2.serve.owner import SweepJob
 from mi_route2.serve.state import Server, TheClient, TheServer, called
 from mi_route2.steering.specs import Steering
 from mi_route2.validation import parse_object, read_lines
@@ -145,7 +145,7 @@ def _ended(server: Server, client: Client) -> None:
         del server.sweeping[client.owner]
 
 
-async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
+async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
     clean: Any = body.clean
     held = None
     if isinstance(clean, StoredIn):
@@ -239,7 +239,7 @@ def _token(given: int | str | None, server: Server, name: str) -> int | None:
         raise ApiError(400, message if message.startswith(f"the {name}") else f"the {name}: {message}", param=name) from error
 
 
-def _finished(job: Job, server: Server) -> Grid:
+def _finished(job: SweepJob, server: Server) -> Grid:
     """Return the grid of a job that has ended; ``ApiError`` if it failed."""
     try:
         grid = job.grid()
@@ -251,7 +251,7 @@ def _finished(job: Job, server: Server) -> Grid:
     return grid
 
 
-def _summary(job: Job, server: Server) -> dict[str, Any]:
+def _summary(job: SweepJob, server: Server) -> dict[str, Any]:
     grid = _finished(job, server)
     rows = {target: i for i, target in enumerate(grid.sites)}
     columns = {position: i for i, position in enumerate(grid.columns)}
@@ -280,7 +280,7 @@ def _event(name: str, data: Any) -> str:
     return f"event: {name}\ndata: {dumps(data)}\n\n"
 
 
-async def _told(request: Request, job: Job, server: Server, free: Callable[[], None]) -> AsyncGenerator[str, None]:
+async def _told(request: Request, job: SweepJob, server: Server, free: Callable[[], None]) -> AsyncGenerator[str, None]:
     """Yield the events of a sweep: start, cells as they come, the summary, before which the client may begin the next one."""
     sweep = job.sweep
     question = sweep.pair.question
