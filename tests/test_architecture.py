@@ -185,6 +185,14 @@ def test_a_class_that_a_room_of_the_library_offers_has_its_name_alone() -> None:
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
+@pytest.mark.parametrize("word", ["Run", "Job", "Gate", "Comparison"])
+def test_a_word_that_many_rooms_need_is_one_class(word: str) -> None:
+    """The commands of a command line are named after what one types, and so each has its ``Run``."""
+    rooms = [name for name in trees() if SOURCES[name].name not in ("cli.py", "__main__.py") and not within(name, "tests")]
+    places = [name for name in rooms for node in trees()[name].body if isinstance(node, ast.ClassDef) and node.name == word]
+    assert len(places) == (word != "Run")
+
+
 def names_offered(tree: ast.Module) -> list[str]:
     """Return ``__all__`` of a module."""
     values = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
