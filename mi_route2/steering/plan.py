@@ -100,10 +100,13 @@ def gated(monitor: Monitor, adapters: Iterable[Site]) -> frozenset[Site]:
 
 def watch_of(monitor: Monitor, name: str, rows: Rows, adapters: tuple[Site, ...]) -> Watch:
     """Compile a resolved ``monitor`` on the device of ``rows``; ``ValueError`` if a vector or a quarantine does not fit."""
-    rows.demand_width(monitor.site, Vector(monitor.probe), "the probe")
+    probe = Vector(monitor.probe)
+    rows.demand_width(monitor.site, probe, "the probe")
     rows.demand_widths(monitor.adds)
-    rows.demand_finite(monitor.sums)
-    rows.demand_finite({monitor.site: Vector(monitor.probe).data})
+    sums = monitor.sums if monitor.adds else {}
+    rows.demand_finite(sums)
+    if probe.data.dtype != rows.kind:  # in its own type a vector is finite
+        rows.demand_finite({monitor.site: probe.data})
     quarantined = frozenset[Site]()
     if monitor.quarantine is not None:
         there = gated(monitor, adapters)
@@ -113,8 +116,8 @@ def watch_of(monitor: Monitor, name: str, rows: Rows, adapters: tuple[Site, ...]
                 f"the monitor at {monitor.site} shall {monitor.quarantine} a quarantine that does not exist; at its site or later "
                 f"there are: {', '.join(map(str, sorted(there))) or 'none'}"
             )
-    adds = {site: values.to(rows.device, rows.kind) for site, values in monitor.sums.items()}
-    return Watch(name, monitor, Vector(monitor.probe).data.to(rows.device, rows.kind), adds, quarantined)
+    adds = {site: values.to(rows.device, rows.kind) for site, values in sums.items()}
+    return Watch(name, monitor, probe.data.to(rows.device, rows.kind), adds, quarantined)
 
 
 def requarantined(watch: Watch, adapters: tuple[Site, ...]) -> Watch:

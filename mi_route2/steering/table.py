@@ -24,7 +24,7 @@ PHASES = ("prefill", "decode")
 
 def demand_fit(shape: tuple[int, ...], site: Site, vector: Vector, what: str) -> None:
     """Raise ``ValueError`` unless ``vector`` fits a value of ``shape`` at ``site``."""
-    if (has := len(vector.data)) != (width := math.prod(shape)):
+    if (has := vector.data.numel()) != (width := math.prod(shape)):
         raise ValueError(f"{what} at {site} has {has} numbers, but the site has {width}")
     if not vector.flat and vector.shape != shape:
         raise ValueError(
