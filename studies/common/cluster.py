@@ -117,12 +117,12 @@ class Executor:
             if self != Executor():
                 raise ValueError("--partition, --hours, --memory and --slurm are options of a cluster: add --executor slurm")
             return None
-        options: dict[str, str] = {}
-        for word, (name, value) in zip(self.slurm, read_assignments(self.slurm, "--slurm").items(), strict=True):
-            if not (name and value):
-                raise ValueError(f"{word!r} is no option of sbatch: write NAME=VALUE, as account=me")
-            # submitit writes its own options with underscores, and of two spellings of one the later one would hold
-            options[name.replace("-", "_")] = value
+        # submitit writes its own options with underscores, and of two spellings of one the later one would hold
+        parts = [word.partition("=") for word in self.slurm]
+        given = read_assignments([name.replace("-", "_") + rest + value for name, rest, value in parts], "--slurm")
+        options = {name: value for name, value in given.items() if name and value}
+        if wrong := [word for word, (name, _, value) in zip(self.slurm, parts, strict=True) if not (name and value)]:
+            raise ValueError(f"{wrong[0]!r} is no option of sbatch: write NAME=VALUE, as account=me")
         if moved := sorted(options.keys() & {"chdir", "D"}):
             raise ValueError(
                 f"{moved[0]} would move the jobs away from the files of this command: leave it out, and start the command there"

@@ -268,6 +268,10 @@ def test_a_cluster_that_cannot_work_is_refused(given: dict[str, float], sentence
         ("--executor slurm --slurm qos=low account=", "'account=' is no option of sbatch: write NAME=VALUE"),
         ("--executor slurm --slurm =me", "'=me' is no option of sbatch: write NAME=VALUE"),
         ("--executor slurm --slurm account=me account=you", "--slurm gives account twice: remove one of them"),
+        (
+            "--executor slurm --slurm cpus-per-task=2 cpus_per_task=3",
+            "--slurm gives cpus_per_task twice: remove one of them",
+        ),
         ("--executor slurm --slurm chdir=/home/me", "chdir would move the jobs away from the files of this command: leave it out"),
         ("--executor slurm --report-to tensorboard", "leave it out with --executor slurm"),
         ("--executor slurm --hours 0.01", "0.01 hours are too short"),
