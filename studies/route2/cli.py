@@ -34,7 +34,7 @@ Pairs = Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the ru
 ReportTo = Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKER_NAMES)}")]
 Device = Annotated[
     Literal["cpu", "cuda"],
-    tyro.conf.arg(help="of a micro model; a GPU pays for a large one, such as strong-8m"),
+    tyro.conf.arg(help="of a micro model; cuda is meant for a large one, such as strong-8m"),
 ]
 Live = Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")]
 

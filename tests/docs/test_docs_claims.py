@@ -1437,6 +1437,11 @@ def test_the_largest_model_is_what_the_pages_say() -> None:
     rank = spearmanr(found, left[canary]).statistic  # pyright: ignore[reportAttributeAccessIssue]
     assert f"first rollouts is {number(mean(found))} in the mean, below .4 on eight seeds," in page
     assert (sum(value < 0.4 for value in found), f"(Spearman {number(float(rank))} over seeds" in page) == (8, True)
+    clear = []
+    for metrics in ([f"deploy_exploit_{mode}" for mode in large.modes], [SOLVE]):
+        each = np.mean([large.values[arm][metric] for arm in ("canary-40", "canary-40-b") for metric in metrics], axis=0)
+        clear.append(number(float(spearmanr(each, left[canary]).statistic)))  # pyright: ignore[reportAttributeAccessIssue]
+    assert f"says nothing clear of what its run keeps (Spearman {clear[0]} and {clear[1]}; description)" in page
     late_flags = [value or 0.0 for value in large.values[canary]["late_flagged"]]
     broken = [max(large.values[canary][f"deploy_exploit_{mode}"][i] or 0.0 for mode in large.modes) > BROKEN for i in range(16)]
     quiet = [i for i in range(16) if late_flags[i] <= LOUD]
