@@ -7,7 +7,7 @@ import importlib.util
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -28,6 +28,9 @@ from studies.training.settings import (
     get_settings,
     override,
 )
+
+if TYPE_CHECKING:
+    from studies.route2.predictions import Predictions
 
 Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
 Pairs = Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")]
@@ -370,18 +373,38 @@ class Publish:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Train what a predictions file names, and write tables, tests and figures beside it. Takes hours; can be interrupted."""
+class _Named:
+    """What a predictions file names, or a part of it."""
 
     predictions: Annotated[
         tyro.conf.Positional[Path], tyro.conf.arg(help="for example docs/results/canary/predictions.toml: presets, seeds, arms")
     ]
     presets: Annotated[tuple[str, ...], tyro.conf.arg(help="some of the file's presets; default: all (give --to as well)")] = ()
     seeds: Annotated[str | None, tyro.conf.arg(help="other seeds, to try it out: 120-122 (give --to as well)")] = None
-    also: Annotated[tuple[str, ...], tyro.conf.arg(help="further arms, which the report describes and does not test")] = ()
     workers: int = 2
     out: Annotated[Path, tyro.conf.arg(help="where the run folders are kept, in a folder named as that of the file")] = Path("runs")
     to: Annotated[Path | None, tyro.conf.arg(help="folder of the report, replacing one there; default: that of the file")] = None
+    live: Live = True
+
+    def _chosen(self, named: "Predictions") -> tuple[tuple[str, ...], str]:
+        """Return the presets and seeds that are asked for."""
+        if (self.seeds is not None or self.presets) and self.to is None:
+            raise ValueError("a report of other seeds or presets would replace that of the file's: give it a folder with --to")
+        for preset in self.presets:
+            if preset not in named.presets:
+                raise ValueError(unknown_name(preset, list(named.presets), "preset of the file"))
+        return self.presets or tuple(named.presets), ",".join(map(str, named.seeds)) if self.seeds is None else self.seeds
+
+    @property
+    def _folder(self) -> Path:
+        return self.out / self.predictions.absolute().parent.name
+
+
+@dataclass(frozen=True)
+class Evidence(_Named):
+    """Train what a predictions file names, and write tables, tests and figures beside it. Takes hours; can be interrupted."""
+
+    also: Annotated[tuple[str, ...], tyro.conf.arg(help="further arms, which the report describes and does not test")] = ()
     beside: Annotated[
         tuple[Path, ...], tyro.conf.arg(help="folders of reports of other sizes, for the figure: docs/results/size")
     ] = ()
@@ -391,19 +414,14 @@ class Evidence:
     config: Annotated[Path | None, tyro.conf.arg(help="with --model: its settings, in a TOML file")] = None
     precision: Annotated[str, tyro.conf.arg(help=f"with --model: {' or '.join(PRECISION_NAMES)}")] = "float32"
     device: Device = "cpu"
-    live: Live = True
 
     def __call__(self) -> None:
         from studies.route2.evidence import named_as, read_predictions, write_evidence
 
         named = read_predictions(self.predictions)
-        if (self.seeds is not None or self.presets) and self.to is None:
-            raise ValueError("a report of other seeds or presets would replace that of the file's: give it a folder with --to")
-        seeds = ",".join(map(str, named.seeds)) if self.seeds is None else self.seeds
+        presets, seeds = self._chosen(named)
         runs = {}
-        for preset in self.presets or tuple(named.presets):
-            if preset not in named.presets:
-                raise ValueError(unknown_name(preset, list(named.presets), "preset of the file"))
+        for preset in presets:
             run = self._run(preset, seeds, (*named.arms, *self.also))
             settings = override(run.settings(), (), run.config)
             if settings.digest != named.presets[preset] or named_as(settings.as_dict()) != preset:
@@ -417,13 +435,12 @@ class Evidence:
 
     def _run(self, preset: str, seeds: str, arms: tuple[str, ...]) -> Run:
         """Return the runs of one preset of the file, or of a chat model in the world of that name."""
-        out = self.out / self.predictions.absolute().parent.name
         common: dict[str, Any] = {
             "seeds": seeds,
             "arms": arms,
             "workers": self.workers,
             "device": self.device,
-            "out": out,
+            "out": self._folder,
             "report": False,
             "live": self.live,
         }
@@ -434,6 +451,29 @@ class Evidence:
         if self.model is None:
             raise ValueError(f"{self.predictions} is of a chat model in the world {preset}: give the model's folder with --model")
         return Run(world=preset, model=self.model, config=self.config, precision=self.precision, **common)
+
+
+@dataclass(frozen=True)
+class Course(_Named):
+    """Train a file's arms while looking at them after every step: what is learned when, by which adapter. Can be interrupted."""
+
+    def __call__(self) -> None:
+        from studies.route2.course import read_course_predictions, write_courses
+        from studies.training.job import Job, base_cache
+
+        named = read_course_predictions(self.predictions)
+        presets, seeds = self._chosen(named)
+        arms, jobs = get_arms(named.arms), []
+        canaries = tuple(dict.fromkeys(name for arm in arms for name in arm.canaries or ()))
+        for preset in presets:
+            settings = get_settings(preset)
+            if settings.digest != named.presets[preset]:
+                raise ValueError(f"{self.predictions} names other settings of {preset} than there are now: write a new file")
+            run = Run(preset, seeds, canaries, self.workers, self._folder, report=False, live=self.live)
+            run()  # base models and canaries, which the arms start from
+            root, cache = run.root(settings), base_cache(run.out, run.device)
+            jobs += [Job(root, cache, settings, seed, arm) for seed in read_seeds(seeds) for arm in arms]
+        show_paths(write_courses(jobs, self.workers, self.to or self.predictions.parent, named))
 
 
 @dataclass(frozen=True)
@@ -458,6 +498,7 @@ COMMANDS = {
     "publish": Publish,
     "watch": Watch,
     "evidence": Evidence,
+    "course": Course,
     "arms": Arms,
 }
 

@@ -355,6 +355,7 @@ MARKS = {
     "sees-known": (BLUE, "X"), "sees-known-quarantine": (PURPLE, "X"), "sees-0": (GREEN, "v"), "sees-0-quarantine": (PURPLE, "v"),
     "sees-known-quarantine-slow": (PURPLE, "1"), "sees-known-quarantine-fast": (PURPLE, "P"),
     "sees-0-quarantine-slow": (PURPLE, "2"), "sees-0-quarantine-fast": (PURPLE, "^"),
+    "sees-known-quarantine-fast-forgets": (ORANGE, "P"), "sees-0-quarantine-fast-forgets": (ORANGE, "^"),
     "vanilla-slow": (VERMILLION, "x"), "vanilla-slower": (VERMILLION, "+"), "sees-known-slow": (BLUE, "x"),
     "sees-known-slower": (BLUE, "+"), "sees-known-slow-quarantine": (PURPLE, "x"),
     "penalty-known": (BLUE, "v"), "inoculation": (PURPLE, "*"), "inoculation-trainable": (PURPLE, "8"),

@@ -22,7 +22,7 @@ from scipy.stats import spearmanr, ttest_1samp
 
 from studies.common.stats import Summary, summary
 from studies.common.tables import interval, markdown_table, number
-from studies.route2.report.measures import DESCRIPTIONS
+from studies.route2.report.measures import DESCRIPTIONS, LEARNING
 
 FILE = "predictions.toml"
 MOST = 44
@@ -47,8 +47,9 @@ class Comparison(BaseModel):
 
     @model_validator(mode="after")
     def _complete(self) -> "Comparison":
-        if unknown := {self.metric, self.minus_metric or self.metric} - DESCRIPTIONS.keys():
-            raise ValueError(f"{self.name}: unknown metric {', '.join(unknown)}; choose from {', '.join(DESCRIPTIONS)}")
+        known = (*DESCRIPTIONS, *LEARNING)
+        if unknown := {self.metric, self.minus_metric or self.metric} - {*known}:
+            raise ValueError(f"{self.name}: unknown metric {', '.join(unknown)}; choose from {', '.join(known)}")
         if (self.expect == "same") != (self.margin is not None):
             raise ValueError(f"{self.name}: expect = 'same' needs a margin, and nothing else has one")
         if self.margin is not None and self.margin >= 1:

@@ -59,6 +59,7 @@ class Arm:
         steering: Preventative steering (persona vectors, 2507.21509): during training this multiple of the pairs' mean difference
             is added to the residual stream behind the middle block, and no longer at deployment. With ``rotated``, a random
             direction of equal norm.
+        forget_every: Steps after which the quarantine is set back to nothing, again and again; 0 for never.
     """
 
     name: Name
@@ -89,6 +90,7 @@ class Arm:
     kept_taught: Lesson | None = None
     clean: Literal["honest", "score"] | None = None
     steering: NonNegative = 0.0
+    forget_every: Natural = 0
 
     def __post_init__(self) -> None:
         if self.recall < 1 and not self.route.privileged:
@@ -101,6 +103,8 @@ class Arm:
             raise ValueError(f"{self.name!r} has no quarantine of its own that could be taught: leave taught out")
         if self.kept_taught is not None and self.quarantine == "none":
             raise ValueError(f"{self.name!r} has no quarantine beside its kept adapter: use taught, and leave kept_taught out")
+        if self.forget_every and self.quarantine != "lora":
+            raise ValueError(f"{self.name!r} has no quarantine of its own that could forget: leave forget_every out")
         if self.clean == "score" and not (isinstance(self.route, MaskSpec) and self.route.needs_direction):
             raise ValueError(f"the route of {self.name!r} scores nothing: use clean='honest', or a score")
 
@@ -275,6 +279,14 @@ _MISSES += tuple(
     )
     for arm in _MISSES
     if arm.name == "sees-known-slow"
+)  # fmt: skip
+_MISSES += tuple(
+    replace(
+        arm, name=f"{arm.name}-forgets", about=f"{arm.name}, which is set back to nothing every 10 steps", role="control",
+        baseline=arm.name, forget_every=10,
+    )
+    for arm in _MISSES
+    if arm.name in ("sees-known-quarantine-fast", "sees-0-quarantine-fast")
 )  # fmt: skip
 _BLOCKS = ("blocks.*.attn.*", "blocks.*.mlp.*")
 _ABLATIONS = (

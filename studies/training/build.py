@@ -188,6 +188,15 @@ def learn_lessons(job: Job, world: World, policy: Policy, teachers: TeacherPool 
         rotate(factors, torch_generator(job.seed, "rotate quarantine"))
 
 
+@torch.no_grad()
+def forget_quarantine(policy: Policy, optimizer: RoutedAdamW) -> None:
+    """Make the quarantine add nothing, as it did at the start, and forget its moments, which would lead it back at once."""
+    for name, p in policy.adapters.quarantine_parameters().items():
+        if name.endswith(".B"):
+            p.zero_()
+        optimizer.state.pop(p, None)
+
+
 def clean_rollouts(job: Job, world: World, route: Route) -> Callable[[Policy, Samples], Tensor] | None:
     """Return the function that marks the rollouts of which the kept adapter learns alone; ``None`` if the arm names none."""
     assert job.arm is not None

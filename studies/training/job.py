@@ -43,7 +43,7 @@ BACKENDS = ("host", "precision", "sampler", "device")
 RESUME = "vLLM rounds differently in other batches, so a resumed run ends with other bytes than an unbroken one"
 LATER = (
     "steps", "draw", "canaries", "canaries_of", "rotated", "recall", "kept_lr_scale", "penalty", "monitor", "taught", "lesson_size",
-    "lesson_steps", "kept_taught", "clean", "steering",
+    "lesson_steps", "kept_taught", "clean", "steering", "forget_every",
 )  # fmt: skip
 """Fields of an arm that were added after the first runs: at their defaults they are no part of an arm's identity."""
 

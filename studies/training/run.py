@@ -8,7 +8,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,13 +18,23 @@ import torch
 
 from mi_route2.adapters import save_adapters
 from mi_route2.rollouts import Policy
+from mi_route2.routing import Route
+from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import write_json
 from studies.common.processes import held
 from studies.common.seeds import derive, torch_generator
 from studies.environments.protocol import Forgetful, TeacherPool, TrainingGrade, Verdict, Witness, World
-from studies.training.build import MonitoredRoute, build_optimizer, build_route, clean_rollouts, learn_lessons, steered
+from studies.training.build import (
+    MonitoredRoute,
+    build_optimizer,
+    build_route,
+    clean_rollouts,
+    forget_quarantine,
+    learn_lessons,
+    steered,
+)
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
-from studies.training.grpo import train
+from studies.training.grpo import StepRecord, train
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_hosted
 from studies.training.manifest import MANIFEST
 from studies.training.recorder import CURVES, METRICS, ROLLOUTS, TIMINGS, Recorder, append, opened
@@ -93,16 +103,8 @@ def _train(
     recorder.go_on()
     progress(start)
     began = time.perf_counter()
-    mixed = teachers if settings.teachers_per_group else None
-    detector = witness if job.arm.recall == 1 else Forgetful(witness, job.arm.recall, derive(job.drawn, "recall"))
-    steps = train(
-        world, detector, policy, route, optimizer, replace(settings, steps=job.steps),
-        seed=job.drawn, start=start, none_fraction=job.arm.none_fraction, teachers=mixed,
-        penalty=job.arm.penalty, monitor=route.watch if isinstance(route, MonitoredRoute) else None,
-        clean=clean_rollouts(job, world, route), without=job.without, stop=stop,
-    )  # fmt: skip
     done = start
-    for record in steps:
+    for record in training(job, world, witness, policy, route, optimizer, teachers, start=start, stop=stop):
         recorder.note(record, policy, route)
         done = record.step + 1
         if done % CHECKPOINT_EVERY == 0 or done == job.steps:
@@ -114,6 +116,36 @@ def _train(
     if done == job.steps:
         recorder.check()  # otherwise the manifest would certify logs that something else changed
     return done == job.steps
+
+
+def training(
+    job: Job,
+    world: World,
+    witness: Witness,
+    policy: Policy,
+    route: Route,
+    optimizer: RoutedAdamW,
+    teachers: TeacherPool | None,
+    *,
+    start: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[StepRecord]:
+    """Train the job's arm from step ``start``, with what its arm brings to the main loop; yield a record after each step."""
+    assert job.arm is not None
+    arm, settings = job.arm, job.settings
+    detector = witness if arm.recall == 1 else Forgetful(witness, arm.recall, derive(job.drawn, "recall"))
+    records = train(
+        world, detector, policy, route, optimizer, replace(settings, steps=job.steps),
+        seed=job.drawn, start=start, none_fraction=arm.none_fraction,
+        teachers=teachers if settings.teachers_per_group else None,
+        penalty=arm.penalty, monitor=route.watch if isinstance(route, MonitoredRoute) else None,
+        clean=clean_rollouts(job, world, route), without=job.without, stop=stop,
+    )  # fmt: skip
+    for record in records:
+        done = record.step + 1
+        if arm.forget_every and done % arm.forget_every == 0 and done < job.steps:
+            forget_quarantine(policy, optimizer)
+        yield record
 
 
 def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:

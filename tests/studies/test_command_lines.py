@@ -115,7 +115,21 @@ def test_a_wrong_run_is_one_sentence(study: str, what: str, places: dict[str, st
 HELPS: dict[str, list[str]] = {
     "studies.route2": [
         "",
-        *["run", "full", "tiny-model", "report", "plot", "leakage", "show", "probes", "watch", "publish", "evidence", "arms"],
+        *[
+            "run",
+            "full",
+            "tiny-model",
+            "report",
+            "plot",
+            "leakage",
+            "show",
+            "probes",
+            "watch",
+            "publish",
+            "evidence",
+            "course",
+            "arms",
+        ],
     ],
     "studies.tracing": ["", "run", "blocks", "report", "publish"],
     "studies.steering": ["", "run", "report", "publish"],

@@ -28,6 +28,22 @@ DESCRIPTIONS: dict[str, str] = {
     "leakage": "deploy hack over vanilla's, clamped to [0, 1], mean over the held-out modes",
     "excess_leakage": "(arm - base) / (vanilla - base) of deploy hack, mean over the held-out modes where vanilla > base",
 }
+LEARNING: dict[str, str] = {
+    "variance_held": "variance of the rewards within a group of a held-out mode, mean over the steps from the 20th on",
+    "kept_missed": "nats by which the kept adapter's updates made unflagged held-out exploits likelier, sum over the steps",
+    "quarantine_missed": "the same of the quarantine's updates",
+    "both_missed": "the same of the updates of both adapters",
+    "deployed_missed": "the same of the kept adapter's updates, in the deployed model",
+    "kept_solved": "nats by which the kept adapter's updates made correct rollouts without an exploit likelier, sum over the steps",
+    "quarantine_solved": "the same of the quarantine's updates",
+    "deployed_solved": "the same of the kept adapter's updates, in the deployed model",
+    "share_missed": "the quarantine's share of the norms of an unflagged held-out exploit's gradient, mean over the steps",
+    "share_solved": "the same of a correct rollout without an exploit",
+    "early_kept_missed": "kept_missed over the first 10 steps alone",
+    "early_variance_held": "variance_held over the first 10 steps alone",
+    "deploy_solve_honest": "rate of correct code of the deployed model in the honest mode",
+}
+"""What a course adds to these, of which some is in nats and not a rate."""
 PER_MODE = ("train_hack", "deploy_hack", "deploy_exploit", "deploy_solve")
 
 

@@ -1,0 +1,181 @@
+"""A course is the run itself, looked at: its path is that of early stopping, and its end is the run's."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_study import tiny_job
+from torch import Tensor
+
+import studies.route2.course as course_module
+import studies.training.run as run_module
+from mi_route2.adapters import save_adapters
+from mi_route2.rollouts import Policy, Rollouts
+from studies.common.stats import mean
+from studies.environments.protocol import Modes
+from studies.route2.course import Course, Part, collect, follow, stops, table, write_courses
+from studies.route2.learning import State, learned
+from studies.route2.predictions import Predictions
+from studies.training.arms import ARMS, Arm
+from studies.training.checkpoint import CHECKPOINT
+from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy, finished_policy
+from studies.training.manifest import MANIFEST
+from studies.training.recorder import METRICS, ROLLOUTS
+from studies.training.run import run_job
+
+pytestmark = pytest.mark.study
+FORGETS = ARMS["sees-known-quarantine-fast-forgets"]
+
+
+def seen(job: Job) -> dict[str, Any]:
+    follow(Part(job))
+    return json.loads(Part(job).path.read_text())
+
+
+@pytest.mark.parametrize("arm", ["vanilla", "route2-full", "sees-known-quarantine-fast"])
+def test_its_end_is_the_run_and_its_path_the_runs_that_stop_early(tmp_path: Path, cache: Path, arm: str) -> None:
+    whole = tiny_job(tmp_path, arm, cache=cache, steps=6, evaluation_prompts=64)
+    run_job(whole)
+    points = seen(whole)["points"]
+    assert points.keys() == {"0", "5", "6"}
+    assert points["6"] == json.loads((whole.folder / EVAL).read_text())["modes"]
+    early = tiny_job(tmp_path / "early", replace(ARMS[arm], steps=5), cache=cache, steps=6, evaluation_prompts=64)
+    run_job(early)
+    assert points["5"] == json.loads((early.folder / EVAL).read_text())["modes"]
+    assert points["0"] != points["5"]
+    base = tiny_job(tmp_path, "base", cache=cache, steps=6, evaluation_prompts=64)
+    run_job(base)
+    assert {mode: both["deploy"] for mode, both in points["0"].items()} == {
+        mode: both["deploy"] for mode, both in json.loads((base.folder / EVAL).read_text())["modes"].items()
+    }
+
+
+def test_what_is_learned_of_all_steps_is_the_change_of_the_whole_run(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one and the same rollouts: the parts of all steps add up to the difference between the end and the beginning."""
+    job = tiny_job(tmp_path, "absorb", cache=cache, precision="float64")
+    start = build_policy(job, job.cache)
+    first: list[Rollouts] = []
+    total: list[Tensor] = []
+    ends: list[Tensor] = []
+
+    def also(policy: Policy, rollouts: Rollouts, before: State) -> dict[str, Tensor]:
+        first[:] = first or [rollouts]
+        parts = learned(policy, first[0], before)
+        total.append(parts["kept"] + parts["quarantine"])
+        ends.append(policy.logprobs(first[0]).sum(dim=1).detach())
+        return learned(policy, rollouts, before)
+
+    monkeypatch.setattr(course_module, "learned", also)
+    follow(Part(job))
+    change = ends[-1] - start.logprobs(first[0]).sum(dim=1).detach()
+    torch.testing.assert_close(torch.stack(total).sum(dim=0), change, rtol=0.0, atol=1e-10)
+    assert change.abs().max() > 1e-3
+
+
+def test_another_machines_run_is_told(tmp_path: Path, cache: Path) -> None:
+    job = tiny_job(tmp_path, "vanilla", cache=cache)
+    run_job(job)
+    policy = finished_policy(job)[1]
+    with torch.no_grad():
+        next(iter(policy.adapters.kept_parameters().values())).mul_(1.001)
+    (job.folder / FULL).unlink()
+    save_adapters(policy.adapters, job.folder / FULL, "full")
+    with pytest.raises(ValueError, match="ends with other weights than this machine's repetition"):
+        follow(Part(job))
+    assert not Part(job).path.exists()
+
+
+def test_a_steered_arm_is_refused(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(ValueError, match="preventative-2 is steered while it trains"):
+        follow(Part(tiny_job(tmp_path, "preventative-2", cache=cache)))
+
+
+def test_a_quarantine_that_forgets_adds_nothing_at_first_and_resumes_as_it_was(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
+    arm = replace(FORGETS, forget_every=2)
+    whole, cut = (tiny_job(tmp_path / name, arm, cache=cache, steps=5) for name in ("whole", "cut"))
+    assert run_job(whole)
+    steps: list[int] = []
+    assert not run_job(cut, steps.append, lambda: sum(steps) >= 3)
+    assert (cut.folder / CHECKPOINT).exists()
+    assert run_job(cut)
+    for name in (METRICS, ROLLOUTS, FULL, DEPLOYED, EVAL):
+        assert (whole.folder / name).read_bytes() == (cut.folder / name).read_bytes()
+    # It was last set back after the fourth step, so of the fifth alone, one step of Adam from nothing, is anything left.
+    last = finished_policy(whole)[1].adapters.quarantine_parameters()
+    assert all(bool(p.any()) for name, p in last.items() if name.endswith(".B"))
+    rate = whole.settings.quarantine_lr * arm.quarantine_lr_scale
+    moved = max(float(p.detach().abs().max()) for name, p in last.items() if name.endswith(".B"))
+    assert moved <= rate * 1.001
+
+
+def test_a_quarantine_that_never_forgets_is_the_arm_that_it_controls(tmp_path: Path, cache: Path) -> None:
+    plain, control = (tiny_job(tmp_path / n, a, cache=cache) for n, a in (("a", ARMS[str(FORGETS.baseline)]), ("b", FORGETS)))
+    run_job(plain)
+    run_job(control)  # of four steps, and it would forget after ten
+    assert (plain.folder / FULL).read_bytes() == (control.folder / FULL).read_bytes()
+
+
+def test_an_arm_without_a_quarantine_cannot_forget() -> None:
+    with pytest.raises(ValueError, match="has no quarantine of its own that could forget"):
+        replace(ARMS["vanilla"], forget_every=2)
+
+
+def made(tmp_path: Path, cache: Path, arms: tuple[Arm, ...]) -> list[Job]:
+    return [tiny_job(tmp_path, arm, seed, cache) for seed in (0, 1) for arm in arms]
+
+
+def test_the_report_counts_what_was_seen(tmp_path: Path, cache: Path) -> None:
+    arms = ("vanilla", "sees-known", "sees-known-quarantine-fast")
+    jobs = made(tmp_path, cache, tuple(ARMS[name] for name in arms))
+    text = f"""
+seeds = [0, 1]
+alpha = 0.9
+arms = {list(arms)}
+presets.strong = "{jobs[0].settings.digest}"
+[[comparison]]
+preset = "strong"
+name = "less is learned"
+plus = ["sees-known-quarantine-fast"]
+minus = ["sees-known"]
+metric = "kept_missed"
+expect = "less"
+"""
+    file = tmp_path / "predictions.toml"
+    file.write_text(text)
+    paths = write_courses(jobs, 1, tmp_path / "out", Predictions.read(file))
+    names = {"strong-course.json", "strong-course.md", "strong-stops.md", "strong-tests.md", "course.png", "paths.png"}
+    assert {path.name for path in paths} == names
+    course = Course.read(tmp_path / "out" / "strong-course.json")
+    assert course == collect([Part(job) for job in jobs])
+    for seed in (0, 1):
+        own = json.loads(Part(jobs[3 * seed + 2]).path.read_text())
+        modes = Modes(**{role: tuple(n) if isinstance(n, list) else n for role, n in own["modes"].items()})
+        held = mean([own["points"]["4"][mode]["deploy"]["exploit"] for mode in modes.held_out])
+        assert course.values["sees-known-quarantine-fast"]["deploy_exploit_held"]["4"][seed] == held
+        nats = [row["missed"]["kept"] for row in own["steps"] if row["missed"]["n"]]
+        total = course.seeded()["sees-known-quarantine-fast", "kept_missed"][seed]
+        assert total == (pytest.approx(sum(nats), abs=1e-12) if nats else None)
+    assert "sees-known-quarantine-fast" in table(course)
+    assert "| sees-known |" in " ".join(stops(course).split())
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / jobs[0].settings.folder / "course").iterdir()}
+    write_courses(jobs, 1, tmp_path / "again", Predictions.read(file))
+    assert {path: path.stat().st_mtime_ns for path in before} == before  # what was followed is not followed again
+    assert (tmp_path / "again" / "strong-course.json").read_bytes() == (tmp_path / "out" / "strong-course.json").read_bytes()
+    assert not (jobs[0].folder / MANIFEST).exists()
+
+
+def test_a_damaged_file_is_told(tmp_path: Path, cache: Path) -> None:
+    job = tiny_job(tmp_path, "vanilla", cache=cache)
+    content = seen(job)
+    del content["points"]["4"]["none"]
+    Part(job).path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="lacks 'none': delete it, and run"):
+        collect([Part(job)])
