@@ -82,6 +82,7 @@ docs: $(STAMP)  ## build the write-up strictly into site/
 bench: $(STAMP)  ## paired speed and memory ratios
 	$(PY) -m studies.benchmarks routing
 	$(PY) -m studies.benchmarks hosts
+	$(PY) -m studies.benchmarks imports
 	$(PY) -m studies.benchmarks jail
 	$(PY) -m studies.benchmarks sweeps
 	$(PY) -m studies.benchmarks steering

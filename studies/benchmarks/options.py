@@ -115,6 +115,14 @@ class HostsOptions(Benchmark):
 
 
 @dataclass(frozen=True)
+class ImportsOptions(Benchmark):
+    """Processor seconds of ``import mi_route2`` beyond torch, and of helps, in fresh processes.
+
+    Medians over rounds, with a 95% bootstrap interval. 15 rounds take two minutes, --quick 20 seconds.
+    """
+
+
+@dataclass(frozen=True)
 class JailOptions(Benchmark):
     """Grades per second of the jail, of a fresh confined process per grade, and of forks without confinement.
 
@@ -251,6 +259,7 @@ BENCHMARKS: Mapping[str, type[Benchmark]] = MappingProxyType(
         "device": DeviceOptions,
         "engine": EngineOptions,
         "hosts": HostsOptions,
+        "imports": ImportsOptions,
         "jail": JailOptions,
         "packed": PackedOptions,
         "routing": RoutingOptions,

@@ -13,6 +13,8 @@ import pytest
 from PIL import Image
 
 from mi_route2.specs import LEGAL, MaskSpec
+from studies.benchmarks.imports import Row as ImportRow
+from studies.benchmarks.imports import table as starts_table
 from studies.common.publishing import filled
 from studies.common.tables import interval, markdown_table, number
 from studies.route2.evidence import EXPLOIT, SOLVE, Evidence, map_table, mapped, read_predictions, reports, size_table, sized, texts
@@ -237,6 +239,13 @@ def verdicts_table() -> str:
     return markdown_table(["claim", "the record", "here", "verdict"], body, left=2)
 
 
+def imports_table() -> str:
+    stored = json.loads((RESULTS / "benchmarks/imports.json").read_text(encoding="utf-8"))
+    rows = [ImportRow(**row) for row in stored["rows"]]
+    assert all(row.limit is None or row.hi <= row.limit for row in rows)
+    return starts_table(rows, stored["seconds"])
+
+
 TABLES = {
     **{(page, "answer"): answers_table(page) for page in ANSWERS},
     ("results.md", "answer"): routes_table(),
@@ -245,6 +254,7 @@ TABLES = {
     ("lanes.md", "answer"): verdicts_table(),
     ("../README.md", "defences"): defences_table(),
     ("routing.md", "legal"): legal_table(),
+    ("decisions.md", "imports"): imports_table(),
     ("arms.md", "arms"): arms_table(arm for arm in ARMS.values() if arm.ablation is None),
     ("arms.md", "ablations"): ablations_table(arm for arm in ARMS.values() if arm.ablation is not None),
 }
