@@ -416,7 +416,8 @@ class Evidence(_Named):
     device: Device = "cpu"
 
     def __call__(self) -> None:
-        from studies.route2.evidence import named_as, read_predictions, write_evidence
+        from studies.route2.evidence import named_as, read_predictions
+        from studies.route2.questions import write_evidence
 
         named = read_predictions(self.predictions)
         presets, seeds = self._chosen(named)

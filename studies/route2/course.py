@@ -33,10 +33,11 @@ from studies.common.publishing import compact, update_showing, write_texts
 from studies.common.stats import Summary, mean, summary
 from studies.common.tables import interval, markdown_table, number
 from studies.environments.protocol import Modes, Verdict
-from studies.route2.evidence import BUDGETS, MARKS
+from studies.route2.evidence import BUDGETS
 from studies.route2.headline import EXPLOIT, HACK, SOLVE
 from studies.route2.learning import State, learned, shares
 from studies.route2.predictions import Predictions, outcomes, predictions_markdown
+from studies.route2.questions import MARKS
 from studies.route2.report.figures import panels
 from studies.route2.report.measures import LEARNING
 from studies.training.arms import ARMS, get_arms

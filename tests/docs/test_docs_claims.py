@@ -13,23 +13,11 @@ from scipy.stats import spearmanr
 
 from studies.common.stats import mean, paired_difference, summary
 from studies.common.tables import interval, number
-from studies.route2.evidence import (
-    AT_END,
-    BROKEN,
-    LOUD,
-    MOST_EXPLOIT,
-    Evidence,
-    coverage,
-    coverage_sentence,
-    lessons,
-    seen,
-    signs,
-    stopped_inside,
-    times,
-)
+from studies.route2.evidence import AT_END, MOST_EXPLOIT, Evidence, stopped_inside, times
 from studies.route2.evidence import CONTROLS as CANARY_CONTROLS
 from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, StudyResult
 from studies.route2.predictions import FILE, Comparison, Outcome, Predictions, outcomes, sign_flip
+from studies.route2.questions import BROKEN, LOUD, coverage, coverage_sentence, lessons, seen, signs
 from studies.route2.watching import Watch
 from studies.training.settings import PRESETS
 

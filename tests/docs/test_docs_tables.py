@@ -17,10 +17,11 @@ from studies.benchmarks.imports import Row as ImportRow
 from studies.benchmarks.imports import table as starts_table
 from studies.common.publishing import filled
 from studies.common.tables import interval, markdown_table, number
-from studies.route2.evidence import EXPLOIT, SOLVE, Evidence, map_table, mapped, read_predictions, reports, size_table, sized, texts
+from studies.route2.evidence import EXPLOIT, SOLVE, Evidence, read_predictions
 from studies.route2.headline import HACK, short
 from studies.route2.predictions import FILE
 from studies.route2.publish import SHORT, TEXTS, predicted_results
+from studies.route2.questions import map_table, mapped, reports, size_table, sized, texts
 from studies.route2.watching import Watch
 from studies.route2.watching import table as watch_table
 from studies.tracing.patching import EVERYWHERE, QUESTION

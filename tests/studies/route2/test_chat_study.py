@@ -23,9 +23,10 @@ from studies.common.seeds import torch_generator
 from studies.environments.chat import ChatWitness, make_tiny_model
 from studies.environments.protocol import Samples, TextPrompt, Verdict, World
 from studies.route2.annotate import Annotator
-from studies.route2.evidence import read_predictions, write_evidence
+from studies.route2.evidence import read_predictions
 from studies.route2.probing import Reading, probe_job, read_layers
 from studies.route2.publish import publish
+from studies.route2.questions import write_evidence
 from studies.route2.report import read_rollouts, write_report
 from studies.training.arms import ARMS
 from studies.training.build import build_optimizer, build_route

@@ -21,22 +21,17 @@ from studies.common.publishing import compact
 from studies.common.tables import number
 from studies.environments.micro.model import MicroGPT
 from studies.route2 import cli
-from studies.route2 import evidence as evidence_module
-from studies.route2.evidence import (
-    EXPLOIT,
+from studies.route2 import questions as questions_module
+from studies.route2.evidence import EXPLOIT, ON_EXPLOIT, PATH, SOLVE, Evidence, collect, flagged_late, goals, stopped_inside, table
+from studies.route2.predictions import Predictions
+from studies.route2.publish import command, folder_name
+from studies.route2.questions import (
     LOUD,
-    ON_EXPLOIT,
-    PATH,
-    SOLVE,
-    Evidence,
-    collect,
     coverage,
     coverage_figure,
     coverage_sentence,
     flagged,
-    flagged_late,
     fronts_figure,
-    goals,
     lessons,
     lessons_figure,
     lessons_sentence,
@@ -55,13 +50,9 @@ from studies.route2.evidence import (
     size_figure,
     size_table,
     sized,
-    stopped_inside,
-    table,
     texts,
     write_evidence,
 )
-from studies.route2.predictions import Predictions
-from studies.route2.publish import command, folder_name
 from studies.route2.report import figures as figures_module
 from studies.route2.report.load import load_runs
 from studies.training.manifest import refuse_mixed
@@ -239,7 +230,7 @@ def test_a_run_is_loud_by_its_last_flags_and_broken_by_its_worst_mode() -> None:
 def test_every_figure_says_of_which_presets_it_is(tmp_path: Path) -> None:
     """Drawn from what is published: the three worlds of the map, or the experiment of that name."""
     results = Path(__file__).parents[4] / "docs/results"
-    figures = {name: draw for name, draw in vars(evidence_module).items() if name.endswith("_figure")}
+    figures = {name: draw for name, draw in vars(questions_module).items() if name.endswith("_figure")}
     assert {"fronts_figure", "map_figure"} <= figures.keys()
     for name, draw in figures.items():
         named = results / name.removesuffix("_figure")
