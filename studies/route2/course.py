@@ -173,6 +173,7 @@ class Course:
     """
 
     preset: str
+    settings_hash: str
     seeds: tuple[int, ...]
     values: Mapping[str, Mapping[str, Mapping[str, list[float | None]]]]
 
@@ -181,7 +182,7 @@ class Course:
         """Read what `write_courses` wrote; ``ValueError`` in one sentence if the file is not of that kind."""
         stored = read_object(path, AGAIN)
         try:
-            return Course(stored["preset"], tuple(stored["seeds"]), stored["values"])
+            return Course(stored["preset"], stored["settings_hash"], tuple(stored["seeds"]), stored["values"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} lacks {error}: {AGAIN}") from error
 
@@ -247,19 +248,23 @@ def write_courses(jobs: Sequence[Job], workers: int, to: Path, named: Prediction
     left = sorted((part for part in parts if part.numbers is None), key=lambda part: -part.job.steps)
     run_pool(follow, left, workers, [part.path for part in parts], "following", quiet=False)
     to.mkdir(parents=True, exist_ok=True)
-    courses, texts = [], {}
-    for preset in dict.fromkeys(part.job.settings.preset for part in parts):
-        own = [part for part in parts if part.job.settings.preset == preset]
-        course = collect(own)
-        courses.append(course)
-        texts |= {f"{preset}-course.json": compact(asdict(course)), f"{preset}-course.md": table(course)}
-        texts[f"{preset}-stops.md"] = stops(course)
-        if named.apply_to(preset, own[0].job.settings.digest, course.seeds):
-            texts[f"{preset}-tests.md"] = predictions_markdown(named, outcomes(named, preset, course.seeded()))
-    written = write_texts(to, texts)
+    presets = dict.fromkeys(part.job.settings.preset for part in parts)
+    courses = [collect([part for part in parts if part.job.settings.preset == preset]) for preset in presets]
+    written = []
+    for course in courses:
+        said = {f"{course.preset}-{name}.md": text for name, text in texts(course, named).items()}
+        written += write_texts(to, {f"{course.preset}-course.json": compact(asdict(course))} | said)
     compared = dict.fromkeys(arm for comparison in named.comparison for arm in (*comparison.plus, *comparison.minus))
     written += [course_figure(courses, list(compared), to / "course.png"), paths_figure(courses, to / "paths.png")]
     return [*written, *update_showing(to)]
+
+
+def texts(course: Course, named: Predictions) -> dict[str, str]:
+    """Return the texts of a preset by the ends of their names; outcomes if the predictions are of these settings and seeds."""
+    said = {"course": table(course), "stops": stops(course)}
+    if named.apply_to(course.preset, course.settings_hash, course.seeds):
+        said["tests"] = predictions_markdown(named, outcomes(named, course.preset, course.seeded()))
+    return said
 
 
 def collect(parts: Sequence[Part]) -> Course:
@@ -277,7 +282,8 @@ def collect(parts: Sequence[Part]) -> Course:
         }
         for arm in arms
     }
-    return Course(parts[0].job.settings.preset, tuple(seeds), values)
+    settings = parts[0].job.settings
+    return Course(settings.preset, settings.digest, tuple(seeds), values)
 
 
 def measured(part: Part) -> dict[str, dict[str, float | None]]:

@@ -17,6 +17,8 @@ from studies.benchmarks.imports import Row as ImportRow
 from studies.benchmarks.imports import table as starts_table
 from studies.common.publishing import filled
 from studies.common.tables import interval, markdown_table, number
+from studies.route2.course import Course, read_course_predictions
+from studies.route2.course import texts as course_texts
 from studies.route2.evidence import EXPLOIT, SOLVE, Evidence, read_predictions
 from studies.route2.headline import HACK, short
 from studies.route2.predictions import FILE
@@ -332,7 +334,9 @@ def test_the_headline_of_readme_and_home_page_is_the_published_one() -> None:
 
 
 PUBLISHED = sorted(str(path.parent.relative_to(RESULTS)) for path in RESULTS.rglob("provenance.json"))
-EXPERIMENTS = sorted(path.parent.name for path in RESULTS.glob("*/predictions.toml"))
+NAMED = sorted(path.parent.name for path in RESULTS.glob("*/predictions.toml"))
+COURSES = [name for name in NAMED if list((RESULTS / name).glob("*-course.json"))]
+EXPERIMENTS = [name for name in NAMED if name not in COURSES]
 
 
 def test_every_published_figure_is_whole() -> None:
@@ -375,4 +379,13 @@ def test_published_reports_are_those_of_their_numbers(folder: str) -> None:
     expected |= {"size.md": size_table(every)} if sized(every) else {}
     for path in (RESULTS / folder).glob("*-watch.json"):
         expected[f"{path.stem}.md"] = watch_table(Watch.read(path))
+    assert {path.name: path.read_text(encoding="utf-8") for path in (RESULTS / folder).glob("*.md")} == expected
+
+
+@pytest.mark.parametrize("folder", COURSES)
+def test_published_courses_are_those_of_their_numbers(folder: str) -> None:
+    predictions = read_course_predictions(RESULTS / folder / FILE)
+    every = [Course.read(path) for path in (RESULTS / folder).glob("*-course.json")]
+    assert {course.preset for course in every} == predictions.presets.keys()
+    expected = {f"{course.preset}-{name}.md": text for course in every for name, text in course_texts(course, predictions).items()}
     assert {path.name: path.read_text(encoding="utf-8") for path in (RESULTS / folder).glob("*.md")} == expected
