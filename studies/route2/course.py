@@ -13,6 +13,7 @@ A run is repeated bit for bit, so its state after n steps is that of a run that 
 stopping. Where the runs themselves are in the run folder, the repetition is compared with them.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -28,7 +29,7 @@ from mi_route2.files import write_whole
 from mi_route2.plots import PAGE_WIDTH, VERMILLION, new_figure, save_figure, style
 from mi_route2.tensor_files import read_tensors
 from mi_route2.validation import read_object
-from studies.common.processes import run_pool
+from studies.common.processes import held, run_pool
 from studies.common.publishing import compact, update_showing, write_texts
 from studies.common.stats import Summary, mean, summary
 from studies.common.tables import interval, markdown_table, number
@@ -86,17 +87,27 @@ class Part:
 
 
 def follow(part: Part) -> None:
-    """Train an arm from its seed and write what was seen; nothing else in its run folder is touched.
+    """Train an arm from its seed and write what was seen; files of the run itself are not touched.
 
     Raises:
         ValueError: The arm steers its model while it trains, or the run that is in the folder has other weights at its end.
     """
     torch.set_num_threads(1)
-    job, settings = part.job, part.job.settings
+    job = part.job
     assert job.arm is not None
     if job.arm.steering:
         raise ValueError(f"{job.name} is steered while it trains, and evaluated without: leave it out of a course")
-    steps, points = [], {}
+    with held(job.folder):  # persona pairs pass through it
+        content = _followed(job)
+        with contextlib.suppress(OSError):  # unless the run is there, an empty folder is left, which a report would call unfinished
+            job.folder.rmdir()
+    part.path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(part.path, json.dumps(content, allow_nan=False).encode())
+
+
+def _followed(job: Job) -> dict[str, Any]:
+    """Train the job's arm and return the content of its file; errors are those of `follow`."""
+    settings, steps, points = job.settings, [], {}
     with open_world(settings, device=job.device) as (world, witness):
         _, policy = build_hosted(job, job.cache)
         teachers = cached_pool(world, policy, job.seed, settings.teachers, job.pool, job.tries)
@@ -115,9 +126,7 @@ def follow(part: Part) -> None:
                 points[done] = evaluate(world, witness, policy, settings, job.seed)
             before = State.of(policy.adapters)
     _compare(job, policy.adapters.tensors())
-    part.path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"identity": job.identity, "modes": asdict(world.modes), "steps": steps, "points": points}
-    write_whole(part.path, json.dumps(content, allow_nan=False).encode())
+    return {"identity": job.identity, "modes": asdict(world.modes), "steps": steps, "points": points}
 
 
 def _compare(job: Job, trained: Mapping[str, Tensor]) -> None:

@@ -228,7 +228,8 @@ def rates(evidence: Evidence, arm: str) -> list[tuple[float, str]]:
     settings = PRESETS.get(evidence.preset, CHAT)
     usual = settings.quarantine_lr / settings.kept_lr
     named = [name for name in evidence.values if name in ARMS and ARMS[name].same_rule_filter == arm]
-    family = [name for name in named if ARMS[name].clean is None]  # a band of clean rollouts is another method at the same rate
+    # a band of clean rollouts, or a quarantine that forgets, is another method at the same rate
+    family = [name for name in named if ARMS[name].clean is None and not ARMS[name].forget_every]
     return sorted((usual * ARMS[name].quarantine_lr_scale, name) for name in family)
 
 

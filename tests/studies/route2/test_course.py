@@ -77,6 +77,13 @@ def test_what_is_learned_of_all_steps_is_the_change_of_the_whole_run(
     assert change.abs().max() > 1e-3
 
 
+def test_an_arm_with_pairs_is_followed_where_no_run_of_it_is(tmp_path: Path, cache: Path) -> None:
+    job = tiny_job(tmp_path, "filter-act", cache=cache)
+    follow(Part(job))
+    assert not job.folder.exists()
+    assert (job.folder.parent / "pairs-hack.toml").exists()
+
+
 def test_another_machines_run_is_told(tmp_path: Path, cache: Path) -> None:
     job = tiny_job(tmp_path, "vanilla", cache=cache)
     run_job(job)

@@ -137,7 +137,8 @@ def test_a_quarantines_rate_is_that_of_its_arm_and_preset_over_the_kept_one(tmp_
     """1.7e-3 over 3e-3 on `weak`; the figure needs no arm without a quarantine."""
     row = {**evidence().values["vanilla"], ON_EXPLOIT: [0.5, None]}
     names = [f"sees-{seen}-quarantine{pace}" for seen in ("known", "0") for pace in ("-fast", "", "-slow")]
-    others = ("sees-known", "sees-100-quarantine", "sees-known-bands-fast")  # no quarantine, other flags, a band
+    # no quarantine, other flags, a band, a quarantine that forgets
+    others = ("sees-known", "sees-100-quarantine", "sees-known-bands-fast", "sees-known-quarantine-fast-forgets")
     found = replace(evidence(), preset="weak", values=dict.fromkeys([*names, *others], row))
     slow, usual, fast = rates(found, "sees-known")
     assert [arm for _, arm in (slow, usual, fast)] == [names[2], names[1], names[0]]
