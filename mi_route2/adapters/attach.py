@@ -459,6 +459,23 @@ def _refuse_unfit(model: nn.Module, slot: Slot) -> None:
         )
 
 
+def _refuse_model(model: nn.Module) -> None:
+    """Raise ``ValueError`` if the model as a whole can have no adapters: it has some, or its weights are elsewhere or apart."""
+    if of_peft := [name for name, m in model.named_modules() if type(m).__module__.startswith("peft.tuners.")]:
+        raise ValueError(
+            f"PEFT has an adapter at {of_peft[0] or 'this model'}, which no file of these adapters would contain: merge it into "
+            "the base first (merge_and_unload), and give a plain model"
+        )
+    if any(isinstance(m, RoutedLinear) for m in model.modules()):
+        raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
+    refuse_offloaded(model)
+    if len(devices := sorted({str(p.device) for p in model.parameters()})) > 1:
+        raise ValueError(
+            f"the weights of this model are on {' and '.join(devices)}, and what its modules learn is compared: load it on one "
+            "device, or train it sharded with TRL"
+        )
+
+
 @checked
 def attach(
     model: nn.Module,
@@ -495,19 +512,7 @@ def attach(
     """
     spec = AdapterSpec() if spec is None else spec
     generator = torch.default_generator if generator is None else generator
-    if of_peft := [name for name, m in model.named_modules() if type(m).__module__.startswith("peft.tuners.")]:
-        raise ValueError(
-            f"PEFT has an adapter at {of_peft[0] or 'this model'}, which no file of these adapters would contain: merge it into "
-            "the base first (merge_and_unload), and give a plain model"
-        )
-    if any(isinstance(m, RoutedLinear) for m in model.modules()):
-        raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
-    refuse_offloaded(model)
-    if len(devices := sorted({str(p.device) for p in model.parameters()})) > 1:
-        raise ValueError(
-            f"the weights of this model are on {' and '.join(devices)}, and what its modules learn is compared: load it on one "
-            "device, or train it sharded with TRL"
-        )
+    _refuse_model(model)
     linears = slots(model) if known is None else known
     chosen = matching(linears, *patterns, expect=expect)
     if known is None:
