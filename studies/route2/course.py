@@ -352,7 +352,7 @@ def stops(course: Course) -> str:
     body = []
     for arm in course.values:
         others = [name for name in course.values if name != arm and without_quarantine(name)]
-        rivals = [name for name in others if knows(name) in (knows(arm), NOTHING)]
+        rivals = [name for name in others if knows(name) in (knows(arm), NOTHING) or name == ARMS[arm].same_rule_filter]
         exploit, solve = course.at(arm, EXPLOIT), course.at(arm, SOLVE)
         better = [
             f"{name} {n}"
