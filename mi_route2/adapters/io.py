@@ -292,7 +292,7 @@ def _refuse_other_config(path: Path, config: dict[str, Any], tensors: Path) -> N
         if key in _KEYS and inside.get(key) != said:
             raise ValueError(f"{path} was changed: its {key} is {said!r}, but {inside.get(key)!r} in {TENSORS}")
     sites = sorted({name.partition(".")[2].rpartition(".")[0] for name in names})
-    if not isinstance(config["sites"], list) or sorted(config["sites"]) != sites:
+    if not isinstance(config["sites"], list) or sorted(config["sites"], key=str) != sites:
         raise ValueError(f"{path} was changed: its sites are {config['sites']}, but {sites} in {TENSORS}")
 
 

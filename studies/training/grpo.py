@@ -7,7 +7,7 @@ the other; some routes train it otherwise (``mi_route2.specs``). One step, in th
 
     refresh        the route fits its directions to the current policy
     gather         sample N = prompts * group completions and grade them; advantages within each prompt's group
-    varied         choose the groups that have a gradient
+    varied         choose the groups that have a gradient; under a KL term all have one
     with_anchors   store the log-probabilities that the loss compares with
     update         forward and backward under the route, clipping, one step of Adam
 
@@ -16,7 +16,8 @@ the other; some routes train it otherwise (``mi_route2.specs``). One step, in th
     K3 = exp(ref - logp) - (ref - logp) - 1                          ref: adapters off
 
 N rollouts per step and T tokens of the longest completion are fixed, so that a short or dropped rollout does not change the weight
-of the others. Sources: Liu et al. 2503.20783 (Dr.GRPO); Schulman, "Approximating KL divergence" (K3).
+of the others. ``logp`` is at temperature 1, also if rollouts are sampled at another one. Sources: Liu et al. 2503.20783 (Dr.GRPO);
+Schulman, "Approximating KL divergence" (K3).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -107,7 +108,8 @@ class StepRecord:
         step: Number of the step, from 0.
         samples: All rollouts, with their texts.
         batch: The same rollouts in the same order, with rewards and advantages.
-        trained: Marks the rollouts of groups with reward variance; ``decision`` is about these alone.
+        trained: Marks the rollouts that were learned from, under a KL term all, else those of groups with reward variance;
+            ``decision`` is about these alone.
         decision: Decision of the route in the step's last update.
         overlap: Cosine of the new directions with the former ones; ``None`` if they were not fitted again.
         loss: Loss of the last update; 0 if no group had a gradient.
@@ -174,8 +176,8 @@ def train(
         overlap = route.refresh(policy, step)
         apart = 0 if without is None else without(step)
         samples, batch, watched = gather(world, policy, teachers, seed, step, settings, fraction, penalty, monitor, apart)
-        # A group of equal rewards has advantage 0 everywhere and no gradient, so its forward and backward are skipped.
-        trained = varied(batch)
+        # A group of equal rewards has advantage 0 everywhere: without a KL term no gradient, so forward and backward are skipped.
+        trained = varied(batch) if settings.kl == 0 else torch.ones_like(batch.groups, dtype=torch.bool)
         index, last = trained.nonzero()[:, 0], NO_UPDATE
         if len(index):
             alone = None if clean is None else clean(policy, samples).to(index.device)[index]

@@ -23,7 +23,7 @@ from mi_route2.routing import MaskSpec, Route, RouteSpec
 from probes.quality import mask_quality, score_means
 from studies.environments.protocol import TeacherPool, Verdict, Witness, World
 from studies.training.checkpoint import Mark, hash_of, refuse_changed
-from studies.training.grpo import StepRecord
+from studies.training.grpo import StepRecord, varied
 from studies.training.job import micro_batches
 from studies.training.settings import Settings
 
@@ -111,7 +111,7 @@ class Recorder:
         everyone = [i for i, sampled in enumerate(student) if sampled]
         row = {"step": record.step, "loss": record.loss, **shares(verdicts, record.batch.rewards, everyone), "kl": record.kl}
         groups = len(record.batch.groups.unique())
-        row |= {"groups": groups, "zero_variance_groups": groups - len(record.batch.groups[record.trained].unique())}
+        row |= {"groups": groups, "zero_variance_groups": groups - len(record.batch.groups[varied(record.batch)].unique())}
         row |= {"grad_norm": record.grad_norm, "overlap": record.overlap, "extra": record.extra}
         row["modes"] = {m: {"n": len(rows), **shares(verdicts, record.batch.rewards, rows)} for m, rows in by_mode.items()}
         self._metrics.append(row | self._mask_row(record, verdicts, policy, route))

@@ -516,6 +516,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "base hash": (edit(base_hash="0"), ValueError, "was changed: its base_hash"),
     "fewer sites": (edit(sites=["blocks.0.attn.q"]), ValueError, "was changed: its sites"),
     "no sites": (edit(sites="blocks.*"), ValueError, "was changed: its sites"),
+    "a number among the sites": (edit(sites=[1, "blocks.0.attn.q"]), ValueError, "was changed: its sites"),
     "bases of other sites": (edit(**{BASES: {"blocks.0.attn.q": 0.0}}), ValueError, "was changed: its bases"),
     "no bases": (edit(**{BASES: [1]}), ValueError, "was changed: its bases"),
     "no header": (lambda f: replace_header(f, None), ValueError, "has no checksum"),

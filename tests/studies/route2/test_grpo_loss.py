@@ -1,17 +1,19 @@
 """The GRPO objective against its definition, written out rollout by rollout."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-from tiny_policy import SPECS, make_batch, make_policy
+from tiny_policy import SPECS, make_batch, make_policy, make_rollouts
 from tiny_study import tiny_settings
 from torch import Tensor
 
-from mi_route2.routing import MaskRoute, StepContext, TrainBatch, group_advantages
+from mi_route2.routing import MaskRoute, OpenRoute, OpenSpec, StepContext, TrainBatch, group_advantages
 from mi_route2.routing.optimizer import RoutedAdamW
 from studies.environments.micro.language import COMPLETION_LENGTH
-from studies.training.grpo import clip_gradients, objective, update, varied, with_anchors
+from studies.environments.protocol import Samples, Witness, World
+from studies.training.grpo import clip_gradients, objective, train, update, varied, with_anchors
 
 
 def brute(logprobs: Tensor, old: Tensor, ref: Tensor | None, batch: TrainBatch, clip: float, beta: float, scale: float) -> Tensor:
@@ -111,6 +113,25 @@ def test_the_divergence_counts_every_rollout_once_though_each_adapter_has_a_loss
     result = update(policy, route, RoutedAdamW(trained, lr=1e-3), batch, context, settings, COMPLETION_LENGTH)
     assert result.kl == pytest.approx(float(k3.sum()), abs=1e-12)
     assert result.loss == pytest.approx(float(0.3 * penalty - surrogate), abs=1e-12)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.5])
+def test_groups_of_equal_rewards_are_held_to_the_reference_too(kl: float) -> None:
+    """The loss sums K3 over every rollout of the step; a group without it has no gradient and is skipped."""
+    policy, rollouts, settings = make_policy(SPECS["lora"]), make_rollouts(6), tiny_settings(kl=kl, steps=1, prompts=2, group=3)
+    world, witness = mock.MagicMock(spec=World, max_new=COMPLETION_LENGTH), mock.MagicMock(spec=Witness)
+    world.prompts.return_value = ["task"] * 2
+    world.sample.return_value = Samples(["task"] * 6, rollouts, [""] * 6)
+    world.rewards.return_value = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    with torch.no_grad():
+        logprobs = policy.logprobs(rollouts)
+        with policy.adapters.reference():
+            gap = (policy.logprobs(rollouts) - logprobs) * rollouts.predictors
+    k3 = (gap.exp() - gap - 1).sum(1) / (6 * COMPLETION_LENGTH)
+    optimizer = RoutedAdamW([{"params": list(policy.adapters.kept_parameters().values())}], lr=1e-3)
+    [record] = train(world, witness, policy, OpenRoute(OpenSpec()), optimizer, settings, seed=0)
+    assert record.trained.tolist() == [True] * 3 + [kl > 0] * 3
+    assert record.kl == (pytest.approx(float(k3.sum()), abs=1e-12) if kl else None)
 
 
 def test_advantages_are_reward_minus_the_group_mean_and_sum_to_zero() -> None:
