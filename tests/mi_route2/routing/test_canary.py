@@ -358,13 +358,12 @@ def test_a_route_that_serves_a_second_run_knows_nothing_of_the_first(how: str, s
 
 
 def test_a_second_run_with_a_quarantine_that_judges_from_the_start_is_judged_by_its_own_threshold() -> None:
-    used = CanaryRoute(CanarySpec(), None, SAMPLES)
-    for seed in (1, 2):
-        policy = make_policy(SPECS["lora"])
+    used, fresh = (CanaryRoute(CanarySpec(), None, SAMPLES) for _ in range(2))
+    policies = [make_policy(SPECS["lora"]) for _ in range(2)]
+    for seed, policy in enumerate(policies):
         learned(policy, seed)
         used.refresh(policy, step=0)
-    fresh = CanaryRoute(CanarySpec(), None, SAMPLES)
-    fresh.refresh(policy, step=0)
+    fresh.refresh(policies[1], step=0)
     assert used.monitor is not None
     assert fresh.monitor is not None
     assert used.monitor.threshold == fresh.monitor.threshold
