@@ -142,19 +142,32 @@ class _Scored(NamedTuple):
     aux_loss: Tensor | None
 
 
+def _copyable(model: Any) -> None:
+    """Let copies of the model run themselves: TRL's forward holds that of the model that it was made for, whoever calls it."""
+    trained = model.forward.__func__
+
+    @wraps(type(model).forward)  # generate() checks its arguments against the signature
+    def forward(self: Any, *given: Any, fused_lm_head: bool = False, **named: Any) -> Any:
+        if self is model or fused_lm_head:
+            return trained(self, *given, fused_lm_head=fused_lm_head, **named)
+        return type(self).forward(self, *given, **named)
+
+    model.forward = MethodType(forward, model)
+
+
 def _unfuse(model: Any, temperature: float) -> None:
     """Replace TRL's fused head by the model's own, which calls the unembedding with its adapters, in the type of the model.
 
     The fused head multiplies by the unembedding's weight, past an adapter there, and sums in float32.
     """
-    forward = model.forward
+    forward = model.forward.__func__
 
-    @wraps(type(model).forward)  # generate() checks its arguments against the signature
+    @wraps(type(model).forward)
     def unfused(self: Any, *given: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **named: Any) -> Any:
         if not fused_lm_head:
-            return forward(*given, **named, **({} if labels is None else {"labels": labels}))
+            return forward(self, *given, **named, **({} if labels is None else {"labels": labels}))
         assert labels is not None
-        out = forward(*given, **{**named, "use_cache": False})
+        out = forward(self, *given, **{**named, "use_cache": False})
         logprobs = (out.logits[:, :-1].to(wide(out.logits.dtype)) / temperature).log_softmax(dim=-1)
         learned = labels[:, 1:] != -100
         chosen = logprobs.gather(-1, labels[:, 1:].clamp_min(0)[..., None])[..., 0]
@@ -270,6 +283,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             if args is not None:
                 args.beta, args.use_vllm = beta, vllm
         self.beta = beta
+        _copyable(self.model)
         trl_refusals.refuse_machine(self)
         self.adapters = self._attached(adapters, adapt, cache_dir)
         if self.is_fsdp_enabled:
@@ -325,7 +339,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         """Return the route of a rule, with the fitter of its directions."""
         if isinstance(route, CanarySpec):
             raise ValueError("this rule needs its canary and samples of the base: pass CanaryRoute(spec, canary, samples)")
-        if isinstance(route, CanaryRoute) and route.spec.own:
+        if isinstance(route, CanaryRoute) and route._ratios is None:
             raise ValueError(
                 "a run's own quarantine judges what is sampled without it, and TRL samples all with it: use a canary that was "
                 "trained before, and leave decoys and first out"

@@ -396,7 +396,7 @@ class CanaryRoute(OneCall):
         if isinstance(ratios, Canary) and ratios.policy.adapters is policy.adapters:
             raise ValueError("the canary's checkpoints would overwrite the trained adapters: give it a model of its own")
         every, snapped = self.spec.refresh_every, step in self.spec.snapshots
-        if self.spec.own and not step:  # another run of the same route, whose quarantine is another
+        if self._ratios is None and not step:  # another run of the same route, whose quarantine is another
             self.monitor, self.snapshots, self._known = None, [], None
         if step < self.spec.first:
             if self.spec.surprisal and self._known is None:

@@ -1,6 +1,5 @@
 """Requests of our own engine run by vLLM: a request becomes a prompt and ``SamplingParams``, and the answer a ``Result``."""
 
-import itertools
 import os
 import secrets
 from collections.abc import Iterable, Mapping
@@ -86,7 +85,6 @@ class VllmEngine:
         self.vectors = {name: Vector(vector) for name, vector in (vectors or {}).items()}
         self._adapters = {name: Path(folder) for name, folder in (adapters or {}).items()}
         self._loaded: dict[str, tuple[object, Any]] = {}
-        self._numbers = itertools.count(1)
         self._seeds = generator or torch.Generator()
         if generator is None:
             self._seeds.seed()
@@ -157,7 +155,7 @@ class VllmEngine:
         if stamp != before:
             if lora is not None:
                 self.llm.llm_engine.remove_lora(lora.lora_int_id)
-            number = next(self._numbers)
+            number = 1 + secrets.randbits(31)  # another engine on this vLLM, or its user, may have counted from 1
             lora = import_module("vllm.lora.request").LoRARequest(f"{name} {number}", number, str(folder))
             self._loaded[name] = stamp, lora
         return lora

@@ -57,10 +57,12 @@ def unpack(data: Mapping[str, Any]) -> Tensor:
     dtype = getattr(torch, str(data["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{data['dtype']!r} is not a dtype of torch")
-    values = bytearray(base64.b64decode(data["data"], validate=True))
+    values, shape = bytearray(base64.b64decode(data["data"], validate=True)), torch.Size(data["shape"])
+    if len(values) != shape.numel() * dtype.itemsize:
+        raise ValueError(f"{len(values)} bytes are no {dtype} of shape {list(shape)}")
     if not values:
-        return torch.zeros(data["shape"], dtype=dtype)
-    return torch.frombuffer(values, dtype=dtype).reshape(data["shape"])
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(values, dtype=dtype).reshape(shape)
 
 
 def write(orders: Orders) -> str:

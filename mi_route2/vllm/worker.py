@@ -4,10 +4,14 @@ A hook on the whole model reads which tokens of which requests the forward compu
 gather the tokens of the requests with interventions ``[b t ...]``, run what our own engine runs on them, and write back the tokens
 that changed. No other token is touched, not even by an addition of 0.
 
-Private parts of vLLM that are read, none of which is written:
+Private parts of vLLM that are read:
 
     worker.model_runner, worker.vllm_config
     model_runner.requests[id].sampling_params, .input_batch.req_ids, .input_batch.num_computed_tokens_cpu, .query_start_loc.np
+    model_runner.requests[id].block_ids, .kv_cache_config
+
+One is written, model_runner.kv_caches: a block whose keys and values a request made infinite or NaN is zeroed before another
+writes into it, since vLLM's kernel multiplies what lies behind a request's last token in its block by 0, and makes NaN of NaN.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,6 +79,7 @@ class Collected:
 class Running:
     """Request with interventions that vLLM runs. ``admitted`` while its steering has a row."""
 
+    name: str
     number: int
     orders: Orders
     collected: Collected
@@ -111,6 +116,8 @@ class Interventions:
         self._running: dict[str, Running | None] = {}
         self._batch: Batch | None = None
         self._hooks: dict[Site, Any] = {}
+        self._spoiled: set[int] = set()
+        """Numbers of the blocks in which a request may have left keys and values that are not finite."""
         self._numbers = 0
         self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
         self.model.register_forward_hook(self._end)
@@ -124,10 +131,13 @@ class Interventions:
         bounds, computed = self._runner.query_start_loc.np, batch.num_computed_tokens_cpu
         here: list[tuple[Running, int, int, int]] = []
         for row, name in enumerate(batch.req_ids):
-            if (one := self._find(name)) is not None:
+            one = self._find(name)
+            if one is not None:
                 first, stop = int(bounds[row]), int(bounds[row + 1])
                 if stop > first:
                     here.append((one, first, int(computed[row]), stop - first))
+            if self._spoiled and (one is None or not one.collected.error):
+                self._clean(name, int(computed[row]))
         if here:
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
             self._batch = self._made(here, ids)
@@ -189,12 +199,23 @@ class Interventions:
             if not finite:
                 at = piece.start + piece.count - 1
                 one.collected.fail(f"the activations at position {at} are not finite: is an intervention too strong?")
+                self._spoiled.update(*self._runner.requests[one.name].block_ids)
             if one.collected.size or one.collected.error:  # requests that leave nothing need not be collected
                 self.results[one.orders.key] = one.collected
         if sum(collected.size for collected in self.results.values()) > self.budget:
             for one in batch.running:
                 if one.collected.size:
                     one.collected.fail(f"captures and readings exceed {self.budget:,} bytes: collect results, or capture less")
+
+    def _clean(self, name: str, computed: int) -> None:
+        """Zero the spoiled blocks into which a request is to write; its whole ones are its own, or a prefix that stays as it is."""
+        config = self._runner.kv_cache_config
+        groups = zip(config.kv_cache_groups, self._runner.requests[name].block_ids, strict=True)
+        new = {block for group, blocks in groups for block in blocks[computed // group.kv_cache_spec.block_size :]}
+        if spoiled := sorted(new & self._spoiled):
+            self._spoiled.difference_update(spoiled)
+            for cache in self._runner.kv_caches:  # a block may be several of the kernel's
+                cache.unflatten(0, (config.num_blocks, -1))[spoiled] = 0
 
     # Sites
 
@@ -276,13 +297,13 @@ class Interventions:
         if name not in self._running:
             params = self._runner.requests[name].sampling_params
             text = None if params is None else (params.extra_args or {}).get(KEY)
-            self._running[name] = None if text is None else self._started(text)
+            self._running[name] = None if text is None else self._started(name, text)
         return self._running[name]
 
-    def _started(self, text: str) -> Running:
+    def _started(self, name: str, text: str) -> Running:
         orders = read(text, self._facts.kind, self._device)
         self._numbers += 1
-        return Running(self._numbers, orders, Collected())
+        return Running(name, self._numbers, orders, Collected())
 
     def _forget(self, batch: Sequence[str]) -> None:
         """Release the rows of requests that are not in this batch, and forget those that have ended."""

@@ -1,5 +1,6 @@
 """TRL's own loop with a route takes the steps of ours, however its batch is cut, and ships the kept adapter alone."""
 
+import copy
 import functools
 import itertools
 import json
@@ -190,9 +191,9 @@ def test_a_canary_and_a_quarantine_that_learns_first_do_what_they_do_in_our_own_
     assert_ours(trainer, seen, DelayedRoute(DelayedSpec(steps=1)))
     with pytest.raises(ValueError, match="pass CanaryRoute"):
         make_trainer(tmp_path, CanarySpec(), LORA)
-    decoys = CanaryRoute(CanarySpec(decoys=0.5, refresh_every=1), None, samples)
-    with pytest.raises(ValueError, match="and TRL samples all with it: use a canary that was trained"):
-        make_trainer(tmp_path, decoys, LORA)
+    for spec in (CanarySpec(decoys=0.5, refresh_every=1), CanarySpec()):  # a checkpoint would not hold their calibration either
+        with pytest.raises(ValueError, match="and TRL samples all with it: use a canary that was trained"):
+            make_trainer(tmp_path, CanaryRoute(spec, None, samples), LORA)
     with pytest.raises(ValueError, match="not divided by a deviation"):
         make_trainer(tmp_path, route, LORA, scale_rewards="group")
 
@@ -760,6 +761,22 @@ def test_a_chat_world_pays_and_its_oracle_only_writes(tmp_path: Path) -> None:
     assert 0 < sum(step.flags) < 8
     assert log["mask/recall"] == hit / sum(hack)
     assert log["mask/precision"] == hit / sum(step.flags)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fused", "unfused"])
+def test_a_copy_of_the_policy_is_one_of_its_own(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Its logits and log-probabilities stay as they were while the trained policy goes on, and its switches are its own."""
+    rollouts = make_rollouts(4)
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), model=make_family("Llama", dtype))
+    move(trainer.adapters)
+    frozen = copy.deepcopy(trainer.policy)
+    readings = [frozen.logits(rollouts), frozen.logprobs(rollouts)]
+    assert torch.equal(readings[0], trainer.policy.logits(rollouts))
+    move(trainer.adapters)
+    assert [torch.equal(a, b) for a, b in zip(readings, [frozen.logits(rollouts), frozen.logprobs(rollouts)])] == [True, True]
+    with frozen.adapters.reference():
+        assert not torch.equal(readings[0], frozen.logits(rollouts))
+    assert not torch.equal(readings[0], trainer.policy.logits(rollouts))
 
 
 def test_evaluation_is_of_the_deployed_model(tmp_path: Path) -> None:

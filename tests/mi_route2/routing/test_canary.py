@@ -357,6 +357,18 @@ def test_a_route_that_serves_a_second_run_knows_nothing_of_the_first(how: str, s
     assert torch.equal(again, fresh)
 
 
+def test_a_second_run_with_a_quarantine_that_judges_from_the_start_is_judged_by_its_own_threshold() -> None:
+    used, fresh = (CanaryRoute(CanarySpec(), None, SAMPLES) for _ in range(2))
+    policies = [make_policy(SPECS["lora"]) for _ in range(2)]
+    for seed, policy in enumerate(policies):
+        learned(policy, seed)
+        used.refresh(policy, step=0)
+    fresh.refresh(policies[1], step=0)
+    assert used.monitor is not None
+    assert fresh.monitor is not None
+    assert used.monitor.threshold == fresh.monitor.threshold
+
+
 def test_a_threshold_in_nats_is_one_of_the_largest_mean_log_ratio_itself() -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
     spec = CanarySpec(nats=1e-3, first=4, snapshots=(2,))

@@ -387,6 +387,23 @@ def test_an_intervention_that_is_too_strong_is_an_error_of_its_own_request(pair:
     pair.run([plain])
 
 
+def test_requests_that_get_the_blocks_of_one_that_was_too_strong_keep_their_numbers(pair: Pair) -> None:
+    """The kernel multiplies what lies behind a request's last token in its block by 0, which makes NaN of NaN."""
+    step = Steering(base=(Steer(Site(0, "resid_pre"), torch.full((WIDTH,), 3e38)), Steer(MID, torch.full((WIDTH,), 3e38))))
+    patch = (Patch(MID, 3, torch.full((WIDTH,), 3e38)), Patch(Site(1, "mlp_out"), 3, torch.full((WIDTH,), 3e38)))
+    strong = [Request(PROMPT, Sampling(max_new=30), steering=step), Request(PROMPT, Sampling(max_new=30), patch=patch)]
+    plain = [Request(PROMPT[i:], FULL) for i in range(len(PROMPT))]
+    for _ in range(2):
+        # more requests than run at once, so that blocks change hands within the call
+        found = pair.theirs.generate([*(strong * 8), *plain])
+        assert [one.finish for one in found] == ["error"] * 16 + ["length"] * len(plain)
+        for ours, theirs in zip(pair.ours.generate(plain, progress=False), found[16:], strict=True):
+            assert gap(theirs, ours) <= CLOSE
+        # a prefix that is not finite stays so: it is the other's own error as well
+        assert [one.finish for one in pair.theirs.generate(strong)] == ["error", "error"]
+        pair.run(plain)
+
+
 def test_kept_adapter_and_quarantine_run_as_one_lora_and_a_folder_written_again_is_read_again(tmp_path: Path) -> None:
     """Full, deployed and base model, with interventions in each; a LoRA under an old number or name would be stale."""
     config, room = MODELS["Qwen3"]
@@ -430,6 +447,9 @@ def test_kept_adapter_and_quarantine_run_as_one_lora_and_a_folder_written_again_
             assert gap(found["full"][0], before[0]) > 0.1
         before = found["full"]
         move()
+    # one more engine on the same vLLM, which has read a LoRA of this name from this folder, and has its prefixes
+    another = VllmEngine(theirs.llm, adapters=folders)
+    assert gap(another.generate(requests, adapters="full")[0], ours(nullcontext)[0]) <= CLOSE
     with pytest.raises(KeyError, match="no LoRA is called 'kept'; there are: full, deployed"):
         theirs.generate(requests, adapters="kept")
 

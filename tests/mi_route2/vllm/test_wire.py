@@ -23,7 +23,7 @@ from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
 from mi_route2.vllm import launch
 from mi_route2.vllm.client import VllmEngine, encoded
 from mi_route2.vllm.facts import Facts
-from mi_route2.vllm.wire import KEY, read
+from mi_route2.vllm.wire import KEY, pack, read, unpack
 from mi_route2.vllm.worker import WorkerExtension
 
 FACTS = Facts(
@@ -93,6 +93,14 @@ def test_a_text_of_another_form_is_refused_in_one_sentence() -> None:
     for text in ("{}", "no", '{"key": "k", "prompt": 1, "patches": [{"site": "x"}]}', "[]"):
         with pytest.raises(ValueError, match="is not what this version of mi-route2 writes"):
             read(text, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("change", [{"shape": [5]}, {"dtype": "float64"}, {"data": ""}, {"shape": [2, 2], "dtype": "bfloat16"}])
+def test_a_tensor_that_was_cut_is_refused(change: dict[str, object]) -> None:
+    packed = pack(torch.arange(4.0))
+    assert torch.equal(unpack(packed), torch.arange(4.0))
+    with pytest.raises(ValueError, match="bytes are no torch"):
+        unpack(packed | change)
 
 
 def test_equal_content_has_one_salt_and_different_content_another() -> None:
