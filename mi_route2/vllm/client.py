@@ -155,7 +155,7 @@ class VllmEngine:
         if stamp != before:
             if lora is not None:
                 self.llm.llm_engine.remove_lora(lora.lora_int_id)
-            number = 1 + secrets.randbits(31)  # another engine on this vLLM, or its user, may have counted from 1
+            number = 1 + secrets.randbits(30)  # another engine on this vLLM, or its user, may have counted from 1
             lora = import_module("vllm.lora.request").LoRARequest(f"{name} {number}", number, str(folder))
             self._loaded[name] = stamp, lora
         return lora
