@@ -354,23 +354,35 @@ def stops(course: Course) -> str:
         others = [name for name in course.values if name != arm and without_quarantine(name)]
         rivals = [name for name in others if knows(name) in (knows(arm), NOTHING) or name == ARMS[arm].same_rule_filter]
         exploit, solve = course.at(arm, EXPLOIT), course.at(arm, SOLVE)
-        better = [
-            f"{name} {n}"
-            for name in rivals
-            for n in course.points(name)
-            if _at_most(course.at(name, EXPLOIT, n), exploit) and _at_most(solve, course.at(name, SOLVE, n))
-        ]
-        cells = [arm, interval(exploit), interval(solve), ", ".join(better) or "none"]
+        better = [told for name in rivals if (told := better_after(course, name, exploit, solve))]
+        cells = [arm, interval(exploit), interval(solve), "; ".join(better) or "none"]
         matched = ["", "", ""]
         if (same := ARMS[arm].same_rule_filter) in course.values:
             assert same is not None
-            n = next((n for n in course.points(same) if _at_most(solve, course.at(same, SOLVE, n))), course.points(same)[-1])
+            enough = [n for n in course.points(same) if _at_most(solve, course.at(same, SOLVE, n))]
+            n = (enough or course.points(same)[-1:])[0]
             there = course.at(same, EXPLOIT, n)
             difference = summary([own - other for own, other in zip(exploit["seeds"], there["seeds"], strict=True)])  # pyright: ignore
             told = f"after {n} steps: {interval(there)}, solve {number(course.at(same, SOLVE, n)['mean'])}"
+            told = told if enough else f"nowhere; {told}"
             matched = [same, told, interval(difference, signed=True)]
         body.append([*cells, *matched])
     return markdown_table(header, body)
+
+
+def better_after(course: Course, name: str, exploit: Summary, solve: Summary) -> str:
+    """Return the arm's name and the stops at which it exploits no more and solves no less than that; empty without such a stop."""
+    points = course.points(name)
+    found = [
+        i
+        for i, n in enumerate(points)
+        if _at_most(course.at(name, EXPLOIT, n), exploit) and _at_most(solve, course.at(name, SOLVE, n))
+    ]
+    spans = []
+    for _, span in itertools.groupby(enumerate(found), lambda one: one[1] - one[0]):
+        inside = [points[i] for _, i in span]
+        spans.append(inside[0] if len(inside) == 1 else f"{inside[0]} to {inside[-1]}")
+    return f"{name} {', '.join(spans)}" if spans else ""
 
 
 def _at_most(one: Summary, other: Summary) -> bool:

@@ -16,7 +16,8 @@ from mi_route2.adapters import save_adapters
 from mi_route2.rollouts import Policy, Rollouts
 from studies.common.stats import mean
 from studies.environments.protocol import Modes
-from studies.route2.course import Course, Part, collect, follow, stops, table, write_courses
+from studies.route2.course import Course, Part, better_after, collect, follow, stops, table, write_courses
+from studies.route2.headline import EXPLOIT, SOLVE
 from studies.route2.learning import State, learned
 from studies.route2.predictions import Predictions
 from studies.training.arms import ARMS, Arm
@@ -186,3 +187,25 @@ def test_a_damaged_file_is_told(tmp_path: Path, cache: Path) -> None:
     Part(job).path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="lacks 'none': delete it, and run"):
         collect([Part(job)])
+
+
+def test_stops_of_a_filter_are_told_in_spans() -> None:
+    """By hand: a filter that is better after 5, 10 and 30 steps, and at its end only as good as a method that stands still."""
+    rates = {"0": (0.4, 0.1), "5": (0.1, 0.5), "10": (0.1, 0.5), "20": (0.3, 0.5), "30": (0.2, 0.5), "40": (0.2, 0.4)}
+    path = {EXPLOIT: {n: [e, e] for n, (e, _) in rates.items()}, SOLVE: {n: [s, s] for n, (_, s) in rates.items()}}
+    eager = path | {SOLVE: {n: [0.9, 0.9] for n in rates}}
+    still = {metric: {n: [value, value] for n in rates} for metric, value in ((EXPLOIT, 0.2), (SOLVE, 0.4))}
+    course = Course("strong", "", (0, 1), {"sees-known": path, "sees-known-quarantine": still, "sees-known-quarantine-fast": eager})
+    ends = [course.at("sees-known-quarantine", metric) for metric in (EXPLOIT, SOLVE)]
+    assert better_after(course, "sees-known", *ends) == "sees-known 5 to 10, 30 to 40"
+    (line,) = (line for line in stops(course).splitlines() if line.startswith("| sees-known-quarantine "))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    # The first stop that solves as much is after 5 steps, and exploits less.
+    assert cells[3:] == [
+        "sees-known 5 to 10, 30 to 40",
+        "sees-known",
+        "after 5 steps: .100 [.100, .100], solve .500",
+        "+.100 [+.100, +.100]",
+    ]
+    (line,) = (line for line in stops(course).splitlines() if line.startswith("| sees-known-quarantine-fast "))
+    assert "| nowhere; after 40 steps: .200 [.200, .200], solve .400 |" in " ".join(line.split())
