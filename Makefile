@@ -44,6 +44,7 @@ evidence: $(STAMP)  ## the experiments on the canary, misses, lessons, monitors,
 	$(PY) -m studies.route2 evidence docs/results/rates/predictions.toml --also sees-0 --workers $(WORKERS)
 	$(PY) -m studies.route2 evidence docs/results/canary-own/predictions.toml --also canary-own-rotated --workers $(WORKERS)
 	for name in kept taught honest lessons lessons-sparse monitors map starts sign size canary-other canary-weak canary-first canary-surprisal surprisal-others canary-nats cheats larger map-16 misses-16; do $(PY) -m studies.route2 evidence docs/results/$$name/predictions.toml --workers $(WORKERS) || exit 1; done
+	$(PY) -m studies.route2 course docs/results/course/predictions.toml --workers $(WORKERS)
 
 evidence-quick: $(STAMP)  ## the first of them on three tuning seeds of one preset, into runs/evidence
 	$(PY) -m studies.route2 evidence docs/results/canary/predictions.toml --presets strong --seeds 120-122 --workers $(WORKERS) --to runs/evidence
