@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from studies.benchmarks.measurement.paired import report, take_turns
+from studies.benchmarks.measurement.paired import Ratio, report, take_turns
 from studies.benchmarks.options import ImportsOptions
 from studies.common.tables import markdown_table
 
@@ -41,9 +41,7 @@ class Row:
     """Median processor seconds of a start, of an import beyond torch's, with a 95% bootstrap interval; at most ``limit``."""
 
     name: str
-    seconds: float
-    lo: float
-    hi: float
+    time: Ratio
     limit: float | None
 
 
@@ -62,7 +60,7 @@ def rows(seconds: dict[str, list[float]], rng: np.random.Generator, draws: int =
         own = np.array(seconds[name]) - (np.array(seconds[TORCH]) if how == "-c" and name != TORCH else 0.0)
         lo, hi = np.quantile(np.median(own[rng.integers(len(own), size=(draws, len(own)))], axis=1), [0.025, 0.975])
         limit = HELP if how == "-m" else BEYOND if name != TORCH else None
-        found.append(Row(name, float(np.median(own)), float(lo), float(hi), limit))
+        found.append(Row(name, Ratio(float(np.median(own)), float(lo), float(hi)), limit))
     return found
 
 
@@ -70,7 +68,11 @@ def table(results: Sequence[Row], seconds: dict[str, list[float]]) -> str:
     """Return a Markdown table of the rows."""
     body = []
     for row in results:
-        spread = f"{row.seconds:.2f} s", f"{row.lo:.2f} - {row.hi:.2f}", "" if row.limit is None else f"{row.limit:.1f} s"
+        spread = (
+            f"{row.time.value:.2f} s",
+            f"{row.time.lo:.2f} - {row.time.hi:.2f}",
+            "" if row.limit is None else f"{row.limit:.1f} s",
+        )
         body.append((row.name, f"{median(seconds[row.name]):.2f} s", *spread))
     return markdown_table(("start", "processor", "beyond torch, if an import", "95%", "at most"), body)
 

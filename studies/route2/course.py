@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mi_route2.files import write_whole
-from mi_route2.plots import PAGE_WIDTH, VERMILLION, new_figure, save_figure, style
+from mi_route2.plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, SKY, VERMILLION, new_figure, save_figure, style
 from mi_route2.tensor_files import read_tensors
 from mi_route2.validation import read_object
 from studies.common.processes import held, run_pool
@@ -64,6 +64,11 @@ RATES: Mapping[str, tuple[str, str, str]] = {
 }  # fmt: skip
 """Rate of an evaluation -> state of the policy, quantity, and the modes of which it is the mean."""
 NOTHING = "no label, no pair"
+PATHS = {
+    "vanilla": (VERMILLION, "."), "sees-known": (SKY, "X"), "filter-known": (ORANGE, "P"), "filter-act": (GREEN, "v"),
+    "filter-full": (BLUE, "P"), "filter-canary-run": (BLACK, "o"), "oracle-known": (ORANGE, "d"), "route2-full": (BLUE, "D"),
+}  # fmt: skip
+"""Arm -> its color and marker among paths, of which each has a color; other arms look as everywhere."""
 AGAIN = "delete it, and run `python -m studies.route2 course` again"
 
 
@@ -434,7 +439,7 @@ def paths_figure(courses: Sequence[Course], path: Path) -> Path:
             for arm in course.values:
                 n = course.points(arm) if without_quarantine(arm) else course.points(arm)[-1:]
                 x, y = ([course.at(arm, name, steps)["mean"] for steps in n] for name in (EXPLOIT, SOLVE))
-                color, marker = MARKS.get(arm, (VERMILLION, "."))
+                color, marker = PATHS.get(arm) or MARKS.get(arm, (GRAY, "."))
                 ax.plot(x, y, color=color, linewidth=0.8, alpha=0.7, label=arm, marker=marker, markersize=6, markevery=[-1])  # pyright: ignore
                 ax.plot(x, y, color=color, linestyle="none", marker=".", markersize=3)  # pyright: ignore
             ax.set_title(f"{course.preset}, {len(course.seeds)} seeds")

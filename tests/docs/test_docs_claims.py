@@ -13,6 +13,7 @@ from scipy.stats import spearmanr
 
 from studies.common.stats import mean, paired_difference, summary
 from studies.common.tables import interval, number
+from studies.route2.course import Course, stops
 from studies.route2.evidence import AT_END, MOST_EXPLOIT, Evidence, stopped_inside, times
 from studies.route2.evidence import CONTROLS as CANARY_CONTROLS
 from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, StudyResult
@@ -1542,3 +1543,62 @@ def test_every_row_over_its_limit_is_named_below_its_table() -> None:
             (told,) = [text for text in pages.values() if f"<!-- table: {path.stem} -->" in text]
             below = told.split(f"<!-- table: {path.stem} -->")[1].split("<!-- table: ")[0]
             assert f"Over the limit: {'; '.join(over)}." in below.replace("\n", " "), path.stem
+
+
+def test_why_the_faster_one_gets_the_hack_is_what_the_page_says() -> None:
+    page, worlds = prose("misses.md"), [Course.read(RESULTS / f"course/{preset}-course.json") for preset in ("strong", "weak")]
+    seeded = [course.seeded() for course in worlds]
+    fast, known, forgets = "sees-known-quarantine-fast", "sees-known", "sees-known-quarantine-fast-forgets"
+    assert {course.seeds for course in worlds} == {tuple(range(592, 604))}
+
+    def means(arm: str, metric: str = EXPLOIT) -> list[str]:
+        return [number(mean(list(values[arm, metric].values()))) for values in seeded]
+
+    def differ(plus: str, minus: str, metric: str = EXPLOIT) -> list[str]:
+        return [interval(paired_difference(v[plus, metric], v[minus, metric])[1], signed=True) for v in seeded]
+
+    def ends(arm: str) -> list[str]:
+        return [interval(course.at(arm, EXPLOIT)) for course in worlds]
+
+    told = "".join((RESULTS / f"course/{course.preset}-tests.md").read_text(encoding="utf-8") for course in worlds)
+    assert re.findall(r"\|\s+(not shown|shown) \|", told) == ["shown"] * 17
+    assert "All 17 are shown." in page
+    (s, w), (fs, fw), (qs, qw) = means(known, "kept_missed"), means(fast, "kept_missed"), means(fast, "quarantine_missed")
+    assert f"likelier by {s} nats over a run on `strong` and {w} on `weak`; beside a fast quarantine by {fs} and {fw}" in page
+    assert f"({'; '.join(differ(fast, known, 'kept_missed'))}), and the quarantine does by {qs} and {qw}." in page
+    assert f"the kept one's alone, within .5 ({'; '.join(differ(fast, known, 'both_missed'))})." in page
+    shares = [" and ".join(means(fast, f"share_{kind}")) for kind in ("missed", "solved")]
+    assert f"missed exploit's gradient is {shares[0]}, of a correct rollout's {shares[1]}, the same within .1." in page
+    vary = [" and ".join(means(arm, "variance_held")) for arm in (fast, known)]
+    assert f"is {vary[0]} beside a fast quarantine, {vary[1]} without one" in page
+    assert f"without one ({'; '.join(differ(fast, known, 'variance_held'))})." in page
+    (s, w), kept, flags = means(forgets), " and ".join(means(fast)), " and ".join(means(known))
+    assert f"It leaves {s} on `strong` and {w} on `weak`, one that keeps what it has learned {kept}" in page
+    assert f"({'; '.join(differ(forgets, fast))}), the flags alone {flags}." in page
+    s, w = differ(forgets, known)
+    assert f"within .15 ({w}); on `strong` nothing was predicted of that ({s})." in page
+    assert f"learns more of missed exploits again ({'; '.join(differ(forgets, fast, 'kept_missed'))})." in page
+    honest = [" and ".join(means(arm, "deploy_solve_honest")) for arm in (fast, known)]
+    assert f"solves {honest[0]} in place of {honest[1]} ({'; '.join(differ(fast, known, 'deploy_solve_honest'))})." in page
+    weak = worlds[1]
+    then = number(weak.at(fast, EXPLOIT, "10")["mean"])
+    assert f"is there after 10 steps ({then} then, {means(fast)[1]} at the end)." in page
+    first = [means("quarantine-first", metric)[1] for metric in (EXPLOIT, "deploy_solve_honest")]
+    assert f"learns nothing until then, leaves {first[0]}, and solves {first[1]} in the honest mode." in page
+    rows = [
+        {cells[0]: cells for line in stops(course).splitlines() if (cells := [c.strip() for c in line.strip("|").split("|")])}
+        for course in worlds
+    ]
+    assert all(row[fast][5].startswith("nowhere") for row in rows)
+    froms = [re.fullmatch(r"filter-canary-run (\d+) to 80", row[fast][3]) for row in rows]
+    assert all(froms)
+    assert f"(from {froms[0][1]} steps on in `strong`, from {froms[1][1]} in `weak`)." in page  # pyright: ignore[reportOptionalSubscript]
+    assert {row[arm][3] for row in rows for arm in ("filter-full", "filter-canary-run")} == {"none"}
+    s, w = (row["route2-full"][6] for row in rows)
+    assert (
+        f"`route2-full` differs by {w} on `weak` (there the filter leaves {ends('filter-full')[1]} at its end), and {s} on" in page
+    )
+    s, w = ends("filter-canary-run")
+    worst = number(max(value or 0.0 for value in worlds[0].at("filter-canary-run", EXPLOIT)["seeds"]))
+    assert f"The canary's filter leaves {s} on `strong`, one run of twelve {worst}, and {w} on `weak`." in page
+    assert f"592-603, it left {s} on `strong`, one run {worst}, and {w} on `weak`" in prose("canary.md")

@@ -16,11 +16,11 @@ def test_torchs_own_time_is_taken_off_round_by_round() -> None:
     seconds = {name: imported if how == "-c" else helped for name, (how, *_) in STARTS.items()} | {TORCH: torchs}
     found = {row.name: row for row in rows(seconds, np.random.default_rng(0))}
     own = found["import mi_route2"]
-    assert (own.seconds, own.lo, own.hi, own.limit) == (*[pytest.approx(0.3)] * 3, BEYOND)
-    assert (found[TORCH].seconds, found[TORCH].limit) == (2.0, None)
+    assert (own.time.value, own.time.lo, own.time.hi, own.limit) == (*[pytest.approx(0.3)] * 3, BEYOND)
+    assert (found[TORCH].time.value, found[TORCH].limit) == (2.0, None)
     told = found["studies.route2 --help"]
-    assert (told.seconds, told.limit) == (0.5, HELP)
-    assert 0.4 <= told.lo < told.hi <= 0.6
+    assert (told.time.value, told.limit) == (0.5, HELP)
+    assert 0.4 <= told.time.lo < told.time.hi <= 0.6
 
 
 def test_a_start_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,4 +35,4 @@ def test_what_a_process_works_is_counted_and_its_sleep_is_not(monkeypatch: pytes
     run(ImportsOptions(quick=True, out=tmp_path / "imports.json"))
     document = json.loads((tmp_path / "imports.json").read_text())
     assert document["rounds"] == 3
-    assert document["rows"][1]["seconds"] == pytest.approx(0.25, abs=0.1)
+    assert document["rows"][1]["time"]["value"] == pytest.approx(0.25, abs=0.1)
