@@ -65,7 +65,7 @@ RATES: Mapping[str, tuple[str, str, str]] = {
 """Rate of an evaluation -> state of the policy, quantity, and the modes of which it is the mean."""
 NOTHING = "no label, no pair"
 PATHS = {
-    "vanilla": (VERMILLION, "."), "sees-known": (SKY, "X"), "filter-known": (ORANGE, "P"), "filter-act": (GREEN, "v"),
+    "vanilla": (VERMILLION, "."), "sees-known": (SKY, "X"), "filter-known": (ORANGE, "s"), "filter-act": (GREEN, "v"),
     "filter-full": (BLUE, "P"), "filter-canary-run": (BLACK, "o"), "oracle-known": (ORANGE, "d"), "route2-full": (BLUE, "D"),
 }  # fmt: skip
 """Arm -> its color and marker among paths, of which each has a color; other arms look as everywhere."""
