@@ -374,7 +374,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class _Named:
-    """What a predictions file names, or a part of it."""
+    """Options of commands that run what a predictions file names, or a part of it."""
 
     predictions: Annotated[
         tyro.conf.Positional[Path], tyro.conf.arg(help="for example docs/results/canary/predictions.toml: presets, seeds, arms")

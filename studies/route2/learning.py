@@ -1,4 +1,4 @@
-"""Which adapter learns what: the change of log-probability that a training step makes, split between the two adapters.
+"""Split of what a training step adds to log-probabilities between the two adapters: which of them learned what.
 
 Let L_b(k, q) be the log-probability, in nats, of the completion of rollout b with the kept adapter k and the quarantine q, and let
 a step lead from (k, q) to (k', q'). Each adapter's part is its Shapley value among two, so that both add up to the whole change:
