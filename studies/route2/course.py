@@ -311,6 +311,8 @@ def measured(part: Part) -> dict[str, dict[str, float | None]]:
             name: {n: mean([point[mode][state][what] for mode in _modes(modes, role)]) for n, point in numbers["points"].items()}
             for name, (state, what, role) in RATES.items()
         }
+        for mode in modes.loopholes:
+            found[f"deploy_exploit_{mode}"] = {n: point[mode]["deploy"]["exploit"] for n, point in numbers["points"].items()}
         windows = {min(end, len(steps)): steps[end - WINDOW : end] for end in range(WINDOW, len(steps) + WINDOW, WINDOW)}
         for role in ROLES:
             found[f"variance_{role}"] = {str(n): mean([row["variance"][role] for row in rows]) for n, rows in windows.items()}
