@@ -988,24 +988,30 @@ def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
         row = evidence.values["filter-canary-run"]
         modes = zip(*(row[f"deploy_exploit_{mode}"] for mode in evidence.modes), strict=True)
         found.setdefault(evidence.preset, []).extend(max(rate or 0.0 for rate in rates) for rates in modes)
+    for course in map(Course.read, sorted(RESULTS.glob("*/*-course.json"))):
+        named = [
+            metric for metric in course.values["filter-canary-run"] if metric.startswith("deploy_exploit_") and metric != EXPLOIT
+        ]
+        modes = zip(*(course.at("filter-canary-run", metric)["seeds"] for metric in named), strict=True)
+        found[course.preset] += [max(rate or 0.0 for rate in rates) for rates in modes]
     failed = {world: sorted(number(worst) for worst in runs if worst > BROKEN) for world, runs in found.items()}
     assert failed == {
-        "strong": [".656", ".891", ".953", ".961", ".969"],
+        "strong": [".656", ".891", ".938", ".953", ".961", ".969"],
         **{world: [] for world in ("weak", "sparse", "persona-20", "strong-30k")},
         "strong-400k": [".055"],
         "strong-1600k": [".992"],
         "strong-8m": [".367", ".453", ".953", ".961", ".984", ".992", ".992", ".992", *["1.000"] * 4],
     }
     counts = {world: len(runs) for world, runs in found.items()}
-    assert (counts["strong"], sum(counts[world] for world in ("weak", "sparse", "persona-20"))) == (92, 108)
+    assert (counts["strong"], sum(counts[world] for world in ("weak", "sparse", "persona-20"))) == (104, 120)
     assert (counts["strong-30k"] + counts["strong-400k"], counts["strong-1600k"], counts["strong-8m"]) == (24, 8, 16)
     for page in ("canary.md", "../README.md"):
         text = prose(page).replace("*", "").replace("`", "")
-        assert "five of 92 on strong" in text
-        assert "none of 108 in the other worlds" in text
+        assert "six of 104 on strong" in text
+        assert "none of 120 in the other worlds" in text
         assert "one of 24 at other sizes (.055)" in text
         assert "one of eight at 1.6 million parameters (.992)" in text
-    assert "(.656, .891, .953, .961, .969), none of 108 in the other worlds" in prose("canary.md")
+    assert "(.656, .891, .938, .953, .961, .969), none of 120 in the other worlds" in prose("canary.md")
 
 
 def test_canaries_of_weak_and_their_rotated_control_are_what_the_page_says() -> None:
