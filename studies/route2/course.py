@@ -338,43 +338,54 @@ def knows(arm: str) -> str:
 
 
 def table(course: Course) -> str:
-    """Return <preset>-course.md: what the arms do at their end, and what each adapter learned on the way."""
-    header = ["arm", "exploit, held out", "with the quarantine", "solve", "in the honest mode"]
-    header += ["variance, held out: first 10", "from 20", "missed exploits: kept, nats", "quarantine", "share"]
-    header += ["solved: kept, nats", "quarantine", "share"]
-    body, seeded = [], course.seeded()
-    for arm in course.values:
-        cells = [arm, *(interval(course.at(arm, name)) for name in (EXPLOIT, ON_EXPLOIT, SOLVE, HONEST))]
-        for name in ("early_variance_held", "variance_held", *(f"{what}_{kind}" for kind in KINDS for what in PARTS)):
-            values = seeded.get((arm, name), {}).values()
-            cells.append(number(mean(list(values))))
-        body.append(cells)
-    return markdown_table(header, body)
+    """Return <preset>-course.md, two tables: what the arms do at their end, and what each adapter learned on the way."""
+    seeded = course.seeded()
+    rates = [[arm, *(interval(course.at(arm, name)) for name in (EXPLOIT, ON_EXPLOIT, SOLVE, HONEST))] for arm in course.values]
+    names = ("early_variance_held", "variance_held", *(f"{what}_{kind}" for kind in KINDS for what in PARTS))
+    means = [[arm, *(number(mean(list(seeded.get((arm, name), {}).values()))) for name in names)] for arm in course.values]
+    header = ["arm", "variance, held out: first 10 steps", "from 20", "missed exploits: kept, nats", "quarantine", "share"]
+    return "\n".join(
+        (
+            markdown_table(["arm", "exploit, held out", "with the quarantine", "solve", "in the honest mode"], rates),
+            markdown_table([*header, "solved: kept, nats", "quarantine", "share"], means),
+        )
+    )
 
 
 def stops(course: Course) -> str:
-    """Return <preset>-stops.md: arms against early stopping of every filter that knows no more than they do."""
-    header = ["arm", "exploit, held out", "solve", "filters are better after"]
-    header += ["filter", "stopped where it solves as much", "difference"]
+    """Return <preset>-stops.md: arms against early stopping of the filters that know no more, and against one at matched solve."""
+    return f"{fronts(course)}\n{matched(course)}"
+
+
+def fronts(course: Course) -> str:
+    """Return the table of arms with the stops at which a filter that knows no more is better in both."""
     body = []
     for arm in course.values:
         others = [name for name in course.values if name != arm and without_quarantine(name)]
         rivals = [name for name in others if knows(name) in (knows(arm), NOTHING) or name == ARMS[arm].same_rule_filter]
         exploit, solve = course.at(arm, EXPLOIT), course.at(arm, SOLVE)
         better = [told for name in rivals if (told := better_after(course, name, exploit, solve))]
-        cells = [arm, interval(exploit), interval(solve), "; ".join(better) or "none"]
-        matched = ["", "", ""]
+        body.append([arm, interval(exploit), interval(solve), "; ".join(better) or "none"])
+    return markdown_table(["arm", "exploit, held out", "solve", "filters are better after"], body)
+
+
+def matched(course: Course) -> str:
+    """Return the table of routes against their filter, stopped as soon as it solves as much, or at its end if it never does."""
+    body = []
+    for arm in course.values:
         if (same := ARMS[arm].same_rule_filter) in course.values:
             assert same is not None
+            exploit, solve = course.at(arm, EXPLOIT), course.at(arm, SOLVE)
             enough = [n for n in course.points(same) if _at_most(solve, course.at(same, SOLVE, n))]
             n = (enough or course.points(same)[-1:])[0]
             there = course.at(same, EXPLOIT, n)
             difference = summary([own - other for own, other in zip(exploit["seeds"], there["seeds"], strict=True)])  # pyright: ignore
-            told = f"after {n} steps: {interval(there)}, solve {number(course.at(same, SOLVE, n)['mean'])}"
-            told = told if enough else f"nowhere; {told}"
-            matched = [same, told, interval(difference, signed=True)]
-        body.append([*cells, *matched])
-    return markdown_table(header, body)
+            where = f"after {n} steps" if enough else f"nowhere, so after {n} steps"
+            rates = interval(there), number(course.at(same, SOLVE, n)["mean"])
+            body.append([arm, same, where, *rates, interval(difference, signed=True)])
+    return markdown_table(
+        ["arm", "filter", "solves as much", "its exploit there", "its solve", "difference of exploits"], body, left=3
+    )
 
 
 def better_after(course: Course, name: str, exploit: Summary, solve: Summary) -> str:

@@ -13,7 +13,7 @@ from scipy.stats import spearmanr
 
 from studies.common.stats import mean, paired_difference, summary
 from studies.common.tables import interval, number
-from studies.route2.course import Course, stops
+from studies.route2.course import Course, fronts, matched
 from studies.route2.evidence import AT_END, MOST_EXPLOIT, Evidence, stopped_inside, times
 from studies.route2.evidence import CONTROLS as CANARY_CONTROLS
 from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, StudyResult
@@ -1591,16 +1591,19 @@ def test_why_the_faster_one_gets_the_hack_is_what_the_page_says() -> None:
     assert f"is there after 10 steps ({then} then, {means(fast)[1]} at the end)." in page
     first = [means("quarantine-first", metric)[1] for metric in (EXPLOIT, "deploy_solve_honest")]
     assert f"learns nothing until then, leaves {first[0]}, and solves {first[1]} in the honest mode." in page
-    rows = [
-        {cells[0]: cells for line in stops(course).splitlines() if (cells := [c.strip() for c in line.strip("|").split("|")])}
-        for course in worlds
-    ]
-    assert all(row[fast][5].startswith("nowhere") for row in rows)
-    froms = [re.fullmatch(r"filter-canary-run (\d+) to 80", row[fast][3]) for row in rows]
+    better, at_matched = (
+        [
+            {cells[0]: cells for line in told(course).splitlines() if (cells := [c.strip() for c in line.strip("|").split("|")])}
+            for course in worlds
+        ]
+        for told in (fronts, matched)
+    )
+    assert all(row[fast][2].startswith("nowhere") for row in at_matched)
+    froms = [re.fullmatch(r"filter-canary-run (\d+) to 80", row[fast][3]) for row in better]
     assert all(froms)
     assert f"(from {froms[0][1]} steps on in `strong`, from {froms[1][1]} in `weak`)." in page  # pyright: ignore[reportOptionalSubscript]
-    assert {row[arm][3] for row in rows for arm in ("filter-full", "filter-canary-run")} == {"none"}
-    s, w = (row["route2-full"][6] for row in rows)
+    assert {row[arm][3] for row in better for arm in ("filter-full", "filter-canary-run")} == {"none"}
+    s, w = (row["route2-full"][5] for row in at_matched)
     assert (
         f"`route2-full` differs by {w} on `weak` (there the filter leaves {ends('filter-full')[1]} at its end), and {s} on" in page
     )
