@@ -34,7 +34,7 @@ from studies.common.publishing import compact, update_showing, write_texts
 from studies.common.stats import Summary, mean, summary
 from studies.common.tables import interval, markdown_table, number
 from studies.environments.protocol import Modes, Verdict
-from studies.route2.evidence import BUDGETS
+from studies.route2.evidence import BUDGETS, read_predictions
 from studies.route2.headline import EXPLOIT, HACK, SOLVE
 from studies.route2.learning import State, learned, shares
 from studies.route2.predictions import Predictions, outcomes, predictions_markdown
@@ -239,19 +239,14 @@ def read_course_predictions(path: Path) -> Predictions:
     """Read a predictions file whose comparisons a course can judge.
 
     Raises:
-        ValueError: It is not one, has a metric that no course has, or more comparisons than its seeds can decide; or an arm cannot
-            be followed.
+        ValueError: As `read_predictions` does; or an arm cannot be followed.
     """
-    predictions = Predictions.read(path)
-    known = (*RATES, *(name for name in LEARNING if name not in RATES))
-    for comparison in predictions.comparison:
-        if lacking := sorted({comparison.metric, comparison.minus_metric or comparison.metric} - {*known}):
-            raise ValueError(f"{path}: {comparison.name}: a course has no {lacking[0]}; choose from {', '.join(known)}")
-    if lacking := predictions.undecidable():
-        raise ValueError(f"{path}: {lacking}")
+    predictions = read_predictions(path, (*RATES, *(name for name in LEARNING if name not in RATES)))
     for arm in get_arms(predictions.arms):
         if arm.canaries_of is not None:
             raise ValueError(f"{path}: the canaries of {arm.name} are of another preset: leave it out of a course")
+        if arm.steering:  # told by `follow` as well, but perhaps after an hour
+            raise ValueError(f"{path}: {arm.name} is steered while it trains, and evaluated without: leave it out of a course")
     return predictions
 
 
@@ -316,7 +311,7 @@ def measured(part: Part) -> dict[str, dict[str, float | None]]:
         windows = {min(end, len(steps)): steps[end - WINDOW : end] for end in range(WINDOW, len(steps) + WINDOW, WINDOW)}
         for role in ROLES:
             found[f"variance_{role}"] = {str(n): mean([row["variance"][role] for row in rows]) for n, rows in windows.items()}
-        for kind, name in itertools.product(KINDS, steps[0][KINDS[0]].keys() - {"n"}):
+        for kind, name in itertools.product(KINDS, [name for name in steps[0][KINDS[0]] if name != "n"]):
             join = mean if name == "share" else _sum
             found[f"{name}_{kind}"] = {str(n): join([row[kind][name] for row in rows]) for n, rows in windows.items()}
     except (KeyError, TypeError, IndexError) as error:

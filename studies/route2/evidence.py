@@ -134,8 +134,8 @@ class Evidence:
         }
 
 
-def read_predictions(path: Path) -> Predictions:
-    """Read a predictions file whose comparisons a report can judge.
+def read_predictions(path: Path, known: Sequence[str] = REPORTED) -> Predictions:
+    """Read a predictions file whose comparisons a report can judge that has the metrics ``known``.
 
     Raises:
         ValueError: It is not one, has another name than a report says, a metric that no report has, so that the comparison would
@@ -145,8 +145,8 @@ def read_predictions(path: Path) -> Predictions:
     if path.name != FILE:
         raise ValueError(f"{path}: a report names {FILE} as the file of its predictions: rename it")
     for comparison in predictions.comparison:
-        if lacking := sorted({comparison.metric, comparison.minus_metric or comparison.metric} - {*REPORTED}):
-            raise ValueError(f"{path}: {comparison.name}: a report has no {lacking[0]}; choose from {', '.join(REPORTED)}")
+        if lacking := sorted({comparison.metric, comparison.minus_metric or comparison.metric} - {*known}):
+            raise ValueError(f"{path}: {comparison.name}: a report has no {lacking[0]}; choose from {', '.join(known)}")
     if lacking := predictions.undecidable():
         raise ValueError(f"{path}: {lacking}")
     return predictions

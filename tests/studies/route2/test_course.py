@@ -16,7 +16,19 @@ from mi_route2.adapters import save_adapters
 from mi_route2.rollouts import Policy, Rollouts
 from studies.common.stats import mean
 from studies.environments.protocol import Modes
-from studies.route2.course import Course, Part, better_after, collect, follow, fronts, matched, stops, table, write_courses
+from studies.route2.course import (
+    Course,
+    Part,
+    better_after,
+    collect,
+    follow,
+    fronts,
+    matched,
+    read_course_predictions,
+    stops,
+    table,
+    write_courses,
+)
 from studies.route2.headline import EXPLOIT, SOLVE
 from studies.route2.learning import State, learned
 from studies.route2.predictions import Predictions
@@ -203,3 +215,19 @@ def test_stops_of_a_filter_are_told_in_spans() -> None:
     # The first stop that solves as much as the one is after 5 steps, and exploits less; the other solves more than any.
     assert rows[0][2:] == ["after 5 steps", ".100 [.100, .100]", ".500", "+.100 [+.100, +.100]"]
     assert rows[1][2:] == ["nowhere, so after 40 steps", ".200 [.200, .200]", ".400", ".000 [.000, .000]"]
+
+
+def test_what_no_course_can_follow_or_judge_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+    def refused(arms: list[str], metric: str, match: str, name: str = "predictions.toml") -> None:
+        file = tmp_path / name
+        comparison = (
+            f'[[comparison]]\npreset = "strong"\nname = "c"\nplus = ["{arms[0]}"]\nminus = ["{arms[1]}"]\nmetric = "{metric}"'
+        )
+        file.write_text(f'seeds = [0, 1]\nalpha = 0.9\narms = {arms}\npresets.strong = ""\n{comparison}\nexpect = "less"\n')
+        with pytest.raises(ValueError, match=match):
+            read_course_predictions(file)
+
+    refused(["vanilla", "preventative-2"], "kept_missed", "preventative-2 is steered while it trains")
+    refused(["vanilla", "canary-run-weak"], "kept_missed", "the canaries of canary-run-weak are of another preset")
+    refused(["vanilla", "absorb"], "leakage", "a report has no leakage; choose from deploy_exploit_held, ")
+    refused(["vanilla", "absorb"], "kept_missed", "rename it", "other.toml")
