@@ -462,7 +462,7 @@ def _last_query(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _spread(columns: int, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    return output.expand(-1, columns, *output.shape[2:])
+    return output.expand(-1, columns, -1)
 
 
 def _keep_scored(logits: list[Tensor], columns: int, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
