@@ -40,8 +40,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute transformers' ``sdpa`` attention without copying keys and values for each query head of a group.
 
-    Without a mask, one query attends to all keys, and several to those up to their own. With the mask of one query, only the last one
-    is wanted, and the others get its result.
+    Without a mask, one query attends to all keys, and several to those up to their own. With the mask of one query, only the last
+    one is wanted, and the others get its result.
     """
     if attention_mask is not None and attention_mask.shape[2] == 1 < (columns := query.shape[2]):
         one, _ = _attention(_module, query[:, :, -1:], key, value, attention_mask, scaling)

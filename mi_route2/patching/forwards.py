@@ -401,9 +401,9 @@ class Resumed:
     def _scored_column(self, logits: list[Tensor], columns: int, last_only: bool) -> list[RemovableHandle]:
         """Register hooks that read the rows' logits at the last column, and return logits of a single sequence to the model.
 
-        With ``last_only``, the last block computes nothing but keys and values at the other columns: its queries, attention, norm and
-        MLP, and the unembedding, see the last column only. The block adds that to every column of the stream, so the columns before
-        the last one are wrong, but nothing reads them.
+        With ``last_only``, the last block computes nothing but keys and values at the other columns: its queries, attention, norm
+        and MLP, and the unembedding, see the last column only. The block adds that to every column of the stream, so the columns
+        before the last one are wrong, but nothing reads them.
         """
         handles = [self.decoder.unembed.register_forward_hook(partial(_keep_scored, logits, columns), prepend=True)]
         if not last_only or columns == 1:
@@ -456,7 +456,7 @@ def _last_column(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _last_query(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Called:
-    """Return the arguments of an attention with the mask of its last query alone, by which ``Decoder``'s attention computes that one."""
+    """Return an attention's arguments with the mask of its last query; a ``Decoder``'s attention then computes that one alone."""
     mask = kwargs.get("attention_mask")
     return (args, kwargs) if mask is None else (args, {**kwargs, "attention_mask": mask[:, :, -1:]})
 
