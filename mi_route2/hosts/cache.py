@@ -40,8 +40,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute transformers' ``sdpa`` attention without copying keys and values for each query head of a group.
 
-    Without a mask, one query attends to all keys, and several to those up to their own.
+    Without a mask, one query attends to all keys, and several to those up to their own. With the mask of one query, only the last
+    one is wanted, and the others get its result.
     """
+    if attention_mask is not None and attention_mask.shape[2] == 1 < (columns := query.shape[2]):
+        one, _ = _attention(_module, query[:, :, -1:], key, value, attention_mask, scaling)
+        return one.expand(-1, columns, -1, -1), None
     if query.shape[2] == 1 and query.device.type == "cpu":
         return _one_query(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling), None
     group = query.shape[1] != key.shape[1]

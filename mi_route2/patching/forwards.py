@@ -34,8 +34,8 @@ class Costs:
         layers: Number of blocks.
         length: Number of tokens.
         column: Cost of a block for one token.
-        mlp: The MLP's part of ``column`` (only the scored column goes through the last MLP).
         pair: Cost of a query and a key in one block.
+        scored: Cost of what the last block computes for the scored column alone: all but keys and values.
         unembed: Cost of the unembedding for one token.
         overhead: Time of a block's call, as FLOPs.
         most: Limit on the tokens of a group; a quarter of the limit on its keys, which are copied for each cell.
@@ -44,19 +44,19 @@ class Costs:
     layers: int
     length: int
     column: float
-    mlp: float
     pair: float
+    scored: float
     unembed: float
     overhead: float
     most: int
 
     def flops(self, columns: int, entry: int) -> float:
         """Return the cost of one cell that enters at block ``entry`` with this number of columns."""
-        return columns * self.slope(entry) + self.mlp + self.unembed
+        return columns * self.slope(entry) + self.scored + self.unembed
 
     def slope(self, entry: int) -> float:
         """Return the cost of one more column of a cell."""
-        return (self.column + self.pair * self.length) * (self.layers - entry) - self.mlp
+        return (self.column + self.pair * self.length) * (self.layers - entry) - self.scored
 
     @property
     def whole(self) -> float:
@@ -340,12 +340,14 @@ class Resumed:
         width, vocabulary = seen[stream].numel(), self.decoder.vocabulary
         most = max(_FEWEST, _STREAM // width) if device == "cpu" else min(_ACCELERATED[1], _LOGITS // vocabulary)
         # A weight costs a multiplication and an addition; a key costs these twice per number of z, for its score and its value.
+        pair, linears = 4.0 * seen[z].numel(), self.host.architecture.linears
+        others = sum(_weights(block.get_submodule(path)) for path in {linears[name].path for name in ("attn.k", "attn.v")})
         return Costs(
             layers=self.decoder.layers,
             length=len(self._tokens),
             column=2.0 * _weights(block),
-            mlp=2.0 * _weights(self._mlp()),
-            pair=4.0 * seen[z].numel(),
+            pair=pair,
+            scored=2.0 * (_weights(block) - others) + pair * len(self._tokens),
             unembed=2.0 * vocabulary * width,
             overhead=_OVERHEAD.get(device, _ACCELERATED[0]),
             most=max(most, len(self._tokens)),
@@ -364,11 +366,11 @@ class Resumed:
             stack.enter_context(torch.no_grad())
             for entry in sorted({row.place[0] for row in rows}):
                 stack.callback(self._joining(rows, entry, group.start).remove)
-            for handle in self._scored_column(logits, columns, last_only=all(self._seen(row) for row in rows)):
-                stack.callback(handle.remove)
             # A row enters behind the block whose resid_post it patches and whose hooks never see it: such values are in its stream.
             stack.enter_context(self.host.hooks(writing(rows, group.start, columns, apart=self._in_stream)))
-            stack.enter_context(self.host.fused())
+            stack.enter_context(self.host.fused())  # before hooks of ours, which it would take for somebody's
+            for handle in self._scored_column(logits, columns, last_only=all(self._seen(row) for row in rows)):
+                stack.callback(handle.remove)
             entering = (first, self._streams[first][None, group.start :]) if first else None
             cache = _Prefixed(self._kept, group.start)
             self.decoder(tokens, *_causal(group.start, columns, tokens.device), cache, entry=entering)
@@ -399,17 +401,24 @@ class Resumed:
     def _scored_column(self, logits: list[Tensor], columns: int, last_only: bool) -> list[RemovableHandle]:
         """Register hooks that read the rows' logits at the last column, and return logits of a single sequence to the model.
 
-        With ``last_only``, the last block's MLP and the unembedding see the last column only. The block adds that MLP output to
-        every column of the stream, so the columns before the last one are wrong, but nothing reads them.
+        With ``last_only``, the last block computes nothing but keys and values at the other columns: its queries, attention, norm
+        and MLP, and the unembedding, see the last column only. The block adds that to every column of the stream, so the columns
+        before the last one are wrong, but nothing reads them.
         """
-        handles = [self.decoder.unembed.register_forward_hook(partial(_keep_scored, logits, columns))]
-        if last_only and columns > 1:
-            handles += [module.register_forward_pre_hook(_last_column) for module in (self._mlp(), self.decoder.unembed)]
+        handles = [self.decoder.unembed.register_forward_hook(partial(_keep_scored, logits, columns), prepend=True)]
+        if not last_only or columns == 1:
+            return handles
+        narrow = [self._last("z"), self._last("resid_mid"), self.decoder.unembed]
+        if (query := self.host.architecture.linears["attn.q"]).fused is None:
+            narrow.append(module := self.decoder.blocks[-1].get_submodule(query.path))
+            handles.append(module.register_forward_hook(partial(_spread, columns), prepend=True))
+        handles += [module.register_forward_pre_hook(_last_column, prepend=True) for module in narrow]
+        handles.append(self._last("attn_out").register_forward_pre_hook(_last_query, with_kwargs=True))
         return handles
 
-    def _mlp(self) -> nn.Module:
-        """Return the last block's MLP."""
-        at: Any = self.host.architecture.points["mlp_out"]
+    def _last(self, point: str) -> nn.Module:
+        """Return the last block's module at a point."""
+        at: Any = self.host.architecture.points[point]
         return self.decoder.blocks[-1].get_submodule(at.path)
 
 
@@ -444,6 +453,16 @@ def _join(
 
 def _last_column(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (args[0][:, -1:], *args[1:])
+
+
+def _last_query(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Called:
+    """Return an attention's arguments with the mask of its last query; a ``Decoder``'s attention then computes that one alone."""
+    mask = kwargs.get("attention_mask")
+    return (args, kwargs) if mask is None else (args, {**kwargs, "attention_mask": mask[:, :, -1:]})
+
+
+def _spread(columns: int, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return output.expand(-1, columns, -1)
 
 
 def _keep_scored(logits: list[Tensor], columns: int, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -501,7 +520,7 @@ class Whole:
         """Return costs that make groups as large as memory allows, because a whole forward costs the same for every cell."""
         length = len(self._tokens)
         most = min(_TOKENS.get(self._device.type, _MANY), _ROOM // self._vocabulary)
-        return Costs(layers=1, length=length, column=1.0, mlp=0.0, pair=0.0, unembed=0.0, overhead=1.0, most=max(most, length))
+        return Costs(layers=1, length=length, column=1.0, pair=0.0, scored=0.0, unembed=0.0, overhead=1.0, most=max(most, length))
 
     def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
         return self.under(writing(rows, 0, len(self._tokens)), len(rows))
