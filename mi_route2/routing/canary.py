@@ -322,16 +322,18 @@ class NothingLearnedError(ValueError):
 
 
 class _CanaryStep:
-    """Step of the mask route under the canary's flags, with the canary's scores and flags in its decision."""
+    """Step of the mask route under the canary's flags, with its scores in the decision, and on decoys (not ``free``) its flags."""
 
-    def __init__(self, step: RouteStep, scores: Float[Tensor, " b"] | None, flags: Bool[Tensor, " b"]):
-        self._step, self._scores, self._flags, self.parts = step, scores, flags, step.parts
+    def __init__(self, step: RouteStep, scores: Float[Tensor, " b"] | None, flags: Bool[Tensor, " b"], free: Bool[Tensor, " b"]):
+        self._step, self._scores, self._flags, self._free, self.parts = step, scores, flags, free, step.parts
 
     def settle(self, part: Part) -> None:
         self._step.settle(part)
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
-        return replace(self._step.finish(reduce), scores=self._scores, flags=self._flags)
+        decision = self._step.finish(reduce)
+        assert decision.flags is not None  # after hooks at ``hook_mask``
+        return replace(decision, scores=self._scores, flags=torch.where(self._free, decision.flags, self._flags))
 
 
 def _unbound(rollouts: Rollouts) -> Tensor:
@@ -463,7 +465,7 @@ class CanaryRoute(OneCall):
         route = MaskRoute.from_flags(
             given, through=spec.through, kept_advantage=spec.kept_advantage, negative_scale=spec.negative_scale
         )
-        return _CanaryStep(route.begin(policy, batch, context), scores, flags)
+        return _CanaryStep(route.begin(policy, batch, context), scores, flags, free)
 
     def _lessons(self, policy: Policy, batch: TrainBatch, context: StepContext) -> TrainBatch:
         """Return the batch of a step in which the quarantine learns alone, from no success that does not surprise the base."""
