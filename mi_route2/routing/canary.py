@@ -272,6 +272,11 @@ def _pooled(ratios: Ratios, rollouts: Rollouts, top: int | None, micro: int | No
     return torch.cat([pooled(ratios, rollouts.rows(index), top) for index in rows], dim=1)
 
 
+def _demand_enough(samples: Rollouts, quantile: float) -> None:
+    if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
+        raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
+
+
 def _demand_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None and size < 1:
@@ -301,8 +306,7 @@ def calibrate(
         raise ValueError(f"quantile must be between 0 and 1, not {quantile}")
     if nats is not None and not 0 < nats < math.inf:
         raise ValueError(f"nats must be a number above 0, not {nats}")
-    if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
-        raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
+    _demand_enough(samples, quantile)
     given = _pooled(ratios, samples if nats is None else samples.rows(torch.arange(min(len(samples), FEW))), top, micro)
     center = given.quantile(0.5, dim=1)
     spread = NORMAL * (given - center[:, None]).abs().quantile(0.5, dim=1)
@@ -401,6 +405,7 @@ class CanaryRoute(OneCall):
         if self._ratios is None and not step:  # another run of the same route, whose quarantine is another
             self.monitor, self.snapshots, self._known = None, [], None
         if step < self.spec.first:
+            _demand_enough(self._samples, self.spec.quantile)  # now, and not when it judges
             if self.spec.surprisal and self._known is None:
                 samples = self._samples.to(policy.device)
                 given = _pooled(surprisal(policy), samples, self.spec.top, self._micro)[0]

@@ -667,6 +667,8 @@ def test_bad_canaries_get_a_sentence() -> None:
         calibrate(Canary(policy, [{k: torch.zeros_like(v) for k, v in good.items()}]), SAMPLES, 0.9)
     with pytest.raises(ValueError, match="at least 20 samples"):
         calibrate(canary(), SAMPLES.rows(torch.arange(19)), 0.95)
+    with pytest.raises(ValueError, match=r"9 samples do not have a quantile 0\.9: give at least 10"):
+        CanaryRoute(CanarySpec(first=3), None, SAMPLES.rows(torch.arange(9))).refresh(policy, 0)
     with pytest.raises(ValueError, match="return log-ratios"):
         calibrate(lambda rollouts: torch.zeros(1, len(rollouts), 1), SAMPLES, 0.9)
     with pytest.raises(ValueError, match="NaN or infinity"):
