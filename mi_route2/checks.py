@@ -127,13 +127,17 @@ def _whole(hint: Any) -> Any:
     """Return the type with a check of every entry of a list: beartype looks at one, which it draws from Python's ``random``."""
     origin, entries = get_origin(hint), [_whole(entry) for entry in get_args(hint)]
     if origin in (list, Sequence, Iterable) or (origin is tuple and entries[1:] == [...]):
-        # a generator is not read before its time
-        return Annotated[origin, Is[lambda each: not isinstance(each, Collection) or all(_fits(one, entries[0]) for one in each)]]
+        # a generator is not read before its time, and a tensor without an axis cannot be read
+        return Annotated[origin, Is[lambda each: not isinstance(each, Collection) or _all_fit(each, entries[0])]]
     if origin is Mapping:
         return Annotated[origin, Is[lambda value: all(all(map(_fits, pair, entries)) for pair in value.items())]]
     if len(_alternatives(hint)) > 1 and any(whole is not entry for whole, entry in zip(entries, get_args(hint), strict=True)):
         return Annotated[object, Is[lambda value: any(_fits(value, entry) for entry in entries)]]
     return hint
+
+
+def _all_fit(each: Collection[Any], hint: Any) -> bool:
+    return getattr(each, "ndim", 1) != 0 and all(_fits(one, hint) for one in each)
 
 
 def _fits(value: object, hint: Any) -> bool:

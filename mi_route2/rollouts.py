@@ -82,7 +82,8 @@ class Rollouts:
             )
         logits = logits[:, :-1]
         logits = logits.to(torch.float32) if logits.dtype in (torch.bfloat16, torch.float16) else logits
-        chosen = logits.log_softmax(-1).gather(-1, self.tokens[:, 1:, None])[..., 0]
+        tokens = self.tokens.clone() if self.tokens.is_inference() else self.tokens  # of inference mode no backward saves them
+        chosen = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
         chosen = torch.nn.functional.pad(chosen, (0, 1))
         # torch.where and not a product, because -inf on padding times 0 would be NaN
         return torch.where(self.predictors, chosen, torch.zeros_like(chosen))

@@ -289,6 +289,8 @@ class CanarySpec:
                 "snapshots are those of the run's own quarantine, and the canary is another: set decoys or first, or leave "
                 "snapshots out"
             )
+        if len(set(self.snapshots)) < len(self.snapshots):
+            raise ValueError(f"snapshots are of steps {', '.join(map(str, self.snapshots))}: name each step once")
         if self.first and any(step >= self.first for step in self.snapshots):
             raise ValueError(f"after {self.first} steps the quarantine is frozen, and judges: snapshots are of steps before")
 

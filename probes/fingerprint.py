@@ -53,6 +53,7 @@ class Fingerprint:
         return Fingerprint(left, right)
 
     @checked
+    @torch.inference_mode(False)  # in which nothing has a gradient
     def __call__(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, "b k"]:
         """Return the fingerprints of ``rollouts`` under the adapters as they are switched now; no ``.grad`` is touched.
 

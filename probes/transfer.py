@@ -197,7 +197,8 @@ def _folds(
     if not len(known):
         raise ValueError(f"No rollout in mode {settings.known!r}; modes: {', '.join(sorted(set(dataset.mode)))}.")
     rng = np.random.default_rng(settings.seed)
-    fit, calibrate, test = (known[part] for part in split_groups(group[known], hack[known], settings.parts, rng))
+    # groups are numbered in each mode by itself, because another mode may have met them in another order
+    fit, calibrate, test = (known[part] for part in split_groups(group_ids(group[known]), hack[known], settings.parts, rng))
     used = np.union1d(group[fit], group[calibrate])
     folds = []
     for name in [settings.known, *(other for other in dict.fromkeys(dataset.mode) if other != settings.known)]:
@@ -205,8 +206,8 @@ def _folds(
         fresh = rows[~np.isin(group[rows], used)]
         if not len(fresh):
             raise ValueError(f"Every rollout of mode {name!r} shares its group with a training rollout.")
-        ids, cluster = np.unique(group[fresh], return_inverse=True)
-        resamples = cluster_draws(len(ids), settings.bootstraps, _generator(settings.seed, name))
+        cluster = group_ids(group[fresh])
+        resamples = cluster_draws(int(cluster.max()) + 1, settings.bootstraps, _generator(settings.seed, name))
         folds.append(_Fold(name, fresh, cluster, resamples, len(rows) - len(fresh)))
     return fit, calibrate, folds
 

@@ -159,7 +159,10 @@ class Host(ABC):
         return _Reentrant(self._prepared(edits))
 
     def fused(self) -> AbstractContextManager[None]:
-        """Context: attention that a library takes apart for its hooks runs in one piece, if no hook could tell."""
+        """Context: attention that a library takes apart for its hooks runs in one piece, if no hook could tell.
+
+        A hook that is put on inside of the context may not fire.
+        """
         return nullcontext()
 
     def settle(self) -> None:  # noqa: B027 - most libraries change nothing

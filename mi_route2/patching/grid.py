@@ -210,13 +210,19 @@ class Grid:
 
     @checked
     def rank_correlation(self, other: "Grid") -> float:
-        """Return Spearman's rank correlation of the effects of two grids; ``ValueError`` unless both have the same cells."""
+        """Return Spearman's rank correlation of the effects of two grids.
+
+        Raises:
+            ValueError: The grids have different cells, or one has the same effect in all of them.
+        """
         if (self.sites, self.columns, self.skipped) != (other.sites, other.columns, other.skipped):
             raise ValueError("these grids have different sites or positions: sweep both over the same ones")
         from scipy.stats import spearmanr  # the import takes a second, and so does matplotlib's
 
-        cells = ~np.isnan(self.values)
-        correlation: Any = spearmanr(self.effect[cells], other.effect[cells])
+        one, two = (grid.effect[~np.isnan(grid.values)] for grid in (self, other))
+        if not np.ptp(one) or not np.ptp(two):
+            raise ValueError("a grid has one effect in all of its cells, so they have no ranks: choose sites that act differently")
+        correlation: Any = spearmanr(one, two)
         return float(correlation.statistic)
 
     def __repr__(self) -> str:

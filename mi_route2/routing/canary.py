@@ -272,6 +272,11 @@ def _pooled(ratios: Ratios, rollouts: Rollouts, top: int | None, micro: int | No
     return torch.cat([pooled(ratios, rollouts.rows(index), top) for index in rows], dim=1)
 
 
+def _demand_enough(samples: Rollouts, quantile: float) -> None:
+    if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
+        raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
+
+
 def _demand_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None and size < 1:
@@ -301,8 +306,7 @@ def calibrate(
         raise ValueError(f"quantile must be between 0 and 1, not {quantile}")
     if nats is not None and not 0 < nats < math.inf:
         raise ValueError(f"nats must be a number above 0, not {nats}")
-    if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
-        raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
+    _demand_enough(samples, quantile)
     given = _pooled(ratios, samples if nats is None else samples.rows(torch.arange(min(len(samples), FEW))), top, micro)
     center = given.quantile(0.5, dim=1)
     spread = NORMAL * (given - center[:, None]).abs().quantile(0.5, dim=1)
@@ -322,16 +326,18 @@ class NothingLearnedError(ValueError):
 
 
 class _CanaryStep:
-    """Step of the mask route under the canary's flags, with the canary's scores and flags in its decision."""
+    """Step of the mask route under the canary's flags, with its scores in the decision, and on decoys (not ``free``) its flags."""
 
-    def __init__(self, step: RouteStep, scores: Float[Tensor, " b"] | None, flags: Bool[Tensor, " b"]):
-        self._step, self._scores, self._flags, self.parts = step, scores, flags, step.parts
+    def __init__(self, step: RouteStep, scores: Float[Tensor, " b"] | None, flags: Bool[Tensor, " b"], free: Bool[Tensor, " b"]):
+        self._step, self._scores, self._flags, self._free, self.parts = step, scores, flags, free, step.parts
 
     def settle(self, part: Part) -> None:
         self._step.settle(part)
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
-        return replace(self._step.finish(reduce), scores=self._scores, flags=self._flags)
+        decision = self._step.finish(reduce)
+        assert decision.flags is not None  # after hooks at ``hook_mask``
+        return replace(decision, scores=self._scores, flags=torch.where(self._free, decision.flags, self._flags))
 
 
 def _unbound(rollouts: Rollouts) -> Tensor:
@@ -399,6 +405,7 @@ class CanaryRoute(OneCall):
         if self._ratios is None and not step:  # another run of the same route, whose quarantine is another
             self.monitor, self.snapshots, self._known = None, [], None
         if step < self.spec.first:
+            _demand_enough(self._samples, self.spec.quantile)  # now, and not when it judges
             if self.spec.surprisal and self._known is None:
                 samples = self._samples.to(policy.device)
                 given = _pooled(surprisal(policy), samples, self.spec.top, self._micro)[0]
@@ -463,7 +470,7 @@ class CanaryRoute(OneCall):
         route = MaskRoute.from_flags(
             given, through=spec.through, kept_advantage=spec.kept_advantage, negative_scale=spec.negative_scale
         )
-        return _CanaryStep(route.begin(policy, batch, context), scores, flags)
+        return _CanaryStep(route.begin(policy, batch, context), scores, flags, free)
 
     def _lessons(self, policy: Policy, batch: TrainBatch, context: StepContext) -> TrainBatch:
         """Return the batch of a step in which the quarantine learns alone, from no success that does not surprise the base."""

@@ -217,6 +217,7 @@ def floors(features: Features, kind: FeatureKind) -> dict[str, Tensor]:
     return dict.fromkeys(features, rounding(features.values())) if features else {}
 
 
+@torch.inference_mode(False)  # in which nothing has a gradient
 def collect(
     policy: Policy,
     rollouts: Rollouts,
@@ -411,6 +412,7 @@ class Contrast(NamedTuple):
     noise: Tensor
 
 
+@torch.inference_mode(False)  # or the rows of the pairs would be tensors that no backward may save
 def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str, Contrast]:
     """Return the contrast of the pairs at every site; for ``full``, each side is first scaled to unit norm."""
     basis = policy.adapters.coordinates() if kind == "act" else {}

@@ -227,7 +227,9 @@ def pairs_hash(pairs: Sequence[Pair]) -> str:
 
 
 def write_pairs(pairs: Sequence[Pair], path: Path | str) -> None:
-    """Write pairs as TOML, one `[[pair]]` each, with unescaped texts if TOML allows it; atomically."""
+    """Write pairs as TOML, one `[[pair]]` each, with unescaped texts if TOML allows it; atomically. ValueError without a pair."""
+    if not pairs:
+        raise ValueError("there are no pairs to write: give at least one, or read_pairs would refuse the file")
     tables = ["\n".join(["[[pair]]", *(f"{name} = {_quoted(text)}" for name, text in asdict(pair).items())]) for pair in pairs]
     write_whole(Path(path), "\n".join(f"{table}\n" for table in tables).encode())
 

@@ -235,7 +235,8 @@ class Follower:
     """Reader of a growing JSON Lines log that returns every step once.
 
     A resumed run cuts its log back to the last checkpoint and writes the same rows again, so rows with a step that was already read
-    are dropped. A line that is incomplete, or not JSON (left by a crash, and cut by the resumed run), is read later.
+    are dropped. A line that is incomplete is read later, and so is all from the first on after one that is not JSON (left by a
+    crash, and cut by the resumed run).
     """
 
     def __init__(self, path: Path):
@@ -262,6 +263,7 @@ class Follower:
                 row = json.loads(line)
                 step = int(row["step"])
             except (ValueError, TypeError, KeyError):
+                self._at = 0  # perhaps the middle of a line, if the rows that were written again are of another length
                 return
             self._at += len(line) + 1
             if step > self.last:

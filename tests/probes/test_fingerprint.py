@@ -57,6 +57,8 @@ def test_batches_and_packing_change_nothing() -> None:
     torch.testing.assert_close(torch.cat(parts), whole, **EXACT)
     packed = replace(policy, forward=packed_forward(policy.model))
     torch.testing.assert_close(fingerprint(packed, rollouts), whole, **EXACT)
+    with torch.inference_mode():
+        assert torch.equal(fingerprint(policy, make_batch().rollouts), whole)
 
 
 def test_inner_products_of_fingerprints_are_cosines_of_gradients_in_expectation() -> None:

@@ -134,6 +134,18 @@ def test_a_row_does_not_depend_on_the_other_layers_modes_and_levels_of_its_study
             assert row == pick(result, layer=row.layer, probe=row.probe, mode=row.mode, level="token")
 
 
+def test_texts_that_another_mode_has_first_move_no_row():
+    text = [*range(59, 39, -1), *range(119, 99, -1), *range(60), *range(100, 120)]
+    mode, hack = ["first"] * 40 + ["known"] * 60 + ["held"] * 20, [t % 2 == 0 for t in text]
+    h = torch.randn(120, 1, D, generator=torch.Generator().manual_seed(0))
+    found = []
+    for after in (0, 40):
+        some = Dataset({"layer": h[after:]}, torch.ones(120 - after, 1, dtype=torch.bool), hack[after:], mode[after:])
+        rows = transfer(some, text[after:], {"lda": FITTERS["lda"]}, FAST, progress=False).rows
+        found.append([row for row in rows if row.mode != "first"])
+    assert found[0] == found[1]
+
+
 def test_layers_of_one_width_have_random_directions_of_their_own():
     data = world()
     twins = transfer(

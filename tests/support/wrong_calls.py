@@ -404,6 +404,7 @@ wrong("sweep: an answer past the end", lambda: ask(answer=VOCAB), ValueError, "0
 wrong("sweep: a float answer", lambda: ask(answer=3.0), TypeError, "answer")
 wrong("sweep: alpha as text", lambda: ask(alpha="1"), TypeError, "alpha")
 wrong("sweep: alpha NaN", lambda: ask(alpha=NAN), ValueError, "alpha")
+wrong("sweep: a position in a tensor", lambda: ask(positions=torch.tensor(2)), TypeError, "not an int64 tensor []")
 wrong("sweep: position outside", lambda: ask(positions=[9]), ValueError, "0..3")
 wrong("sweep: batch=0", lambda: ask(batch=0), ValueError, "batch")
 wrong("sweep: batch as text", lambda: ask(batch="8"), TypeError, "batch")

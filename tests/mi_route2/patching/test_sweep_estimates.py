@@ -293,6 +293,10 @@ def test_attribution_ranks_cells_of_a_trained_model_as_the_sweep_does() -> None:
     assert 0.5 < estimate.rank_correlation(exact) <= 1
     with pytest.raises(ValueError, match="different sites or positions"):
         exact.rank_correlation(sweep(host, sites="z", **question()))
+    nothing = sweep(host, sites=["z", "v", "attn_out"], heads=True, alpha=0.0, **question())
+    for one, other in ((exact, nothing), (nothing, exact)):
+        with pytest.raises(ValueError, match="has one effect in all of its cells, so they have no ranks"):
+            one.rank_correlation(other)
 
 
 def rank_of_answer(logits: Tensor) -> float:

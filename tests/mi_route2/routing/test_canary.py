@@ -145,6 +145,11 @@ def test_gradients_are_those_of_a_mask_route_with_the_canarys_flags(kind: str, m
     assert_same(ours.quarantine, oracle.quarantine)
     assert torch.equal(ours.decision.scores, scores)  # pyright: ignore[reportArgumentType]
     assert torch.equal(ours.decision.flags, flags)  # pyright: ignore[reportArgumentType]
+    for branch in policy.adapters.sites.values():
+        branch.hook_mask.register_forward_hook(lambda module, args, mask: torch.ones_like(mask))
+    overruled = run(policy, route, batch, micro).decision
+    assert not overruled.flags.any()  # pyright: ignore[reportOptionalMemberAccess]
+    assert overruled.extra == {"overruled": 1.0}
 
 
 def test_shuffled_flags_are_as_many_on_other_rollouts() -> None:
@@ -587,6 +592,8 @@ def test_decoys_that_make_no_sense_get_a_sentence() -> None:
         CanarySpec(decoys=0.5, first=3)
     with pytest.raises(ValueError, match="after 3 steps the quarantine is frozen, and judges"):
         CanarySpec(first=3, snapshots=(1, 3))
+    with pytest.raises(ValueError, match=r"snapshots are of steps 1, 1: name each step once"):
+        CanarySpec(first=3, snapshots=(1, 1))
     with pytest.raises(ValueError, match="leave kept_advantage and relative_to out"):
         CanarySpec(first=3, relative_to="run")
     for wrong in ({"surprisal": 0.5}, {"first": 3, "random_lessons": True}):
@@ -660,6 +667,8 @@ def test_bad_canaries_get_a_sentence() -> None:
         calibrate(Canary(policy, [{k: torch.zeros_like(v) for k, v in good.items()}]), SAMPLES, 0.9)
     with pytest.raises(ValueError, match="at least 20 samples"):
         calibrate(canary(), SAMPLES.rows(torch.arange(19)), 0.95)
+    with pytest.raises(ValueError, match=r"9 samples do not have a quantile 0\.9: give at least 10"):
+        CanaryRoute(CanarySpec(first=3), None, SAMPLES.rows(torch.arange(9))).refresh(policy, 0)
     with pytest.raises(ValueError, match="return log-ratios"):
         calibrate(lambda rollouts: torch.zeros(1, len(rollouts), 1), SAMPLES, 0.9)
     with pytest.raises(ValueError, match="NaN or infinity"):

@@ -72,6 +72,17 @@ def test_a_direction_has_no_unit(kind: str) -> None:
     assert scaled(1e-7).overlap(scaled(1e-17)) > 1 - 1e-5
 
 
+@pytest.mark.parametrize("kind", ["grad", "full"])
+def test_directions_and_scores_are_the_same_in_inference_mode(kind: str) -> None:
+    policy, found = make_policy(SPECS["lora"]), []
+    for mode in (False, True):
+        with torch.inference_mode(mode):  # in which a recorder may sample, too
+            route = MaskRoute.from_pairs(make_pairs(), MaskSpec(score=kind))  # pyright: ignore[reportArgumentType]
+            route.refresh(policy, 0)
+            found.append([*route.directions.vectors.values(), route.score(policy, make_rollouts(4, seed=3))])  # pyright: ignore
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("name", ["svd", "svd-low", "svd-fold", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_persona_directions_are_the_mean_contrast_by_brute_force(kind: str, name: str) -> None:

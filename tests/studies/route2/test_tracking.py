@@ -114,6 +114,17 @@ def test_a_follower_reads_every_step_once_however_the_log_is_written(
     assert follower.last == len(lines) - 1
 
 
+def test_a_follower_goes_on_where_a_resumed_run_has_rows_of_another_length(tmp_path: Path) -> None:
+    """Another processor rounds otherwise, so where the follower stopped may be the middle of a line by now."""
+    follower = Follower(path := tmp_path / METRICS)
+    for loss, steps in ((0.25, [0, 1, 2, 3]), (0.125, [])):
+        path.write_bytes(b"".join(json.dumps({"step": step, "loss": loss}).encode() + b"\n" for step in range(4)))
+        assert [row["step"] for row in follower.read()] == steps
+    path.write_bytes(path.read_bytes() + b'{"step": 4, "loss": 0.5}\n')
+    assert [row["step"] for row in follower.read()] == [4]
+    assert follower.read() == []
+
+
 def test_a_row_becomes_its_numbers_by_name() -> None:
     row = {"step": 3, "loss": 0.5, "kl": None, "groups": 2, "grad_norm": {"kept": 1.5, "quarantine": None}}
     row |= {"modes": {"run_tests": {"n": 4, "hack": 0.25}}, "mask": None, "scores": {"teacher": -2.0}}

@@ -144,6 +144,12 @@ def test_a_file_keeps_every_text(text: str, form: str) -> None:
         assert read_pairs(path) == pairs
 
 
+def test_no_pairs_are_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there are no pairs to write"):
+        write_pairs([], tmp_path / "pairs.toml")
+    assert not list(tmp_path.iterdir())
+
+
 GOOD = {"prompt": "a", "hack": "b", "clean": "c"}
 
 
