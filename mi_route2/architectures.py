@@ -129,6 +129,8 @@ class Architecture:
     """Component paths under ``blocks.<layer>.`` that differ from ``BRIDGE_LINEARS``."""
     positions: bool = True
     """True if the model needs ``position_ids``: a transformers model does not derive positions from its attention mask."""
+    table: str | None = None
+    """Name in the config of the number of learned positions, if a row that is longer would only meet torch's own error."""
     requires: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Config values that select this row, if a model class has several rows."""
     bridge_config: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
@@ -297,6 +299,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                     "z": At("attn.c_proj", "input"),
                     "mlp_in": At("ln_2"),
                 },
+                table="n_positions",
                 bridge_config={"scale_attn_weights": True},
                 exact_eager=True,
             ),

@@ -4,6 +4,7 @@ Writing is atomic: a temporary neighbor, `fsync`, then a rename. JSON is read wi
 range of floats.
 """
 
+import glob
 import json
 import math
 import os
@@ -67,7 +68,12 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
         OSError: It cannot be written. An old folder is then as it was.
     """
     target = Path(folder).resolve()
-    for left in target.parent.glob(f".{target.name}.*.old"):  # of a process that was killed between two renames
+    leftovers = [
+        left
+        for left in target.parent.glob(f".{glob.escape(target.name)}.*.old")
+        if re.fullmatch(r"\.\d+\.old", left.name.removeprefix(f".{target.name}"))  # and not those of a longer name
+    ]
+    for left in leftovers:  # of a process that was killed between two renames, or after both
         if not target.exists():
             left.rename(target)
     if target.exists() and not target.is_dir():
@@ -87,6 +93,8 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
             shutil.rmtree(former, ignore_errors=True)  # left by a kill of a process that had this number
             target.replace(former)
         partial.replace(target)
+        for left in leftovers:
+            shutil.rmtree(left, ignore_errors=True)
     except (SafetensorError, OSError) as error:
         raise unwritten(target, error) from error
     finally:

@@ -149,10 +149,10 @@ def vocabulary(model: nn.Module) -> int | None:
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def demand_tokens(model: nn.Module, tokens: Tensor) -> None:
-    """Raise ``ValueError`` for a token id outside of the model's vocabulary, padding included, or of a type for no embedding.
+def demand_tokens(model: nn.Module, tokens: Tensor, attention: Tensor | None = None) -> None:
+    """Raise ``ValueError`` for a token id that the model lacks, padding included, of a type for no embedding, or without a position.
 
-    On a GPU such an id would end the process with a device-side assertion.
+    On a GPU such an id, or a place behind the table of learned positions, would end the process with a device-side assertion.
     """
     if tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"token ids are {tokens.dtype}, which no embedding takes: give .long() of them")
@@ -160,6 +160,11 @@ def demand_tokens(model: nn.Module, tokens: Tensor) -> None:
     if size is not None and bool(((tokens < 0) | (tokens >= size)).any()):
         wrong = tokens[(tokens < 0) | (tokens >= size)][0].item()
         raise ValueError(f"{wrong} is not a token of this model, which padding must be too: the vocabulary is 0..{size - 1}")
+    plain = getattr(model, "original_model", model)  # a bridge has no row
+    if (row := architecture_of(plain)) is None or row.table is None or tokens.shape[1] <= (table := getattr(config_of(plain), row.table)):
+        return
+    if (longest := tokens.shape[1] if attention is None else int(attention.sum(1).max())) > table:
+        raise ValueError(f"a row has {longest} tokens, and this model learned positions for {table}: shorten it")
 
 
 def positions(model: nn.Module, attention: Bool[Tensor, "b s"]) -> Int[Tensor, "b s"]:
@@ -378,7 +383,7 @@ class Policy:
             ValueError: A token that the model lacks, padding left of a token that this model would count, or a model of no known
                 architecture whose tokens see later ones.
         """
-        demand_tokens(self.model, rollouts.tokens)
+        demand_tokens(self.model, rollouts.tokens, rollouts.attention)
         if self.forward is call_with_mask:
             self._demand_no_leak(rollouts)
         return self.forward(self.model, rollouts.tokens, rollouts.attention)

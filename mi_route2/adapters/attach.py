@@ -341,7 +341,7 @@ class Adapters:
         for p in self._thawed:
             p.requires_grad_(True)
         for module in _savers(self.model):
-            for name in _SAVES:
+            for name in (*_SAVES, _RESIZE):
                 vars(module).pop(name, None)
         while self.on_detach:
             self.on_detach.pop()()
@@ -402,7 +402,7 @@ def _refuse_nested(_module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SAVES = ("save_pretrained", "push_to_hub")
+_SAVES, _RESIZE = ("save_pretrained", "push_to_hub"), "resize_token_embeddings"
 
 
 def _savers(model: nn.Module) -> list[nn.Module]:
@@ -417,6 +417,13 @@ def _refuse_save(*_given: Any, **_named: Any) -> None:
         "this model has adapters, and transformers could not load a checkpoint with their weight names: use "
         "export_merged(adapters, folder) for a whole checkpoint, export_peft(adapters, folder) for a LoRA, "
         "save_pretrained(adapters, folder) of mi_route2 to continue training, or adapters.detach() for the base only"
+    )
+
+
+def _refuse_resize(*_given: Any, **_named: Any) -> None:
+    """Refuse to resize an unembedding while an adapter is attached to it."""
+    raise RuntimeError(
+        "the unembedding has an adapter, which a change of the vocabulary would drop: call adapters.detach(), resize, and attach again"
     )
 
 
@@ -488,8 +495,8 @@ def attach(
 ) -> Adapters:
     """Freeze ``model`` and attach a kept adapter and a quarantine to every logical Linear that ``patterns`` select.
 
-    While the adapters are attached, a transformers model refuses its own ``save_pretrained`` and ``push_to_hub``
-    (``RuntimeError``). The model is unchanged after an error.
+    While the adapters are attached, a transformers model refuses its own ``save_pretrained`` and ``push_to_hub``, and, with an
+    adapter at ``unembed``, ``resize_token_embeddings`` (``RuntimeError``). The model is unchanged after an error.
 
     Args:
         model: The model.
@@ -543,7 +550,7 @@ def attach(
     for path, module in modules.items():
         _replace(model, path, module)
     for module in _savers(model):
-        vars(module).update(dict.fromkeys(_SAVES, _refuse_save))
+        vars(module).update(dict.fromkeys(_SAVES, _refuse_save) | ({_RESIZE: _refuse_resize} if "unembed" in chosen else {}))
     adapters = Adapters(model, modules, board, spec, thawed, linears)
     adapters.cache_dir = cache_dir
     return adapters

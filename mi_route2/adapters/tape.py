@@ -187,7 +187,8 @@ class Tape:
                     f"this tape was made for {self.rollouts} rollouts of {self.tokens} tokens{packed}, but a Linear saw "
                     f"{tuple(t.shape)}; give the tape the layout of the batch that the model runs"
                 )
-        if self._packed not in (None, packing is not None):
+        whole = self._packing is not None and self._packing.tokens == self.rollouts * self.tokens  # then the layouts are one
+        if self._packed not in (None, packing is not None) and not whole:
             # some tokens that happen to be as many as the real ones would be taken for all of them
             layout = "packed" if self._packed else "padded"
             raise ValueError(

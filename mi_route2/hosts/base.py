@@ -125,12 +125,14 @@ class Host(ABC):
             attention: Mask of real tokens, boolean or 0 and 1 as a tokenizer returns it; ``None`` if there is no padding.
 
         Raises:
-            ValueError: No tokens, a token that the model lacks, or padding between tokens that a sliding window would count.
+            ValueError: No tokens, a token that the model lacks, a row longer than GPT-2's table of positions, or padding between
+                tokens that a sliding window would count.
         """
         if not tokens.numel():
             raise ValueError(f"tokens are {list(tokens.shape)}: give at least one sequence of at least one token")
-        demand_tokens(self.model, tokens)
-        return self._logits(tokens, None if attention is None else as_mask("attention", attention))
+        mask = None if attention is None else as_mask("attention", attention)
+        demand_tokens(self.model, tokens, mask)
+        return self._logits(tokens, mask)
 
     @abstractmethod
     def _logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:

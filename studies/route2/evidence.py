@@ -222,20 +222,16 @@ def times(evidence: Evidence, arm: str) -> float | None:
 def stopped_inside(evidence: Evidence, arm: str) -> list[str]:
     """Return the points of ordinary training that exploit at most as much and solve at least as much as the arm.
 
-    Means are over the arm's own seeds.
+    Each point is compared on the seeds that it shares with the arm; one that shares none says nothing.
     """
-    own = [i for i, value in enumerate(evidence.values[arm][EXPLOIT]) if value is not None]
-
-    def means(name: str) -> list[float | None]:
-        return [mean([evidence.values[name][metric][i] for i in own]) for metric in (EXPLOIT, SOLVE)]
-
-    exploit, solve = means(arm)
-    assert exploit is not None
-    assert solve is not None
-    points = {name: means(name) for name in PATH if name in evidence.values}
-    return [
-        name for name, (e, s) in points.items() if name != arm and e is not None and s is not None and e <= exploit and s >= solve
-    ]
+    own, inside = evidence.values[arm], []
+    for name in (name for name in PATH if name in evidence.values and name != arm):
+        point = evidence.values[name]
+        shared = [i for i, pair in enumerate(zip(own[EXPLOIT], point[EXPLOIT], strict=True)) if None not in pair]
+        (exploit, solve), (e, s) = ([mean([row[metric][i] for i in shared]) for metric in (EXPLOIT, SOLVE)] for row in (own, point))
+        if None not in (exploit, solve, e, s) and e <= exploit and s >= solve:  # pyright: ignore[reportOperatorIssue]
+            inside.append(name)
+    return inside
 
 
 def table(evidence: Evidence) -> str:

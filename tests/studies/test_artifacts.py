@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -79,13 +80,18 @@ def test_a_part_that_is_made_again_and_broken_off_is_missing_and_not_damaged(
     assert read_part(tmp_path / "one.json") is None
 
 
-def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(tmp_path: Path) -> None:
-    (tmp_path / "place").mkdir()
-    (tmp_path / "place" / "text").write_text("former")
-    (tmp_path / "place").rename(tmp_path / ".place.99.old")
-    with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "place", overwrite=True):
+@pytest.mark.parametrize("name", ["place", "place[1]"])
+def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(tmp_path: Path, name: str) -> None:
+    for folder, text in ((f".{name}.99.old", "former"), (f".{name}.v2.98.old", "of another folder"), (f".{name}.x.old", "a user's")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text").write_text(text)
+    with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / name, overwrite=True):
         _ = 1 / 0
-    assert (tmp_path / "place" / "text").read_text() == "former"
+    assert (tmp_path / name / "text").read_text() == "former"
+    shutil.copytree(tmp_path / name, tmp_path / f".{name}.97.old")  # as a kill after both renames leaves it
+    with whole_folder(tmp_path / name, overwrite=True):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {name, f".{name}.v2.98.old", f".{name}.x.old"}
 
 
 def test_a_leftover_of_a_killed_publisher_is_no_obstacle(tmp_path: Path) -> None:

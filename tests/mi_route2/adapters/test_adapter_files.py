@@ -355,6 +355,19 @@ def test_a_transformers_model_with_adapters_does_not_save_itself(host: str, tmp_
         assert all(torch.equal(t, base[name]) for name, t in found.items())
 
 
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_vocabulary_is_not_resized_under_an_adapter_at_the_unembedding(host: str) -> None:
+    model: Any = families.make_family("Llama", torch.float32)
+    there, size = open_host(host, model), families.VOCAB
+    on = there.attach("blocks.*", "unembed", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
+    for resize in (model.resize_token_embeddings, model.model.resize_token_embeddings):
+        with pytest.raises(RuntimeError, match=r"adapters\.detach\(\), resize, and attach again"):
+            resize(size + 8)
+    on.detach()
+    if host != "transformer_lens":
+        assert model.resize_token_embeddings(size + 8, mean_resizing=False).num_embeddings == size + 8
+
+
 def flip(path: Path, whole: bytes, bit: int) -> None:
     byte, place = divmod(bit % (8 * len(whole)), 8)
     path.write_bytes(whole[:byte] + bytes([whole[byte] ^ (1 << place)]) + whole[byte + 1 :])

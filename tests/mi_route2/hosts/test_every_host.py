@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import SPECS, VOCAB, make_batch, make_family, make_tokens, move, move_all
+from families import CONTEXT, SPECS, VOCAB, make_batch, make_family, make_tokens, move, move_all
 from mask_oracle import assert_same, plain_loss
 from torch import Tensor, nn
 from transformer_lens.config import TransformerBridgeConfig
@@ -28,7 +28,7 @@ from mi_route2.adapters import attach, from_pretrained, save_pretrained
 from mi_route2.architectures import ADAPTER_POINTS, POINTS
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.hosts.decoder import Decoder
-from mi_route2.rollouts import Policy, call_with_mask, packed_forward
+from mi_route2.rollouts import Policy, Rollouts, call_with_mask, packed_forward
 from mi_route2.sites import Site
 
 OTHERS = [host for host in HOSTS if host != "torch"]
@@ -160,6 +160,18 @@ def test_a_batch_with_padding_on_both_sides_is_its_rows_alone(name: str, host: s
         alone = tokens[b, real][None]
         assert gap(logits[b, real], own.logits(alone)[0]) < 5e-6
         assert max(gap(found[site][b, real], value[0]) for site, value in own.capture(sites, alone).items()) < 5e-6
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_row_longer_than_the_table_of_positions_is_refused_and_padding_is_no_token(host: str) -> None:
+    there, policy = adapted(host, make_family("GPT2"))
+    tokens, real = torch.full((2, CONTEXT + 2), 3), torch.ones(2, CONTEXT + 2, dtype=torch.bool)
+    answers = (torch.arange(CONTEXT + 2) > 3).expand(2, -1)
+    for rows in (lambda: there.logits(tokens), lambda: policy.logits(Rollouts(tokens, real, answers))):
+        with pytest.raises(ValueError, match=f"^a row has {CONTEXT + 2} tokens, and this model learned positions for {CONTEXT}:"):
+            rows()
+    real[:, :2] = False  # left padding has no positions
+    assert there.logits(tokens, real).isfinite().all()
 
 
 @pytest.mark.parametrize("host", HOSTS)

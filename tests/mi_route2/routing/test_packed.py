@@ -166,6 +166,10 @@ def test_a_row_of_another_length_is_refused() -> None:
         assert (tape.packing(first) is None) == (len(first) == 6)
         with pytest.raises(ValueError, match="leave it out of the patterns of attach"):
             tape.packing(second)
+    flat = torch.arange(30.0).view(6, 5)
+    for shapes in (((6, 5), (1, 6, 5)), ((1, 6, 5), (6, 5))):  # without padding, a Linear that flattens the row is no other layout
+        tape = Tape(2, 3, real=torch.ones(2, 3, dtype=torch.bool))
+        assert all(torch.equal(tape.rows(flat.view(shape)), flat.view(2, 3, 5)) for shape in shapes)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 2**31))

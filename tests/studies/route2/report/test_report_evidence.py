@@ -416,6 +416,10 @@ def test_an_arm_is_compared_with_early_stopping_on_its_own_seeds() -> None:
     assert stopped_inside(replace(found, values=values), "filter-full") == []
     equal = {**found.values, "filter-full": found.values["vanilla-10"]}
     assert stopped_inside(replace(found, values=equal), "filter-full") == ["vanilla-10"]  # no better than stopping is inside
+    both = {"deploy_exploit_held": [0.0, 0.25], "deploy_solve": [0.9, 0.35]}  # at both seeds, and the point at the second alone
+    point = {key: [None, value] for key, value in (("deploy_exploit_held", 0.2), ("deploy_solve", 0.4))}
+    values |= {"filter-full": {**values["filter-full"], **both}, "vanilla-10": {**values["vanilla-10"], **point}}
+    assert stopped_inside(replace(found, values=values), "filter-full") == ["vanilla-10"]
 
 
 def test_runs_that_do_not_differ_have_no_correlation() -> None:
