@@ -129,7 +129,10 @@ def beyond_half(part: Float[np.ndarray, "*n"], gain: Float[np.ndarray, "*n"]) ->
 
 
 def before_quantization(study: Study) -> Estimate:
-    """Return the two lanes' gain before quantization beyond half of their gain after it."""
+    """Return the two lanes' gain before quantization beyond half of their gain after it.
+
+    The gain after it need not be shown: a claim of it compares the two whatever they are, and a loss contradicts it.
+    """
     before, after = (read(study, "gptj", part, "bpb") - read(study, "shipped", part, "bpb") for part in ("bpb", "quantised"))
     return Estimate.of(beyond_half(before, after), "BPB", "gain before, minus half of the gain after quantisation")
 
