@@ -150,7 +150,7 @@ def vocabulary(model: nn.Module) -> int | None:
 
 
 def demand_tokens(model: nn.Module, tokens: Tensor, attention: Tensor | None = None) -> None:
-    """Raise ``ValueError`` for a token id that the model lacks, padding included, of a type for no embedding, or without a position.
+    """Raise ``ValueError`` for a token id that the model lacks, padding included, of a type for no embedding, or without a place.
 
     On a GPU such an id, or a place behind the table of learned positions, would end the process with a device-side assertion.
     """
@@ -161,10 +161,11 @@ def demand_tokens(model: nn.Module, tokens: Tensor, attention: Tensor | None = N
         wrong = tokens[(tokens < 0) | (tokens >= size)][0].item()
         raise ValueError(f"{wrong} is not a token of this model, which padding must be too: the vocabulary is 0..{size - 1}")
     plain = getattr(model, "original_model", model)  # a bridge has no row
-    if (row := architecture_of(plain)) is None or row.table is None or tokens.shape[1] <= (table := getattr(config_of(plain), row.table)):
+    row = architecture_of(plain)
+    if row is None or row.table is None or tokens.shape[1] <= (learned := getattr(config_of(plain), row.table)):
         return
-    if (longest := tokens.shape[1] if attention is None else int(attention.sum(1).max())) > table:
-        raise ValueError(f"a row has {longest} tokens, and this model learned positions for {table}: shorten it")
+    if (longest := tokens.shape[1] if attention is None else int(attention.sum(1).max())) > learned:
+        raise ValueError(f"a row has {longest} tokens, and this model learned positions for {learned}: shorten it")
 
 
 def positions(model: nn.Module, attention: Bool[Tensor, "b s"]) -> Int[Tensor, "b s"]:

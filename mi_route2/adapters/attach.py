@@ -423,7 +423,7 @@ def _refuse_save(*_given: Any, **_named: Any) -> None:
 def _refuse_resize(*_given: Any, **_named: Any) -> None:
     """Refuse to resize an unembedding while an adapter is attached to it."""
     raise RuntimeError(
-        "the unembedding has an adapter, which a change of the vocabulary would drop: call adapters.detach(), resize, and attach again"
+        "the unembedding has an adapter, which another vocabulary would not fit: call adapters.detach(), resize, and attach again"
     )
 
 

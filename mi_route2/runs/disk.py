@@ -376,7 +376,8 @@ class Disk:
             raise self._damaged(error) from error
 
     def _damaged(self, why: Exception) -> ValueError:
-        return ValueError(f"{self._index} is damaged ({why}): delete {self.folder} and capture its runs again")
+        told = " ".join(str(why).split())  # SQLite quotes a table's definition, in several lines
+        return ValueError(f"{self._index} is damaged ({told}): delete {self.folder} and capture its runs again")
 
 
 def _only_here(folder: Path) -> IO[str]:

@@ -288,8 +288,10 @@ def _write(job: Job, probed: Probed, out: Path) -> list[Path]:
             for name, figure in _figures(result, unit).items():
                 figure.suptitle(f"{job.settings.preset}: {job.name}, seed {job.seed}, {STATES[state]}")
                 paths.append(save_figure(figure, out / f"probes-{state}-{unit}-{name}.png"))
-    for old in set(out.glob("probes-*.png")) - set(paths):  # figures of a state that is left out this time
-        old.unlink()
+    ours = re.compile(rf"probes-({'|'.join(STATES)})-({'|'.join(UNITS)})-(residual|inputs|reliability)\.png")
+    for old in out.glob("probes-*.png"):
+        if old not in paths and ours.fullmatch(old.name):  # figures of a state that is left out this time
+            old.unlink()
     return paths
 
 

@@ -82,7 +82,7 @@ def test_a_part_that_is_made_again_and_broken_off_is_missing_and_not_damaged(
 
 @pytest.mark.parametrize("name", ["place", "place[1]"])
 def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(tmp_path: Path, name: str) -> None:
-    for folder, text in ((f".{name}.99.old", "former"), (f".{name}.v2.98.old", "of another folder"), (f".{name}.x.old", "a user's")):
+    for folder, text in ((f".{name}.99.old", "former"), (f".{name}.v2.98.old", "another's"), (f".{name}.x.old", "a user's")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "text").write_text(text)
     with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / name, overwrite=True):

@@ -183,13 +183,15 @@ def test_everything_is_written_next_to_the_run_in_both_units_and_a_state_without
 
     labelled(only_when_deployed)
     (finished.folder / "probes-on-rollout-residual.png").write_bytes(b"of an earlier time")
+    (mine := finished.folder / "probes-of-mine.png").write_bytes(b"a user's")
     with saved_titles() as seen:
         names = {path.name for path in probe_job(finished, PER_MODE, progress=False)}
     kinds = ("residual", "inputs", "reliability")
     assert [len(seen), untitled(seen, finished.settings.preset)] == [2 * len(kinds), []]
     figures = {f"probes-deploy-{unit}-{kind}.png" for unit in ("rollout", "token") for kind in kinds}
     assert names == {"probes.jsonl", "probes.md", *figures}
-    assert {path.name for path in finished.folder.glob("probes*")} == names
+    assert {path.name for path in finished.folder.glob("probes*")} == {*names, mine.name}
+    mine.unlink()
     rows = [json.loads(line) for line in (finished.folder / "probes.jsonl").read_text().splitlines()]
     assert {row["level"] for row in rows} == {"rollout", "token"}
     assert all(row["random_p95"] is not None and row["brier"] is not None for row in rows)
