@@ -220,6 +220,8 @@ def predicted_results(to: Path) -> list[tuple[StudyResult, Predictions]]:
         named = []
         for path in sorted(to.glob(f"{preset}-*/table.json")):
             content = json.loads(path.read_text(encoding="utf-8"))
+            if content["settings"]["preset"] != preset:  # strong-30k also begins with strong-
+                continue
             if (predictions := predictions_for(to, content)) is not None:
                 named.append((len(content["seed_ids"]), StudyResult(content), predictions))
         found += [(result, predictions) for _, result, predictions in sorted(named, key=lambda each: each[0])[-1:]]
