@@ -888,6 +888,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "use gradient_accumulation_steps=1, or unit='pooled'",
     ),
     "upload": (MaskSpec(), {"push_to_hub": True, "hub_strategy": "checkpoint"}, "must not be uploaded"),
+    "tracker": (MaskSpec(), {"report_to": ["flyte"]}, "Flyte uploads checkpoints"),
     "split": (MaskSpec(), {"parallelism_config": ParallelismConfig()}, "has no whole gradient"),
     "entropy": (UNFLAGGED, {"use_adaptive_entropy": True}, "would count both"),
     "pairs": (MaskRoute.from_flags(torch.zeros(8, dtype=torch.bool)), {"own": {"pairs": pairs()}}, "has its own pairs"),
