@@ -455,7 +455,9 @@ def test_kept_adapter_and_quarantine_run_as_one_lora_and_a_folder_written_again_
     move()
     # Room for LoRAs that were read before, and prefixes of whole blocks: what could be stale is there.
     settings = {"max_cpu_loras": 4, "block_size": 32, "max_model_len": 256, "kv_cache_memory_bytes": room}
+    torch.manual_seed(4)
     theirs = launch(tmp_path / "base", adapters=folders, dtype="float32", **settings)
+    assert torch.initial_seed() == 4
     requests = [
         Request(PROMPT, FULL, capture=(Capture(MID),)),
         Request(PROMPT, FULL, patch=(Patch(Site(1, "q"), 20, at("q")),)),
