@@ -489,7 +489,8 @@ def attach(
     """Freeze ``model`` and attach a kept adapter and a quarantine to every logical Linear that ``patterns`` select.
 
     While the adapters are attached, a transformers model refuses its own ``save_pretrained`` and ``push_to_hub``
-    (``RuntimeError``). The model is unchanged after an error.
+    (``RuntimeError``). Resize its vocabulary before: transformers cannot with an adapter at the unembedding. The model is
+    unchanged after an error.
 
     Args:
         model: The model.

@@ -165,7 +165,7 @@ class VllmEngine:
 
 
 def abandon(llm: Any) -> None:
-    """Abort all requests that an interrupted ``generate`` left in vLLM, and forget all prefixes.
+    """Abort all requests that an interrupted ``generate`` left in vLLM, also those that a user had added, and forget all prefixes.
 
     vLLM counts a step's tokens as computed, and offers their blocks as prefixes, before it runs the step. After a step that broke
     off it would wait for a left request for ever, and other requests would read keys and values that were never written.
