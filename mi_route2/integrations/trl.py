@@ -45,6 +45,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}: RoutedGRPOTrainer needs TRL, pip install 'mi-route2[trl]'", name=error.name) from error
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach, export_peft, load_adapters, save_adapters
+from mi_route2.adapters.attach import refuse_foreign_forward
 from mi_route2.adapters.gradients import wide
 from mi_route2.adapters.io import TURNED, bases
 from mi_route2.adapters.weights import sharded_modules
@@ -270,6 +271,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
         arguments = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *given, **named).arguments
         if arguments.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
             raise ValueError("adapters= attaches this trainer's own adapters, and PEFT's would train unrouted: give a plain model")
+        if not isinstance(model, str):
+            refuse_foreign_forward(model)
         if args is not None:
             trl_refusals.refuse_settings(args)
         beta = 0.0 if args is None else args.beta

@@ -59,6 +59,11 @@ def refuse_settings(args: GRPOConfig) -> None:
         uploads = os.environ.get(variable, usual).lower() not in ("", "0", "off", "no", "none", "false")
         if uploads and tracker in (args.report_to or ()):
             raise ValueError(f"{variable} uploads checkpoints, which hold the quarantine: set it to false")
+    if "flyte" in (args.report_to or ()):  # it has no variable
+        raise ValueError(
+            "Flyte uploads checkpoints, which hold the quarantine: leave it out of report_to, and give "
+            "callbacks=[FlyteCallback(sync_checkpoints=False)]"
+        )
     if args.push_to_hub and "checkpoint" in str(args.hub_strategy).lower():
         raise ValueError("checkpoints hold the quarantine and must not be uploaded: use hub_strategy='every_save' or 'end'")
     if args.load_best_model_at_end and args.save_only_model:

@@ -15,9 +15,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
 
 from mi_route2.adapters import Adapters
-from mi_route2.vllm.client import abandon
+from mi_route2.vllm.client import abandon, preserving_process
 from mi_route2.vllm.facts import imported
-from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, preserving_threads, refuse_stale
+from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, refuse_stale
 
 PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -45,7 +45,7 @@ class PolicyGeneration(VLLMGeneration):
         ranks = {"RANK": rank, "LOCAL_RANK": self.accelerator.local_process_index, "WORLD_SIZE": self.accelerator.num_processes}
         os.environ |= {name: str(number) for name, number in ranks.items()}
         ensure_master_addr_port()
-        with preserving_threads():  # TRL's own settings, and room for the adapters
+        with preserving_process():  # TRL's own settings, and room for the adapters
             self.llm = vllm.LLM(
                 model=self.model.name_or_path,
                 dtype=str(self.dtype).removeprefix("torch."),

@@ -1,14 +1,17 @@
 """Requests of our own engine run by vLLM: a request becomes a prompt and ``SamplingParams``, and the answer a ``Result``."""
 
 import os
+import random
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from mi_route2.adapters.io import PEFT_CONFIG, PEFT_TENSORS
@@ -162,7 +165,7 @@ class VllmEngine:
 
 
 def abandon(llm: Any) -> None:
-    """Abort all requests that an interrupted ``generate`` left in vLLM, and forget all prefixes.
+    """Abort all requests that an interrupted ``generate`` left in vLLM, also those that a user had added, and forget all prefixes.
 
     vLLM counts a step's tokens as computed, and offers their blocks as prefixes, before it runs the step. After a step that broke
     off it would wait for a left request for ever, and other requests would read keys and values that were never written.
@@ -174,6 +177,25 @@ def abandon(llm: Any) -> None:
     engine.abort_request(list(engine.output_processor.request_states), internal=True)
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM was interrupted and keeps prefixes that may be half computed: start it again")
+
+
+@contextmanager
+def preserving_process() -> Iterator[None]:
+    """Context in which vLLM may start; random numbers and torch's threads are ours again afterwards.
+
+    vLLM seeds Python, NumPy and torch with its own seed, the same in every run. The worker of its CPU build replaces
+    ``torch.set_num_threads`` by a function that does nothing.
+    """
+    count, change = torch.get_num_threads(), torch.set_num_threads
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_num_threads = change
+        torch.set_num_threads(count)
 
 
 def launch(
@@ -205,7 +227,9 @@ def launch(
     refuse_settings(settings)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     room = {"enable_lora": True, "max_lora_rank": _rank(adapters.values())} if adapters else {}
-    llm = installed().LLM(str(model), **({"skip_tokenizer_init": True} | room | settings | dict(SETTINGS)))
+    vllm = installed()
+    with preserving_process():
+        llm = vllm.LLM(str(model), **({"skip_tokenizer_init": True} | room | settings | dict(SETTINGS)))
     return VllmEngine(llm, vectors=vectors, adapters=adapters, generator=generator)
 
 

@@ -12,8 +12,7 @@ number, name and folder, and the former ones are dropped. After each sampling vL
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +26,7 @@ from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.io import export_peft, places
 from mi_route2.adapters.linear import LoRA
 from mi_route2.rollouts import Policy, Rollouts, still
-from mi_route2.vllm.client import RANKS, abandon
+from mi_route2.vllm.client import RANKS, abandon, preserving_process
 from mi_route2.vllm.facts import COLDEST, imported
 
 TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType({torch.float32: (1e-3, 1e-2), torch.bfloat16: (0.2, 2.0)})
@@ -244,7 +243,7 @@ class VllmSampler:
         vllm = imported()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
         usual = {"skip_tokenizer_init": True, "dtype": str(self._dtype).removeprefix("torch.")}
-        with preserving_threads():
+        with preserving_process():
             return vllm.LLM(str(self._base), **(usual | self._settings | room))
 
     def close(self) -> None:
@@ -253,17 +252,3 @@ class VllmSampler:
         if lora is not None:
             lora.close()
             lora.llm.llm_engine.engine_core.shutdown()
-
-
-@contextmanager
-def preserving_threads() -> Iterator[None]:
-    """Context in which vLLM may start; torch's threads are ours again afterwards.
-
-    The worker of vLLM's CPU build replaces ``torch.set_num_threads`` by a function that does nothing.
-    """
-    count, change = torch.get_num_threads(), torch.set_num_threads
-    try:
-        yield
-    finally:
-        torch.set_num_threads = change
-        torch.set_num_threads(count)

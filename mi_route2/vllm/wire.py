@@ -95,7 +95,7 @@ def read(text: str, dtype: torch.dtype, device: torch.device) -> Orders:
         steering = Steering(**{kind: tuple(_entry(made, one) for one in raw["steering"][kind]) for kind, made in _ENTRIES.items()})
         captures = tuple(Capture(Site.parse(one["site"]), TokenSelection(**one["where"])) for one in raw["captures"])
         return Orders(str(raw["key"]), int(raw["prompt"]), patches, steering, captures, bool(raw["readings"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"extra_args[{KEY!r}] of a request is not what this version of mi-route2 writes: {error}") from error
 
 

@@ -48,14 +48,16 @@ class Collected:
     def keep(self, number: int, positions: Sequence[int], rows: Tensor) -> None:
         """Store captured rows; a position that is computed again, after a preemption, replaces the former value."""
         if self.error is None:
-            self.captured.setdefault(number, {}).update(zip(positions, rows.detach().clone(), strict=True))
-            self.size += rows.nbytes
+            kept = self.captured.setdefault(number, {})
+            self.size += len({*positions} - kept.keys()) * rows[0].nbytes
+            kept.update(zip(positions, rows.detach().clone(), strict=True))
 
     def note(self, position: int, name: str, score: float, gate: float) -> None:
         """Store a reading."""
         if self.error is None:
-            self.readings.setdefault(position, {})[name] = score, gate
-            self.size += READING
+            read = self.readings.setdefault(position, {})
+            self.size += READING * (name not in read)
+            read[name] = score, gate
 
     def fail(self, error: str) -> None:
         """Store an error in place of all values, unless there is an earlier error."""
@@ -77,13 +79,17 @@ class Collected:
 
 @dataclass(eq=False)
 class Running:
-    """Request with interventions that vLLM runs. ``admitted`` while its steering has a row."""
+    """Request with interventions that vLLM runs, and vLLM's own state of it.
 
-    name: str
+    ``admitted`` while its steering has a row, ``broken`` once its stream was not finite.
+    """
+
+    state: Any
     number: int
     orders: Orders
     collected: Collected
     admitted: bool = False
+    broken: bool = False
 
 
 @dataclass(eq=False)
@@ -125,6 +131,8 @@ class Interventions:
     # One forward
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for one in () if self._batch is None else self._batch.running:  # of a forward that broke off, and may have written NaN
+            self._spoiled.update(*one.state.block_ids)
         self._batch = None
         batch = self._runner.input_batch
         self._forget(batch.req_ids)
@@ -136,7 +144,7 @@ class Interventions:
                 first, stop = int(bounds[row]), int(bounds[row + 1])
                 if stop > first:
                     here.append((one, first, int(computed[row]), stop - first))
-            if self._spoiled and (one is None or not one.collected.error):
+            if self._spoiled and (one is None or not one.broken):
                 self._clean(name, int(computed[row]))
         if here:
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
@@ -175,7 +183,7 @@ class Interventions:
         return Batch(layout, [one for one, *_ in here], index, work, self.steering.begin(layout))
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        batch, self._batch = self._batch, None
+        batch = self._batch
         if batch is None:
             return
         if silent := self._hooks.keys() - batch.fired:
@@ -190,6 +198,7 @@ class Interventions:
         for sink, rows in batch.taken:
             sink(rows)
         self._check(batch, output)
+        self._batch = None  # last: what nobody has checked is taken for spoiled
 
     def _check(self, batch: Batch, output: Any) -> None:
         """Store values for collection; fail the requests whose stream is not finite, and those that keep too much."""
@@ -198,8 +207,9 @@ class Interventions:
         for one, piece, finite in zip(batch.running, batch.layout.pieces, last.isfinite().all(-1).tolist(), strict=True):
             if not finite:
                 at = piece.start + piece.count - 1
+                one.broken = True
                 one.collected.fail(f"the activations at position {at} are not finite: is an intervention too strong?")
-                self._spoiled.update(*self._runner.requests[one.name].block_ids)
+                self._spoiled.update(*one.state.block_ids)
             if one.collected.size or one.collected.error:  # requests that leave nothing need not be collected
                 self.results[one.orders.key] = one.collected
         if sum(collected.size for collected in self.results.values()) > self.budget:
@@ -295,15 +305,15 @@ class Interventions:
 
     def _find(self, name: str) -> Running | None:
         if name not in self._running:
-            params = self._runner.requests[name].sampling_params
-            text = None if params is None else (params.extra_args or {}).get(KEY)
-            self._running[name] = None if text is None else self._started(name, text)
+            state = self._runner.requests[name]
+            text = None if state.sampling_params is None else (state.sampling_params.extra_args or {}).get(KEY)
+            self._running[name] = None if text is None else self._started(state, text)
         return self._running[name]
 
-    def _started(self, name: str, text: str) -> Running:
+    def _started(self, state: Any, text: str) -> Running:
         orders = read(text, self._facts.kind, self._device)
         self._numbers += 1
-        return Running(name, self._numbers, orders, Collected())
+        return Running(state, self._numbers, orders, Collected())
 
     def _forget(self, batch: Sequence[str]) -> None:
         """Release the rows of requests that are not in this batch, and forget those that have ended."""

@@ -41,6 +41,7 @@ from tiny_trl import (
     weights,
 )
 from torch import Tensor
+from trl import GRPOTrainer
 from trl_ranks import HOWS, RANKED, SHARED, SVD, Sharding, run
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
@@ -779,6 +780,22 @@ def test_a_copy_of_the_policy_is_one_of_its_own(dtype: torch.dtype, tmp_path: Pa
     assert not torch.equal(readings[0], trainer.policy.logits(rollouts))
 
 
+def test_a_copy_that_runs_the_model_of_trls_own_trainer_is_refused(tmp_path: Path) -> None:
+    """TRL's forward holds that of the model for which it was made: completions would be those of that model."""
+    model = make_family("Llama")
+    GRPOTrainer(model, reward, config(tmp_path), Dataset.from_dict({"prompt": TEXTS}), processing_class=tokenizer())
+    copied = copy.deepcopy(model)
+    for give in (lambda: make_trainer(tmp_path, MaskSpec(), model=copied), lambda: attach(copied, "blocks.*", spec=LORA)):
+        with pytest.raises(ValueError, match="runs another one, of which it is a copy: del model"):
+            give()
+    del copied.forward
+    for whole in (copied, model):
+        adapters = attach(whole, "blocks.*", spec=LORA)
+        with adapters.unrouted():
+            whole(torch.tensor([[5, 6]])).logits.sum().backward()
+        assert all(p.grad is not None for p in adapters.kept_parameters().values())
+
+
 def test_evaluation_is_of_the_deployed_model(tmp_path: Path) -> None:
     on: list[str] = []
 
@@ -888,6 +905,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "use gradient_accumulation_steps=1, or unit='pooled'",
     ),
     "upload": (MaskSpec(), {"push_to_hub": True, "hub_strategy": "checkpoint"}, "must not be uploaded"),
+    "tracker": (MaskSpec(), {"report_to": ["flyte"]}, "Flyte uploads checkpoints"),
     "split": (MaskSpec(), {"parallelism_config": ParallelismConfig()}, "has no whole gradient"),
     "entropy": (UNFLAGGED, {"use_adaptive_entropy": True}, "would count both"),
     "pairs": (MaskRoute.from_flags(torch.zeros(8, dtype=torch.bool)), {"own": {"pairs": pairs()}}, "has its own pairs"),

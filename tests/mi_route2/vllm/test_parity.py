@@ -8,6 +8,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,10 @@ def at(point: str, seed: int = 0) -> torch.Tensor:
     """A value in the shape of a point."""
     heads = {"q": HEADS, "z": HEADS, "k": KV, "v": KV}
     return row(heads[point], HEAD, seed=seed) if point in heads else row(WIDTH, seed=seed)
+
+
+def stop(*_given: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -215,10 +220,6 @@ def test_an_interrupted_call_leaves_no_request_and_no_prefix(pair: Pair) -> None
     pair.forget()
     engine = pair.theirs.llm.llm_engine
     model = pair.theirs.llm.collective_rpc(lambda worker: worker)[0].model_runner.get_model()
-
-    def stop(*_given: object) -> None:
-        raise KeyboardInterrupt
-
     handle = model.model.layers[1].register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
         pair.theirs.generate([Request(LONG, FULL), Request(LONG, FULL, steering=Steering(base=(Steer(MID, row(WIDTH)),)))])
@@ -387,11 +388,17 @@ def test_an_intervention_that_is_too_strong_is_an_error_of_its_own_request(pair:
     pair.run([plain])
 
 
+def too_strong() -> list[Request]:
+    """Requests that leave keys and values that are not finite, from layer 1 on."""
+    large, mid = torch.full((WIDTH,), 3e38), Site(0, "resid_mid")
+    step = Steering(base=(Steer(Site(0, "resid_pre"), large), Steer(mid, large)))
+    patch = (Patch(mid, 3, large), Patch(Site(0, "mlp_out"), 3, large))
+    return [Request(PROMPT, Sampling(max_new=30), steering=step), Request(PROMPT, Sampling(max_new=30), patch=patch)]
+
+
 def test_requests_that_get_the_blocks_of_one_that_was_too_strong_keep_their_numbers(pair: Pair) -> None:
     """The kernel multiplies what lies behind a request's last token in its block by 0, which makes NaN of NaN."""
-    step = Steering(base=(Steer(Site(0, "resid_pre"), torch.full((WIDTH,), 3e38)), Steer(MID, torch.full((WIDTH,), 3e38))))
-    patch = (Patch(MID, 3, torch.full((WIDTH,), 3e38)), Patch(Site(1, "mlp_out"), 3, torch.full((WIDTH,), 3e38)))
-    strong = [Request(PROMPT, Sampling(max_new=30), steering=step), Request(PROMPT, Sampling(max_new=30), patch=patch)]
+    strong = too_strong()
     plain = [Request(PROMPT[i:], FULL) for i in range(len(PROMPT))]
     for _ in range(2):
         # more requests than run at once, so that blocks change hands within the call
@@ -402,6 +409,31 @@ def test_requests_that_get_the_blocks_of_one_that_was_too_strong_keep_their_numb
         # a prefix that is not finite stays so: it is the other's own error as well
         assert [one.finish for one in pair.theirs.generate(strong)] == ["error", "error"]
         pair.run(plain)
+
+
+def test_nobody_gets_blocks_of_one_that_was_too_strong_and_was_not_looked_at(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C behind the forward that has written them."""
+    worker = pair.theirs.llm.collective_rpc(lambda worker: worker)[0]._mi_route2[0]
+    monkeypatch.setattr(worker, "_check", stop)
+    with pytest.raises(KeyboardInterrupt):
+        pair.theirs.generate(too_strong() * 8)
+    monkeypatch.undo()
+    pair.run([Request(PROMPT[i:], FULL) for i in range(8)])
+
+
+def test_a_request_beyond_the_budget_leaves_others_a_prefix_that_is_finite(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = pair.theirs.llm.collective_rpc(lambda worker: worker)[0]._mi_route2[0]
+    step, _ = too_strong()
+    whole = [replace(step, prompt=PROMPT[i:] + PROMPT[:i], sampling=Sampling(max_new=24)) for i in range(16)]  # two blocks each
+    pair.theirs.generate(whole)
+    pair.forget()
+    monkeypatch.setattr(worker, "budget", 0)
+    # It ends in error with its first piece. Its second gets such blocks, and ends amid one, because the other cut the first.
+    longer = LONG + LONG[:60]
+    found = pair.theirs.generate([Request(PROMPT, FULL), Request(longer, FULL, capture=(Capture(MID),))])
+    assert [one.finish for one in found] == ["length", "error"]
+    monkeypatch.undo()
+    pair.run([Request(longer, FULL)])
 
 
 def test_kept_adapter_and_quarantine_run_as_one_lora_and_a_folder_written_again_is_read_again(tmp_path: Path) -> None:
@@ -423,7 +455,9 @@ def test_kept_adapter_and_quarantine_run_as_one_lora_and_a_folder_written_again_
     move()
     # Room for LoRAs that were read before, and prefixes of whole blocks: what could be stale is there.
     settings = {"max_cpu_loras": 4, "block_size": 32, "max_model_len": 256, "kv_cache_memory_bytes": room}
+    torch.manual_seed(4)
     theirs = launch(tmp_path / "base", adapters=folders, dtype="float32", **settings)
+    assert torch.initial_seed() == 4
     requests = [
         Request(PROMPT, FULL, capture=(Capture(MID),)),
         Request(PROMPT, FULL, patch=(Patch(Site(1, "q"), 20, at("q")),)),

@@ -2,12 +2,14 @@
 
 import importlib
 import importlib.util
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -260,7 +262,10 @@ def test_a_generator_draws_the_same_completions_again(watched: Watched) -> None:
 def test_the_folder_says_that_it_must_not_ship_and_goes_with_the_sampler(tmp_path: Path) -> None:
     """And a sampler that was closed starts again, here for another policy, whose base is not that of its folder."""
     watched = Watched(make_policy(tmp_path / "base"), tmp_path / "base")
-    watched.sample()
+    torch.manual_seed(5)
+    before = random.getstate(), str(np.random.get_state())
+    watched.sample()  # starts vLLM, which seeds all three
+    assert (torch.initial_seed(), random.getstate(), str(np.random.get_state())) == (5, *before)
     lora = watched.sampler._lora
     assert lora is not None
     first = Path(lora._request.lora_path)

@@ -110,6 +110,7 @@ def test_each_step_samples_both_adapters_as_they_are_and_ships_the_kept_one(
     """An evaluation in between samples the deployed model, and the next step both adapters again."""
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     trainer = trainer_of(steps=3, **evaluated, own={"eval_dataset": Dataset.from_dict({"prompt": TEXTS[:2]})})
+    assert torch.initial_seed() == trainer.args.seed  # from which vLLM draws, and not from a seed of its own
     watch = Watch(trainer, monkeypatch)
     trainer.train()
     assert watch.modes.count("full") == 3

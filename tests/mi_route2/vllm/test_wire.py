@@ -23,8 +23,8 @@ from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
 from mi_route2.vllm import launch
 from mi_route2.vllm.client import VllmEngine, encoded
 from mi_route2.vllm.facts import Facts
-from mi_route2.vllm.wire import KEY, pack, read, unpack
-from mi_route2.vllm.worker import WorkerExtension
+from mi_route2.vllm.wire import KEY, Orders, pack, read, unpack, write
+from mi_route2.vllm.worker import READING, Collected, WorkerExtension
 
 FACTS = Facts(
     architecture="Qwen3", layers=3, width=8, heads=4, kv_heads=2, head=6, vocabulary=50, context=64, rows=8, dtype="bfloat16"
@@ -90,9 +90,19 @@ def test_interventions_survive_the_wire() -> None:
 
 
 def test_a_text_of_another_form_is_refused_in_one_sentence() -> None:
-    for text in ("{}", "no", '{"key": "k", "prompt": 1, "patches": [{"site": "x"}]}', "[]"):
+    whole = write(Orders("key", 1, captures=(Capture(MID),)))
+    wrong = [whole.replace('"prompt": 1', f'"prompt": {number}') for number in ("Infinity", "[" * 100_000)]
+    for text in ("{}", "no", '{"key": "k", "prompt": 1, "patches": [{"site": "x"}]}', "[]", *wrong):
         with pytest.raises(ValueError, match="is not what this version of mi-route2 writes"):
             read(text, torch.float32, torch.device("cpu"))
+
+
+def test_a_position_that_is_computed_again_is_counted_once() -> None:
+    kept, rows = Collected(), torch.ones(2, 8)
+    for positions in ([3, 4], [4, 5], [3, 4]):
+        kept.keep(0, positions, rows)
+        kept.note(3, "m", 0.5, 1.0)
+    assert kept.size == 3 * 8 * 4 + READING
 
 
 @pytest.mark.parametrize("change", [{"shape": [5]}, {"dtype": "float64"}, {"data": ""}, {"shape": [2, 2], "dtype": "bfloat16"}])
