@@ -408,11 +408,12 @@ class Resumed:
         handles = [self.decoder.unembed.register_forward_hook(partial(_keep_scored, logits, columns), prepend=True)]
         if not last_only or columns == 1:
             return handles
-        narrow = [self._last("z"), self._last("resid_mid"), self.decoder.unembed]
-        if (query := self.host.architecture.linears["attn.q"]).fused is None:
-            narrow.append(module := self.decoder.blocks[-1].get_submodule(query.path))
-            handles.append(module.register_forward_hook(partial(_spread, columns), prepend=True))
-        handles += [module.register_forward_pre_hook(_last_column, prepend=True) for module in narrow]
+        block, linears = self.decoder.blocks[-1], self.host.architecture.linears
+        # what attention calls gives as many columns as it is used to, as views
+        inside = [block.get_submodule(at.path) for at in (linears["attn.q"], linears["attn.o"]) if at.fused is None]
+        for module in (*inside, self._last("resid_mid"), self.decoder.unembed):
+            handles.append(module.register_forward_pre_hook(_last_column, prepend=True))
+        handles += [module.register_forward_hook(partial(_spread, columns), prepend=True) for module in inside]
         handles.append(self._last("attn_out").register_forward_pre_hook(_last_query, with_kwargs=True))
         return handles
 
