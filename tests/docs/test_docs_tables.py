@@ -1,4 +1,4 @@
-"""What the pages list is what the code has: legal combinations, arms, main arms, answers, the README's headline, placeholders.
+"""What the pages list is what the code has: legal combinations, arms, main arms, answers, the README's headline.
 
 A table stands below its `<!-- table: name -->`. Where one differs, the failure prints the right one.
 """

@@ -137,6 +137,10 @@ def test_a_published_folder_vouches_for_each_of_its_files(tmp_path: Path) -> Non
     assert provenance["command"] == "two"
     assert provenance["files"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     assert files["figure.png"].stat().st_size < len(png(np.full((4, 4, 4), 255, np.uint8)))
+    (run := tmp_path / "strong-12345678" / "seed-0").mkdir(parents=True)  # of changed settings, with --to as its --out
+    with pytest.raises(ValueError, match="give another --to"):
+        publish(run.parent, "three")
+    assert run.is_dir()
 
 
 def test_a_publication_that_fails_half_way_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
