@@ -63,7 +63,7 @@ def publish_short(folder: Path, readme: Path) -> list[Path]:
     if not (folder / "predictions.md").exists():
         return []
     short_text = write_whole(folder.parent / SHORT, short(predicted_results(folder.parent)).encode())
-    pages = [*folder.parent.parent.glob("*.md"), *([readme] if readme.exists() else [])]
+    pages = [*folder.resolve().parent.parent.glob("*.md"), *([readme] if readme.exists() else [])]
     return [short_text, *update_pages(pages)]
 
 

@@ -191,7 +191,7 @@ def table(watch: Watch) -> str:
 def figure(watch: Watch, path: Path) -> Path:
     """Draw AUROC over held-out modes against the step at which the arm was stopped; bars are intervals over seeds."""
     arms, layers = list(watch.values), shown(watch)
-    ordinary = all(arm == "base" or arm.startswith("vanilla") for arm in arms)
+    ordinary = all(stopped_after(arm) != arm for arm in arms)
     with style():
         drawn = new_figure(PAGE_WIDTH, 3.4)
         for ax, (layer, probes) in zip(np.atleast_1d(drawn.subplots(1, len(layers), sharey=True)), layers.items(), strict=True):

@@ -161,12 +161,13 @@ BEGIN, END = "<!-- shown: results/study/table.md -->", "<!-- end of results/stud
 
 
 @pytest.mark.parametrize("block", [f"{BEGIN}\nold\n", f"{BEGIN}\nold\n{END.upper()}", f"{BEGIN} \nold\n{END}", f"{BEGIN}old{END}"])
-def test_a_block_that_would_never_be_filled_is_an_error(tmp_path: Path, block: str) -> None:
+def test_a_block_that_would_never_be_filled_is_an_error(tmp_path: Path, block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     publish(tmp_path / "results" / "study", "one")
     whole = f"# Page\n\n{BEGIN}\nold\n{END}\n"
     page.write_text(whole)
-    update_showing(tmp_path / "results" / "study")
+    monkeypatch.chdir(tmp_path / "results" / "study")
+    update_showing(Path())
     assert page.read_text() == whole.replace("old", "\none\n")
     page.write_text(whole + block)
     with pytest.raises(ValueError, match=r"page\.md shows results/study/table\.md in a block that has no end of its own: write"):
