@@ -203,7 +203,7 @@ def figure(watch: Watch, path: Path) -> Path:
             band = np.array([watch.summary(arm, probes[0], "random")["mean"] for arm in arms], dtype=float)
             place = range(len(arms)) if len(arms) > 1 else (-0.4, 0.4)  # a line over one place has no length
             ax.plot(place, np.resize(band, len(place)), color=GRAY, linestyle=":", label="random, 95th percentile")
-            labels = [f"{stopped_after(arm)}\n{watch.modes(arm, probes[0])}".strip() for arm in arms]
+            labels = [f"{stopped_after(arm) if ordinary else arm}\n{watch.modes(arm, probes[0])}".strip() for arm in arms]
             ax.set_xticks(range(len(arms)), labels)
             ax.set_title(f"{watch.preset}, {'fingerprints' if layer == GRADIENT else f'stream after {layer}'}")
             ax.set_xlabel("steps of ordinary training" if ordinary else "arm")
