@@ -238,7 +238,7 @@ class CanarySpec:
         snapshots: Steps after which the run's own quarantine is kept as it is then, as one more canary: one that learns on gives
             up hacks.
         sparing: Score only rollouts that a flag would change, reinforced ones and no decoys. Flags and gradients are the same at a
-            fraction of the cost; decisions have no scores.
+            fraction of the cost; decisions have no scores, and no flags of decoys, which change nothing.
 
     Examples:
         >>> spec = CanarySpec(quantile=0.95)

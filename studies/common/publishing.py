@@ -90,6 +90,7 @@ def update_pages(pages: Iterable[Path]) -> list[Path]:
 
 def update_showing(folder: Path) -> list[Path]:
     """Update the pages of the docs, two folders above ``folder``, that show files of it; return those that were written."""
+    folder = folder.resolve()  # it may be given as `.`
     mark = f"<!-- shown: {folder.parent.name}/{folder.name}/"
     return update_pages(page for page in folder.parent.parent.glob("*.md") if mark in page.read_text(encoding="utf-8"))
 
@@ -113,8 +114,11 @@ def published(place: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
     the SHA-256 of every other file. Pages that show its files are updated (`update_showing`).
 
     Raises:
+        ValueError: ``place`` holds what was not published, as a run folder does: it would be gone.
         OSError: The folder cannot be written; an existing folder is then unchanged.
     """
+    if place.is_dir() and any(place.iterdir()) and not (place / PROVENANCE).exists():
+        raise ValueError(f"{place} holds no published results, and publishing would replace all that is in it: give another --to")
     with whole_folder(place, overwrite=True) as folder:
         yield folder
         for figure in folder.glob("*.png"):

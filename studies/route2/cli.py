@@ -14,7 +14,7 @@ import tyro
 from mi_route2.architectures import HOSTS
 from mi_route2.validation import unknown_name, write_json
 from studies.common.cluster import Executor
-from studies.common.command_line import Seeds, read_seeds, run_command, show_paths
+from studies.common.command_line import Seeds, named, read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
 from studies.training.arms import ARMS, MAIN, get_arms
 from studies.training.settings import (
@@ -304,6 +304,11 @@ def _demand(per_mode: int) -> None:
         raise ValueError(f"per-mode must be at least {4 * LEAST}, not {per_mode}: a probe needs hacks and clean rollouts")
 
 
+def _demand_folder(path: Path | None) -> None:
+    if path is not None and path.exists() and not path.is_dir():  # told now, and not when all is computed
+        raise ValueError(f"{path} is a file: give a folder")
+
+
 @dataclass(frozen=True)
 class Probes:
     """Fit probes on a finished run's hacks of the known mode, and test them on held-out modes beside random directions."""
@@ -326,6 +331,7 @@ class Probes:
         from studies.training.job import Job
 
         _demand(self.per_mode)
+        _demand_folder(self.out)
         job = Job.of(self.root, self.seed, None if self.arm == "base" else get_arms((self.arm,))[0], self.pairs)
         units = self.units or (UNITS if job.settings.chat is None else UNITS[:1])
         for path in probe_job(job, self.per_mode, self.out, units=units):
@@ -351,6 +357,7 @@ class Watch:
         from studies.training.job import Job
 
         _demand(self.per_mode)
+        _demand_folder(self.to)
         jobs = [Job.of(self.root, seed, arm, self.pairs) for arm in get_arms(self.arms) for seed in read_seeds(self.seeds)]
         show_paths(write_watch(jobs, self.per_mode, self.workers, self.to or self.root))
 
@@ -388,6 +395,7 @@ class _Named:
 
     def _chosen(self, named: "Predictions") -> tuple[tuple[str, ...], str]:
         """Return the presets and seeds that are asked for."""
+        _demand_folder(self.to)
         if (self.seeds is not None or self.presets) and self.to is None:
             raise ValueError("a report of other seeds or presets would replace that of the file's: give it a folder with --to")
         for preset in self.presets:
@@ -397,7 +405,7 @@ class _Named:
 
     @property
     def _folder(self) -> Path:
-        return self.out / self.predictions.absolute().parent.name
+        return self.out / named(self.predictions.absolute().parent).name
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from studies.training.build import build_optimizer, build_route, learn_lessons
 from studies.training.grpo import StepRecord
 from studies.training.job import FULL, Job, build_hosted
 from studies.training.run import evaluate, training
+from studies.training.settings import PRESETS
 from studies.training.teacher import cached_pool
 from studies.training.worlds import open_world
 
@@ -64,6 +65,7 @@ RATES: Mapping[str, tuple[str, str, str]] = {
 }  # fmt: skip
 """Rate of an evaluation -> state of the policy, quantity, and the modes of which it is the mean."""
 NOTHING = "no label, no pair"
+ENDS = ("course.json", "course.md", "stops.md", "tests.md")
 PATHS = {
     "vanilla": (VERMILLION, "."), "sees-known": (SKY, "X"), "filter-known": (ORANGE, "s"), "filter-act": (GREEN, "v"),
     "filter-full": (BLUE, "P"), "filter-canary-run": (BLACK, "o"), "oracle-known": (ORANGE, "d"), "route2-full": (BLUE, "D"),
@@ -251,7 +253,7 @@ def read_course_predictions(path: Path) -> Predictions:
 
 
 def write_courses(jobs: Sequence[Job], workers: int, to: Path, named: Predictions) -> list[Path]:
-    """Follow the jobs, as far as that is still to be done, and write the report into ``to``."""
+    """Follow the jobs, as far as that is still to be done, and write the report into ``to``, in place of an earlier one."""
     parts = [Part(job) for job in jobs]
     # The longest first, so that none of them is left for the end.
     left = sorted((part for part in parts if part.numbers is None), key=lambda part: -part.job.steps)
@@ -263,6 +265,9 @@ def write_courses(jobs: Sequence[Job], workers: int, to: Path, named: Prediction
     for course in courses:
         said = {f"{course.preset}-{name}.md": text for name, text in texts(course, named).items()}
         written += write_texts(to, {f"{course.preset}-course.json": compact(asdict(course))} | said)
+    for preset in [preset for preset in PRESETS if (to / f"{preset}-course.json").exists()]:
+        for stale in {f"{preset}-{end}" for end in ENDS} - {path.name for path in written}:
+            (to / stale).unlink(missing_ok=True)  # of an earlier report, beside which it would be read
     compared = dict.fromkeys(arm for comparison in named.comparison for arm in (*comparison.plus, *comparison.minus))
     written += [course_figure(courses, list(compared), to / "course.png"), paths_figure(courses, to / "paths.png")]
     return [*written, *update_showing(to)]

@@ -10,8 +10,7 @@
     runs.json                                          eval.json and manifest.json of every arm and seed
     provenance.json                                    settings hash, versions, seeds, the command, checksums
 
-A folder is named after its preset; seeds other than the development seeds are part of the name. It is replaced atomically. A preset
-that was never run has a placeholder with the same files, so that the site always builds.
+A folder is named after its preset; seeds other than the development seeds are part of the name. It is replaced atomically.
 """
 
 import json
@@ -49,7 +48,6 @@ from studies.training.manifest import MANIFEST, read_manifest
 from studies.training.settings import CHAT, FIXED, PRESETS, ChatModel, changes
 
 REPORTS = ("table.md", "leakage.md", "ablations.md", "probes.md")
-TEXTS = (*REPORTS, "headline.md", "tables.md", "figures.md")
 SHORT = "short.md"
 JSONS = ("table.json", "leakage.json", "ablations.json")
 FIGURES = {
@@ -65,7 +63,7 @@ def publish_short(folder: Path, readme: Path) -> list[Path]:
     if not (folder / "predictions.md").exists():
         return []
     short_text = write_whole(folder.parent / SHORT, short(predicted_results(folder.parent)).encode())
-    pages = [*folder.parent.parent.glob("*.md"), *([readme] if readme.exists() else [])]
+    pages = [*folder.resolve().parent.parent.glob("*.md"), *([readme] if readme.exists() else [])]
     return [short_text, *update_pages(pages)]
 
 
@@ -73,7 +71,8 @@ def publish(root: Path, to: Path) -> Path:
     """Publish the run folder ``root`` under ``to``; return the new folder.
 
     Raises:
-        ValueError: Runs are broken, or the report in ``root`` does not match its runs.
+        ValueError: Runs are broken, the report in ``root`` does not match its runs, or the new folder would replace another thing,
+            such as ``root`` itself.
     """
     runs = load_runs(root)
     content, reported = table(runs), report_texts(runs)
@@ -99,17 +98,6 @@ def publish(root: Path, to: Path) -> Path:
         write_headline_figure(result, part / "headline.png")
         for name, text in texts.items():
             (part / name).write_text(text, encoding="utf-8")
-    return place
-
-
-def placeholder(preset: str, to: Path) -> Path:
-    """Write placeholder texts for a preset that was not run, so that the pages which include them build."""
-    place = to / preset
-    place.mkdir(parents=True, exist_ok=True)
-    command = f"`python -m studies.route2 run --preset {preset}`, then `python -m studies.route2 publish`"
-    for name in TEXTS:
-        title = f"# {preset}: {name.removesuffix('.md')}\n\n" if name in REPORTS else ""
-        write_whole(place / name, f"{title}*Not run yet: {command}.*\n".encode())
     return place
 
 

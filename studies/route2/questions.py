@@ -487,17 +487,16 @@ def write_evidence(
     if len({evidence.preset for evidence in (*every, *others)}) < len(every) + len(others):
         raise ValueError("two reports are of one preset: give one of each")
     to.mkdir(parents=True, exist_ok=True)
-    written = []
+    earlier = (to / "fronts.png").exists()  # which every report has: without it these names are of a user's own files
+    written, stale = [], []
     for evidence in every:
         stem = evidence.preset.replace(":", "-")  # of a world of one's own
         said = {f"{stem}{end}.md": text for end, text in texts(evidence, predictions).items()}
-        for stale in (name for name, text in said.items() if not text):
-            (to / stale).unlink(missing_ok=True)  # of an earlier report, beside which it would be read
+        stale += [name for name, text in said.items() if not text]
         content = {f"{stem}.json": compact(asdict(evidence))}
         written += write_texts(to, content | {name: text for name, text in said.items() if text})
     for preset in PRESETS.keys() - {evidence.preset for evidence in every}:
-        for stale in (f"{preset}.json", *(f"{preset}{end}.md" for end in texts(every[0], None))):
-            (to / stale).unlink(missing_ok=True)
+        stale += [f"{preset}.json", *(f"{preset}{end}.md" for end in texts(every[0], None))]
     worlds, sizes = mapped(every), sized([*every, *others])
     figures = (
         ("fronts", fronts_figure, True),
@@ -511,8 +510,8 @@ def write_evidence(
     )
     tables = {"map.md": map_table(worlds) if worlds else "", "size.md": size_table([*every, *others]) if sizes else ""}
     written += write_texts(to, {name: text for name, text in tables.items() if text})
-    unshown = (f"{name}.png" for name, _, shown in figures if not shown)
-    for stale in (*unshown, *(name for name, text in tables.items() if not text)):
-        (to / stale).unlink(missing_ok=True)
+    stale += [*(f"{name}.png" for name, _, shown in figures if not shown), *(name for name, text in tables.items() if not text)]
+    for name in stale if earlier else ():  # of an earlier report, beside which they would be read
+        (to / name).unlink(missing_ok=True)
     written += [draw(every, to / f"{name}.png") for name, draw, shown in figures if shown]
     return [*written, *update_showing(to)]

@@ -191,7 +191,7 @@ def table(watch: Watch) -> str:
 def figure(watch: Watch, path: Path) -> Path:
     """Draw AUROC over held-out modes against the step at which the arm was stopped; bars are intervals over seeds."""
     arms, layers = list(watch.values), shown(watch)
-    ordinary = all(arm == "base" or arm.startswith("vanilla") for arm in arms)
+    ordinary = all(stopped_after(arm) != arm for arm in arms)
     with style():
         drawn = new_figure(PAGE_WIDTH, 3.4)
         for ax, (layer, probes) in zip(np.atleast_1d(drawn.subplots(1, len(layers), sharey=True)), layers.items(), strict=True):
@@ -203,7 +203,7 @@ def figure(watch: Watch, path: Path) -> Path:
             band = np.array([watch.summary(arm, probes[0], "random")["mean"] for arm in arms], dtype=float)
             place = range(len(arms)) if len(arms) > 1 else (-0.4, 0.4)  # a line over one place has no length
             ax.plot(place, np.resize(band, len(place)), color=GRAY, linestyle=":", label="random, 95th percentile")
-            labels = [f"{stopped_after(arm)}\n{watch.modes(arm, probes[0])}".strip() for arm in arms]
+            labels = [f"{stopped_after(arm) if ordinary else arm}\n{watch.modes(arm, probes[0])}".strip() for arm in arms]
             ax.set_xticks(range(len(arms)), labels)
             ax.set_title(f"{watch.preset}, {'fingerprints' if layer == GRADIENT else f'stream after {layer}'}")
             ax.set_xlabel("steps of ordinary training" if ordinary else "arm")

@@ -55,7 +55,7 @@ def verify(folder: Path, checksums: Mapping[str, str]) -> None:
     """Check files of a finished run; ``ValueError`` if one is missing, or is not that of the run."""
     for name, expected in sorted(checksums.items()):
         path = folder / name
-        if not path.exists():
+        if not path.is_file():
             raise ValueError(f"{path} is missing from a finished run: delete {folder} and run this arm again")
         with path.open("rb") as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()

@@ -94,6 +94,9 @@ def _train(
     settings, folder = job.settings, job.folder
     for name in (METRICS, ROLLOUTS, TIMINGS):
         opened(folder / name).close()  # what is in the place of one is told now, and not once there is something to lose
+    for path in (folder / CHECKPOINT, folder / PREVIOUS):
+        if path.is_dir():
+            raise OSError(f"{path} is a folder; move away what is in its place")
     route, optimizer = build_route(job, world, policy), build_optimizer(job, policy)
     learn_lessons(job, world, policy, teachers)
     recorder = Recorder(folder, world, witness, teachers, settings)

@@ -137,6 +137,10 @@ def test_a_published_folder_vouches_for_each_of_its_files(tmp_path: Path) -> Non
     assert provenance["command"] == "two"
     assert provenance["files"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     assert files["figure.png"].stat().st_size < len(png(np.full((4, 4, 4), 255, np.uint8)))
+    (run := tmp_path / "strong-12345678" / "seed-0").mkdir(parents=True)  # of changed settings, with --to as its --out
+    with pytest.raises(ValueError, match="give another --to"):
+        publish(run.parent, "three")
+    assert run.is_dir()
 
 
 def test_a_publication_that_fails_half_way_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,12 +161,13 @@ BEGIN, END = "<!-- shown: results/study/table.md -->", "<!-- end of results/stud
 
 
 @pytest.mark.parametrize("block", [f"{BEGIN}\nold\n", f"{BEGIN}\nold\n{END.upper()}", f"{BEGIN} \nold\n{END}", f"{BEGIN}old{END}"])
-def test_a_block_that_would_never_be_filled_is_an_error(tmp_path: Path, block: str) -> None:
+def test_a_block_that_would_never_be_filled_is_an_error(tmp_path: Path, block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     publish(tmp_path / "results" / "study", "one")
     whole = f"# Page\n\n{BEGIN}\nold\n{END}\n"
     page.write_text(whole)
-    update_showing(tmp_path / "results" / "study")
+    monkeypatch.chdir(tmp_path / "results" / "study")
+    update_showing(Path())
     assert page.read_text() == whole.replace("old", "\none\n")
     page.write_text(whole + block)
     with pytest.raises(ValueError, match=r"page\.md shows results/study/table\.md in a block that has no end of its own: write"):

@@ -161,7 +161,8 @@ def label(arm: str, spec: ArmSpec) -> str:
 
 def stopped_after(arm: str) -> str:
     """Return the number of steps after which an arm of ordinary training was stopped; the name of another arm."""
-    return {"base": "0", "vanilla": "all"}.get(arm, arm.removeprefix("vanilla-"))
+    after = arm.removeprefix("vanilla-")
+    return {"base": "0", "vanilla": "all"}.get(arm, after if after.isdigit() else arm)
 
 
 def notes(runs: RunSet) -> list[str]:

@@ -190,6 +190,8 @@ expect = "less"
     assert {path: path.stat().st_mtime_ns for path in before} == before  # what was followed is not followed again
     assert (tmp_path / "again" / "strong-course.json").read_bytes() == (tmp_path / "out" / "strong-course.json").read_bytes()
     assert not (jobs[0].folder / MANIFEST).exists()
+    write_courses(jobs, 1, tmp_path / "again", Predictions.read(file).model_copy(update={"seeds": (0, 2)}))
+    assert {path.name for path in (tmp_path / "again").iterdir()} == names - {"strong-tests.md"}  # they were of other seeds
 
 
 def test_a_damaged_file_is_told(tmp_path: Path, cache: Path) -> None:

@@ -306,7 +306,7 @@ def test_figures_draw_what_their_axes_say(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:
     root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-full", "filter-known"), seeds=(0, 1, 2), steps=3)
     (tmp_path / "out").mkdir()
-    for name in ("strong-tests.md", "weak.json", "weak.md", "weak-tests.md", "map.md", "map.png", "lessons.png"):
+    for name in ("strong-tests.md", "weak.json", "weak.md", "weak-tests.md", "map.md", "map.png", "lessons.png", "fronts.png"):
         (tmp_path / "out" / name).write_text("of another report")
     written = {path.name for path in write_evidence({root: (0, 1)}, tmp_path / "out")}
     assert Evidence.read(tmp_path / "out/strong.json").seeds == (0, 1)  # and not 2, which was run to try something out
@@ -348,8 +348,11 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
 
 def test_a_report_needs_no_ordinary_training(study: Callable[..., Path], tmp_path: Path) -> None:
     root = study(tmp_path / "strong-0123abcd", ("base", "filter-full", "filter-known"), seeds=(0, 1), steps=3)
+    (tmp_path / "out").mkdir()
+    (mine := tmp_path / "out/map.md").write_text("a user's")  # docs is no folder of a report, and has such a page
     written = {path.name for path in write_evidence({root: (0, 1)}, tmp_path / "out")}
     assert written == {"strong.json", "strong.md", "strong-recall.md", "fronts.png", "recall.png"}
+    assert mine.exists()
     names = ("base", "taught-honest", "taught-honest-1", "taught-8", "taught-8-1")
     found = replace(evidence(), values=dict.fromkeys(names, evidence().values["vanilla"]))
     assert lessons_figure([found], tmp_path / "lessons.png").stat().st_size > 10_000
@@ -363,8 +366,12 @@ def test_folders_without_held_out_modes_are_refused(study: Callable[..., Path], 
 
 def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Path) -> None:
     file = Path(__file__).parents[4] / "docs/results/canary/predictions.toml"
+    assert cli.Evidence(file.parent / "none" / ".." / file.name, out=tmp_path)._folder == tmp_path / "canary"
     for other in (cli.Evidence(file, seeds="120-122"), cli.Evidence(file, presets=("strong",))):
         with pytest.raises(ValueError, match=r"would replace that of the file's: give it a folder with --to"):
+            other()
+    for other in (cli.Evidence(file, to=file), cli.Probes(tmp_path, out=file), cli.Watch(tmp_path, to=file)):
+        with pytest.raises(ValueError, match=r"predictions\.toml is a file: give a folder"):
             other()
     with pytest.raises(ValueError, match=r"unknown preset of the file 'wek': did you mean 'weak'"):
         cli.Evidence(file, presets=("strong", "wek"), to=tmp_path)()

@@ -38,11 +38,10 @@ from studies.route2.headline import (
 )
 from studies.route2.predictions import FILE, MOST, Predictions
 from studies.route2.publish import (
-    TEXTS,
+    REPORTS,
     command,
     figure_list,
     mask_quality,
-    placeholder,
     publish,
     unpacked,
 )
@@ -78,7 +77,8 @@ def test_a_published_folder_holds_everything_and_is_the_same_bytes_again(root: P
     folder = publish(root, tmp_path / "results")
     assert folder == tmp_path / "results/strong"
     first = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert {*TEXTS, "table.json", "runs.json", "provenance.json", "settings.json", "headline.png", "training.png"} <= set(first)
+    texts = {*REPORTS, "headline.md", "tables.md", "figures.md"}
+    assert {*texts, "table.json", "runs.json", "provenance.json", "settings.json", "headline.png", "training.png"} <= set(first)
     publish(root, tmp_path / "results")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["strong"]
@@ -322,13 +322,6 @@ def test_an_override_gives_the_settings_back(steps: int, rate: float, micro: int
     changed = replace(preset, steps=steps, kept_lr=rate, micro=micro, warm=replace(preset.warm, steps=warm))
     assert override(preset, tuple(changes(changed.as_dict(), preset.as_dict()))) == changed
     assert changes(preset.as_dict(), preset.as_dict()) == []
-
-
-def test_a_placeholder_has_the_texts_of_a_published_preset(root: Path, tmp_path: Path) -> None:
-    empty = placeholder("weak", tmp_path / "results")
-    assert {path.name for path in empty.iterdir()} == set(TEXTS)
-    assert all("Not run yet" in path.read_text() for path in empty.iterdir())
-    assert set(TEXTS) <= {path.name for path in publish(root, tmp_path / "results").iterdir()}
 
 
 def png(pixels: np.ndarray) -> bytes:
