@@ -468,10 +468,13 @@ def _refuse_unfit(model: nn.Module, slot: Slot) -> None:
 
 def refuse_foreign_forward(model: nn.Module) -> None:
     """Raise ``ValueError`` for a copy of a model that TRL's trainer was given, whose forward holds that model."""
-    for cell in getattr(vars(model).get("forward"), "__closure__", None) or ():
-        owner = getattr(cell.cell_contents, "__self__", model)
-        if owner is not model and type(owner) is type(model):
-            raise ValueError("this model's forward runs another one, of which it is a copy: del model.forward")
+    forward = vars(model).get("forward")
+    while forward is not None:
+        for cell in getattr(forward, "__closure__", None) or ():
+            owner = getattr(cell.cell_contents, "__self__", model)
+            if owner is not model and type(owner) is type(model):
+                raise ValueError("this model's forward runs another one, of which it is a copy: del model.forward")
+        forward = getattr(forward, "__wrapped__", None)  # as autocast's, once a run in bfloat16 has begun
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -387,6 +387,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             if not isinstance(given, str):
                 raise ValueError(f"{name} of a pair must be a text, the answer alone, not a {type(given).__name__}")
         tokenizer: Any = self._tokenizer
+        if self.environment_factories is not None:  # each row's prompt has the tools of its environment
+            self._batch_environments = [row.get("environment") if self._multi_environment else None for row in rows]
         prompts = [list(ids) for ids in self._tokenize_prompts([row["prompt"] for row in rows])[0]]
 
         def side(name: str) -> Rollouts:

@@ -103,7 +103,7 @@ def sample_with_vllm(trainer: Any) -> None:
             f"vLLM reads the base model from a folder, and this model's name_or_path is {base!r}: save it before adapters are "
             "attached, and give the trainer the folder"
         )
-    dtype = torch.bfloat16 if args.bf16 else trainer.model.dtype
+    dtype = torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else trainer.model.dtype
     demand_dtype(dtype)
     trainer.vllm_generation = PolicyGeneration(
         trainer.adapters,
@@ -123,7 +123,8 @@ def sample_with_vllm(trainer: Any) -> None:
         top_k=trainer.top_k,
         min_p=trainer.min_p,
         max_completion_length=trainer.max_completion_length,
-        generation_kwargs=args.generation_kwargs,
+        # vLLM knows the end tokens of the folder alone, and a script may have set others
+        generation_kwargs={"stop_token_ids": trainer.eos_token_ids, **(args.generation_kwargs or {})},
     )
     trainer.use_vllm, trainer._last_loaded_step = True, -1
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ from trl_ranks import HOWS, RANKED, SHARED, SVD, Sharding, run
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
 from mi_route2.adapters import load_adapters, save_adapters
+from mi_route2.integrations import trl_vllm
 from mi_route2.integrations.trl import ADAPTERS, RoutedGRPOTrainer, RoutedStep, _seed
 from mi_route2.rollouts import Rollouts
 from mi_route2.routing import (
@@ -780,10 +782,13 @@ def test_a_copy_of_the_policy_is_one_of_its_own(dtype: torch.dtype, tmp_path: Pa
     assert not torch.equal(readings[0], trainer.policy.logits(rollouts))
 
 
-def test_a_copy_that_runs_the_model_of_trls_own_trainer_is_refused(tmp_path: Path) -> None:
-    """TRL's forward holds that of the model for which it was made: completions would be those of that model."""
-    model = make_family("Llama")
-    GRPOTrainer(model, reward, config(tmp_path), Dataset.from_dict({"prompt": TEXTS}), processing_class=tokenizer())
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_copy_that_runs_the_model_of_trls_own_trainer_is_refused(trained: bool, tmp_path: Path) -> None:
+    """TRL's forward holds that of the model for which it was made, also within autocast's: completions would be that model's."""
+    model, args = make_family("Llama", torch.float32), config(tmp_path, steps=1, bf16=trained)
+    trainer = GRPOTrainer(model, reward, args, Dataset.from_dict({"prompt": TEXTS}), processing_class=tokenizer())
+    if trained:
+        trainer.train()
     copied = copy.deepcopy(model)
     for give in (lambda: make_trainer(tmp_path, MaskSpec(), model=copied), lambda: attach(copied, "blocks.*", spec=LORA)):
         with pytest.raises(ValueError, match="runs another one, of which it is a copy: del model"):
@@ -887,6 +892,32 @@ def test_pairs_are_encoded_as_trl_encodes_prompts(tmp_path: Path) -> None:
         trainer.encode_pairs([whole | {"clean": [{"role": "assistant", "content": "w7"}]}])
 
 
+class Environment:
+    """One of TRL's, without a tool."""
+
+    def reset(self, **_row: Any) -> None: ...
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def test_pairs_are_encoded_where_environments_give_the_rewards(tmp_path: Path) -> None:
+    """TRL renders each of their prompts with the tools of its own environment."""
+    words, row = tokenizer(), {"prompt": [{"role": "user", "content": "w5"}], "hack": "w20", "clean": "w30"}
+    called = "{% for call in m.tool_calls or [] %}w9 {{ call.function.name }} {{ call.function.arguments }} {% endfor %}"
+    words.chat_template = "{% for m in messages %}w3 {{ m['content'] }} " + called + "{% endfor %}w4"
+    data, given = (
+        Dataset.from_list([{"prompt": row["prompt"]}] * 2),
+        {"processing_class": words, "environment_factory": Environment},
+    )
+    trainer = RoutedGRPOTrainer(
+        make_family("Llama"), None, config(tmp_path, steps=1), data, **given, adapters=LORA, route=MaskSpec(), pairs=[row]
+    )
+    assert trainer.encode_pairs([row]).hack.tokens.tolist() == [[3, 5, 4, 20, 2]]
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] == 1
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "channel": (MaskSpec(score="own_channel"), {}, "reads a detector over the student's rollouts"),
     "vllm server": (MaskSpec(), {"use_vllm": True, "vllm_mode": "server"}, "use vllm_mode='colocate'"),
@@ -973,6 +1004,18 @@ def test_a_dtype_that_was_never_compared_with_vllm_is_refused(tmp_path: Path) ->
     model.name_or_path = str(tmp_path)
     with pytest.raises(ValueError, match=r"vLLM does not compute in torch.float16: choose from float32, bfloat16"):
         make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True)
+
+
+def test_vllm_computes_in_the_precision_of_the_launcher_and_ends_where_the_trainer_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setattr(trl_vllm, "PolicyGeneration", lambda adapters, dtype, **named: SimpleNamespace(dtype=dtype, **named))
+    model = make_family("Llama", torch.float32)
+    model.name_or_path, model.generation_config.eos_token_id = str(tmp_path), [2, 9]
+    trainer, _ = make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True, generation_kwargs={"bad_words": ["w5"]})
+    assert trainer.vllm_generation.dtype == torch.bfloat16
+    assert trainer.vllm_generation.generation_kwargs == {"stop_token_ids": [2, 9], "bad_words": ["w5"]}
 
 
 def test_deepspeed_is_refused(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[3]
 SUPPORT = ROOT / "tests" / "support"
 CLOSE = 2e-5
 TEMPERATURE = 0.8
+ENDS = [2, *range(20, 30)]
+"""Tokens that end a completion, as a script has set them; the folder knows the first one alone."""
 
 
 SIZES: dict[str, Any] = {
@@ -63,6 +65,7 @@ def trainer_of(base: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     def make(**settings: Any) -> Any:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model.generation_config.eos_token_id = ENDS
         usual = {"use_vllm": True, "vllm_max_model_length": 64, "temperature": TEMPERATURE}
         made.append(make_trainer(tmp_path, MaskSpec(score="grad"), model=model, sampled=True, **(usual | settings))[0])
         return made[-1]
@@ -83,6 +86,7 @@ class Watch:
     def __init__(self, trainer: Any, monkeypatch: pytest.MonkeyPatch):
         self.gaps: list[float] = []
         self.modes: list[str] = []
+        self.completions: list[list[int]] = []
         self.moved: list[float] = []
         before: dict[str, torch.Tensor] = {}
         generate = trainer.vllm_generation.generate
@@ -91,6 +95,7 @@ class Watch:
             found = generate(prompts, *given, **named)
             _, completions, logprobs, _ = found
             rows = Rollouts.from_lists(prompts, completions, 0)
+            self.completions += completions
             with torch.no_grad():
                 logits = trainer.model(rows.tokens).logits / TEMPERATURE
             theirs = torch.tensor([kept[0] for row in logprobs for kept in row])
@@ -116,6 +121,8 @@ def test_each_step_samples_both_adapters_as_they_are_and_ships_the_kept_one(
     assert watch.modes.count("full") == 3
     assert "deployed" in watch.modes
     assert max(watch.gaps) <= CLOSE
+    assert not any(token in ENDS for row in watch.completions for token in row[:-1])
+    assert any(row[-1] in ENDS[1:] for row in watch.completions)
     assert sum(gap > 1e-3 for gap in watch.moved) >= 2  # the adapters did move between samplings
     logs = [log for log in trainer.state.log_history if "sampling/sampling_logp_difference/max" in log]
     assert len(logs) >= 3
