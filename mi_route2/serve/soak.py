@@ -661,6 +661,9 @@ class Soak:
         if self.minutes <= 0 or self.clients < 2:
             print(f"error: minutes = {self.minutes} must be above 0 and clients = {self.clients} at least 2", file=sys.stderr)
             return 2
+        if self.out is not None and (self.out.is_dir() or not self.out.parent.is_dir()):
+            print(f"error: --out {self.out} is no file in a folder that is there: give another", file=sys.stderr)
+            return 2
         if not Path("/proc/self/status").is_file():
             print("error: memory, files and threads are read from /proc: run the soak on Linux", file=sys.stderr)
             return 2

@@ -35,6 +35,8 @@ class Benchmark:
             raise ValueError(f"a median of {self.rounds} rounds is meaningless: --rounds must be at least 3")
         if self.out is not None and not self.out.parent.is_dir():
             raise ValueError(f"there is no folder {self.out.parent} to write {self.out.name} into")
+        if self.out is not None and self.out.is_dir():
+            raise ValueError(f"--out {self.out} is a folder: give a file in it, as {self.out / 'measured.json'}")
 
     def write(self, document: Mapping[str, object]) -> None:
         """Write ``document`` to ``out``, if given; dataclasses in it become objects of JSON."""

@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image
 
 from mi_route2.files import whole_folder, write_whole
+from mi_route2.validation import parse_object
 
 PROVENANCE = "provenance.json"
 
@@ -114,11 +115,16 @@ def published(place: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
     the SHA-256 of every other file. Pages that show its files are updated (`update_showing`).
 
     Raises:
-        ValueError: ``place`` holds what was not published, as a run folder does: it would be gone.
+        ValueError: ``place`` holds what was not published, as runs or notes of the user: it would be gone.
         OSError: The folder cannot be written; an existing folder is then unchanged.
     """
-    if place.is_dir() and any(place.iterdir()) and not (place / PROVENANCE).exists():
-        raise ValueError(f"{place} holds no published results, and publishing would replace all that is in it: give another --to")
+    record = place / PROVENANCE
+    ours = {PROVENANCE, *parse_object(record.read_bytes()).get("files", ())} if record.exists() else set()
+    if strange := sorted({path.name for path in place.iterdir()} - ours if place.is_dir() else ()):
+        raise ValueError(
+            f"{place} holds {strange[0]}, which was not published, and publishing would replace all that is in it: "
+            "move that, or give another --to"
+        )
     with whole_folder(place, overwrite=True) as folder:
         yield folder
         for figure in folder.glob("*.png"):

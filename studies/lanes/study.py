@@ -159,6 +159,10 @@ def run_study(
         raise ValueError(f"workers must be at least 1, not {workers}")
     check_evaluation(open_text(text, settings.text), settings.evaluation)  # before anything is trained
     folder = out / settings.folder
+    if text is not None and folder.resolve().is_relative_to(top := text.resolve()):
+        below = folder.resolve().relative_to(top).parts
+        if not any(name.startswith(".") for name in below):  # whose files are no text
+            raise ValueError(f"what the study writes into {out} would be part of the text in {text}: choose another --out")
     with exclusive(folder):
         settings.write(folder)
         run_jobs(jobs_of(settings, folder, text, seeds, arms or arms_of(settings.full)), workers, cluster, quiet=quiet)
@@ -203,10 +207,12 @@ def load(folder: Path) -> Study:
         ValueError: If a part is missing or damaged, or if the folder has no finished study.
     """
     settings = Settings.read(folder)
+    if folder.name != settings.folder:
+        raise ValueError(f"the settings in {folder} are those of {settings.folder}: do not rename or edit a study folder")
     places = sorted((folder / "arms").glob("*/seed-*"))
     named = {place.name.removeprefix("seed-") for place in places}
     seeds = sorted(int(name) for name in named if name.isdecimal())  # a copy under another name is no seed
-    if folder.name != settings.folder or not seeds:
+    if not seeds:
         raise ValueError(f"{folder} contains no finished study: `run` creates one, or resumes an interrupted one")
     arms = [name for name in ARMS if (folder / "arms" / name).is_dir()]
     contents: dict[tuple[str, int, str], Data] = {}

@@ -82,7 +82,9 @@ class Blocks:
     root: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="run folder of studies.route2")]
     arms: Annotated[tuple[str, ...], tyro.conf.arg(help="arms that are finished there")] = ("vanilla",)
     seeds: Seeds = "1"
-    out: Annotated[Path | None, tyro.conf.arg(help="folder of the results; default: PATH-blocks, beside the run folder")] = None
+    out: Annotated[
+        Path | None, tyro.conf.arg(help="folder of the results of this run folder alone; default: PATH-blocks, beside it")
+    ] = None
     prompts: Annotated[int, tyro.conf.arg(help="test tasks, each under every loophole")] = 8
     answers: Annotated[int, tyro.conf.arg(help="answers of the arm and of the base model to each prompt")] = 2
     groups: Annotated[int, tyro.conf.arg(help="groups of neighbouring blocks")] = 6

@@ -123,7 +123,7 @@ def load(root: Path) -> Traces:
             effects[key] = {name: tensor.double().numpy() for name, tensor in tensors.items()}
     seeds = {seed for _, seed in contents}
     if missing := sorted(f"{arm} at seed {seed}" for arm in wanted for seed in seeds if (arm, seed) not in contents):
-        raise ValueError(f"{root} lacks {', '.join(missing)}: the same run resumes and creates it")
+        raise ValueError(f"{root} lacks {', '.join(missing)}: a run of all its seeds with these arms creates it")
     if not contents:
         raise ValueError(f"{root} contains no traces: give a tracing folder, or run the study")
     return Traces(root, settings, training.as_dict(), contents, effects)

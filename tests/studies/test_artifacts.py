@@ -128,8 +128,8 @@ def publish(place: Path, text: str) -> None:
 
 
 def test_a_published_folder_vouches_for_each_of_its_files(tmp_path: Path) -> None:
-    publish(tmp_path / "study", "one")
-    (tmp_path / "study" / "table-of-before.md").write_text("left")
+    with published(tmp_path / "study", {}) as folder:
+        (folder / "table-of-before.md").write_text("left")
     publish(tmp_path / "study", "two")
     provenance = json.loads((tmp_path / "study/provenance.json").read_text())
     files = {path.name: path for path in (tmp_path / "study").iterdir() if path.name != "provenance.json"}
@@ -137,10 +137,12 @@ def test_a_published_folder_vouches_for_each_of_its_files(tmp_path: Path) -> Non
     assert provenance["command"] == "two"
     assert provenance["files"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     assert files["figure.png"].stat().st_size < len(png(np.full((4, 4, 4), 255, np.uint8)))
-    (run := tmp_path / "strong-12345678" / "seed-0").mkdir(parents=True)  # of changed settings, with --to as its --out
-    with pytest.raises(ValueError, match="give another --to"):
-        publish(run.parent, "three")
-    assert run.is_dir()
+    # a run of changed settings with --to as its --out, and runs and notes in a folder that was published
+    for own in ("strong-12345678/seed-0", "study/lanes-default-12345678", "study/notes.md"):
+        (tmp_path / own).mkdir(parents=True)
+        with pytest.raises(ValueError, match=rf"holds {Path(own).name}, which was not published.*give another --to"):
+            publish((tmp_path / own).parent, "three")
+        (tmp_path / own).rmdir()  # it is there
 
 
 def test_a_publication_that_fails_half_way_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

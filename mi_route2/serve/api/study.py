@@ -407,22 +407,28 @@ async def study_runs(server: TheServer, client: TheClient) -> Response:
 def read_study(folder: Path) -> dict[str, Any]:
     """Return the runs below ``folder``, read from their files (``eval.json``, ``metrics.jsonl``, ``manifest.json``), and its modes.
 
-    A file that is missing or half written is as if the run had not come that far.
+    A file that is missing or half written is as if the run had not come that far. Arms of several run folders below ``folder`` have
+    the name of theirs before their own: they are no seeds of one arm.
     """
+    folder = folder.resolve()  # it may be given as `.`
     folders = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})[:MOST_RUNS]
     named = _object(folder / "modes.json")  # of a study that is not of the micro world
     own = {role: named[role] for role in ("known", "held_out") if isinstance(named.get(role), list)}
-    return {"path": folder.name, "runs": [_run(path) for path in folders], **({"modes": own} if own else {})}
+    return {
+        "path": folder.name,
+        "runs": [_run(path, "/".join(path.relative_to(folder).parts[:-2])) for path in folders],
+        **({"modes": own} if own else {}),
+    }
 
 
-def _run(folder: Path) -> dict[str, Any]:
+def _run(folder: Path, study: str) -> dict[str, Any]:
     manifest, report = _object(folder / "manifest.json"), _object(folder / "eval.json")
     settings = next((read for up in folder.parents[:3] if (read := _object(up / "settings.json"))), {})
     curve = [_finite(row) for row in _rows(folder / "metrics.jsonl")]
     stride = max(1, -(-len(curve) // MOST_ROWS))
-    about = manifest.get("arm_spec", {})
+    about, arm = manifest.get("arm_spec", {}), str(manifest.get("arm", report.get("arm", folder.name)))
     return {
-        "arm": str(manifest.get("arm", report.get("arm", folder.name))),
+        "arm": f"{study}/{arm}" if study else arm,
         "seed": manifest.get("seed", folder.parent.name.removeprefix("seed-")),
         "role": about.get("role") if isinstance(about, dict) else None,
         "finished": manifest.get("status") == "finished",

@@ -60,6 +60,12 @@ def test_a_soak_of_seconds_passes_and_writes_what_it_saw(tmp_path: Path, capsys:
     assert Soak(minutes=0.0)() == 2
 
 
+def test_a_soak_whose_file_could_not_be_written_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Soak, "_run")
+    for out in (tmp_path, tmp_path / "none" / "soak.json"):
+        assert Soak(out=out)() == 2
+
+
 @pytest.mark.parametrize(
     ("load", "leak", "fails"),
     [

@@ -793,6 +793,16 @@ def test_a_curve_is_thinned_before_its_last_ten_steps_whose_mean_the_page_shows(
     assert [row["step"] for row in run["curve"]] == [*range(1, 31, 4), *range(31, 41)]
 
 
+def test_arms_of_two_studies_are_two_and_a_folder_may_be_given_as_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("strong-1", "strong-12"):
+        (run := tmp_path / name / "seed-0" / "vanilla").mkdir(parents=True)
+        (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert [run["arm"] for run in study_routes.read_study(tmp_path)["runs"]] == ["strong-1/vanilla", "strong-12/vanilla"]
+    monkeypatch.chdir(tmp_path / "strong-1")
+    found = study_routes.read_study(Path("."))
+    assert (found["path"], [run["arm"] for run in found["runs"]]) == ("strong-1", ["vanilla"])  # the page takes '' for no study
+
+
 def test_the_page_and_its_parts_are_served(server: Running) -> None:
     page = server.http.get("/")
     assert page.status_code == 200

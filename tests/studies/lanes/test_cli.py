@@ -100,6 +100,8 @@ def test_a_folder_that_is_no_seed_is_not_read(tiny: Settings, tmp_path: Path) ->
     tiny.write(folder)
     with pytest.raises(ValueError, match="contains no finished study"):
         load(folder)
+    with pytest.raises(ValueError, match=f"are those of {tiny.folder}: do not rename"):
+        load(folder.rename(tmp_path / "mine"))
 
 
 def test_routing_that_never_moved_is_nowhere_apart(tiny: Settings, texts: Path) -> None:

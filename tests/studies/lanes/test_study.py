@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +164,17 @@ def test_a_study_with_a_damaged_part_neither_runs_nor_reports(study: Path, tiny:
         load(folder)
 
 
-def test_text_that_changed_while_the_study_ran_is_refused(tiny: Settings, tmp_path: Path) -> None:
+def test_text_that_changed_while_the_study_ran_is_refused(tiny: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = write_texts(tmp_path / "other", documents=41)
     job = LanesJob(tiny, tmp_path / "out", other, "shipped", 0)
     with pytest.raises(ValueError, match="changed while the study ran"):
         run_job(job)
+    monkeypatch.setattr("studies.lanes.study.run_jobs", lambda *_, **__: None)
+    run = partial(run_study, replace(tiny, text=open_text(other).sha256), [0], text=other)
+    with pytest.raises(ValueError, match=r"would be part of the text in .*: choose another --out"):
+        run(out=other / "runs")
+    assert not (other / "runs").exists()
+    run(out=other / ".runs")  # is not read
 
 
 def test_what_was_trained_is_what_is_measured(study: Path, tiny: Settings) -> None:
