@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from mi_route2.files import whole_folder, write_whole
-from mi_route2.validation import parse_object
+from mi_route2.validation import read_object
 
 PROVENANCE = "provenance.json"
 
@@ -119,7 +119,7 @@ def published(place: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
         OSError: The folder cannot be written; an existing folder is then unchanged.
     """
     record = place / PROVENANCE
-    ours = {PROVENANCE, *parse_object(record.read_bytes()).get("files", ())} if record.exists() else set()
+    ours = {PROVENANCE, *read_object(record, "give another --to").get("files", ())} if record.exists() else set()
     if strange := sorted({path.name for path in place.iterdir()} - ours if place.is_dir() else ()):
         raise ValueError(
             f"{place} holds {strange[0]}, which was not published, and publishing would replace all that is in it: "

@@ -143,6 +143,9 @@ def test_a_published_folder_vouches_for_each_of_its_files(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match=rf"holds {Path(own).name}, which was not published.*give another --to"):
             publish((tmp_path / own).parent, "three")
         (tmp_path / own).rmdir()  # it is there
+    (tmp_path / "study" / "provenance.json").write_text("{")
+    with pytest.raises(ValueError, match=r"provenance\.json.*give another --to"):
+        publish(tmp_path / "study", "three")
 
 
 def test_a_publication_that_fails_half_way_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
