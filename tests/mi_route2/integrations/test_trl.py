@@ -893,7 +893,9 @@ def test_pairs_are_encoded_as_trl_encodes_prompts(tmp_path: Path) -> None:
 
 
 class Environment:
-    """One of TRL's, without a tool."""
+    """One of TRL's, without a tool: nnsight, once it is imported, gives every object a ``save``, which TRL would take for one."""
+
+    save = None
 
     def reset(self, **_row: Any) -> None: ...
 
