@@ -409,15 +409,15 @@ class Resumed:
         if not last_only or columns == 1:
             return handles
         block, linears = self.decoder.blocks[-1], self.host.architecture.linears
-        # what attention calls gives as many columns as it is used to, as views
+        # attention expects all columns of these two: they give views of the last one
         inside = [block.get_submodule(at.path) for at in (linears["attn.q"], linears["attn.o"]) if at.fused is None]
-        for module in (*inside, self._last("resid_mid"), self.decoder.unembed):
+        for module in (*inside, self._in_last("resid_mid"), self.decoder.unembed):
             handles.append(module.register_forward_pre_hook(_last_column, prepend=True))
         handles += [module.register_forward_hook(partial(_spread, columns), prepend=True) for module in inside]
-        handles.append(self._last("attn_out").register_forward_pre_hook(_last_query, with_kwargs=True))
+        handles.append(self._in_last("attn_out").register_forward_pre_hook(_last_query, with_kwargs=True))
         return handles
 
-    def _last(self, point: str) -> nn.Module:
+    def _in_last(self, point: str) -> nn.Module:
         """Return the last block's module at a point."""
         at: Any = self.host.architecture.points[point]
         return self.decoder.blocks[-1].get_submodule(at.path)

@@ -10,6 +10,7 @@ from families import FAMILIES, HEADS, SPECS, VOCAB, make_family, move
 from patched_by_hand import ByHand
 from torch import Tensor
 
+import mi_route2.hosts.cache as attention
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.hosts import Host, open_host
 from mi_route2.hosts.decoder import DECODERS
@@ -256,6 +257,21 @@ def test_bfloat16_is_scored_in_a_wider_type() -> None:
     expected = sweep(exact, clean=CLEAN, corrupt=CORRUPT, sites="resid_pre", metric="logprob", answer=ANSWER)
     assert_equal(grid.values, expected.values, 0.1)
     assert (grid.values != torch.from_numpy(grid.values).bfloat16().double().numpy()).any()
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "GPT2"])
+def test_the_last_block_attends_from_the_scored_column_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or nothing would be wrong, and a sweep a tenth slower."""
+    asked: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": "resid_pre", "answer": ANSWER, "foil": FOIL}
+    planned, seen, own = prepare(bench(family).host, **asked, positions=[0, 1, 2]), list[int](), attention._one_query
+
+    def counted(query: Tensor, *given: Any) -> Tensor:
+        seen.append(query.shape[2])
+        return own(query, *given)
+
+    monkeypatch.setattr(attention, "_one_query", counted)
+    planned.grid(progress=False)
+    assert seen == [1] * len(planned.groups)  # other blocks have a query for each column, and take another way
 
 
 def test_cells_come_forward_by_forward_and_can_be_left() -> None:
