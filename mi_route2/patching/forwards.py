@@ -1,13 +1,14 @@
 """Forwards of a sweep: planning which cells run together, and running them whole or resumed from the corrupt run.
 
-``Resumed`` enters the model at a cell's own block and position and reuses the keys, values and residual streams of the corrupt run;
-``Whole`` runs the whole prompt on any host.
+``Resumed`` enters the model at a cell's own block and position and reuses the keys, values and residual streams of the corrupt run.
+What other positions do not read in that block (queries, and all behind the attention) is patched at every position of one sequence,
+whose cells enter at the next block. ``Whole`` runs the whole prompt on any host.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.hosts.state import forward_hooks, of_libraries
-from mi_route2.patching.targets import Target, seen_by
+from mi_route2.patching.targets import Target, read_by_others, seen_by
 from mi_route2.sites import Site
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class Costs:
         unembed: Cost of the unembedding for one token.
         overhead: Time of a block's call, as FLOPs.
         most: Limit on the tokens of a group; a quarter of the limit on its keys, which are copied for each cell.
+        held: Limit on the cells whose streams are held at a time.
     """
 
     layers: int
@@ -49,6 +51,7 @@ class Costs:
     unembed: float
     overhead: float
     most: int
+    held: int
 
     def flops(self, columns: int, entry: int) -> float:
         """Return the cost of one cell that enters at block ``entry`` with this number of columns."""
@@ -62,6 +65,11 @@ class Costs:
     def whole(self) -> float:
         """Cost of a forward over the whole sequence, unembedded at each token: the cost of a cell if nothing is shared."""
         return self.length * (self.layers * (self.column + self.pair * self.length) + self.unembed)
+
+    @property
+    def block(self) -> float:
+        """Cost of one block for one whole sequence."""
+        return self.length * (self.column + self.pair * self.length)
 
     def rows(self, columns: int) -> int:
         """Return the maximum number of cells in a group."""
@@ -142,13 +150,15 @@ def needed(places: Sequence[tuple[int, int]], costs: Costs) -> float:
 class Row:
     """One sequence of a forward: the corrupt run, with ``values`` [p ...] patched at ``target`` and ``positions`` (if any).
 
-    ``place`` is the block where the row enters, and its first column.
+    ``place`` is the block where the row enters, and its first column. If the patch lies before that block, ``stream`` [p d] is the
+    residual stream with which the row enters, at ``positions``.
     """
 
     place: tuple[int, int]
     target: Target | None = None
     positions: tuple[int, ...] = ()
     values: Tensor | None = None
+    stream: Tensor | None = None
 
     @property
     def head(self) -> int | None:
@@ -162,6 +172,31 @@ class Record:
 
     values: Mapping[Site, Tensor]
     logits: Float[Tensor, " v"]
+
+
+def passes(rows: Sequence[Row], most: int) -> list[dict[int, list[Row]]]:
+    """Plan forwards of the corrupt run in which sequences join for the length of a block, first that run itself, then ``most``.
+
+    They are for rows that enter behind the block in which they patch. What such a row changes of the block's output is its own
+    columns, so one sequence with the values of all rows of a target has the streams of them all.
+    """
+    idle = tuple(sorted({row.place[1] for row in rows if row.target is None}))
+    by_target: dict[Target, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.target is not None and row.target.site.layer == row.place[0] - 1 and row.target.site.point != "resid_post":
+            by_target[row.target].append(row)
+    planned: list[dict[int, list[Row]]] = []
+    seen: dict[int, int] = defaultdict(int)
+    for target, some in by_target.items():
+        layer = some[0].place[0] - 1
+        number, seen[layer] = seen[layer] // most, seen[layer] + 1
+        if number == len(planned):
+            planned.append({})
+        positions = tuple(position for row in some for position in row.positions)
+        values = torch.cat([row.values for row in some if row.values is not None])
+        joining = planned[number].setdefault(layer, [Row((layer, 0), positions=idle)])
+        joining.append(Row((layer, 0), target, positions, values))
+    return planned
 
 
 @runtime_checkable
@@ -186,6 +221,10 @@ class Forwards(Protocol):
         """Return the cost model of groups of cells."""
         ...
 
+    def enter(self, rows: Sequence[Row], most: int) -> Generator[None, None, list[Row]]:
+        """Return the rows with the streams with which they enter; yield before each forward, of ``most`` sequences a block."""
+        ...
+
     def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
         """Return the logits at the last token of each row."""
         ...
@@ -200,11 +239,11 @@ def _keep(into: dict[Site, Tensor], site: Site, index: Tensor, value: Tensor) ->
     into[site] = value.detach()[0].index_select(0, index)
 
 
-def writing(rows: Sequence[Row], start: int, columns: int, apart: Callable[[Row], bool] = lambda _row: False) -> dict[Site, Edit]:
-    """Return edits that patch the rows' values, without rows ``apart``, in a forward over ``columns`` columns from ``start``."""
+def writing(rows: Sequence[Row], start: int, columns: int) -> dict[Site, Edit]:
+    """Return edits that patch the rows' values, but those in a ``stream``, in a forward over ``columns`` columns from ``start``."""
     by_site: dict[Site, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
-        if row.target is not None and not apart(row):
+        if row.target is not None and row.stream is None:
             by_site[row.target.site].append(i)
     return {site: partial(_write, rows, numbers, start, columns) for site, numbers in by_site.items()}
 
@@ -215,15 +254,17 @@ def _write(rows: Sequence[Row], numbers: Sequence[int], start: int, columns: int
     for by_head in (False, True):  # a head is one more axis of the index, so the two kinds cannot be one assignment
         some = [i for i in numbers if (rows[i].head is not None) == by_head]
         if some:
-            put(new, rows, some, start + lacking)
+            put(
+                new,
+                [(i, p - start - lacking, rows[i].head) for i in some for p in rows[i].positions],
+                [rows[i].values for i in some],
+            )
     return new
 
 
-def put(into: Tensor, rows: Sequence[Row], numbers: Sequence[int], start: int) -> None:
-    """Write the values of the rows ``numbers``, which all have a head or none; the first column is position ``start``."""
-    places = [(i, position - start, rows[i].head) for i in numbers for position in rows[i].positions]
+def put(into: Tensor, places: Sequence[tuple[int, int, int | None]], values: Sequence[Tensor | None]) -> None:
+    """Write ``values`` [p ...] one after another at ``places``: rows, columns, and heads, which all of them have or none."""
     axes = list(zip(*places)) if places[0][2] is not None else list(zip(*places))[:2]
-    values = [rows[i].values for i in numbers]
     new = torch.cat([value for value in values if value is not None])
     into[tuple(torch.tensor(axis, device=into.device) for axis in axes)] = new.to(into)
 
@@ -247,6 +288,8 @@ no measurement, so that a repeated sweep gives the same bits."""
 _STREAM, _FEWEST = 2**18, 2**10
 """Numbers of a group's residual stream that stay in a CPU's cache from one operation to the next, and the number of tokens from
 which on its matrix products are efficient."""
+_HELD = 2**26
+"""Numbers of the streams with which a sweep's cells enter that are held at a time, 256 MB in float32; more are computed later."""
 _LOGITS = 2**29
 """Most logits of a forward on an accelerator, which would take 2 GB in float32."""
 
@@ -323,11 +366,38 @@ class Resumed:
         return Record(values, logits[0, -1]), cache.kept, streams
 
     def place(self, target: Target, position: int) -> tuple[int, int]:
-        """Return the target's own block, or the next one for the stream after it; the first block is entered with its tokens."""
+        """Return the first block in which other positions read what the target changes; the first is entered with its tokens."""
         layer, last = target.site.layer, self.decoder.layers - 1
         if layer is None:
             return last, position
-        return min(layer + (target.site.point == "resid_post"), last), position
+        return min(layer + (not read_by_others(target.site)), last), position
+
+    def enter(self, rows: Sequence[Row], most: int) -> Generator[None, None, list[Row]]:
+        """Return the rows with their streams: those that they patch, and those behind the block in which they patch.
+
+        Where there are any of the second kind, unpatched rows enter with a stream of the same forward: their noise is that of the
+        others.
+        """
+        streams: dict[tuple[int, Target | None, int], Tensor] = {}
+        for joining in passes(rows, most):
+            yield
+            self._pass(joining, streams)
+        return [_entering(row, streams) for row in rows]
+
+    def _pass(self, joining: Mapping[int, Sequence[Row]], streams: dict[tuple[int, Target | None, int], Tensor]) -> None:
+        """Run the corrupt run, with sequences beside it in their blocks; keep what a block gives at their positions."""
+        length, tokens = len(self._tokens), self._tokens[None]
+        edits: dict[Site, Edit] = {}
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for layer, rows in joining.items():
+                block, join = self.decoder.blocks[layer], partial(_join, rows, (), 0, None)
+                stack.callback(block.register_forward_pre_hook(join, with_kwargs=True, prepend=True).remove)
+                stack.callback(block.register_forward_hook(partial(_leave, rows, layer + 1, streams)).remove)
+                edits |= writing(rows, 0, length)
+            stack.enter_context(self.host.hooks(edits))
+            stack.enter_context(self.host.fused())
+            self.decoder(tokens, *_causal(0, length, tokens.device), _Prefixed({}, 0), keep=_last(tokens))
 
     def costs(self) -> Costs:
         assert self._costs is not None, "start() comes first"
@@ -351,6 +421,7 @@ class Resumed:
             unembed=2.0 * vocabulary * width,
             overhead=_OVERHEAD.get(device, _ACCELERATED[0]),
             most=max(most, len(self._tokens)),
+            held=max(1, _HELD // width),
         )
 
     def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
@@ -366,8 +437,7 @@ class Resumed:
             stack.enter_context(torch.no_grad())
             for entry in sorted({row.place[0] for row in rows}):
                 stack.callback(self._joining(rows, entry, group.start).remove)
-            # A row enters behind the block whose resid_post it patches and whose hooks never see it: such values are in its stream.
-            stack.enter_context(self.host.hooks(writing(rows, group.start, columns, apart=self._in_stream)))
+            stack.enter_context(self.host.hooks(writing(rows, group.start, columns)))
             stack.enter_context(self.host.fused())  # before hooks of ours, which it would take for somebody's
             for handle in self._scored_column(logits, columns, last_only=all(self._seen(row) for row in rows)):
                 stack.callback(handle.remove)
@@ -376,17 +446,10 @@ class Resumed:
             self.decoder(tokens, *_causal(group.start, columns, tokens.device), cache, entry=entering)
         return logits[0]
 
-    def _in_stream(self, row: Row) -> bool:
-        """Return whether a row's value is patched into the residual stream with which the row enters."""
-        if row.target is None:
-            return False
-        (entry, _), site = row.place, row.target.site
-        return site == Site(entry, "resid_pre") or (site.layer == entry - 1 and site.point == "resid_post")
-
     def _joining(self, rows: Sequence[Row], entry: int, start: int) -> RemovableHandle:
         """Register a hook that adds, at block ``entry``, the rows that enter there."""
         joining = [row for row in rows if row.place[0] == entry]
-        among = [i for i, row in enumerate(joining) if self._in_stream(row)]
+        among = [i for i, row in enumerate(joining) if row.stream is not None]
         # The rows that enter first replace the sequence with which the model was called.
         stream = None if entry == rows[0].place[0] else self._streams[entry][None, start:]
         hook = partial(_join, joining, among, start, stream)
@@ -446,10 +509,36 @@ def _join(
     before: Tensor = args[0] if args else kwargs["hidden_states"]
     new = (before if stream is None else stream).repeat(len(joining), 1, 1)
     if among:
-        put(new, joining, among, start)
+        places = [(i, position - start, None) for i in among for position in joining[i].positions]
+        put(new, places, [joining[i].stream for i in among])
     if stream is not None:
         new = torch.cat((before, new))
     return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
+
+
+def _leave(
+    rows: Sequence[Row],
+    entry: int,
+    streams: dict[tuple[int, Target | None, int], Tensor],
+    _module: nn.Module,
+    _args: Any,
+    output: Tensor,
+) -> Tensor:
+    """Keep the rows' streams before block ``entry`` at their positions; return the first row's whole stream alone."""
+    for i, row in enumerate(rows):
+        kept = output[i, list(row.positions)]
+        streams |= {(entry, row.target, position): value for position, value in zip(row.positions, kept)}
+    return output[:1]
+
+
+def _entering(row: Row, streams: Mapping[tuple[int, Target | None, int], Tensor]) -> Row:
+    """Return ``row`` with the stream with which it enters, unless that is the one that the corrupt run left."""
+    (entry, column), site = row.place, None if row.target is None else row.target.site
+    positions = row.positions or (column,)
+    if (entry, row.target, positions[0]) in streams:
+        return replace(row, positions=positions, stream=torch.stack([streams[entry, row.target, p] for p in positions]))
+    patched = site is not None and (site.point == "resid_pre" or (site.point == "resid_post" and site.layer == entry - 1))
+    return replace(row, stream=row.values) if patched else row
 
 
 def _last_column(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -521,7 +610,13 @@ class Whole:
         """Return costs that make groups as large as memory allows, because a whole forward costs the same for every cell."""
         length = len(self._tokens)
         most = min(_TOKENS.get(self._device.type, _MANY), _ROOM // self._vocabulary)
-        return Costs(layers=1, length=length, column=1.0, pair=0.0, scored=0.0, unembed=0.0, overhead=1.0, most=max(most, length))
+        free: dict[str, float] = {"pair": 0.0, "scored": 0.0, "unembed": 0.0}
+        return Costs(layers=1, length=length, column=1.0, **free, overhead=1.0, most=max(most, length), held=_HELD)
+
+    def enter(self, rows: Sequence[Row], most: int) -> Generator[None, None, list[Row]]:
+        """Return the rows as they are, without a forward."""
+        yield from ()
+        return list(rows)
 
     def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
         return self.under(writing(rows, 0, len(self._tokens)), len(rows))

@@ -14,7 +14,20 @@ from mi_route2.architectures import HEADED
 from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.state import ModelState
-from mi_route2.patching.forwards import Forwards, Group, Record, Row, ended, forwards, needed, planning, spent, with_idle
+from mi_route2.patching.forwards import (
+    Costs,
+    Forwards,
+    Group,
+    Record,
+    Row,
+    ended,
+    forwards,
+    needed,
+    passes,
+    planning,
+    spent,
+    with_idle,
+)
 from mi_route2.patching.grid import Cell, Grid
 from mi_route2.patching.question import CleanRun, Given, Metric, Positions, Question, ask, refuse_dropout, refuse_foreign
 from mi_route2.patching.targets import Choice, Target, choose, seen_by, split
@@ -172,6 +185,7 @@ class Sweep:
         known: Cells that need no run, because the patch would change nothing or the scored position cannot read it.
         rows: All other cells, with unpatched rows among them.
         groups: Rows that run together.
+        costs: Cost model and limits of the groups.
         forwards: Runs the model.
         seconds: Time that the preparation took, with what others did between its forwards.
         state: Detects changes of the model.
@@ -185,6 +199,7 @@ class Sweep:
     known: tuple[Cell, ...]
     rows: tuple[Row, ...]
     groups: tuple[Group, ...]
+    costs: Costs
     forwards: Forwards
     seconds: float
     state: ModelState
@@ -209,15 +224,43 @@ class Sweep:
             raise self._stale()
         if self.known:
             yield Finished(self.known)
+        for groups in self._portions():
+            entered = yield from self._enter(groups, exclusive)
+            for group in groups:
+                self._demand_unmoved(exclusive)
+                rows = [entered[i] for i in group.cells]
+                scores = self.pair.question.grader(self.forwards.run(group, rows), self.pair.clean.logits).tolist()
+                cells = [Cell(row.target, self._column(row), score) for row, score in zip(rows, scores) if row.target is not None]
+                yield Finished(tuple(cells), tuple(score for row, score in zip(rows, scores) if row.target is None))
+
+    def _portions(self) -> Iterator[list[Group]]:
+        """Yield groups of which the streams of all cells are held at a time."""
+        some: list[Group] = []
         for group in self.groups:
-            # ``changed`` is quick but misses writes through ``p.data``; ``_moved`` reads the whole model to see them
-            undisturbed = exclusive() if callable(exclusive) else exclusive
-            if self.state.changed or (not undisturbed and self._moved()):
-                raise self._stale()
-            rows = [self.rows[i] for i in group.cells]
-            scores = self.pair.question.grader(self.forwards.run(group, rows), self.pair.clean.logits).tolist()
-            cells = [Cell(row.target, self._column(row), score) for row, score in zip(rows, scores) if row.target is not None]
-            yield Finished(tuple(cells), tuple(score for row, score in zip(rows, scores) if row.target is None))
+            if some and sum(len(one.cells) for one in (*some, group)) > self.costs.held:
+                yield some
+                some = []
+            some.append(group)
+        if some:
+            yield some
+
+    def _enter(self, groups: Sequence[Group], exclusive: bool | Callable[[], bool]) -> Generator[Finished, None, Mapping[int, Row]]:
+        """Return the rows of these groups with the streams with which they enter; yield nothing finished before each forward."""
+        cells = [i for group in groups for i in group.cells]
+        entering = self.forwards.enter([self.rows[i] for i in cells], self.costs.rows(self.costs.length))
+        while True:
+            try:
+                next(entering)
+            except StopIteration as end:
+                return dict(zip(cells, end.value))
+            yield Finished(())
+            self._demand_unmoved(exclusive)
+
+    def _demand_unmoved(self, exclusive: bool | Callable[[], bool]) -> None:
+        # ``changed`` is quick but misses writes through ``p.data``; ``_moved`` reads the whole model to see them
+        undisturbed = exclusive() if callable(exclusive) else exclusive
+        if self.state.changed or (not undisturbed and self._moved()):
+            raise self._stale()
 
     def _moved(self) -> bool:
         self.state.look()
@@ -259,9 +302,12 @@ class Sweep:
         """
         if self.forwards.name == "whole":
             return {}
-        costs = self.forwards.costs()
+        costs = self.costs
         cells = [row.place for row in self.rows if row.target is not None]
         run = spent(self.groups, [row.place for row in self.rows], costs)
+        for groups in self._portions():
+            for joining in passes([self.rows[i] for group in groups for i in group.cells], costs.rows(costs.length)):
+                run += costs.block * (costs.layers + sum(len(rows) - 1 for rows in joining.values()))
         return {"whole": costs.whole * self.total, "needed": needed(cells, costs), "run": run}
 
 
@@ -323,7 +369,7 @@ def preparing(
     limited = costs if tokens is None else replace(costs, most=min(costs.most, tokens))
     groups = yield from planning([row.place for row in rows], limited, batch)
     seconds = perf_counter() - began
-    return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), running, seconds, state, before)
+    return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), limited, running, seconds, state, before)
 
 
 def _refuse_cells(count: int, most: int | None) -> None:

@@ -88,8 +88,11 @@ def split(targets: Iterable[Target], counts: dict[Site, int]) -> tuple[Target, .
     return tuple(expanded)
 
 
+def read_by_others(site: Site) -> bool:
+    """Return whether other positions read a value at one position of ``site`` in its own block, through the attention."""
+    return site.point in _READ_BY_OTHERS or site.linear in ("attn.k", "attn.v")
+
+
 def seen_by(site: Site, layers: int) -> bool:
     """Return whether a value at one position of ``site`` can reach another position's logits, through a later attention."""
-    if site.layer is None or site.layer < layers - 1:
-        return site.layer is not None
-    return site.point in _READ_BY_OTHERS or site.linear in ("attn.k", "attn.v")
+    return site.layer is not None and (site.layer < layers - 1 or read_by_others(site))

@@ -1,11 +1,11 @@
-"""Cost of a patch sweep relative to TransformerLens's: time per cell over the whole grid of ``resid_pre``; all cells compared.
+"""Cost of a patch sweep relative to TransformerLens's: time per cell over whole grids; all cells compared.
 
     python -m studies.benchmarks sweeps [--quick] [--long] [--rounds 15] [--out FILE.json]
 
 The models are random Qwen3s; with ``--long`` on longer prompts, and SmolLM2-135M. Clean and corrupt prompts differ in every token,
 so that each cell needs a run.
-TransformerLens runs ``transformer_lens.patching.get_act_patch_resid_pre`` on a bridge around the model: a whole forward per cell. A
-sweep runs
+TransformerLens runs ``transformer_lens.patching.get_act_patch_resid_pre`` on a bridge around the model, or for *three points*
+``get_act_patch_block_every``, which patches ``attn_out`` and ``mlp_out`` too: a whole forward per cell. A sweep runs
 
     resumed       cells over the corrupt run's keys and values, starting at their own block, many in a forward
     on a bridge   the same, on the bridge itself (whose wrapped attention then runs in one piece)
@@ -38,6 +38,8 @@ from studies.common.tables import markdown_table
 
 LENS, RESUMED, BRIDGED, WHOLE = "TransformerLens", "resumed", "on a bridge", "whole"
 SIDES = (RESUMED, BRIDGED, WHOLE)
+POINTS = ("resid_pre", "attn_out", "mlp_out")
+"""The points of TransformerLens's ``get_act_patch_block_every``, in its order."""
 ANSWER, FOIL = 5, 6
 SPREAD = 0.05
 """Standard deviation of the random weights: large enough that a patch moves the logits by more than their rounding error."""
@@ -45,7 +47,10 @@ SPREAD = 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """A decoder and the length of its prompts; SmolLM2 if ``pretrained``. ``most`` is the maximum number of rounds."""
+    """A decoder and the length of its prompts; SmolLM2 if ``pretrained``. ``most`` is the maximum number of rounds.
+
+    The grid is of ``resid_pre``, or of all ``POINTS`` if ``every``; then no sweep runs whole forwards.
+    """
 
     name: str
     layers: int
@@ -56,20 +61,39 @@ class Setting:
     tokens: int = 64
     pretrained: bool = False
     most: int | None = None
+    every: bool = False
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """The points of the grid."""
+        return POINTS if self.every else POINTS[:1]
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The sides that are compared with TransformerLens."""
+        return SIDES[:2] if self.every else SIDES
 
     @property
     def cells(self) -> int:
         """Number of cells of the grid."""
-        return self.layers * self.tokens
+        return len(self.points) * self.layers * self.tokens
 
 
-SETTINGS = (Setting("6 layers, d 256", 6, 256, 768), Setting("12 layers, d 64", 12, 64, 192))
+SETTINGS = (
+    Setting("6 layers, d 256", 6, 256, 768),
+    Setting("6 layers, d 256, three points", 6, 256, 768, every=True, most=3),
+    Setting("12 layers, d 64", 12, 64, 192),
+)
 LONG = (
     *(Setting(f"6 layers, d 256, {n} tokens", 6, 256, 768, tokens=n, most=m) for n, m in ((128, 3), (256, 1))),
+    *(Setting(f"6 layers, d 256, {n} tokens, three points", 6, 256, 768, tokens=n, most=1, every=True) for n in (128, 256)),
     *(Setting(f"12 layers, d 64, {n} tokens", 12, 64, 192, tokens=n, most=m) for n, m in ((128, 3), (256, 1))),
     Setting("SmolLM2-135M, 16 tokens", 30, 576, 1536, heads=9, vocab=49152, tokens=16, pretrained=True, most=3),
 )
-QUICK = (Setting("tiny", 2, 32, 48, heads=2, vocab=64, tokens=6),)
+QUICK = tuple(
+    Setting(name, 2, 32, 48, heads=2, vocab=64, tokens=6, every=every)
+    for name, every in (("tiny", False), ("tiny, three points", True))
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +126,7 @@ class SweepBench:
         # Another token at every position: shifted by this much, modulo the vocabulary.
         shift = torch.randint(1, setting.vocab - 3, (setting.tokens,), generator=generator)
         self.corrupt = 3 + (self.clean - 3 + shift) % (setting.vocab - 3)
+        self.points = setting.points
         self.host, self.bridged = (self._open(name, setting, seed) for name in ("torch", "transformer_lens"))
 
     @staticmethod
@@ -111,9 +136,9 @@ class SweepBench:
         size = Size(setting.layers, setting.d, setting.heads, setting.mlp, setting.vocab, tokens=setting.tokens)
         return open_host(host, random_qwen3(size, seed, initializer_range=SPREAD, pad_token_id=None).eval())
 
-    def lens(self) -> Float[np.ndarray, "layers positions"]:
+    def lens(self) -> Float[np.ndarray, "targets positions"]:
         """Return TransformerLens's own grid."""
-        from transformer_lens.patching import get_act_patch_resid_pre
+        from transformer_lens import patching
 
         def difference(logits: torch.Tensor) -> torch.Tensor:
             return logits[0, -1, ANSWER] - logits[0, -1, FOIL]
@@ -121,8 +146,9 @@ class SweepBench:
         bridge = self.bridged.bridge
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):  # it draws a progress bar even without a terminal
             _, cache = bridge.run_with_cache(self.clean[None])
-            grid: Any = get_act_patch_resid_pre(bridge, self.corrupt[None], cache, difference)
-        return grid.double().numpy()
+            run = patching.get_act_patch_block_every if self.points == POINTS else patching.get_act_patch_resid_pre
+            grid: Any = run(bridge, self.corrupt[None], cache, difference)
+        return grid.double().flatten(0, -2).numpy()
 
     def grid(self, side: str) -> Grid:
         """Return the sweep's grid."""
@@ -130,7 +156,7 @@ class SweepBench:
             self.bridged if side == BRIDGED else self.host,
             clean=self.clean,
             corrupt=self.corrupt,
-            sites="resid_pre",
+            sites=self.points,
             answer=ANSWER,
             foil=FOIL,
             how="whole" if side == WHOLE else "resumed",
@@ -142,8 +168,8 @@ def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[SweepResult]
     """Return one row per side, and the seconds of each."""
     rounds = rounds if setting.most is None else min(rounds, setting.most)
     bench = SweepBench(setting, seed)
-    expected, grids = bench.lens(), {side: bench.grid(side) for side in SIDES}
-    turns: dict[str, Callable[[], object]] = {LENS: bench.lens, **{side: partial(bench.grid, side) for side in SIDES}}
+    expected, grids = bench.lens(), {side: bench.grid(side) for side in setting.sides}
+    turns: dict[str, Callable[[], object]] = {LENS: bench.lens, **{side: partial(bench.grid, side) for side in setting.sides}}
     measured = take_turns(timers(turns), rounds, np.random.default_rng(seed))
     rng, lens, flops = np.random.default_rng(seed), measured[LENS], grids[RESUMED].flops
 
@@ -162,7 +188,7 @@ def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[SweepResult]
             effect=float(np.abs(grid.effect).max()),
         )
 
-    return [result(side) for side in SIDES], measured
+    return [result(side) for side in setting.sides], measured
 
 
 def table(results: list[SweepResult]) -> str:

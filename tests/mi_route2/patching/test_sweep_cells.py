@@ -14,7 +14,7 @@ import mi_route2.hosts.cache as attention
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.hosts import Host, open_host
 from mi_route2.hosts.decoder import DECODERS
-from mi_route2.patching import CleanRun, Grid, Target, attribute, cells, prepare, sweep
+from mi_route2.patching import CleanRun, Grid, Target, attribute, cells, forwards, prepare, sweep
 from mi_route2.patching.patches import Patch
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection, record
@@ -272,6 +272,41 @@ def test_the_last_block_attends_from_the_scored_column_alone(family: str, monkey
     monkeypatch.setattr(attention, "_one_query", counted)
     planned.grid(progress=False)
     assert seen == [1] * len(planned.groups)  # other blocks have a query for each column, and take another way
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "MicroGPT"])
+@pytest.mark.parametrize("held", [2**26, 1])
+def test_what_others_do_not_read_in_a_block_is_patched_at_every_position_of_one_sequence(
+    family: str, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or each cell would run its own block: a grid of heads would take a third longer, and have the same numbers."""
+    one, last = bench(family), LENGTH - 1
+    monkeypatch.setattr(forwards, "_HELD", held)  # of 1: the streams of one group at a time
+    some = [*(Target(Site(0, "z"), head) for head in range(2)), Target(Site(0, "mlp_out")), Target(Site(0, "q"))]
+    asked: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": some, "answer": ANSWER, "foil": FOIL, "tokens": 2 * LENGTH}
+    ran = list[int]()
+    block = one.host.model.get_submodule(f"{one.host.architecture.blocks}.0")
+    own = type(block).forward
+
+    def counted(self: torch.nn.Module, stream: Tensor, *given: Any, **named: Any) -> Any:
+        if self is block:
+            ran.append(len(stream))
+        return own(self, stream, *given, **named)
+
+    monkeypatch.setattr(type(block), "forward", counted)
+    planned = prepare(one.host, **asked)
+    ran.clear()
+    grid = planned.grid(progress=False)
+    monkeypatch.undo()
+    assert_equal(grid.values, one.by_hand(grid))
+    assert grid.values.size == len(some) * LENGTH
+    if held > 1:
+        assert ran == [3, 3]  # the corrupt run itself, and two targets at a time
+        shared = 2 * planned.costs.block * planned.layers + 4 * planned.costs.block
+        assert planned.flops()["run"] >= planned.flops()["needed"] + shared
+    else:
+        assert len(ran) > 2
+    assert max(row.place for row in planned.rows) == (1, last)
 
 
 def test_cells_come_forward_by_forward_and_can_be_left() -> None:

@@ -69,11 +69,11 @@ def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: py
     run(SweepsOptions(quick=True, out=tmp_path / "out.json"))
     printed, document = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
     rows = results(document, SweepResult)
-    assert [r.side for r in rows] == list(SIDES)
+    assert [(r.setting, r.side, r.cells) for r in rows] == [(one.name, side, one.cells) for one in QUICK for side in one.sides]
+    assert [one.cells for one in QUICK] == [12, 36]
     for r in rows:
         assert r.times.lo <= r.times.value <= r.times.hi
         assert r.times.value == pytest.approx(r.lens_ms / r.own_ms)
-        assert r.cells == QUICK[0].cells == 12
         assert r.difference < 1e-5
         assert r.bound >= r.run
         assert (r.run > 1) == (r.side != WHOLE)
