@@ -219,16 +219,25 @@ class SteeringOptions(Benchmark):
 
 @dataclass(frozen=True)
 class SweepsOptions(Benchmark):
-    """Patch sweeps over resid_pre and TransformerLens's get_act_patch_resid_pre: time per cell, with both grids compared.
+    """Patch sweeps and TransformerLens's get_act_patch_resid_pre or get_act_patch_block_every: time per cell, grids compared.
 
     "times as fast" is the ratio of medians with its 95% bootstrap interval over rounds. "FLOPs: bound, run" is how many times fewer
     FLOPs a cell needs than a whole forward: at best, and as its groups were cut. The rest of the ratio is overhead shared by many
     cells, or eager attention. Sides take turns in a random order in one process on one thread, and time is processor time, so that
-    other work on the machine is not counted. 15 rounds take some twelve minutes, --long with its fewer rounds half an hour,
-    --quick a few seconds.
+    other work on the machine is not counted. 15 rounds take some twelve minutes, --long with its fewer rounds half an hour, --every
+    a quarter of one, --quick a few seconds.
     """
 
     long: Annotated[bool, tyro.conf.arg(help="prompts of 128 and 256 tokens, and SmolLM2-135M, in fewer rounds")] = False
+    every: Annotated[bool, tyro.conf.arg(help="attn_out and mlp_out beside resid_pre, at 64 to 256 tokens, in fewer rounds")] = (
+        False
+    )
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a load that does not exist."""
+        super().check()
+        if self.long and self.every:
+            raise ValueError("--long and --every are two loads: give one")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Cost of a patch sweep relative to TransformerLens's: time per cell over whole grids; all cells compared.
 
-    python -m studies.benchmarks sweeps [--quick] [--long] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks sweeps [--quick] [--long | --every] [--rounds 15] [--out FILE.json]
 
 The models are random Qwen3s; with ``--long`` on longer prompts, and SmolLM2-135M. Clean and corrupt prompts differ in every token,
 so that each cell needs a run.
-TransformerLens runs ``transformer_lens.patching.get_act_patch_resid_pre`` on a bridge around the model, or for *three points*
+TransformerLens runs ``transformer_lens.patching.get_act_patch_resid_pre`` on a bridge around the model, or with ``--every``
 ``get_act_patch_block_every``, which patches ``attn_out`` and ``mlp_out`` too: a whole forward per cell. A sweep runs
 
     resumed       cells over the corrupt run's keys and values, starting at their own block, many in a forward
@@ -79,16 +79,15 @@ class Setting:
         return len(self.points) * self.layers * self.tokens
 
 
-SETTINGS = (
-    Setting("6 layers, d 256", 6, 256, 768),
-    Setting("6 layers, d 256, three points", 6, 256, 768, every=True, most=3),
-    Setting("12 layers, d 64", 12, 64, 192),
-)
+SETTINGS = (Setting("6 layers, d 256", 6, 256, 768), Setting("12 layers, d 64", 12, 64, 192))
 LONG = (
     *(Setting(f"6 layers, d 256, {n} tokens", 6, 256, 768, tokens=n, most=m) for n, m in ((128, 3), (256, 1))),
-    *(Setting(f"6 layers, d 256, {n} tokens, three points", 6, 256, 768, tokens=n, most=1, every=True) for n in (128, 256)),
     *(Setting(f"12 layers, d 64, {n} tokens", 12, 64, 192, tokens=n, most=m) for n, m in ((128, 3), (256, 1))),
     Setting("SmolLM2-135M, 16 tokens", 30, 576, 1536, heads=9, vocab=49152, tokens=16, pretrained=True, most=3),
+)
+EVERY = (
+    *(Setting(f"6 layers, d 256, {n} tokens", 6, 256, 768, tokens=n, most=m, every=True) for n, m in ((64, 3), (128, 1), (256, 1))),
+    Setting("12 layers, d 64, 64 tokens", 12, 64, 192, most=3, every=True),
 )
 QUICK = tuple(
     Setting(name, 2, 32, 48, heads=2, vocab=64, tokens=6, every=every)
@@ -204,7 +203,7 @@ def table(results: list[SweepResult]) -> str:
 
 def run(options: SweepsOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
-    settings = QUICK if options.quick else LONG if options.long else SETTINGS
+    settings = QUICK if options.quick else LONG if options.long else EVERY if options.every else SETTINGS
     results, sides = [], {}
     for setting in settings:
         rows, seconds = compare(setting, options.turns, options.seed)

@@ -14,6 +14,7 @@ from studies.benchmarks.measurement.paired import Ratio, ratio
 from studies.benchmarks.options import SweepsOptions
 from studies.benchmarks.sweeps import (
     BRIDGED,
+    EVERY,
     LENS,
     LONG,
     QUICK,
@@ -113,6 +114,19 @@ def test_the_page_prints_what_was_measured_of_long_prompts_and_a_real_model() ->
     wide = {key: lo for key, lo in least.items() if "d 256" in key[0]}  # what the page says in words:
     assert all(lo > 9 for key, lo in least.items() if key not in wide)
     assert [f"{lo:.1f}" for lo in wide.values()] == ["6.5", "6.0", "5.6", "5.6"]
+
+
+def test_the_page_prints_what_was_measured_of_three_points() -> None:
+    document, rows = printed_in_the_page("sweeps_every")
+    assert document["settings"].keys() == {setting.name for setting in EVERY}
+    assert {r.side for r in rows} == {RESUMED, BRIDGED}
+    assert all(r.difference < 1e-5 for r in rows)
+    assert all(r.times.lo > 6 for r in rows)  # what the page says in words
+
+
+def test_long_and_every_are_two_loads() -> None:
+    with pytest.raises(ValueError, match="give one"):
+        SweepsOptions(long=True, every=True).check()
 
 
 def test_the_page_prints_what_was_measured() -> None:
