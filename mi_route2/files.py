@@ -65,7 +65,7 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
 
     Raises:
         FileExistsError: ``folder`` is a file, or a folder that is not empty and ``overwrite`` is False.
-        OSError: It cannot be written. An old folder is then as it was.
+        OSError: It cannot be written, or without ``overwrite`` another process wrote it since. An old folder is then as it was.
     """
     target = Path(folder).resolve()
     leftovers = [
@@ -89,7 +89,7 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
             if path.is_file():
                 with path.open("rb") as written:
                     os.fsync(written.fileno())
-        if target.exists():
+        if overwrite and target.exists():  # without it, what was put there since the look above makes the rename fail
             shutil.rmtree(former, ignore_errors=True)  # left by a kill of a process that had this number
             target.replace(former)
         partial.replace(target)
