@@ -99,7 +99,7 @@ class Part:
 
     @property
     def origins(self) -> dict[str, str]:
-        """Hashes of what the numbers are of and no setting tells, as far as it is there: base model, canaries, and the run's end."""
+        """Hashes of what the numbers are of, beyond settings, as far as it is there: base model, canaries, and the run's end."""
         job, found = self.job, dict[str, str]()
         if job.settings.chat is None and (base := base_file(job.settings, job.seed, job.cache)).exists():
             found["base"] = hashlib.sha256(base.read_bytes()).hexdigest()

@@ -97,11 +97,11 @@ def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(tm
 def test_of_two_that_make_a_new_folder_the_second_does_not_replace_the_first(tmp_path: Path) -> None:
     """Making a model takes minutes, between the look whether the folder is new and the rename."""
     (tmp_path / "model").mkdir()  # an empty one is new
-    with pytest.raises(OSError, match=r"could not write .*model, .*: Directory not empty"), whole_folder(tmp_path / "model") as late:
-        (late / "text").write_text("second")
-        (tmp_path / "early").mkdir()
-        (tmp_path / "early" / "text").write_text("first")
-        (tmp_path / "early").replace(tmp_path / "model")
+    context = whole_folder(tmp_path / "model")
+    (context.__enter__() / "text").write_text("second")
+    (tmp_path / "model" / "text").write_text("first")
+    with pytest.raises(OSError, match=r"could not write .*model, .*: Directory not empty"):
+        context.__exit__(None, None, None)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model" / "text").read_text() == "first"
 

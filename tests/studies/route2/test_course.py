@@ -114,7 +114,7 @@ def test_another_machines_run_is_told(tmp_path: Path, cache: Path) -> None:
 
 
 def test_numbers_of_what_was_made_again_are_not_kept(tmp_path: Path, cache: Path) -> None:
-    """The base model, a canary, and the run itself may have other weights under the same settings: from another machine, or code."""
+    """The base model, a canary, and the run itself may have other weights under the same settings: from another machine."""
     there = shutil.copytree(cache, tmp_path / "cache")
     job = tiny_job(tmp_path, "canary-run-early", cache=there, steps=2, evaluation_prompts=8)
     for canary in job.canaries:
@@ -123,10 +123,11 @@ def test_numbers_of_what_was_made_again_are_not_kept(tmp_path: Path, cache: Path
     run_job(job)
     assert Part(job).numbers == first
     base, own = base_file(job.settings, job.seed, job.cache), job.folder / FULL
+    canary = job.canaries[0].folder
     for path, changed in (
         (base, base.read_bytes()[:-1]),
-        (job.canaries[0].folder / MANIFEST, re.sub(rb'("deployed.safetensors": ")\w+', rb"\1other", (job.canaries[0].folder / MANIFEST).read_bytes())),
-        (own, (job.canaries[0].folder / FULL).read_bytes()),
+        (canary / MANIFEST, re.sub(rb'("deployed.safetensors": ")\w+', rb"\1other", (canary / MANIFEST).read_bytes())),
+        (own, (canary / FULL).read_bytes()),
     ):
         former = path.read_bytes()
         path.write_bytes(changed)
