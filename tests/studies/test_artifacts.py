@@ -183,6 +183,8 @@ def test_a_block_that_would_never_be_filled_is_an_error(tmp_path: Path, block: s
     publish(tmp_path / "results" / "study", "one")
     whole = f"# Page\n\n{BEGIN}\nold\n{END}\n"
     page.write_text(whole)
+    (tmp_path / "folder.md").mkdir()  # neither shows anything: with --to NAME this folder may be any
+    (tmp_path / "latin.md").write_bytes(b"caf\xe9")
     monkeypatch.chdir(tmp_path / "results" / "study")
     update_showing(Path())
     assert page.read_text() == whole.replace("old", "\none\n")
