@@ -273,7 +273,13 @@ def read_course_predictions(path: Path) -> Predictions:
 
 
 def write_courses(jobs: Sequence[Job], workers: int, to: Path, named: Predictions) -> list[Path]:
-    """Follow the jobs, as far as that is still to be done, and write the report into ``to``, in place of an earlier one."""
+    """Follow the jobs, as far as that is still to be done, and write the report into ``to``, in place of an earlier one.
+
+    Raises:
+        ValueError: There is a report of ``evidence``, of which a course would replace the outcomes.
+    """
+    if (to / "fronts.png").exists():
+        raise ValueError(f"{to} has a report of `evidence`, and a course would replace its outcomes: give another --to")
     parts = [Part(job) for job in jobs]
     # The longest first, so that none of them is left for the end.
     left = sorted((part for part in parts if part.numbers is None), key=lambda part: -part.job.steps)

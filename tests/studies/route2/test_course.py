@@ -198,6 +198,10 @@ expect = "less"
 """
     file = tmp_path / "predictions.toml"
     file.write_text(text)
+    (report := tmp_path / "fronts.png").touch()
+    with pytest.raises(ValueError, match="has a report of `evidence`, and a course would replace its outcomes"):
+        write_courses(jobs, 1, tmp_path, Predictions.read(file))
+    report.unlink()
     paths = write_courses(jobs, 1, tmp_path / "out", Predictions.read(file))
     names = {"strong-course.json", "strong-course.md", "strong-stops.md", "strong-tests.md", "course.png", "paths.png"}
     assert {path.name for path in paths} == names
