@@ -94,6 +94,16 @@ def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(tm
     assert {path.name for path in tmp_path.iterdir()} == {name, f".{name}.v2.98.old", f".{name}.x.old"}
 
 
+@pytest.mark.parametrize("folder", ["", ".", "..", "../../work"])
+def test_the_current_folder_and_what_holds_it_are_kept(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work" / "inner").mkdir(parents=True)
+    (mine := tmp_path / "work" / "inner" / "notes").write_text("mine")
+    monkeypatch.chdir(mine.parent)
+    with pytest.raises(FileExistsError, match="is the current folder, or holds it"), whole_folder(folder, overwrite=True):
+        pass
+    assert mine.read_text() == "mine"
+
+
 def test_of_two_that_make_a_new_folder_the_second_does_not_replace_the_first(tmp_path: Path) -> None:
     """Making a model takes minutes, between the look whether the folder is new and the rename."""
     (tmp_path / "model").mkdir()  # an empty one is new
