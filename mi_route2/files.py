@@ -64,8 +64,8 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
     """Context: an empty folder beside ``folder``, which takes its name on a clean exit and is deleted on any other.
 
     Raises:
-        FileExistsError: ``folder`` is a file, or a folder that is not empty and ``overwrite`` is False.
-        OSError: It cannot be written. An old folder is then as it was.
+        FileExistsError: ``folder`` is a file, or not empty, if ``overwrite`` is False or the current folder is in it.
+        OSError: It cannot be written, or without ``overwrite`` another process wrote it since. An old folder is then as it was.
     """
     target = Path(folder).resolve()
     leftovers = [
@@ -78,8 +78,13 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
             left.rename(target)
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file: give a folder")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise FileExistsError(f"{target} is not empty: choose another folder, or pass overwrite=True to replace all that is in it")
+    if target.is_dir() and any(target.iterdir()):
+        if not overwrite:
+            remedy = "choose another folder, or pass overwrite=True to replace all that is in it"
+            raise FileExistsError(f"{target} is not empty: {remedy}")
+        with suppress(FileNotFoundError):  # of a current folder that is deleted
+            if Path.cwd().is_relative_to(target):  # as "", of a variable that is not set
+                raise FileExistsError(f"{target} is the current folder, or holds it, with all that is in it: choose another folder")
     partial, former = (target.with_name(f".{target.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process with the same process id
     try:
@@ -89,7 +94,7 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
             if path.is_file():
                 with path.open("rb") as written:
                     os.fsync(written.fileno())
-        if target.exists():
+        if overwrite and target.exists():  # without it, what was put there since the look above makes the rename fail
             shutil.rmtree(former, ignore_errors=True)  # left by a kill of a process that had this number
             target.replace(former)
         partial.replace(target)

@@ -214,6 +214,8 @@ class Keys:
     @staticmethod
     def read(path: Path) -> "Keys":
         """Return the keys in a file: one per line, an admin's after the word ``admin``; ``#`` begins a comment, if not in a key."""
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: give a file of keys, one per line")
         keys = []
         for line in path.read_text(encoding="utf-8").splitlines():
             words = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].split()  # a key may have one, as in the environment

@@ -10,6 +10,7 @@ import tyro
 
 from mi_route2.validation import unknown_name
 from studies.benchmarks.options import BENCHMARKS
+from studies.common.command_line import given_twice
 
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**26),
@@ -37,6 +38,8 @@ def main() -> int:
         return 2
     benchmark = BENCHMARKS[name]
     try:
+        if twice := given_twice(sys.argv[1:]):
+            raise ValueError(f"{twice} is given twice: give it once, with all of its values behind it")
         options = tyro.cli(benchmark, prog=f"python -m studies.benchmarks {name}", description=inspect.getdoc(benchmark))
         options.check()
         if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):

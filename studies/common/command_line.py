@@ -32,7 +32,7 @@ def run_command(commands: Mapping[str, Callable[..., Any]], name: str, descripti
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal's encoding lacks must not end a run
             stream.reconfigure(errors="replace")
-    if twice := _twice(sys.argv[1:]):
+    if twice := given_twice(sys.argv[1:]):
         print(f"error: {twice} is given twice: give it once, with all of its values behind it", file=sys.stderr)
         return 2
     command = tyro.extras.subcommand_cli_from_dict(dict(commands), prog=f"python -m {name}", description=description)
@@ -81,7 +81,7 @@ def report_commands(module: str, printed: str | None = None) -> dict[str, Callab
     return {"report": Report, "publish": Publish}
 
 
-def _twice(words: Sequence[str]) -> str:
+def given_twice(words: Sequence[str]) -> str:
     """Return the first option that occurs a second time, of which the parser would drop the first; otherwise an empty text."""
     options = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
     return next((option for place, option in enumerate(options) if option in options[:place]), "")

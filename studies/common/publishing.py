@@ -92,8 +92,8 @@ def update_pages(pages: Iterable[Path]) -> list[Path]:
 def update_showing(folder: Path) -> list[Path]:
     """Update the pages of the docs, two folders above ``folder``, that show files of it; return those that were written."""
     folder = folder.resolve()  # it may be given as `.`
-    mark = f"<!-- shown: {folder.parent.name}/{folder.name}/"
-    return update_pages(page for page in folder.parent.parent.glob("*.md") if mark in page.read_text(encoding="utf-8"))
+    mark, pages = f"<!-- shown: {folder.parent.name}/{folder.name}/".encode(), folder.parent.parent.glob("*.md")
+    return update_pages(page for page in pages if page.is_file() and mark in page.read_bytes())
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:

@@ -14,6 +14,7 @@ stopping. Where the runs themselves are in the run folder, the repetition is com
 """
 
 import contextlib
+import hashlib
 import itertools
 import json
 import math
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from mi_route2.files import write_whole
 from mi_route2.plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, SKY, VERMILLION, new_figure, save_figure, style
-from mi_route2.tensor_files import read_tensors
+from mi_route2.tensor_files import digest, read_tensors
 from mi_route2.validation import read_object
 from studies.common.processes import held, run_pool
 from studies.common.publishing import compact, update_showing, write_texts
@@ -44,11 +45,12 @@ from studies.route2.report.measures import LEARNING
 from studies.training.arms import ARMS, get_arms
 from studies.training.build import build_optimizer, build_route, learn_lessons
 from studies.training.grpo import StepRecord
-from studies.training.job import FULL, Job, build_hosted
+from studies.training.job import DEPLOYED, FULL, Job, build_hosted
+from studies.training.manifest import read_manifest
 from studies.training.run import evaluate, training
 from studies.training.settings import PRESETS
 from studies.training.teacher import cached_pool
-from studies.training.worlds import open_world
+from studies.training.worlds import base_file, open_world
 
 POINTS = (5, *range(10, 1000, 10))
 """Numbers of steps after which the policy is evaluated as at a run's end; at its beginning and its end it always is."""
@@ -86,11 +88,27 @@ class Part:
 
     @property
     def numbers(self) -> dict[str, Any] | None:
-        """The numbers from the file; ``None`` if there is none of this job."""
+        """The numbers from the file; ``None`` if there is none of this job, or what it is of was made again since."""
         if not self.path.exists():
             return None
         stored = read_object(self.path, AGAIN)
-        return stored if stored.get("identity") == self.job.identity else None
+        if stored.get("identity") != self.job.identity:
+            return None
+        now, then = self.origins, stored.get("origins", {})  # files of earlier versions name none
+        return stored if all(now[name] == then[name] for name in now.keys() & then.keys()) else None
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Hashes of what the numbers are of, beyond settings, as far as it is there: base model, canaries, and the run's end."""
+        job, found = self.job, dict[str, str]()
+        if job.settings.chat is None and (base := base_file(job.settings, job.seed, job.cache)).exists():
+            found["base"] = hashlib.sha256(base.read_bytes()).hexdigest()
+        for canary in job.canaries:
+            if canary.finished:
+                found[f"canary {canary.name}"] = read_manifest(canary.folder).checksums[DEPLOYED]
+        if job.finished:
+            found["end"] = digest(read_tensors(job.folder / FULL)[0], {})
+        return found
 
 
 def follow(part: Part) -> None:
@@ -132,8 +150,10 @@ def _followed(job: Job) -> dict[str, Any]:
             if (done := record.step + 1) in POINTS or done == job.steps:
                 points[done] = evaluate(world, witness, policy, settings, job.seed)
             before = State.of(policy.adapters)
-    _compare(job, policy.adapters.tensors())
-    return {"identity": job.identity, "modes": asdict(world.modes), "steps": steps, "points": points}
+    trained = policy.adapters.tensors()
+    _compare(job, trained)
+    origins = Part(job).origins | {"end": digest(trained, {})}
+    return {"identity": job.identity, "origins": origins, "modes": asdict(world.modes), "steps": steps, "points": points}
 
 
 def _compare(job: Job, trained: Mapping[str, Tensor]) -> None:
@@ -253,7 +273,13 @@ def read_course_predictions(path: Path) -> Predictions:
 
 
 def write_courses(jobs: Sequence[Job], workers: int, to: Path, named: Predictions) -> list[Path]:
-    """Follow the jobs, as far as that is still to be done, and write the report into ``to``, in place of an earlier one."""
+    """Follow the jobs, as far as that is still to be done, and write the report into ``to``, in place of an earlier one.
+
+    Raises:
+        ValueError: There is a report of ``evidence``, of which a course would replace the outcomes.
+    """
+    if (to / "fronts.png").exists():
+        raise ValueError(f"{to} has a report of `evidence`, and a course would replace its outcomes: give another --to")
     parts = [Part(job) for job in jobs]
     # The longest first, so that none of them is left for the end.
     left = sorted((part for part in parts if part.numbers is None), key=lambda part: -part.job.steps)

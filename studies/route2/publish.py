@@ -208,7 +208,7 @@ def predicted_results(to: Path) -> list[tuple[StudyResult, Predictions]]:
         named = []
         for path in sorted(to.glob(f"{preset}-*/table.json")):
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content["settings"]["preset"] != preset:  # strong-30k also begins with strong-
+            if path.parent.name != f"{preset}-{seeds_argument(content['seed_ids'])}":  # strong-30k's, or other pairs or backends
                 continue
             if (predictions := predictions_for(to, content)) is not None:
                 named.append((len(content["seed_ids"]), StudyResult(content), predictions))

@@ -480,21 +480,22 @@ def write_evidence(
     this one does not have are removed.
 
     Raises:
-        ValueError: Runs are broken, two reports are of one preset, or there is no report in a folder.
+        ValueError: Runs are broken, two reports are of one preset, there is no report in a folder, or a file would be replaced that
+            is of no report, or of one of those beside.
     """
     others = [Evidence.read(path) for folder in beside for path in reports(folder)]
     every = [collect(load_runs(root, seeds)) for root, seeds in roots.items()]
     if len({evidence.preset for evidence in (*every, *others)}) < len(every) + len(others):
         raise ValueError("two reports are of one preset: give one of each")
-    to.mkdir(parents=True, exist_ok=True)
-    earlier = (to / "fronts.png").exists()  # which every report has: without it these names are of a user's own files
-    written, stale = [], []
+    if any(folder.samefile(to) for folder in beside if to.exists()):
+        raise ValueError(f"the reports in {to} stand beside this one, which would replace them: give another --to")
+    files, stale = dict[str, str](), []
     for evidence in every:
         stem = evidence.preset.replace(":", "-")  # of a world of one's own
         said = {f"{stem}{end}.md": text for end, text in texts(evidence, predictions).items()}
         stale += [name for name, text in said.items() if not text]
-        content = {f"{stem}.json": compact(asdict(evidence))}
-        written += write_texts(to, content | {name: text for name, text in said.items() if text})
+        files |= {f"{stem}.json": compact(asdict(evidence))} | {name: text for name, text in said.items() if text}
+    begun = any((to / name).exists() for name in files if name.endswith(".json"))  # which are written first
     for preset in PRESETS.keys() - {evidence.preset for evidence in every}:
         stale += [f"{preset}.json", *(f"{preset}{end}.md" for end in texts(every[0], None))]
     worlds, sizes = mapped(every), sized([*every, *others])
@@ -509,8 +510,13 @@ def write_evidence(
         ("size", lambda every, path: size_figure([*every, *others], path), bool(sizes)),
     )
     tables = {"map.md": map_table(worlds) if worlds else "", "size.md": size_table([*every, *others]) if sizes else ""}
-    written += write_texts(to, {name: text for name, text in tables.items() if text})
+    files |= {name: text for name, text in tables.items() if text}
     stale += [*(f"{name}.png" for name, _, shown in figures if not shown), *(name for name, text in tables.items() if not text)]
+    earlier = (to / "fronts.png").exists()  # which every report has: without it these names are of a user's own files
+    if not (earlier or begun) and (taken := [name for name in files if (to / name).exists()]):
+        raise ValueError(f"{to / taken[0]} is of no report, and would be replaced: give the report a folder of its own with --to")
+    to.mkdir(parents=True, exist_ok=True)
+    written = write_texts(to, files)
     for name in stale if earlier else ():  # of an earlier report, beside which they would be read
         (to / name).unlink(missing_ok=True)
     written += [draw(every, to / f"{name}.png") for name, draw, shown in figures if shown]

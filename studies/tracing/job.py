@@ -229,8 +229,9 @@ def _pairs(tracing: Tracing, world: MicroWorld, witness: Witness) -> tuple[dict[
     training, path = tracing.training, tracing.folder / PAIRS
     identity = f"{tracing.settings.digest} {training.settings.digest} {tracing.seed}"
     if tracing.outdated:
-        for traced in (*tracing.folder.glob("*.json"), path):  # the pairs last: until then every arm counts as not traced
-            traced.unlink()
+        for arm in (UNTRAINED, *ARMS):
+            (tracing.folder / f"{arm}.json").unlink(missing_ok=True)
+        path.unlink()  # last: until then every arm counts as not traced
     if not path.exists():  # all arms of a seed use the pairs of its base model, so that none chose its own texts
         _, base = build_hosted(replace(training, arm=None), training.cache)
         gathered = gather(world, witness, base, tracing.settings, tracing.seed)

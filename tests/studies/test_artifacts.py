@@ -94,6 +94,28 @@ def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(tm
     assert {path.name for path in tmp_path.iterdir()} == {name, f".{name}.v2.98.old", f".{name}.x.old"}
 
 
+@pytest.mark.parametrize("folder", ["", ".", "..", "../../work"])
+def test_the_current_folder_and_what_holds_it_are_kept(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work" / "inner").mkdir(parents=True)
+    (mine := tmp_path / "work" / "inner" / "notes").write_text("mine")
+    monkeypatch.chdir(mine.parent)
+    with pytest.raises(FileExistsError, match="is the current folder, or holds it"), whole_folder(folder, overwrite=True):
+        pass
+    assert mine.read_text() == "mine"
+
+
+def test_of_two_that_make_a_new_folder_the_second_does_not_replace_the_first(tmp_path: Path) -> None:
+    """Making a model takes minutes, between the look whether the folder is new and the rename."""
+    (tmp_path / "model").mkdir()  # an empty one is new
+    context = whole_folder(tmp_path / "model")
+    (context.__enter__() / "text").write_text("second")
+    (tmp_path / "model" / "text").write_text("first")
+    with pytest.raises(OSError, match=r"could not write .*model, .*: Directory not empty"):
+        context.__exit__(None, None, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "text").read_text() == "first"
+
+
 def test_a_leftover_of_a_killed_publisher_is_no_obstacle(tmp_path: Path) -> None:
     place = tmp_path / "results" / "pub"
     for text in ("old", "new"):
@@ -171,6 +193,8 @@ def test_a_block_that_would_never_be_filled_is_an_error(tmp_path: Path, block: s
     publish(tmp_path / "results" / "study", "one")
     whole = f"# Page\n\n{BEGIN}\nold\n{END}\n"
     page.write_text(whole)
+    (tmp_path / "folder.md").mkdir()  # neither shows anything: with --to NAME this folder may be any
+    (tmp_path / "latin.md").write_bytes(b"caf\xe9")
     monkeypatch.chdir(tmp_path / "results" / "study")
     update_showing(Path())
     assert page.read_text() == whole.replace("old", "\none\n")

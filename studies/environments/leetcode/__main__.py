@@ -35,6 +35,8 @@ def report(options: Report) -> None:
     """
     if min(options.per_kind, options.inputs) < 0:
         raise ValueError("--per-kind and --inputs are numbers of mutants and inputs: give 0 or more")
+    if options.out.exists() and not options.out.is_dir():  # told now, and not when the first table is measured
+        raise ValueError(f"{options.out} is a file: give a folder")
     from studies.common.publishing import write_table
     from studies.environments.leetcode.problems import load_tasks, setup_of  # with torch, which ``--help`` need not wait for
     from studies.environments.leetcode.programs import Programs

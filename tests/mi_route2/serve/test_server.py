@@ -260,6 +260,8 @@ def test_a_key_in_a_file_is_the_whole_key(tmp_path: Path) -> None:
     keys = Keys.read(tmp_path / "keys")
     assert [keys.client(f"Bearer {ALICE}#{i}").admin for i in (1, 2)] == [True, False]
     assert len(keys) == 2
+    with pytest.raises(ValueError, match="is a folder: give a file of keys"):
+        Keys.read(tmp_path)
     for other in (ALICE, ADMIN):
         with pytest.raises(ApiError, match="needs a key"):
             keys.client(f"Bearer {other}")

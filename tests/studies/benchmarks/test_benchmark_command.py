@@ -46,7 +46,11 @@ def test_measuring_runs_in_a_child_whose_allocator_keeps_memory(name: str, monke
 def test_errors_are_sentences(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    wrong = {"at least 3": ("--rounds", "2"), "no folder": ("--out", str(tmp_path / "none" / "x.json"))}
+    wrong = {
+        "at least 3": ("--rounds", "2"),
+        "--seed is given twice": ("--seed", "1", "--seed=2"),
+        "no folder": ("--out", str(tmp_path / "none" / "x.json")),
+    }
     for words, arguments in {**wrong, "is a folder: give a file": ("--out", str(tmp_path))}.items():
         assert main(name, monkeypatch, *arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -1,6 +1,8 @@
 """A course is the run itself, looked at: its path is that of early stopping, and its end is the run's."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy, finish
 from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.run import run_job
+from studies.training.worlds import base_file
 
 pytestmark = pytest.mark.study
 FORGETS = ARMS["sees-known-quarantine-fast-forgets"]
@@ -110,6 +113,31 @@ def test_another_machines_run_is_told(tmp_path: Path, cache: Path) -> None:
     assert not Part(job).path.exists()
 
 
+def test_numbers_of_what_was_made_again_are_not_kept(tmp_path: Path, cache: Path) -> None:
+    """The base model, a canary, and the run itself may have other weights under the same settings: from another machine."""
+    there = shutil.copytree(cache, tmp_path / "cache")
+    job = tiny_job(tmp_path, "canary-run-early", cache=there, steps=2, evaluation_prompts=8)
+    for canary in job.canaries:
+        run_job(canary)
+    first = seen(job)
+    run_job(job)
+    assert Part(job).numbers == first
+    base, own = base_file(job.settings, job.seed, job.cache), job.folder / FULL
+    canary = job.canaries[0].folder
+    for path, changed in (
+        (base, base.read_bytes()[:-1]),
+        (canary / MANIFEST, re.sub(rb'("deployed.safetensors": ")\w+', rb"\1other", (canary / MANIFEST).read_bytes())),
+        (own, (canary / FULL).read_bytes()),
+    ):
+        former = path.read_bytes()
+        path.write_bytes(changed)
+        assert Part(job).numbers is None
+        path.write_bytes(former)
+    del first["origins"]
+    Part(job).path.write_text(json.dumps(first))
+    assert Part(job).numbers == first  # of an earlier version, which names nothing
+
+
 def test_a_steered_arm_is_refused(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ValueError, match="preventative-2 is steered while it trains"):
         follow(Part(tiny_job(tmp_path, "preventative-2", cache=cache)))
@@ -170,6 +198,10 @@ expect = "less"
 """
     file = tmp_path / "predictions.toml"
     file.write_text(text)
+    (report := tmp_path / "fronts.png").touch()
+    with pytest.raises(ValueError, match="has a report of `evidence`, and a course would replace its outcomes"):
+        write_courses(jobs, 1, tmp_path, Predictions.read(file))
+    report.unlink()
     paths = write_courses(jobs, 1, tmp_path / "out", Predictions.read(file))
     names = {"strong-course.json", "strong-course.md", "strong-stops.md", "strong-tests.md", "course.png", "paths.png"}
     assert {path.name for path in paths} == names

@@ -251,12 +251,13 @@ def test_what_was_traced_on_pairs_of_another_base_model_is_traced_anew(
     with pytest.raises(ValueError, match=r"json was traced on another run than the one in .*: run the study again"):
         write_report(root)
     before = read_tensors(root / "seed-0" / PAIRS)[1]
+    (notes := root / "seed-0/notes.json").touch()  # a user's
     monkeypatch.setattr("studies.tracing.job.trace", None)  # as a kill behind the pairs would
     with pytest.raises(TypeError):
         trace_jobs(root, settings_of(tiny_training()), jobs[:1])
     after = read_tensors(root / "seed-0" / PAIRS)[1]
     assert {name for name in before if before[name] != after[name]} >= {BASE}
-    assert not list((root / "seed-0").glob("*.json"))
+    assert list((root / "seed-0").glob("*.json")) == [notes]
 
 
 def test_a_missing_arm_and_a_foreign_folder_are_said(study: Path, tmp_path: Path) -> None:

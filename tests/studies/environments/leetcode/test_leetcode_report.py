@@ -39,6 +39,9 @@ def test_a_report_that_cannot_be_made_is_a_sentence(
     for option in ("--per-kind", "--inputs"):
         assert command("--data", str(small), "--out", str(tmp_path), option, "-1") == 2
         assert capsys.readouterr().err == "error: --per-kind and --inputs are numbers of mutants and inputs: give 0 or more\n"
+    (file := tmp_path / "file").touch()
+    assert command("--data", str(small), "--out", str(file)) == 2
+    assert capsys.readouterr().err == f"error: {file} is a file: give a folder\n"
 
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt

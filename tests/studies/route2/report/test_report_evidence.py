@@ -329,6 +329,16 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
     for name in ("strong-30k", "strong-400k"):
         (others / f"{name}.json").write_text(compact(asdict(replace(again, preset=name))))
     assert {"size.md", "size.png"} <= {path.name for path in write_evidence({root: (0, 1)}, tmp_path / "out", beside=[others])}
+    with pytest.raises(ValueError, match="stand beside this one, which would replace them"):
+        write_evidence({root: (0, 1)}, others, beside=[others])
+    (mine := tmp_path / "docs/size.md").parent.mkdir()
+    mine.write_text("a page")
+    with pytest.raises(ValueError, match=r"size\.md is of no report, and would be replaced: give the report a folder of its own"):
+        write_evidence({root: (0, 1)}, tmp_path / "docs", beside=[others])
+    assert [path.name for path in (tmp_path / "docs").iterdir()] == ["size.md"]
+    (tmp_path / "docs/strong.json").touch()  # as of a report that was broken off
+    write_evidence({root: (0, 1)}, tmp_path / "docs", beside=[others])
+    assert mine.read_text() == (tmp_path / "out/size.md").read_text()
     head = (tmp_path / "out/size.md").read_text().splitlines()[0]
     assert [head.count(f"{n} parameters") for n in ("30,144", "109,440", "415,488")] == [1, 1, 1]
     timings = root / "seed-0/vanilla/timings.jsonl"

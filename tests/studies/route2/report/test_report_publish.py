@@ -131,16 +131,17 @@ def test_published_sentences_are_those_of_the_published_tables() -> None:
     assert short(publish_module.predicted_results(DOCS / "results")) == (DOCS / "results/short.md").read_text()
 
 
-def test_results_of_a_preset_are_not_those_of_one_whose_name_begins_alike(tmp_path: Path) -> None:
+def test_results_of_a_preset_are_not_those_of_folders_whose_names_begin_alike(tmp_path: Path) -> None:
+    """Of another preset, of runs with other pairs or in another precision, and of a copy."""
     content = json.loads((DOCS / "results/strong-300-307/table.json").read_text())
     named = (DOCS / "results" / FILE).read_text()
     (tmp_path / FILE).write_text(named.replace("[presets]", f'[presets]\nstrong-30k = "{content["settings_hash"]}"'))
-    for preset in ("strong", "strong-30k"):
-        (tmp_path / f"{preset}-300-307").mkdir()
-        text = json.dumps(content | {"settings": {**content["settings"], "preset": preset}})
-        (tmp_path / f"{preset}-300-307/table.json").write_text(text)
-    found = publish_module.predicted_results(tmp_path)
-    assert [result.settings["preset"] for result, _ in found] == ["strong", "strong-30k"]
+    settings, varied = content["settings"], f"strong-{content['settings_hash'][:8]}-bfloat16"
+    for folder in (right := ["strong-300-307", "strong-30k-300-307"]) + [varied, "strong-300-307 (copy)"]:
+        (tmp_path / folder).mkdir()
+        own = settings | {"preset": "strong-30k" if "30k" in folder else "strong", "place": folder}
+        (tmp_path / folder / "table.json").write_text(json.dumps(content | {"settings": own}))
+    assert [result.settings["place"] for result, _ in publish_module.predicted_results(tmp_path)] == right
 
 
 def test_every_route_stands_with_absorb_and_its_own_filter_and_bounds_are_marked(root: Path) -> None:
