@@ -40,7 +40,7 @@ class Costs:
         unembed: Cost of the unembedding for one token.
         overhead: Time of a block's call, as FLOPs.
         most: Limit on the tokens of a group; a quarter of the limit on its keys, which are copied for each cell.
-        held: Limit on the cells whose streams are held at a time.
+        held: Limit on the patched positions of cells whose streams are held at a time.
     """
 
     layers: int

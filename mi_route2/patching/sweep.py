@@ -235,12 +235,14 @@ class Sweep:
 
     def _portions(self) -> Iterator[list[Group]]:
         """Yield groups of which the streams of all cells are held at a time."""
-        some: list[Group] = []
+        some, held = list[Group](), 0
         for group in self.groups:
-            if some and sum(len(one.cells) for one in (*some, group)) > self.costs.held:
+            more = sum(max(1, len(self.rows[i].positions)) for i in group.cells)
+            if some and held + more > self.costs.held:
                 yield some
-                some = []
+                some, held = [], 0
             some.append(group)
+            held += more
         if some:
             yield some
 
