@@ -64,7 +64,7 @@ class Costs:
     @property
     def whole(self) -> float:
         """Cost of a forward over the whole sequence, unembedded at each token: the cost of a cell if nothing is shared."""
-        return self.length * (self.layers * (self.column + self.pair * self.length) + self.unembed)
+        return self.layers * self.block + self.length * self.unembed
 
     @property
     def block(self) -> float:
