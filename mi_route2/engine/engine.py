@@ -809,7 +809,8 @@ def _detailed(token: int, logits: Float[Tensor, " v"], sampling: Sampling) -> To
 
 def _likeliest(logits: Float[Tensor, " v"], count: int) -> Int[Tensor, " n"]:
     """Return the tokens of the greatest logits; of equal ones, of which bfloat16 has many, the first, as the greedy choice does."""
-    if not count:
-        return logits.new_zeros(0, dtype=torch.long)
-    among = (logits >= logits.topk(count).values[-1]).nonzero()[:, 0]
+    best = logits.topk(min(count + 1, len(logits)))
+    if bool((best.values[1:] < best.values[:-1]).all()):
+        return best.indices[:count]
+    among = (logits >= best.values[count - 1]).nonzero()[:, 0]
     return among[logits[among].sort(descending=True, stable=True).indices[:count]]
