@@ -25,7 +25,7 @@ from weakref import WeakMethod
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
@@ -802,6 +802,15 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def _detailed(token: int, logits: Float[Tensor, " v"], sampling: Sampling) -> Token:
     """Return the token with the requested log-probabilities."""
     logprobs = logits.log_softmax(-1)
-    best = logprobs.topk(sampling.logprobs or 0)
-    top = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    best = _likeliest(logits, sampling.logprobs or 0)
+    top = dict(zip(best.tolist(), logprobs[best].tolist(), strict=True))
     return Token(token, float(logprobs[token]), top, tuple(logprobs[list(sampling.logprob_token_ids)].tolist()))
+
+
+def _likeliest(logits: Float[Tensor, " v"], count: int) -> Int[Tensor, " n"]:
+    """Return the tokens of the greatest logits; of equal ones, of which bfloat16 has many, the first, as the greedy choice does."""
+    best = logits.topk(min(count + 1, len(logits)))
+    if bool((best.values[1:] < best.values[:-1]).all()):
+        return best.indices[:count]
+    among = (logits >= best.values[count - 1]).nonzero()[:, 0]
+    return among[logits[among].sort(descending=True, stable=True).indices[:count]]

@@ -148,8 +148,10 @@ def _plain(request: Request, error: HTTPException) -> Json:
         404: "there is no such address: see /docs for those that there are",
         405: "this address takes another method: see /docs",
     }
-    text = message.get(error.status_code, str(error.detail))
-    return answer(noted(request, ApiError(error.status_code, text, headers=error.headers)))
+    text, code = message.get(error.status_code, str(error.detail)), None
+    if error.status_code == 400 and (cause := error.__cause__) is not None:  # no text, too deep, or a number of too many digits
+        text, code = f"the body is not JSON that can be read: {cause}", "invalid_json"
+    return answer(noted(request, ApiError(error.status_code, text, code=code, headers=error.headers)))
 
 
 def _failed(request: Request, error: Exception) -> Json:

@@ -294,6 +294,12 @@ async def submitted(
     made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client, run_bytes: int = 0
 ) -> list[Choice]:
     """Submit all requests or none; ``ApiError`` if one is refused. ``run_bytes`` are what a run that they write may take."""
+    if len(made) > server.per_key:  # however long the client waits
+        raise ApiError(
+            400,
+            f"{len(made)} completions are more than the {server.per_key} requests that a key may have here: ask for fewer",
+            param="n",
+        )
     running = sum(one.owner == client.owner for one in server.open.values()) + server.entering[client.owner]
     if running + len(made) > server.per_key:
         raise ApiError(

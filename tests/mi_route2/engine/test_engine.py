@@ -462,6 +462,19 @@ def test_log_probabilities_are_those_of_the_whole_vocabulary_whatever_is_drawn()
         torch.testing.assert_close(found, torch.cat([truth[i, [token.token]], best.values, truth[i, [7, 2]]]), rtol=0, atol=close)
 
 
+def test_the_likeliest_of_equal_tokens_are_the_first_as_the_greedy_choice_is() -> None:
+    host = open_host("torch", make_family("Llama", torch.float32))
+    unembed = host.model.get_parameter("lm_head.weight")
+    with torch.no_grad():
+        unembed[VOCAB // 2 :] = unembed[: VOCAB // 2]  # every logit is there twice, as many are in bfloat16
+    (result,) = Engine(host).generate([Request(prompts(1)[0], Sampling(max_new=4, logprobs=3))], progress=False)
+    for token in result.tokens:
+        first, second, third = token.top
+        assert (first, second) == (token.token, token.token + VOCAB // 2)
+        assert third < VOCAB // 2
+        assert list(token.top.values()) == sorted(token.top.values(), reverse=True)
+
+
 def test_higher_priority_takes_the_row_of_a_lower_one_which_ends_as_ever() -> None:
     made, close = make("Qwen3")
     low, high = (Request(prompt, greedy(6), priority=i) for i, prompt in enumerate(prompts(2, seed=5)))

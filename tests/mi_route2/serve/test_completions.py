@@ -332,10 +332,19 @@ def test_what_other_paths_refuse(server: Running, path: str, body: dict[str, Any
 
 
 def test_what_is_no_json_and_what_has_no_address(server: Running) -> None:
-    for content in (b"{", b"", b"[" * 100_000, b"\xff\xfe"):
+    long = b'{"seed": ' + b"9" * 5000 + b"}"
+    said = {
+        b"{": "Expecting",
+        b"[" * 100_000: "decoding a JSON array",
+        b'{"prompt": "\xff"}': "utf-8",
+        long: "4300 digits",
+        b"": "a JSON object",
+    }
+    for content, why in said.items():
         response = server.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
-        assert response.status_code in (400, 422)
-        assert response.json()["error"]["message"]
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == ((400, "invalid_json") if content else (422, "invalid_field"))
+        assert why in error["message"]
     assert server.http.get("/v1/nothing").json()["error"]["code"] is None
     assert server.http.get("/v1/completions").status_code == 405
 

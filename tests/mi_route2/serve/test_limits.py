@@ -276,6 +276,9 @@ def test_requests_that_come_together_are_counted_together() -> None:
         with unhurried(server, 0.005):
             statuses = asyncio.run(at_once(server.url))
         assert not server.server.entering.total()
+        four, five = (server.http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1, "n": n}) for n in (4, 5))
+        assert (four.status_code, five.status_code) == (200, 400)  # and not 429, after which clients come again
+        assert "5 completions are more than the 4 requests" in five.json()["error"]["message"]
     assert 1 <= statuses.count(200) <= 8  # four at a time; who comes when one has ended may enter
     assert statuses.count(429) >= 16
 
