@@ -925,6 +925,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "vllm server": (MaskSpec(), {"use_vllm": True, "vllm_mode": "server"}, "use vllm_mode='colocate'"),
     "vllm asleep": (MaskSpec(), {"use_vllm": True, "vllm_enable_sleep_mode": True}, "which are read once"),
     "vllm in parts": (MaskSpec(), {"use_vllm": True, "vllm_tensor_parallel_size": 2}, "use vllm_tensor_parallel_size=1"),
+    "vllm by transformers": (MaskSpec(), {"use_vllm": True, "vllm_model_impl": "transformers"}, "use vllm_model_impl='vllm'"),
     "vllm without a folder": (MaskSpec(), {"use_vllm": True}, "vLLM reads the base model from a folder"),
     "sync": (MaskSpec(), {"sync_ref_model": True}, "cannot move"),
     "continuous": (MaskSpec(), {"use_transformers_continuous_batching": True}, "casts adapters to half precision"),
@@ -1015,9 +1016,10 @@ def test_vllm_computes_in_the_precision_of_the_launcher_and_ends_where_the_train
     monkeypatch.setattr(trl_vllm, "PolicyGeneration", lambda adapters, dtype, **named: SimpleNamespace(dtype=dtype, **named))
     model = make_family("Llama", torch.float32)
     model.name_or_path, model.generation_config.eos_token_id = str(tmp_path), [2, 9]
-    trainer, _ = make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True, generation_kwargs={"bad_words": ["w5"]})
+    given = {"bad_words": ["w5"], "stop_token_ids": [7]}
+    trainer, _ = make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True, generation_kwargs=given)
     assert trainer.vllm_generation.dtype == torch.bfloat16
-    assert trainer.vllm_generation.generation_kwargs == {"stop_token_ids": [2, 9], "bad_words": ["w5"]}
+    assert trainer.vllm_generation.generation_kwargs == {**given, "ignore_eos": True, "stop_token_ids": [2, 9, 7]}
 
 
 def test_deepspeed_is_refused(tmp_path: Path) -> None:
