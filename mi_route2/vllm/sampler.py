@@ -144,7 +144,8 @@ def _logprobs(policy: Policy, prompt: Sequence[int], completion: Sequence[int]) 
     """Return the policy's log-probabilities of a completion's tokens."""
     row = Rollouts.from_lists([list(prompt)], [list(completion)], pad=0).to(next(policy.model.parameters()).device)
     with still(policy.model):  # vLLM drops nothing
-        return policy.logprobs(row)[row.predictors].float().cpu()
+        # not policy.logprobs: that of a TRL trainer's policy is at its temperature, and vLLM's are at 1
+        return row.logprobs(policy.logits(row))[row.predictors].float().cpu()
 
 
 class VllmSampler:

@@ -66,6 +66,7 @@ from mi_route2.routing import (
 )
 from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.specs import LEGAL, PRIVILEGED
+from mi_route2.vllm.sampler import _logprobs
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, make_tiny_model
 from studies.training.recorder import trl_record
 
@@ -1009,6 +1010,13 @@ def test_a_dtype_that_was_never_compared_with_vllm_is_refused(tmp_path: Path) ->
         make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True)
 
 
+def test_a_sampler_is_checked_at_temperature_one_also_for_the_policy_of_a_trainer(tmp_path: Path) -> None:
+    policy = make_trainer(tmp_path, OpenSpec(), temperature=0.5)[0].policy
+    with torch.no_grad():
+        expected = policy.model(torch.tensor([[3, 4, 5, 6]])).logits[0].log_softmax(dim=-1)[[1, 2], [5, 6]]
+    torch.testing.assert_close(_logprobs(policy, [3, 4], [5, 6]), expected.float())
+
+
 def test_vllm_computes_in_the_precision_of_the_launcher_and_ends_where_the_trainer_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1020,6 +1028,9 @@ def test_vllm_computes_in_the_precision_of_the_launcher_and_ends_where_the_train
     trainer, _ = make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True, generation_kwargs=given)
     assert trainer.vllm_generation.dtype == torch.bfloat16
     assert trainer.vllm_generation.generation_kwargs == {**given, "ignore_eos": True, "stop_token_ids": [2, 9, 7]}
+    trainer.model.lm_head.weight.requires_grad_()
+    with pytest.raises(ValueError, match=r"would sample without what lm_head.weight learns: freeze it"):
+        trainer.train()
 
 
 def test_deepspeed_is_refused(tmp_path: Path) -> None:

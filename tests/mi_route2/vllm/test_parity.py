@@ -369,9 +369,8 @@ def test_a_vllm_without_the_extension_is_refused(pair: Pair) -> None:
 
 
 def test_a_bias_that_vllm_leaves_out_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = pair.theirs.llm.llm_engine.model_config
-    with pytest.raises(ValueError, match="leaves out the bias of this model's o_proj"), monkeypatch.context() as patched:
-        patched.setattr(config.hf_text_config, "attention_bias", True)
+    monkeypatch.setattr(pair.theirs.llm.llm_engine.model_config.hf_text_config, "attention_bias", True)
+    with pytest.raises(ValueError, match="leaves out the bias of this model's o_proj"):
         pair.theirs.llm.collective_rpc(lambda worker: _facts(worker.model_runner, worker.vllm_config))
 
 

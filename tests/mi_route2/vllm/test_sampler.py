@@ -264,7 +264,7 @@ def test_a_generator_draws_the_same_completions_again(watched: Watched) -> None:
 
 
 def test_what_starts_vllm_leaves_random_numbers_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's own cannot be compared over a whole sampling here: checks of types draw from them. A GPU, if vLLM is its first user."""
+    """Also of a GPU whose first user is vLLM. Python's cannot be compared over a sampling here: checks of types draw from them."""
     torch.manual_seed(5)
     on_gpu: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(on_gpu))

@@ -121,7 +121,9 @@ def test_each_step_samples_both_adapters_as_they_are_and_ships_the_kept_one(
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     trainer = trainer_of(steps=3, **evaluated, own={"eval_dataset": Dataset.from_dict({"prompt": TEXTS[:2]})})
     assert torch.initial_seed() == trainer.args.seed  # from which vLLM draws, and not from a seed of its own
-    assert not {"WORLD_SIZE", "MASTER_PORT"} & os.environ.keys()  # from which a later trainer would conclude that it is one of several
+    assert (
+        not {"WORLD_SIZE", "MASTER_PORT"} & os.environ.keys()
+    )  # from which a later trainer would conclude that it is one of several
     watch = Watch(trainer, monkeypatch)
     trainer.train()
     assert watch.modes.count("full") == 3
