@@ -297,7 +297,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             trl_refusals.refuse_optimizer(self, quarantine_lr)
             if vllm:
                 trl_vllm.sample_with_vllm(self)
-        except (ValueError, ImportError):
+        except BaseException:
             if self.adapters is not adapters:
                 self.adapters.detach()
             raise

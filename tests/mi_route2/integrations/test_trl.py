@@ -1010,6 +1010,18 @@ def test_a_dtype_that_was_never_compared_with_vllm_is_refused(tmp_path: Path) ->
         make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True)
 
 
+def test_a_model_can_be_used_again_after_vllm_did_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_given: Any, **_named: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(trl_vllm, "PolicyGeneration", start)
+    model = make_family("Llama", torch.float32)
+    model.name_or_path = str(tmp_path)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True)
+    attach(model, "blocks.*", spec=LORA)
+
+
 def test_a_sampler_is_checked_at_temperature_one_also_for_the_policy_of_a_trainer(tmp_path: Path) -> None:
     policy = make_trainer(tmp_path, OpenSpec(), temperature=0.5)[0].policy
     with torch.no_grad():
