@@ -5,7 +5,8 @@ a new name whenever they have changed. What TRL makes of vLLM's log-probabilitie
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,43 +36,59 @@ PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 class PolicyGeneration(VLLMGeneration):
     """TRL's generation on vLLM in this process, from the adapters as they are, and are switched, at each call."""
 
-    def __init__(self, adapters: Adapters, dtype: torch.dtype, **named: Any):
-        self.adapters, self.dtype = adapters, dtype
+    def __init__(self, adapters: Adapters, dtype: torch.dtype, turns: bool, **named: Any):
+        self.adapters, self.dtype, self.turns = adapters, dtype, turns  # several turns: TRL looks for room by itself
         super().__init__(**named)
 
     def _init_vllm(self) -> None:
         vllm, rank = imported(), self.accelerator.process_index
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, as the launcher below demands
         ranks = {"RANK": rank, "LOCAL_RANK": self.accelerator.local_process_index, "WORLD_SIZE": self.accelerator.num_processes}
+        names = (*ranks, "MASTER_ADDR", "MASTER_PORT")
+        before = {name: os.environ[name] for name in names if name in os.environ}
         os.environ |= {name: str(number) for name, number in ranks.items()}
         ensure_master_addr_port()
-        with preserving_process():  # TRL's own settings, and room for the adapters
-            self.llm = vllm.LLM(
-                model=self.model.name_or_path,
-                dtype=str(self.dtype).removeprefix("torch."),
-                gpu_memory_utilization=self.gpu_memory_utilization,
-                max_model_len=self.max_model_length,
-                max_num_seqs=self.max_num_seqs,
-                model_impl=self.model_impl,
-                distributed_executor_backend="external_launcher",
-                seed=rank,
-                max_num_batched_tokens=4096,
-                logprobs_mode="processed_logprobs",
-                trust_remote_code=self.trust_remote_code,
-                **lora_settings(self.adapters),
-            )
-        self._lora, self._generate = PolicyLora(self.llm, self.adapters), self.llm.generate
+        try:
+            with preserving_process():  # TRL's own settings, and room for the adapters
+                self.llm = vllm.LLM(
+                    model=self.model.name_or_path,
+                    dtype=str(self.dtype).removeprefix("torch."),
+                    gpu_memory_utilization=self.gpu_memory_utilization,
+                    max_model_len=self.max_model_length,
+                    max_num_seqs=self.max_num_seqs,
+                    model_impl=self.model_impl,
+                    distributed_executor_backend="external_launcher",
+                    seed=rank,
+                    max_num_batched_tokens=4096,
+                    logprobs_mode="processed_logprobs",
+                    trust_remote_code=self.trust_remote_code,
+                    **lora_settings(self.adapters),
+                )
+        finally:  # a later trainer would be one of several processes
+            for name in names:
+                os.environ.pop(name, None)
+            os.environ |= before
+        self._lora = PolicyLora(self.llm, self.adapters)
+        for name in ("generate", "chat"):  # a rollout_func may call either
+            setattr(self.llm, name, partial(self._sample, getattr(self.llm, name)))
         self.accelerator.wait_for_everyone()
 
     def sync_weights(self) -> None:
-        """Run all later requests of ``llm.generate`` under the adapters as they are now."""
-        request = self._lora.request()
-        self.llm.generate = lambda *given, **named: self._generate(*given, **{"lora_request": request, **named})
+        """Do nothing: TRL calls this once in a step, and an evaluation switches adapters within one."""
 
-    def generate(self, *given: Any, **named: Any) -> tuple:
-        self.sync_weights()  # TRL calls it once in a step, and an evaluation switches adapters within one
+    def generate(self, prompts: list[list[int]], *given: Any, **named: Any) -> tuple:
+        longest, room = max(map(len, prompts)), self.llm.llm_engine.model_config.max_model_len
+        if not self.turns and longest + self.max_completion_length > room:
+            raise ValueError(
+                f"a prompt of {longest} tokens and max_completion_length = {self.max_completion_length} do not fit vLLM's {room} "
+                "positions, where completions would end early as if they were whole: choose a larger vllm_max_model_length"
+            )
+        return super().generate(prompts, *given, **named)
+
+    def _sample(self, ask: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Run requests under the adapters as they are, and are switched, now."""
         try:
-            return super().generate(*given, **named)
+            return ask(*given, **{"lora_request": self._lora.request(), **named})
         except BaseException:
             abandon(self.llm)
             raise
@@ -85,6 +102,10 @@ def refuse_settings(args: Any) -> None:
         raise ValueError("vLLM's sleep mode discards the base weights, which are read once: leave vllm_enable_sleep_mode out")
     if args.vllm_tensor_parallel_size != 1:
         raise ValueError("each process writes its adapters for a vLLM of its own: use vllm_tensor_parallel_size=1")
+    if args.vllm_model_impl == "transformers":
+        raise ValueError(
+            "vLLM would change transformers' classes, and so the model that trains in this process: use vllm_model_impl='vllm'"
+        )
     if args.loss_type == "vespo" and args.vllm_importance_sampling_correction and "token" not in args.vllm_importance_sampling_mode:
         raise ValueError("VESPO needs a ratio for each token: use vllm_importance_sampling_mode='token_truncate' or 'token_mask'")
 
@@ -103,11 +124,18 @@ def sample_with_vllm(trainer: Any) -> None:
             f"vLLM reads the base model from a folder, and this model's name_or_path is {base!r}: save it before adapters are "
             "attached, and give the trainer the folder"
         )
+    given = args.generation_kwargs or {}
+    # vLLM knows the end tokens of the folder alone, and a script may have set others; it ends a text under a regex by its own
+    ends = {
+        "ignore_eos": not (args.vllm_structured_outputs_regex or given.get("structured_outputs")),
+        "stop_token_ids": [*trainer.eos_token_ids, *given.get("stop_token_ids", ())],
+    }
     dtype = torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else trainer.model.dtype
     demand_dtype(dtype)
     trainer.vllm_generation = PolicyGeneration(
         trainer.adapters,
         dtype,
+        turns=bool(trainer.tools),
         model=trainer.model,
         accelerator=trainer.accelerator,
         processing_class=trainer.processing_class,
@@ -123,8 +151,7 @@ def sample_with_vllm(trainer: Any) -> None:
         top_k=trainer.top_k,
         min_p=trainer.min_p,
         max_completion_length=trainer.max_completion_length,
-        # vLLM knows the end tokens of the folder alone, and a script may have set others
-        generation_kwargs={"stop_token_ids": trainer.eos_token_ids, **(args.generation_kwargs or {})},
+        generation_kwargs={**given, **ends},
     )
     trainer.use_vllm, trainer._last_loaded_step = True, -1
 
@@ -144,6 +171,8 @@ def check_sampled(trainer: Any, output: dict[str, Any]) -> None:
         attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
         each, width = trainer.args.per_device_train_batch_size, output["completion_ids"].shape[1]
         ours = trainer._get_per_token_logps_and_entropies(trainer.model, ids, attention, width, batch_size=each)[0]
-    kept = kept.bool() & ~theirs.isnan()  # NaN: vLLM did not score this token
+    kept = kept.bool()
+    if trainer.rollout_func is not None:
+        kept &= ~theirs.isnan()  # it may leave out what it did not sample
     if bool(kept.any()):
         refuse_stale(theirs[kept], ours[kept], trainer.vllm_generation.dtype)

@@ -393,7 +393,7 @@ class CanaryRoute(OneCall):
         """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap.
 
         A quarantine that learns from decoys is calibrated after the first step, and flags nothing until it has learned something;
-        one that learns first, when it is frozen.
+        one that learns first, when it is frozen. Only at step 0 is an earlier run's calibration forgotten.
         A resumed run has the same calibration again if its canary does not change; for the run's own quarantine, store ``state()``.
         """
         if self._ratios is None and self.spec.relative_to == "run":

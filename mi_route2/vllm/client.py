@@ -186,12 +186,14 @@ def preserving_process() -> Iterator[None]:
     vLLM seeds Python, NumPy and torch with its own seed, the same in every run. The worker of its CPU build replaces
     ``torch.set_num_threads`` by a function that does nothing.
     """
-    count, change = torch.get_num_threads(), torch.set_num_threads
+    count, change, started = torch.get_num_threads(), torch.set_num_threads, torch.cuda.is_initialized()
     states = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        with torch.random.fork_rng([torch.cuda.current_device()] if started else []):
             yield
     finally:
+        if torch.cuda.is_initialized() and not started:
+            torch.cuda.manual_seed_all(torch.initial_seed())  # as torch seeds a GPU at its first use
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_num_threads = change

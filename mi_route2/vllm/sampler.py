@@ -25,6 +25,7 @@ from torch import Tensor
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.io import export_peft, places
 from mi_route2.adapters.linear import LoRA
+from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts, still
 from mi_route2.vllm.client import RANKS, abandon, preserving_process
 from mi_route2.vllm.facts import COLDEST, imported
@@ -143,7 +144,8 @@ def _logprobs(policy: Policy, prompt: Sequence[int], completion: Sequence[int]) 
     """Return the policy's log-probabilities of a completion's tokens."""
     row = Rollouts.from_lists([list(prompt)], [list(completion)], pad=0).to(next(policy.model.parameters()).device)
     with still(policy.model):  # vLLM drops nothing
-        return policy.logprobs(row)[row.predictors].float().cpu()
+        # not policy.logprobs: that of a TRL trainer's policy is at its temperature, and vLLM's are at 1
+        return row.logprobs(policy.logits(row))[row.predictors].float().cpu()
 
 
 class VllmSampler:
@@ -174,6 +176,7 @@ class VllmSampler:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
+    @checked
     def __call__(
         self,
         policy: Policy,
@@ -217,6 +220,9 @@ class VllmSampler:
                 f"a prompt of {longest - max_new} tokens and max_new = {max_new} need {longest} positions, and this vLLM has "
                 f"{room}: start it with a larger max_model_len, or choose a smaller max_new"
             )
+        words = lora.llm.llm_engine.model_config.get_vocab_size()
+        if strange := {token for prompt in prompts for token in prompt if not 0 <= token < words}:
+            raise ValueError(f"a prompt has the token {min(strange)}, and the model knows 0 to {words - 1}: use its tokenizer")
         seeds = torch.randint(2**53, (len(prompts),), generator=generator, device=generator.device).tolist()
         common = {"max_tokens": max_new, "temperature": float(temperature), "stop_token_ids": list(ends), "logprobs": 0}
         params = [imported().SamplingParams(**common, seed=seed, ignore_eos=True, detokenize=False) for seed in seeds]

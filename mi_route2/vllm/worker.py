@@ -375,6 +375,8 @@ def _facts(runner: Any, config: Any) -> Facts:
         raise ValueError(f"vLLM's {type(model).__name__} was never compared with this project's engine: use a Qwen3 or Llama model")
     shape = config.model_config.hf_text_config
     attention = model.get_submodule(f"{row.blocks}.0.self_attn")
+    if getattr(shape, "attention_bias", False) and attention.o_proj.bias is None:
+        raise ValueError("vLLM leaves out the bias of this model's o_proj (attention_bias=True): use this project's own Engine")
     return Facts(
         architecture=row.name,
         layers=shape.num_hidden_layers,

@@ -66,6 +66,7 @@ from mi_route2.routing import (
 )
 from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.specs import LEGAL, PRIVILEGED
+from mi_route2.vllm.sampler import _logprobs
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, make_tiny_model
 from studies.training.recorder import trl_record
 
@@ -925,6 +926,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "vllm server": (MaskSpec(), {"use_vllm": True, "vllm_mode": "server"}, "use vllm_mode='colocate'"),
     "vllm asleep": (MaskSpec(), {"use_vllm": True, "vllm_enable_sleep_mode": True}, "which are read once"),
     "vllm in parts": (MaskSpec(), {"use_vllm": True, "vllm_tensor_parallel_size": 2}, "use vllm_tensor_parallel_size=1"),
+    "vllm by transformers": (MaskSpec(), {"use_vllm": True, "vllm_model_impl": "transformers"}, "use vllm_model_impl='vllm'"),
     "vllm without a folder": (MaskSpec(), {"use_vllm": True}, "vLLM reads the base model from a folder"),
     "sync": (MaskSpec(), {"sync_ref_model": True}, "cannot move"),
     "continuous": (MaskSpec(), {"use_transformers_continuous_batching": True}, "casts adapters to half precision"),
@@ -1008,6 +1010,25 @@ def test_a_dtype_that_was_never_compared_with_vllm_is_refused(tmp_path: Path) ->
         make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True)
 
 
+def test_a_model_can_be_used_again_after_vllm_did_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_given: Any, **_named: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(trl_vllm, "PolicyGeneration", start)
+    model = make_family("Llama", torch.float32)
+    model.name_or_path = str(tmp_path)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True)
+    attach(model, "blocks.*", spec=LORA)
+
+
+def test_a_sampler_is_checked_at_temperature_one_also_for_the_policy_of_a_trainer(tmp_path: Path) -> None:
+    policy = make_trainer(tmp_path, OpenSpec(), temperature=0.5)[0].policy
+    with torch.no_grad():
+        expected = policy.model(torch.tensor([[3, 4, 5, 6]])).logits[0].log_softmax(dim=-1)[[1, 2], [5, 6]]
+    torch.testing.assert_close(_logprobs(policy, [3, 4], [5, 6]), expected.float())
+
+
 def test_vllm_computes_in_the_precision_of_the_launcher_and_ends_where_the_trainer_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1015,9 +1036,13 @@ def test_vllm_computes_in_the_precision_of_the_launcher_and_ends_where_the_train
     monkeypatch.setattr(trl_vllm, "PolicyGeneration", lambda adapters, dtype, **named: SimpleNamespace(dtype=dtype, **named))
     model = make_family("Llama", torch.float32)
     model.name_or_path, model.generation_config.eos_token_id = str(tmp_path), [2, 9]
-    trainer, _ = make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True, generation_kwargs={"bad_words": ["w5"]})
+    given = {"bad_words": ["w5"], "stop_token_ids": [7]}
+    trainer, _ = make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True, generation_kwargs=given)
     assert trainer.vllm_generation.dtype == torch.bfloat16
-    assert trainer.vllm_generation.generation_kwargs == {"stop_token_ids": [2, 9], "bad_words": ["w5"]}
+    assert trainer.vllm_generation.generation_kwargs == {**given, "ignore_eos": True, "stop_token_ids": [2, 9, 7]}
+    trainer.model.lm_head.weight.requires_grad_()
+    with pytest.raises(ValueError, match=r"would sample without what lm_head.weight learns: freeze it"):
+        trainer.train()
 
 
 def test_deepspeed_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.vllm import VllmEngine, launch
+from mi_route2.vllm.worker import _facts
 from tests.support.alone import alone
 
 if importlib.util.find_spec("vllm") is None:
@@ -365,6 +366,12 @@ def test_a_vllm_without_the_extension_is_refused(pair: Pair) -> None:
 
     with pytest.raises(ValueError, match="started without its extension: give it worker_extension_cls='mi_route2"):
         VllmEngine(Bare())
+
+
+def test_a_bias_that_vllm_leaves_out_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair.theirs.llm.llm_engine.model_config.hf_text_config, "attention_bias", True)
+    with pytest.raises(ValueError, match="leaves out the bias of this model's o_proj"):
+        pair.theirs.llm.collective_rpc(lambda worker: _facts(worker.model_runner, worker.vllm_config))
 
 
 def test_the_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,6 +230,10 @@ def test_a_completion_that_would_not_fit_is_refused_and_not_cut(watched: Watched
         assert one[-1] == END or len(one) == room
     with pytest.raises(ValueError, match=r"need 257 positions, and this vLLM has 256: .*max_model_len"):
         watched.sample(8, prompts, max_new=room + 1)
+    with pytest.raises(TypeError, match=r"max_new must be an int, not .* 2\.5"):
+        watched.sample(8, prompts, max_new=2.5)  # pyright: ignore
+    with pytest.raises(ValueError, match=rf"a prompt has the token {VOCAB}, and the model knows 0 to {VOCAB - 1}"):
+        watched.sample(8, [*prompts, [3, VOCAB]])
 
 
 @needs_vllm
@@ -259,16 +263,19 @@ def test_a_generator_draws_the_same_completions_again(watched: Watched) -> None:
     assert watched.sample(6) == first != watched.sample(7)
 
 
-def test_what_starts_vllm_leaves_random_numbers_and_threads() -> None:
-    """Python's own cannot be compared over a whole sampling here: checks of types draw from them."""
+def test_what_starts_vllm_leaves_random_numbers_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a GPU whose first user is vLLM. Python's cannot be compared over a sampling here: checks of types draw from them."""
     torch.manual_seed(5)
+    on_gpu: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(on_gpu))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", on_gpu.append)
     before = torch.get_num_threads(), torch.set_num_threads, random.getstate(), str(np.random.get_state())
     with preserving_process():
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(1)
         torch.set_num_threads = print
     assert (torch.get_num_threads(), torch.set_num_threads, random.getstate(), str(np.random.get_state())) == before
-    assert torch.initial_seed() == 5
+    assert torch.initial_seed() == on_gpu[-1] == 5
 
 
 @needs_vllm

@@ -17,11 +17,13 @@ pytest.importorskip("trl", reason="TRL is not installed here: make test-vllm ins
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here: make test-vllm runs these tests", allow_module_level=True)
 
+import tiny_trl
 from datasets import Dataset
 from families import VOCAB, move_all
 from safetensors.torch import load_file
 from tiny_trl import TEXTS, make_trainer, tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from vllm import SamplingParams
 
 from mi_route2 import MaskSpec
 from mi_route2.integrations import trl_vllm
@@ -33,7 +35,9 @@ SUPPORT = ROOT / "tests" / "support"
 CLOSE = 2e-5
 TEMPERATURE = 0.8
 ENDS = [2, *range(20, 30)]
-"""Tokens that end a completion, as a script has set them; the folder knows the first one alone."""
+"""Tokens that end a completion, as a script has set them."""
+FORMER = range(30, 40)
+"""Tokens that end one according to the folder, beside the first of those."""
 
 
 SIZES: dict[str, Any] = {
@@ -53,6 +57,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Folder of a base model and its tokenizer."""
     folder = tmp_path_factory.mktemp("base")
     model: Any = AutoModelForCausalLM.from_config(request.param(**SIZES), dtype=torch.float32)
+    model.generation_config.eos_token_id = [2, *FORMER]
     move_all(model, scale=0.05).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
@@ -67,7 +72,7 @@ def trainer_of(base: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         model.generation_config.eos_token_id = ENDS
         usual = {"use_vllm": True, "vllm_max_model_length": 64, "temperature": TEMPERATURE}
-        made.append(make_trainer(tmp_path, MaskSpec(score="grad"), model=model, sampled=True, **(usual | settings))[0])
+        made.append(make_trainer(tmp_path, MaskSpec(score="grad"), model=model, **({"sampled": True} | usual | settings))[0])
         return made[-1]
 
     yield make
@@ -75,7 +80,7 @@ def trainer_of(base: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         generation = trainer.vllm_generation
         generation._lora.close()
         generation.llm.llm_engine.engine_core.shutdown()
-        del generation._lora, generation._generate, generation.llm, generation
+        del generation._lora, generation.llm, generation
     made.clear()
     gc.collect()
 
@@ -116,6 +121,9 @@ def test_each_step_samples_both_adapters_as_they_are_and_ships_the_kept_one(
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     trainer = trainer_of(steps=3, **evaluated, own={"eval_dataset": Dataset.from_dict({"prompt": TEXTS[:2]})})
     assert torch.initial_seed() == trainer.args.seed  # from which vLLM draws, and not from a seed of its own
+    assert (
+        not {"WORLD_SIZE", "MASTER_PORT"} & os.environ.keys()
+    )  # from which a later trainer would conclude that it is one of several
     watch = Watch(trainer, monkeypatch)
     trainer.train()
     assert watch.modes.count("full") == 3
@@ -123,6 +131,7 @@ def test_each_step_samples_both_adapters_as_they_are_and_ships_the_kept_one(
     assert max(watch.gaps) <= CLOSE
     assert not any(token in ENDS for row in watch.completions for token in row[:-1])
     assert any(row[-1] in ENDS[1:] for row in watch.completions)
+    assert any(token in FORMER for row in watch.completions for token in row[:-1])
     assert sum(gap > 1e-3 for gap in watch.moved) >= 2  # the adapters did move between samplings
     logs = [log for log in trainer.state.log_history if "sampling/sampling_logp_difference/max" in log]
     assert len(logs) >= 3
@@ -135,6 +144,37 @@ def test_each_step_samples_both_adapters_as_they_are_and_ships_the_kept_one(
     kept = trainer.adapters.tensors(quarantine=False)
     total = sum(float(value.double().sum()) for name, value in kept.items())
     assert sum(float(value.double().sum()) for value in written.values()) == pytest.approx(total, rel=1e-9)
+
+
+def test_a_rollout_func_samples_the_adapters_as_they_are_switched(
+    trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without log-probabilities of its own nothing is compared. An evaluation in between, at the same step, switches adapters."""
+    gaps: list[tuple[str, float]] = []
+
+    def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        llm, how = trainer.vllm_generation.llm, SamplingParams(max_tokens=6, logprobs=0)
+        rows = trainer.processing_class(list(prompts))["input_ids"]
+        template = "{{ messages[0]['content'] }}"
+        asked = [[{"role": "user", "content": text}] for text in prompts]
+        told = llm.generate([{"prompt_token_ids": row} for row in rows], how, use_tqdm=False)
+        said = llm.chat(asked, how, use_tqdm=False, chat_template=template, add_generation_prompt=False)
+        for answers in (told, said):
+            outputs = [answer.outputs[0] for answer in answers]
+            theirs = torch.tensor([kept[token].logprob for one in outputs for token, kept in zip(one.token_ids, one.logprobs)])
+            whole = Rollouts.from_lists([answer.prompt_token_ids for answer in answers], [one.token_ids for one in outputs], 0)
+            with torch.no_grad():
+                ours = whole.logprobs(trainer.model(whole.tokens).logits)[whole.predictors]
+            gaps.append((trainer.adapters.mode, float((ours - theirs).abs().max())))
+        return {"prompt_ids": rows, "completion_ids": [list(one.outputs[0].token_ids) for one in told], "logprobs": None}
+
+    monkeypatch.setattr(tiny_trl, "rollouts", rollouts)
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "sampled": False}
+    own = {"eval_dataset": Dataset.from_dict({"prompt": TEXTS[:2]})}
+    trainer = trainer_of(steps=3, vllm_importance_sampling_correction=False, **evaluated, own=own)
+    trainer.train()
+    assert [mode for mode, _ in gaps].count("full") == 6
+    assert max(gap for _, gap in gaps) <= CLOSE
 
 
 def test_each_process_samples_from_a_vllm_of_its_own_and_all_keep_the_same_adapters(base: Path, tmp_path: Path) -> None:
@@ -195,6 +235,8 @@ def test_under_autocast_vllm_computes_in_bfloat16_too(trainer_of: Callable[..., 
 def test_nothing_is_compared_if_the_distribution_is_cut(trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities of what remains under top_k are not those of the policy, and that is no staleness."""
     trainer = trainer_of(steps=1, top_k=4)
+    with pytest.raises(ValueError, match=r"a prompt of 59 tokens and max_completion_length = 6 do not fit vLLM's 64 positions"):
+        trainer.vllm_generation.generate(prompts=[[5], [5] * 59], images=None, num_generations=1)
     monkeypatch.setattr(trl_vllm, "refuse_stale", lambda *given: pytest.fail("compared"))
     trainer.train()
     assert trainer.state.global_step == 1
