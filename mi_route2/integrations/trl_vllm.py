@@ -77,7 +77,7 @@ class PolicyGeneration(VLLMGeneration):
         """Do nothing: TRL calls this once in a step, and an evaluation switches adapters within one."""
 
     def generate(self, prompts: list[list[int]], *given: Any, **named: Any) -> tuple:
-        longest, room = max(map(len, prompts)), self.llm.llm_engine.model_config.max_model_len
+        longest, room = max(map(len, prompts), default=0), self.llm.llm_engine.model_config.max_model_len
         if not self.turns and longest + self.max_completion_length > room:
             raise ValueError(
                 f"a prompt of {longest} tokens and max_completion_length = {self.max_completion_length} do not fit vLLM's {room} "
