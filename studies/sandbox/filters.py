@@ -77,8 +77,8 @@ CONDITIONAL: dict[str, tuple[tuple[Bits | Is, ...], ...]] = {
     "mmap": ((Bits(2, PROT_EXEC, 0), Bits(3, MAP_ANONYMOUS, MAP_ANONYMOUS)),),
     "mprotect": ((Bits(2, PROT_EXEC, 0),),),
     "madvise": tuple((Is(2, advice),) for advice in (MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE)),
-    # Operations with an owner (PI) take the number of any process and tell whether it exists. Those without PRIVATE wait for and wake
-    # any process that has mapped the same page of a file, such as the C library's.
+    # Operations with an owner (PI) take the number of any process and tell whether it exists. Those without PRIVATE wait for and
+    # wake any process that has mapped the same page of a file, such as the C library's.
     "futex": tuple(
         (Bits(1, FUTEX_COMMAND, command | FUTEX_PRIVATE),)
         for command in (FUTEX_WAIT, FUTEX_WAKE, FUTEX_WAIT_BITSET, FUTEX_WAKE_BITSET)
