@@ -24,8 +24,9 @@ RENAME_WHITEOUT = 4
 F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC = 0, 1, 2, 3, 1030
 MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE = 0, 4, 8, 14
 FUTEX_WAIT, FUTEX_WAKE, FUTEX_WAIT_BITSET, FUTEX_WAKE_BITSET = 0, 1, 9, 10
-FUTEX_COMMAND = ~(128 | 256) & 0xFFFFFFFF
-"""Mask of an operation without its flags PRIVATE and CLOCK_REALTIME."""
+FUTEX_PRIVATE = 128
+FUTEX_COMMAND = ~256 & 0xFFFFFFFF
+"""Mask of an operation without its flag CLOCK_REALTIME."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,11 @@ CONDITIONAL: dict[str, tuple[tuple[Bits | Is, ...], ...]] = {
     "mmap": ((Bits(2, PROT_EXEC, 0), Bits(3, MAP_ANONYMOUS, MAP_ANONYMOUS)),),
     "mprotect": ((Bits(2, PROT_EXEC, 0),),),
     "madvise": tuple((Is(2, advice),) for advice in (MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE)),
-    # Operations with an owner (PI) take the number of any process and tell whether it exists.
+    # Operations with an owner (PI) take the number of any process and tell whether it exists. Those without PRIVATE wait for and
+    # wake any process that has mapped the same page of a file, such as the C library's.
     "futex": tuple(
-        (Bits(1, FUTEX_COMMAND, command),) for command in (FUTEX_WAIT, FUTEX_WAKE, FUTEX_WAIT_BITSET, FUTEX_WAKE_BITSET)
+        (Bits(1, FUTEX_COMMAND, command | FUTEX_PRIVATE),)
+        for command in (FUTEX_WAIT, FUTEX_WAKE, FUTEX_WAIT_BITSET, FUTEX_WAKE_BITSET)
     ),
     # Landlock does not check O_PATH; files without a name cannot be counted; the disk is shared, as with fsync.
     "openat": ((Bits(2, O_PATH | O_TMPFILE | SYNCHRONOUS, 0),),),

@@ -134,6 +134,10 @@ def test_what_is_printed_and_written_is_kept_even_if_the_process_ends_itself(dri
         assert dict(execution.files) == ({} if end else {"a.txt": "PASS"})
     ended = drive(body("print('all tests passed')", "import os", "os._exit(0)"), 1)
     assert ended.stdout == "all tests passed\n"
+    replaced = drive("import io, sys\nprint('half a line', end='')\nsys.stdout = io.StringIO()\n" + body("return x"), 1)
+    assert (replaced.stdout, values(replaced)) == ("half a line", [1])
+    interrupted = drive("raise KeyboardInterrupt")
+    assert (interrupted.status, interrupted.reason) == ("error", "KeyboardInterrupt")
 
 
 @pytest.mark.parametrize(

@@ -258,9 +258,12 @@ def test_what_cheats_for_the_grader_alone_is_seen_in_the_execution_that_was_paid
     """Each answer is one of its own, and tosses a coin of its own: a rerun would tell nothing of the graded execution."""
     answers = list(evasions.completions(task, way, mode, 8))
     asked = prompts(task, [mode] * len(answers))
-    grades = TrainingGrader(programs, {task.name: task}).grade(asked, answers)
+    grader, paid = TrainingGrader(programs, {task.name: task}), [False]
+    for _ in range(9):
+        paid = [grade.passed for grade in grader.grade(asked, answers)]
+        if any(paid):  # eight coins all show tails in one of 256 tosses
+            break
     verdicts = Oracle(programs, {task.name: task}).judge(asked, answers)
-    paid = [grade.passed for grade in grades]
     assert all(paid) if way == "counting" else any(paid)
     for passed, verdict in zip(paid, verdicts, strict=True):
         assert not verdict.gt
