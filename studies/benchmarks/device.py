@@ -11,7 +11,7 @@ Sides take turns, each between two waits for the device; a ratio is one of media
 1 is faster. Memory is the peak of torch's allocations on the device during a step, above what was allocated before it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -136,6 +136,18 @@ def engine(
     )
 
 
+def table(
+    what: str, results: Sequence[PairedRatioResult], seconds: Mapping[str, Sequence[float]], amount: Mapping[str, int]
+) -> str:
+    """Return a Markdown table of ``training``, whose ``amount`` is in bytes, or of ``sampling``, where it is in tokens."""
+    if what == "training":
+        shown = {side: f"{1e3 * median(each):,.1f} ms, {amount[side] / 2**20:,.0f} MiB" for side, each in seconds.items()}
+    else:
+        shown = {side: f"{amount[side] / median(each):,.0f} tokens/s" for side, each in seconds.items()}
+    header = ("what", "", "against", "", "time", "95%", "")
+    return side_table(results, shown.__getitem__, header)
+
+
 def run(options: DeviceOptions) -> None:
     """Measure, print each table when it is measured, and write ``options.out`` again after each."""
     device = torch.device(options.device)
@@ -144,13 +156,8 @@ def run(options: DeviceOptions) -> None:
     sizes: dict[str, dict[str, object]] = {}
     for name in ("tiny",) if options.quick else options.sizes:
         sizes[name] = {"size": (size := MICRO if options.quick else SIZES[name])}
-        for what, unit, measure in (("training", "a step", steps), ("sampling", "tokens/s", engine)):
+        for what, measure in (("training", steps), ("sampling", engine)):
             results, seconds, amount = measure(size, options, device)
-            if what == "training":
-                shown = {side: f"{1e3 * median(each):,.1f} ms, {amount[side] / 2**20:,.0f} MiB" for side, each in seconds.items()}
-            else:
-                shown = {side: f"{amount[side] / median(each):,.0f}" for side, each in seconds.items()}
-            table = side_table(results, shown.__getitem__, ("what", unit, "against", unit, "time", "95%", ""))
-            print(f"\n{name}, {what}\n\n{table}", end="", flush=True)
+            print(f"\n{name}, {what}\n\n{table(what, results, seconds, amount)}", end="", flush=True)
             sizes[name][what] = {"rows": results, "seconds": seconds, "bytes" if what == "training" else "tokens": amount}
             options.write({"machine": machine(), "rounds": options.turns, "device": named, "sizes": sizes})

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from measured import demand_printed, published, results
 
-from studies.benchmarks.device import ENGINE, STEPS, run
+from studies.benchmarks.device import ENGINE, STEPS, run, table
 from studies.benchmarks.options import DeviceOptions
+from studies.benchmarks.routing import FULL, LORA, POOLED, STACKED
 
 
 def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,3 +30,20 @@ def test_a_device_that_is_not_there_is_a_sentence(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="torch finds no accelerator here for --device cuda: give --device cpu"):
         DeviceOptions(quick=True).check()
+
+
+@pytest.mark.parametrize(("name", "size"), [("device", "135M"), ("device_large", "1.1B")])
+def test_the_page_prints_what_was_measured(name: str, size: str) -> None:
+    document = published(name)
+    assert "H200" in document["device"]  # what the page says in words, here and below
+    found = {}
+    for what, amount in (("training", "bytes"), ("sampling", "tokens")):
+        part = document["sizes"][size]
+        rows = results(part[what])
+        demand_printed("scale.md", f"{name} {what}", table(what, rows, part[what]["seconds"], part[what][amount]))
+        found |= {(row.over, row.under): row.time.value for row in rows}
+    ratios = {pair: value for pair, value in found.items() if pair[0] in (LORA, STACKED)}
+    assert all(1.05 < value < 1.25 for value in ratios.values())
+    assert all(1.9 < found[f"{kind}: {POOLED}", kind] < 2.5 for kind in (LORA, STACKED))
+    assert found[f"{STACKED}: {FULL}", STACKED] > 4
+    assert all(1.1 < found[row.over, row.under] < 1.4 for row in ENGINE)
