@@ -3,6 +3,7 @@
 A figure or table is written if the runs have what it is about; ``evidence`` lists the files.
 """
 
+import itertools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -12,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from scipy.stats import spearmanr
 
-from mi_route2.plots import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
+from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from studies.common.publishing import compact, update_showing, write_texts
 from studies.common.stats import mean
 from studies.common.tables import interval, markdown_table, number
@@ -146,7 +147,8 @@ def fronts_figure(every: Sequence[Evidence], path: Path) -> Path:
                     fontsize=6,
                     color=VERMILLION,  # pyright: ignore
                 )
-            for arm, (color, marker) in MARKS.items():
+            others = dict(zip(BUDGETS["an oracle"] + BUDGETS["other"], zip(itertools.repeat(GRAY), itertools.cycle("o^sDvP*Xhd"))))
+            for arm, (color, marker) in (others | MARKS).items():
                 if arm in evidence.values:
                     x, y = evidence.summary(arm, EXPLOIT), evidence.summary(arm, SOLVE)
                     spread = [[[s["mean"] - s["lo"]], [s["hi"] - s["mean"]]] if s["lo"] is not None else None for s in (x, y)]  # pyright: ignore
@@ -204,7 +206,7 @@ def recall_sentence(evidence: Evidence) -> str:
     return f"{evidence.preset}: {'; '.join(told)}."
 
 
-_DOTS = ((GREEN, "o"), (ORANGE, "v"), (BLUE, "P"), (PURPLE, "x"), (ORANGE, "h"), (VERMILLION, "s"))
+_DOTS = ((GREEN, "o"), (ORANGE, "v"), (BLUE, "P"), (PURPLE, "x"), (ORANGE, "h"), (VERMILLION, "s"), (GRAY, "*"), (SKY, "d"))
 
 
 def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
