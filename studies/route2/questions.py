@@ -47,7 +47,7 @@ from studies.route2.report.figures import draw_means, panels
 from studies.route2.report.load import load_runs
 from studies.route2.report.measures import stopped_after
 from studies.training.arms import ARMS
-from studies.training.settings import CHAT, PRESETS
+from studies.training.settings import PRESETS
 
 COVERED = ("canary-one", "filter-canary", "filter-canary-run")
 """Arms whose remaining exploits are compared with those of their canary, mode by mode."""
@@ -226,8 +226,12 @@ def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
 
 
 def rates(evidence: Evidence, arm: str) -> list[tuple[float, str]]:
-    """Return ``(rate of the quarantine over the kept one, arm)`` of the arms that have the flags of `arm` and a quarantine."""
-    settings = PRESETS.get(evidence.preset, CHAT)
+    """Return ``(rate of the quarantine over the kept one, arm)`` of the arms that have the flags of `arm` and a quarantine.
+
+    None for a chat model, whose rates are in its ``--config``, and not in the report.
+    """
+    if (settings := PRESETS.get(evidence.preset)) is None:
+        return []
     usual = settings.quarantine_lr / settings.kept_lr
     named = [name for name in evidence.values if name in ARMS and ARMS[name].same_rule_filter == arm]
     # a band of clean rollouts, or a quarantine that forgets, is another method at the same rate

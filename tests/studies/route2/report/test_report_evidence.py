@@ -143,6 +143,7 @@ def test_a_quarantines_rate_is_that_of_its_arm_and_preset_over_the_kept_one(tmp_
     slow, usual, fast = rates(found, "sees-known")
     assert [arm for _, arm in (slow, usual, fast)] == [names[2], names[1], names[0]]
     assert np.allclose([slow[0], usual[0], fast[0]], [1.7 / 9, 1.7 / 3, 1.7])
+    assert rates(replace(found, preset="functions"), "sees-known") == []  # a chat model's own, which a report does not have
     assert rates_figure([found, replace(found, preset="strong")], tmp_path / "rates.png").stat().st_size > 10_000
 
 
