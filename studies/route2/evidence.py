@@ -215,7 +215,7 @@ def seconds(folder: Path) -> float | None:
     path = folder / TIMINGS
     if not path.exists():
         return None
-    remedy, names = f"delete {folder} and run this arm again", ("from", "to", "seconds")
+    remedy, names = "delete it, and the report gives no time of this run", ("from", "to", "seconds")
 
     def read(_index: int, row: Any) -> list[Any]:
         return [row.get(name) for name in names] if isinstance(row, dict) else [None]

@@ -344,7 +344,7 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
     assert [head.count(f"{n} parameters") for n in ("30,144", "109,440", "415,488")] == [1, 1, 1]
     timings = root / "seed-0/vanilla/timings.jsonl"
     for text, said in (
-        ('{"seconds": 1', r"timings\.jsonl, line 1: .*; delete .*vanilla and run this arm again"),
+        ('{"seconds": 1', r"timings\.jsonl, line 1: .*; delete it, and the report gives no time of this run"),
         ("[1]\n", "the seconds of every start"),
         ('{"from": 0, "to": 3, "seconds": -5}\n', "every start"),
     ):
