@@ -131,7 +131,9 @@ class ChatTokenizer:
         from transformers import AutoTokenizer
 
         if not Path(folder).is_dir():  # transformers would take the text for a Hugging Face id
-            raise ValueError(f"there is no folder {folder}, so no tokenizer")
+            raise ValueError(
+                f"there is no folder {folder}, so no tokenizer: put it back, or start its runs again with --model where it is now"
+            )
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(Path(folder), trust_remote_code=False)
         except Exception as error:  # the readers of transformers raise other types of errors

@@ -62,7 +62,7 @@ WATCHED = tuple(name for name in ARMS if name in {*PENALIZED, *PENALIZED.values(
 """Arms whose probe costs reward, and the filters by the same probe."""
 PAIRED = tuple(name for name, arm in ARMS.items() if arm.steering or arm.taught in ("pair-hacks", "pair-clean"))
 """Arms that use the pairs for something other than flags."""
-BUDGETS: Mapping[str, tuple[str, ...]] = {
+_KNOWN: Mapping[str, tuple[str, ...]] = {
     "no label, no pair": (
         *PATH,
         "vanilla-long",
@@ -77,6 +77,7 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
         "canary-nats",
         "route2-canary",
         "canary-one",
+        "canary-run-one",
         "canary-wide",
         "canary-run-10",
         *(name for name, arm in ARMS.items() if arm.canaries_of is not None and arm.role != "control"),
@@ -91,6 +92,15 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
     "tasks whose grader nobody can cheat": tuple(name for name, arm in ARMS.items() if arm.taught in ("honest", "easy", "failed")),
     "an oracle that misses": tuple(name for name, arm in ARMS.items() if arm.ablation == "misses"),
 }
+CHECKPOINTS = {name for arm in ARMS.values() for name in arm.canaries or ()}
+"""Arms that are trained to judge others, and stand in no table."""
+_LEFT = [arm for arm in ARMS.values() if arm.name not in CHECKPOINTS.union(*_KNOWN.values())]
+BUDGETS: Mapping[str, tuple[str, ...]] = {
+    **_KNOWN,
+    "an oracle": tuple(arm.name for arm in _LEFT if arm.role == "bound"),
+    "other": tuple(arm.name for arm in _LEFT if arm.role != "bound"),
+}
+"""What methods know -> the arms that know no more."""
 LATE = slice(-EARLY, None)
 SIGNED = ("filter-canary-run", *CONTROLS["filter-canary-run"])
 """Arms whose share of flags may tell a broken canary."""
@@ -197,18 +207,31 @@ def flagged_late(metrics: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def seconds(folder: Path) -> float | None:
-    """Return the duration of a run's training, over all of its starts but those that were killed; ``None`` if not trained."""
+    """Return the duration of a run's training, over all of its starts.
+
+    ``None`` if it was not trained, or if the time of some of its steps is not known, because they were made by a start that was
+    killed.
+    """
     path = folder / TIMINGS
     if not path.exists():
         return None
-    remedy = f"delete {folder} and run this arm again"
+    remedy, names = "delete it, and the report gives no time of this run", ("from", "to", "seconds")
+
+    def read(_index: int, row: Any) -> list[Any]:
+        return [row.get(name) for name in names] if isinstance(row, dict) else [None]
+
     try:
-        taken = read_lines(path, lambda _index, row: row.get("seconds") if isinstance(row, dict) else None)
+        starts = read_lines(path, read)
     except (OSError, ValueError) as error:
         raise ValueError(f"{error}; {remedy}") from error
-    if not all(isinstance(each, float | int) and 0 <= each < np.inf for each in taken):
+    if not all(isinstance(each, float | int) and 0 <= each < np.inf for start in starts for each in start):
         raise ValueError(f"{path} does not hold the seconds of every start: {remedy}")
-    return sum(map(float, taken))  # pyright: ignore[reportArgumentType]
+    reached = 0
+    for first, to, _ in starts:
+        if first > reached:
+            return None
+        reached = max(reached, to)
+    return sum(float(taken) for *_, taken in starts)
 
 
 def times(evidence: Evidence, arm: str) -> float | None:

@@ -3,6 +3,7 @@
 A figure or table is written if the runs have what it is about; ``evidence`` lists the files.
 """
 
+import itertools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -12,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from scipy.stats import spearmanr
 
-from mi_route2.plots import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
+from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from studies.common.publishing import compact, update_showing, write_texts
 from studies.common.stats import mean
 from studies.common.tables import interval, markdown_table, number
@@ -46,7 +47,7 @@ from studies.route2.report.figures import draw_means, panels
 from studies.route2.report.load import load_runs
 from studies.route2.report.measures import stopped_after
 from studies.training.arms import ARMS
-from studies.training.settings import CHAT, PRESETS
+from studies.training.settings import PRESETS
 
 COVERED = ("canary-one", "filter-canary", "filter-canary-run")
 """Arms whose remaining exploits are compared with those of their canary, mode by mode."""
@@ -146,7 +147,8 @@ def fronts_figure(every: Sequence[Evidence], path: Path) -> Path:
                     fontsize=6,
                     color=VERMILLION,  # pyright: ignore
                 )
-            for arm, (color, marker) in MARKS.items():
+            others = dict(zip(BUDGETS["an oracle"] + BUDGETS["other"], zip(itertools.repeat(GRAY), itertools.cycle("o^sDvP*Xhd"))))
+            for arm, (color, marker) in (others | MARKS).items():
                 if arm in evidence.values:
                     x, y = evidence.summary(arm, EXPLOIT), evidence.summary(arm, SOLVE)
                     spread = [[[s["mean"] - s["lo"]], [s["hi"] - s["mean"]]] if s["lo"] is not None else None for s in (x, y)]  # pyright: ignore
@@ -204,7 +206,7 @@ def recall_sentence(evidence: Evidence) -> str:
     return f"{evidence.preset}: {'; '.join(told)}."
 
 
-_DOTS = ((GREEN, "o"), (ORANGE, "v"), (BLUE, "P"), (PURPLE, "x"), (ORANGE, "h"), (VERMILLION, "s"))
+_DOTS = ((GREEN, "o"), (ORANGE, "v"), (BLUE, "P"), (PURPLE, "x"), (ORANGE, "h"), (VERMILLION, "s"), (GRAY, "*"), (SKY, "d"))
 
 
 def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
@@ -224,8 +226,12 @@ def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
 
 
 def rates(evidence: Evidence, arm: str) -> list[tuple[float, str]]:
-    """Return ``(rate of the quarantine over the kept one, arm)`` of the arms that have the flags of `arm` and a quarantine."""
-    settings = PRESETS.get(evidence.preset, CHAT)
+    """Return ``(rate of the quarantine over the kept one, arm)`` of the arms that have the flags of `arm` and a quarantine.
+
+    None for a chat model, whose rates are in its ``--config``, and not in the report.
+    """
+    if (settings := PRESETS.get(evidence.preset)) is None:
+        return []
     usual = settings.quarantine_lr / settings.kept_lr
     named = [name for name in evidence.values if name in ARMS and ARMS[name].same_rule_filter == arm]
     # a band of clean rollouts, or a quarantine that forgets, is another method at the same rate

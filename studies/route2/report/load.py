@@ -155,7 +155,9 @@ def read_rollouts(folder: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: show needs the rollouts of the run") from None
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise ValueError(f"cannot read {path} ({error}): delete {folder} and run this arm again") from error
+        finished = (folder / MANIFEST).exists()
+        remedy = f"delete {folder} and run this arm again" if finished else "run the command again that began it"
+        raise ValueError(f"cannot read {path} ({error}): {remedy}") from error
 
 
 def _arm_folders(root: Path) -> Iterator[tuple[int, Path]]:

@@ -192,7 +192,7 @@ def test_a_start_that_cannot_be_warmed_up_is_said_and_leaves_nothing(folder: Pat
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("token*", "chat*"))
     shutil.copytree(folder, empty, ignore=shutil.ignore_patterns("*.safetensors"))
     for start, said in (
-        (Path("owner/name"), r"^there is no folder owner/name, so no tokenizer$"),
+        (Path("owner/name"), r"^there is no folder owner/name, so no tokenizer: put it back"),
         (bare, r"^\S*bare has no tokenizer that can be read \(it makes no token of a text\)$"),
         (other, r"^the tokenizer has a token \d+, but the model 260: use the model's own tokenizer$"),
         (empty, r"^\S*empty has no weights"),

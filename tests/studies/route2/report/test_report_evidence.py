@@ -143,6 +143,7 @@ def test_a_quarantines_rate_is_that_of_its_arm_and_preset_over_the_kept_one(tmp_
     slow, usual, fast = rates(found, "sees-known")
     assert [arm for _, arm in (slow, usual, fast)] == [names[2], names[1], names[0]]
     assert np.allclose([slow[0], usual[0], fast[0]], [1.7 / 9, 1.7 / 3, 1.7])
+    assert rates(replace(found, preset="functions"), "sees-known") == []  # a chat model's own, which a report does not have
     assert rates_figure([found, replace(found, preset="strong")], tmp_path / "rates.png").stat().st_size > 10_000
 
 
@@ -343,13 +344,17 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
     assert [head.count(f"{n} parameters") for n in ("30,144", "109,440", "415,488")] == [1, 1, 1]
     timings = root / "seed-0/vanilla/timings.jsonl"
     for text, said in (
-        ('{"seconds": 1', r"timings\.jsonl, line 1: .*; delete .*vanilla and run this arm again"),
+        ('{"seconds": 1', r"timings\.jsonl, line 1: .*; delete it, and the report gives no time of this run"),
         ("[1]\n", "the seconds of every start"),
-        ('{"seconds": -5}\n', "every start"),
+        ('{"from": 0, "to": 3, "seconds": -5}\n', "every start"),
     ):
         timings.write_text(text)
         with pytest.raises(ValueError, match=said):
             collect(load_runs(root))
+    stopped, killed = '{"from": 0, "to": 2, "seconds": 4.0}\n', '{"from": 2, "to": 3, "seconds": 1.5}\n'
+    for text, taken in ((stopped + killed, 5.5), (killed, None), (stopped + '{"from": 3, "to": 3, "seconds": 0.1}\n', None)):
+        timings.write_text(text)  # a start that was killed leaves no time of its steps
+        assert collect(load_runs(root)).values["vanilla"]["seconds"] == [taken, None, None]
     timings.unlink()
     (tmp_path / "out/strong.json").write_text("{}")
     with pytest.raises(ValueError, match="lacks 'preset'"):
@@ -357,11 +362,15 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
 
 
 def test_a_report_needs_no_ordinary_training(study: Callable[..., Path], tmp_path: Path) -> None:
-    root = study(tmp_path / "strong-0123abcd", ("base", "filter-full", "filter-known"), seeds=(0, 1), steps=3)
+    root = study(tmp_path / "strong-0123abcd", ("base", "filter-full", "filter-known", "absorb", "oracle"), seeds=(0, 1), steps=3)
     (tmp_path / "out").mkdir()
     (mine := tmp_path / "out/map.md").write_text("a user's")  # docs is no folder of a report, and has such a page
     written = {path.name for path in write_evidence({root: (0, 1)}, tmp_path / "out")}
     assert written == {"strong.json", "strong.md", "strong-recall.md", "fronts.png", "recall.png"}
+    shown = (tmp_path / "out/strong.md").read_text()  # arms of no method are told too, a bound as one
+    assert re.findall(r"^\*\*(?:An oracle|Other)\*\*$|^\| (?:absorb|oracle) ", shown, re.M) == [
+        "**An oracle**", "| oracle ", "**Other**", "| absorb ",
+    ]  # fmt: skip
     assert mine.exists()
     names = ("base", "taught-honest", "taught-honest-1", "taught-8", "taught-8-1")
     found = replace(evidence(), values=dict.fromkeys(names, evidence().values["vanilla"]))

@@ -158,7 +158,7 @@ def test_rollouts_come_back_in_order_and_a_cut_file_is_named(root: Path) -> None
     (folder / "manifest.json").unlink()  # as in an unfinished run, whose rollouts can be shown too
     assert [row["step"] for row in read_rollouts(folder)] == [7, 2, 3, 4, 5, 6]
     path.write_bytes(whole[:-20])
-    with pytest.raises(ValueError, match=r"cannot read .*rollouts.jsonl.gz"):
+    with pytest.raises(ValueError, match=r"cannot read .*rollouts.jsonl.gz .*: run the command again that began it"):
         read_rollouts(folder)
     path.unlink()
     (folder / "manifest.json").write_bytes(manifest)
