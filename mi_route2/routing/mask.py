@@ -11,6 +11,7 @@ that must be kept until then is in a ``MaskGate``, one per micro-batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from itertools import product
 from typing import Literal
 
@@ -69,19 +70,30 @@ Mask = Shaped[Tensor, " b"] | Shaped[Tensor, "b s"]
 @exact()
 def cosine(feature: Feature, v: Tensor, floor: Float[Tensor, " b"] | None = None) -> Float[Tensor, " b"]:
     """Return ``cos(f_b, v)``; 0 if the feature is 0 or within rounding errors of 0 (its norm is at most ``floor``)."""
-    inner, norms = feature.inner(v), feature.norms()
-    none = norms <= (rounding([feature]) if floor is None else floor)  # so that NaN stays NaN, which ``decide`` refuses
-    return torch.where(none, torch.zeros_like(inner), inner / torch.where(none, torch.ones_like(norms), norms * v.norm()))
+    return _cosine(feature.inner(v), feature.norms(), v.norm(), rounding([feature]) if floor is None else floor)
 
 
+def _cosine(inner: Tensor, norms: Tensor, size: Tensor, floor: Tensor) -> Tensor:
+    none = norms <= floor  # so that NaN stays NaN, which ``decide`` refuses
+    return torch.where(none, torch.zeros_like(inner), inner / torch.where(none, torch.ones_like(norms), norms * size))
+
+
+@exact()
 def module_scores(features: Features, directions: Directions) -> dict[str, Float[Tensor, " b"]]:
     """Return ``s_b^m = cos(f_b^m, v^m)`` for every module m with a direction; ``RuntimeError`` if a module has no feature."""
     missing = directions.vectors.keys() - features.keys()
     if missing:
         raise RuntimeError(f"no feature arrived from {', '.join(sorted(missing))}, so a pooled score would miss these modules")
     floor = floors(features, directions.provenance.kind)
-    # In name order, so that directions read from a file give the same pooled sum bit for bit.
-    return {site: cosine(features[site], directions.vectors[site], floor[site]) for site in sorted(directions.vectors)}
+    sites = sorted(directions.vectors)  # so that directions read from a file give the same pooled sum bit for bit
+    vectors = [directions.vectors[site] for site in sites]
+    inner, norms = [features[site].inner(v) for site, v in zip(sites, vectors)], [features[site].norms() for site in sites]
+    each, sizes = [floor[site] for site in sites], [v.norm() for v in vectors]
+    if any(len({t.dtype for t in part}) > 1 for part in (inner, norms, each)):  # a stack would compute in the widest type
+        return {site: _cosine(*one) for site, *one in zip(sites, inner, norms, sizes, each)}
+    # of all modules at once: on a GPU a step takes as long as it takes to launch its kernels
+    size = torch.stack(sizes).to(norms[0])[:, None]
+    return dict(zip(sites, _cosine(torch.stack(inner), torch.stack(norms), size, torch.stack(each))))
 
 
 def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
@@ -128,10 +140,14 @@ def shuffled(flags: Tensor, generator: torch.Generator, predictors: Bool[Tensor,
     return flags.masked_scatter(among, flags[among][order])
 
 
-def weigh(mask: Mask, spec: MaskSpec, advantages: Float[Tensor, " b"]) -> Mask:
-    """Return ``w_b = mask_b * (eta if K_b < 0 else 1)``; ``advantages`` are the kept adapter's, K."""
+def scales(spec: MaskSpec, advantages: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Return ``eta if K_b < 0 else 1``; ``advantages`` are the kept adapter's, K."""
     ones = torch.ones_like(advantages)  # torch.where of two Python numbers would round ``negative_scale`` to float32
-    scale = torch.where(advantages < 0, spec.negative_scale * ones, ones)
+    return torch.where(advantages < 0, spec.negative_scale * ones, ones)
+
+
+def weigh(mask: Mask, scale: Float[Tensor, " b"]) -> Mask:
+    """Return ``w_b = mask_b * scale_b``."""
     return mask * (scale if mask.ndim == 1 else scale[:, None])
 
 
@@ -158,8 +174,12 @@ def per_rollout(values: Iterable[Tensor], predictors: Bool[Tensor, "b s"]) -> Fl
     return torch.stack(means).mean(dim=0)
 
 
-def hooked(site: str, mask: Tensor, point: Hooks | None) -> Tensor:
-    """Return ``mask`` after the hooks at the site's mask point; ``ValueError`` if they return no mask of its shape."""
+def hooked(site: str, mask: Tensor, point: Hooks | None) -> tuple[Tensor, bool]:
+    """Return ``mask`` after the hooks at the site's mask point, and whether they may have changed it.
+
+    Raises:
+        ValueError: They return no mask of its shape.
+    """
     writes = None if mask.is_inference() else mask._version
     new = mask if point is None else point(mask)
     if not isinstance(new, Tensor) or new.shape != mask.shape:
@@ -170,7 +190,7 @@ def hooked(site: str, mask: Tensor, point: Hooks | None) -> Tensor:
     if not untouched and not bool(((new >= 0) & (new <= 1)).all()):  # negated, so that NaN fails too
         wrong = new[~((new >= 0) & (new <= 1))][0].item()
         raise ValueError(f"a hook at {site}.hook_mask returned {wrong}, but a mask lies between 0 (flagged) and 1 (learned)")
-    return new
+    return new, not untouched
 
 
 def _refuse_hooked(kept: Mapping[str, nn.Parameter]) -> None:
@@ -240,6 +260,10 @@ class MaskGate:
         self.scores: dict[str, Tensor] = {}
         self.flags: dict[str, Tensor] = {}
         self.masks: dict[str, Tensor] = {}
+        self._changed: set[str] = set()
+        # What many modules have in common: the mask of ``known`` flags, and the last mask with its weights.
+        self._common: Tensor | None = None
+        self._weights: tuple[Tensor, Tensor] | None = None
         # Kept until flags are decided: mask points, scored gradients, the largest magnitude, gradients that wait for a flag.
         self._points: dict[str, Hooks] = {}
         self._gradients: dict[str, FactorGradient | Written] = {}
@@ -286,7 +310,14 @@ class MaskGate:
     def passed(self, site: str, gradient: FactorGradient | Written) -> Tensor:
         """Return ``sum_b w_b g_b`` of one factor; decide the module's mask first if this is its first gradient."""
         self.decide(site)
-        return gradient.weighted(weigh(self.masks[site], self._spec, self._advantages))
+        mask = self.masks[site]
+        if self._weights is None or self._weights[0] is not mask:
+            self._weights = mask, weigh(mask, self._scales)
+        return gradient.weighted(self._weights[1])
+
+    @cached_property
+    def _scales(self) -> Float[Tensor, " b"]:
+        return scales(self._spec, self._advantages)
 
     def pooled(self) -> tuple[Float[Tensor, " b"], Bool[Tensor, " b"]]:
         """Return pooled scores and flags of the training pass, after every module has reported; not yet shuffled."""
@@ -296,7 +327,7 @@ class MaskGate:
 
     def settle(self, scores: Float[Tensor, " b"], flags: Bool[Tensor, " b"]) -> None:
         """Set the pooled scores and flags, which hold for every module."""
-        self.pooled_scores, self.known = scores, flags
+        self.pooled_scores, self.known, self._common = scores, flags, None
 
     def release(self) -> None:
         """Drop the gradients that were kept until the flags were decided."""
@@ -308,7 +339,13 @@ class MaskGate:
     @property
     def overruled(self) -> bool:
         """True if a hook changed a mask."""
-        return any(not torch.equal(mask, (~self.flags[site]).to(mask)) for site, mask in self.masks.items())
+        return any(not torch.equal(mask := self.masks[site], (~self.flags[site]).to(mask)) for site in self._changed)
+
+    @property
+    def distinct(self) -> list[Tensor]:
+        """The modules' masks; one of them if all are one tensor."""
+        every = list(self.masks.values())
+        return every[:1] if all(mask is every[0] for mask in every) else every
 
     @property
     def _features(self) -> Features:
@@ -321,6 +358,7 @@ class MaskGate:
         if self.known is None and self._spec.unit == "pooled":
             scores, flags = self.pooled()
             self.settle(scores, shuffled(flags, self._generator) if self._spec.shuffle else flags)
+        point = self._points.get(site)
         if self.known is not None:
             flags = self.known
         else:
@@ -328,7 +366,15 @@ class MaskGate:
             flags = decide(self.scores[site], self._spec, self._batch.advantages, self.predictors)
             flags = shuffled(flags, self._generator, self.predictors) if self._spec.shuffle else flags
         self.flags[site] = flags
-        self.masks[site] = hooked(site, (~flags).to(self._batch.advantages.dtype), self._points.get(site))
+        read = point is not None and (not isinstance(point, nn.Module) or watched(point))  # a hook may write into its mask
+        mask = None if read else self._common
+        if mask is None:
+            mask = (~flags).to(self._batch.advantages.dtype)
+        if self.known is not None and not read:
+            self._common = mask
+        self.masks[site], changed = hooked(site, mask, point)
+        if changed:
+            self._changed.add(site)
 
     def _score(self, site: str) -> Tensor:
         if self._site_scores is not None:
@@ -421,7 +467,7 @@ class _MaskStep(Once):
             gate.settle(score, gate_flags)
 
     def _decision(self, unrouted: dict[str, Tensor]) -> Decision:
-        flagged = [per_rollout([mask == 0 for mask in gate.masks.values()], gate.predictors) > 0.5 for gate in self._gates]
+        flagged = [per_rollout([mask == 0 for mask in gate.distinct], gate.predictors) > 0.5 for gate in self._gates]
         values = [[gate.pooled_scores] if gate.pooled_scores is not None else [*gate.scores.values()] for gate in self._gates]
         scores = [per_rollout(each, gate.predictors) for each, gate in zip(values, self._gates)] if all(values) else None
         return Decision(
