@@ -1,8 +1,9 @@
 """The mask route against a written-out policy: flags, kept gradient and quarantine gradient for every legal combination."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from mask_oracle import (
     run,
 )
 from tiny_policy import SPECS, make_batch, make_policy, named_policy, per_rollout_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mi_route2.adapters.gradients import Written
 from mi_route2.rollouts import Policy
@@ -90,6 +92,31 @@ def test_every_legal_combination_equals_the_written_out_policy(name: str, case: 
         flagged = torch.stack(list(expected.flags.values()))
         assert flagged.any(), "nothing was flagged, so this theorem was not put to the test"
         assert not flagged.all()
+
+
+class Counting(TorchDispatchMode):
+    """Count torch's operations, those of the backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy_of_score", ["live", "ablated"])
+def test_what_modules_have_in_common_is_computed_once(policy_of_score: ScorePolicy) -> None:
+    """Or, on a GPU, launching these kernels would take as long as a step, and every module would wait for the device."""
+    policy, batch = named_policy("lora"), make_batch(N)
+    route = mask_route(policy, MaskSpec(score="grad", score_policy=policy_of_score, reinforced_only=False))
+    assert len(policy.adapters.sites) == 12
+    with Counting() as counting:
+        run(policy, route, batch)
+    assert counting.counts["aten.equal.default"] == 0
+    assert 0 < counting.counts["aten.lt.Scalar"] <= 6
+    assert counting.counts["aten.where.self"] <= 6
 
 
 @pytest.mark.matrix
