@@ -115,8 +115,7 @@ def test_what_modules_have_in_common_is_computed_once(policy_of_score: ScorePoli
     with Counting() as counting:
         run(policy, route, batch)
     assert counting.counts["aten.equal.default"] == 0
-    assert 0 < counting.counts["aten.lt.Scalar"] <= 6
-    assert counting.counts["aten.where.self"] <= 6
+    assert all(0 < counting.counts[f"aten.{name}"] < 12 for name in ("lt.Scalar", "where.self"))
 
 
 @pytest.mark.matrix
