@@ -18,7 +18,7 @@ from trl.trainer.utils import ensure_master_addr_port
 from mi_route2.adapters import Adapters
 from mi_route2.vllm.client import abandon, preserving_process
 from mi_route2.vllm.facts import imported
-from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, refuse_stale
+from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, refuse_changed, refuse_stale
 
 PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -36,8 +36,8 @@ PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 class PolicyGeneration(VLLMGeneration):
     """TRL's generation on vLLM in this process, from the adapters as they are, and are switched, at each call."""
 
-    def __init__(self, adapters: Adapters, dtype: torch.dtype, turns: bool, **named: Any):
-        self.adapters, self.dtype, self.turns = adapters, dtype, turns  # several turns: TRL looks for room by itself
+    def __init__(self, adapters: Adapters, dtype: torch.dtype, **named: Any):
+        self.adapters, self.dtype = adapters, dtype
         super().__init__(**named)
 
     def _init_vllm(self) -> None:
@@ -76,19 +76,10 @@ class PolicyGeneration(VLLMGeneration):
     def sync_weights(self) -> None:
         """Do nothing: TRL calls this once in a step, and an evaluation switches adapters within one."""
 
-    def generate(self, prompts: list[list[int]], *given: Any, **named: Any) -> tuple:
-        longest, room = max(map(len, prompts), default=0), self.llm.llm_engine.model_config.max_model_len
-        if not self.turns and longest + self.max_completion_length > room:
-            raise ValueError(
-                f"a prompt of {longest} tokens and max_completion_length = {self.max_completion_length} do not fit vLLM's {room} "
-                "positions, where completions would end early as if they were whole: choose a larger vllm_max_model_length"
-            )
-        return super().generate(prompts, *given, **named)
-
     def _sample(self, ask: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Run requests under the adapters as they are, and are switched, now."""
         try:
-            return ask(*given, **{"lora_request": self._lora.request(), **named})
+            return ask(*given, **named | {"lora_request": named.get("lora_request") or self._lora.request()})
         except BaseException:
             abandon(self.llm)
             raise
@@ -132,10 +123,10 @@ def sample_with_vllm(trainer: Any) -> None:
     }
     dtype = torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else trainer.model.dtype
     demand_dtype(dtype)
+    refuse_changed(trainer.adapters, base)
     trainer.vllm_generation = PolicyGeneration(
         trainer.adapters,
         dtype,
-        turns=bool(trainer.tools),
         model=trainer.model,
         accelerator=trainer.accelerator,
         processing_class=trainer.processing_class,
@@ -158,10 +149,20 @@ def sample_with_vllm(trainer: Any) -> None:
 
 @torch.no_grad()
 def check_sampled(trainer: Any, output: dict[str, Any]) -> None:
-    """Raise ``RuntimeError`` if vLLM's log-probabilities of the completions in ``output`` are not those of the model.
+    """Raise an error if vLLM had no room for completions, or its log-probabilities of those in ``output`` are not the model's.
 
-    Nothing is compared if the sampling cuts or reweights the distribution (``PLAIN``), or ``rollout_func`` gave none.
+    No log-probabilities are compared if the sampling cuts or reweights the distribution (``PLAIN``), or ``rollout_func`` gave none.
+
+    Raises:
+        ValueError: A completion may have ended early for want of positions.
+        RuntimeError: vLLM runs other weights.
     """
+    longest, room = int(output["prompt_mask"].sum(dim=1).max()), trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
+    if trainer.rollout_func is None and longest + trainer.max_completion_length > room:  # with tools: of the first turn
+        raise ValueError(
+            f"a prompt of {longest} tokens and max_completion_length = {trainer.max_completion_length} do not fit vLLM's {room} "
+            "positions, where completions end early as if they were whole: choose a larger vllm_max_model_length"
+        )
     theirs = output.get("sampling_per_token_logps")
     if theirs is None or any(getattr(trainer.args, name) not in plain for name, plain in PLAIN.items()):
         return

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from mi_route2.adapters.attach import Adapters
@@ -61,6 +62,22 @@ def lora_settings(adapters: Adapters) -> dict[str, Any]:
         f"the adapters at {path} are a LoRA of rank {ranks[path]}, and vLLM runs {RANKS[-1]} at most: attach them with a rank "
         "(an SVD of full rank has that of its weight), or sample without vLLM"
     )
+
+
+def refuse_changed(adapters: Adapters, folder: Path | str) -> None:
+    """Raise ``ValueError`` if a weight of the model is another one in ``folder``, which vLLM reads: it may look like rounding.
+
+    Weights that another host, or another library, gives other names are not compared.
+    """
+    ours = {name.replace(".base.", "."): p.detach() for name, p in adapters.model.named_parameters()}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            for name in ours.keys() & handle.keys():
+                if not torch.equal(handle.get_tensor(name).to(ours[name]), ours[name]):
+                    raise ValueError(
+                        f"{name} is another one in {folder}, from which vLLM reads the base: save_pretrained the model in a folder "
+                        "before adapters are attached, and load it from there"
+                    )
 
 
 class PolicyLora:
@@ -246,6 +263,7 @@ class VllmSampler:
     def _start(self, adapters: Adapters) -> Any:
         """Return a new ``vllm.LLM`` of the base model, with room for the adapters."""
         room = lora_settings(adapters)
+        refuse_changed(adapters, self._base)
         vllm = imported()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
         usual = {"skip_tokenizer_init": True, "dtype": str(self._dtype).removeprefix("torch.")}

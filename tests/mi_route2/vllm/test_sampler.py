@@ -361,6 +361,10 @@ def test_what_the_sampler_refuses(tmp_path: Path) -> None:
         watched.sample(temperature=0.009)
     with pytest.raises(ValueError, match="max_new = 0 is not positive"):
         watched.sample(max_new=0)
+    with torch.no_grad():
+        watched.policy.model.get_parameter("model.norm.weight")[5] += 1e-3
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is another one in .*, from which vLLM reads the base"):
+        watched.sample()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
