@@ -36,8 +36,8 @@ PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 class PolicyGeneration(VLLMGeneration):
     """TRL's generation on vLLM in this process, from the adapters as they are, and are switched, at each call."""
 
-    def __init__(self, adapters: Adapters, dtype: torch.dtype, **named: Any):
-        self.adapters, self.dtype = adapters, dtype
+    def __init__(self, adapters: Adapters, dtype: torch.dtype, turns: bool, **named: Any):
+        self.adapters, self.dtype, self.turns = adapters, dtype, turns
         super().__init__(**named)
 
     def _init_vllm(self) -> None:
@@ -75,6 +75,20 @@ class PolicyGeneration(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Do nothing: TRL calls this once in a step, and an evaluation switches adapters within one."""
+
+    def generate(self, prompts: list[list[int]], *given: Any, **named: Any) -> tuple:
+        if not self.turns:  # the prompts of later turns hold what has been used of max_completion_length
+            self.demand_room(max(map(len, prompts), default=0))
+        return super().generate(prompts, *given, **named)
+
+    def demand_room(self, longest: int) -> None:
+        """Raise ``ValueError`` if completions of a prompt of ``longest`` tokens may end early for want of positions."""
+        room = self.llm.llm_engine.model_config.max_model_len
+        if longest + self.max_completion_length > room:
+            raise ValueError(
+                f"a prompt of {longest} tokens and max_completion_length = {self.max_completion_length} do not fit vLLM's {room} "
+                "positions, where completions end early as if they were whole: choose a larger vllm_max_model_length"
+            )
 
     def _sample(self, ask: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Run requests under the adapters as they are, and are switched, now."""
@@ -123,10 +137,11 @@ def sample_with_vllm(trainer: Any) -> None:
     }
     dtype = torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else trainer.model.dtype
     demand_dtype(dtype)
-    refuse_changed(trainer.adapters, base)
+    refuse_changed(trainer.adapters, base, dtype)
     trainer.vllm_generation = PolicyGeneration(
         trainer.adapters,
         dtype,
+        turns=bool(trainer.tools),
         model=trainer.model,
         accelerator=trainer.accelerator,
         processing_class=trainer.processing_class,
@@ -157,12 +172,8 @@ def check_sampled(trainer: Any, output: dict[str, Any]) -> None:
         ValueError: A completion may have ended early for want of positions.
         RuntimeError: vLLM runs other weights.
     """
-    longest, room = int(output["prompt_mask"].sum(dim=1).max()), trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
-    if trainer.rollout_func is None and longest + trainer.max_completion_length > room:  # with tools: of the first turn
-        raise ValueError(
-            f"a prompt of {longest} tokens and max_completion_length = {trainer.max_completion_length} do not fit vLLM's {room} "
-            "positions, where completions end early as if they were whole: choose a larger vllm_max_model_length"
-        )
+    if trainer.tools:  # TRL looks for room in later turns alone
+        trainer.vllm_generation.demand_room(int(output["prompt_mask"].sum(dim=1).max()))
     theirs = output.get("sampling_per_token_logps")
     if theirs is None or any(getattr(trainer.args, name) not in plain for name, plain in PLAIN.items()):
         return

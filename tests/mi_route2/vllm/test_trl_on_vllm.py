@@ -235,12 +235,16 @@ def test_under_autocast_vllm_computes_in_bfloat16_too(trainer_of: Callable[..., 
 def test_nothing_is_compared_if_the_distribution_is_cut(trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities of what remains under top_k are not those of the policy, and that is no staleness."""
     trainer = trainer_of(steps=1, top_k=4)
+    too_long = r"a prompt of 59 tokens and max_completion_length = 6 do not fit vLLM's 64 positions"
+    with pytest.raises(ValueError, match=too_long):
+        trainer.vllm_generation.generate(prompts=[[5], [5] * 59], images=None, num_generations=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "tools", [print])  # TRL looks for room in later turns alone
+        with pytest.raises(ValueError, match=too_long):
+            trl_vllm.check_sampled(trainer, {"prompt_mask": torch.ones(1, 59)})
     monkeypatch.setattr(trl_vllm, "refuse_stale", lambda *given: pytest.fail("compared"))
     trainer.train()
     assert trainer.state.global_step == 1
-    trainer.max_completion_length = 62  # with tools too, where TRL looks for room in later turns alone
-    with pytest.raises(ValueError, match=r"a prompt of 3 tokens and max_completion_length = 62 do not fit vLLM's 64 positions"):
-        trainer.train()
 
 
 def test_a_model_that_was_changed_since_it_was_loaded_is_refused(base: Path, tmp_path: Path) -> None:
