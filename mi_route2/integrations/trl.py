@@ -409,8 +409,6 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     def train(self, *given: Any, **named: Any) -> Any:
         """Train, from a sampling on: TRL would go on in the midst of what an earlier run had sampled."""
-        if self.use_vllm and (beside := [*self._beside()]):
-            raise ValueError(f"vLLM reads the base once, and would sample without what {beside[0]} learns: freeze it")
         # Micro-batches from there on would be cut across two samplings, and rollouts would learn from the advantages of others.
         self._step, self._buffered_inputs, self._window, self._entropy_window_stats = 0, None, None, None
         return super().train(*given, **named)

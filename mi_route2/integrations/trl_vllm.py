@@ -18,7 +18,7 @@ from trl.trainer.utils import ensure_master_addr_port
 from mi_route2.adapters import Adapters
 from mi_route2.vllm.client import abandon, preserving_process
 from mi_route2.vllm.facts import imported
-from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, refuse_stale
+from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, refuse_changed, refuse_stale
 
 PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -37,7 +37,7 @@ class PolicyGeneration(VLLMGeneration):
     """TRL's generation on vLLM in this process, from the adapters as they are, and are switched, at each call."""
 
     def __init__(self, adapters: Adapters, dtype: torch.dtype, turns: bool, **named: Any):
-        self.adapters, self.dtype, self.turns = adapters, dtype, turns  # several turns: TRL looks for room by itself
+        self.adapters, self.dtype, self.turns = adapters, dtype, turns
         super().__init__(**named)
 
     def _init_vllm(self) -> None:
@@ -77,18 +77,23 @@ class PolicyGeneration(VLLMGeneration):
         """Do nothing: TRL calls this once in a step, and an evaluation switches adapters within one."""
 
     def generate(self, prompts: list[list[int]], *given: Any, **named: Any) -> tuple:
-        longest, room = max(map(len, prompts), default=0), self.llm.llm_engine.model_config.max_model_len
-        if not self.turns and longest + self.max_completion_length > room:
+        if not self.turns:  # the prompts of later turns hold what has been used of max_completion_length
+            self.demand_room(max(map(len, prompts), default=0))
+        return super().generate(prompts, *given, **named)
+
+    def demand_room(self, longest: int) -> None:
+        """Raise ``ValueError`` if completions of a prompt of ``longest`` tokens may end early for want of positions."""
+        room = self.llm.llm_engine.model_config.max_model_len
+        if longest + self.max_completion_length > room:
             raise ValueError(
                 f"a prompt of {longest} tokens and max_completion_length = {self.max_completion_length} do not fit vLLM's {room} "
-                "positions, where completions would end early as if they were whole: choose a larger vllm_max_model_length"
+                "positions, where completions end early as if they were whole: choose a larger vllm_max_model_length"
             )
-        return super().generate(prompts, *given, **named)
 
     def _sample(self, ask: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Run requests under the adapters as they are, and are switched, now."""
         try:
-            return ask(*given, **{"lora_request": self._lora.request(), **named})
+            return ask(*given, **named | {"lora_request": named.get("lora_request") or self._lora.request()})
         except BaseException:
             abandon(self.llm)
             raise
@@ -132,6 +137,7 @@ def sample_with_vllm(trainer: Any) -> None:
     }
     dtype = torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else trainer.model.dtype
     demand_dtype(dtype)
+    refuse_changed(trainer.adapters, base, dtype)
     trainer.vllm_generation = PolicyGeneration(
         trainer.adapters,
         dtype,
@@ -158,10 +164,16 @@ def sample_with_vllm(trainer: Any) -> None:
 
 @torch.no_grad()
 def check_sampled(trainer: Any, output: dict[str, Any]) -> None:
-    """Raise ``RuntimeError`` if vLLM's log-probabilities of the completions in ``output`` are not those of the model.
+    """Raise an error if vLLM had no room for completions, or its log-probabilities of those in ``output`` are not the model's.
 
-    Nothing is compared if the sampling cuts or reweights the distribution (``PLAIN``), or ``rollout_func`` gave none.
+    No log-probabilities are compared if the sampling cuts or reweights the distribution (``PLAIN``), or ``rollout_func`` gave none.
+
+    Raises:
+        ValueError: A completion may have ended early for want of positions.
+        RuntimeError: vLLM runs other weights.
     """
+    if trainer.tools:  # TRL looks for room in later turns alone
+        trainer.vllm_generation.demand_room(int(output["prompt_mask"].sum(dim=1).max()))
     theirs = output.get("sampling_per_token_logps")
     if theirs is None or any(getattr(trainer.args, name) not in plain for name, plain in PLAIN.items()):
         return

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from mi_route2.adapters.attach import Adapters
@@ -63,6 +64,22 @@ def lora_settings(adapters: Adapters) -> dict[str, Any]:
     )
 
 
+def refuse_changed(adapters: Adapters, folder: Path | str, dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` if a weight is another one in ``folder``, which vLLM reads in ``dtype``: it may look like rounding.
+
+    Weights that another host gives other names, and those of a folder without safetensors, are not compared.
+    """
+    ours = {name.replace(".base.", "."): p.detach() for name, p in adapters.model.named_parameters()}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            for name in ours.keys() & handle.keys():
+                if not torch.equal(handle.get_tensor(name).to(ours[name].device, dtype), ours[name].to(dtype)):
+                    raise ValueError(
+                        f"{name} is another one in {folder}, from which vLLM reads the base: save_pretrained the model in a folder "
+                        "before adapters are attached, and load it from there"
+                    )
+
+
 class PolicyLora:
     """Adapters of a policy as the only LoRA of a vLLM.
 
@@ -82,10 +99,14 @@ class PolicyLora:
         """Return vLLM's request for the adapters as they are, and are switched, now; ``None`` if both are off.
 
         Raises:
-            ValueError: A value is not finite.
+            ValueError: A value is not finite, or another parameter of the model is trained too.
             RuntimeError: The adapters are merged or detached, or vLLM did not take them.
         """
         self.adapters.demand_live()
+        both = {id(p) for p in (*self.adapters.kept_parameters().values(), *self.adapters.quarantine_parameters().values())}
+        for name, p in self.adapters.model.named_parameters():
+            if p.requires_grad and id(p) not in both:
+                raise ValueError(f"vLLM reads the base once, and would sample without what {name} learns: freeze it")
         mode = self.adapters.mode
         if mode == "reference":
             return None
@@ -246,6 +267,7 @@ class VllmSampler:
     def _start(self, adapters: Adapters) -> Any:
         """Return a new ``vllm.LLM`` of the base model, with room for the adapters."""
         room = lora_settings(adapters)
+        refuse_changed(adapters, self._base, self._dtype)
         vllm = imported()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
         usual = {"skip_tokenizer_init": True, "dtype": str(self._dtype).removeprefix("torch.")}

@@ -21,7 +21,7 @@ from mi_route2.adapters.io import PEFT_WARNING
 from mi_route2.rollouts import Rollouts
 from mi_route2.vllm import VllmSampler
 from mi_route2.vllm.client import preserving_process
-from mi_route2.vllm.sampler import TOLERANCE, lora_settings, refuse_stale
+from mi_route2.vllm.sampler import TOLERANCE, PolicyLora, lora_settings, refuse_stale
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm runs these tests"
@@ -361,6 +361,13 @@ def test_what_the_sampler_refuses(tmp_path: Path) -> None:
         watched.sample(temperature=0.009)
     with pytest.raises(ValueError, match="max_new = 0 is not positive"):
         watched.sample(max_new=0)
+    norm = watched.policy.model.get_parameter("model.norm.weight").requires_grad_()
+    with pytest.raises(ValueError, match=r"would sample without what model\.norm\.weight learns: freeze it"):
+        PolicyLora(None, watched.policy.adapters).request()
+    with torch.no_grad():
+        norm[5] += 1e-3
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is another one in .*, from which vLLM reads the base"):
+        watched.sample()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -157,7 +157,7 @@ def test_a_rollout_func_samples_the_adapters_as_they_are_switched(
         rows = trainer.processing_class(list(prompts))["input_ids"]
         template = "{{ messages[0]['content'] }}"
         asked = [[{"role": "user", "content": text}] for text in prompts]
-        told = llm.generate([{"prompt_token_ids": row} for row in rows], how, use_tqdm=False)
+        told = llm.generate([{"prompt_token_ids": row} for row in rows], how, use_tqdm=False, lora_request=None)
         said = llm.chat(asked, how, use_tqdm=False, chat_template=template, add_generation_prompt=False)
         for answers in (told, said):
             outputs = [answer.outputs[0] for answer in answers]
@@ -235,8 +235,22 @@ def test_under_autocast_vllm_computes_in_bfloat16_too(trainer_of: Callable[..., 
 def test_nothing_is_compared_if_the_distribution_is_cut(trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities of what remains under top_k are not those of the policy, and that is no staleness."""
     trainer = trainer_of(steps=1, top_k=4)
-    with pytest.raises(ValueError, match=r"a prompt of 59 tokens and max_completion_length = 6 do not fit vLLM's 64 positions"):
+    too_long = r"a prompt of 59 tokens and max_completion_length = 6 do not fit vLLM's 64 positions"
+    with pytest.raises(ValueError, match=too_long):
         trainer.vllm_generation.generate(prompts=[[5], [5] * 59], images=None, num_generations=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "tools", [print])  # TRL looks for room in later turns alone
+        with pytest.raises(ValueError, match=too_long):
+            trl_vllm.check_sampled(trainer, {"prompt_mask": torch.ones(1, 59)})
     monkeypatch.setattr(trl_vllm, "refuse_stale", lambda *given: pytest.fail("compared"))
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_a_model_that_was_changed_since_it_was_loaded_is_refused(base: Path, tmp_path: Path) -> None:
+    """As by ``merge_and_unload``: TRL's own trainer sends such weights to vLLM."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 4] += 1e-3
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is another one in .* vLLM reads the base"):
+        make_trainer(tmp_path, MaskSpec(score="grad"), model=model, sampled=True, use_vllm=True)
