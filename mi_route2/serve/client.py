@@ -76,6 +76,18 @@ def _refused(response: httpx.Response) -> ServerError:
         return ServerError(f"the server answered {response.status_code} without a reason", response.status_code)
 
 
+def _json(response: httpx.Response) -> Any:
+    """Return the content of an answer; ``ServerError`` if it is a refusal, or not this server's."""
+    if not response.is_success:
+        raise _refused(response)
+    try:
+        return response.json()
+    except ValueError as error:
+        raise ServerError(
+            f"what answers at {response.url} does not send JSON: give the address that the server printed", response.status_code
+        ) from error
+
+
 def _unreachable(url: str, error: Exception) -> ServerError:
     return ServerError(f"no server answers at {url} ({error}): start one with python -m mi_route2.serve", 0, "unreachable")
 
@@ -97,7 +109,10 @@ class _Events:
         if data == ENDS:
             self.done = True
             return None
-        value = json.loads(data)
+        try:
+            value = json.loads(data)
+        except ValueError:  # a line that was cut off
+            return self.finish()
         if isinstance(value, dict) and value.get("error"):
             error = value["error"]
             raise ServerError(error["message"], 200, error.get("code"), error.get("param"))
@@ -207,15 +222,13 @@ class PatchStudy(_Requests):
             response = self._http.request(method, path, json=body, params={k: v for k, v in query.items() if v is not None})
         except httpx.TransportError as error:
             raise _unreachable(self.base_url, error) from error
-        if not response.is_success:
-            raise _refused(response)
-        return response.json()
+        return _json(response)
 
     def _events(self, path: str, body: Any) -> Iterator[tuple[str, Any]]:
         events = _Events()
         try:
             with self._http.stream("POST", path, json=body) as response:
-                if response.is_error:
+                if not response.is_success:
                     response.read()
                     raise _refused(response)
                 for line in response.iter_lines():
@@ -328,15 +341,13 @@ class AsyncPatchStudy(_Requests):
             response = await self._http.request(method, path, json=body, params={k: v for k, v in query.items() if v is not None})
         except httpx.TransportError as error:
             raise _unreachable(self.base_url, error) from error
-        if not response.is_success:
-            raise _refused(response)
-        return response.json()
+        return _json(response)
 
     async def _events(self, path: str, body: Any) -> AsyncIterator[tuple[str, Any]]:
         events = _Events()
         try:
             async with self._http.stream("POST", path, json=body) as response:
-                if response.is_error:
+                if not response.is_success:
                     await response.aread()
                     raise _refused(response)
                 async for line in response.aiter_lines():

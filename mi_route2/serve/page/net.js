@@ -29,6 +29,7 @@ async function refused(response) {
 }
 
 async function call(path, body, signal) {
+  if (/[^ -~]/.test(key.get())) throw new ServerError(0, { message: "the key has characters that no header can have: give it as the server has it" });
   const headers = key.get() ? { Authorization: `Bearer ${key.get()}` } : {};
   const options = { headers, signal, cache: "no-store" };
   if (body !== undefined) {
@@ -57,7 +58,11 @@ export async function* events(path, body, signal) {
   let waiting = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      // A connection that breaks is an error of the reader's, whose words are the browser's
+      const { done, value } = await reader.read().catch(error => {
+        if (error.name === "AbortError") throw error;
+        return { done: true };
+      });
       // An event may be cut anywhere, so only what an empty line has ended is parsed
       const blocks = (waiting + (value ?? "").replaceAll("\r", "")).split("\n\n");
       waiting = blocks.pop();

@@ -12,6 +12,7 @@ let study, map, running, asking;
 let aligned = null; // the last answer of /v1/align
 let swept = null; // the body of the sweep that the grid shows
 let chosen = new Set();
+const noCell = [...$("cell-head").childNodes];
 const soon = later(250);
 
 export function open(given) {
@@ -161,11 +162,15 @@ async function sweep() {
   if (!aligned && !(await align())) return;
   running?.abort(); // of another press meanwhile
   const control = (running = new AbortController());
-  swept = body();
+  const asked = body();
   remember({ ...values(), sites: [...chosen].join(","), swept: 1 });
   busy(true);
   try {
-    for await (const { event, data } of events("/v1/patch_sweep", swept, control.signal)) receive(event, data);
+    for await (const { event, data } of events("/v1/patch_sweep", asked, control.signal)) {
+      // A sweep that is refused leaves the grid of the one before, whose cells are of its prompts
+      if (event === "start" || data.rows) swept = asked;
+      receive(event, data);
+    }
     say("The sweep is done", true);
   } catch (error) {
     if (error.name === "AbortError") say("The sweep was cancelled", true);
@@ -193,6 +198,9 @@ function receive(event, data) {
 }
 
 function started(data) {
+  asking?.abort();
+  $("cell-head").replaceChildren(...noCell); // what stands there is of a cell of the grid before
+  $("cell-answer").replaceChildren();
   const positions = data.positions ?? data.columns.map((_, column) => (data.columns.length === aligned?.corrupt.length ? column : null));
   const skipped = new Set((data.skipped ?? []).map(position => positions.indexOf(position)));
   const differs = new Set([...positions.keys()].filter(column => {

@@ -1,8 +1,10 @@
 """Both clients, one table of calls: what the one returns or raises, the other does too."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -111,6 +113,30 @@ def test_an_error_in_a_stream_is_raised_where_it_comes(call: Call, server: Runni
     with unhurried(server), pytest.raises(ServerError, match="deadline") as found:
         call("stream", PROMPT, max_tokens=400, ignore_eos=True, deadline=0.2)
     assert found.value.status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "head", "body", "told"),
+    [
+        ("stream", "200 OK", 'data: {"a": 1}\n\ndata: {"b', "the connection ended before the answer did"),
+        ("complete", "200 OK", "<html>", "does not send JSON: give the address that the server printed"),
+        ("stream", "302 Found\r\nLocation: /login", "", "the server answered 302"),
+    ],
+)
+def test_an_answer_of_another_server_or_one_that_is_cut_off_is_a_sentence(
+    call: Call, method: str, head: str, body: str, told: str
+) -> None:
+    def answer() -> None:
+        with listening.accept()[0] as link:
+            link.recv(1 << 16)
+            link.sendall(f"HTTP/1.1 {head}\r\nConnection: close\r\n\r\n{body}".encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = Thread(target=answer)
+        thread.start()
+        with pytest.raises(ServerError, match=told):
+            call(method, PROMPT, url=f"http://127.0.0.1:{listening.getsockname()[1]}")
+        thread.join()
 
 
 def test_a_grid_that_came_over_http_is_drawn_zoomed_and_ranked(call: Call, tmp_path: Path) -> None:

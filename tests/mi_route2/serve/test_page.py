@@ -243,6 +243,24 @@ def test_an_error_of_the_server_stands_where_its_cause_is(seen: Seen) -> None:
     expect(page.locator("#go")).to_have_text("Go")
 
 
+def test_a_cell_is_asked_of_the_prompts_of_its_grid_also_after_a_sweep_that_was_refused(seen: Seen, served: Served) -> None:
+    seen.refused = 1
+    page = swept(seen)
+    page.fill("#corrupt", served.examples[1].corrupt)
+    page.fill("#answer", "nowhere")
+    page.click("#sweep")
+    expect(page.locator("#patch-form .error:visible")).to_contain_text("nowhere")
+    with page.expect_request("**/v1/patch_cell") as asked:
+        cell(page, "blocks.0.resid_pre", 3).click()
+    assert asked.value.post_data_json["corrupt"] == served.examples[0].corrupt
+    expect(page.locator(".answered")).to_be_visible()
+    page.fill("#answer", served.examples[0].answer)
+    page.click("#sweep")
+    expect(page.locator("#peak")).to_contain_text("peak")
+    expect(page.locator("#cell-head h2")).to_have_text("The cell")  # and not one of the grid before
+    expect(page.locator(".answered")).to_have_count(0)
+
+
 def test_prompts_of_other_lengths_show_what_has_no_partner(seen: Seen, served: Served) -> None:
     one = served.examples[0]
     clean = one.clean.replace(" then", " 2 then")
@@ -433,9 +451,10 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, served: Serve
         seen = Seen(context, found)
         seen.refused = 1
         page = seen.go(tab="patch")
-        page.get_by_label("This server needs a key").fill("another-key-than-it-has")
-        page.click("#key button")
-        expect(page.locator("#banner")).to_be_visible()
+        for key, told in (("another-key-than-it-has", "key"), (f"{KEY}\N{ZERO WIDTH SPACE}", "characters that no header can have")):
+            page.get_by_label("This server needs a key").fill(key)
+            page.click("#key button")
+            expect(page.locator("#banner")).to_contain_text(told)
         page.get_by_label("This server needs a key").fill(KEY)
         page.click("#key button")
         expect(page.locator("#strip .couple").first).to_be_visible()

@@ -1,11 +1,15 @@
 """The page as in ``test_page``: other widths and themes, mouse and keys, heads, and the sweep of a circuit that was planted."""
 
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from playwright.sync_api import Browser, expect
 
+import mi_route2.serve
 from mi_route2.serve.models import Served
 from tests.mi_route2.serve.test_page import (
     FAINT,
@@ -182,3 +186,39 @@ def test_the_sweep_of_a_planted_circuit_peaks_at_its_cell(browser: Browser) -> N
             assert numbers(label)[0] == pytest.approx(float(planted), abs=1e-3), label
         context.close()
         assert window.wrong == []
+
+
+class Breaking(BaseHTTPRequestHandler):
+    """Answers with the page's module, and a POST with one event of an answer that is longer."""
+
+    def do_GET(self) -> None:
+        code = (Path(mi_route2.serve.__file__).parent / "page" / "net.js").read_bytes() if self.path == "/net.js" else b""
+        self._answer("text/javascript" if code else "text/html", code, len(code))
+
+    def do_POST(self) -> None:
+        self._answer("text/event-stream", b'data: {"n": 1}\n\n', 100)
+
+    def _answer(self, kind: str, body: bytes, length: int) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Write no line for a request."""
+
+
+def test_an_answer_that_breaks_off_is_told_in_a_sentence(browser: Browser) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Breaking) as breaking:
+        Thread(target=breaking.serve_forever, daemon=True).start()
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{breaking.server_port}/")
+        told = page.evaluate("""async () => {
+          const { events } = await import("/net.js");
+          try { for await (const one of events("/events", {})) ; }
+          catch (error) { return error.message; }
+        }""")
+        page.close()
+        breaking.shutdown()
+    assert told == "the connection ended before the answer did: press the button again"
