@@ -135,6 +135,7 @@ def test_the_page_prints_what_was_measured() -> None:
     assert document["rounds"] >= 9
     assert all(r.difference < 1e-5 for r in rows)
     assert {r.side for r in rows} == {RESUMED, BRIDGED, WHOLE}
-    fastest = {r.setting: r.times.lo for r in rows if r.side == RESUMED}
-    assert fastest["6 layers, d 256"] > 6  # what the page says in words
-    assert fastest["12 layers, d 64"] > 20
+    fastest = {(r.setting, r.side): r for r in rows if r.side != WHOLE}
+    for name, least in (("6 layers, d 256", 7), ("12 layers, d 64", 17)):  # what the page says in words
+        assert fastest[name, RESUMED].times.lo > fastest[name, BRIDGED].times.lo > least
+        assert fastest[name, BRIDGED].own_ms < 1.29 * fastest[name, RESUMED].own_ms
