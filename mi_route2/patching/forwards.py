@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.hosts.state import forward_hooks, of_libraries
-from mi_route2.patching.targets import Target, read_by_others, seen_by
+from mi_route2.patching.targets import Target, entries, seen_by
 from mi_route2.sites import Site
 
 T = TypeVar("T")
@@ -213,8 +213,8 @@ class Forwards(Protocol):
         """Run ``tokens`` as ``record`` does, and keep the run for ``run`` to resume from."""
         ...
 
-    def place(self, target: Target, position: int) -> tuple[int, int]:
-        """Return the block where a cell enters, and its first column."""
+    def places(self, target: Target, columns: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the block where each cell of a target enters, and its first column, which ``columns`` are."""
         ...
 
     def costs(self) -> Costs:
@@ -222,7 +222,7 @@ class Forwards(Protocol):
         ...
 
     def enter(self, rows: Sequence[Row], most: int) -> Generator[None, None, list[Row]]:
-        """Return the rows with the streams with which they enter; yield before each forward, of ``most`` sequences a block."""
+        """Return the rows with the streams with which they enter; yield before each forward, of ``most`` more sequences a block."""
         ...
 
     def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
@@ -288,8 +288,9 @@ no measurement, so that a repeated sweep gives the same bits."""
 _STREAM, _FEWEST = 2**18, 2**10
 """Numbers of a group's residual stream that stay in a CPU's cache from one operation to the next, and the number of tokens from
 which on its matrix products are efficient."""
-_HELD = 2**26
-"""Numbers of the streams with which a sweep's cells enter that are held at a time, 256 MB in float32; more are computed later."""
+HELD = 2**26
+"""Numbers of the streams with which a sweep's cells enter that are held at a time, 256 MB in float32, and twice while rows
+get them; more are computed later."""
 _LOGITS = 2**29
 """Most logits of a forward on an accelerator, which would take 2 GB in float32."""
 
@@ -341,8 +342,8 @@ class Resumed:
 
     def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
         # block 0 is entered with the tokens themselves, so nobody needs the stream before it
-        entries = sorted({self.place(Target(site), 0)[0] for site in sites} - {0})
-        record, self._kept, self._streams = self._record(tokens, sites, places, entries)
+        before = sorted({entry for site in sites for entry in entries(site, self.decoder.layers)} - {0})
+        record, self._kept, self._streams = self._record(tokens, sites, places, before)
         self._tokens = torch.tensor(tokens, device=self.decoder.device)
         self._costs = self._count()
         return record
@@ -365,12 +366,15 @@ class Resumed:
             logits = self.decoder(given, *_causal(0, len(tokens), given.device), cache, keep=keep)
         return Record(values, logits[0, -1]), cache.kept, streams
 
-    def place(self, target: Target, position: int) -> tuple[int, int]:
-        """Return the first block in which other positions read what the target changes; the first is entered with its tokens."""
-        layer, last = target.site.layer, self.decoder.layers - 1
-        if layer is None:
-            return last, position
-        return min(layer + (not read_by_others(target.site)), last), position
+    def places(self, target: Target, columns: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the block of the target, or that behind it, where other positions read what it changes, if this is cheaper.
+
+        A sequence that has the values of all these cells costs the block's columns, and those of the corrupt run at most.
+        """
+        own, behind = entries(target.site, self.decoder.layers)
+        length = len(self._tokens)
+        shared = target.site.point == "resid_post" or sum(length - column for column in columns) > 2 * length
+        return [(behind if shared else own, column) for column in columns]
 
     def enter(self, rows: Sequence[Row], most: int) -> Generator[None, None, list[Row]]:
         """Return the rows with their streams: those that they patch, and those behind the block in which they patch.
@@ -421,7 +425,7 @@ class Resumed:
             unembed=2.0 * vocabulary * width,
             overhead=_OVERHEAD.get(device, _ACCELERATED[0]),
             most=max(most, len(self._tokens)),
-            held=max(1, _HELD // width),
+            held=max(1, HELD // width),
         )
 
     def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
@@ -603,15 +607,15 @@ class Whole:
         self._tokens, self._vocabulary = torch.tensor(tokens, device=self._device), len(record.logits)
         return record
 
-    def place(self, target: Target, position: int) -> tuple[int, int]:
-        return 0, 0
+    def places(self, target: Target, columns: Sequence[int]) -> list[tuple[int, int]]:
+        return [(0, 0)] * len(columns)
 
     def costs(self) -> Costs:
         """Return costs that make groups as large as memory allows, because a whole forward costs the same for every cell."""
         length = len(self._tokens)
         most = min(_TOKENS.get(self._device.type, _MANY), _ROOM // self._vocabulary)
         free: dict[str, float] = {"pair": 0.0, "scored": 0.0, "unembed": 0.0}
-        return Costs(layers=1, length=length, column=1.0, **free, overhead=1.0, most=max(most, length), held=_HELD)
+        return Costs(layers=1, length=length, column=1.0, **free, overhead=1.0, most=max(most, length), held=HELD)
 
     def enter(self, rows: Sequence[Row], most: int) -> Generator[None, None, list[Row]]:
         """Return the rows as they are, without a forward."""

@@ -308,8 +308,9 @@ class Sweep:
         cells = [row.place for row in self.rows if row.target is not None]
         run = spent(self.groups, [row.place for row in self.rows], costs)
         for groups in self._portions():
-            for joining in passes([self.rows[i] for group in groups for i in group.cells], costs.rows(costs.length)):
-                run += costs.block * (costs.layers + sum(len(rows) - 1 for rows in joining.values()))
+            rows = [self.rows[i] for group in groups for i in group.cells]
+            for joining in passes(rows, costs.rows(costs.length)):
+                run += costs.block * (costs.layers + sum(len(some) - 1 for some in joining.values()))
         return {"whole": costs.whole * self.total, "needed": needed(cells, costs), "run": run}
 
 
@@ -317,7 +318,7 @@ def prepare(host: Host, **given: Any) -> Sweep:
     """Run both prompts and plan the cells; arguments and errors are those of ``sweep``.
 
     ``tokens`` limits the tokens of a forward, for a sweep that shares the model with something that must not wait. A single cell
-    may need more: as many as the prompt has.
+    may need more: as many as the prompt has; and a forward that makes the streams with which cells enter, as many as that more.
     """
     return ended(preparing(host, **given))
 
@@ -366,7 +367,7 @@ def preparing(
     targets, layers = pair.split(chosen, heads), len(host.layers())
     _refuse_cells(len(targets) * len(question.columns), most)
     known, rows = yield from _cells(pair, targets, layers, alpha, running, shortcuts)
-    rows = with_idle(rows, replicas, running.place(targets[0], question.at))
+    rows = with_idle(rows, replicas, running.places(targets[0], [question.at])[0])
     costs = running.costs()
     limited = costs if tokens is None else replace(costs, most=min(costs.most, tokens))
     groups = yield from planning([row.place for row in rows], limited, batch)
@@ -390,13 +391,15 @@ def _cells(
         values = patch(here, source, alpha)
         there = (values == here).flatten(1).all(1).tolist()  # bit for bit: another value may change the score
         every = [question.at] if shortcuts and not seen_by(target.site, layers) else positions
+        acting = list[tuple[int, ...]]()
         for column, places in question.columns:
-            acting = [i for i in places if positions[i] in every and not (shortcuts and there[i])]
-            if acting:
-                chosen = tuple(positions[i] for i in acting)
-                rows.append(Row(running.place(target, chosen[0]), target, chosen, values[acting]))
+            some = tuple(i for i in places if positions[i] in every and not (shortcuts and there[i]))
+            if some:
+                acting.append(some)
             else:
                 known.append(Cell(target, column, pair.scores[1]))
+        for place, some in zip(running.places(target, [positions[one[0]] for one in acting]), acting):
+            rows.append(Row(place, target, tuple(positions[i] for i in some), values[list(some)]))
         yield
     return known, rows
 

@@ -96,3 +96,10 @@ def read_by_others(site: Site) -> bool:
 def seen_by(site: Site, layers: int) -> bool:
     """Return whether a value at one position of ``site`` can reach another position's logits, through a later attention."""
     return site.layer is not None and (site.layer < layers - 1 or read_by_others(site))
+
+
+def entries(site: Site, layers: int) -> tuple[int, int]:
+    """Return the blocks where a cell may enter a corrupt run: its site's, and the first one in which others read the change."""
+    if site.layer is None:
+        return layers - 1, layers - 1
+    return site.layer, min(site.layer + (not read_by_others(site)), layers - 1)

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from fastapi import APIRouter, Request, Response
 
+from mi_route2.architectures import HEADED
 from mi_route2.engine import Capture, Engine, Sampling
 from mi_route2.engine import Request as EngineRequest
+from mi_route2.patching.forwards import HELD
 from mi_route2.patching.grid import Grid
 from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, CleanRun, Span, align, one_token
 from mi_route2.patching.sweep import TooManyCellsError
-from mi_route2.patching.targets import Target, choose
+from mi_route2.patching.targets import Target, choose, entries
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
@@ -201,9 +203,10 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
 
 
 async def _refuse_bytes(body: SweepIn, length: int, stored: str | None, server: Server, client: Client) -> None:
-    """Raise ``ApiError`` 413 if a sweep could hold more than the limit: of the corrupt run, and the values of its sites.
+    """Raise ``ApiError`` 413 if a sweep could hold more than the limit: the corrupt run, values of its sites, cells' streams.
 
-    Those are the clean run's, the corrupt one's, and what is patched in; of a stored clean run all of its prompt is read.
+    The values are the clean run's, the corrupt one's, and what is patched in; of a stored clean run all of its prompt is read.
+    Streams with which cells enter are held twice for a moment.
     """
     given = body.positions
     places = length if given is None or not all(isinstance(one, int) for one in given) else min(length, len(set(map(str, given))))
@@ -211,10 +214,17 @@ async def _refuse_bytes(body: SweepIn, length: int, stored: str | None, server: 
     def size(engine: Engine) -> int:
         decoder, total = engine.decoder, 0
         with suppress(ValueError, KeyError):  # an unknown site, which the sweep refuses
-            sites = {target.site for target in choose(engine.host, body.sites)}
+            targets = choose(engine.host, body.sites)
+            sites = {target.site for target in targets}
             read = 0 if stored is None else server.store.info(stored).prompt_length
             total = (3 * places + read) * sum(prod(decoder.shape(site)) for site in sites)
-            total += length * server.width * len({site.layer for site in sites})
+            total += length * server.width * len({entry for site in sites for entry in entries(site, decoder.layers)})
+            cells = places * sum(
+                decoder.shape(target.site)[0] if body.heads and target.head is None and target.site.point in HEADED else 1
+                for target in targets
+                if len({*entries(target.site, decoder.layers)}) > 1 and target.site.point != "resid_post"
+            )
+            total += 2 * min(HELD, cells * server.width)
         return decoder.dtype.itemsize * (total + length * 2 * decoder.layers * decoder.heads * decoder.width)
 
     if (need := await called(server, client, size)) > (limit := server.limits.sweep_bytes):

@@ -281,7 +281,7 @@ def test_what_others_do_not_read_in_a_block_is_patched_at_every_position_of_one_
 ) -> None:
     """Or each cell would run its own block: a grid of heads would take a third longer, and have the same numbers."""
     one, last = bench(family), LENGTH - 1
-    monkeypatch.setattr(forwards, "_HELD", held)  # of 1: the streams of one group at a time
+    monkeypatch.setattr(forwards, "HELD", held)  # of 1: the streams of one group at a time
     some = [*(Target(Site(0, "z"), head) for head in range(2)), Target(Site(0, "mlp_out")), Target(Site(0, "q"))]
     asked: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": some, "answer": ANSWER, "foil": FOIL, "tokens": 2 * LENGTH}
     ran = list[int]()
@@ -307,6 +307,10 @@ def test_what_others_do_not_read_in_a_block_is_patched_at_every_position_of_one_
     else:
         assert len(ran) > 2
     assert max(row.place for row in planned.rows) == (1, last)
+    few = prepare(one.host, **asked, positions=[last])  # of one column each: a sequence for each head would cost six times as much
+    assert {row.place for row in few.rows} == {(0, last)}
+    assert few.flops()["run"] == few.flops()["needed"] + 3 * few.costs.flops(1, 0)  # and the unpatched rows
+    assert_equal((grid := few.grid(progress=False)).values, one.by_hand(grid))
 
 
 def test_cells_come_forward_by_forward_and_can_be_left() -> None:

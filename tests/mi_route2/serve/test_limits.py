@@ -404,8 +404,9 @@ def test_runs_that_a_key_writes_at_once_take_no_more_than_the_store(server: Runn
 
 def test_a_sweep_that_would_hold_many_bytes_is_refused_before_it_runs() -> None:
     length, kinds = len(random_micro().encode(PROMPT)), ["resid_pre", "z"]
-    # of two layers: keys and values, the streams before them, and the values of two sites in both runs and as they are patched in
-    need = 4 * length * 2 * 16 * (2 + 1 + 3 * 2)
+    # of two layers: keys and values, the streams before them, and the values of two sites in both runs and as they are patched in;
+    # of z in the first one: the streams with which its cells enter the second, twice
+    need = 4 * length * 16 * (2 * (2 + 1 + 3 * 2) + 2)
     for limit, status in ((need, 200), (need - 1, 413)):
         with running(random_micro(context=512), limits=Limits(sweep_bytes=limit)) as small:
             body = {"clean": PROMPT, "corrupt": OTHER, "answer": " +", "foil": " *", "sites": kinds}
