@@ -64,12 +64,11 @@ class Costs:
     @property
     def whole(self) -> float:
         """Cost of a forward over the whole sequence, unembedded at each token: the cost of a cell if nothing is shared."""
-        return self.layers * self.block + self.length * self.unembed
+        return self.layers * self.block(self.length) + self.length * self.unembed
 
-    @property
-    def block(self) -> float:
-        """Cost of one block for one whole sequence."""
-        return self.length * (self.column + self.pair * self.length)
+    def block(self, columns: int) -> float:
+        """Return the cost of one block for this number of columns of a sequence."""
+        return columns * (self.column + self.pair * self.length)
 
     def rows(self, columns: int) -> int:
         """Return the maximum number of cells in a group."""
@@ -197,6 +196,12 @@ def passes(rows: Sequence[Row], most: int) -> list[dict[int, list[Row]]]:
         joining = planned[number].setdefault(layer, [Row((layer, 0), positions=idle)])
         joining.append(Row((layer, 0), target, positions, values))
     return planned
+
+
+def span(joining: Mapping[int, Sequence[Row]]) -> range:
+    """Return the columns that hold all positions of these sequences, which are the only ones to be run."""
+    positions = [position for rows in joining.values() for row in rows for position in row.positions]
+    return range(min(positions), max(positions) + 1)
 
 
 @runtime_checkable
@@ -369,11 +374,14 @@ class Resumed:
     def places(self, target: Target, columns: Sequence[int]) -> list[tuple[int, int]]:
         """Return the block of the target, or that behind it, where other positions read what it changes, if this is cheaper.
 
-        A sequence that has the values of all these cells costs the block's columns, and those of the corrupt run at most.
+        A sequence that has the values of all these cells costs as many columns as they are apart, and as many of the corrupt run.
         """
         own, behind = entries(target.site, self.decoder.layers)
-        length = len(self._tokens)
-        shared = target.site.point == "resid_post" or sum(length - column for column in columns) > 2 * length
+        alone, together = (
+            sum(len(self._tokens) - column for column in columns),
+            1 + max(columns, default=0) - min(columns, default=0),
+        )
+        shared = target.site.point == "resid_post" or alone > 2 * together
         return [(behind if shared else own, column) for column in columns]
 
     def enter(self, rows: Sequence[Row], most: int) -> Generator[None, None, list[Row]]:
@@ -389,19 +397,21 @@ class Resumed:
         return [_entering(row, streams) for row in rows]
 
     def _pass(self, joining: Mapping[int, Sequence[Row]], streams: dict[tuple[int, Target | None, int], Tensor]) -> None:
-        """Run the corrupt run, with sequences beside it in their blocks; keep what a block gives at their positions."""
-        length, tokens = len(self._tokens), self._tokens[None]
+        """Run columns of the corrupt run, with sequences beside it in their blocks; keep what a block gives at their positions."""
+        columns = span(joining)
+        start, tokens = columns.start, self._tokens[None, columns.start : columns.stop]
         edits: dict[Site, Edit] = {}
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for layer, rows in joining.items():
                 block, join = self.decoder.blocks[layer], partial(_join, rows, (), 0, None)
                 stack.callback(block.register_forward_pre_hook(join, with_kwargs=True, prepend=True).remove)
-                stack.callback(block.register_forward_hook(partial(_leave, rows, layer + 1, streams)).remove)
-                edits |= writing(rows, 0, length)
+                stack.callback(block.register_forward_hook(partial(_leave, rows, layer + 1, start, streams)).remove)
+                edits |= writing(rows, start, len(columns))
             stack.enter_context(self.host.hooks(edits))
             stack.enter_context(self.host.fused())
-            self.decoder(tokens, *_causal(0, length, tokens.device), _Prefixed({}, 0), keep=_last(tokens))
+            cache = _Prefixed(self._kept, start)
+            self.decoder(tokens, *_causal(start, len(columns), tokens.device), cache, keep=_last(tokens))
 
     def costs(self) -> Costs:
         assert self._costs is not None, "start() comes first"
@@ -523,6 +533,7 @@ def _join(
 def _leave(
     rows: Sequence[Row],
     entry: int,
+    start: int,
     streams: dict[tuple[int, Target | None, int], Tensor],
     _module: nn.Module,
     _args: Any,
@@ -530,7 +541,7 @@ def _leave(
 ) -> Tensor:
     """Keep the rows' streams before block ``entry`` at their positions; return the first row's whole stream alone."""
     for i, row in enumerate(rows):
-        kept = output[i, list(row.positions)]
+        kept = output[i, [position - start for position in row.positions]]
         streams |= {(entry, row.target, position): value for position, value in zip(row.positions, kept)}
     return output[:1]
 

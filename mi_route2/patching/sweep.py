@@ -25,6 +25,7 @@ from mi_route2.patching.forwards import (
     needed,
     passes,
     planning,
+    span,
     spent,
     with_idle,
 )
@@ -310,7 +311,7 @@ class Sweep:
         for groups in self._portions():
             rows = [self.rows[i] for group in groups for i in group.cells]
             for joining in passes(rows, costs.rows(costs.length)):
-                run += costs.block * (costs.layers + sum(len(some) - 1 for some in joining.values()))
+                run += costs.block(len(span(joining))) * (costs.layers + sum(len(some) - 1 for some in joining.values()))
         return {"whole": costs.whole * self.total, "needed": needed(cells, costs), "run": run}
 
 
