@@ -75,6 +75,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--out", type=Path, help="write the counts of answers to this JSON file")
     asked = parser.parse_args()
+    if asked.out is not None and (asked.out.is_dir() or not asked.out.parent.is_dir()):  # told now, and not after the minutes
+        parser.error(f"--out {asked.out} is no file in a folder that is there: give another")
     if (found := which(asked.schemathesis)) is None:
         sys.exit(f"there is no command {asked.schemathesis}: run `make fuzz`, which installs it")
     schemathesis = str(Path(found).absolute())

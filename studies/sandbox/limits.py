@@ -83,7 +83,7 @@ class Limits:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} is negative: choose 0 or more")
         if self.memory < 16 * MIB:
-            raise ValueError(f"memory = {self.memory} is too little for any program: choose at least {16 * MIB} bytes")
+            raise ValueError(f"memory = {self.memory} is too little for any program: choose at least {16 * MIB} bytes, 16 MiB")
         if self.reply < 1:
             raise ValueError(f"reply = {self.reply} leaves no room for a reply: choose at least 1 byte")
         large = [f.name for f in fields(self) if f.type is int and getattr(self, f.name) >= 1 << 48]

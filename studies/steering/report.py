@@ -213,7 +213,10 @@ PLACE, RESULTS, ANSWER = "steering", "results.json", "answer.md"
 
 
 def publish(folder: Path, to: Path) -> Path:
-    """Rewrite the report, copy it, and return the published folder, which is replaced atomically."""
+    """Rewrite the report, copy it, and return the published folder, which is replaced atomically.
+
+    The provenance names the versions of what publishes; the manifests of the runs name those that trained them.
+    """
     study = load_study(folder)
     paths, settings = write_report(folder), study.settings
     provenance = {

@@ -113,7 +113,9 @@ def load_study(folder: Path) -> Study:
             by_seed = {seed: SteeringJob(settings, folder.parent, seed, subject).read(part) for seed in seeds}
             missing = [seed for seed, each in by_seed.items() if each is None]
             if missing or not seeds:
-                raise ValueError(f"{folder} is not finished: {part} of {subject} is missing at seeds {missing}; `run` resumes it")
+                raise ValueError(
+                    f"{folder} is not finished: {part} of {subject} is missing at seeds {missing}; a run of its seeds resumes it"
+                )
             artifacts[subject, part] = by_seed
             _check(folder, settings, subject, part, by_seed)
     return Study(settings, seeds, artifacts, Draws.of(len(seeds), settings.tasks))

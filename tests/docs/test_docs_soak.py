@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from tests import fuzz
 from tests.fuzz import counted, sentence
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -21,6 +24,16 @@ def test_answers_are_counted_by_operation_and_class_of_status(tmp_path: Path) ->
     (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines))
     schema = {"paths": {"/a": {"get": {}, "post": {}}, "/b": {"get": {}}}}
     assert counted(tmp_path / "log", schema) == {"GET /a": {"2xx": 1}, "GET /b": {}, "POST /a": {"4xx": 2}}
+
+
+def test_a_fuzz_whose_file_could_not_be_written_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out in (tmp_path, tmp_path / "none" / "fuzz.json"):
+        monkeypatch.setattr("sys.argv", ["", "--out", str(out)])
+        with pytest.raises(SystemExit):
+            fuzz.main()
+        assert "is no file in a folder that is there" in capsys.readouterr().err
 
 
 def test_the_page_says_what_the_hour_of_soak_left() -> None:

@@ -29,6 +29,9 @@ class Soak:
         if self.kills < 1 or self.commands < 0:
             print(f"error: kills must be at least 1 and commands at least 0, not {self.kills} and {self.commands}", file=sys.stderr)
             return 2
+        if self.out is not None and (self.out.is_dir() or not self.out.parent.is_dir()):  # told now, and not when all is killed
+            print(f"error: --out {self.out} is no file in a folder that is there: give another", file=sys.stderr)
+            return 2
         from tests.soak.soak import scratch_folder, soak  # with torch, which ``--help`` need not wait for
 
         with scratch_folder() as scratch:

@@ -145,6 +145,8 @@ NAME, HEADLINE, TABLES = "lanes", "headline.md", "tables.md"
 def publish(root: Path, to: Path) -> Path:
     """Publish the study folder ``root`` under ``to`` and return the folder that was written.
 
+    The provenance names the versions of what publishes; ``runtime`` in the settings names the torch that computed the study.
+
     Raises:
         ValueError: If the study is incomplete, or was a trial.
     """

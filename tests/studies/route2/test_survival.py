@@ -561,6 +561,12 @@ def test_a_soak_without_kills_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "error: kills must be at least 1 and commands at least 0, not 0 and 12\n"
 
 
+def test_a_soak_whose_file_could_not_be_written_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("tests.soak.soak.scratch_folder")
+    for out in (tmp_path, tmp_path / "none" / "soak.json"):
+        assert Soak(out=out)() == 2
+
+
 def test_the_table_counts_kills_and_faults_apart() -> None:
     good = [Stop(WRITE, "byte 3 of x", "erase", True, True), Stop(FAULTS[0], "byte 1 of y", "erase", True, True)]
     text = str(Tally(good, seconds=2.0))

@@ -198,7 +198,7 @@ def test_a_vessel_tells_nothing_yet_from_the_end() -> None:
         ({"disk": -1}, "disk = -1 is negative"),
         ({"files": -1}, "files = -1 is negative"),
         ({"output": -1}, "output = -1 is negative"),
-        ({"memory": 1000}, "memory = 1000 is too little for any program: choose at least 16777216 bytes"),
+        ({"memory": 1000}, "memory = 1000 is too little for any program: choose at least 16777216 bytes, 16 MiB"),
         ({"reply": 0}, "reply = 0 leaves no room for a reply: choose at least 1 byte"),
         ({"disk": 1 << 48}, r"disk = 281474976710656 is beyond any machine: choose less than 2\*\*48"),
     ],

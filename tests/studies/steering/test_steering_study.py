@@ -233,7 +233,8 @@ def test_a_folder_of_something_else_is_said(tmp_path: Path) -> None:
     folder = tmp_path / TINY.folder
     (folder / "seed-0-old").mkdir(parents=True)
     TINY.write(folder)
-    with pytest.raises(ValueError, match="is not finished"):
+    (folder / "seed-3").mkdir()
+    with pytest.raises(ValueError, match=r"is not finished: fit of base is missing at seeds \[3\]; a run of its seeds resumes it"):
         load_study(folder)
 
 
