@@ -17,8 +17,8 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from mi_route2.adapters import Adapters
 from mi_route2.vllm.client import abandon, preserving_process
-from mi_route2.vllm.facts import imported
-from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, refuse_changed, refuse_stale
+from mi_route2.vllm.facts import COLDEST, imported
+from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, refuse_changed, refuse_other, refuse_stale, spread
 
 PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -31,6 +31,20 @@ PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 """Settings of sampling, and their values under which vLLM's log-probabilities are those of the policy at its temperature."""
+
+ANEW = 16
+"""Tokens that are sampled for a check, where those of the completions cannot be compared."""
+
+SETTINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "seed": "all completions of a prompt would be the same one: use GRPOConfig(seed=...)",
+        "n": "TRL takes one completion for each request: use num_generations",
+        "logprobs": "TRL would take the likeliest token's for the sampled one's: leave it out",
+        "max_tokens": "room is looked for by another setting: use max_completion_length",
+        "temperature": "the loss would be at another one: use GRPOConfig(temperature=...)",
+    }
+)
+"""Entries of ``generation_kwargs`` that are refused -> why, and what to do instead."""
 
 
 class PolicyGeneration(VLLMGeneration):
@@ -111,6 +125,10 @@ def refuse_settings(args: Any) -> None:
         raise ValueError(
             "vLLM would change transformers' classes, and so the model that trains in this process: use vllm_model_impl='vllm'"
         )
+    for name in SETTINGS.keys() & (args.generation_kwargs or {}).keys():
+        raise ValueError(f"{name} in generation_kwargs is not possible, because {SETTINGS[name]}")
+    if args.temperature < COLDEST:
+        raise ValueError(f"temperature = {args.temperature} is not possible: vLLM would sample at {COLDEST}, choose at least that")
     if args.loss_type == "vespo" and args.vllm_importance_sampling_correction and "token" not in args.vllm_importance_sampling_mode:
         raise ValueError("VESPO needs a ratio for each token: use vllm_importance_sampling_mode='token_truncate' or 'token_mask'")
 
@@ -164,9 +182,10 @@ def sample_with_vllm(trainer: Any) -> None:
 
 @torch.no_grad()
 def check_sampled(trainer: Any, output: dict[str, Any]) -> None:
-    """Raise an error if vLLM had no room for completions, or its log-probabilities of those in ``output`` are not the model's.
+    """Raise an error if vLLM had no room for completions, or its log-probabilities are not the model's.
 
-    No log-probabilities are compared if the sampling cuts or reweights the distribution (``PLAIN``), or ``rollout_func`` gave none.
+    Compared are those of the completions in ``output``; if the sampling cuts or reweights the distribution (``PLAIN``), or
+    ``rollout_func`` gave none, those of a few tokens that vLLM samples after the same prompts from the whole distribution.
 
     Raises:
         ValueError: A completion may have ended early for want of positions.
@@ -176,7 +195,7 @@ def check_sampled(trainer: Any, output: dict[str, Any]) -> None:
         trainer.vllm_generation.demand_room(int(output["prompt_mask"].sum(dim=1).max()))
     theirs = output.get("sampling_per_token_logps")
     if theirs is None or any(getattr(trainer.args, name) not in plain for name, plain in PLAIN.items()):
-        return
+        return _check_anew(trainer, output)
     ours, kept = output.get("old_per_token_logps"), output["completion_mask"] * output.get("tool_mask", 1)
     if ours is None:
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
@@ -186,5 +205,22 @@ def check_sampled(trainer: Any, output: dict[str, Any]) -> None:
     kept = kept.bool()
     if trainer.rollout_func is not None:
         kept &= ~theirs.isnan()  # it may leave out what it did not sample
-    if bool(kept.any()):
-        refuse_stale(theirs[kept], ours[kept], trainer.vllm_generation.dtype)
+    if not bool(kept.any()):
+        return _check_anew(trainer, output)
+    refuse_stale(theirs[kept], ours[kept], trainer.vllm_generation.dtype)
+
+
+def _check_anew(trainer: Any, output: dict[str, Any]) -> None:
+    """Compare log-probabilities of up to ``ANEW`` tokens after four of the prompts, which are thrown away."""
+    llm = trainer.vllm_generation.llm
+    rows = [output["prompt_ids"][i][output["prompt_mask"][i].bool()].tolist() for i in spread(len(output["prompt_ids"]), 4)]
+    rows = [row for row in rows if len(row) < llm.llm_engine.model_config.max_model_len]  # a rollout_func may sample elsewhere
+    if rows:
+        longest = min(ANEW, trainer.max_completion_length)
+        how = [
+            imported().SamplingParams(max_tokens=longest, seed=i, logprobs=0, ignore_eos=True, detokenize=False)
+            for i in range(len(rows))
+        ]
+        with preserving_process():  # vLLM draws from torch's random numbers also beside seeds, and so do the next completions
+            answers = llm.generate([{"prompt_token_ids": row} for row in rows], how, use_tqdm=False)
+        refuse_other(answers, trainer.policy, trainer.vllm_generation.dtype)

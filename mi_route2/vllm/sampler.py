@@ -11,8 +11,9 @@ number, name and folder, and the former ones are dropped. After each sampling vL
 
 import itertools
 import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.io import export_peft, places
@@ -64,20 +66,48 @@ def lora_settings(adapters: Adapters) -> dict[str, Any]:
     )
 
 
-def refuse_changed(adapters: Adapters, folder: Path | str, dtype: torch.dtype) -> None:
-    """Raise ``ValueError`` if a weight is another one in ``folder``, which vLLM reads in ``dtype``: it may look like rounding.
+NEUTRAL = (
+    "architectures|dtype|torch_dtype|transformers_version|use_cache|return_dict|initializer_range|id2label|label2id|problem_type"
+    r"|_.*|output_.*|.*_token_id|.*drop.*"
+)
+"""Entries of a config, by a pattern, that change no logit of a model that vLLM runs, which drops nothing."""
+
+
+def _facts(config: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the entries of a config from which a model computes."""
+    facts = {str(name): _facts(value) if isinstance(value, Mapping) else value for name, value in config.items()}
+    return {name: value for name, value in facts.items() if not re.fullmatch(NEUTRAL, name)}
+
+
+def refuse_changed(adapters: Adapters, folder: Path | str, dtype: torch.dtype, overrides: Any = None) -> None:
+    """Raise ``ValueError`` if ``folder``, which vLLM reads in ``dtype``, has another config or weight: it may look like rounding.
 
     Weights that another host gives other names, and those of a folder without safetensors, are not compared.
+
+    Args:
+        adapters: The adapters of the model.
+        folder: The folder.
+        dtype: Dtype of vLLM.
+        overrides: vLLM's ``hf_overrides``.
     """
+    remedy = "save_pretrained the model in a folder before adapters are attached, and load it from there"
+    config = getattr(adapters.model, "config", None)
+    if isinstance(config, PretrainedConfig) and (Path(folder) / "config.json").is_file():  # vLLM starts from none without
+        mapped = overrides is None or isinstance(overrides, Mapping)
+        read: Any = type(config).from_pretrained(folder, **((overrides or {}) if mapped else {}))
+        here, there = _facts(config.to_dict()), _facts((read if mapped else overrides(read)).to_dict())
+        for name in sorted(here.keys() | there.keys()):
+            if here.get(name) != there.get(name):
+                raise ValueError(
+                    f"{name} is {here.get(name)!r:.80} in the model's config and {there.get(name)!r:.80} in {folder}, from which "
+                    f"vLLM makes the base: {remedy}"
+                )
     ours = {name.replace(".base.", "."): p.detach() for name, p in adapters.model.named_parameters()}
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
             for name in ours.keys() & handle.keys():
                 if not torch.equal(handle.get_tensor(name).to(ours[name].device, dtype), ours[name].to(dtype)):
-                    raise ValueError(
-                        f"{name} is another one in {folder}, from which vLLM reads the base: save_pretrained the model in a folder "
-                        "before adapters are attached, and load it from there"
-                    )
+                    raise ValueError(f"{name} is another one in {folder}, from which vLLM reads the base: {remedy}")
 
 
 class PolicyLora:
@@ -169,6 +199,25 @@ def _logprobs(policy: Policy, prompt: Sequence[int], completion: Sequence[int]) 
         return row.logprobs(policy.logits(row))[row.predictors].float().cpu()
 
 
+def refuse_other(answers: Iterable[Any], policy: Policy, dtype: torch.dtype) -> None:
+    """Compare log-probabilities of what vLLM sampled, at temperature 1, with the policy's; one by one, to hold few logits.
+
+    Raises:
+        RuntimeError: They are further apart than rounding in ``dtype``.
+    """
+    theirs, ours = list[float](), list[Tensor]()
+    for answer in answers:
+        completion = list(answer.outputs[0].token_ids)
+        theirs += [kept[token].logprob for kept, token in zip(answer.outputs[0].logprobs, completion, strict=True)]
+        ours.append(_logprobs(policy, answer.prompt_token_ids, completion))
+    refuse_stale(torch.tensor(theirs), torch.cat(ours), dtype)
+
+
+def spread(count: int, chosen: int) -> list[int]:
+    """Return up to ``chosen`` of ``count`` numbers, from the first to the last."""
+    return sorted({round(i) for i in torch.linspace(0, count - 1, min(chosen, count)).tolist()})
+
+
 class VllmSampler:
     """Sampler of a policy's completions on a vLLM in this process; see the module.
 
@@ -254,20 +303,14 @@ class VllmSampler:
         except BaseException:
             abandon(lora.llm)
             raise
-        outputs = [one.outputs[0] for one in answers]
-        completions = [list(output.token_ids) for output in outputs]
-        theirs, ours = [], []
-        # Spread over the batch, and one by one, because logits of all of them could be more than a training step holds.
-        for row in {round(i) for i in torch.linspace(0, len(outputs) - 1, min(self._checked, len(outputs))).tolist()}:
-            theirs += [kept[token].logprob for kept, token in zip(outputs[row].logprobs, completions[row], strict=True)]
-            ours.append(_logprobs(policy, prompts[row], completions[row]))
-        refuse_stale(torch.tensor(theirs), torch.cat(ours), self._dtype)
+        completions = [list(one.outputs[0].token_ids) for one in answers]
+        refuse_other((answers[row] for row in spread(len(answers), self._checked)), policy, self._dtype)
         return completions
 
     def _start(self, adapters: Adapters) -> Any:
         """Return a new ``vllm.LLM`` of the base model, with room for the adapters."""
         room = lora_settings(adapters)
-        refuse_changed(adapters, self._base, self._dtype)
+        refuse_changed(adapters, self._base, self._dtype, self._settings.get("hf_overrides"))
         vllm = imported()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
         usual = {"skip_tokenizer_init": True, "dtype": str(self._dtype).removeprefix("torch.")}

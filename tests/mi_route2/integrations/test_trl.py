@@ -925,6 +925,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "channel": (MaskSpec(score="own_channel"), {}, "reads a detector over the student's rollouts"),
     "vllm server": (MaskSpec(), {"use_vllm": True, "vllm_mode": "server"}, "use vllm_mode='colocate'"),
     "vllm asleep": (MaskSpec(), {"use_vllm": True, "vllm_enable_sleep_mode": True}, "which are read once"),
+    "vllm with one seed": (MaskSpec(), {"use_vllm": True, "generation_kwargs": {"seed": 0}}, "would be the same one: use GRPO"),
+    "vllm too cold": (MaskSpec(), {"use_vllm": True, "temperature": 0.005}, "vLLM would sample at 0.01"),
     "vllm in parts": (MaskSpec(), {"use_vllm": True, "vllm_tensor_parallel_size": 2}, "use vllm_tensor_parallel_size=1"),
     "vllm by transformers": (MaskSpec(), {"use_vllm": True, "vllm_model_impl": "transformers"}, "use vllm_model_impl='vllm'"),
     "vllm without a folder": (MaskSpec(), {"use_vllm": True}, "vLLM reads the base model from a folder"),

@@ -192,9 +192,12 @@ def test_each_process_samples_from_a_vllm_of_its_own_and_all_keep_the_same_adapt
     assert 0 < max(*first["gaps"], *second["gaps"]) <= CLOSE
 
 
-@pytest.mark.parametrize("corrected", [True, False])
-def test_stale_adapters_end_the_training(trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, corrected: bool) -> None:
-    trainer = trainer_of(steps=3, vllm_importance_sampling_correction=corrected)
+@pytest.mark.parametrize("settings", [{}, {"vllm_importance_sampling_correction": False}, {"top_k": 4}], ids=str)
+def test_stale_adapters_end_the_training(
+    trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Also where log-probabilities of completions are not compared."""
+    trainer = trainer_of(steps=3, **settings)
     load: Callable[..., None] = PolicyLora._load
     monkeypatch.setattr(PolicyLora, "_load", lambda self, mode: None if self._request is not None else load(self, mode))
     with pytest.raises(RuntimeError, match="it runs other weights"):
@@ -232,7 +235,9 @@ def test_under_autocast_vllm_computes_in_bfloat16_too(trainer_of: Callable[..., 
     assert max(gaps) < 0.3
 
 
-def test_nothing_is_compared_if_the_distribution_is_cut(trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_are_compared_if_the_distribution_is_cut(
+    trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Log-probabilities of what remains under top_k are not those of the policy, and that is no staleness."""
     trainer = trainer_of(steps=1, top_k=4)
     too_long = r"a prompt of 59 tokens and max_completion_length = 6 do not fit vLLM's 64 positions"
@@ -243,12 +248,26 @@ def test_nothing_is_compared_if_the_distribution_is_cut(trainer_of: Callable[...
         with pytest.raises(ValueError, match=too_long):
             trl_vllm.check_sampled(trainer, {"prompt_mask": torch.ones(1, 59)})
     monkeypatch.setattr(trl_vllm, "refuse_stale", lambda *given: pytest.fail("compared"))
+    prompts = torch.tensor([[0, 0, 5, 6], [5, 6, 7, 8]])
+    before = torch.get_rng_state()
+    trl_vllm.check_sampled(trainer, {"prompt_ids": prompts, "prompt_mask": prompts > 0})
+    assert torch.equal(torch.get_rng_state(), before)  # completions are drawn from it
     trainer.train()
     assert trainer.state.global_step == 1
+    hook = trainer.model.model.layers[0].register_forward_hook(lambda module, args, output: output + 1)
+    with pytest.raises(RuntimeError, match="it runs other weights"):
+        trl_vllm.check_sampled(trainer, {"prompt_ids": prompts, "prompt_mask": prompts > 0})
+    hook.remove()
 
 
 def test_a_model_that_was_changed_since_it_was_loaded_is_refused(base: Path, tmp_path: Path) -> None:
-    """As by ``merge_and_unload``: TRL's own trainer sends such weights to vLLM."""
+    """As by ``merge_and_unload``: TRL's own trainer sends such weights to vLLM. A config alone can differ as well."""
+    angles = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    scaled = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, rope_parameters=angles)
+    with pytest.raises(
+        ValueError, match=r"rope_parameters is .*linear.* in the model's config and .*default.* in .* save_pretrained"
+    ):
+        make_trainer(tmp_path, MaskSpec(score="grad"), model=scaled, sampled=True, use_vllm=True)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 4] += 1e-3
