@@ -124,13 +124,15 @@ def retained(size: Size, kept: Kept, spec: MaskSpec | None) -> int:
     if spec is None:
         return 4 * kept_count
     b, r, sites = size.rollouts, size.kept_rank, size.layers * len(size.adapted)
-    if spec.decided_at != "finish":  # at each module a mask; and what it was decided on, if that was read in this pass
-        read = 0
+    if (
+        spec.decided_at != "finish"
+    ):  # a mask, of all modules or of each, its weights and scale; and what was read for it in this pass
+        read, masks = 0, (1 if spec.unit == "pooled" else sites) + 2
         if spec.score_policy == "live":
             coordinates = sum(r if kept == "svd" else min(d) for d in size.adapted) * size.layers
             shared = size.layers * sum(first for _, first in zip(size.adapted, FIRST))  # magnitudes
             read = 4 * b * (coordinates + shared) + 5 * b if spec.score == "act" else b * (5 * sites + 4)
-        return 4 * kept_count + 4 * b * sites + read
+        return 4 * (kept_count + b * masks) + read
     if kept == "svd":
         waiting, written = 4 * b * kept_count, sites
     else:
