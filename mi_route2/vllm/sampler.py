@@ -93,9 +93,9 @@ def refuse_changed(adapters: Adapters, folder: Path | str, dtype: torch.dtype, o
     remedy = "save_pretrained the model in a folder before adapters are attached, and load it from there"
     config = getattr(adapters.model, "config", None)
     if isinstance(config, PretrainedConfig) and (Path(folder) / "config.json").is_file():  # vLLM starts from none without
-        mapped = overrides is None or isinstance(overrides, Mapping)
-        read: Any = type(config).from_pretrained(folder, **((overrides or {}) if mapped else {}))
-        here, there = _facts(config.to_dict()), _facts((read if mapped else overrides(read)).to_dict())
+        read: Any = type(config).from_pretrained(folder, **(overrides if isinstance(overrides, Mapping) else {}))
+        read = overrides(read) if callable(overrides) else read
+        here, there = _facts(config.to_dict()), _facts(read.to_dict())
         for name in sorted(here.keys() | there.keys()):
             if here.get(name) != there.get(name):
                 raise ValueError(
