@@ -130,6 +130,9 @@ def test_an_answer_of_another_server_or_one_that_is_cut_off_is_a_sentence(
         with listening.accept()[0] as link:
             link.recv(1 << 16)
             link.sendall(f"HTTP/1.1 {head}\r\nConnection: close\r\n\r\n{body}".encode())
+            link.shutdown(socket.SHUT_WR)
+            while link.recv(1 << 16):  # closed with a part of the request unread, it would reset the connection
+                pass
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = Thread(target=answer)
