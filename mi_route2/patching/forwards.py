@@ -377,10 +377,8 @@ class Resumed:
         A sequence that has the values of all these cells costs as many columns as they are apart, and as many of the corrupt run.
         """
         own, behind = entries(target.site, self.decoder.layers)
-        alone, together = (
-            sum(len(self._tokens) - column for column in columns),
-            1 + max(columns, default=0) - min(columns, default=0),
-        )
+        alone = sum(len(self._tokens) - column for column in columns)
+        together = 1 + max(columns, default=0) - min(columns, default=0)
         shared = target.site.point == "resid_post" or alone > 2 * together
         return [(behind if shared else own, column) for column in columns]
 

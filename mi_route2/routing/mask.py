@@ -190,7 +190,7 @@ def hooked(site: str, mask: Tensor, point: Hooks | None) -> tuple[Tensor, bool]:
     if not untouched and not bool(((new >= 0) & (new <= 1)).all()):  # negated, so that NaN fails too
         wrong = new[~((new >= 0) & (new <= 1))][0].item()
         raise ValueError(f"a hook at {site}.hook_mask returned {wrong}, but a mask lies between 0 (flagged) and 1 (learned)")
-    return new, not untouched
+    return (new, False) if untouched else (new.clone(), True)  # a hook may return one tensor at every module, with other values
 
 
 def _refuse_hooked(kept: Mapping[str, nn.Parameter]) -> None:
@@ -261,9 +261,9 @@ class MaskGate:
         self.flags: dict[str, Tensor] = {}
         self.masks: dict[str, Tensor] = {}
         self._changed: set[str] = set()
-        # What many modules have in common: the mask of ``known`` flags, and the last mask with its weights.
+        # What modules without hooks have in common: the mask of ``known`` flags, and its weights.
         self._common: Tensor | None = None
-        self._weights: tuple[Tensor, Tensor] | None = None
+        self._weights: Tensor | None = None
         # Kept until flags are decided: mask points, scored gradients, the largest magnitude, gradients that wait for a flag.
         self._points: dict[str, Hooks] = {}
         self._gradients: dict[str, FactorGradient | Written] = {}
@@ -311,9 +311,11 @@ class MaskGate:
         """Return ``sum_b w_b g_b`` of one factor; decide the module's mask first if this is its first gradient."""
         self.decide(site)
         mask = self.masks[site]
-        if self._weights is None or self._weights[0] is not mask:
-            self._weights = mask, weigh(mask, self._scales)
-        return gradient.weighted(self._weights[1])
+        if mask is not self._common:
+            return gradient.weighted(weigh(mask, self._scales))
+        if self._weights is None:
+            self._weights = weigh(mask, self._scales)
+        return gradient.weighted(self._weights)
 
     @cached_property
     def _scales(self) -> Float[Tensor, " b"]:
@@ -327,7 +329,7 @@ class MaskGate:
 
     def settle(self, scores: Float[Tensor, " b"], flags: Bool[Tensor, " b"]) -> None:
         """Set the pooled scores and flags, which hold for every module."""
-        self.pooled_scores, self.known, self._common = scores, flags, None
+        self.pooled_scores, self.known, self._common, self._weights = scores, flags, None, None
 
     def release(self) -> None:
         """Drop the gradients that were kept until the flags were decided."""

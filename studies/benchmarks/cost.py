@@ -124,10 +124,9 @@ def retained(size: Size, kept: Kept, spec: MaskSpec | None) -> int:
     if spec is None:
         return 4 * kept_count
     b, r, sites = size.rollouts, size.kept_rank, size.layers * len(size.adapted)
-    if (
-        spec.decided_at != "finish"
-    ):  # a mask, of all modules or of each, its weights and scale; and what was read for it in this pass
-        read, masks = 0, (1 if spec.unit == "pooled" else sites) + 2
+    if spec.decided_at != "finish":
+        # A scale, a mask of each module or one with its weights; and what was read for it in this pass.
+        read, masks = 0, 1 + (2 if spec.unit == "pooled" else sites)
         if spec.score_policy == "live":
             coordinates = sum(r if kept == "svd" else min(d) for d in size.adapted) * size.layers
             shared = size.layers * sum(first for _, first in zip(size.adapted, FIRST))  # magnitudes

@@ -122,11 +122,15 @@ def by_brute_force(policy: Policy, spec: MaskSpec, batch: TrainBatch, masks: Map
 
 @pytest.mark.parametrize("case", SAMPLE, ids=case_id)
 def test_hooks_at_every_site_overrule_the_route(case: Case) -> None:
-    """Random masks everywhere, for every legal combination: what the route thinks itself is then beside the point."""
+    """Random masks everywhere, for every legal combination: what the route thinks itself is then beside the point.
+
+    All are written into one tensor, one after another.
+    """
     policy, batch = hosted(), make_batch(N)
     spec = spec_of(case)
     masks = any_masks(policy, batch, case[1] == "token")
-    with overruled(policy, {site: lambda _, mask=mask: mask for site, mask in masks.items()}) as fired:
+    buffer = next(iter(masks.values())).clone()
+    with overruled(policy, {site: lambda _, mask=mask: buffer.copy_(mask) for site, mask in masks.items()}) as fired:
         own = run(policy, mask_route(policy, spec), batch)
     assert set(fired.values()) == {1}, "a mask passes its point once"
     assert own.decision.extra["overruled"] == 1.0
