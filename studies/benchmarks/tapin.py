@@ -177,7 +177,7 @@ def table(points: Sequence[Point]) -> str:
 def run(options: TapInOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
     rng = np.random.default_rng(options.seed)
-    paired, lengths = (600, (300, 1000)) if options.quick else (PAIRED, LENGTHS)
+    paired, lengths = (150, (100, 300)) if options.quick else (PAIRED, LENGTHS)
     tokens = texts(lengths[-1], options.seed)["sources, by file"]
     run = sides()
     measured = seconds_of(run, tokens[:paired], options.turns, rng)

@@ -35,7 +35,7 @@ MICRO = {
 
 
 # On a CPU both sides are the same run, of which one is enough to see that the test itself works.
-@pytest.mark.parametrize("name", ["a canary"] if DEVICE == "cpu" else MICRO)
+@pytest.mark.parametrize("name", ["vanilla"] if DEVICE == "cpu" else MICRO)
 def test_a_micro_study_on_the_device_is_the_cpus_in_float64(name: str, tmp_path: Path) -> None:
     """Both start from the base model that the CPU trained; another device's has other bits."""
     found = []

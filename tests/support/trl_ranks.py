@@ -91,7 +91,7 @@ RANKED: dict[str, tuple[Any, AdapterSpec, dict[str, Any]]] = {
 HOWS = {
     "ddp-2": [*RANKED],
     "fsdp-2": [*RANKED],
-    "fsdp-4": ["pooled", "erase", "flagged"],  # a group is in two processes
+    "fsdp-4": ["pooled"],  # a group is in two processes
 }
 
 

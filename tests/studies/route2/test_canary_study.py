@@ -460,7 +460,7 @@ def own_quarantine(name: str = "canary-own") -> Arm:
     return replace(ARMS[name], route=replace(ARMS[name].route, **changes))  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("arm", ["canary-own", "canary-first", "canary-nats"])
+@pytest.mark.parametrize("arm", ["canary-own", "canary-nats"])
 def test_a_run_whose_quarantine_is_its_canary_resumes_between_calibrations_to_the_same_bytes(
     arm: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

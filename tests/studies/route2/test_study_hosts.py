@@ -23,8 +23,8 @@ from studies.training.run import run_job
 
 pytestmark = pytest.mark.study
 
-STEPS = 4
-ARMS = ("base", "vanilla", "route2-act", "route2-full", "preventative-2")
+STEPS = 3
+ARMS = ("base", "vanilla", "route2-full", "preventative-2")
 
 
 @pytest.fixture(scope="module")

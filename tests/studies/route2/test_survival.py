@@ -674,7 +674,7 @@ def test_the_soak_fails_where_a_resume_is_wrong(tmp_path: Path, cache: Path, int
 
 
 def test_a_killed_run_on_a_chat_model_ends_alike(tmp_path: Path) -> None:
-    make_tiny_model(Parity(), tmp_path / "tiny", steps=40, width=64, layers=2, batch=16, max_new=16, progress=False)
+    make_tiny_model(Parity(), tmp_path / "tiny", steps=8, width=32, layers=2, batch=8, max_new=16, progress=False)
     chat = ChatModel(str(tmp_path / "tiny"), weights_hash(tmp_path / "tiny"), max_new=8, token_budget=1 << 20, device="cpu")
     settings = replace(
         CHAT, world="parity:Parity", chat=chat, steps=4, prompts=4, group=6, kept_rank=4, kept_lr=3e-3, quarantine_rank=4,
