@@ -48,6 +48,8 @@ def refuse_settings(args: GRPOConfig) -> None:
     for name, reason in reasons.items():
         if getattr(args, name):
             raise ValueError(reason)
+    if "temperature" in (args.generation_kwargs or {}):
+        raise ValueError("the loss would be at another temperature than that of generation_kwargs: use GRPOConfig(temperature=...)")
     if args.mixed_precision == "fp16":  # also if the launcher says so
         raise ValueError("fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True")
     if args.deepspeed is not None:
