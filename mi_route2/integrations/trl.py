@@ -291,6 +291,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
         self.eos_token_ids = [*dict.fromkeys([*self.eos_token_ids, *([more] if isinstance(more, int) else more or ())])]
         _copyable(self.model)
         trl_refusals.refuse_machine(self)
+        if not vllm and self.rollout_func is None:
+            trl_refusals.refuse_cuts(self)
         self.adapters = self._attached(adapters, adapt, cache_dir)
         if self.is_fsdp_enabled:
             self._replicate()

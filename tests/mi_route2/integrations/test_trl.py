@@ -711,6 +711,17 @@ def test_completions_end_at_the_end_tokens_of_generation_kwargs(more: int | list
     assert seen.logs[0]["completions/clipped_ratio"] == sum(row[-1] not in ends | {0} for row in rows) / len(rows)
 
 
+def test_a_model_whose_generation_config_cuts_what_is_drawn_is_refused(tmp_path: Path) -> None:
+    """TRL takes from it what GRPOConfig leaves open, as ``min_p``."""
+    model = make_family("Llama")
+    model.generation_config.min_p = 0.5
+    with pytest.raises(ValueError, match=r"min_p = 0.5 in the model's .* set model.generation_config.min_p = None"):
+        make_trainer(tmp_path, OpenSpec(), sampled=True, model=model)
+    make_trainer(tmp_path, OpenSpec(), sampled=True, model=model, min_p=0.0)[0].adapters.detach()
+    model.generation_config.update(min_p=None, typical_p=1.0, suppress_tokens=[])
+    make_trainer(tmp_path, OpenSpec(), sampled=True, model=model)
+
+
 def test_a_recorder_may_return_nothing(tmp_path: Path) -> None:
     steps: list[RoutedStep] = []
     trainer, _ = make_trainer(tmp_path, MaskSpec(), own={"record": steps.append})
