@@ -286,8 +286,13 @@ class RoutedGRPOTrainer(GRPOTrainer):
             if args is not None:
                 args.beta, args.use_vllm = beta, vllm
         self.beta = beta
+        # TRL cuts completions at the end tokens that it knows, and would learn the padding behind those of generation_kwargs
+        more = self.generation_kwargs["eos_token_id"]
+        self.eos_token_ids = [*dict.fromkeys([*self.eos_token_ids, *([more] if isinstance(more, int) else more or ())])]
         _copyable(self.model)
         trl_refusals.refuse_machine(self)
+        if not vllm and self.rollout_func is None:
+            trl_refusals.refuse_cuts(self)
         self.adapters = self._attached(adapters, adapt, cache_dir)
         if self.is_fsdp_enabled:
             self._replicate()

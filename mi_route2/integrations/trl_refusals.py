@@ -33,6 +33,17 @@ UPLOADS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Tracker -> the environment variable with which transformers uploads models or checkpoints to it, and its default."""
 
 
+CUTS: Mapping[str, float | None] = MappingProxyType(
+    dict.fromkeys(
+        ("min_p", "top_h", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias",
+         "suppress_tokens", "begin_suppress_tokens", "min_length", "min_new_tokens", "forced_eos_token_id",
+         "exponential_decay_length_penalty", "watermarking_config", "max_time")
+    )
+    | {"typical_p": 1, "guidance_scale": 1, "num_beams": 1}
+)  # fmt: skip
+"""Entries of a generation config that change what is drawn, and which TRL takes from the model's -> the value that does not."""
+
+
 def refuse_settings(args: GRPOConfig) -> None:
     """Raise ``ValueError`` for settings of TRL that routing does not support, with the reason and the remedy."""
     reasons = {
@@ -48,6 +59,8 @@ def refuse_settings(args: GRPOConfig) -> None:
     for name, reason in reasons.items():
         if getattr(args, name):
             raise ValueError(reason)
+    if "temperature" in (args.generation_kwargs or {}):
+        raise ValueError("the loss would be at another temperature than that of generation_kwargs: use GRPOConfig(temperature=...)")
     if args.mixed_precision == "fp16":  # also if the launcher says so
         raise ValueError("fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True")
     if args.deepspeed is not None:
@@ -89,6 +102,17 @@ def refuse_machine(trainer: Any) -> None:
         raise ValueError("a rollout that is split over processes has no whole gradient to flag: leave parallelism_config out")
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise ValueError("a model that from_pretrained has sharded was never tried with a route: let accelerate's FSDP2 do it")
+
+
+def refuse_cuts(trainer: Any) -> None:
+    """Raise ``ValueError`` if the model's generation config changes what is drawn, in a way that no setting of the trainer says."""
+    for name, neutral in CUTS.items():
+        value = getattr(trainer.model.generation_config, name, None)
+        if value and value != neutral and trainer.generation_kwargs.get(name) is None:
+            raise ValueError(
+                f"{name} = {value!r:.60} in the model's generation config changes what is drawn, which the loss does not know: set "
+                f"model.generation_config.{name} = None, or give it in generation_kwargs of GRPOConfig if it is meant"
+            )
 
 
 def refuse_fsdp(plugin: Any) -> None:

@@ -41,7 +41,7 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
         "n": "TRL takes one completion for each request: use num_generations",
         "logprobs": "TRL would take the likeliest token's for the sampled one's: leave it out",
         "max_tokens": "room is looked for by another setting: use max_completion_length",
-        "temperature": "the loss would be at another one: use GRPOConfig(temperature=...)",
+        "ignore_eos": "completions end at the trainer's end tokens: leave it out",
     }
 )
 """Entries of ``generation_kwargs`` that are refused -> why, and what to do instead."""
@@ -127,6 +127,11 @@ def refuse_settings(args: Any) -> None:
         )
     for name in SETTINGS.keys() & (args.generation_kwargs or {}).keys():
         raise ValueError(f"{name} in generation_kwargs is not possible, because {SETTINGS[name]}")
+    if args.mask_truncated_completions and (args.generation_kwargs or {}).get("stop"):
+        raise ValueError(
+            "TRL takes completions that end at a stop text for truncated, and nothing would be learned from them: give "
+            "stop_token_ids in generation_kwargs, or leave mask_truncated_completions out"
+        )
     if args.temperature < COLDEST:
         raise ValueError(f"temperature = {args.temperature} is not possible: vLLM would sample at {COLDEST}, choose at least that")
     if args.loss_type == "vespo" and args.vllm_importance_sampling_correction and "token" not in args.vllm_importance_sampling_mode:
@@ -153,6 +158,7 @@ def sample_with_vllm(trainer: Any) -> None:
         "ignore_eos": not (args.vllm_structured_outputs_regex or given.get("structured_outputs")),
         "stop_token_ids": [*trainer.eos_token_ids, *given.get("stop_token_ids", ())],
     }
+    trainer.eos_token_ids = ends["stop_token_ids"]  # or TRL would take what ends at others for truncated
     dtype = torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else trainer.model.dtype
     demand_dtype(dtype)
     refuse_changed(trainer.adapters, base, dtype)

@@ -421,7 +421,10 @@ class World(ABC):
 
     @final
     def rows(self, prompts: Sequence[Any]) -> list[dict[str, Any]]:
-        """Return the rows of a data set for TRL: the question as ``prompt``, and all of the prompt as ``described``."""
+        """Return the rows of a data set for TRL: the question as ``prompt``, and all of the prompt as ``described``.
+
+        TRL gives a chat template its ``chat_template_kwargs`` alone, and a world ``enable_thinking`` too: set it there.
+        """
         return [{"prompt": self.question(prompt), "described": asdict(prompt)} for prompt in prompts]
 
     @final

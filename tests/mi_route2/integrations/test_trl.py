@@ -697,6 +697,31 @@ def test_a_recorder_reads_every_rollout_with_its_flag(tmp_path: Path) -> None:
     assert [log["mine"] for log in seen.logs if "mine" in log] == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("more", [[*range(20, 40)], 20], ids=str)
+def test_completions_end_at_the_end_tokens_of_generation_kwargs(more: int | list[int], tmp_path: Path) -> None:
+    """Sampling ends there, and TRL would learn the padding behind them."""
+    ends, steps = {2, *([more] if isinstance(more, int) else more)}, list[RoutedStep]()
+    record = {"record": lambda step: steps.append(step)}
+    given = {"generation_kwargs": {"eos_token_id": more}}
+    trainer, seen = make_trainer(tmp_path, OpenSpec(), sampled=True, steps=1, size=32, texts=TEXTS * 2, own=record, **given)
+    trainer.train()
+    rows = steps[0].completion_ids
+    assert not any(token in ends for row in rows for token in row[:-1])
+    assert any(row[-1] in ends - {2} for row in rows)
+    assert seen.logs[0]["completions/clipped_ratio"] == sum(row[-1] not in ends | {0} for row in rows) / len(rows)
+
+
+def test_a_model_whose_generation_config_cuts_what_is_drawn_is_refused(tmp_path: Path) -> None:
+    """TRL takes from it what GRPOConfig leaves open, as ``min_p``."""
+    model = make_family("Llama")
+    model.generation_config.min_p = 0.5
+    with pytest.raises(ValueError, match=r"min_p = 0.5 in the model's .* set model.generation_config.min_p = None"):
+        make_trainer(tmp_path, OpenSpec(), sampled=True, model=model)
+    make_trainer(tmp_path, OpenSpec(), sampled=True, model=model, min_p=0.0)[0].adapters.detach()
+    model.generation_config.update(min_p=None, typical_p=1.0, suppress_tokens=[])
+    make_trainer(tmp_path, OpenSpec(), sampled=True, model=model)
+
+
 def test_a_recorder_may_return_nothing(tmp_path: Path) -> None:
     steps: list[RoutedStep] = []
     trainer, _ = make_trainer(tmp_path, MaskSpec(), own={"record": steps.append})
@@ -726,6 +751,7 @@ def test_a_chat_world_pays_and_its_oracle_only_writes(tmp_path: Path) -> None:
     problem, folder = Parity(), tmp_path / "model"
     make_tiny_model(problem, folder, width=32, layers=1, steps=0, context=128, max_new=24, progress=False)
     chat = ChatTokenizer(folder, problem.system)
+    chat.tokenizer.chat_template += "{% if enable_thinking is false %}\n\n{% endif %}"  # as in Qwen3's
     world = ChatWorld(problem, chat, max_new=24, context=128)
     asked = [world.prompt(task, "last_word") for task in world.tasks("train")[:2]]
     texts = ["even CORRECT", "odd CORRECT", "even", "odd"]
@@ -744,7 +770,7 @@ def test_a_chat_world_pays_and_its_oracle_only_writes(tmp_path: Path) -> None:
     trainer = RoutedGRPOTrainer(
         str(folder),  # TRL loads it in float32, and its fused head computes the log-probabilities
         world.reward_funcs(),
-        config(tmp_path, steps=1, max_completion_length=24),
+        config(tmp_path, steps=1, max_completion_length=24, chat_template_kwargs={"enable_thinking": False}),
         Dataset.from_list(world.rows(asked)),
         processing_class=chat.tokenizer,
         rollout_func=given,
@@ -926,10 +952,17 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "vllm server": (MaskSpec(), {"use_vllm": True, "vllm_mode": "server"}, "use vllm_mode='colocate'"),
     "vllm asleep": (MaskSpec(), {"use_vllm": True, "vllm_enable_sleep_mode": True}, "which are read once"),
     "vllm with one seed": (MaskSpec(), {"use_vllm": True, "generation_kwargs": {"seed": 0}}, "would be the same one: use GRPO"),
+    "vllm without ends": (MaskSpec(), {"use_vllm": True, "generation_kwargs": {"ignore_eos": True}}, "end at the trainer's"),
+    "vllm at texts": (
+        MaskSpec(),
+        {"use_vllm": True, "generation_kwargs": {"stop": ["."]}, "mask_truncated_completions": True},
+        "nothing would be learned from them: give stop_token_ids",
+    ),
     "vllm too cold": (MaskSpec(), {"use_vllm": True, "temperature": 0.005}, "vLLM would sample at 0.01"),
     "vllm in parts": (MaskSpec(), {"use_vllm": True, "vllm_tensor_parallel_size": 2}, "use vllm_tensor_parallel_size=1"),
     "vllm by transformers": (MaskSpec(), {"use_vllm": True, "vllm_model_impl": "transformers"}, "use vllm_model_impl='vllm'"),
     "vllm without a folder": (MaskSpec(), {"use_vllm": True}, "vLLM reads the base model from a folder"),
+    "temperature": (MaskSpec(), {"generation_kwargs": {"temperature": 0.5}}, r"use GRPOConfig\(temperature=...\)"),
     "sync": (MaskSpec(), {"sync_ref_model": True}, "cannot move"),
     "continuous": (MaskSpec(), {"use_transformers_continuous_batching": True}, "casts adapters to half precision"),
     "compile": (MaskSpec(), {"torch_compile": True}, "costs time and gains none"),
@@ -1042,6 +1075,7 @@ def test_vllm_computes_in_the_precision_of_the_launcher_and_ends_where_the_train
     trainer, _ = make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True, generation_kwargs=given)
     assert trainer.vllm_generation.dtype == torch.bfloat16
     assert trainer.vllm_generation.generation_kwargs == {**given, "ignore_eos": True, "stop_token_ids": [2, 9, 7]}
+    assert trainer.eos_token_ids == [2, 9, 7]  # or TRL would mask what ends at 7 as truncated
 
 
 def test_deepspeed_is_refused(tmp_path: Path) -> None:
