@@ -13,6 +13,7 @@ let marks = []; // positions at which a slider moved
 let holds = 0; // the threshold that the server has, which follows the slider
 let base = 1; // the scale with which the stream was sent, of which the server knows the slider's as a multiple
 let sent = {}; // the sliders with which it was sent
+let acting = Promise.resolve(); // one change of a slider after another: a late one would undo a newer one
 let probing = Promise.resolve(); // a stream that is sent waits for the probe that is being made
 const NEARLY_ZERO = 1e-6; // a vector of scale 0 could not be turned up while the stream runs
 const noToken = [...$("token-detail").childNodes];
@@ -151,20 +152,23 @@ function moved(name) {
   actSoon[name](() => act(name));
 }
 
-async function act(name) {
+const act = name => (acting = acting.then(() => tell(name)));
+
+async function tell(name) {
   if (request === null) return;
-  const value = Number($(name).value);
+  const stream = request, value = Number($(name).value);
   const body = name === "scale" ? { scale: value / base } : { monitor: monitor.name, threshold: value };
   const position = tokens.length;
   try {
-    await post(`/v1/streams/${request}/${name}`, body);
+    await post(`/v1/streams/${stream}/${name}`, body);
+    if (request !== stream) return;
     $("act-error").hidden = true;
     marks.push(position);
     if (name === "threshold") holds = value;
     drawTrace();
   } catch (error) {
     // The stream may have ended while the slider moved; the next one starts with its value
-    if (request === null) return;
+    if (request !== stream) return;
     $("act-error").textContent = error.message;
     $("act-error").hidden = false;
   }
