@@ -86,13 +86,16 @@ async def tokenize(body: TokenizeIn, server: TheServer, _: TheClient) -> Respons
 
 @routes.post("/v1/align")
 async def aligned(body: AlignIn, server: TheServer, _: TheClient) -> Response:
-    """Return the tokens of two prompts, and for each position of the corrupt one its partner in the clean one."""
+    """Return the tokens of two prompts, each corrupt position's partner in the clean one, and the positions whose tokens differ."""
     clean, corrupt, alignment = await _aligned(body, server)
+    partner = [alignment.source(position) for position in range(len(corrupt))]
     return Json(
         {
             "clean": server.served.tokens(clean),
             "corrupt": server.served.tokens(corrupt),
-            "partner": [alignment.source(position) for position in range(len(corrupt))],
+            "partner": partner,
+            # not by their texts: parts of characters have one in common
+            "differs": [i for i, source in enumerate(partner) if source is not None and clean[source] != corrupt[i]],
             "summary": alignment.summary,
         }
     )

@@ -111,6 +111,7 @@ async function align() {
     drawStrip(answer);
     return true;
   } catch (error) {
+    if (clean !== $("clean").value || corrupt !== $("corrupt").value) return true;
     drawStrip(null);
     showError(error, $("prompts"), $("align-error"));
     return false;
@@ -124,21 +125,21 @@ function drawStrip(answer) {
 }
 
 /** Pairs in reading order; a token of either prompt without a partner stands alone. */
-function columns({ clean, corrupt, partner }) {
+function columns({ clean, corrupt, partner, differs }) {
   const found = [];
   let next = 0;
   corrupt.forEach((token, position) => {
     const source = partner[position];
     if (source !== null) while (next < source) found.push({ clean: clean[next++], corrupt: null });
     if (source !== null) next = source + 1;
-    found.push({ clean: source === null ? null : clean[source], corrupt: token, position });
+    found.push({ clean: source === null ? null : clean[source], corrupt: token, position, differs: differs.includes(position) });
   });
   while (next < clean.length) found.push({ clean: clean[next++], corrupt: null });
   return found;
 }
 
-function drawColumn({ clean, corrupt, position }) {
-  const kind = clean === null || corrupt === null ? "alone" : clean !== corrupt ? "differs" : "same";
+function drawColumn({ clean, corrupt, position, differs }) {
+  const kind = clean === null || corrupt === null ? "alone" : differs ? "differs" : "same";
   const token = text => make("span", { class: text === null ? "token none" : "token", text: text === null ? "" : visible(text) });
   const parts = kind === "same" ? [token(corrupt)] : [token(clean), token(corrupt)];
   const told = kind === "same" ? corrupt : `clean ${clean ?? "nothing"}, corrupt ${corrupt ?? "nothing"}`;
@@ -162,14 +163,14 @@ async function sweep() {
   if (!aligned && !(await align())) return;
   running?.abort(); // of another press meanwhile
   const control = (running = new AbortController());
-  const asked = body();
+  const asked = body(), pairs = aligned; // what is typed before the answer is not of this sweep
   remember({ ...values(), sites: [...chosen].join(","), swept: 1 });
   busy(true);
   try {
     for await (const { event, data } of events("/v1/patch_sweep", asked, control.signal)) {
       // A sweep that is refused leaves the grid of the one before, whose cells are of its prompts
       if (event === "start" || data.rows) swept = asked;
-      receive(event, data);
+      receive(event, data, pairs);
     }
     say("The sweep is done", true);
   } catch (error) {
@@ -191,22 +192,19 @@ function busy(on) {
   if (on) $("sweep-progress").removeAttribute("value"); // of unknown length until the server has counted
 }
 
-function receive(event, data) {
-  if (event === "start" || data.rows) started(data);
+function receive(event, data, pairs) {
+  if (event === "start" || data.rows) started(data, pairs);
   else if (event === "summary" || data.grid) ended(data);
   else filled(data.cells ?? [[data.row, data.column, data.value]]);
 }
 
-function started(data) {
+function started(data, pairs) {
   asking?.abort();
   $("cell-head").replaceChildren(...noCell); // what stands there is of a cell of the grid before
   $("cell-answer").replaceChildren();
-  const positions = data.positions ?? data.columns.map((_, column) => (data.columns.length === aligned?.corrupt.length ? column : null));
+  const positions = data.positions ?? data.columns.map((_, column) => (data.columns.length === pairs?.corrupt.length ? column : null));
   const skipped = new Set((data.skipped ?? []).map(position => positions.indexOf(position)));
-  const differs = new Set([...positions.keys()].filter(column => {
-    const source = aligned?.partner[positions[column]];
-    return typeof source === "number" && aligned.clean[source] !== aligned.corrupt[positions[column]];
-  }));
+  const differs = new Set([...positions.keys()].filter(column => pairs?.differs.includes(positions[column])));
   map.start({ ...data, positions, differs, skipped, at: data.columns.length - 1, total: data.total });
   $("map-empty").hidden = true;
   $("legend").hidden = false;

@@ -12,7 +12,11 @@ let tokens = []; // by position: { text, generated, node, reading, threshold }
 let marks = []; // positions at which a slider moved
 let holds = 0; // the threshold that the server has, which follows the slider
 let base = 1; // the scale with which the stream was sent, of which the server knows the slider's as a multiple
+let sent = {}; // the sliders with which it was sent
+let acting = Promise.resolve(); // one change of a slider after another: a late one would undo a newer one
+let probing = Promise.resolve(); // a stream that is sent waits for the probe that is being made
 const NEARLY_ZERO = 1e-6; // a vector of scale 0 could not be turned up while the stream runs
+const noToken = [...$("token-detail").childNodes];
 const actSoon = { scale: later(80), threshold: later(80) };
 
 export function open(given) {
@@ -27,7 +31,7 @@ export function open(given) {
   restore(prompts);
   limits();
   listen();
-  if (state.has("s.block")) probe();
+  if (state.has("s.block")) probing = probe();
 }
 
 /** Watch the stream with a monitor, and steer it by vectors; without any, by the monitor's own probe. */
@@ -38,7 +42,7 @@ function watch(given, steering) {
 
 /** Make a monitor of the Patch tab's two prompts: the direction between their last tokens, 1 from the one to the other. */
 async function probe() {
-  const site = `blocks.${$("block").value}.resid_post`, example = study.examples?.[0] ?? {};
+  const block = $("block").value, site = `blocks.${block}.resid_post`, example = study.examples?.[0] ?? {};
   $("act-error").hidden = true;
   try {
     const [clean, corrupt] = await Promise.all(["clean", "corrupt"].map(name => lastValue(state.get(name) ?? example[name] ?? "", site)));
@@ -46,13 +50,16 @@ async function probe() {
     if (!square) throw new Error("both prompts have the same value there: choose a later block, or prompts that differ");
     const direction = difference.map(value => value / square);
     const threshold = direction.reduce((sum, value, i) => sum + (value * (clean[i] + corrupt[i])) / 2, 0);
-    const quarantine = study.sites.includes("quarantine_out") ? { quarantine: "close" } : {};
+    const above = Number(block) < study.layers - 1; // behind the last block there is no quarantine to close
+    const quarantine = above && study.sites.includes("quarantine_out") ? { quarantine: "close" } : {};
     watch({ name: "toward clean", site, probe: direction, threshold: Number(threshold.toFixed(2)), sharpness: 6, ...quarantine }, { [site]: { vector: difference } });
-    remember({ "s.block": $("block").value });
+    remember({ "s.block": block });
     aim(state.get("s.threshold") ?? monitor.threshold);
-    tokens = tokens.map(one => ({ ...one, reading: null })); // what was read belongs to another probe
+    for (const one of tokens) unread(one); // what was read belongs to another probe
+    $("token-detail").replaceChildren(...noToken);
     for (const name of ["scale", "threshold"]) $(name).disabled = false;
     limits();
+    repaint();
   } catch (error) {
     $("act-error").textContent = error.message;
     $("act-error").hidden = false;
@@ -130,7 +137,7 @@ function listen() {
   $("tokens").addEventListener("keydown", walk);
   $("probe").addEventListener("click", () => {
     remember({ "s.threshold": null }); // of another probe's unit
-    probe();
+    probing = probing.then(probe);
   });
   if (!monitor) $("threshold-note").textContent = "This model comes without a monitor. Make one of two prompts:";
   drawSliders();
@@ -145,20 +152,23 @@ function moved(name) {
   actSoon[name](() => act(name));
 }
 
-async function act(name) {
+const act = name => (acting = acting.then(() => tell(name)));
+
+async function tell(name) {
   if (request === null) return;
-  const value = Number($(name).value);
+  const stream = request, value = Number($(name).value);
   const body = name === "scale" ? { scale: value / base } : { monitor: monitor.name, threshold: value };
   const position = tokens.length;
   try {
-    await post(`/v1/streams/${request}/${name}`, body);
+    await post(`/v1/streams/${stream}/${name}`, body);
+    if (request !== stream) return;
     $("act-error").hidden = true;
     marks.push(position);
     if (name === "threshold") holds = value;
     drawTrace();
   } catch (error) {
     // The stream may have ended while the slider moved; the next one starts with its value
-    if (request === null) return;
+    if (request !== stream) return;
     $("act-error").textContent = error.message;
     $("act-error").hidden = false;
   }
@@ -181,6 +191,7 @@ function body() {
   // Drawn here if none is given: a number of 64 bits would lose its last digits in JavaScript, and could not be given again
   asked.seed = numberOf($("seed").value.trim() || String(crypto.getRandomValues(new Uint32Array(1))[0]));
   if (!monitor) return asked;
+  sent = { scale: $("scale").value, threshold: $("threshold").value };
   base = Number($("scale").value) || NEARLY_ZERO;
   const scaled = given => (given?.vector === undefined ? { vector: given, scale: base } : { ...given, scale: (given.scale ?? 1) * base });
   asked.decode_steering_vectors = Object.fromEntries(Object.entries(vectors).map(([site, given]) => [site, scaled(given)]));
@@ -195,6 +206,7 @@ async function go() {
   busy(true);
   try {
     do {
+      await probing;
       clear();
       const asked = await fitting(body(), control.signal);
       for await (const { data } of events("/v1/completions", asked, control.signal)) receive(data);
@@ -202,6 +214,7 @@ async function go() {
       status("done");
     } while ($("again").checked && (await pause(control.signal)));
   } catch (error) {
+    if (running !== control) return; // another stream stands there
     if (error.name === "AbortError") status("stopped");
     else {
       status("ended by an error");
@@ -221,6 +234,8 @@ function clear() {
   marks = [];
   holds = Number($("threshold").value);
   $("tokens").replaceChildren();
+  $("token-detail").replaceChildren(...noToken);
+  hideTip();
   if (!$("again").checked) $("trace").replaceChildren(); // else the page would jump with every completion
   $("stream-status").textContent = "waiting for the first token";
 }
@@ -275,16 +290,25 @@ function begin(told) {
   seed = told.seed ?? null;
   finish = null;
   told.prompt_tokens.forEach(text => add(text, false));
+  // What has moved since the stream was sent could not act yet
+  for (const name of Object.keys(actSoon)) if (monitor && $(name).value !== sent[name]) act(name);
   drawSliders();
 }
 
 function add(text, generated) {
   const position = tokens.length;
-  const node = make("span", { class: `token ${generated ? "made" : "given"}`, tabindex: position ? "-1" : "0", role: "img", "data-position": position, "aria-label": `${JSON.stringify(text)}, not read` });
+  const node = make("span", { class: `token ${generated ? "made" : "given"}`, tabindex: position ? "-1" : "0", role: "img", "data-position": position });
   // The line break is drawn and also broken, so that code keeps its shape
   node.append(...text.split(/(\n)/).flatMap(part => (part === "\n" ? [make("i", { text: "⏎" }), "\n"] : [part])));
-  tokens.push({ text, generated, node, reading: null, threshold: null });
+  tokens.push({ text, generated, node });
+  unread(tokens.at(-1));
   $("tokens").append(node);
+}
+
+function unread(one) {
+  one.reading = one.threshold = null;
+  one.node.classList.remove("above", "below");
+  one.node.setAttribute("aria-label", `${JSON.stringify(one.text)}, not read`);
 }
 
 function read(position, readings) {

@@ -26,7 +26,7 @@ from tests.mi_route2.serve.test_page import (
     stream,
     swept,
 )
-from tests.support.served import OTHER, PROMPT, Running, random_micro, running
+from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
 __all__ = ["browser", "grid", "runs", "seen", "served", "server"]  # fixtures
@@ -222,3 +222,105 @@ def test_an_answer_that_breaks_off_is_told_in_a_sentence(browser: Browser) -> No
         page.close()
         breaking.shutdown()
     assert told == "the connection ended before the answer did: press the button again"
+
+
+def test_a_slider_that_is_moved_before_the_first_token_acts_on_the_stream_that_waits_for_it(seen: Seen, server: Running) -> None:
+    page = seen.go(tab="stream")
+    expect(page.locator("#threshold-note")).to_contain_text("Monitor")
+    sent: dict[str, Any] = {}
+    page.on(
+        "request", lambda one: sent.update({one.url.rpartition("/")[2]: one.post_data_json}) if "/streams/" in one.url else None
+    )
+    with unhurried(server, 0.2):
+        stream(page)
+        for name in ("scale", "threshold"):
+            page.locator(f"#{name}").press("End")
+        expect(page.locator("#tokens .made").nth(2)).to_be_visible()
+        held: list[Any] = []
+        page.route("**/threshold", lambda route: route.continue_() if held else held.append(route))
+        values = []
+        for key in ("Home", "End"):
+            page.locator("#threshold").press(key)
+            values.append(float(page.input_value("#threshold")))
+            page.wait_for_timeout(200)
+        assert sent["threshold"]["threshold"] == values[0]  # the second waits, or it might be overtaken
+        with page.expect_response(lambda one: one.url.endswith("threshold") and one.request != held[0].request):
+            held[0].continue_()
+        page.click("#stop")
+    assert sent["scale"] == {"scale": pytest.approx(4e6)}  # of a vector that was sent at a millionth
+    assert sent["threshold"]["threshold"] == float(page.input_value("#threshold"))
+
+
+def test_what_was_read_for_another_stream_or_probe_does_not_stay(seen: Seen, server: Running, served: Served) -> None:
+    page = seen.go(tab="stream")
+    expect(page.locator("#threshold-note")).to_contain_text("Monitor")
+    stream(page)
+    expect(page.locator("#stream-status")).to_contain_text("done")
+    page.locator("#tokens .token").nth(2).hover()
+    expect(page.locator("#token-detail .facts")).to_be_visible()
+    page.click("#probe")
+    expect(page.locator("#threshold-note")).to_contain_text("toward clean")
+    assert all(label.endswith(", not read") for label in labels(page, "#tokens .token"))
+    for gone in ("#tokens .above, #tokens .below", "#token-detail .facts", "#trace svg", "#stream-legend:visible"):
+        expect(page.locator(gone)).to_have_count(0)
+    with unhurried(server, 0.2):
+        stream(page)
+        expect(page.locator("#tokens .made").nth(1)).to_be_visible()
+        page.locator("#tokens .token").nth(2).hover()
+        expect(page.locator("#token-detail .facts")).to_be_visible()
+        page.click("#go")
+        expect(page.locator("#go")).to_have_text("Start again")
+        expect(page.locator("#token-detail .facts")).to_have_count(0)
+        expect(page.locator("#stream-status")).to_have_text("waiting for the first token")
+        page.click("#stop")
+    held: list[Any] = []
+    page.route("**/v1/completions", lambda one: held.append(one) if "capture" in one.request.post_data else one.continue_())
+    page.fill("#block", "0")
+    page.click("#probe")
+    page.click("#go")
+    expect(page.locator("#go")).to_have_text("Start again")
+    with page.expect_request(lambda one: '"monitors"' in (one.post_data or "")) as asked:
+        for one in held:
+            one.continue_()
+    assert asked.value.post_data_json["monitors"][0]["site"] == "blocks.0.resid_post"
+    expect(page.locator("#stream-status")).to_contain_text("done")
+
+
+def test_marks_and_errors_are_of_the_prompts_beside_which_they_stand(seen: Seen, served: Served) -> None:
+    seen.refused = 1
+    page, one = seen.go(tab="patch", sites="resid_pre"), served.examples[0]
+    expect(page.locator("#strip .couple.differs")).to_have_count(1)
+    held: list[Any] = []
+    page.route("**/v1/patch_sweep", lambda route: held.append(route))
+    with page.expect_request("**/v1/patch_sweep"):
+        page.click("#sweep")
+    page.fill("#clean", one.corrupt)  # equal to the corrupt prompt, so that nothing differs
+    expect(page.locator("#strip .couple.differs")).to_have_count(0)
+    held.pop().continue_()
+    expect(page.locator("#peak")).to_contain_text("peak")
+    expect(page.locator("#map .tick.differs")).to_have_count(1)
+    page.route("**/v1/align", lambda route: held.append(route) if "unknown" in route.request.post_data else route.continue_())
+    with page.expect_request("**/v1/align"):
+        page.fill("#clean", "# task: unknown")
+    with page.expect_response("**/v1/align"):
+        page.fill("#clean", one.clean)
+    expect(page.locator("#strip .couple.differs")).to_have_count(1)
+    with page.expect_response("**/v1/align"):
+        held.pop().continue_()
+    expect(page.locator("#patch-form .error:visible")).to_have_count(0)
+    expect(page.locator("#strip .couple.differs")).to_have_count(1)
+
+
+def test_tokens_that_differ_are_marked_although_they_have_one_text_as_parts_of_characters_do(seen: Seen) -> None:
+    page = seen.page
+
+    def alike(route: Any) -> None:
+        answer = route.fetch().json()
+        route.fulfill(json=answer | {side: ["\N{REPLACEMENT CHARACTER}"] * len(answer[side]) for side in ("clean", "corrupt")})
+
+    page.route("**/v1/align", alike)
+    seen.go(tab="patch", sites="resid_pre")
+    expect(page.locator("#strip .couple.differs")).to_have_count(1)
+    page.click("#sweep")
+    expect(page.locator("#peak")).to_contain_text("peak")
+    expect(page.locator("#map .tick.differs")).to_have_count(1)

@@ -767,7 +767,8 @@ def test_tokens_and_alignment(alice: PatchStudy) -> None:
     found = alice._call("POST", "/v1/tokenize", {"text": PROMPT})
     assert (found["tokens"][:3], found["ids"]) == (["<bos>", "# task:", " add"], random_micro().encode(PROMPT))
     found = alice._call("POST", "/v1/align", {"clean": PROMPT, "corrupt": PROMPT + "\n```python\n" + "class Solution:\n"})
-    assert found["partner"] == [*range(10), None, None]
+    assert (found["partner"], found["differs"]) == ([*range(10), None, None], [])
+    assert alice._call("POST", "/v1/align", {"clean": PROMPT, "corrupt": OTHER})["differs"] == [2]
     assert "12 corrupt tokens on 10 clean ones" in found["summary"]
 
 
