@@ -72,18 +72,26 @@ def group_ids(group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tens
     """Number the groups from 0 in order of first appearance, one number per item.
 
     Raises:
-        TypeError: one text in place of a list.
+        TypeError: one text in place of a list, or a tensor of several numbers as a group.
         ValueError: a group that is NaN.
     """
     if isinstance(group, str | bytes):
         raise TypeError("The groups are one text where a list of ids belongs: put it in brackets.")
-    if isinstance(group, np.ndarray | Tensor):
-        group = group.tolist()  # elements of a tensor are equal only to themselves
+    group = [_value(key) for key in (group.tolist() if isinstance(group, np.ndarray | Tensor) else group)]
     for i, key in enumerate(group):
         if key != key:
             raise ValueError(f"Group {i} is NaN, which equals nothing: number the groups, such as with text_groups.")
     seen: dict[Hashable, int] = {}
     return np.array([seen.setdefault(key, len(seen)) for key in group], dtype=np.int64)
+
+
+def _value(key: Hashable) -> Hashable:
+    """Return the number of a tensor, which is equal only to itself."""
+    if not isinstance(key, Tensor):
+        return tuple(map(_value, key)) if isinstance(key, tuple) else key
+    if key.numel() != 1:
+        raise TypeError(f"A group is a tensor of shape {list(key.shape)}: give a number or a text for each item.")
+    return key.item()
 
 
 def split_groups(

@@ -38,7 +38,7 @@ def save_probe(path: Path | str, probe: Probe, about: dict[str, str] | None = No
     if isinstance(probe, DirectionProbe):
         kind, settings, tensors = "direction", {"score": probe.score}, {"direction": probe.direction}
     elif isinstance(probe, AffineProbe):
-        bias = torch.tensor([probe.bias], dtype=torch.float64)
+        bias = torch.tensor([probe.bias], dtype=torch.float64, device="cpu")
         kind, settings, tensors = "affine", {}, {"weight": probe.weight, "bias": bias}
     else:
         raise ValueError(f"A {type(probe).__name__} cannot be saved: only a DirectionProbe or an AffineProbe.")

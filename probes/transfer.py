@@ -221,7 +221,7 @@ def _batch(dataset: Dataset, layer: str, rows: Int[np.ndarray, " n"]) -> _Batch:
     """Return the selected rollouts at one layer."""
     index = torch.from_numpy(rows)
     h = dataset.hidden[layer]
-    hack = torch.tensor(dataset.hack, dtype=torch.bool)[index]
+    hack = torch.tensor(dataset.hack, dtype=torch.bool, device="cpu")[index]
     return _Batch(h[index.to(h.device)], dataset.mask[index.to(dataset.mask.device)].to(h.device), hack.to(h.device))
 
 
@@ -235,7 +235,7 @@ def _scores(
 ) -> tuple[Float[np.ndarray, " m"], Bool[np.ndarray, " m"], Int[np.ndarray, " m"]]:
     """Return scores of rollouts or of masked tokens, their labels, and the batch row of each."""
     if level == "rollout":
-        scores, owner = probe.score_rollouts(batch.h, batch.mask), torch.arange(len(batch.h))
+        scores, owner = probe.score_rollouts(batch.h, batch.mask), torch.arange(len(batch.h), device="cpu")
     else:
         scores, owner = probe.score_tokens(batch.h)[batch.mask], batch.mask.nonzero()[:, 0]
     return scores.detach().double().cpu().numpy(), batch.hack[owner].cpu().numpy(), owner.cpu().numpy()

@@ -134,7 +134,7 @@ class Grid:
         """True if the clean and corrupt scores differ by more than the noise floor, so that ``recovered`` has a meaning."""
         return abs(self.clean - self.corrupt) > self.noise_floor
 
-    @property
+    @cached_property  # figures read it at every cell
     def recovered(self) -> Float[np.ndarray, "sites columns"]:
         """Share recovered, ``effect / (clean - corrupt)``; ``ValueError`` if clean and corrupt are equal within the noise floor."""
         if not self.defined:

@@ -17,7 +17,7 @@ from mi_route2.checks import checked
 from mi_route2.runs.disk import Disk, Removals, Stored, dropped, evicted, invalid
 from mi_route2.runs.rows import About, Chunk, FinishedRun, Kind, Memory, RunInfo, SiteRows, Stats, described
 from mi_route2.runs.writer import Home, Writer
-from mi_route2.sites import Site, nearest
+from mi_route2.sites import Site, demand_site, nearest
 
 
 class Leases:
@@ -102,7 +102,7 @@ class RunStore:
     def __init__(
         self,
         budget: int | None = None,
-        folder: Path | None = None,
+        folder: Path | str | None = None,
         *,
         lease_seconds: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
@@ -165,7 +165,7 @@ class RunStore:
         Raises:
             KeyError: With the reason: an unknown run, one that was dropped, evicted or invalidated by a change of the weights, or a
                 site or position that was not captured.
-            ValueError: A damaged file, or a position that is not a whole number.
+            ValueError: A damaged file, a position that is not a whole number, or a name in place of a ``Site``.
         """
         return self._read(run, site, lambda site_rows: site_rows.at(positions))
 
@@ -427,6 +427,7 @@ class RunStore:
         with self._lock:
             self._demand(run)
             kinds = self._kinds(run)
+            demand_site(site, f"run {run!r}")
             if site not in kinds:
                 close = nearest(str(site), [str(known) for known in kinds])
                 raise KeyError(f"run {run!r} has no rows at {site}: the nearest sites that were captured are {close}")

@@ -15,6 +15,7 @@ from probes.calibration import fit_platt
 from probes.dataset import group_ids, split_groups, text_groups
 from probes.direction import DirectionFitter, DirectionProbe
 from probes.figures import reliability_figure, transfer_figure
+from probes.store import save_probe
 from probes.transfer import Dataset, TransferResult, TransferSettings, default_fitters, transfer
 
 N, S, D = 240, 4, 6
@@ -297,7 +298,10 @@ def test_text_groups_are_equal_iff_prompt_and_completion_are():
         text_groups(["a"], [])
 
 
-@pytest.mark.parametrize("made", [torch.tensor, np.array, list, tuple])
+@pytest.mark.parametrize(
+    "made",
+    [torch.tensor, np.array, list, tuple, lambda ids: list(torch.tensor(ids)), lambda ids: [(0, one) for one in torch.tensor(ids)]],
+)
 def test_groups_are_equal_by_value_in_whatever_they_come(made):
     """Elements of a tensor are objects of their own, and as groups of their own every text would be on both sides."""
     ids = [3, 3, 0, 1, 0]
@@ -309,6 +313,20 @@ def test_a_group_that_is_no_number_is_refused():
     for ids in ([0.0, math.nan], torch.tensor([0.0, math.nan]), np.array([0.0, math.nan])):
         with pytest.raises(ValueError, match="Group 1 is NaN, which equals nothing: number the groups"):
             group_ids(ids)
+    for rows in (list(torch.ones(2, 3)), list(zip(torch.ones(2, 3), "ab"))):  # of tokens, such as those of rollouts
+        with pytest.raises(TypeError, match=r"a tensor of shape \[3\]: give a number or a text for each item"):
+            group_ids(rows)
+
+
+def test_a_transfer_does_not_depend_on_torchs_default_device(tmp_path):
+    """Which notebooks set to the GPU; ``meta`` is one that every machine has."""
+    asked = tagged(["known", "known", "held"] * 20, [*range(60)], [t % 2 == 0 for t in range(60)]), [*range(60)]
+    chosen = {"mean": FITTERS["mean_difference"]}, dataclasses.replace(FAST, bootstraps=2)
+    expected = transfer(*asked, *chosen, progress=False)
+    with torch.device("meta"):
+        found = transfer(*asked, *chosen, progress=False)
+        save_probe(tmp_path / "probe", found.probes["mean"]["layer"])
+    assert found.jsonl() == expected.jsonl()
 
 
 def test_one_text_is_no_list_of_groups():

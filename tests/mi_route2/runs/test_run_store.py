@@ -199,7 +199,7 @@ def test_everything_is_there_again_when_the_folder_is_opened_again(tmp_path: Pat
             writer.append(MID, range(20), rows[:20])
             writer.append(KEPT, range(50), rows)
         store.close()
-    store = opened(0, tmp_path)
+    store = opened(0, str(tmp_path))
     assert store.runs() == ["run None", "run 0", "run 10000"]
     for run in store.runs():
         assert torch.equal(store.rows(run, MID, range(20)), rows[:20])
@@ -359,6 +359,13 @@ for one in (2**63, -(2**70)):
         else:
             raise AssertionError(one)
     store._writing["b"].abort()
+for call in (lambda: store.rows("a", str(site), [0]), lambda: store.positions("a", str(site))):
+    try:
+        call()
+    except ValueError as error:  # the nearest site that was captured would be this one
+        assert "run 'a' needs a Site, as Site(3, 'resid_pre') or Site.parse('" in str(error), error
+    else:
+        raise AssertionError(str(site))
 """
 
 
