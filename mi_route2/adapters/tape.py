@@ -498,7 +498,7 @@ class L1(torch.autograd.Function):
         sign = y.sign()
         ctx.save_for_backward(sign if real is None else torch.where(real[..., None], sign, torch.zeros_like(sign)))
         ctx.weight = weight
-        return y.view_as(y)
+        return y.clone()  # into a view that a Function returns, a hook may not write
 
     @staticmethod
     @once_differentiable
