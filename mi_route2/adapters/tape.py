@@ -165,6 +165,8 @@ class Tape:
         """``lost_quarantine``: a forward with gradients ran without the quarantine, and this tape did not ask for that."""
         self.anchor = torch.zeros(0, requires_grad=True)
         """Operand that needs a gradient, for products without another one: autograd then asks the kept gate there too."""
+        self.asked: set[str] = set()
+        """Sites at whose mask a hook stood in the forward."""
         self._still: set[str] = set()
         self._backward: set[str] = set()
         self._calls: Counter[str] = Counter()
