@@ -218,7 +218,7 @@ def watched(point: nn.Module) -> bool:
 class Branch(nn.Module):
     """Adapters at one logical Linear, and their hook points.
 
-    hook_kept_a       the kept adapter's bottleneck, ``Vh x`` or ``A x``, [b s r]
+    hook_kept_a       the kept adapter's bottleneck, ``Vh x`` or ``A x``, [b s r]; the base's is another, under ``fold`` too
     hook_kept         what the kept adapter adds, [b s d_out] (does not fire under ``fold``, which does not compute it separately)
     hook_quarantine   what the quarantine adds, [b s d_out]
     hook_mask         in a pass under a mask route: 1 if the kept adapter learns and 0 if flagged, [b] or [b s]. A tensor that a
@@ -268,6 +268,8 @@ class Branch(nn.Module):
         tape = board.tape if board.kept else None
         if board.kept and torch.is_grad_enabled() and self.mask_requested:
             self._refuse_backward_hooks()
+            if tape is not None:
+                tape.asked.add(self.site)
         if tape is not None:
             self._read(x, tape)
         stacked = self._stacks(tape)
@@ -360,8 +362,9 @@ class Branch(nn.Module):
     def _folded_kept(self, x: Tensor, tape: Tape | None) -> Tensor:
         kept, gate = self.kept, self._gate("kept")
         assert isinstance(kept, SVDKept)
-        a = self.hook_kept_a(kept.bottleneck(x))
-        scaled = a * self.S.to(a.dtype) + apply_factor(a, kept.dS, tape, gate, self.site, "dS")
+        a = kept.bottleneck(x)
+        read = self.hook_kept_a(a.clone() if watched(self.hook_kept_a) else a)  # what a hook there edits is not the base's
+        scaled = a * self.S.to(a.dtype) + apply_factor(read, kept.dS, tape, gate, self.site, "dS")
         return functional.linear(scaled, kept.U, self._slot[0].module.bias)  # pyright: ignore[reportArgumentType]
 
     def _quarantined(self, x: Tensor, tape: Tape | None) -> Tensor:

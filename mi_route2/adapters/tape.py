@@ -165,6 +165,8 @@ class Tape:
         """``lost_quarantine``: a forward with gradients ran without the quarantine, and this tape did not ask for that."""
         self.anchor = torch.zeros(0, requires_grad=True)
         """Operand that needs a gradient, for products without another one: autograd then asks the kept gate there too."""
+        self.asked: set[str] = set()
+        """Sites at whose mask a hook stood in the forward."""
         self._still: set[str] = set()
         self._backward: set[str] = set()
         self._calls: Counter[str] = Counter()
@@ -498,7 +500,7 @@ class L1(torch.autograd.Function):
         sign = y.sign()
         ctx.save_for_backward(sign if real is None else torch.where(real[..., None], sign, torch.zeros_like(sign)))
         ctx.weight = weight
-        return y.view_as(y)
+        return y.clone()  # into a view that a Function returns, a hook may not write
 
     @staticmethod
     @once_differentiable

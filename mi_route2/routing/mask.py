@@ -53,6 +53,7 @@ from mi_route2.routing.routes import (
     check_step,
     chunks,
     gradients_before,
+    masks_asked,
     refit,
     trained_gradients,
 )
@@ -261,6 +262,7 @@ class MaskGate:
         self.flags: dict[str, Tensor] = {}
         self.masks: dict[str, Tensor] = {}
         self._changed: set[str] = set()
+        self.hooked: set[str] = set()  # modules whose mask hooks saw
         # What modules without hooks have in common: the mask of ``known`` flags, and its weights.
         self._common: Tensor | None = None
         self._weights: Tensor | None = None
@@ -374,6 +376,8 @@ class MaskGate:
             mask = (~flags).to(self._batch.advantages.dtype)
         if self.known is not None and not read:
             self._common = mask
+        if read:
+            self.hooked.add(site)
         self.masks[site], changed = hooked(site, mask, point)
         if changed:
             self._changed.add(site)
@@ -424,6 +428,7 @@ class _MaskStep(Once):
                     "a hook at hook_mask was put on after the step began, and would let pass what was left out: put it on before"
                 )
             trained_gradients(kept)
+        self._demand_hooked()
         unrouted: dict[str, Tensor] = {}
         for gate in self._gates:
             for name, g in gate.unrouted.items():
@@ -433,6 +438,16 @@ class _MaskStep(Once):
             # The unrouted gradients too, or second moments, and then weights, would differ between ranks.
             reduce([*trained_gradients(kept, adapters.quarantine_parameters()), *unrouted.values()])
         return self._decision(unrouted)
+
+    def _demand_hooked(self) -> None:
+        """Raise ``RuntimeError`` for a hook that waited at a mask when the mask was not decided."""
+        gates = [(part.tape.asked, part.tape.kept.hooked) for part in self.parts if isinstance(part.tape.kept, MaskGate)]
+        silent = set(masks_asked(self.parts, self._policy.adapters)).difference(*(gate.hooked for gate in self._gates))
+        if silent := sorted(silent.union(*(asked - hooked for asked, hooked in gates))):
+            raise RuntimeError(
+                f"hook_mask was hooked at {', '.join(silent)} and did not fire, so the kept adapter learned without it: put it on "
+                "before the step, and take it off after finish()"
+            )
 
     @exact()
     def settle(self, part: Part) -> None:

@@ -327,6 +327,11 @@ def gradients_before(adapters: Adapters) -> Before:
     return {p: p.grad for p in trained if p.grad is not None and bool(p.grad.any())}
 
 
+def masks_asked(parts: Sequence[Part], adapters: Adapters) -> list[str]:
+    """Return the sites at whose mask a hook stands now, or stood in a forward of the step."""
+    return [s for s, branch in adapters.sites.items() if branch.mask_requested or any(s in part.tape.asked for part in parts)]
+
+
 class Once:
     """Mixin whose ``finish`` works once, because a second call would sum over ranks, or erase, twice."""
 
@@ -359,8 +364,7 @@ class Once:
                 f"the adapters already had gradients when this step began, and {acts} would act on the sum: call zero_grad() "
                 "before begin(), and give rollouts that are to be accumulated to one step, with StepContext(micro=...)"
             )
-        asked = [site for site, branch in adapters.sites.items() if branch.mask_requested]
-        if asked and not masks:
+        if (asked := masks_asked(parts, adapters)) and not masks:
             raise RuntimeError(f"hook_mask was hooked at {', '.join(asked)} and did not fire: {NO_MASK}")
         self._finished = True
 

@@ -166,9 +166,15 @@ def test_merged_and_recording_exclude_each_other() -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    "edit", [None, lambda m, args, a: 2 * a, lambda m, args, a: a.mul_(0)], ids=["plain", "edited", "in place"]
+)
 @pytest.mark.parametrize("name", SWITCHES)
-def test_fold_equals_unfold(name: str) -> None:
+def test_fold_equals_unfold(name: str, edit: Callable[..., Tensor] | None) -> None:
+    """Also where a hook edits the kept adapter's bottleneck, which is no part of the base then."""
     folded, plain = make_policy(SPECS["svd-fold"]), make_policy(SPECS["svd"])
+    for branch in (*folded.adapters.sites.values(), *plain.adapters.sites.values()) if edit else ():
+        branch.hook_kept_a.register_forward_hook(edit)
     with switch(folded.adapters, name), switch(plain.adapters, name):
         assert torch.allclose(logits(folded), logits(plain), rtol=0, atol=1e-12)
         if name != "reference":

@@ -24,10 +24,11 @@ from mask_oracle import (
 )
 from tiny_policy import SPECS, make_batch, make_policy, named_policy, per_rollout_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from mi_route2.adapters.gradients import Written
 from mi_route2.rollouts import Policy
-from mi_route2.routing import MaskRoute, MaskSpec, TrainBatch
+from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, OpenSpec, TrainBatch
 from mi_route2.routing.mask import cosine, shuffled
 from mi_route2.specs import LEGAL, PRIVILEGED, Score, ScorePolicy, Through, Unit
 
@@ -215,6 +216,31 @@ def test_a_hook_at_a_mask_that_comes_too_late_is_an_error_if_it_overrules_a_flag
             plain_loss(policy, part.batch, part.advantages).backward()
     with pytest.raises(RuntimeError, match="put on after the step began"):
         step.finish()
+
+
+@pytest.mark.parametrize(
+    ("score", "when"), [("none", "on after the forward"), ("grad", "off before finish"), ("open", "off before finish")]
+)
+def test_a_hook_that_waits_for_a_mask_and_sees_none_is_an_error(score: str, when: str) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    rule = MaskSpec(score=score, reinforced_only=False) if score != "open" else MaskSpec()  # pyright: ignore[reportArgumentType]
+    route = OpenRoute(OpenSpec()) if score == "open" else mask_route(policy, rule)
+    (part,) = (step := route.begin(policy, batch, context(rule, N))).parts
+    point, fired = policy.adapters.sites["blocks.1.mlp.up"].hook_mask, []
+
+    def put() -> RemovableHandle:
+        return point.register_forward_hook(lambda module, args, mask: fired.append(mask))
+
+    handle = None if when == "on after the forward" else put()
+    with policy.adapters.recording(part.tape):
+        loss = plain_loss(policy, part.batch, part.advantages)
+        handle = handle or put()
+        loss.backward()
+    if when == "off before finish":
+        handle.remove()
+    with pytest.raises(RuntimeError, match=r"hook_mask was hooked at blocks\.1\.mlp\.up and did not fire"):
+        step.finish()
+    assert not fired
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-stacked", "svd-stacked"])
