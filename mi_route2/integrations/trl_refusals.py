@@ -35,11 +35,11 @@ UPLOADS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 CUTS: Mapping[str, float | None] = MappingProxyType(
     dict.fromkeys(
-        ("min_p", "top_h", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias",
-         "suppress_tokens", "begin_suppress_tokens", "min_length", "min_new_tokens", "forced_eos_token_id",
-         "exponential_decay_length_penalty", "watermarking_config", "max_time")
+        ("min_p", "top_h", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+         "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "min_length", "min_new_tokens",
+         "forced_eos_token_id", "exponential_decay_length_penalty", "watermarking_config", "max_time")
     )
-    | {"typical_p": 1, "guidance_scale": 1, "num_beams": 1}
+    | {"typical_p": 1, "guidance_scale": 1, "num_beams": 1, "encoder_repetition_penalty": 1}
 )  # fmt: skip
 """Entries of a generation config that change what is drawn, and which TRL takes from the model's -> the value that does not."""
 
@@ -61,6 +61,9 @@ def refuse_settings(args: GRPOConfig) -> None:
             raise ValueError(reason)
     if "temperature" in (args.generation_kwargs or {}):
         raise ValueError("the loss would be at another temperature than that of generation_kwargs: use GRPOConfig(temperature=...)")
+    known, other = ("stop_token_ids", "eos_token_id") if args.use_vllm else ("eos_token_id", "stop_token_ids")
+    if other in (args.generation_kwargs or {}):  # transformers would not even say that it ignores the name of vLLM's
+        raise ValueError(f"{other} in generation_kwargs would end no completion here: use {known}")
     if args.mixed_precision == "fp16":  # also if the launcher says so
         raise ValueError("fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True")
     if args.deepspeed is not None:

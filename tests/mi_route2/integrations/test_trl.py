@@ -718,7 +718,13 @@ def test_a_model_whose_generation_config_cuts_what_is_drawn_is_refused(tmp_path:
     with pytest.raises(ValueError, match=r"min_p = 0.5 in the model's .* set model.generation_config.min_p = None"):
         make_trainer(tmp_path, OpenSpec(), sampled=True, model=model)
     make_trainer(tmp_path, OpenSpec(), sampled=True, model=model, min_p=0.0)[0].adapters.detach()
-    model.generation_config.update(min_p=None, typical_p=1.0, suppress_tokens=[])
+    model.generation_config.min_p = None
+    for name in ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"):  # whose encoder is the prompt here
+        setattr(model.generation_config, name, 3)
+        with pytest.raises(ValueError, match=f"{name} = 3 in the model's"):
+            make_trainer(tmp_path, OpenSpec(), sampled=True, model=model)
+        setattr(model.generation_config, name, None)
+    model.generation_config.update(typical_p=1.0, suppress_tokens=[], encoder_repetition_penalty=1.0)
     make_trainer(tmp_path, OpenSpec(), sampled=True, model=model)
 
 
@@ -962,6 +968,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "vllm in parts": (MaskSpec(), {"use_vllm": True, "vllm_tensor_parallel_size": 2}, "use vllm_tensor_parallel_size=1"),
     "vllm by transformers": (MaskSpec(), {"use_vllm": True, "vllm_model_impl": "transformers"}, "use vllm_model_impl='vllm'"),
     "vllm without a folder": (MaskSpec(), {"use_vllm": True}, "vLLM reads the base model from a folder"),
+    "vllm with end tokens": (MaskSpec(), {"use_vllm": True, "generation_kwargs": {"eos_token_id": 7}}, "here: use stop_token_ids"),
+    "stop tokens": (MaskSpec(), {"generation_kwargs": {"stop_token_ids": [7]}}, "here: use eos_token_id"),
     "temperature": (MaskSpec(), {"generation_kwargs": {"temperature": 0.5}}, r"use GRPOConfig\(temperature=...\)"),
     "sync": (MaskSpec(), {"sync_ref_model": True}, "cannot move"),
     "continuous": (MaskSpec(), {"use_transformers_continuous_batching": True}, "casts adapters to half precision"),
