@@ -4,7 +4,7 @@ Rollouts with one group id (the same prompt and completion, or, coarser, the sam
 model writes the same program many times, and a probe could recognize a text that it was trained on.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +58,7 @@ def text_groups(prompts: Sequence[str], completions: Sequence[str]) -> list[int]
     """Return one id per rollout; ids are equal if and only if prompt and completion are.
 
     Raises:
-        ValueError: different lengths.
+        ValueError: different lengths, or a NaN, as which pandas reads an empty text.
         TypeError: one text in place of a list.
     """
     if isinstance(prompts, str) or isinstance(completions, str):
@@ -72,15 +72,20 @@ def group_ids(group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tens
     """Number the groups from 0 in order of first appearance, one number per item.
 
     Raises:
-        TypeError: one text in place of a list, or a tensor of several numbers as a group.
-        ValueError: a group that is NaN.
+        TypeError: one text or a mapping in place of a list, or a tensor of several numbers as a group.
+        ValueError: a group that is NaN, or a tuple with one.
     """
     if isinstance(group, str | bytes):
         raise TypeError("The groups are one text where a list of ids belongs: put it in brackets.")
-    group = [_value(key) for key in (group.tolist() if isinstance(group, np.ndarray | Tensor) else group)]
+    if isinstance(group, Mapping):
+        raise TypeError("The groups are a mapping, whose keys are no list of ids: give one id per rollout, in their order.")
+    plain = group.tolist() if isinstance(group, np.ndarray | Tensor) and group.ndim == 1 else group
+    group = [_value(key) for key in plain]
     for i, key in enumerate(group):
-        if key != key:
-            raise ValueError(f"Group {i} is NaN, which equals nothing: number the groups, such as with text_groups.")
+        if _has_nan(key):
+            raise ValueError(
+                f"Group {i} is NaN, which equals nothing: number the groups, such as with text_groups ('' for no text)."
+            )
     seen: dict[Hashable, int] = {}
     return np.array([seen.setdefault(key, len(seen)) for key in group], dtype=np.int64)
 
@@ -92,6 +97,10 @@ def _value(key: Hashable) -> Hashable:
     if key.numel() != 1:
         raise TypeError(f"A group is a tensor of shape {list(key.shape)}: give a number or a text for each item.")
     return key.item()
+
+
+def _has_nan(key: Hashable) -> bool:
+    return any(map(_has_nan, key)) if isinstance(key, tuple) else key != key
 
 
 def split_groups(

@@ -338,6 +338,12 @@ class Controllers:
         """Return the names of the probe controllers that set the scale and the row of a request with ``monitors``."""
         return [one.name for one in self.sync if isinstance(one, ProbeController) and one.steers(monitors)]
 
+    def demand_same(self, monitor: Monitor, vectors: Mapping[str, Vector]) -> None:
+        """Raise ``ValueError`` for a monitor that a probe controller would take for its own, whose name it has."""
+        for one in self.sync:
+            if isinstance(one, ProbeController):
+                one.demand_same(monitor, vectors)
+
     def before_step(self, state: SteeringState) -> list[Outcome]:
         """Apply the queued actions."""
         outcomes: list[Outcome] = []
@@ -475,6 +481,7 @@ class ProbeController:
         self.name, self.config, self.threshold, self.hysteresis = name, config, threshold, hysteresis
         self.gain, self.proportional, self.smoothing = gain, proportional, smoothing
         self.wants = frozenset[Site]() if site is None else frozenset({site})
+        self._monitor = monitor
         self._readings = () if monitor is None else (monitor.name, GLOBAL + monitor.name)
         self._site, self._generated = site, generated
         self._probe = None if probe is None else Vector(probe)
@@ -507,6 +514,19 @@ class ProbeController:
         """Raise ``ValueError`` if the probe does not fit its site; errors of ``shape`` propagate."""
         if self._site is not None and self._probe is not None:
             demand_fit(shape(self._site), self._site, self._probe, f"the probe of {self.name!r}")
+
+    def demand_same(self, monitor: Monitor, vectors: Mapping[str, Vector]) -> None:
+        """Raise ``ValueError`` if ``monitor`` has the name of the controller's, and another site or probe (among ``vectors``)."""
+        own = self._monitor
+        if own is None or own.name != monitor.name:
+            return
+        probes = [Vector(one.probe) for one in (own, monitor)]
+        mine, given = (vectors.get(one.name) if one.values is None else one for one in probes)
+        if own.site != monitor.site or (mine is not None and mine != given):
+            raise ValueError(
+                f"the controller {self.name!r} would read the monitor {monitor.name!r}, which has another site or probe than its "
+                "own of that name: give it another name"
+            )
 
     def steers(self, monitors: Collection[str]) -> bool:
         """Return whether the controller acts on a request with ``monitors`` (names as in readings); one with a site acts on all."""

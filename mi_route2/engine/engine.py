@@ -48,7 +48,7 @@ from mi_route2.runs import RunStore
 from mi_route2.runs.disk import invalid
 from mi_route2.runs.rows import demand_name
 from mi_route2.steering.plan import Reading
-from mi_route2.steering.specs import UNSTEERED, Steering, VectorLike, looker
+from mi_route2.steering.specs import UNSTEERED, Monitor, Steering, VectorLike, looker
 from mi_route2.steering.state import SteeringState
 
 _DECODING = "the tokenizer's decoding of what was generated"
@@ -138,7 +138,7 @@ class Engine:
             dtype=kind,
             device=device,
             adapter_sites=model.adapters(),
-            guard=_weakly(self._refuse_second_hand),
+            guard=_weakly(self._refuse_monitor),
             guard_rules=book.refuse,
         )
         for name, vector in (vectors or {}).items():
@@ -591,6 +591,8 @@ class Engine:
         asked = request
         if steering is not request.steering or request.rules:  # a copy is validated anew, which takes longer than all of this
             asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
+        for monitor in (steering or UNSTEERED).monitors:
+            self.controllers.demand_same(monitor, named)
         if len(rivals := self._rivals(steering or UNSTEERED)) > 1:
             raise ValueError(
                 f"the controllers {rivals[0]!r} and {rivals[1]!r} would both set the scale and the row of this request: give each "
@@ -618,8 +620,12 @@ class Engine:
             return str(error.args[0])
         return None
 
-    def _refuse_second_hand(self, name: str, request: int | None) -> None:
-        """Raise ``ValueError`` if a monitor of this name would set a probe controller on a request beside rules or another one."""
+    def _refuse_monitor(self, name: str, monitor: Monitor, request: int | None) -> None:
+        """Raise ``ValueError`` for a monitor that would set a probe controller on a request beside rules or another one.
+
+        Likewise for one that a controller would take for its own.
+        """
+        self.controllers.demand_same(monitor, self._steering.vectors)
         if len(self.controllers.probe_controllers({name})) == len(self.controllers.probe_controllers(())):
             return  # no probe controller reads it
         rules, sequences = self._residents.rules, self._sequences

@@ -191,6 +191,7 @@ class Disk:
 
     def write(self, run: str, sites: Mapping[Site, tuple[Tensor, Tensor]]) -> list[Stored]:
         """Write positions and rows by site into a new shard, which ``commit`` adds to the index; from any thread."""
+        self._demand_own()
         shard = next(self._numbers)
         return write_shard(self._path(shard), shard, run, sites)
 
@@ -200,12 +201,13 @@ class Disk:
 
     def discard(self, shards: Iterable[int]) -> None:
         """Delete files that are not in the index; files that cannot be deleted now are deleted at the next opening."""
-        for shard in shards:
+        for shard in shards if os.getpid() == self._process else ():
             with suppress(OSError):
                 self._path(shard).unlink(missing_ok=True)
 
     def commit(self, run: str, about: About, stored: Sequence[Stored]) -> None:
         """Add a finished run to the index in one transaction."""
+        self._demand_own()
         text = about.text()
         try:
             sync = os.open(self._shards, os.O_RDONLY)
@@ -223,6 +225,7 @@ class Disk:
 
     def remove(self, reasons: Mapping[str, str]) -> None:
         """Remove runs and record the reasons, also on a full disk."""
+        self._demand_own()
         shards = [shard for run in reasons for (shard,) in self._ask("SELECT shard FROM shards WHERE run = ?", run)]
         with self._explained():
             # On a full disk, where removing is the way to make room, SQLite's log is emptied, to be written from its beginning. If
@@ -238,6 +241,14 @@ class Disk:
                     make_room()
         # After the index: files that a crash leaves here belong to no run, and the next opening deletes them.
         self.discard(shards)
+
+    def _demand_own(self) -> None:
+        """Raise ``RuntimeError`` in a fork of the store's process, which would number its shards as that one does."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{self.folder} is of a store of process {self._process}, of which this one is a fork: write there, or open a "
+                "store of this process on a folder of its own"
+            )
 
     def _unlist(self, reasons: Mapping[str, str]) -> None:
         with self._db as db:

@@ -322,8 +322,8 @@ class SteeringState:
         device: device of the model.
         adapter_sites: the ``quarantine_out`` sites, which monitors gate by default, and the ``kept_out`` sites, which they may
             gate by name.
-        guard: called with its name in readings before a monitor is set on a request (``None``: on all); raises ``ValueError`` to
-            refuse it.
+        guard: called with its name in readings, and itself, before a monitor is set on a request (``None``: on all); raises
+            ``ValueError`` to refuse it.
         guard_rules: likewise called before a request gets another scale, or is routed to another configuration.
 
     ``changes`` counts the calls after which the steering may differ.
@@ -337,7 +337,7 @@ class SteeringState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         adapter_sites: tuple[Site, ...] = (),
-        guard: Callable[[str, int | None], None] = lambda _name, _request: None,
+        guard: Callable[[str, Monitor, int | None], None] = lambda _name, _monitor, _request: None,
         guard_rules: Callable[[int, float | str | None], None] = lambda _request, _value: None,
     ):
         self._guard, self._guard_rules = guard, guard_rules
@@ -580,8 +580,9 @@ class SteeringState:
         if monitor.prompt:
             raise ValueError("a monitor that acts on prompts must be in the request's own steering, which alone acts on them")
         name = GLOBAL + monitor.name if request is None else monitor.name
-        watch = watch_of(monitor.resolved(looker(self.vectors)), name, self.rows, self.adapter_sites)
-        self._guard(name, request)
+        monitor = monitor.resolved(looker(self.vectors))
+        watch = watch_of(monitor, name, self.rows, self.adapter_sites)
+        self._guard(name, monitor, request)
         if request is None:
             self._monitors[monitor.name] = watch, owner
         else:

@@ -310,12 +310,16 @@ def test_groups_are_equal_by_value_in_whatever_they_come(made):
 
 def test_a_group_that_is_no_number_is_refused():
     """NaN differs from itself, so that every item would be a group of its own, on both sides of a split."""
-    for ids in ([0.0, math.nan], torch.tensor([0.0, math.nan]), np.array([0.0, math.nan])):
+    tuples = [(0, 0.0), ("a", torch.tensor(math.nan))]
+    for ids in ([0.0, math.nan], torch.tensor([0.0, math.nan]), np.array([0.0, math.nan]), tuples):
         with pytest.raises(ValueError, match="Group 1 is NaN, which equals nothing: number the groups"):
             group_ids(ids)
-    for rows in (list(torch.ones(2, 3)), list(zip(torch.ones(2, 3), "ab"))):  # of tokens, such as those of rollouts
-        with pytest.raises(TypeError, match=r"a tensor of shape \[3\]: give a number or a text for each item"):
+    tokens, checked = torch.ones(2, 3), "typechecking parameter 'group'"  # the latter if the suite looks at shapes
+    for rows in (tokens, [*tokens], list(zip(tokens, "ab"))):
+        with pytest.raises(TypeError, match=rf"a tensor of shape \[3\]: give a number or a text for each item|{checked}"):
             group_ids(rows)
+    with pytest.raises(TypeError, match=f"a mapping, whose keys are no list of ids: give one id per rollout|{checked}"):
+        group_ids({"first": 0, "second": 0})  # pyright: ignore[reportArgumentType]
 
 
 def test_a_transfer_does_not_depend_on_torchs_default_device(tmp_path):

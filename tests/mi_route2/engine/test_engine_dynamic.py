@@ -429,6 +429,22 @@ def test_a_request_is_scaled_and_routed_by_one_hand(what: str, reads: str) -> No
     engine.check(request)  # a shadow changes nothing
 
 
+def test_a_policy_reads_no_other_monitor_of_its_monitors_name() -> None:
+    """A monitor is called by its site by default, and two probes at one site have other scores."""
+    own, other = (Monitor(SITE, probe, gates=()) for probe in ("mine", [*VECTOR[:-1], 5.0]))
+    engine = Engine(host_of(), vectors={"mine": VECTOR}, controllers=Controllers([policy(gain=0.0, monitor=own)]))
+    message = f"the controller 'policy' would read the monitor '{SITE}', which has another site or probe than its own"
+    for asked in (other, replace(other, probe=VECTOR, site=Site(0, "resid_mid"), name=str(SITE))):
+        with pytest.raises(ValueError, match=message):
+            engine.submit(Request(PROMPT, greedy(), steering=Steering(monitors=(asked,))))
+        with pytest.raises(ValueError, match=message):
+            engine.steering.set_monitor(asked)
+    assert (engine.busy, engine.steering.monitors) == (False, ())
+    for same in (own, replace(own, probe=VECTOR, threshold=2.0), replace(other, name="other")):
+        engine.check(Request(PROMPT, greedy(), steering=Steering(monitors=(same,))))
+        engine.steering.set_monitor(same)
+
+
 def parsed(data: list[dict[str, object]]) -> Sequence[Rule]:
     from mi_route2.engine.rules import parse_rules
 

@@ -1208,6 +1208,31 @@ def test_a_second_store_on_the_same_folder_is_one_sentence(tmp_path: Path, opene
     waits.wait()
 
 
+def test_a_fork_changes_nothing_of_its_parents_store(tmp_path: Path, opened: Opened) -> None:
+    """Both would number their shards alike, and write over each other's."""
+    store = opened(0, tmp_path, shard_bytes=1)
+    write(store, "a", drawn(3, 2))
+    began = store.writing("b", weights="w")
+    began.append(MID, [0], drawn(1, 2))
+
+    def forked() -> None:
+        for change in (
+            lambda: write(store, "c", drawn(3, 2)),
+            lambda: store.writing("d", weights="w").close(),
+            lambda: store.drop("a"),
+        ):
+            with pytest.raises(RuntimeError, match=f"of process {os.getppid()}, of which this one is a fork: write there, or open"):
+                change()
+        assert torch.equal(store.rows("a", MID, range(3)), drawn(3, 2))
+        store.close()  # ends the writer too
+
+    assert in_a_child(forked) == 0
+    began.close()
+    write(store, "c", drawn(3, 2))
+    for run, rows in {"a": 3, "b": 1, "c": 3}.items():
+        assert torch.equal(store.rows(run, MID, range(rows)), drawn(rows, 2))
+
+
 def busy(folder: Path) -> None:
     """Two runs, one of several shards, a drop, and an abort."""
     with RunStore(20_000, folder, shard_bytes=600) as store:
