@@ -176,13 +176,20 @@ async function tell(name) {
   }
 }
 
+/** What the monitor does by its gate; nothing if it only watches. */
+const acts = () => [
+  { close: "closes the quarantine above it", open: "opens the quarantine above it" }[monitor?.quarantine],
+  monitor?.adds?.length && "adds its vectors",
+  monitor?.gate_rows && "gates the steering vectors above it",
+].filter(Boolean).join(", ");
+const reaches = () => (monitor.prompt ? "in the prompt too" : "at generated tokens only");
+
 function drawSliders() {
   for (const name of ["scale", "threshold"]) $(`${name}-value`).textContent = number(Number($(name).value), 2);
   if (!monitor) return;
   const live = request !== null ? "Acts on the running stream." : "Acts from the first token of the next stream on.";
   $("scale-note").textContent = `Times the steering vector at ${Object.keys(vectors).join(", ")}. ${live}`;
-  const closes = { close: "closes the quarantine above it", open: "opens the quarantine above it" }[monitor.quarantine] ?? "only watches";
-  $("threshold-note").textContent = `Monitor ${monitor.name} at ${monitor.site} ${closes}.`;
+  $("threshold-note").textContent = `Monitor ${monitor.name} at ${monitor.site} ${acts() ? `${acts()}, ${reaches()}` : "only watches"}.`;
 }
 
 // --- the stream
@@ -350,7 +357,7 @@ function drawLegend(by, middle, reach, count) {
   $("stream-ramp").classList.toggle("one", by === "gate");
   $("stream-low").textContent = by === "gate" ? "0" : number(middle - reach, 2);
   $("stream-high").textContent = by === "gate" ? "1" : number(middle + reach, 2);
-  $("stream-words").textContent = by === "gate" ? "gate: how far the monitor acts" : `probe score around the threshold ${number(middle, 2)}`;
+  $("stream-words").textContent = by === "gate" ? `gate: how far the monitor ${acts() ? `acts, ${reaches()}` : "would act"}` : `probe score around the threshold ${number(middle, 2)}`;
 }
 
 const HEIGHT = 96, GATE = 22;
@@ -385,7 +392,7 @@ function look(event) {
 
 function facts(position) {
   const { reading, generated } = tokens[position];
-  if (reading) return [["score", number(reading.score)], ["gate", number(reading.gate)]];
+  if (reading) return [["score", number(reading.score)], ["gate", number(reading.gate)], ...(generated || monitor.prompt || !acts() ? [] : [["acts", "not on a prompt"]])];
   return [["not read", generated && position === tokens.length - 1 ? "the last token is never an input" : ""]];
 }
 

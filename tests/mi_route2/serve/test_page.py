@@ -304,6 +304,13 @@ def test_each_token_has_the_color_and_the_readings_of_its_position(seen: Seen, s
     assert len(set(colors)) > 3
     page.get_by_text("gate", exact=True).first.click()
     assert page.locator("#tokens .below").count() == 0  # a gate is never negative
+    # It acts on no token of the prompt
+    assert not served.monitor.get("prompt")  # pyright: ignore[reportOptionalMemberAccess]
+    for place in ("#threshold-note", "#stream-words"):
+        expect(page.locator(place)).to_contain_text("at generated tokens only")
+    for kind, count in ((".given", 1), (".made", 0)):
+        page.locator(f"#tokens {kind}").first.hover()
+        expect(page.locator("#token-detail", has_text="not on a prompt")).to_have_count(count)
 
 
 def test_the_thresholds_slider_moves_the_gates_of_the_running_stream(seen: Seen, server: Running, served: Served) -> None:
