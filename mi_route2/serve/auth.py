@@ -291,12 +291,13 @@ class Front:
 
     It refuses a body above ``limit`` bytes, one of a client without a key, one that does not come, a page of another origin, and on
     a server without keys a host name that is not this machine's (which a page of any site could point here). An answer that is not
-    read is not sent to its end. It writes one line of the log per request, without what was sent unless the app's state says
-    ``log_prompts``.
+    read is not sent to its end. Every answer has a number of this process, by which the page knows a server that was started again.
+    It writes one line of the log per request, without what was sent unless the app's state says ``log_prompts``.
     """
 
     def __init__(self, app: ASGIApp, *, limit: int, local: bool, done: Callable[[str, int, float, str | None], None], keys: Keys):
         self._app, self._limit, self._local, self._done, self._keys = app, limit, local, done, keys
+        self._number = secrets.token_hex(8).encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -309,6 +310,7 @@ class Front:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (b"mi-route2-server", self._number)]}
             body, more = message.get("body", b""), message.get("more_body", False)
             for start in range(0, len(body) or 1, PIECE):  # in pieces, as the server waits for a reader between two messages only
                 part = {"body": body[start : start + PIECE], "more_body": more or start + PIECE < len(body)} if body else {}

@@ -7,6 +7,8 @@ export const key = {
   set: value => sessionStorage.setItem(KEY, value),
 };
 
+let server = null; // the number of the process that answered first; a proxy's own answer has none
+
 /** The server's sentence; `param` is the body field that it speaks of, if any. */
 export class ServerError extends Error {
   constructor(status, { message, param = null, type = "" } = {}) {
@@ -44,6 +46,10 @@ async function call(path, body, signal) {
     if (error.name === "AbortError") throw error;
     throw new ServerError(0, { message: "the server does not answer: is it still running?" });
   }
+  // One that was started again may serve another model than the page shows; the Study tab, which only reads, has no model
+  const now = response.headers.get("mi-route2-server");
+  server ??= now;
+  if (body !== undefined && now !== null && now !== server) throw new ServerError(0, { message: "the server was started again, maybe with another model: reload this page" });
   if (!response.ok) throw await refused(response);
   return response;
 }

@@ -11,6 +11,7 @@ const HEADED = new Set(["z", "q", "k", "v"]);
 let study, map, running, asking;
 let aligned = null; // the last answer of /v1/align
 let swept = null; // the body of the sweep that the grid shows
+let remarks = []; // what its end said of it
 let chosen = new Set();
 const noCell = [...$("cell-head").childNodes];
 const soon = later(250);
@@ -64,6 +65,7 @@ function changed() {
   aligned = null; // of the prompts before
   remember({ ...values(), sites: [...chosen].join(","), swept: null, cell: null });
   usable();
+  drawNote();
   soon(align);
 }
 
@@ -100,6 +102,7 @@ function toggle(name) {
 async function align() {
   const { clean, corrupt } = values();
   if (!clean || !corrupt) {
+    clearErrors($("prompts"), $("align-error"));
     drawStrip(null);
     return true; // the sweep says what is missing
   }
@@ -175,13 +178,21 @@ async function sweep() {
     say("The sweep is done", true);
   } catch (error) {
     if (error.name === "AbortError") say("The sweep was cancelled", true);
-    else showError(error, $("patch-form"), $("patch-error"));
+    else showError(same(asked) ? error : new Error(`the sweep before: ${error.message}`), $("patch-form"), $("patch-error"));
   } finally {
     if (running === control) {
       running = null;
       busy(false);
     }
   }
+}
+
+/** True if a sweep is of what the form says now. */
+const same = asked => JSON.stringify(asked) === JSON.stringify(body());
+
+function drawNote() {
+  const stale = swept && !same(swept) ? ["This grid is not of what stands above: sweep again."] : [];
+  $("map-note").textContent = [...stale, ...remarks].join(" ");
 }
 
 function busy(on) {
@@ -200,6 +211,8 @@ function receive(event, data, pairs) {
 
 function started(data, pairs) {
   asking?.abort();
+  remarks = [];
+  drawNote();
   $("cell-head").replaceChildren(...noCell); // what stands there is of a cell of the grid before
   $("cell-answer").replaceChildren();
   const positions = data.positions ?? data.columns.map((_, column) => (data.columns.length === pairs?.corrupt.length ? column : null));
@@ -227,8 +240,9 @@ function ended({ grid, summary }) {
   // The summary is the truth: it also has cells that a slow reader was not sent one by one
   map.fill(grid.values.flatMap((row, i) => row.map((value, j) => [i, j, value])));
   map.finish({ defined: grid.recovered !== null, skipped: columns });
-  if (grid.recovered === null) $("strip-note").textContent = "Clean and corrupt have the same score within the noise, so the colors show the change of the score: choose prompts that the model tells apart.";
-  if (summary?.note) $("strip-note").textContent = summary.note;
+  if (grid.recovered === null) remarks.push("Clean and corrupt have the same score within the noise, so the colors show the change of the score: choose prompts that the model tells apart.");
+  if (summary?.note) remarks.push(summary.note);
+  drawNote();
   drawScores(grid.noise_floor);
   drawPeak();
   restoreCell();
@@ -258,6 +272,7 @@ function restoreCell() {
 
 function lookAt({ column }) {
   $("strip").querySelector(".here")?.classList.remove("here");
+  if (swept.clean !== $("clean").value || swept.corrupt !== $("corrupt").value) return; // the strip is of other prompts
   $("strip").querySelector(`[data-position="${map.positions[column]}"]`)?.classList.add("here");
 }
 

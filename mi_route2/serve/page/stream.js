@@ -10,9 +10,10 @@ let vectors = {}; // what the scale slider scales: { site: { vector, scale } }
 let request = null; // the server's number of the running stream
 let tokens = []; // by position: { text, generated, node, reading, threshold }
 let marks = []; // positions at which a slider moved
+let looked = null; // position of the token whose values stand beside
 let holds = 0; // the threshold that the server has, which follows the slider
 let base = 1; // the scale with which the stream was sent, of which the server knows the slider's as a multiple
-let sent = {}; // the sliders with which it was sent
+let sent = {}; // the sliders and the adapters with which it was sent
 let acting = Promise.resolve(); // one change of a slider after another: a late one would undo a newer one
 let probing = Promise.resolve(); // a stream that is sent waits for the probe that is being made
 const NEARLY_ZERO = 1e-6; // a vector of scale 0 could not be turned up while the stream runs
@@ -31,21 +32,23 @@ export function open(given) {
   restore(prompts);
   limits();
   listen();
-  if (state.has("s.block")) probing = probe();
+  if (state.has("s.block")) probing = probe({ clean: state.get("s.clean"), corrupt: state.get("s.corrupt"), threshold: state.get("s.threshold") });
 }
 
 /** Watch the stream with a monitor, and steer it by vectors; without any, by the monitor's own probe. */
 function watch(given, steering) {
-  monitor = given ?? null;
+  monitor = given ? { ...given, name: given.name || given.site } : null; // as the server names it
   vectors = steering ?? (monitor ? { [monitor.site]: { vector: monitor.probe } } : {});
 }
 
-/** Make a monitor of the Patch tab's two prompts: the direction between their last tokens, 1 from the one to the other. */
-async function probe() {
-  const block = $("block").value, site = `blocks.${block}.resid_post`, example = study.examples?.[0] ?? {};
+/** Make a monitor of the Patch tab's two prompts, or of a link's: the direction between their last tokens, 1 from the one to the other. */
+async function probe(link = {}) {
+  const patched = state.has("clean") || state.has("corrupt") ? Object.fromEntries(state) : (study.examples?.[0] ?? {});
+  const prompts = ["clean", "corrupt"].map(name => link[name] ?? patched[name] ?? "");
+  const block = $("block").value, site = `blocks.${block}.resid_post`;
   $("act-error").hidden = true;
   try {
-    const [clean, corrupt] = await Promise.all(["clean", "corrupt"].map(name => lastValue(state.get(name) ?? example[name] ?? "", site)));
+    const [clean, corrupt] = await Promise.all(prompts.map(prompt => lastValue(prompt, site)));
     const difference = clean.map((value, i) => value - corrupt[i]), square = difference.reduce((sum, value) => sum + value * value, 0);
     if (!square) throw new Error("both prompts have the same value there: choose a later block, or prompts that differ");
     const direction = difference.map(value => value / square);
@@ -53,9 +56,11 @@ async function probe() {
     const above = Number(block) < study.layers - 1; // behind the last block there is no quarantine to close
     const quarantine = above && study.sites.includes("quarantine_out") ? { quarantine: "close" } : {};
     watch({ name: "toward clean", site, probe: direction, threshold: Number(threshold.toFixed(2)), sharpness: 6, ...quarantine }, { [site]: { vector: difference } });
-    remember({ "s.block": block });
-    aim(state.get("s.threshold") ?? monitor.threshold);
+    aim(link.threshold ?? monitor.threshold);
+    // The Patch tab may have other prompts by the time at which the link is opened
+    remember({ "s.block": block, "s.clean": prompts[0], "s.corrupt": prompts[1], "s.threshold": $("threshold").value });
     for (const one of tokens) unread(one); // what was read belongs to another probe
+    looked = null;
     $("token-detail").replaceChildren(...noToken);
     for (const name of ["scale", "threshold"]) $(name).disabled = false;
     limits();
@@ -135,10 +140,7 @@ function listen() {
   }
   for (const [kind, react] of [["pointerover", look], ["focusin", look], ["pointerleave", hideTip], ["focusout", hideTip]]) $("tokens").addEventListener(kind, react);
   $("tokens").addEventListener("keydown", walk);
-  $("probe").addEventListener("click", () => {
-    remember({ "s.threshold": null }); // of another probe's unit
-    probing = probing.then(probe);
-  });
+  $("probe").addEventListener("click", () => (probing = probing.then(() => probe())));
   if (!monitor) $("threshold-note").textContent = "This model comes without a monitor. Make one of two prompts:";
   drawSliders();
 }
@@ -174,13 +176,20 @@ async function tell(name) {
   }
 }
 
+/** What the monitor does by its gate; nothing if it only watches. */
+const acts = () => [
+  { close: "closes the quarantine above it", open: "opens the quarantine above it" }[monitor?.quarantine],
+  monitor?.adds?.length && "adds its vectors",
+  monitor?.gate_rows && "gates the steering vectors above it",
+].filter(Boolean).join(", ");
+const reaches = () => (monitor.prompt ? "in the prompt too" : "at generated tokens only");
+
 function drawSliders() {
   for (const name of ["scale", "threshold"]) $(`${name}-value`).textContent = number(Number($(name).value), 2);
   if (!monitor) return;
   const live = request !== null ? "Acts on the running stream." : "Acts from the first token of the next stream on.";
   $("scale-note").textContent = `Times the steering vector at ${Object.keys(vectors).join(", ")}. ${live}`;
-  const closes = { close: "closes the quarantine above it", open: "opens the quarantine above it" }[monitor.quarantine] ?? "only watches";
-  $("threshold-note").textContent = `Monitor ${monitor.name ?? ""} at ${monitor.site} ${closes}.`;
+  $("threshold-note").textContent = `Monitor ${monitor.name} at ${monitor.site} ${acts() ? `${acts()}, ${reaches()}` : "only watches"}.`;
 }
 
 // --- the stream
@@ -190,8 +199,9 @@ function body() {
   if ($("adapters").value) asked.adapters = $("adapters").value;
   // Drawn here if none is given: a number of 64 bits would lose its last digits in JavaScript, and could not be given again
   asked.seed = numberOf($("seed").value.trim() || String(crypto.getRandomValues(new Uint32Array(1))[0]));
+  sent = { adapters: asked.adapters };
   if (!monitor) return asked;
-  sent = { scale: $("scale").value, threshold: $("threshold").value };
+  sent = { ...sent, scale: $("scale").value, threshold: $("threshold").value };
   base = Number($("scale").value) || NEARLY_ZERO;
   const scaled = given => (given?.vector === undefined ? { vector: given, scale: base } : { ...given, scale: (given.scale ?? 1) * base });
   asked.decode_steering_vectors = Object.fromEntries(Object.entries(vectors).map(([site, given]) => [site, scaled(given)]));
@@ -218,6 +228,7 @@ async function go() {
     if (error.name === "AbortError") status("stopped");
     else {
       status("ended by an error");
+      repaint(); // without a token, what stands there is of the stream before
       showError(error, $("stream-form"), $("stream-error"));
     }
   } finally {
@@ -232,6 +243,7 @@ function clear() {
   request = finish = seed = null;
   tokens = [];
   marks = [];
+  looked = null;
   holds = Number($("threshold").value);
   $("tokens").replaceChildren();
   $("token-detail").replaceChildren(...noToken);
@@ -266,7 +278,7 @@ function busy(on) {
 
 function status(text) {
   const made = tokens.filter(one => one.generated).length;
-  $("stream-status").textContent = `${made} tokens, ${text}${finish ? ` (${finish})` : ""}${seed === null ? "" : `, seed ${seed}`}`;
+  $("stream-status").textContent = `${made} tokens, ${text}${finish ? ` (${finish})` : ""}${seed === null ? "" : `, seed ${seed}`}${sent.adapters ? `, adapters ${sent.adapters}` : ""}`;
   if (text !== "running") say(`${made} tokens, ${text}`, true);
 }
 
@@ -312,10 +324,14 @@ function unread(one) {
 }
 
 function read(position, readings) {
-  const one = tokens[position], reading = monitor && (readings[monitor.name] ?? Object.values(readings)[0]);
+  const one = tokens[position], reading = monitor && readings[monitor.name];
   if (!one || !reading) return;
   one.reading = reading;
   one.threshold = holds;
+  if (position === looked) {
+    hideTip(); // which says that it is not read
+    detail();
+  }
 }
 
 // --- colors
@@ -341,7 +357,7 @@ function drawLegend(by, middle, reach, count) {
   $("stream-ramp").classList.toggle("one", by === "gate");
   $("stream-low").textContent = by === "gate" ? "0" : number(middle - reach, 2);
   $("stream-high").textContent = by === "gate" ? "1" : number(middle + reach, 2);
-  $("stream-words").textContent = by === "gate" ? "gate: how far the monitor acts" : `probe score around the threshold ${number(middle, 2)}`;
+  $("stream-words").textContent = by === "gate" ? `gate: how far the monitor ${acts() ? `acts, ${reaches()}` : "would act"}` : `probe score around the threshold ${number(middle, 2)}`;
 }
 
 const HEIGHT = 96, GATE = 22;
@@ -369,10 +385,20 @@ function drawTrace() {
 function look(event) {
   const node = event.target.closest?.(".token");
   if (!node) return hideTip();
-  const position = Number(node.dataset.position), { text, reading, generated } = tokens[position];
-  const facts = reading ? [["score", number(reading.score)], ["gate", number(reading.gate)]] : [["not read", generated && position === tokens.length - 1 ? "the last token is never an input" : ""]];
-  showTip(node, make("b", { text: visible(text) }), make("span", { text: `position ${position}` }), ...facts.map(([name, value]) => make("span", { text: `${name} ${value}` })));
-  const all = [["position", position], ["from", generated ? "the model" : "the prompt"], ...facts];
+  looked = Number(node.dataset.position);
+  showTip(node, make("b", { text: visible(tokens[looked].text) }), make("span", { text: `position ${looked}` }), ...facts(looked).map(([name, value]) => make("span", { text: `${name} ${value}` })));
+  detail();
+}
+
+function facts(position) {
+  const { reading, generated } = tokens[position];
+  if (reading) return [["score", number(reading.score)], ["gate", number(reading.gate)], ...(generated || monitor.prompt || !acts() ? [] : [["acts", "not on a prompt"]])];
+  return [["not read", generated && position === tokens.length - 1 ? "the last token is never an input" : ""]];
+}
+
+function detail() {
+  const { text, generated } = tokens[looked];
+  const all = [["position", looked], ["from", generated ? "the model" : "the prompt"], ...facts(looked)];
   $("token-detail").replaceChildren(make("h3", {}, make("code", { text: visible(text) })), make("dl", { class: "facts" }, ...all.map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value })))));
 }
 

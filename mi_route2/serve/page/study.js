@@ -77,7 +77,7 @@ function empty() {
 
 function draw() {
   // The same numbers draw nothing, so that a focus or a scroll position is not lost every three seconds
-  const now = JSON.stringify([runs, rate, side]);
+  const now = JSON.stringify([folder, roles, runs, rate, side]);
   if (now === drawn) return;
   drawn = now;
   const scroll = document.querySelector("#study-body .scroll")?.scrollLeft ?? 0;
@@ -129,13 +129,19 @@ function table() {
   const columns = [...new Set(runs.flatMap(run => Object.keys(run.rates[side])))];
   const rows = [...byArm()].map(([arm, of]) => {
     const cells = columns.map(mode => cell(of.flatMap(run => numbersIn([run.rates[side][mode]?.[rate]]))));
-    return make("tr", {}, make("th", { scope: "row" }, arm, ...(of[0].role ? [make("small", { text: of[0].role })] : [])), ...cells, make("td", { class: "n", text: of.length }), make("td", { class: "progress", text: progress(of) }));
+    return make("tr", {}, make("th", { scope: "row" }, arm, ...(of[0].role ? [make("small", { text: of[0].role })] : [])), ...cells, make("td", { class: "n", text: counted(of) }), make("td", { class: "progress", text: progress(of) }));
   });
   const names = [...columns, "seeds", "step"].map(name => make("th", { scope: "col" }, name, make("small", { text: columns.includes(name) ? role(name) : "" })));
   const whole = make("table", { class: "rates" }, make("caption", { class: "visually-hidden", text: `Rate of ${rate}, ${SIDES[side]}, mean over seeds` }), make("thead", {}, make("tr", {}, make("th", { scope: "col", text: "arm" }), ...names)), make("tbody", {}, ...rows));
   const note = side === "train" ? `Training rollouts of the last ${LAST} steps` : "Evaluation after training";
   const unknown = columns.some(role) ? "" : " Which modes were held out is not known here: neither the study nor the model that is served names them.";
   return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Arms and modes" }), ...controls), make("div", { class: "scroll" }, whole), make("p", { class: "note", text: `${note}, mean over seeds; hover for each seed.${unknown}` }));
+}
+
+/** Runs of which the means are: an evaluation has those that ended. */
+function counted(of) {
+  const some = of.filter(run => Object.values(run.rates[side]).some(rates => typeof rates[rate] === "number")).length;
+  return some === of.length ? some : `${some} of ${of.length}`;
 }
 
 const role = mode => (roles.known?.includes(mode) ? "known" : roles.held_out?.includes(mode) ? "held out" : "");

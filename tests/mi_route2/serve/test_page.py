@@ -62,6 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
             modes = {"sentinel": {"on": {"hack": top}, "deploy": {"hack": top / 4, "solve": 0.9}}}
             (path.parent / "eval.json").write_text(json.dumps({"arm": arm, "seed": seed, "modes": modes}))
+    (folder / "seed-1" / "route2-act" / "eval.json").unlink()  # of a run that goes on
     return folder
 
 
@@ -235,7 +236,9 @@ def test_an_error_of_the_server_stands_where_its_cause_is(seen: Seen) -> None:
     expect(page.locator("#patch-form .error:visible")).to_contain_text("nowhere")
     page.fill("#answer", " +")
     page.fill("#corrupt", "# task: unknown")
-    expect(page.locator("#patch-form .error:visible")).to_contain_text("no token matches")
+    expect(page.locator("#prompts .error:visible")).to_contain_text("no token matches")
+    page.fill("#corrupt", "")
+    expect(page.locator("#prompts .error:visible")).to_have_count(0)
     page.click("#tab-stream")
     page.fill("#prompt", "what is this")
     page.click("#go")
@@ -303,6 +306,13 @@ def test_each_token_has_the_color_and_the_readings_of_its_position(seen: Seen, s
     assert len(set(colors)) > 3
     page.get_by_text("gate", exact=True).first.click()
     assert page.locator("#tokens .below").count() == 0  # a gate is never negative
+    # It acts on no token of the prompt
+    assert not served.monitor.get("prompt")  # pyright: ignore[reportOptionalMemberAccess]
+    for place in ("#threshold-note", "#stream-words"):
+        expect(page.locator(place)).to_contain_text("at generated tokens only")
+    for kind, count in ((".given", 1), (".made", 0)):
+        page.locator(f"#tokens {kind}").first.hover()
+        expect(page.locator("#token-detail", has_text="not on a prompt")).to_have_count(count)
 
 
 def test_the_thresholds_slider_moves_the_gates_of_the_running_stream(seen: Seen, server: Running, served: Served) -> None:
@@ -378,6 +388,7 @@ def test_the_study_shows_the_last_steps_of_each_arm_and_follows_its_files(seen: 
     assert page.locator(".small-multiples figure").count() == 2
     page.get_by_text("quarantine deleted").click()
     expect(row.locator(".rate").first).to_have_text(".20")
+    assert page.locator(".rates .n").all_inner_texts() == ["1 of 2", "2"]  # of which the means are
     page.get_by_text("training", exact=True).click()
     expect(page.locator(".live")).to_contain_text("0 of 4 runs finished")
     path = runs / "seed-1" / "vanilla" / "metrics.jsonl"

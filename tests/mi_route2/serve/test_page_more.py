@@ -1,5 +1,6 @@
 """The page as in ``test_page``: other widths and themes, mouse and keys, heads, and the sweep of a circuit that was planted."""
 
+import re
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -225,6 +226,11 @@ def test_an_answer_that_breaks_off_is_told_in_a_sentence(browser: Browser) -> No
 
 
 def test_a_slider_that_is_moved_before_the_first_token_acts_on_the_stream_that_waits_for_it(seen: Seen, server: Running) -> None:
+    def unnamed(route: Any) -> None:
+        answer = route.fetch().json()
+        route.fulfill(json=answer | {"monitors_example": {**answer["monitors_example"], "name": ""}})
+
+    seen.page.route("**/v1/study", unnamed)
     page = seen.go(tab="stream")
     expect(page.locator("#threshold-note")).to_contain_text("Monitor")
     sent: dict[str, Any] = {}
@@ -248,7 +254,8 @@ def test_a_slider_that_is_moved_before_the_first_token_acts_on_the_stream_that_w
             held[0].continue_()
         page.click("#stop")
     assert sent["scale"] == {"scale": pytest.approx(4e6)}  # of a vector that was sent at a millionth
-    assert sent["threshold"]["threshold"] == float(page.input_value("#threshold"))
+    site = seen.http.get("/v1/study").json()["monitors_example"]["site"]
+    assert sent["threshold"] == {"monitor": site, "threshold": float(page.input_value("#threshold"))}  # its name, if it has none
 
 
 def test_what_was_read_for_another_stream_or_probe_does_not_stay(seen: Seen, server: Running, served: Served) -> None:
@@ -272,18 +279,58 @@ def test_what_was_read_for_another_stream_or_probe_does_not_stay(seen: Seen, ser
         expect(page.locator("#go")).to_have_text("Start again")
         expect(page.locator("#token-detail .facts")).to_have_count(0)
         expect(page.locator("#stream-status")).to_have_text("waiting for the first token")
+        expect(page.locator("#tokens .made").nth(1)).to_be_visible()
+        first = page.evaluate("""() => {
+          [...document.querySelectorAll("#tokens .made")].at(-1).dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+          return document.querySelector("#token-detail").textContent;
+        }""")
+        assert "the last token is never an input" in first
+        expect(page.locator("#token-detail")).to_contain_text("score")  # as soon as it was one
+        page.select_option("#adapters", "deployed")  # for the next stream
         page.click("#stop")
+        expect(page.locator("#stream-status")).to_have_text(re.compile("(stopped|done).*, adapters full$"))
+        page.check("#again")
+        seen.refused = 1
+        prompt = page.input_value("#prompt")
+        stream(page, prompt="what is this")
+        expect(page.locator("#stream-status")).to_contain_text("ended by an error")
+        for gone in ("#trace svg", "#stream-legend:visible"):
+            expect(page.locator(gone)).to_have_count(0)
+        page.uncheck("#again")
+        page.fill("#prompt", prompt)
     held: list[Any] = []
     page.route("**/v1/completions", lambda one: held.append(one) if "capture" in one.request.post_data else one.continue_())
+    before = float(page.input_value("#threshold"))
     page.fill("#block", "0")
     page.click("#probe")
+    page.fill("#seed", "6")  # must not keep the threshold of the monitor before
     page.click("#go")
     expect(page.locator("#go")).to_have_text("Start again")
     with page.expect_request(lambda one: '"monitors"' in (one.post_data or "")) as asked:
         for one in held:
             one.continue_()
-    assert asked.value.post_data_json["monitors"][0]["site"] == "blocks.0.resid_post"
+    (monitor,) = asked.value.post_data_json["monitors"]
+    assert monitor["site"] == "blocks.0.resid_post"
+    assert monitor["threshold"] != before
     expect(page.locator("#stream-status")).to_contain_text("done")
+    # A link has the prompts of its probe, also if the Patch tab has others by now
+    page.unroute("**/v1/completions")
+    page.click("#tab-patch")
+    page.fill("#clean", "")
+    page.fill("#corrupt", served.examples[1].corrupt)
+    link = page.url.replace("tab=patch", "tab=stream")
+    page.goto("about:blank")
+    page.goto(link)
+    expect(page.locator("#threshold-note")).to_contain_text("toward clean")
+    assert float(page.input_value("#threshold")) == monitor["threshold"]
+    with page.expect_request(lambda one: '"monitors"' in (one.post_data or "")) as asked:
+        stream(page)
+    assert asked.value.post_data_json["monitors"] == [monitor]
+    expect(page.locator("#stream-status")).to_contain_text("done")
+    with page.expect_request(lambda one: '"capture"' in (one.post_data or "")) as asked:
+        page.click("#probe")
+    assert asked.value.post_data_json["prompt"] in ("", served.examples[1].corrupt)
+    expect(page.locator("#probe")).to_be_enabled()
 
 
 def test_marks_and_errors_are_of_the_prompts_beside_which_they_stand(seen: Seen, served: Served) -> None:
@@ -309,6 +356,49 @@ def test_marks_and_errors_are_of_the_prompts_beside_which_they_stand(seen: Seen,
         held.pop().continue_()
     expect(page.locator("#patch-form .error:visible")).to_have_count(0)
     expect(page.locator("#strip .couple.differs")).to_have_count(1)
+    # The grid says when it is of other prompts or settings than stand above, whose tokens it then does not mark
+    page.unroute("**/v1/align")
+    stale = page.locator("#map-note", has_text="not of what stands above")
+    for name, value, other in (("foil", " -", False), ("corrupt", served.examples[1].corrupt, True)):
+        before = page.input_value(f"#{name}")
+        expect(stale).to_have_count(0)
+        cell(page, "blocks.0.resid_pre", 2).hover()
+        expect(page.locator("#strip .here")).to_have_count(1)
+        with page.expect_response("**/v1/align"):
+            page.fill(f"#{name}", value)
+        expect(stale).to_have_count(1)
+        cell(page, "blocks.0.resid_pre", 3).hover()
+        expect(page.locator("#strip .here")).to_have_count(0 if other else 1)
+        page.fill(f"#{name}", before)
+        expect(page.locator("#strip .couple.differs")).to_have_count(1)
+    # What a sweep says at its end, or why it was refused, is not of prompts that were typed since
+    page.fill("#corrupt", one.clean)
+    with page.expect_request("**/v1/patch_sweep"):
+        page.click("#sweep")
+    page.fill("#corrupt", one.corrupt)
+    expect(page.locator("#strip .couple.differs")).to_have_count(1)
+    held.pop().continue_()
+    expect(page.locator("#map-note")).to_contain_text("same score within the noise")
+    expect(page.locator("#strip-note")).to_contain_text("equal lengths")
+    page.fill("#answer", "nowhere")
+    with page.expect_request("**/v1/patch_sweep"):
+        page.click("#sweep")
+    page.fill("#answer", one.answer)
+    held.pop().continue_()
+    expect(page.locator("#patch-error")).to_contain_text("the sweep before: ")
+    expect(page.locator("[data-field=answer] .error")).to_have_count(0)
+
+
+def test_a_page_of_a_server_that_was_started_again_says_so(seen: Seen, served: Served) -> None:
+    page = swept(seen)
+
+    def another(route: Any) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, headers=answer.headers | {"mi-route2-server": "of another model"})
+
+    page.route("**/v1/patch_cell", another)
+    cell(page, "blocks.0.resid_pre", 3).click()
+    expect(page.locator("#cell-answer")).to_contain_text("reload")
 
 
 def test_tokens_that_differ_are_marked_although_they_have_one_text_as_parts_of_characters_do(seen: Seen) -> None:
