@@ -241,6 +241,27 @@ def test_an_override_fails_closed_with_its_monitor():
         assert any(isinstance(outcome, Rejected) and "the site has 16" in outcome.reason for outcome in outcomes)
 
 
+@pytest.mark.parametrize("wanted", [0, 1])
+@pytest.mark.parametrize(
+    "steering", [[Override(0, "b"), SetScale(0.5, request=0)], [SetScale(3.0), SetTier([Steer(SITE, V[:16])]), SetScale(0.5)]]
+)
+def test_what_a_monitor_of_all_was_to_gate_fails_closed_with_it(steering, wanted):
+    """In whichever order they came; what came without an override, and what only takes steering away, applies."""
+    state = new_state()
+    for request in range(3):
+        state.admit(request, Steering(base=(Steer(SITE, V[:16]),)))
+    state.hold("b", Steering(base=(Steer(SITE, 3 * V[:16]),)))
+    apply_all(state, [Override(1, "b"), SetTier([Steer(SITE, -V[:16])]), SetScale(2.0)])
+    before = state.fingerprint(0, decode=True)
+    batch = [SetMonitor(Monitor(SITE, [1.0])), *steering] if wanted else [*steering, SetMonitor(Monitor(SITE, [1.0]))]
+    outcomes = apply_all(state, [*batch, ClearOverride(1), SetScale(0.25, request=2)], "test")
+    assert state.fingerprint(0, decode=True) == before
+    assert (state.scale_of(0), state.gain, state.routing(1), state.scale_of(2)) == (1.0, 2.0, None, 0.25)
+    assert "the site has 16" in next(one.reason for one in outcomes if isinstance(one, Rejected))
+    late = "the monitor of all requests was rejected, and this goes with it"
+    assert not wanted or late in [one.reason for one in outcomes if isinstance(one, Rejected)]
+
+
 @pytest.mark.parametrize("batch", [[Override(0, "calmm"), SetScale(0.5, 0)], [SetScale(0.5, 0), Override(0, "calmm")]])
 def test_a_scale_goes_with_the_override_that_is_rejected(batch):
     """It was meant for the configuration, and would scale the request's own vectors."""
