@@ -133,7 +133,8 @@ def apply_all(state: SteeringState, actions: Iterable[object], source: str = "")
     An override whose monitor is rejected would act on every token instead of the tokens that the monitor gates, and the scale of an
     override that is rejected on the request's own vectors. So both fail closed: a rejected ``SetMonitor`` or ``Override`` of a
     request restores the row and scale that it had before this call, and a later override or scale of that request is rejected. A
-    rejected ``SetMonitor`` of all requests does so for each that was overridden in this call, and for a tier that was set.
+    rejected ``SetMonitor`` of all requests does so for each that was overridden in this call, and for a tier that was set, as does
+    a rejected ``SetTier`` for the tier.
     """
     before: dict[int | None, Callable[[], None]] = {}  # by request, or None for the tier: puts back what there was
     closed: dict[int | None, str] = {}
@@ -159,15 +160,19 @@ def apply_all(state: SteeringState, actions: Iterable[object], source: str = "")
         if isinstance(action, Override | SetTier | SetScale) and request in closed:
             outcomes.append(Rejected(action, source, f"the {closed[request]} was rejected, and this goes with it"))
             continue
-        if not isinstance(action, SetMonitor | ClearMonitor) and request not in before:
+        if isinstance(action, Override | ClearOverride | SetScale | SetTier) and request not in before:
             before[request] = _restoring(state, request)
         outcomes.append(apply(state, action, source))
+        if isinstance(action, ClearTier):
+            before.pop(None, None)  # what was cleared does not come back
         if isinstance(outcomes[-1], Applied):
             steered |= {request} if isinstance(action, Override | SetTier) else set()
         elif every:
             ungated = True
             for key in steered:
                 close(key, "monitor of all requests")
+        elif isinstance(action, SetTier):
+            close(None, "tier")
         elif isinstance(action, SetMonitor | Override):
             close(request, f"{'monitor' if isinstance(action, SetMonitor) else 'override'} of request {request}")
     return outcomes

@@ -17,6 +17,7 @@ from mi_route2.engine.controllers import (
     Applied,
     AsyncController,
     ClearOverride,
+    ClearTier,
     Controllers,
     Override,
     Rejected,
@@ -262,15 +263,22 @@ def test_what_a_monitor_of_all_was_to_gate_fails_closed_with_it(steering, wanted
     assert not wanted or late in [one.reason for one in outcomes if isinstance(one, Rejected)]
 
 
-@pytest.mark.parametrize("batch", [[Override(0, "calmm"), SetScale(0.5, 0)], [SetScale(0.5, 0), Override(0, "calmm")]])
-def test_a_scale_goes_with_the_override_that_is_rejected(batch):
-    """It was meant for the configuration, and would scale the request's own vectors."""
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("batch", "why"),
+    [([Override(0, "calmm"), SetScale(0.5, 0)], "calmm"), ([SetTier([Steer(SITE, [1.0])]), SetScale(0.5)], "has 16")],
+)
+def test_a_scale_goes_with_the_override_or_tier_that_is_rejected(batch, why, first):
+    """It was meant for that one, and would scale the request's own vectors, or the tier before."""
     state = new_state()
     state.admit(0, Steering(base=(Steer(SITE, V[:16]),)))
+    state.set_tier([Steer(SITE, W[:16])])
     before = state.fingerprint(0, decode=True)
-    outcomes = apply_all(state, batch, "test")
-    assert "calmm" in " ".join(one.reason for one in outcomes if isinstance(one, Rejected))
-    assert (state.fingerprint(0, decode=True), state.scale_of(0)) == (before, 1.0)
+    outcomes = apply_all(state, batch if first else batch[::-1], "test")
+    assert why in " ".join(one.reason for one in outcomes if isinstance(one, Rejected))
+    assert (state.fingerprint(0, decode=True), state.scale_of(0), state.gain) == (before, 1.0, 1.0)
+    apply_all(state, [SetScale(0.5), ClearTier(), *batch], "test")
+    assert (state.tier, state.gain) == ({}, 1.0)  # what was cleared does not come back
 
 
 def test_sites_that_are_taken_back_between_steps_are_explained_and_end_no_step(host):
