@@ -116,15 +116,6 @@ class OutputReader(Protocol):
     def read(self, site: str, pair: FactorGradient, last: bool) -> None: ...
 
 
-class Listener(Protocol):
-    """Adapters of one site."""
-
-    @property
-    def mask_requested(self) -> bool:
-        """True if a hook is registered for the mask."""
-        ...
-
-
 @checked
 class Tape:
     """State of one forward and backward: layout, gates and readers.
@@ -176,7 +167,7 @@ class Tape:
         """Operand that needs a gradient, for products without another one: autograd then asks the kept gate there too."""
         self.asked: set[str] = set()
         """Sites at whose mask a hook stood in the forward or the backward."""
-        self._listeners: dict[str, Listener] = {}
+        self._requested: dict[str, Callable[[], bool]] = {}
         self._still: set[str] = set()
         self._backward: set[str] = set()
         self._calls: Counter[str] = Counter()
@@ -222,10 +213,13 @@ class Tape:
             return kind(self.rows(h), self.rows(dy))
         return Packed(h.reshape(-1, h.shape[-1]), dy.reshape(-1, dy.shape[-1]), packing, kind)
 
-    def listen(self, site: str, listener: Listener) -> None:
+    def listen(self, site: str, requested: Callable[[], bool]) -> None:
         """Record ``site`` in ``asked`` if a hook stands at its mask now, or when it reports in the backward."""
-        self._listeners[site] = listener
-        if listener.mask_requested:
+        self._requested[site] = requested
+        self._ask(site)
+
+    def _ask(self, site: str) -> None:
+        if site in self._requested and self._requested[site]():
             self.asked.add(site)
 
     def saw_forward(self, site: str) -> bool:
@@ -248,8 +242,7 @@ class Tape:
             RuntimeError: A call reports twice: ``again`` from the same graph, or from more replays than there were calls.
         """
         self._backward.add(site)
-        if (listener := self._listeners.get(site)) is not None and listener.mask_requested:
-            self.asked.add(site)
+        self._ask(site)
         self._reports[site, what] += 1
         if again or self._reports[site, what] > self._calls[site]:
             raise RuntimeError(f"{site} reported twice to one tape: {_ONE_BACKWARD}")
