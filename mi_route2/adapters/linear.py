@@ -268,9 +268,8 @@ class Branch(nn.Module):
         tape = board.tape if board.kept else None
         if board.kept and torch.is_grad_enabled() and self.mask_requested:
             self._refuse_backward_hooks()
-            if tape is not None:
-                tape.asked.add(self.site)
         if tape is not None:
+            tape.listen(self.site, lambda: self.mask_requested)
             self._read(x, tape)
         stacked = self._stacks(tape)
         if y is None:

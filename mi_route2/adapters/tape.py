@@ -166,7 +166,8 @@ class Tape:
         self.anchor = torch.zeros(0, requires_grad=True)
         """Operand that needs a gradient, for products without another one: autograd then asks the kept gate there too."""
         self.asked: set[str] = set()
-        """Sites at whose mask a hook stood in the forward."""
+        """Sites at whose mask a hook stood in the forward or the backward."""
+        self._requested: dict[str, Callable[[], bool]] = {}
         self._still: set[str] = set()
         self._backward: set[str] = set()
         self._calls: Counter[str] = Counter()
@@ -212,6 +213,15 @@ class Tape:
             return kind(self.rows(h), self.rows(dy))
         return Packed(h.reshape(-1, h.shape[-1]), dy.reshape(-1, dy.shape[-1]), packing, kind)
 
+    def listen(self, site: str, requested: Callable[[], bool]) -> None:
+        """Record ``site`` in ``asked`` if a hook stands at its mask now, or when it reports in the backward."""
+        self._requested[site] = requested
+        self._ask(site)
+
+    def _ask(self, site: str) -> None:
+        if site in self._requested and self._requested[site]():
+            self.asked.add(site)
+
     def saw_forward(self, site: str) -> bool:
         """Record a forward of ``site``; return True for a call, and False for a replay under gradient checkpointing.
 
@@ -232,6 +242,7 @@ class Tape:
             RuntimeError: A call reports twice: ``again`` from the same graph, or from more replays than there were calls.
         """
         self._backward.add(site)
+        self._ask(site)
         self._reports[site, what] += 1
         if again or self._reports[site, what] > self._calls[site]:
             raise RuntimeError(f"{site} reported twice to one tape: {_ONE_BACKWARD}")

@@ -5,6 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import iscoroutinefunction
 from statistics import median
 from threading import Lock
@@ -16,7 +17,7 @@ from torch import Tensor
 from mi_route2.checks import checked
 from mi_route2.sites import Site
 from mi_route2.steering.specs import GLOBAL, Monitor, Number, Steer, Vector, VectorLike, score
-from mi_route2.steering.state import NamedConfig, Reading, SteeringState
+from mi_route2.steering.state import Reading, SteeringState
 from mi_route2.steering.table import demand_fit
 
 
@@ -131,31 +132,63 @@ def apply_all(state: SteeringState, actions: Iterable[object], source: str = "")
 
     An override whose monitor is rejected would act on every token instead of the tokens that the monitor gates, and the scale of an
     override that is rejected on the request's own vectors. So both fail closed: a rejected ``SetMonitor`` or ``Override`` of a
-    request restores the row and scale that it had before this call, and a later override or scale of that request is rejected.
+    request restores the row and scale that it had before this call, and a later override or scale of that request is rejected. A
+    rejected ``SetMonitor`` of all requests does so for each that was overridden in this call, and for a tier that was set, as does
+    a rejected ``SetTier`` for the tier.
     """
-    before: dict[int, tuple[NamedConfig | None, float]] = {}
-    closed: dict[int, str] = {}
+    before: dict[int | None, Callable[[], None]] = {}  # by request, or None for the tier: puts back what there was
+    closed: dict[int | None, str] = {}
+    steered: set[int | None] = set()
+    ungated = False
     outcomes: list[Outcome] = []
+
+    def close(key: int | None, what: str) -> None:
+        closed[key] = what
+        if key in before:
+            before[key]()
+
     for action in actions:
         request: Any = getattr(action, "request", None) if isinstance(action, ACTIONS) else None
-        if request not in state:
+        every = isinstance(action, SetMonitor) and request is None
+        tier = isinstance(action, SetTier | ClearTier)
+        tier |= isinstance(action, SetScale) and request is None and action.config is None
+        if not (tier or every or request in state):
             outcomes.append(apply(state, action, source))
             continue
-        if isinstance(action, Override | SetScale) and request in closed:
-            outcomes.append(
-                Rejected(action, source, f"the {closed[request]} of request {request} was rejected, and this goes with it")
-            )
+        if ungated and isinstance(action, Override | SetTier):
+            close(request, "monitor of all requests")
+        if isinstance(action, Override | SetTier | SetScale) and request in closed:
+            outcomes.append(Rejected(action, source, f"the {closed[request]} was rejected, and this goes with it"))
             continue
-        if isinstance(action, Override | ClearOverride | SetScale) and request not in before:
-            before[request] = state.routing(request), state.scale_of(request)
+        if isinstance(action, Override | ClearOverride | SetScale | SetTier) and request not in before:
+            before[request] = _restoring(state, request)
         outcomes.append(apply(state, action, source))
-        if isinstance(action, SetMonitor | Override) and isinstance(outcomes[-1], Rejected):
-            closed[request] = "monitor" if isinstance(action, SetMonitor) else "override"
-            if request in before:
-                routing, scale = before[request]
-                state.route(request, routing)
-                state.set_scale(scale, request=request)
+        if isinstance(action, ClearTier):
+            before.pop(None, None)  # what was cleared does not come back
+        if isinstance(outcomes[-1], Applied):
+            steered |= {request} if isinstance(action, Override | SetTier) else set()
+        elif every:
+            ungated = True
+            for key in steered:
+                close(key, "monitor of all requests")
+        elif isinstance(action, SetTier):
+            close(None, "tier")
+        elif isinstance(action, SetMonitor | Override):
+            close(request, f"{'monitor' if isinstance(action, SetMonitor) else 'override'} of request {request}")
     return outcomes
+
+
+def _restoring(state: SteeringState, request: int | None) -> Callable[[], None]:
+    """Return a function that puts back the row and scale that a request has now, or (``None``) the tier."""
+    if request is None:
+        return partial(state.restore_tier, state.tier, state.gain)
+    routing, scale = state.routing(request), state.scale_of(request)
+
+    def restore() -> None:
+        state.route(request, routing)
+        state.set_scale(scale, request=request)
+
+    return restore
 
 
 class Ledger:
@@ -522,7 +555,7 @@ class ProbeController:
             return
         probes = [Vector(one.probe) for one in (own, monitor)]
         mine, given = (vectors.get(one.name) if one.values is None else one for one in probes)
-        if own.site != monitor.site or (mine is not None and mine != given):
+        if own.site != monitor.site or mine != given:
             raise ValueError(
                 f"the controller {self.name!r} would read the monitor {monitor.name!r}, which has another site or probe than its "
                 "own of that name: give it another name"

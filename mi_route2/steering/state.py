@@ -526,6 +526,11 @@ class SteeringState:
         self.tier, self.gain = {}, 1.0
         self._changed()
 
+    def restore_tier(self, tier: dict[Site, Tensor], gain: float) -> None:
+        """Restore values of ``tier`` and ``gain``."""
+        self.tier, self.gain = tier, gain
+        self._changed()
+
     def override(self, request: int, config: str | None) -> None:
         """Route the request's generated tokens to another row: one of its own ``configs``, or a held configuration.
 

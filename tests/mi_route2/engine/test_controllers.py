@@ -17,6 +17,7 @@ from mi_route2.engine.controllers import (
     Applied,
     AsyncController,
     ClearOverride,
+    ClearTier,
     Controllers,
     Override,
     Rejected,
@@ -241,15 +242,43 @@ def test_an_override_fails_closed_with_its_monitor():
         assert any(isinstance(outcome, Rejected) and "the site has 16" in outcome.reason for outcome in outcomes)
 
 
-@pytest.mark.parametrize("batch", [[Override(0, "calmm"), SetScale(0.5, 0)], [SetScale(0.5, 0), Override(0, "calmm")]])
-def test_a_scale_goes_with_the_override_that_is_rejected(batch):
-    """It was meant for the configuration, and would scale the request's own vectors."""
+@pytest.mark.parametrize("wanted", [0, 1])
+@pytest.mark.parametrize(
+    "steering", [[Override(0, "b"), SetScale(0.5, request=0)], [SetScale(3.0), SetTier([Steer(SITE, V[:16])]), SetScale(0.5)]]
+)
+def test_what_a_monitor_of_all_was_to_gate_fails_closed_with_it(steering, wanted):
+    """In whichever order they came; what came without an override, and what only takes steering away, applies."""
+    state = new_state()
+    for request in range(3):
+        state.admit(request, Steering(base=(Steer(SITE, V[:16]),)))
+    state.hold("b", Steering(base=(Steer(SITE, 3 * V[:16]),)))
+    apply_all(state, [Override(1, "b"), SetTier([Steer(SITE, -V[:16])]), SetScale(2.0)])
+    before = state.fingerprint(0, decode=True)
+    batch = [SetMonitor(Monitor(SITE, [1.0])), *steering] if wanted else [*steering, SetMonitor(Monitor(SITE, [1.0]))]
+    outcomes = apply_all(state, [*batch, ClearOverride(1), SetScale(0.25, request=2)], "test")
+    assert state.fingerprint(0, decode=True) == before
+    assert (state.scale_of(0), state.gain, state.routing(1), state.scale_of(2)) == (1.0, 2.0, None, 0.25)
+    assert "the site has 16" in next(one.reason for one in outcomes if isinstance(one, Rejected))
+    late = "the monitor of all requests was rejected, and this goes with it"
+    assert not wanted or late in [one.reason for one in outcomes if isinstance(one, Rejected)]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("batch", "why"),
+    [([Override(0, "calmm"), SetScale(0.5, 0)], "calmm"), ([SetTier([Steer(SITE, [1.0])]), SetScale(0.5)], "has 16")],
+)
+def test_a_scale_goes_with_the_override_or_tier_that_is_rejected(batch, why, first):
+    """It was meant for that one, and would scale the request's own vectors, or the tier before."""
     state = new_state()
     state.admit(0, Steering(base=(Steer(SITE, V[:16]),)))
+    state.set_tier([Steer(SITE, W[:16])])
     before = state.fingerprint(0, decode=True)
-    outcomes = apply_all(state, batch, "test")
-    assert "calmm" in " ".join(one.reason for one in outcomes if isinstance(one, Rejected))
-    assert (state.fingerprint(0, decode=True), state.scale_of(0)) == (before, 1.0)
+    outcomes = apply_all(state, batch if first else batch[::-1], "test")
+    assert why in " ".join(one.reason for one in outcomes if isinstance(one, Rejected))
+    assert (state.fingerprint(0, decode=True), state.scale_of(0), state.gain) == (before, 1.0, 1.0)
+    apply_all(state, [SetScale(0.5), ClearTier(), *batch], "test")
+    assert (state.tier, state.gain) == ({}, 1.0)  # what was cleared does not come back
 
 
 def test_sites_that_are_taken_back_between_steps_are_explained_and_end_no_step(host):

@@ -440,6 +440,9 @@ def test_a_policy_reads_no_other_monitor_of_its_monitors_name() -> None:
         with pytest.raises(ValueError, match=message):
             engine.steering.set_monitor(asked)
     assert (engine.busy, engine.steering.monitors) == (False, ())
+    nameless = Engine(host_of(), controllers=Controllers([policy(monitor=own)]))  # where "mine" is not registered yet
+    with pytest.raises(ValueError, match=message):
+        nameless.check(Request(PROMPT, greedy(), steering=Steering(monitors=(other,))))
     for same in (own, replace(own, probe=VECTOR, threshold=2.0), replace(other, name="other")):
         engine.check(Request(PROMPT, greedy(), steering=Steering(monitors=(same,))))
         engine.steering.set_monitor(same)

@@ -24,6 +24,7 @@ from mask_oracle import (
 )
 from tiny_policy import SPECS, make_batch, make_policy, named_policy, per_rollout_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from mi_route2.adapters.gradients import Written
@@ -219,10 +220,19 @@ def test_a_hook_at_a_mask_that_comes_too_late_is_an_error_if_it_overrules_a_flag
 
 
 @pytest.mark.parametrize(
-    ("score", "when"), [("none", "on after the forward"), ("grad", "off before finish"), ("open", "off before finish")]
+    ("score", "when"),
+    [
+        ("none", "on after the forward"),
+        *((score, when) for score in ("grad", "open") for when in ("off before finish", "on in the backward alone")),
+        *((score, "off before it is replayed") for score in ("grad", "open")),
+    ],
 )
 def test_a_hook_that_waits_for_a_mask_and_sees_none_is_an_error(score: str, when: str) -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    if when == "off before it is replayed":  # by a checkpoint whose forward has no gradients
+        policy.model.embed.requires_grad_(True)  # pyright: ignore
+        for block in policy.model.blocks:  # pyright: ignore
+            block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=True)
     rule = MaskSpec(score=score, reinforced_only=False) if score != "open" else MaskSpec()  # pyright: ignore[reportArgumentType]
     route = OpenRoute(OpenSpec()) if score == "open" else mask_route(policy, rule)
     (part,) = (step := route.begin(policy, batch, context(rule, N))).parts
@@ -231,12 +241,14 @@ def test_a_hook_that_waits_for_a_mask_and_sees_none_is_an_error(score: str, when
     def put() -> RemovableHandle:
         return point.register_forward_hook(lambda module, args, mask: fired.append(mask))
 
-    handle = None if when == "on after the forward" else put()
+    handle = put() if when.startswith("off") else None
     with policy.adapters.recording(part.tape):
         loss = plain_loss(policy, part.batch, part.advantages)
         handle = handle or put()
+        if when == "off before it is replayed":
+            handle.remove()
         loss.backward()
-    if when == "off before finish":
+    if when in ("off before finish", "on in the backward alone"):
         handle.remove()
     with pytest.raises(RuntimeError, match=r"hook_mask was hooked at blocks\.1\.mlp\.up and did not fire"):
         step.finish()
