@@ -32,12 +32,14 @@ export class Heatmap {
     this.onOpen = onOpen;
     this.onLook = onLook;
     this.cells = [];
+    this.looked = null; // the cell of which the tip speaks
     // A new width changes what fits into a cell, and never what is drawn
     new ResizeObserver(() => this.fit()).observe(host);
   }
 
   /** Draw an empty grid for `{ rows, columns, positions, skipped, at, differs, clean, corrupt }`. */
   start(asked) {
+    this.leave();
     Object.assign(this, asked, { values: new Map(), reach: 1, open: null, focus: null });
     this.span = this.clean - this.corrupt;
     this.defined = Math.abs(this.span) > 1e-9;
@@ -48,9 +50,9 @@ export class Heatmap {
     table.append(this.axis());
     table.addEventListener("keydown", event => this.key(event));
     table.addEventListener("pointerover", event => this.look(event.target));
-    table.addEventListener("pointerleave", hideTip);
+    table.addEventListener("pointerleave", () => this.leave());
     table.addEventListener("focusin", event => this.look(event.target));
-    table.addEventListener("focusout", hideTip);
+    table.addEventListener("focusout", () => this.leave());
     table.addEventListener("click", event => this.press(event.target));
     this.table = table;
     this.host.replaceChildren(make("div", { class: "scroll" }, table));
@@ -102,6 +104,7 @@ export class Heatmap {
     const grew = this.reach > before;
     if (grew) this.repaint();
     else for (const [row, column] of cells) this.paint(row, column);
+    if (this.looked) this.look(this.looked);
     return grew;
   }
 
@@ -112,6 +115,7 @@ export class Heatmap {
     const sizes = [...this.values.values()].map(value => Math.abs(this.shown(value)));
     this.reach = Math.max(defined ? 1 : 0, ...sizes) || 1;
     this.repaint();
+    if (this.looked) this.look(this.looked);
   }
 
   skip(column) {
@@ -172,11 +176,17 @@ export class Heatmap {
 
   look(target) {
     const cell = this.cellOf(target);
-    if (!cell) return hideTip();
+    if (!cell) return this.leave();
+    this.looked = cell.node;
     const value = this.value(cell.row, cell.column);
     const text = value !== undefined ? this.meaning(value) : this.skipped.has(cell.column) ? "no partner in the clean prompt" : "not done yet";
     showTip(cell.node, make("b", { text: this.rows[cell.row] }), make("span", { text: this.positions[cell.column] === null ? "all positions" : `${this.positions[cell.column]} ${visible(this.columns[cell.column])}` }), make("span", { text }));
     this.onLook(cell);
+  }
+
+  leave() {
+    this.looked = null;
+    hideTip();
   }
 
   press(target) {
@@ -189,7 +199,7 @@ export class Heatmap {
   show(row, column) {
     this.table.querySelector(".open")?.classList.remove("open");
     this.cells[row][column].classList.add("open");
-    hideTip(); // what it says stands beside the grid now
+    this.leave(); // what the tip says stands beside the grid now
     this.onOpen({ row, column });
   }
 
@@ -214,7 +224,7 @@ export class Heatmap {
       Home: [event.ctrlKey ? 0 : line, 0], End: [event.ctrlKey ? rows : line, last], PageUp: [line - 10, cell.column], PageDown: [line + 10, cell.column],
     };
     if (event.key === "Enter" || event.key === " ") this.press(event.target);
-    else if (event.key === "Escape") hideTip();
+    else if (event.key === "Escape") this.leave();
     else if (moves[event.key]) {
       const inside = (value, most) => Math.max(0, Math.min(value, most));
       this.goTo(this.order[inside(moves[event.key][0], rows)], inside(moves[event.key][1], last));

@@ -63,7 +63,7 @@ function listen() {
 
 function changed() {
   aligned = null; // of the prompts before
-  remember({ ...values(), sites: [...chosen].join(","), swept: null, cell: null });
+  remember({ ...values(), sites: [...chosen].join(","), swept: swept && same(swept) ? 1 : null, cell: null });
   usable();
   drawNote();
   soon(align);
@@ -153,7 +153,8 @@ function drawColumn({ clean, corrupt, position, differs }) {
 
 function body() {
   const { clean, corrupt, answer, foil, metric, alpha } = values();
-  const asked = { clean, corrupt, metric, sites: [...chosen], alpha: numberOf(alpha), heads: [...chosen].some(name => HEADED.has(name)), stream: true };
+  const sites = study.sites.filter(name => chosen.has(name)); // in whichever order they were chosen, it is one grid
+  const asked = { clean, corrupt, metric, sites, alpha: numberOf(alpha), heads: sites.some(name => HEADED.has(name)), stream: true };
   if (metric !== "kl" && answer) asked.answer = unescaped(answer);
   if (metric === "logit_diff" && foil) asked.foil = unescaped(foil);
   return asked;
@@ -252,6 +253,8 @@ function drawScores(noise) {
   $("map-title").textContent = map.defined ? "Recovered" : "Change of the score";
   const part = (name, value) => [make("span", { text: name }), make("b", { text: number(value, 2) })];
   $("scores").replaceChildren(...part("clean", map.clean), ...part("corrupt", map.corrupt), ...(noise === undefined ? [] : [make("span", { text: "noise" }), make("b", { text: noise.toExponential(0) })]));
+  $("legend-away").textContent = map.defined ? "away from clean" : "lower score";
+  $("legend-toward").textContent = map.defined ? "toward clean" : "higher score";
   $("legend-low").textContent = number(-map.reach, map.reach < 0.1 ? 3 : 1);
   $("legend-high").textContent = number(map.reach, map.reach < 0.1 ? 3 : 1);
 }

@@ -11,6 +11,7 @@ let request = null; // the server's number of the running stream
 let tokens = []; // by position: { text, generated, node, reading, threshold }
 let marks = []; // positions at which a slider moved
 let looked = null; // position of the token whose values stand beside
+let unmoved = null; // the slider whose change the server refused
 let holds = 0; // the threshold that the server has, which follows the slider
 let base = 1; // the scale with which the stream was sent, of which the server knows the slider's as a multiple
 let sent = {}; // the sliders and the adapters with which it was sent
@@ -61,6 +62,7 @@ async function probe(link = {}) {
     remember({ "s.block": block, "s.clean": prompts[0], "s.corrupt": prompts[1], "s.threshold": $("threshold").value });
     for (const one of tokens) unread(one); // what was read belongs to another probe
     looked = null;
+    hideTip();
     $("token-detail").replaceChildren(...noToken);
     for (const name of ["scale", "threshold"]) $(name).disabled = false;
     limits();
@@ -86,7 +88,8 @@ function use(text) {
 function restore(prompts) {
   for (const name of FIELDS) if (state.has(`s.${name}`)) $(name).value = state.get(`s.${name}`);
   if (!$("prompt").value && prompts.length) $("prompt").value = prompts[0].text;
-  aim(state.get("s.threshold") ?? monitor?.threshold ?? 0);
+  // That of a link with a probe is for the probe, which may fail
+  aim((state.has("s.block") ? null : state.get("s.threshold")) ?? monitor?.threshold ?? 0);
   $("scale").value = state.get("s.scale") ?? 0;
   const lens = document.querySelector(`input[name=lens][value="${state.get("s.lens") === "gate" ? "gate" : "score"}"]`);
   lens.checked = true;
@@ -164,13 +167,14 @@ async function tell(name) {
   try {
     await post(`/v1/streams/${stream}/${name}`, body);
     if (request !== stream) return;
-    $("act-error").hidden = true;
+    if (unmoved === name) $("act-error").hidden = true; // what is told of the other slider still holds
     marks.push(position);
     if (name === "threshold") holds = value;
     drawTrace();
   } catch (error) {
     // The stream may have ended while the slider moved; the next one starts with its value
     if (request !== stream) return;
+    unmoved = name;
     $("act-error").textContent = error.message;
     $("act-error").hidden = false;
   }
@@ -215,22 +219,21 @@ async function go() {
   const control = (running = new AbortController());
   busy(true);
   try {
+    let next = false;
     do {
       await probing;
-      clear();
+      clear(next);
       const asked = await fitting(body(), control.signal);
       for await (const { data } of events("/v1/completions", asked, control.signal)) receive(data);
       request = null; // a slider now acts on the next one
       status("done");
+      next = true;
     } while ($("again").checked && (await pause(control.signal)));
   } catch (error) {
     if (running !== control) return; // another stream stands there
-    if (error.name === "AbortError") status("stopped");
-    else {
-      status("ended by an error");
-      repaint(); // without a token, what stands there is of the stream before
-      showError(error, $("stream-form"), $("stream-error"));
-    }
+    status(error.name === "AbortError" ? "stopped" : "ended by an error");
+    repaint(); // without a token, what stands there is of the stream before
+    if (error.name !== "AbortError") showError(error, $("stream-form"), $("stream-error"));
   } finally {
     if (running === control) {
       running = request = null;
@@ -239,7 +242,7 @@ async function go() {
   }
 }
 
-function clear() {
+function clear(next) {
   request = finish = seed = null;
   tokens = [];
   marks = [];
@@ -248,7 +251,8 @@ function clear() {
   $("tokens").replaceChildren();
   $("token-detail").replaceChildren(...noToken);
   hideTip();
-  if (!$("again").checked) $("trace").replaceChildren(); // else the page would jump with every completion
+  if (next) $("act-error").hidden = true; // the next stream has what the sliders say
+  else repaint(); // else the page would jump with every completion
   $("stream-status").textContent = "waiting for the first token";
 }
 

@@ -201,8 +201,9 @@ def test_the_keyboard_moves_in_the_grid_and_enter_asks_the_patched_model(seen: S
 def test_a_link_restores_prompts_sites_and_the_answer_of_a_cell(seen: Seen) -> None:
     page = swept(seen)
     page.fill("#foil", " -")
-    page.click("#sweep")
-    expect(page.locator("#peak")).to_contain_text("peak")
+    with page.expect_response("**/v1/patch_sweep"):
+        page.click("#sweep")
+    expect(page.locator("#sweep-cancel")).to_be_hidden()
     cell(page, "blocks.0.attn_out", 3).click()
     expect(page.locator(".answered")).to_be_visible()
     before = [page.input_value(f"#{name}") for name in ("clean", "corrupt", "answer", "foil", "metric")], labels(page, ".cell")

@@ -3,7 +3,7 @@
 import re
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Semaphore, Thread
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, expect
 
 import mi_route2.serve
 from mi_route2.serve.models import Served
+from mi_route2.serve.owner import SweepJob
 from tests.mi_route2.serve.test_page import (
     FAINT,
     Seen,
@@ -54,6 +55,34 @@ def test_the_mouse_shows_a_cells_numbers_and_leaves_with_them(seen: Seen) -> Non
     expect(page.locator("#tip")).to_contain_text(shown)
     page.mouse.move(1, 1)
     expect(page.locator("#tip")).to_be_hidden()
+
+
+def test_the_tip_of_a_cell_tells_its_value_as_soon_as_it_is_there(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready, cells = Semaphore(0), SweepJob._cells
+    monkeypatch.setattr(SweepJob, "_cells", lambda job: ready.acquire(timeout=20) and cells(job))
+    page = seen.go(tab="patch", sites="resid_pre,attn_out,mlp_out")
+    expect(page.locator("#strip .couple").first).to_be_visible()
+    page.click("#sweep")
+    cell(page, "blocks.0.resid_pre", 5).focus()
+    expect(page.locator("#tip")).to_contain_text("not done yet")
+    ready.release()
+    expect(page.locator("#tip")).to_contain_text("recovered")
+    expect(page.locator("#sweep-cancel")).to_be_visible()
+    ready.release(99)
+    expect(page.locator("#peak")).to_contain_text("peak")
+
+
+def test_a_grid_is_of_its_sites_in_any_order_and_of_what_was_changed_and_changed_back(seen: Seen) -> None:
+    page = swept(seen)
+    stale = page.locator("#map-note", has_text="not of what stands above")
+    for count in (1, 0):
+        page.locator("#sites button", has_text="residual").first.click()
+        expect(stale).to_have_count(count)
+        assert ("swept=1" in page.url) == (count == 0)
+    for value, count in (("0.5", 1), ("1.0", 0)):
+        page.fill("#alpha", value)
+        expect(stale).to_have_count(count)
+        assert ("swept=1" in page.url) == (count == 0)
 
 
 def test_chips_choose_the_sites_and_control_enter_sweeps_them_head_by_head(seen: Seen, served: Served) -> None:
@@ -252,8 +281,21 @@ def test_a_slider_that_is_moved_before_the_first_token_acts_on_the_stream_that_w
         assert sent["threshold"]["threshold"] == values[0]  # the second waits, or it might be overtaken
         with page.expect_response(lambda one: one.url.endswith("threshold") and one.request != held[0].request):
             held[0].continue_()
+        # A change that was refused is told until that slider is moved again, or the next stream has its value
+        seen.refused = 1
+        page.unroute("**/threshold")
+        page.route("**/threshold", lambda route: route.fulfill(status=409, json={"error": {"message": "it still waits"}}))
+        page.locator("#threshold").press("Home")
+        expect(page.locator("#act-error")).to_have_text("it still waits")
+        with page.expect_response("**/scale"):
+            page.locator("#scale").press("ArrowLeft")
+        page.wait_for_timeout(100)
+        expect(page.locator("#act-error")).to_be_visible()
+        page.unroute("**/threshold")
+        page.locator("#threshold").press("End")
+        expect(page.locator("#act-error")).to_be_hidden()
         page.click("#stop")
-    assert sent["scale"] == {"scale": pytest.approx(4e6)}  # of a vector that was sent at a millionth
+    assert sent["scale"] == {"scale": pytest.approx(3.95e6)}  # of a vector that was sent at a millionth
     site = seen.http.get("/v1/study").json()["monitors_example"]["site"]
     assert sent["threshold"] == {"monitor": site, "threshold": float(page.input_value("#threshold"))}  # its name, if it has none
 
@@ -261,14 +303,29 @@ def test_a_slider_that_is_moved_before_the_first_token_acts_on_the_stream_that_w
 def test_what_was_read_for_another_stream_or_probe_does_not_stay(seen: Seen, server: Running, served: Served) -> None:
     page = seen.go(tab="stream")
     expect(page.locator("#threshold-note")).to_contain_text("Monitor")
+    # Nor does trace or legend stay beside a stream that is stopped before its first token, or one that is sent anew
+    sent: list[Any] = []
+    page.check("#again")
+    page.route("**/v1/completions", lambda route: None if sent else (sent.append(route), route.continue_()))
+    stream(page)
+    for button in ("#stop", "#go"):
+        expect(page.locator("#trace svg")).to_have_count(1)
+        expect(page.locator("#stream-status")).to_have_text("waiting for the first token")
+        page.click(button)
+        for gone in ("#trace svg", "#stream-legend:visible"):
+            expect(page.locator(gone)).to_have_count(0)
+        sent.clear()
+        page.click("#go")
+    page.uncheck("#again")
+    page.unroute("**/v1/completions")
     stream(page)
     expect(page.locator("#stream-status")).to_contain_text("done")
     page.locator("#tokens .token").nth(2).hover()
     expect(page.locator("#token-detail .facts")).to_be_visible()
-    page.click("#probe")
+    page.locator("#probe").dispatch_event("click")  # with the mouse on the token
     expect(page.locator("#threshold-note")).to_contain_text("toward clean")
     assert all(label.endswith(", not read") for label in labels(page, "#tokens .token"))
-    for gone in ("#tokens .above, #tokens .below", "#token-detail .facts", "#trace svg", "#stream-legend:visible"):
+    for gone in ("#tip:visible", "#tokens .above, #tokens .below", "#token-detail .facts", "#trace svg", "#stream-legend:visible"):
         expect(page.locator(gone)).to_have_count(0)
     with unhurried(server, 0.2):
         stream(page)
@@ -331,6 +388,11 @@ def test_what_was_read_for_another_stream_or_probe_does_not_stay(seen: Seen, ser
         page.click("#probe")
     assert asked.value.post_data_json["prompt"] in ("", served.examples[1].corrupt)
     expect(page.locator("#probe")).to_be_enabled()
+    # If it cannot be made, its threshold is not another monitor's
+    page.goto("about:blank")
+    page.goto(link.replace("s.block=0", "s.block=9"))
+    expect(page.locator("#act-error")).to_contain_text("blocks.9")
+    assert float(page.input_value("#threshold")) == seen.http.get("/v1/study").json()["monitors_example"]["threshold"]
 
 
 def test_marks_and_errors_are_of_the_prompts_beside_which_they_stand(seen: Seen, served: Served) -> None:
@@ -379,6 +441,8 @@ def test_marks_and_errors_are_of_the_prompts_beside_which_they_stand(seen: Seen,
     expect(page.locator("#strip .couple.differs")).to_have_count(1)
     held.pop().continue_()
     expect(page.locator("#map-note")).to_contain_text("same score within the noise")
+    expect(page.locator(".legend-words").first).to_contain_text("higher score")
+    expect(page.locator(".legend-words").first).not_to_contain_text("clean")
     expect(page.locator("#strip-note")).to_contain_text("equal lengths")
     page.fill("#answer", "nowhere")
     with page.expect_request("**/v1/patch_sweep"):
