@@ -15,7 +15,7 @@ WHOLE := process or study or docs or real
 UNCHECKED := -o addopts='-ra --strict-markers --import-mode=importlib'
 # Compiled modules are kept, or every process that a test starts would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
-# Or glibc gives each block of a few hundred kB back and asks the system for every page of it anew: a fifth of a small model's time.
+# Or glibc gives each block of a few hundred kB back and asks the system for every page of it anew: up to a fifth of a test's time.
 export MALLOC_MMAP_THRESHOLD_ = 67108864
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 

@@ -166,7 +166,8 @@ def apply_all(state: SteeringState, actions: Iterable[object], source: str = "")
         if isinstance(action, ClearTier):
             before.pop(None, None)  # what was cleared does not come back
         if isinstance(outcomes[-1], Applied):
-            steered |= {request} if isinstance(action, Override | SetTier) else set()
+            if isinstance(action, Override | SetTier):
+                steered.add(request)
         elif every:
             ungated = True
             for key in steered:
