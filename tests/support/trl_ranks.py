@@ -90,8 +90,8 @@ RANKED: dict[str, tuple[Any, AdapterSpec, dict[str, Any]]] = {
 """Case -> rule, adapters and settings of TRL."""
 HOWS = {
     "ddp-2": [*RANKED],
-    "fsdp-2": ["pooled", "detached", "unflagged", "erase", "flagged", "sparing"],
-    "fsdp-4": ["pooled"],  # a group is in two processes
+    "fsdp-2": [*RANKED],
+    "fsdp-4": ["pooled", "erase", "flagged"],  # a group is in two processes
 }
 
 

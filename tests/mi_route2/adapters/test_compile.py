@@ -148,6 +148,15 @@ def one_block(name: str) -> tuple[Any, Policy]:
     return host, policy
 
 
+def check_a_whole_model_in_context_after_context() -> None:
+    """Linears fused in one module; those of their own, under norms of their outputs, are in ``THERE``."""
+    host, policy = one_block("GPT2")
+    tokens, attention = make_tokens(side="left")
+    told = host.keywords(attention)
+    compiled = torch.compile(host.model, fullgraph=True, backend="aot_eager")
+    assert_contexts_agree(policy.adapters, lambda: host.model(tokens, **told), lambda: compiled(tokens, **told), CONTEXTS[:3])
+
+
 @pytest.mark.skipif(not COMPILER, reason="inductor needs a C++ compiler")
 def check_inductor() -> None:
     """The default backend, whose kernels take sums in another order; what it is given is what the checks above see.
