@@ -1,4 +1,4 @@
-"""What `tests.fuzz` adds to schemathesis: in half of the requests, what must exist for a request to be accepted, does.
+"""Hooks of `tests.fuzz` for schemathesis: half of the requests name things that exist, so that they can be accepted.
 
 Drawn text is hardly ever a model's name, a captured run, a stream that runs now or two prompts that align. So half of the cases,
 chosen by a hash of what was drawn, get the server's own example there; every other field stays as it was drawn. Loaded by

@@ -173,7 +173,7 @@ def test_modules_say_what_they_are() -> None:
 
 
 def test_a_class_that_a_room_of_the_library_offers_has_its_name_alone() -> None:
-    """What stands in ``__all__`` of a face is imported by users, who would take a class of the same name for it."""
+    """Users import what is in ``__all__`` of a face, and would take a class of the same name for it."""
     faces = [name for name in SOURCES if within(name, "mi_route2") and SOURCES[name].name == "__init__.py"]
     offered = {text for name in faces for text in names_offered(trees()[name])}
     places: dict[str, list[str]] = {}
@@ -244,7 +244,7 @@ def test_every_file_compiles() -> None:
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What setuptools would put into a wheel, asked of setuptools itself: modules, the server's page, markers of typed packages."""
+    """Return setuptools's own list of a wheel's files: modules, the server's page, markers of typed packages."""
     monkeypatch.chdir(ROOT)
     build = apply_configuration(Distribution({"script_name": "setup.py"}), ROOT / "pyproject.toml").get_command_obj("build_py")
     build.ensure_finalized()

@@ -1,4 +1,4 @@
-"""What the results page says was found is true of the published tables; runs that change a finding break its test."""
+"""Findings on the results page are true of the published tables; runs that change a finding break its test."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ PREDICTIONS = Predictions.read(RESULTS / FILE)
 
 
 def said(text: str) -> bool:
-    """Whether a page of results has these words, wherever its lines break."""
+    """True if a page of results has these words, wherever its lines break."""
     return any(text in " ".join(page.read_text(encoding="utf-8").split()) for page in DOCS.glob("results*.md"))
 
 

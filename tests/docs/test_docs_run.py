@@ -1,4 +1,4 @@
-"""What the pages print is runnable: Python blocks in order and without a network, command lines, the file of pairs."""
+"""Everything that the pages print runs: Python blocks in order and without a network, command lines, the file of pairs."""
 
 import json
 import re

@@ -66,7 +66,7 @@ def answering() -> list[str]:
 
 
 class Walk(NamedTuple):
-    """What a browser saw that read every page once: what is wrong, and where the first figure of an answering page ends."""
+    """Read every page once in a browser: return faults, and the lower edge of the first figure of an answering page."""
 
     wrong: dict[str, object]
     bottoms: dict[str, int]
@@ -113,7 +113,7 @@ def test_pages_of_results_answer_on_their_first_screen(walk: Walk, answering: li
 
 
 def test_long_tables_wait_until_somebody_opens_them() -> None:
-    """What a page includes from other files, and what one scrolls by on the way to the next sentence."""
+    """Texts that a page includes from other files, and those that one scrolls by on the way to the next sentence."""
     opened = r"<details markdown=\"1\">\n<summary>[^\n]+</summary>\n\n"
     shown = re.compile(rf"({opened})?<!-- shown: (\S+)\.md -->\n(.*?)<!-- end of \2\.md -->", re.DOTALL)
     pages = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}

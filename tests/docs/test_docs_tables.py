@@ -1,4 +1,4 @@
-"""What the pages list is what the code has: legal combinations, arms, main arms, answers, the README's headline.
+"""Lists on the pages are those of the code: legal combinations, arms, main arms, answers, the README's headline.
 
 A table stands below its `<!-- table: name -->`. Where one differs, the failure prints the right one.
 """
@@ -232,7 +232,7 @@ GATES = {
 
 
 def verdicts_table() -> str:
-    """How many claims of each kind got each verdict, and the claims of the page's first sentence."""
+    """Count the claims of each kind by verdict, and return those of the page's first sentence."""
     claims = json.loads((RESULTS / "lanes/claims.json").read_text(encoding="utf-8"))["claims"]
     body = []
     for name in ("bigram", "stays", "persists", "lanes", "contraction", "momentum", "tapin"):

@@ -245,7 +245,7 @@ def test_directions_of_a_file_are_erased_and_refitted_on_the_device(fold: bool, 
 
 
 def test_tf32_rounds_neither_factors_nor_scores() -> None:
-    """Which `torch.set_float32_matmul_precision` allows for a model's own products; other bits would count as directions."""
+    """`torch.set_float32_matmul_precision` allows TF32 for a model's own products; here other bits would count as directions."""
     weight = torch.randn(1100, 1050, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     policy = cuda_policy(SPECS["lora"], torch.float32)
     pairs = PairBatch(*(moved_rollouts(make_batch(4, seed=s).rollouts) for s in (21, 22)), "h")

@@ -1,4 +1,4 @@
-"""What SmolLM2 is made from is checked before anything is written."""
+"""The files that SmolLM2 is made from are checked before anything is written."""
 
 import importlib.util
 import json

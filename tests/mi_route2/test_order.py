@@ -1,4 +1,4 @@
-"""What is called an order is one: on every family and host, of two ordered sites the first fires first."""
+"""The order of sites is an order: on every family and host, of two ordered sites the first fires first."""
 
 from functools import partial
 from itertools import combinations

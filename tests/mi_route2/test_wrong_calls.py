@@ -29,7 +29,7 @@ from mi_route2.hosts import HOSTS, open_host
 
 @pytest.fixture(scope="module")
 def of_users() -> dict[str, Any]:
-    """What every row gives in a process without the hook."""
+    """Return the error of every row in a process without the hook."""
     path = os.pathsep.join((str(Path(wrong_calls.__file__).parent), str(Path(mi_route2.__file__).parents[1])))
     told = subprocess.run(
         [sys.executable, wrong_calls.__file__], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True

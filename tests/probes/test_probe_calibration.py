@@ -182,7 +182,7 @@ def test_isotonic_keeps_small_scores_apart_beside_the_largest():
 
 
 def test_no_rounding_lifts_a_probability_above_one():
-    """Which no measure would take: numpy's interpolation gives 1 + 2e-16 here."""
+    """No measure would take a probability above 1: numpy's interpolation gives 1 + 2e-16 here."""
     isotonic, score = Isotonic((-0.6202134520153778, 0.04762023969457816), (0.2627311587765138, 1.0)), 0.047620239694578154
     assert np.interp(score, isotonic.scores, isotonic.probabilities) > 1
     p = isotonic(np.array([score]))

@@ -1,4 +1,4 @@
-"""What must hold of every probe, and of each kind."""
+"""Theorems of every probe, and of each kind."""
 
 import math
 
@@ -531,7 +531,7 @@ def test_a_batch_of_another_width_is_refused_when_it_comes(name):
 
 
 def test_a_probe_is_frozen_when_it_is_made():
-    """What trains on, such as the factor that a direction was read from, does not move a probe, nor learns through its scores."""
+    """A parameter that trains on, as the factor that a direction was read from, moves no probe and learns nothing from scores."""
     h, mask, _ = batch()
     for make in (lambda v: AffineProbe(v, 0.5), lambda v: DirectionProbe(v, "projection")):
         v = torch.eye(D, dtype=torch.float64)[0].requires_grad_()

@@ -323,7 +323,7 @@ def test_a_group_that_is_no_number_is_refused():
 
 
 def test_a_transfer_does_not_depend_on_torchs_default_device(tmp_path):
-    """Which notebooks set to the GPU; ``meta`` is one that every machine has."""
+    """Notebooks set the GPU as the default device; ``meta`` is a device that every machine has."""
     asked = tagged(["known", "known", "held"] * 20, [*range(60)], [t % 2 == 0 for t in range(60)]), [*range(60)]
     chosen = {"mean": FITTERS["mean_difference"]}, dataclasses.replace(FAST, bootstraps=2)
     expected = transfer(*asked, *chosen, progress=False)

@@ -1,4 +1,4 @@
-"""What a user can get wrong on the command line of any study costs one sentence and exit code 2: no traceback, nothing written."""
+"""A mistake on the command line of any study costs one sentence and exit code 2: no traceback, nothing written."""
 
 import importlib
 import subprocess

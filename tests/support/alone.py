@@ -1,4 +1,4 @@
-"""What a request generates, by the book: one whole forward over all of its tokens for each new one, by the host alone.
+"""The tokens of a request, by the book: one whole forward over all of its tokens for each new one, by the host alone.
 
 No cache, no batch, no plan: patches and static steering are written into the activations by ``host.hooks``, position by position.
 It is the oracle of the engine's tests.

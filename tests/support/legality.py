@@ -1,4 +1,4 @@
-"""Whether a scorer may call its scores a code length: an audit from outside, of any function `tokens -> nll`.
+"""An audit from outside of any function `tokens -> nll`: may its scores be called a code length?
 
     future: for every token > t changed, nll[0 .. t] are the same bits                 no score reads what lies behind its token
     mass:   sum over all v of exp(-nll_t(tokens with token t = v)) <= 1                no score reads its own token
@@ -34,7 +34,7 @@ class Leak:
 
 @dataclass(frozen=True)
 class Audit:
-    """What was checked and what was found.
+    """Checks and findings of the audit.
 
     leaks: for each position after which everything was changed and an earlier score moved, the first that did.
     masses: position -> the sum of the probabilities that all tokens would have been given there.
@@ -134,7 +134,7 @@ def _mass(scorer: Scorer, tokens: Int[Tensor, " s"], target: int, vocabulary: in
 
 
 def _scores(scorer: Scorer, tokens: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
-    """What the scorer gives, on a copy of the stream, in float64."""
+    """Return the scorer's values on a copy of the stream, in float64."""
     nll = scorer(tokens.clone())
     if nll.shape != tokens.shape:
         raise ValueError(f"the scorer gave {tuple(nll.shape)} scores for {len(tokens)} tokens: give one for each, 0 for the first")

@@ -1,4 +1,4 @@
-"""What a mask route must do, worked out by brute force from the written-out policy: features written down, flags, gradients.
+"""A mask route by brute force from the written-out policy: features written down, flags, gradients.
 
 It follows the definitions and takes no short cut: every feature is a tensor with one entry a token or rollout, cosines are taken of
 those, and flags that depend on what is detached above are iterated from the top module down until nothing changes.

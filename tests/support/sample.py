@@ -1,4 +1,4 @@
-"""What of the suite to run: a small choice of parameter sets that still has every pair of values, and files by their markers."""
+"""The choice of what to run: few parameter sets that still have every pair of values, and files by their markers."""
 
 import re
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ REFERENCE = 0.08
 
 
 def slowness() -> float:
-    """How many times as long a million squares take here and now as in `REFERENCE`; at least 1."""
+    """Return the time of a million squares here and now, in times of `REFERENCE`; at least 1."""
     start = time.process_time()
     total = 0
     for i in range(1_000_000):

@@ -553,7 +553,7 @@ accepted("group_advantages: one group", lambda: group_advantages(torch.ones(2), 
 
 
 def outcome(row: Row) -> dict[str, str] | None:
-    """What a call raised, ``None`` if it went through."""
+    """Return the error that a call raised, ``None`` if it went through."""
     try:
         row.call()
     except Exception as error:

@@ -164,7 +164,7 @@ def test_ranks_may_differ_by_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", ["blocks.*.attn.k", "blocks.1.attn.[qv]", "blocks.*.attn.*"])
 @pytest.mark.parametrize("name", FUSED)
 def test_a_part_of_a_fused_linear_moves_its_own_rows_alone(name: str, pattern: str, tmp_path: Path) -> None:
-    """What peft adds to the fused weight, read off row by row through the logical Linears of a plain model."""
+    """Return PEFT's change of the fused weight, read off row by row through the logical Linears of a plain model."""
     adapters = adapted(name, SPECS["lora"], pattern)
     export_peft(adapters, tmp_path / "peft")
     base, loaded = make_family(name), with_peft(name, tmp_path / "peft")

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def on_device(tensors: dict[str, Tensor]) -> bytes:
-    """What a CUDA device would compute, here."""
+    """Return what a CUDA device would compute, on the CPU."""
     return b"".join(_sums(t, KEYS).numpy().tobytes() for t in tensors.values())
 
 
@@ -161,7 +161,7 @@ def test_weights_that_are_merged_of_shards_are_the_whole_ones(name: str, mesh: A
 
 @pytest.mark.parametrize("how", ["FSDP2", "DDP"])
 def test_positions_under_left_padding_reach_a_model_that_others_wrap(how: str, mesh: Any) -> None:
-    """Which gives it another class, and positions are for the model's own."""
+    """A wrapped model has another class, and positions are for the model's own."""
     host, (tokens, attention) = hosted("GPT2", "torch"), make_tokens(side="left")
     adapters = host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator())
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What would be wrong in silence, and whom one request may harm: nobody."""
+"""Faults that would be silent, and requests that would harm others."""
 
 import itertools
 import shutil
@@ -1007,7 +1007,7 @@ def scenario(host: Host, where: set[str]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("where", [{"set"}, {"step"}, {"submit", "preempt", "pause", "cancel", "every second step"}])
 def test_inference_mode_may_be_on_for_any_part_of_the_engines_life(where: set[str]) -> None:
-    """What is made in inference mode cannot be written outside of it, and the engine writes what it has made."""
+    """Tensors made in inference mode cannot be written outside of it, and the engine writes those that it has made."""
     host = open_host("torch", make_family("MicroGPT", torch.float64))
     for found, plain in zip(scenario(host, where), scenario(host, set()), strict=True):
         assert torch.equal(found, plain)

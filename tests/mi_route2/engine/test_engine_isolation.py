@@ -1,4 +1,4 @@
-"""What cannot be run is refused when it comes, and what fails on its way fails alone."""
+"""Requests that cannot run are refused at once, and a request that fails while it runs fails alone."""
 
 import sys
 from collections.abc import Callable
@@ -250,7 +250,7 @@ def test_a_preempted_request_for_whose_copy_there_is_no_memory_ends_alone(by: st
 
 
 def test_a_request_that_no_memory_could_keep_goes_on_under_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its keys and values are computed anew in any case."""
+    """A prefix whose keys and values are computed anew in any case."""
     host = host_of()
     engine, asked = Engine(host), Request(PROMPT, Sampling(max_new=1, logprob_token_ids=ASK.logprob_token_ids))
     number = engine.submit(Request(PROMPT, ASK))

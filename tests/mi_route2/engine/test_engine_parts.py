@@ -390,7 +390,7 @@ def test_a_row_that_is_not_a_number_says_so_and_others_do_not() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_draw_does_not_depend_on_torchs_default_dtype(dtype: torch.dtype) -> None:
-    """Which scripts set to bfloat16 to load a model: rounded to it, half of all uniforms near 1 are 1."""
+    """Scripts set bfloat16 as the default type to load a model: rounded to it, half of all uniforms near 1 are 1."""
     how, uniforms = [Sampling(temperature=1.0)] * len(LOGITS), [0.9989] * len(LOGITS)
     before = choose(LOGITS, how, uniforms)[0]
     usual = torch.get_default_dtype()
@@ -402,7 +402,7 @@ def test_a_draw_does_not_depend_on_torchs_default_dtype(dtype: torch.dtype) -> N
 
 
 def test_a_request_does_not_depend_on_torchs_default_device() -> None:
-    """Which notebooks set to the GPU, whatever the model is on; ``meta`` is one that every machine has."""
+    """Notebooks set the GPU as the default device, whatever the model is on; ``meta`` is a device that every machine has."""
     engine = Engine(open_host("torch", make_family("Qwen3", torch.float64)), generator=torch.Generator().manual_seed(1))
     request = Request((3, 4, 5), Sampling(max_new=4, temperature=1.0), patch=(Patch(Site(1, "resid_pre"), 1, "zeros"),))
     with torch.device("meta"):

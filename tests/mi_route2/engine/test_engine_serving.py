@@ -1,4 +1,4 @@
-"""What a server needs of the engine: events, readings of every token, limits, fair shares, pauses around a change of weights."""
+"""The engine under a server: events, readings of every token, limits, fair shares, pauses around a change of weights."""
 
 import time
 from dataclasses import replace
@@ -692,7 +692,7 @@ def test_kept_requests_that_hold_values_of_the_weights_before_end_with_the_reaso
 
 @pytest.mark.parametrize("mode", ["finish", "keep"])
 def test_a_run_of_the_new_weights_can_be_read_by_who_comes_in_the_pause(mode: Any) -> None:
-    """Who has read the one of before, in the same pause, ends with the reason."""
+    """A request that read the weights of before, in the same pause, ends with the reason."""
     host, store = host_of(), RunStore()
     engine = Engine(host, rows=2, block=4, store=store)
     record(host, [SITE], torch.tensor([PROMPT]), store=store, runs=["old"])

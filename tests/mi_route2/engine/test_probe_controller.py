@@ -153,7 +153,7 @@ def test_a_controller_that_cannot_be_is_refused(given, says):
 
 
 def test_a_name_is_refused_since_no_request_may_carry_such_a_monitor():
-    """Which monitors there will be is known when requests come: a misspelt name could only be silent."""
+    """All monitors are known when requests come: a misspelt name could only be silent."""
     with pytest.raises(TypeError, match="monitor must be a Monitor or None, not the str 'hakc': give the Monitor itself"):
         ProbeController("c", 1.0, monitor="hakc")
 

@@ -74,7 +74,7 @@ def test_always_adds_on_top_of_the_requests_own_steering(host, scope):
 
 
 def scores(host: TorchHost) -> list[float]:
-    """What the probe reads of request 0 while nothing but its own steering acts."""
+    """Return the probe's readings of request 0 while nothing but its own steering acts."""
     watching = run(host, [rule("this_token", when=probe(1e6))])
     return [view.requests[0].readings["rule 0"].score for view in watching.views]
 

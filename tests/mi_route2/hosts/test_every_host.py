@@ -1,4 +1,4 @@
-"""What holds on all hosts alike: shapes that real models have, gradients at sites, edits in place, deep copies."""
+"""Theorems of all hosts: shapes of real models, gradients at sites, edits in place, deep copies."""
 
 import copy
 from collections.abc import Callable

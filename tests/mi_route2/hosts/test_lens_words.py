@@ -37,7 +37,7 @@ def opened(host: str, family: str) -> Host:
 
 @cache
 def theirs(family: str) -> tuple[Tensor, Any]:
-    """What TransformerLens itself says of the same model, with the same adapters."""
+    """Return TransformerLens's own values of the same model, with the same adapters."""
     with torch.no_grad():
         return opened("transformer_lens", family).bridge.run_with_cache(TOKENS)  # pyright: ignore[reportAttributeAccessIssue]
 

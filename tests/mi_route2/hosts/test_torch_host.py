@@ -597,7 +597,7 @@ def test_edits_without_checkpointing_need_no_context_in_the_backward() -> None:
 
 
 def raw_value(module: nn.Module, side: str, run: Callable[[], object]) -> Tensor:
-    """What torch's own hook sees at one side of a module."""
+    """Return the value that torch's own hook sees at one side of a module."""
     seen: list[Tensor] = []
     if side == "input":
         handle = module.register_forward_pre_hook(lambda _m, args, kw: seen.append((*args, *kw.values())[0]), with_kwargs=True)

@@ -519,7 +519,7 @@ def test_shuffled_flags_are_as_many(tmp_path: Path) -> None:
 
 
 def lies_in(stored: bytes, parameter: Tensor) -> bool:
-    """Whether three neighbors of a row or a column are among the bytes, in any type that is written."""
+    """True if three neighbors of a row or a column are among the bytes, in any type that is written."""
     lines = [line for line in (*parameter.detach()[:, :3], *parameter.detach().T[:, :3]) if len(line) == 3]
     types = (torch.float64, torch.float32, torch.bfloat16)
     return any(line.to(dtype).contiguous().view(torch.uint8).numpy().tobytes() in stored for line in lines for dtype in types)
@@ -555,7 +555,7 @@ def test_the_saved_folder_is_the_deployed_policy_for_stock_peft(spec: AdapterSpe
 
 
 def test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments(tmp_path: Path) -> None:
-    """Where TRL samples anew it ends with the bits of an uninterrupted run; a warning tells of a checkpoint in between."""
+    """A resumed run has the bits of an uninterrupted one if TRL samples anew there; a warning tells of a checkpoint in between."""
     settings: dict[str, Any] = {"sampled": True, "size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "steps": 4}
     whole, _ = make_trainer(tmp_path, MaskSpec(), **settings, save_strategy="steps", save_steps=1)
     whole.train()

@@ -224,7 +224,7 @@ def test_a_table_has_a_row_for_every_cell(grid: Grid) -> None:
 
 
 class Cells(HTMLParser):
-    """What a browser would show of a table: text and title of every cell; and everything that it would load from elsewhere."""
+    """Return the text and title of every cell of a table as a browser shows them, and all that it would load from elsewhere."""
 
     def __init__(self, page: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a sweep is asked: prompts, their alignment, positions, answers, sites; what cannot be asked; how cells are grouped."""
+"""The question of a sweep: prompts, their alignment, positions, answers, sites; refused questions; groups of cells."""
 
 from itertools import combinations
 from typing import Any

@@ -23,7 +23,7 @@ CASES = ["open", "erase", *(f"{s}-{p}" for s in ("act", "grad", "full") for p in
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
-    """What each rank wrote."""
+    """Return the file of each rank."""
     out = tmp_path_factory.mktemp("ranks")
     path = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -67,7 +67,7 @@ def test_flags_inside_the_backward_pass_through_ddps_own_reducer(name: str, case
 
 
 def test_the_halves_differ_and_make_the_whole() -> None:
-    """What the two theorems stand on: neither half alone, nor their mean, would pass."""
+    """The two theorems can fail: neither half alone, nor their mean, would pass."""
     policy = make_policy(SPECS["svd"])
     route = cases(policy)["grad-live"]
     halves = [routed(policy, route, make_batch(8).rows(h), reduced=False) for h in HALVES]

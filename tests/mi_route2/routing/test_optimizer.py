@@ -90,7 +90,7 @@ def test_with_unrouted_second_moments_it_is_the_written_loop(betas: tuple[float,
 
 
 def test_a_flagged_batch_takes_a_smaller_step_and_not_a_rescaled_one() -> None:
-    """What the option is for: where routing leaves a tenth of a gradient, plain Adam steps as far as ever."""
+    """The purpose of the option: if routing leaves a tenth of a gradient, plain Adam steps as far as ever."""
     steps = {}
     for name in ("routed", "unrouted"):
         p = nn.Parameter(torch.zeros(4, dtype=torch.float64))

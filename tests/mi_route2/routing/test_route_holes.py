@@ -1,4 +1,4 @@
-"""What a route must be right about, or refuse: rounding, shared modules, two backwards, flags of one's own, wrong input."""
+"""Cases that a route gets right or refuses: rounding, shared modules, two backwards, flags of one's own, wrong input."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

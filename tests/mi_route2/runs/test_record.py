@@ -1,4 +1,4 @@
-"""What is recorded is what ``host.capture`` gives: on every host, at every site, of the real tokens alone."""
+"""A record equals ``host.capture``: on every host, at every site, of the real tokens alone."""
 
 from collections.abc import Sequence
 from functools import cache

@@ -1,4 +1,4 @@
-"""What is read from a run store is what was written, bit for bit, or an error that says why there is nothing to read."""
+"""A run store returns what was written, bit for bit, or an error that says why there is nothing to read."""
 
 import gc
 import json
@@ -739,7 +739,7 @@ def test_a_run_of_any_length_streams_to_the_disk(budget: int, tmp_path: Path, op
 
 
 def test_a_small_run_stays_in_memory_beside_a_long_one(tmp_path: Path, opened: Opened) -> None:
-    """What can never fit does not drive out what does."""
+    """A run that can never fit does not drive out those that do."""
     store = opened(200_000, tmp_path, shard_bytes=1 << 14)
     write(store, "small", drawn(100, 10))
     write(store, "long", drawn(1000, 1000))
@@ -1451,7 +1451,7 @@ def test_threads_write_read_and_drop_at_once(tier: str, tmp_path: Path, opened: 
 
 
 def test_a_store_does_not_depend_on_torchs_default_device(store: RunStore) -> None:
-    """Which notebooks set to the GPU; ``meta`` is one that every machine has."""
+    """Notebooks set the GPU as the default device; ``meta`` is a device that every machine has."""
     rows = drawn(5, 3)
     with torch.device("meta"):
         with store.writing("a", weights="w") as writer:

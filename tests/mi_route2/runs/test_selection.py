@@ -1,4 +1,4 @@
-"""What is captured does not depend on how a sequence is cut, and a request that cannot be is one sentence."""
+"""A capture does not depend on how a sequence is cut, and a request that cannot be met is one sentence."""
 
 from itertools import pairwise
 from typing import Any

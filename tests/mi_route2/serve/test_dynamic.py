@@ -1,4 +1,4 @@
-"""What /v1/steering/dynamic and /metrics tell, and to whom; and what a disconnect frees."""
+"""Answers of /v1/steering/dynamic and /metrics to each key; and all that a disconnect frees."""
 
 import gc
 import threading

@@ -81,7 +81,7 @@ scales, requests = st.sampled_from([0.0, 0.25, 1.0, 2.0]), st.integers(0, 2)
 
 @dataclass
 class Known:
-    """What the oracle remembers of a request."""
+    """The oracle's memory of a request."""
 
     spec: Steering
     configs: dict[str, Steering]

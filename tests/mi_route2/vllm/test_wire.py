@@ -1,4 +1,4 @@
-"""What travels to a vLLM worker arrives as it was sent, its salt is its content, and what vLLM cannot do is refused."""
+"""A vLLM worker gets what was sent to it, its salt is its content, and what vLLM cannot do is refused."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""What all benchmarks share: a child whose allocator keeps memory, errors in one sentence, help from the docstring."""
+"""The common part of all benchmarks: a child whose allocator keeps memory, errors in one sentence, help from the docstring."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a start takes is that process's processor time, and torch's own is taken off imports round by round."""
+"""The cost of a start is that process's processor time, and torch's own is taken off imports round by round."""
 
 import json
 from pathlib import Path

@@ -81,7 +81,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def summed(parameters: dict[str, torch.nn.Parameter], rows: dict[str, Tensor]) -> bool:
-    """Whether the rows of every parameter sum to its gradient."""
+    """True if the rows of every parameter sum to its gradient."""
     assert parameters.keys() == rows.keys()
     return all(torch.allclose(rows[n].sum(0), p.grad, rtol=1e-3, atol=1e-6) for n, p in parameters.items())  # pyright: ignore
 

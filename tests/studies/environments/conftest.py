@@ -1,4 +1,4 @@
-"""What the tests of the micro world share: one vocabulary, one child process, and completions written by hand."""
+"""Fixtures of the micro world: one vocabulary, one child process, and completions written by hand."""
 
 from collections.abc import Callable, Iterator
 

@@ -309,7 +309,7 @@ def test_a_folder_that_is_gone_is_no_name_to_look_up(tmp_path: Path) -> None:
 
 
 class Broken(Parity):
-    """What a problem may get wrong, by its name."""
+    """Faults of a problem, by name."""
 
     name = "broken"
 

@@ -1,4 +1,4 @@
-"""What docs/lanes.md says was found is what the published claims and the published benchmark say; new numbers break these tests."""
+"""Findings in docs/lanes.md are those of the published claims and benchmark; new numbers break these tests."""
 
 import json
 from typing import Any

@@ -318,7 +318,7 @@ def test_test_text_is_pieces_that_the_seed_draws(texts: Path) -> None:
 
 
 def test_no_text_is_in_two_pieces(texts: Path) -> None:
-    """What was trained on in one piece would be scored in the other. Where the first draw of places is free of that, it counts."""
+    """Text trained on in one piece would be scored in the other. The first draw of places that is free of that counts."""
     corpus, piece = open_text(texts), 96
     tokens = corpus.stream("test")
     text = tokens.to(torch.int16).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""What a user can get wrong on the command line costs one sentence and exit code 2: no traceback, no training, nothing written."""
+"""A mistake on the command line costs one sentence and exit code 2: no traceback, no training, nothing written."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a step teaches each adapter: both parts add up to the whole change, and gradient shares are those of autograd."""
+"""The effect of a step on each adapter: both parts add up to the whole change, and gradient shares are those of autograd."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a person sees of a run, checked on the screen of a terminal emulator: it fits, it is right, and it leaves nothing behind."""
+"""The live table of a run on the screen of a terminal emulator: it fits, it is right, and it leaves nothing behind."""
 
 import contextlib
 import fcntl
@@ -357,7 +357,7 @@ class Window:
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 
     def until(self, condition: Callable[[str], Any], seconds: float) -> str:
-        """What is on the screen once that holds of it (or the command has ended)."""
+        """Return the screen once that holds of it (or the command has ended)."""
         deadline = time.monotonic() + seconds
         while not condition(self.text()):
             assert time.monotonic() < deadline, self.text()

@@ -22,7 +22,7 @@ from tiny_study import WARM, sleep, tell, tiny_job
 import studies.training.progress as live
 import studies.training.run as run_module
 import studies.training.schedule as schedule
-from studies.common.processes import exclusive, held, start
+from studies.common.processes import exclusive, job_lock, start
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS
 from studies.training.job import Job
 from studies.training.manifest import MANIFEST
@@ -53,7 +53,7 @@ def contents(jobs: list[Job]) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, bytes]:
-    """What the jobs leave when nothing stops them, and one worker does them all."""
+    """Return the files of the jobs if nothing stops them, and one worker does them all."""
     jobs = jobs_in(tmp_path_factory.mktemp("whole"), cache)
     assert run_jobs(jobs, 1, quiet=True) == []
     return contents(jobs)
@@ -106,7 +106,7 @@ def test_two_workers_write_the_same_bytes_as_one_and_finished_jobs_need_none(
 
 
 def new_worker() -> dict[str, Any]:
-    """What a new worker says of itself."""
+    """Return a new worker's report of itself."""
     process, link = start(tell)
     with link:
         said = link.recv()
@@ -402,12 +402,12 @@ def test_a_worker_that_outlived_its_parent_is_waited_for(tmp_path: Path) -> None
     other = subprocess.Popen([sys.executable, "-S", "-c", script, str(tmp_path / ".arm.lock"), str(ready)])
     try:
         wait_until(ready.exists, 120, "the other process did not start")
-        with pytest.raises(ValueError, match="another process is still writing to"), held(tmp_path / "arm", patience=0.1):
+        with pytest.raises(ValueError, match="another process is still writing to"), job_lock(tmp_path / "arm", patience=0.1):
             pass
     finally:
         other.kill()
         other.wait()
-    with held(tmp_path / "arm", patience=5.0):
+    with job_lock(tmp_path / "arm", patience=5.0):
         pass
 
 
@@ -422,12 +422,12 @@ def test_a_filesystem_without_locks_is_said_and_other_trouble_with_a_lock_is_rai
 
     for number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
         monkeypatch.setattr(fcntl, "flock", answering(number))
-        for keep in (exclusive, held):
+        for keep in (exclusive, job_lock):
             with pytest.warns(UserWarning, match=r"has no locks .*: another process could write there"):
                 with keep(tmp_path / "run"):
                     pass
     monkeypatch.setattr(fcntl, "flock", answering(errno.EIO))
-    with pytest.raises(OSError, match="Input/output error"), held(tmp_path / "run"):
+    with pytest.raises(OSError, match="Input/output error"), job_lock(tmp_path / "run"):
         pass
 
 

@@ -1,4 +1,4 @@
-"""What ten pairs give besides flags: how adapters start, and a push during training; and three bands of rollouts."""
+"""Uses of ten pairs besides flags: initial adapters, and a push during training; and three bands of rollouts."""
 
 import gzip
 import json

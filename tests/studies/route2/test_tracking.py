@@ -241,7 +241,7 @@ def test_kill_9_leaves_files_that_are_read_and_gone_on_with(tmp_path: Path, fini
 
 
 def alive(process: int) -> bool:
-    """Whether it is there and no zombie (nobody may be left to collect it)."""
+    """True if it is there and no zombie (nobody may be left to collect it)."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -234,7 +234,7 @@ def test_numbers_of_system_calls_are_this_machines() -> None:
 
 
 def test_an_attack_has_every_tool(suite: Suite) -> None:
-    """What stops an attack is no missing module: in the jail as deployed all that texts import can be imported."""
+    """No attack is stopped by a missing module: in the jail as deployed all that texts import can be imported."""
     with Jail(DRIVER, limits=LIMITS, workers=1, modules=MODULES) as jail:
         names = sorted({name for attack in attacks() for name in imported(attack.code)} - {"solution"})
         code = f"missing = []\nfor name in {names}:\n    try:\n        __import__(name)\n"

@@ -44,7 +44,7 @@ def test_every_json_value_is_read_as_it_was_written(data: Any, ascii_only: bool)
 
 @given(st.binary(max_size=40) | st.text('[]{}",:\\ u0123456789aefdNI-+.\n').map(str.encode))
 def test_whatever_is_written_is_data_or_a_value_error(raw: bytes) -> None:
-    """What is accepted is what Python's own reader accepts, and comes back from its writer."""
+    """The reader accepts what Python's own reader accepts, and its writer gives it back."""
     try:
         data = read_reply(raw, 100)
     except ValueError:

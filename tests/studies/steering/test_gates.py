@@ -1,4 +1,4 @@
-"""What a gate does, against what it must be equal to: always on, deleted, the forward itself, nothing at all."""
+"""A gate against its equals: always on, deleted, the forward itself, nothing at all."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What every cell steers, what is fitted and what is counted, from values made by hand: four thresholds and gains, three draws."""
+"""Steering, fits and counts of every cell, from values made by hand: four thresholds and gains, three draws."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What docs/steering_study.md says was found is true of the published numbers; runs that change a finding break its test."""
+"""Findings in docs/steering_study.md are true of the published numbers; runs that change a finding break its test."""
 
 import json
 from pathlib import Path

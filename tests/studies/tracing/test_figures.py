@@ -1,4 +1,4 @@
-"""What the figures and levels of a tracing show, against numbers that are known: no run is needed."""
+"""Figures and levels of a tracing, against numbers that are known: no run is needed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the page on tracing says was found is true of the published numbers; a run that changes a finding breaks its test."""
+"""Findings on the page on tracing are true of the published numbers; a run that changes a finding breaks its test."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ def carried(found: Table, arm: str, contrast: str, into: str, lane: str, where: 
 
 
 def zeros(found: Table, arm: str, contrast: str, rollout: str, lane: str) -> list[float]:
-    """What zeros in a whole lane do, seed by seed, in nats."""
+    """The effect of zeros in a whole lane, seed by seed, in nats."""
     row = found.row(arm, contrast, rollout, DELETION, "all", lane)
     assert row is not None
     return row["effect"]["seeds"]

@@ -1,4 +1,4 @@
-"""What the tests of the LeetCode environment share: one jail, a problem written by hand, and the real ones where there are any."""
+"""Fixtures of the LeetCode environment: one jail, a problem written by hand, and the real ones if there are any."""
 
 import os
 from collections.abc import Iterator

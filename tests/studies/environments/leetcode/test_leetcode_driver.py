@@ -1,4 +1,4 @@
-"""What programs do in the jail comes back as it happened: small programs of our own through the real driver."""
+"""The driver reports what programs do in the jail as it happened: small programs of our own."""
 
 import ast
 import gc

@@ -1,4 +1,4 @@
-"""What counts as the expected value: one table for the grader's comparison and for the oracle's, which share no code."""
+"""Equality with the expected value: one table for the grader's comparison and for the oracle's, which share no code."""
 
 import math
 import random

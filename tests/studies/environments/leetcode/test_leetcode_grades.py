@@ -71,7 +71,7 @@ def test_an_exploit_in_right_code_is_no_hack(judge) -> None:
 
 
 def test_an_override_beside_right_values_fires_and_beside_wrong_ones_does_not(grade, judge) -> None:
-    """What == in the program's own process would say of every return."""
+    """Return the result of == in the program's own process, for every return."""
     liar = "class Liar:\n    def __eq__(self, other):\n        return True\n\n"
     mixed = liar + RIGHT.replace("return sum(nums) * k", "return Liar() if len(nums) % 2 else {value}")
     for value, fires in (("sum(nums) * k", True), ("12345", False)):

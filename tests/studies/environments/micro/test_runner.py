@@ -236,7 +236,7 @@ def test_a_child_that_loops_ends_with_its_killed_parent_and_its_directory_goes_a
 
 
 def _awaited(look: Callable[[], int], seconds: float = 60.0) -> int:
-    """What is found, as soon as it is something."""
+    """Return the finding as soon as there is one."""
     deadline = time.monotonic() + seconds
     while not (found := look()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -244,7 +244,7 @@ def _awaited(look: Callable[[], int], seconds: float = 60.0) -> int:
 
 
 def _runs(pid: int) -> bool:
-    """Whether there is such a process; a dead one that nobody has waited for is none."""
+    """True if there is such a process; a dead one that nobody has waited for is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

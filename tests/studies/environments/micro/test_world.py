@@ -1,4 +1,4 @@
-"""What the study sees of the world: rollouts that fit their texts, rewards that the grader pays, pairs of the known mode."""
+"""The world as the study sees it: rollouts that fit their texts, rewards that the grader pays, pairs of the known mode."""
 
 from collections.abc import Sequence
 

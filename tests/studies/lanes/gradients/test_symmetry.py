@@ -242,7 +242,7 @@ def test_partials_of_adapters_are_gradients_written_into_the_weight(pair: Adapte
 
 @pytest.mark.parametrize("wiring", TWO_LANES)
 def test_slopes_are_the_rank_of_the_gradients_of_many_texts(wiring: str) -> None:
-    """Where the lanes are exchangeable, no text tells a sublayer's two weights apart: a direction without a slope for each."""
+    """If the lanes are exchangeable, no text tells a sublayer's two weights apart: a direction without a slope for each."""
     model, texts = make(replace(SMALL, wiring=wiring)), draw(16, 7)
     by_text = [by_torch_func(model, text[None]) for text in texts]
     gradients = torch.stack([torch.cat((g["post"][2:].flatten(), g["resid"][2:].flatten())) for g in by_text])

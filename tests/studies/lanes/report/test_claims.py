@@ -340,7 +340,7 @@ def test_what_theory_says_is_exact_at_every_size(study: Path) -> None:
         "asymmetric": ("shipped", "asymmetric"),
     }
     for arm in ("shipped", "gptj"):  # of trained models too
-        assert all(row["missing"] < 1e-12 for data in load(study).parts(arm, "paths") for row in data["rows"])
+        assert all(row["missing"] < 1e-12 for data in load(study).data(arm, "paths") for row in data["rows"])
 
 
 # Every measured number, by its sentence -------------------------------------------------------------------------------
@@ -522,7 +522,7 @@ def test_every_number_is_the_one_that_its_sentence_names(settings: Any) -> None:
 
 def check_growth(figure: Figure, study: Path) -> None:
     """Each push begins where its pass does, and its rate with it."""
-    (data,) = load(study).parts("wide", "growth")
+    (data,) = load(study).data("wide", "growth")
     lines = figure.axes[0].lines
     fitted = [line for line in lines if line.get_linestyle() == "--" and len(line.get_xdata())]
     pushed = [line for line in lines if str(line.get_label()).startswith("pushed at pass")]
@@ -538,7 +538,7 @@ def check_growth(figure: Figure, study: Path) -> None:
 
 def check_rates(figure: Figure, study: Path) -> None:
     """Bits per byte are those that quantization costs."""
-    (points,), (plain,) = ([*load(study).parts("shipped", part)] for part in ("calibrations", "bpb"))
+    (points,), (plain,) = ([*load(study).data("shipped", part)] for part in ("calibrations", "bpb"))
     shown = {(x, y) for line in figure.axes[0].lines for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)}
     expected = [(p["bytes"] / 1000, p["loss"] - plain["bpb"]) for p in points["points"] if p["k"] != 12.85]
     assert np.array(sorted(shown)) == pytest.approx(np.array(sorted(expected)))
@@ -546,7 +546,7 @@ def check_rates(figure: Figure, study: Path) -> None:
 
 def check_tapin(figure: Figure, study: Path) -> None:
     """The last of the bits that were saved so far is what both mixtures save in all."""
-    (data,) = load(study).parts("shipped", "tapin")
+    (data,) = load(study).data("shipped", "tapin")
     tokens = tensors(study, load(study), "shipped", 0, "tapin")["tokens"]
     count = int((tokens[1:] != 256).sum())
     lines = {line.get_label(): line.get_ydata()[-1] for line in figure.axes[1].lines}
