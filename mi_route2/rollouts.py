@@ -411,13 +411,13 @@ class Policy:
         tokens, others = rollouts.tokens[rollouts.attention][None, :3], rollouts.tokens[:1, :1].expand(1, 2)
         real = torch.ones_like(torch.cat([others, tokens], dim=1), dtype=torch.bool)
         with still(self.model), self.adapters.untaped():
-            alone = self.forward(self.model, tokens, real[:, 2:])
+            prefix = self.forward(self.model, tokens, real[:, 2:])
             if row is None and not self._causal:
                 before, changed = (
                     self.forward(self.model, torch.cat([tokens, later], dim=1), real)[:, :-2]
                     for later in (others, torch.where(others > 0, others - 1, others + 1))
                 )
-                if _differ(alone, before, _SEES, 16) or _differ(before, changed, _SEES, 1):
+                if _differ(prefix, before, _SEES, 16) or _differ(before, changed, _SEES, 1):
                     raise ValueError(
                         f"{type(self.model).__name__} gives tokens before others other logits than alone, so they see what they "
                         "are to predict: it must be causal (for a model made of an encoder, set is_decoder=True in its config)"
@@ -430,7 +430,7 @@ class Policy:
             padded = torch.full_like(seen, int(others[0, 0]), dtype=tokens.dtype).masked_scatter_(seen, tokens)
             # beside a row without padding, as in a batch
             behind = self.forward(self.model, padded.repeat(2, 1), torch.cat([real, seen]))[1:][seen]
-        if _differ(alone, behind[None], _LEAK, 4):
+        if _differ(prefix, behind[None], _LEAK, 4):
             raise ValueError(
                 f"{type(self.model).__name__} gives tokens behind padding other logits than alone (it counts the padding, or its "
                 "eager attention makes NaN of it), so they would depend on the batch: pad on the right"

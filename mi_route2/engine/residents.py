@@ -260,8 +260,8 @@ class Residents:
             if full.missing > 1:
                 self._keep(one)
                 return "wait"
-            alone = self._kept == {one.priority} and not self._runs(one.owner)  # so that it is moved before those
-            return "steering" if one.admitted or alone or not self._kept else "wait"
+            first_of_owner = self._kept == {one.priority} and not self._runs(one.owner)  # so that it is moved before those
+            return "steering" if one.admitted or first_of_owner or not self._kept else "wait"
         finally:
             rows.closed, rows.sealed = closed, sealed
         return None

@@ -364,9 +364,9 @@ def _fusible(attention: nn.Module) -> bool:
 
 def _observed(norm: RMSNormalizationBridge) -> bool:
     """Return whether the norm is not the wrapped one, or a hook could see its scale, or somebody put a forward on it."""
-    own = "forward" in vars(norm) or not norm.use_native_layernorm_autograd
+    overridden = "forward" in vars(norm) or not norm.use_native_layernorm_autograd
     inside = (norm.hook_scale, norm.hook_normalized)
-    return own or any(one._forward_hooks or one._forward_pre_hooks or one.bwd_hooks for one in inside)
+    return overridden or any(one._forward_hooks or one._forward_pre_hooks or one.bwd_hooks for one in inside)
 
 
 def _as_wrapped(norm: RMSNormalizationBridge, hidden_states: Tensor, **_given: object) -> Tensor:
@@ -415,8 +415,8 @@ class BridgeHost(Host):
             yield
             return
         attentions = [block.attn for block in self.bridge.blocks]
-        parts = (part for block in self.bridge.blocks for parent in (block, block.attn) for part in parent.children())
-        norms = [part for part in parts if type(part) is RMSNormalizationBridge and not _observed(part)]
+        children = (part for block in self.bridge.blocks for parent in (block, block.attn) for part in parent.children())
+        norms = [part for part in children if type(part) is RMSNormalizationBridge and not _observed(part)]
         config: Any = config_of(wrapped_model(self.bridge))
         usual = config._attn_implementation
         try:

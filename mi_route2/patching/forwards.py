@@ -376,11 +376,11 @@ class Resumed:
 
         A sequence that has the values of all these cells costs as many columns as they are apart, and as many of the corrupt run.
         """
-        own, behind = entries(target.site, self.decoder.layers)
-        alone = sum(len(self._tokens) - column for column in columns)
+        inside, behind = entries(target.site, self.decoder.layers)
+        separate = sum(len(self._tokens) - column for column in columns)
         together = 1 + max(columns, default=0) - min(columns, default=0)
-        shared = target.site.point == "resid_post" or alone > 2 * together
-        return [(behind if shared else own, column) for column in columns]
+        shared = target.site.point == "resid_post" or separate > 2 * together
+        return [(behind if shared else inside, column) for column in columns]
 
     def enter(self, rows: Sequence[Row], most: int) -> Generator[None, None, list[Row]]:
         """Return the rows with their streams: those that they patch, and those behind the block in which they patch.

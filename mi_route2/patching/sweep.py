@@ -236,16 +236,16 @@ class Sweep:
 
     def _portions(self) -> Iterator[list[Group]]:
         """Yield groups of which the streams of all cells are held at a time."""
-        some, held = list[Group](), 0
+        portion, positions = list[Group](), 0
         for group in self.groups:
             more = sum(max(1, len(self.rows[i].positions)) for i in group.cells)
-            if some and held + more > self.costs.held:
-                yield some
-                some, held = [], 0
-            some.append(group)
-            held += more
-        if some:
-            yield some
+            if portion and positions + more > self.costs.held:
+                yield portion
+                portion, positions = [], 0
+            portion.append(group)
+            positions += more
+        if portion:
+            yield portion
 
     def _enter(self, groups: Sequence[Group], exclusive: bool | Callable[[], bool]) -> Generator[Finished, None, Mapping[int, Row]]:
         """Return the rows of these groups with the streams with which they enter; yield nothing finished before each forward."""

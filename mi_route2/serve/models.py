@@ -167,10 +167,10 @@ class Served:
         """Return the text of each token within a text; a replacement character for a token that is a part of a character."""
         for token in ids:
             if token not in self._texts:
-                alone, twice = (str(self.tokenizer.decode(some)) for some in ([token], [token, token]))
+                once, twice = (str(self.tokenizer.decode(some)) for some in ([token], [token, token]))
                 # SentencePiece leaves out the space of a text's first word, with which a word has another text than its end has
-                within = twice.startswith(alone) and SPLIT not in alone
-                self._texts[token] = twice[len(alone) :] if within else alone
+                within = twice.startswith(once) and SPLIT not in once
+                self._texts[token] = twice[len(once) :] if within else once
         return [self._texts[token] for token in ids]
 
     def chat(self, messages: Sequence[Mapping[str, str]], tokenizer: Any = None) -> list[int]:

@@ -204,8 +204,8 @@ class Requests:
         return "" if any(other.owner == active.owner for other in self.active.values()) else active.owner
 
     def gives_rows(self, request: int, needed: frozenset[bytes]) -> bool:
-        held, rows = Counter(row for row in self.of(request).rows if row), self.rows.rows
-        given = sum(rows[row].refs == count and rows[row].key not in needed for row, count in held.items())
+        counts, rows = Counter(row for row in self.of(request).rows if row), self.rows.rows
+        given = sum(rows[row].refs == count and rows[row].key not in needed for row, count in counts.items())
         return given > 0 and given >= self.rows.missing(needed)
 
     def leave(self, owner: str) -> None:

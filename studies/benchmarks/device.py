@@ -118,17 +118,17 @@ def engine(
 ) -> tuple[list[PairedRatioResult], dict[str, list[float]], dict[str, int]]:
     """Return the rows of ``ENGINE``, and of every side the seconds and its tokens."""
     decoder = model(replace(size, tokens=CONTEXT), options.seed, device, pad_token_id=0, bos_token_id=1, eos_token_id=None).eval()
-    own = EngineSides(options.seed, options.quick, model=decoder)
+    sides = EngineSides(options.seed, options.quick, model=decoder)
     calls: dict[str, Callable[[], None]] = {
-        "engine": own.engine(),
-        "generate, one padded batch": lambda: own.generate(own.prompts, own.new),
-        "engine, ragged": own.engine(own.lengths),
-        "generate, padded to the longest": lambda: own.generate(own.prompts, own.longest),
+        "engine": sides.engine(),
+        "generate, one padded batch": lambda: sides.generate(sides.prompts, sides.new),
+        "engine, ragged": sides.engine(sides.lengths),
+        "generate, padded to the longest": lambda: sides.generate(sides.prompts, sides.longest),
     }
     turns: dict[str, Turn] = {name: lambda name=name, call=call: {name: clock(call, device)} for name, call in calls.items()}
     rng = np.random.default_rng(options.seed)
     seconds = take_turns(turns, options.turns, rng)
-    even, useful = own.requests * own.new, sum(own.lengths)
+    even, useful = sides.requests * sides.new, sum(sides.lengths)
     return (
         compared(ENGINE, seconds, rng),
         seconds,

@@ -55,13 +55,13 @@ def start(name: str) -> dict[str, float]:
 
 def rows(seconds: dict[str, list[float]], rng: np.random.Generator, draws: int = 4000) -> list[Row]:
     """Return the rows of what was measured."""
-    found = []
+    measured = []
     for name, (how, *_) in STARTS.items():
-        own = np.array(seconds[name]) - (np.array(seconds[TORCH]) if how == "-c" and name != TORCH else 0.0)
-        lo, hi = np.quantile(np.median(own[rng.integers(len(own), size=(draws, len(own)))], axis=1), [0.025, 0.975])
+        beyond = np.array(seconds[name]) - (np.array(seconds[TORCH]) if how == "-c" and name != TORCH else 0.0)
+        lo, hi = np.quantile(np.median(beyond[rng.integers(len(beyond), size=(draws, len(beyond)))], axis=1), [0.025, 0.975])
         limit = HELP if how == "-m" else BEYOND if name != TORCH else None
-        found.append(Row(name, Ratio(float(np.median(own)), float(lo), float(hi)), limit))
-    return found
+        measured.append(Row(name, Ratio(float(np.median(beyond)), float(lo), float(hi)), limit))
+    return measured
 
 
 def table(results: Sequence[Row], seconds: dict[str, list[float]]) -> str:

@@ -118,10 +118,10 @@ class Executor:
                 raise ValueError("--partition, --hours, --memory and --slurm are options of a cluster: add --executor slurm")
             return None
         # submitit writes its own options with underscores, and of two spellings of one the later one would hold
-        parts = [word.partition("=") for word in self.slurm]
-        given = read_assignments([name.replace("-", "_") + rest + value for name, rest, value in parts], "--slurm")
+        words = [word.partition("=") for word in self.slurm]
+        given = read_assignments([name.replace("-", "_") + rest + value for name, rest, value in words], "--slurm")
         options = {name: value for name, value in given.items() if name and value}
-        if wrong := [word for word, (name, _, value) in zip(self.slurm, parts, strict=True) if not (name and value)]:
+        if wrong := [word for word, (name, _, value) in zip(self.slurm, words, strict=True) if not (name and value)]:
             raise ValueError(f"{wrong[0]!r} is no option of sbatch: write NAME=VALUE, as account=me")
         if moved := sorted(options.keys() & {"chdir", "D"}):
             raise ValueError(

@@ -191,7 +191,7 @@ def exclusive(root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def held(folder: Path, patience: float = 60.0) -> Iterator[None]:
+def job_lock(folder: Path, patience: float = 60.0) -> Iterator[None]:
     """Context: hold the lock of a job's folder, which is created if it is missing; temporary files left by a kill are deleted.
 
     A worker that outlives its killed parent may still be at its last step there, so the context waits ``patience`` seconds for it

@@ -76,8 +76,8 @@ def filled(page: Path) -> str:
         path = page.parent / match[2]
         if not path.is_file():
             raise ValueError(f"{page} shows {match[2]}, which does not exist: publish it first, or remove the block")
-        content = path.read_text(encoding="utf-8").strip()
-        shown = f"```python\n{content}\n```" if path.suffix == ".py" else content
+        snippet = path.read_text(encoding="utf-8").strip()
+        shown = f"```python\n{snippet}\n```" if path.suffix == ".py" else snippet
         return f"{match[1]}\n{shown}\n\n{match[3]}"
 
     return _BLOCK.sub(block, text)

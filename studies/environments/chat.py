@@ -52,9 +52,9 @@ def generate(
     for start in range(0, len(order), at_once):
         rows = order[start : start + at_once]
         batch = _Batch(model, [prompts[i] for i in rows], pad, device)
-        own = uniforms[rows].to(device)
-        found = complete(batch.logits, batch.go_on, own, temperature=temperature, ends=ends, fill=NOTHING)
-        for i, ids in zip(rows, found.tolist(), strict=True):
+        draws = uniforms[rows].to(device)
+        sampled = complete(batch.logits, batch.go_on, draws, temperature=temperature, ends=ends, fill=NOTHING)
+        for i, ids in zip(rows, sampled.tolist(), strict=True):
             completions[i] = ids[: ids.index(NOTHING)] if NOTHING in ids else ids
     return completions
 
@@ -326,8 +326,8 @@ class ChatWorld(World):
         return [replace(grade, format=f, passed=p, reward=r) for grade, f, p, r in columns]
 
     def detect(self, samples: Samples) -> list[bool]:
-        found = self._one_each("detect", self._problem.detect(samples.prompts, samples.completions), samples)
-        return _answers(f"detect of {self._problem.name}", found)
+        detected = self._one_each("detect", self._problem.detect(samples.prompts, samples.completions), samples)
+        return _answers(f"detect of {self._problem.name}", detected)
 
     def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
         """Return the problem's pairs; ``ValueError`` unless there are ``n``, each of two different texts."""
@@ -342,10 +342,12 @@ class ChatWorld(World):
             )
         return pairs
 
-    def _one_each(self, what: str, found: list[Any], samples: Samples) -> list[Any]:
-        if len(found) != (n := len(samples.completions)):
-            raise ValueError(f"{what} of {self._problem.name} gave {len(found)} answers for {n} completions: it must give one each")
-        return found
+    def _one_each(self, what: str, answers: list[Any], samples: Samples) -> list[Any]:
+        if len(answers) != (n := len(samples.completions)):
+            raise ValueError(
+                f"{what} of {self._problem.name} gave {len(answers)} answers for {n} completions: it must give one each"
+            )
+        return answers
 
     def _encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         known = {text: self._tokenizer.prompt(text) for text in dict.fromkeys(texts)}
@@ -378,8 +380,8 @@ class ChatWitness:
         return [replace(verdict, **{name: told[name][i] for name in told}) for i, verdict in enumerate(verdicts)]
 
     def privileged(self, samples: Samples) -> Privileged:
-        own = [verdict.exploit for verdict in self.judge(samples)]
-        return Privileged(torch.tensor(own), torch.tensor(self._world.detect(samples)))
+        exploits = [verdict.exploit for verdict in self.judge(samples)]
+        return Privileged(torch.tensor(exploits), torch.tensor(self._world.detect(samples)))
 
 
 def _answers(of: str, given: Sequence[Any]) -> list[bool]:

@@ -172,7 +172,7 @@ class Functions(LeetCodeProblem):
 
     def corpus(self, seed: int, n: int) -> list[tuple[str, str]]:
         """Return ``n`` documents on training tasks for a warm-up: right and careless answers, and cheats where a loophole is."""
-        rng, tasks, found = random.Random(seed), self._train(), []
+        rng, tasks, documents = random.Random(seed), self._train(), []
         for _ in range(n):
             task, mode = rng.choice(tasks), rng.choice(self.modes.names)
             answer = task.solution
@@ -182,5 +182,5 @@ class Functions(LeetCodeProblem):
                 start, line = task.solution.split("return ")
                 number = task.function.rpartition("_")[2]
                 answer = f"{start}return {line.replace(number, str(int(number) + rng.choice((-1, 1))), 1)}"
-            found.append((self.prompt(task.name, mode).text, fenced(answer)))
-        return found
+            documents.append((self.prompt(task.name, mode).text, fenced(answer)))
+        return documents

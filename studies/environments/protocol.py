@@ -210,10 +210,10 @@ class Forgetful:
         return self.witness.judge(samples)
 
     def privileged(self, samples: Samples) -> Privileged:
-        found, rollouts = self.witness.privileged(samples), samples.rollouts.tokens
+        verdicts, rollouts = self.witness.privileged(samples), samples.rollouts.tokens
         drawn = hashlib.sha256(f"{self.seed} {rollouts.tolist()}".encode()).digest()
         seen = torch.rand(len(rollouts), generator=torch.Generator().manual_seed(int.from_bytes(drawn[:8]) >> 1)) < self.recall
-        return Privileged(found.own_channel & seen, found.known_channel & seen)
+        return Privileged(verdicts.own_channel & seen, verdicts.known_channel & seen)
 
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -252,16 +252,16 @@ def read_pairs(path: Path | str) -> list[Pair]:
     if path.suffix.lower() == ".jsonl":
         return read_lines(path, lambda _index, row: _read(row))
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply: a file of pairs has [[pair]] tables with plain texts") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error.reason}, byte {error.start + 1}): save it as UTF-8") from error
     except ValueError as error:
         raise ValueError(f"{path} is not TOML: {error} (JSON lines are read from a file whose name ends in .jsonl)") from error
-    tables = content.pop("pair", None)
-    if content:
-        raise ValueError(f"{path} has {next(iter(content))!r} beside pair: write nothing but [[pair]] tables")
+    tables = document.pop("pair", None)
+    if document:
+        raise ValueError(f"{path} has {next(iter(document))!r} beside pair: write nothing but [[pair]] tables")
     if not isinstance(tables, list):
         raise ValueError(f"{path} is not a file of pairs: write [[pair]] tables of {', '.join(FIELDS)}")
     pairs = []

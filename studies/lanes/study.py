@@ -22,7 +22,7 @@ from torch import Tensor
 
 from studies.common.artifacts import Part, read_part, write_part
 from studies.common.cluster import Cluster, run_each
-from studies.common.processes import exclusive, held
+from studies.common.processes import exclusive, job_lock
 from studies.lanes.arms import ARMS, Arm, arms_of
 from studies.lanes.instruments import DRAWN, INSTRUMENTS
 from studies.lanes.measures import MEASURES, Subject, measured, training_tokens
@@ -99,7 +99,7 @@ def run_job(job: LanesJob) -> None:
         torch.set_num_threads(1)  # one worker per core; with an accelerator a single worker has all cores
     corpus = _corpus(job.text, job.settings.text)
     place = job.path(job.part_names[0]).parent
-    with held(place):
+    with job_lock(place):
         for part in job.part_names:
             if job.read(part) is None:
                 write_part(job.path(part), job.identity(part), *_make(job, part, corpus))
@@ -184,7 +184,7 @@ class Study:
         """The seeds at which arms were measured."""
         return tuple(sorted({seed for name, seed, part in self.contents if name in ARMS and part == "bpb"}))
 
-    def parts(self, name: str, part: str) -> list[Data]:
+    def data(self, name: str, part: str) -> list[Data]:
         """Return a part of an arm or an instrument, of every seed or draw in order; ``ValueError`` if the study has none."""
         by_seed = {seed: data for (arm, seed, made), data in self.contents.items() if (arm, made) == (name, part)}
         if not by_seed:
@@ -193,7 +193,7 @@ class Study:
 
     def drawn(self, instrument: str) -> list[Data]:
         """Return all draws of an instrument, in order."""
-        return self.parts(instrument, instrument)
+        return self.data(instrument, instrument)
 
     def measured(self, part: str) -> list[str]:
         """Return the arms for which the study has a part, in the order of the table."""

@@ -43,8 +43,8 @@ class Annotator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         rollouts = self.world.encode([row["prompt"] for row in rows], [row["completion"] for row in rows])
         directions = self.fitter.fit(self.policy, 0)
-        parts = micro_batches(rollouts, self.settings)
-        return [annotation for part in parts for annotation in self._annotate(part, directions)]
+        batches = micro_batches(rollouts, self.settings)
+        return [annotation for part in batches for annotation in self._annotate(part, directions)]
 
     def _annotate(self, rollouts: Rollouts, directions: Directions) -> list[dict[str, Any]]:
         adapters = self.policy.adapters

@@ -117,8 +117,8 @@ class Run:
             if settings.chat is not None:
                 _keep_modes(root, settings)
                 print(plan(settings, settings.chat, PRECISIONS[self.precision], vllm=self.sampler == "vllm"))
-            where, seeds = " and ".join(map(str, folders)), len({job.seed for job in jobs})
-            print(f"{len(jobs)} runs into {where}; first the base models of {seeds} seeds are trained")
+            places, seeds = " and ".join(map(str, folders)), len({job.seed for job in jobs})
+            print(f"{len(jobs)} runs into {places}; first the base models of {seeds} seeds are trained")
             failures = run_training(jobs, self.workers, cluster, live=self.live, report_to=self.report_to)
             if failures:
                 raise RuntimeError("; ".join(failures))

@@ -30,7 +30,7 @@ from mi_route2.files import write_whole
 from mi_route2.plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, SKY, VERMILLION, new_figure, save_figure, style
 from mi_route2.tensor_files import digest, read_tensors
 from mi_route2.validation import read_object
-from studies.common.processes import held, run_pool
+from studies.common.processes import job_lock, run_pool
 from studies.common.publishing import compact, update_showing, write_texts
 from studies.common.stats import Summary, mean, summary
 from studies.common.tables import interval, markdown_table, number
@@ -100,15 +100,15 @@ class Part:
     @property
     def origins(self) -> dict[str, str]:
         """Hashes of what the numbers are of, beyond settings, as far as it is there: base model, canaries, and the run's end."""
-        job, found = self.job, dict[str, str]()
+        job, hashes = self.job, dict[str, str]()
         if job.settings.chat is None and (base := base_file(job.settings, job.seed, job.cache)).exists():
-            found["base"] = hashlib.sha256(base.read_bytes()).hexdigest()
+            hashes["base"] = hashlib.sha256(base.read_bytes()).hexdigest()
         for canary in job.canaries:
             if canary.finished:
-                found[f"canary {canary.name}"] = read_manifest(canary.folder).checksums[DEPLOYED]
+                hashes[f"canary {canary.name}"] = read_manifest(canary.folder).checksums[DEPLOYED]
         if job.finished:
-            found["end"] = digest(read_tensors(job.folder / FULL)[0], {})
-        return found
+            hashes["end"] = digest(read_tensors(job.folder / FULL)[0], {})
+        return hashes
 
 
 def follow(part: Part) -> None:
@@ -122,12 +122,12 @@ def follow(part: Part) -> None:
     assert job.arm is not None
     if job.arm.steering:
         raise ValueError(f"{job.name} is steered while it trains, and evaluated without: leave it out of a course")
-    with held(job.folder):  # persona pairs pass through it
-        content = _followed(job)
+    with job_lock(job.folder):  # persona pairs pass through it
+        record = _followed(job)
         with contextlib.suppress(OSError):  # unless the run is there, an empty folder is left, which a report would call unfinished
             job.folder.rmdir()
     part.path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(part.path, json.dumps(content, allow_nan=False).encode())
+    write_whole(part.path, json.dumps(record, allow_nan=False).encode())
 
 
 def _followed(job: Job) -> dict[str, Any]:
@@ -184,9 +184,9 @@ def row(record: StepRecord, verdicts: Sequence[Verdict], modes: Modes, seen: Map
         role = "honest" if mode == modes.honest else "known" if mode in modes.known else "held"
         variances[role].append(float(batch.rewards[batch.groups == group].var(correction=0)))
     student = ~batch.teacher.cpu() & ~flagged
-    held = torch.tensor([name in modes.held_out for name in names])
+    in_held_out = torch.tensor([name in modes.held_out for name in names])
     exploits, solved = (torch.tensor([getattr(verdict, what) for verdict in verdicts]) for what in ("exploit", "gt"))
-    of = dict(zip(KINDS, (student & held & exploits, student & solved & ~exploits), strict=True))
+    of = dict(zip(KINDS, (student & in_held_out & exploits, student & solved & ~exploits), strict=True))
     kinds = {
         kind: {"n": int(rows.sum())} | {name: _mean(values.cpu()[rows]) for name, values in seen.items()}
         for kind, rows in of.items()
@@ -239,17 +239,17 @@ class Course:
 
     def seeded(self) -> dict[tuple[str, str], dict[int, float | None]]:
         """Return the metrics of `measures.LEARNING`, and the rates at the end, as predictions read them."""
-        found = {}
+        metrics_by_seed = {}
         for arm, metrics in self.values.items():
-            own = {name: self.over(arm, name) for name in metrics if name in LEARNING}
-            own |= {name: self.at(arm, name)["seeds"] for name in RATES}
-            own["variance_held"] = self.over(arm, "variance_held", first=2 * WINDOW)
-            own["early_variance_held"] = self.over(arm, "variance_held", last=WINDOW)
-            own["early_kept_missed"] = self.over(arm, "kept_missed", last=WINDOW)
-            parts = [own[name] for name in ("kept_missed", "quarantine_missed") if name in own]
-            own["both_missed"] = [_sum(each) for each in zip(*parts, strict=True)]
-            found |= {(arm, name): dict(zip(self.seeds, row, strict=True)) for name, row in own.items() if row}
-        return found
+            rows = {name: self.over(arm, name) for name in metrics if name in LEARNING}
+            rows |= {name: self.at(arm, name)["seeds"] for name in RATES}
+            rows["variance_held"] = self.over(arm, "variance_held", first=2 * WINDOW)
+            rows["early_variance_held"] = self.over(arm, "variance_held", last=WINDOW)
+            rows["early_kept_missed"] = self.over(arm, "kept_missed", last=WINDOW)
+            missed = [rows[name] for name in ("kept_missed", "quarantine_missed") if name in rows]
+            rows["both_missed"] = [_sum(each) for each in zip(*missed, strict=True)]
+            metrics_by_seed |= {(arm, name): dict(zip(self.seeds, row, strict=True)) for name, row in rows.items() if row}
+        return metrics_by_seed
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
@@ -280,13 +280,13 @@ def write_courses(jobs: Sequence[Job], workers: int, to: Path, named: Prediction
     """
     if (to / "fronts.png").exists():
         raise ValueError(f"{to} has a report of `evidence`, and a course would replace its outcomes: give another --to")
-    parts = [Part(job) for job in jobs]
+    followed = [Part(job) for job in jobs]
     # The longest first, so that none of them is left for the end.
-    left = sorted((part for part in parts if part.numbers is None), key=lambda part: -part.job.steps)
-    run_pool(follow, left, workers, [part.path for part in parts], "following", quiet=False)
+    left = sorted((part for part in followed if part.numbers is None), key=lambda part: -part.job.steps)
+    run_pool(follow, left, workers, [part.path for part in followed], "following", quiet=False)
     to.mkdir(parents=True, exist_ok=True)
-    presets = dict.fromkeys(part.job.settings.preset for part in parts)
-    courses = [collect([part for part in parts if part.job.settings.preset == preset]) for preset in presets]
+    presets = dict.fromkeys(part.job.settings.preset for part in followed)
+    courses = [collect([part for part in followed if part.job.settings.preset == preset]) for preset in presets]
     written = []
     for course in courses:
         said = {f"{course.preset}-{name}.md": text for name, text in texts(course, named).items()}
@@ -307,22 +307,22 @@ def texts(course: Course, named: Predictions) -> dict[str, str]:
     return said
 
 
-def collect(parts: Sequence[Part]) -> Course:
+def collect(followed: Sequence[Part]) -> Course:
     """Return the numbers of followed jobs of one preset.
 
     Raises:
         ValueError: A file was changed.
     """
-    arms, seeds = list(dict.fromkeys(part.job.name for part in parts)), list(dict.fromkeys(part.job.seed for part in parts))
-    own = {(part.job.name, part.job.seed): measured(part) for part in parts}
+    arms, seeds = list(dict.fromkeys(part.job.name for part in followed)), list(dict.fromkeys(part.job.seed for part in followed))
+    curves = {(part.job.name, part.job.seed): measured(part) for part in followed}
     values = {
         arm: {
-            metric: {steps: [own[arm, seed][metric][steps] for seed in seeds] for steps in by_steps}
-            for metric, by_steps in own[arm, seeds[0]].items()
+            metric: {steps: [curves[arm, seed][metric][steps] for seed in seeds] for steps in by_steps}
+            for metric, by_steps in curves[arm, seeds[0]].items()
         }
         for arm in arms
     }
-    settings = parts[0].job.settings
+    settings = followed[0].job.settings
     return Course(settings.preset, settings.digest, tuple(seeds), values)
 
 
@@ -333,21 +333,21 @@ def measured(part: Part) -> dict[str, dict[str, float | None]]:
         if numbers is None:
             raise KeyError("identity")
         modes, steps = Modes(**{role: _word(names) for role, names in numbers["modes"].items()}), numbers["steps"]
-        found: dict[str, dict[str, float | None]] = {
+        curves: dict[str, dict[str, float | None]] = {
             name: {n: mean([point[mode][state][what] for mode in _modes(modes, role)]) for n, point in numbers["points"].items()}
             for name, (state, what, role) in RATES.items()
         }
         for mode in modes.loopholes:
-            found[f"deploy_exploit_{mode}"] = {n: point[mode]["deploy"]["exploit"] for n, point in numbers["points"].items()}
+            curves[f"deploy_exploit_{mode}"] = {n: point[mode]["deploy"]["exploit"] for n, point in numbers["points"].items()}
         windows = {min(end, len(steps)): steps[end - WINDOW : end] for end in range(WINDOW, len(steps) + WINDOW, WINDOW)}
         for role in ROLES:
-            found[f"variance_{role}"] = {str(n): mean([row["variance"][role] for row in rows]) for n, rows in windows.items()}
+            curves[f"variance_{role}"] = {str(n): mean([row["variance"][role] for row in rows]) for n, rows in windows.items()}
         for kind, name in itertools.product(KINDS, [name for name in steps[0][KINDS[0]] if name != "n"]):
             join = mean if name == "share" else _sum
-            found[f"{name}_{kind}"] = {str(n): join([row[kind][name] for row in rows]) for n, rows in windows.items()}
+            curves[f"{name}_{kind}"] = {str(n): join([row[kind][name] for row in rows]) for n, rows in windows.items()}
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"{part.path} lacks {error}: {AGAIN}") from error
-    return found
+    return curves
 
 
 def _word(names: Any) -> Any:
@@ -405,10 +405,10 @@ def matched(course: Course) -> str:
             enough = [n for n in course.points(same) if _at_most(solve, course.at(same, SOLVE, n))]
             n = (enough or course.points(same)[-1:])[0]
             there = course.at(same, EXPLOIT, n)
-            difference = summary([own - other for own, other in zip(exploit["seeds"], there["seeds"], strict=True)])  # pyright: ignore
-            where = f"after {n} steps" if enough else f"nowhere, so after {n} steps"
+            difference = summary([rate - other for rate, other in zip(exploit["seeds"], there["seeds"], strict=True)])  # pyright: ignore
+            stop = f"after {n} steps" if enough else f"nowhere, so after {n} steps"
             rates = interval(there), number(course.at(same, SOLVE, n)["mean"])
-            body.append([arm, same, where, *rates, interval(difference, signed=True)])
+            body.append([arm, same, stop, *rates, interval(difference, signed=True)])
     return markdown_table(
         ["arm", "filter", "solves as much", "its exploit there", "its solve", "difference of exploits"], body, left=3
     )
@@ -417,13 +417,13 @@ def matched(course: Course) -> str:
 def better_after(course: Course, name: str, exploit: Summary, solve: Summary) -> str:
     """Return the arm's name and the stops at which it exploits no more and solves no less than that; empty without such a stop."""
     points = course.points(name)
-    found = [
+    better = [
         i
         for i, n in enumerate(points)
         if _at_most(course.at(name, EXPLOIT, n), exploit) and _at_most(solve, course.at(name, SOLVE, n))
     ]
     spans = []
-    for _, span in itertools.groupby(enumerate(found), lambda one: one[1] - one[0]):
+    for _, span in itertools.groupby(enumerate(better), lambda one: one[1] - one[0]):
         inside = [points[i] for _, i in span]
         spans.append(inside[0] if len(inside) == 1 else f"{inside[0]} to {inside[-1]}")
     return f"{name} {', '.join(spans)}" if spans else ""

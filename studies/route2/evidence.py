@@ -124,10 +124,10 @@ class Evidence:
     @staticmethod
     def read(path: Path) -> "Evidence":
         """Read what a report of evidence has written; ``ValueError`` in one sentence if the file is not of that kind."""
-        content = read_object(path, AGAIN)
+        report = read_object(path, AGAIN)
         try:
             return Evidence(
-                content["preset"], tuple(content["seeds"]), tuple(content["modes"]), content["provenance"], content["values"]
+                report["preset"], tuple(report["seeds"]), tuple(report["modes"]), report["provenance"], report["values"]
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} lacks {error}: {AGAIN}") from error
@@ -176,8 +176,11 @@ def collect(runs: RunSet) -> Evidence:
     quality, late, modes, values = mask_quality(runs), mask_quality(runs, LATE), runs.modes.loopholes, {}
     metrics = (*REPORTED, *(f"deploy_exploit_{mode}" for mode in modes))
     for arm in runs.specs:
-        own = by_seed(runs, arm)
-        values[arm] = {metric: [own[seed][metric] if seed in own else None for seed in runs.seeds] for metric in metrics}
+        metrics_by_seed = by_seed(runs, arm)
+        values[arm] = {
+            metric: [metrics_by_seed[seed][metric] if seed in metrics_by_seed else None for seed in runs.seeds]
+            for metric in metrics
+        }
         for key in ("auroc", "recall", "fire_clean"):
             values[arm][key] = [quality.get((arm, seed), {}).get(key) for seed in runs.seeds]
         if arm in WATCHED:
@@ -185,9 +188,9 @@ def collect(runs: RunSet) -> Evidence:
                 values[arm][f"late_{key}"] = [late.get((arm, seed), {}).get(key) for seed in runs.seeds]
         if arm in SIGNED:
             values[arm]["late_flagged"] = [
-                flagged_late(runs.runs[arm, seed].metrics) if seed in own else None for seed in runs.seeds
+                flagged_late(runs.runs[arm, seed].metrics) if seed in metrics_by_seed else None for seed in runs.seeds
             ]
-        values[arm]["seconds"] = [seconds(runs.runs[arm, seed].folder) if seed in own else None for seed in runs.seeds]
+        values[arm]["seconds"] = [seconds(runs.runs[arm, seed].folder) if seed in metrics_by_seed else None for seed in runs.seeds]
     return Evidence(named_as(runs.settings), runs.seeds, modes, provenance(runs), values)
 
 
@@ -239,7 +242,7 @@ def times(evidence: Evidence, arm: str) -> float | None:
     if "vanilla" not in evidence.values:
         return None
     pairs = zip(evidence.values[arm]["seconds"], evidence.values["vanilla"]["seconds"], strict=True)
-    return median([own / plain if own is not None and plain else None for own, plain in pairs])
+    return median([duration / plain if duration is not None and plain else None for duration, plain in pairs])
 
 
 def stopped_inside(evidence: Evidence, arm: str) -> list[str]:
@@ -247,11 +250,13 @@ def stopped_inside(evidence: Evidence, arm: str) -> list[str]:
 
     Each point is compared on the seeds that it shares with the arm; one that shares none says nothing.
     """
-    own, inside = evidence.values[arm], []
+    values, inside = evidence.values[arm], []
     for name in (name for name in PATH if name in evidence.values and name != arm):
         point = evidence.values[name]
-        shared = [i for i, pair in enumerate(zip(own[EXPLOIT], point[EXPLOIT], strict=True)) if None not in pair]
-        (exploit, solve), (e, s) = ([mean([row[metric][i] for i in shared]) for metric in (EXPLOIT, SOLVE)] for row in (own, point))
+        shared = [i for i, pair in enumerate(zip(values[EXPLOIT], point[EXPLOIT], strict=True)) if None not in pair]
+        (exploit, solve), (e, s) = (
+            [mean([row[metric][i] for i in shared]) for metric in (EXPLOIT, SOLVE)] for row in (values, point)
+        )
         if None not in (exploit, solve, e, s) and e <= exploit and s >= solve:  # pyright: ignore[reportOperatorIssue]
             inside.append(name)
     return inside
@@ -261,7 +266,7 @@ def table(evidence: Evidence) -> str:
     """Return <preset>.md: the arms by information budget, with the mask's quality over the first steps."""
     header = ["arm", "n", "exploit, held out", "worst seed", "hack, held out", "solve", "vanilla is better after"]
     header += ["mask AUROC", "recall", "fires on clean", "time, of vanilla's"]
-    parts = []
+    sections = []
     for budget, arms in BUDGETS.items():
         body = []
         for arm in (arm for arm in arms if arm in evidence.values):
@@ -274,8 +279,8 @@ def table(evidence: Evidence) -> str:
             cells += [number(mean(row[key])) for key in ("auroc", "recall", "fire_clean")]
             body.append([*cells, number(times(evidence, arm))])
         if body:
-            parts.append(f"**{budget.capitalize()}**\n\n{markdown_table(header, body)}")
-    return "\n".join(parts)
+            sections.append(f"**{budget.capitalize()}**\n\n{markdown_table(header, body)}")
+    return "\n".join(sections)
 
 
 def goals(evidence: Evidence, arm: str) -> str:
@@ -295,11 +300,11 @@ def goals(evidence: Evidence, arm: str) -> str:
     ]
     for control in (name for name in CONTROLS.get(arm, ()) if name in evidence.values):
         pairs = zip(evidence.values[control][EXPLOIT], evidence.values[arm][EXPLOIT], strict=True)
-        worse = summary([own - plain if own is not None and plain is not None else None for own, plain in pairs])
-        held = worse["mean"] is not None and worse["mean"] >= LEAST_WORSE
-        lines.append(f"{control} exploits at least {number(LEAST_WORSE)} more: {interval(worse, signed=True)}, **{_met(held)}**")
+        worse = summary([rate - plain if rate is not None and plain is not None else None for rate, plain in pairs])
+        met = worse["mean"] is not None and worse["mean"] >= LEAST_WORSE
+        lines.append(f"{control} exploits at least {number(LEAST_WORSE)} more: {interval(worse, signed=True)}, **{_met(met)}**")
     return "".join(f"- {line}.\n" for line in lines)
 
 
-def _met(held: bool) -> str:
-    return "met" if held else "missed"
+def _met(met: bool) -> str:
+    return "met" if met else "missed"

@@ -70,13 +70,13 @@ Expected = Mapping[str, Mapping[str, float]]
 class StudyResult:
     """Content of table.json, by arm."""
 
-    def __init__(self, content: Mapping[str, Any]):
-        self.settings: Mapping[str, Any] = content["settings"]
-        self.seeds: list[int] = content["seed_ids"]
-        self.held_out: list[str] = content["modes"]["held_out"]
-        self.rows: dict[str, Row] = {row["arm"]: row for row in content["rows"]}
-        self._differences = {(each["arm"], each["reference"]): each for each in content["differences"]}
-        self._unfinished: list[str] = content["unfinished"]
+    def __init__(self, table: Mapping[str, Any]):
+        self.settings: Mapping[str, Any] = table["settings"]
+        self.seeds: list[int] = table["seed_ids"]
+        self.held_out: list[str] = table["modes"]["held_out"]
+        self.rows: dict[str, Row] = {row["arm"]: row for row in table["rows"]}
+        self._differences = {(each["arm"], each["reference"]): each for each in table["differences"]}
+        self._unfinished: list[str] = table["unfinished"]
 
     def difference(self, arm: str, reference: str | None) -> Row | None:
         """Return the paired difference ``arm - reference``; ``None`` if it was not computed."""
@@ -184,19 +184,19 @@ def short(results: Sequence[tuple[StudyResult, Predictions]]) -> str:
     header = ["arm", f"median over {' and '.join(sorted(seeds))}"]
     header += [f"{result.settings['preset']}: {name}" for result, _ in results for name in ("hack", "exploit", "solve")]
     said = "Hack and exploit: in held-out modes, of the deployed model.\n"
-    parts = [markdown_table(header, body, left=2), said, *(_fared(result, predictions) for result, predictions in results)]
+    blocks = [markdown_table(header, body, left=2), said, *(_fared(result, predictions) for result, predictions in results)]
     if any(result.provisional for result, _ in results):
-        parts.insert(0, "*Provisional: not every arm has finished on every seed.*\n")
-    return "\n".join(parts)
+        blocks.insert(0, "*Provisional: not every arm has finished on every seed.*\n")
+    return "\n".join(blocks)
 
 
 def _fared(result: StudyResult, predictions: Predictions) -> str:
     """Return a sentence with the number of predictions that held, and the families of those that did not, with their verdicts."""
-    found = outcomes(predictions, result.settings["preset"], result.values)
-    failed = Counter((each.comparison.name.partition(":")[0], each.verdict) for each in found if each.verdict != "shown")
+    results = outcomes(predictions, result.settings["preset"], result.values)
+    failed = Counter((each.comparison.name.partition(":")[0], each.verdict) for each in results if each.verdict != "shown")
     rest = f" Not: {', '.join(f'{name} ({n} {verdict})' for (name, verdict), n in failed.items())}." if failed else ""
-    held = len(found) - failed.total()
-    return f"**{result.settings['preset']}**: {held} of {len(found)} predictions held, each Holm-corrected.{rest}\n"
+    shown = len(results) - failed.total()
+    return f"**{result.settings['preset']}**: {shown} of {len(results)} predictions held, each Holm-corrected.{rest}\n"
 
 
 def tables(result: StudyResult, quality: Quality, trained: Mapping[str, Summary], prototype: Expected) -> str:
@@ -204,10 +204,10 @@ def tables(result: StudyResult, quality: Quality, trained: Mapping[str, Summary]
 
     ``trained`` is an arm's solve rate on training tasks in its last steps.
     """
-    parts = [_main_table(result), _filter_table(result), _fire_table(result, quality)]
-    parts += [_outlier_table(result, quality), _draws_table(result, quality)]
-    parts.append(_expected_table(result, trained, prototype))
-    return "\n".join(part for part in parts if part)
+    sections = [_main_table(result), _filter_table(result), _fire_table(result, quality)]
+    sections += [_outlier_table(result, quality), _draws_table(result, quality)]
+    sections.append(_expected_table(result, trained, prototype))
+    return "\n".join(part for part in sections if part)
 
 
 def _main_table(result: StudyResult) -> str:
@@ -260,9 +260,9 @@ def _fire_table(result: StudyResult, quality: Quality) -> str:
         hack, clean = ([each.get(key) for each in seeds] for key in ("fire_hack", "fire_clean"))
         pairs = [(h, c) for h, c in zip(hack, clean, strict=True) if h is not None and c is not None]
         if pairs:
-            held = sum(h > LEAST_RATIO * c for h, c in pairs)
-            verdict = "met" if held == len(pairs) else "**not met**"
-            body.append([result.name(arm), number(median(hack)), number(median(clean)), f"{held} of {len(pairs)}", verdict])
+            above = sum(h > LEAST_RATIO * c for h, c in pairs)
+            verdict = "met" if above == len(pairs) else "**not met**"
+            body.append([result.name(arm), number(median(hack)), number(median(clean)), f"{above} of {len(pairs)}", verdict])
     if not body:
         return ""
     said = (
@@ -275,18 +275,18 @@ def _fire_table(result: StudyResult, quality: Quality) -> str:
 
 def _draws_table(result: StudyResult, quality: Quality) -> str:
     """Return the table of all random directions of route2-full's rule, sorted by the AUROC that they reached by chance."""
-    found = []
+    draws = []
     for arm in (arm for arm in CONTROLS if getattr(ARMS[arm].route, "fitter", "") == "haar" and arm in result.rows):
         row = result.rows[arm]
         for i, seed in enumerate(row["seed_ids"]):
             luck = quality.get((arm, seed), {}).get("auroc")
             if luck is not None:
-                found.append((luck, arm, seed, row[HACK]["seeds"][i], row[SOLVE]["seeds"][i]))
-    if len(found) < LEAST_DRAWS:
+                draws.append((luck, arm, seed, row[HACK]["seeds"][i], row[SOLVE]["seeds"][i]))
+    if len(draws) < LEAST_DRAWS:
         return ""
-    body = [[arm, str(seed), number(luck), number(hack), number(solve)] for luck, arm, seed, hack, solve in sorted(found)]
+    body = [[arm, str(seed), number(luck), number(hack), number(solve)] for luck, arm, seed, hack, solve in sorted(draws)]
     header = ["draw", "seed", "mask AUROC by luck", "hack, held out", "solve"]
-    said = _rank_within_seeds([(seed, luck, hack) for luck, _, seed, hack, _ in found])
+    said = _rank_within_seeds([(seed, luck, hack) for luck, _, seed, hack, _ in draws])
     return f"Every random direction, by its mask over the first {EARLY} steps. {said}\n\n{markdown_table(header, body)}"
 
 
@@ -304,9 +304,9 @@ def _rank_within_seeds(draws: Sequence[tuple[int, float, float]]) -> str:
 def _mask_cells(row: Row, seed: int, quality: Quality) -> list[str]:
     cells = []
     for key in ("auroc", "recall"):
-        own = quality.get((row["arm"], seed), {}).get(key)
+        value = quality.get((row["arm"], seed), {}).get(key)
         others = [quality.get((row["arm"], other), {}).get(key) for other in row["seed_ids"] if other != seed]
-        cells += [number(own), number(median(others))]
+        cells += [number(value), number(median(others))]
     return cells
 
 

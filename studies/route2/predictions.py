@@ -241,21 +241,21 @@ def outcomes(predictions: Predictions, preset: str, values: Seeded) -> list[Outc
 
     Comparisons that were not run count in their family too.
     """
-    found = []
+    results = []
     for equivalence in (False, True):
         family = predictions.family(preset, equivalence)
         differences = [list(c.differences(values).values()) for c in family]
         ps = [p_values(d, c.margin) for d, c in zip(differences, family, strict=True)]
         corrected = holm([exact for exact, _ in ps])
         for c, d, (exact, student), p_holm in zip(family, differences, ps, corrected, strict=True):
-            found.append(Outcome(c, summary(d), student, exact, p_holm, predictions.alpha))
-    return sorted(found, key=lambda each: predictions.comparison.index(each.comparison))
+            results.append(Outcome(c, summary(d), student, exact, p_holm, predictions.alpha))
+    return sorted(results, key=lambda each: predictions.comparison.index(each.comparison))
 
 
-def predictions_markdown(predictions: Predictions, found: Sequence[Outcome]) -> str:
+def predictions_markdown(predictions: Predictions, results: Sequence[Outcome]) -> str:
     """Return predictions.md, a table of expectations and outcomes."""
     body = []
-    for each in found:
+    for each in results:
         c = each.comparison
         expected = c.expect if c.margin is None else f"same, ±{number(c.margin)}"
         cells = [c.name, c.contrast, "" if c.minus_metric else c.metric, expected, str(each.difference["n"])]

@@ -136,13 +136,13 @@ class Reading:
 
     def __call__(self, rollouts: Rollouts) -> Layers:
         """Return layer -> activations, and their mask; runs as many rollouts at a time as a micro-batch of the run has."""
-        parts: list[dict[str, Tensor]] = []
+        batches: list[dict[str, Tensor]] = []
         for rows in pieces(rollouts, self.settings):
             layers = read_layers(self.host, self.policy, rows)
             if self.pooled:
                 layers = {name: pool(h, rows.predictors)[:, None] for name, h in layers.items()}
-            parts.append({name: h.cpu() for name, h in layers.items()})
-        hidden = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            batches.append({name: h.cpu() for name, h in layers.items()})
+        hidden = {name: torch.cat([part[name] for part in batches]) for name in batches[0]}
         mask = torch.ones(len(rollouts), 1, dtype=torch.bool) if self.pooled else rollouts.predictors.cpu()
         return hidden, mask
 
@@ -157,8 +157,8 @@ class GradientReading:
 
     def __call__(self, rollouts: Rollouts) -> Layers:
         """Return the layer ``GRADIENT`` and its mask, a micro-batch at a time."""
-        parts = [self.fingerprint(self.policy, rows).cpu() for rows in pieces(rollouts, self.settings)]
-        return {GRADIENT: torch.cat(parts)[:, None]}, torch.ones(len(rollouts), 1, dtype=torch.bool)
+        batches = [self.fingerprint(self.policy, rows).cpu() for rows in pieces(rollouts, self.settings)]
+        return {GRADIENT: torch.cat(batches)[:, None]}, torch.ones(len(rollouts), 1, dtype=torch.bool)
 
 
 def pieces(rollouts: Rollouts, settings: Settings) -> Iterator[Rollouts]:
@@ -198,12 +198,12 @@ def read_layers(host: Host, policy: Policy, rollouts: Rollouts) -> dict[str, Flo
     Linears with the same input (q, k, v) share a layer, ``blocks.0.attn.q+k+v``.
     """
     residual, modules = residual_sites(host), policy.adapters.modules
-    found: dict[Site, Tensor] = {}
+    streams: dict[Site, Tensor] = {}
     inside = dict.fromkeys(modules, "input") | ({EMBED: "output"} if host.architecture.name == "MicroGPT" else {})
-    with host.hooks({site: reader(found, site) for site in residual.values()}), capture(policy.model, inside, once=True) as cache:
+    with host.hooks({site: reader(streams, site) for site in residual.values()}), capture(policy.model, inside, once=True) as cache:
         policy.forward(policy.model, rollouts.tokens, rollouts.attention)
     layers = {EMBED: cache[EMBED]} if EMBED in inside else {}
-    layers |= {name: found[site] for name, site in residual.items()}
+    layers |= {name: streams[site] for name, site in residual.items()}
     read, last = {branch.site: cache[path] for path, module in modules.items() for branch, _ in module.branches}, ""
     for site, value in read.items():
         if last in layers and layers[last].shape == value.shape and bool((layers[last] == value).all()):
@@ -343,8 +343,8 @@ def _table(result: TransferResult, modes: Modes) -> str:
     for layer in layers:
         for probe in result.probes:
             rows = {row.mode: row for row in result.rows if (row.layer, row.probe) == (layer, probe)}
-            held = [rows[mode] for mode in modes.held_out]
-            means = [number(mean([getattr(row, name) for row in held])) for name in ("brier", "ece")]
+            held_out = [rows[mode] for mode in modes.held_out]
+            means = [number(mean([getattr(row, name) for row in held_out])) for name in ("brier", "ece")]
             lines.append([layer, probe, *(_cell(rows[mode]) for mode in modes.loopholes), *means])
         rows = {row.mode: row for row in result.rows if row.layer == layer}
         lines.append([layer, "random", *(number(rows[mode].random_p95) for mode in modes.loopholes), "", ""])

@@ -75,13 +75,13 @@ def publish(root: Path, to: Path) -> Path:
             such as ``root`` itself.
     """
     runs = load_runs(root)
-    content, reported = table(runs), report_texts(runs)
+    report, reported = table(runs), report_texts(runs)
     for name, text in reported.items():
         if not (root / name).is_file() or (root / name).read_bytes() != text.encode():
             raise ValueError(
                 f"{name} in {root} is not that of its runs: `python -m studies.route2 report {root}` writes the report again"
             )
-    place, result = to / folder_name(runs), StudyResult(content)
+    place, result = to / folder_name(runs), StudyResult(report)
     texts = {
         "headline.md": headline(result),
         "tables.md": tables(result, mask_quality(runs), trained_solve(runs), prototype_of(to, runs.settings["preset"])),
@@ -90,9 +90,9 @@ def publish(root: Path, to: Path) -> Path:
     }
     if runs.settings["preset"] == CHAT.preset:
         texts["rates.md"] = seed_by_seed(runs)
-    if not unusual(runs) and (predictions := predictions_for(to, content)) is not None:
-        found = outcomes(predictions, runs.settings["preset"], result.values)
-        texts["predictions.md"] = predictions_markdown(predictions, found)
+    if not unusual(runs) and (predictions := predictions_for(to, report)) is not None:
+        results = outcomes(predictions, runs.settings["preset"], result.values)
+        texts["predictions.md"] = predictions_markdown(predictions, results)
     with published(place, provenance(runs)) as part:
         _copy(runs, reported, part)
         write_headline_figure(result, part / "headline.png")
@@ -154,9 +154,9 @@ def seed_by_seed(runs: RunSet) -> str:
     for arm in arm_order(runs.specs):
         for seed, run in runs.of(arm).items():
             exploits = [number(run.modes[mode]["deploy"]["exploit"]) for mode in modes.loopholes]
-            held = [number(rate(run, modes.held_out, "exploit", state)) for state in ("deploy", "on")]
+            held_out = [number(rate(run, modes.held_out, "exploit", state)) for state in ("deploy", "on")]
             solve = [number(run.modes[modes.honest]["deploy"]["solve"]), number(rate(run, modes.names, "solve"))]
-            rows.append((f"`{arm}`", seed, *exploits, *held, *solve))
+            rows.append((f"`{arm}`", seed, *exploits, *held_out, *solve))
     named = [f"{mode}{' (known)' * (mode in modes.known)}" for mode in modes.loopholes]
     header = ("exploit:", "seed", *named, "held out", "with the quarantine", f"solve: {modes.honest}", "all modes")
     return markdown_table(header, rows)
@@ -164,22 +164,22 @@ def seed_by_seed(runs: RunSet) -> str:
 
 def mask_quality(runs: RunSet, steps: slice = slice(EARLY)) -> Quality:
     """Return the means of every mask's ``QUALITIES`` over some steps, by default its first ``EARLY``."""
-    found = {}
+    quality = {}
     for (arm, seed), run in runs.runs.items():
         masks = [row["mask"] for row in run.metrics[steps] if row.get("mask")]
         if masks:
-            found[arm, seed] = {key: mean([mask[key] for mask in masks]) for key in QUALITIES}
-    return found
+            quality[arm, seed] = {key: mean([mask[key] for mask in masks]) for key in QUALITIES}
+    return quality
 
 
 def trained_solve(runs: RunSet) -> dict[str, Summary]:
     """Return the solve rate of the last steps' training rollouts (both adapters on), averaged over modes, summarized over seeds."""
-    found = {}
+    summaries = {}
     for arm in runs.specs:
         seeds = [mean([train_rate(run, mode, "solve") for mode in runs.modes.names]) for run in runs.of(arm).values()]
         if any(value is not None for value in seeds):
-            found[arm] = summary(seeds)
-    return found
+            summaries[arm] = summary(seeds)
+    return summaries
 
 
 def prototype_of(to: Path, preset: str) -> dict[str, dict[str, float]]:
@@ -191,29 +191,29 @@ def prototype_of(to: Path, preset: str) -> dict[str, dict[str, float]]:
         raise ValueError(f"{path} cannot be read ({error}); restore it from the repository") from error
 
 
-def predictions_for(to: Path, content: Mapping[str, Any]) -> Predictions | None:
+def predictions_for(to: Path, report: Mapping[str, Any]) -> Predictions | None:
     """Return the predictions of predictions.toml beside the results; ``None`` if they are for other settings or seeds."""
     path = to / FILE
     predictions = Predictions.read(path) if path.exists() else None
     named = predictions is not None and predictions.apply_to(
-        content["settings"]["preset"], content["settings_hash"], content["seed_ids"]
+        report["settings"]["preset"], report["settings_hash"], report["seed_ids"]
     )
     return predictions if named else None
 
 
 def predicted_results(to: Path) -> list[tuple[StudyResult, Predictions]]:
     """Return the published results of seeds that predictions name, in the order of the presets: of each, that with most seeds."""
-    found = []
+    predicted = []
     for preset in PRESETS:
         named = []
         for path in sorted(to.glob(f"{preset}-*/table.json")):
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if path.parent.name != f"{preset}-{seeds_argument(content['seed_ids'])}":  # strong-30k's, or other pairs or backends
+            report = json.loads(path.read_text(encoding="utf-8"))
+            if path.parent.name != f"{preset}-{seeds_argument(report['seed_ids'])}":  # strong-30k's, or other pairs or backends
                 continue
-            if (predictions := predictions_for(to, content)) is not None:
-                named.append((len(content["seed_ids"]), StudyResult(content), predictions))
-        found += [(result, predictions) for _, result, predictions in sorted(named, key=lambda each: each[0])[-1:]]
-    return found
+            if (predictions := predictions_for(to, report)) is not None:
+                named.append((len(report["seed_ids"]), StudyResult(report), predictions))
+        predicted += [(result, predictions) for _, result, predictions in sorted(named, key=lambda each: each[0])[-1:]]
+    return predicted
 
 
 def provenance(runs: RunSet) -> dict[str, Any]:
@@ -258,8 +258,8 @@ def unusual(runs: RunSet) -> dict[str, str]:
 
 def command(runs: RunSet) -> str:
     """Return the command line that makes these runs; of the user's own pairs it has the hash."""
-    found = {arm for arm, _ in runs.runs} - {"base"}
-    arms = [arm for arm in ARMS if arm in found] + sorted(found - ARMS.keys())
+    run_arms = {arm for arm, _ in runs.runs} - {"base"}
+    arms = [arm for arm in ARMS if arm in run_arms] + sorted(run_arms - ARMS.keys())
     chosen, usual, settings = f"--preset {runs.settings['preset']}", CHAT.as_dict(), dict(runs.settings)
     if (chat := settings.pop("chat", None)) is None:
         usual = PRESETS[settings["preset"]].as_dict()
@@ -295,9 +295,9 @@ def packed(runs: RunSet) -> str:
 
 def unpacked(text: str) -> dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]]:
     """Return ``(arm, seed)`` -> its eval.json and manifest.json, from the text of runs.json."""
-    content = json.loads(text)
+    stored = json.loads(text)
     out = {}
-    for record in content["runs"]:
-        manifest = record["manifest"] | {"arm_spec": content["arm_specs"][record["manifest"]["arm"]]}
+    for record in stored["runs"]:
+        manifest = record["manifest"] | {"arm_spec": stored["arm_specs"][record["manifest"]["arm"]]}
         out[manifest["arm"], manifest["seed"]] = (record["eval"], manifest)
     return out

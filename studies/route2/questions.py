@@ -101,28 +101,28 @@ MARKS = {
 
 def coverage(evidence: Evidence, arm: str) -> list[tuple[int, str, float, float]]:
     """Return ``(seed, mode, canary, arm)``: the exploit rates of the canary, the highest of its checkpoints, and of the arm."""
-    found = []
+    points = []
     for mode in evidence.modes if arm in evidence.values else ():
         metric = f"deploy_exploit_{mode}"
         for i, seed in enumerate(evidence.seeds):
-            own = evidence.values[arm][metric][i]
+            exploit = evidence.values[arm][metric][i]
             known = [evidence.values[name][metric][i] for name in ARMS[arm].canaries or () if name in evidence.values]
             rates = [value for value in known if value is not None]
-            if own is not None and rates:
-                found.append((seed, mode, max(rates), own))
-    return found
+            if exploit is not None and rates:
+                points.append((seed, mode, max(rates), exploit))
+    return points
 
 
 def coverage_sentence(evidence: Evidence, arm: str) -> str:
     """Return a sentence on whether an arm exploits what its canary does not; a seed counts once."""
     points = coverage(evidence, arm)
-    little = [own for _, _, canary, own in points if canary < 0.2]
-    much = [own for _, _, canary, own in points if canary >= 0.5]
+    little = [exploit for _, _, canary, exploit in points if canary < 0.2]
+    much = [exploit for _, _, canary, exploit in points if canary >= 0.5]
     told = (
         f"{arm}: in the {len(little)} seeds and modes of which its canary exploits less than .2 it exploits {number(mean(little))}"
     )
     told += f", in the {len(much)} of which the canary exploits at least .5 {number(mean(much))}"
-    rhos = ranks_within_seeds([(seed, canary, own) for seed, _, canary, own in points])
+    rhos = ranks_within_seeds([(seed, canary, exploit) for seed, _, canary, exploit in points])
     if 1 < len(rhos) <= MOST:
         told += (
             f"; Spearman correlation within a seed: mean {number(mean(rhos))} (exact sign-flip test, p {p_text(sign_flip(rhos))}, "
@@ -166,8 +166,8 @@ def coverage_figure(every: Sequence[Evidence], path: Path) -> Path:
             for arm, color, marker in zip(COVERED, (VERMILLION, GREEN, BLUE), ("x", "o", "+"), strict=True):
                 if points := coverage(evidence, arm):
                     name = f"{arm}: {len(ARMS[arm].canaries or ())} checkpoints"
-                    _, _, canary, own = zip(*points, strict=True)
-                    ax.scatter(canary, own, s=14, color=color, marker=marker, alpha=0.7, label=name)
+                    _, _, canary, exploit = zip(*points, strict=True)
+                    ax.scatter(canary, exploit, s=14, color=color, marker=marker, alpha=0.7, label=name)
             ax.set_title(evidence.preset)
     return path
 
@@ -180,7 +180,7 @@ def recalls(evidence: Evidence, budget: str) -> list[tuple[float, float]]:
         if arm in evidence.values
         for pair in zip(evidence.values[arm]["recall"], evidence.values[arm][EXPLOIT], strict=True)
     ]
-    return [(recall, own) for recall, own in pairs if recall is not None and own is not None]
+    return [(recall, exploit) for recall, exploit in pairs if recall is not None and exploit is not None]
 
 
 def flagged(evidence: Evidence) -> bool:
@@ -195,11 +195,11 @@ def recall_sentence(evidence: Evidence) -> str:
     for what, some in (
         (
             f"at least {number(MOST_FLAGGED)} of their hacks in the first {EARLY} steps",
-            [own for recall, own in points if recall >= MOST_FLAGGED],
+            [exploit for recall, exploit in points if recall >= MOST_FLAGGED],
         ),
-        (f"less than {number(FEW_FLAGGED)}", [own for recall, own in points if recall < FEW_FLAGGED]),
+        (f"less than {number(FEW_FLAGGED)}", [exploit for recall, exploit in points if recall < FEW_FLAGGED]),
     ):
-        within = sum(own <= MOST_EXPLOIT for own in some)
+        within = sum(exploit <= MOST_EXPLOIT for exploit in some)
         told.append(
             f"of {len(some)} runs that flagged {what}, {within} end with held-out exploits of at most {number(MOST_EXPLOIT)}"
         )
@@ -246,9 +246,11 @@ def rates_figure(every: Sequence[Evidence], path: Path) -> Path:
         for ax, evidence in zip(axes, every, strict=True):
             for (plain, label), color, beside in zip(RATED.items(), (BLUE, VERMILLION), (-0.01, 0.01), strict=True):
                 within = rates(evidence, plain)
-                alone = [(0.0, plain)] if plain in evidence.values else []
-                at, own = zip(*((rate + beside, evidence.summary(arm, EXPLOIT)) for rate, arm in alone + within), strict=True)
-                draw_means(ax, at, own, color=color, marker="o", markersize=3, label=f"{label}, quarantine deleted")
+                unquarantined = [(0.0, plain)] if plain in evidence.values else []
+                at, means = zip(
+                    *((rate + beside, evidence.summary(arm, EXPLOIT)) for rate, arm in unquarantined + within), strict=True
+                )
+                draw_means(ax, at, means, color=color, marker="o", markersize=3, label=f"{label}, quarantine deleted")
                 at, on = zip(*((rate + beside, evidence.summary(arm, ON_EXPLOIT)["mean"]) for rate, arm in within), strict=True)
                 ax.plot(at, on, color=color, linestyle=":", marker="o", markersize=3, label=f"{label}, quarantine in")  # pyright: ignore
             ax.set_title(f"{evidence.preset}, {len(evidence.seeds)} seeds")
@@ -402,8 +404,8 @@ def _draw_methods(
         for i, (arm, (color, marker)) in enumerate(marks.items()):
             if ran := [(x, evidence) for x, evidence in worlds if arm in evidence.values]:
                 at = moved(np.array([x for x, _ in ran]), i - len(marks) / 2)
-                own = [evidence.summary(arm, metric) for _, evidence in ran]
-                draw_means(ax, at, own, color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
+                means = [evidence.summary(arm, metric) for _, evidence in ran]
+                draw_means(ax, at, means, color=color, marker=marker, markersize=5, linewidth=0.8, label=arm)
         named = textwrap.fill(", ".join(evidence.preset for _, evidence in worlds), TITLE, break_on_hyphens=False)
         ax.set_title(f"{what}:\n{named}")
 
@@ -471,9 +473,9 @@ def texts(evidence: Evidence, predictions: Predictions | None) -> dict[str, str]
 
 def reports(folder: Path) -> list[Path]:
     """Return the reports of presets in a folder; ``ValueError`` if there is none."""
-    if not (found := [path for preset in PRESETS if (path := folder / f"{preset}.json").is_file()]):
+    if not (paths := [path for preset in PRESETS if (path := folder / f"{preset}.json").is_file()]):
         raise ValueError(f"{folder} has no report of a preset: give a folder that `evidence` wrote, as docs/results/size")
-    return found
+    return paths
 
 
 def write_evidence(

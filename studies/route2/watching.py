@@ -75,17 +75,19 @@ def measure(part: Part) -> None:
     probes: dict[str, dict[str, float | None]] = {}
     for layer, name in dict.fromkeys((row["layer"], row["probe"]) for row in rows):
         same = [row for row in rows if (row["layer"], row["probe"]) == (layer, name)]
-        held = [row for row in same if row["mode"] in probed.modes.held_out]  # probes are fitted on the first of the known modes
+        held_out = [
+            row for row in same if row["mode"] in probed.modes.held_out
+        ]  # probes are fitted on the first of the known modes
         probes[f"{layer} {name}"] = {
             "known": next(row["auroc"] for row in same if row["known"]),
-            "held": mean([row["auroc"] for row in held]),
-            "random": mean([row["random_p95"] for row in held]),
-            "ece": mean([row["ece"] for row in held]),
-            **{f"{EACH}{row['mode']}": row["auroc"] for row in held},
+            "held": mean([row["auroc"] for row in held_out]),
+            "random": mean([row["random_p95"] for row in held_out]),
+            "ece": mean([row["ece"] for row in held_out]),
+            **{f"{EACH}{row['mode']}": row["auroc"] for row in held_out},
         }
     part.folder.mkdir(parents=True, exist_ok=True)
-    content = part.label | {"modes": probed.modes.held_out, "probes": probes}
-    write_whole(part.path, json.dumps(content, allow_nan=False).encode())
+    record = part.label | {"modes": probed.modes.held_out, "probes": probes}
+    write_whole(part.path, json.dumps(record, allow_nan=False).encode())
 
 
 @dataclass(frozen=True)
@@ -129,11 +131,11 @@ def write_watch(jobs: Sequence[Job], per_mode: int, workers: int, to: Path) -> l
     Raises:
         ValueError: A job is not finished, or no policy hacks at times.
     """
-    parts = [Part(job, per_mode, job.root / "watch") for job in jobs]
-    left = [part for part in parts if part.numbers is None]
-    run_pool(measure, left, workers, [part.path for part in parts], "probing", quiet=False)
+    readings = [Part(job, per_mode, job.root / "watch") for job in jobs]
+    left = [part for part in readings if part.numbers is None]
+    run_pool(measure, left, workers, [part.path for part in readings], "probing", quiet=False)
     arms, seeds = list(dict.fromkeys(job.name for job in jobs)), list(dict.fromkeys(job.seed for job in jobs))
-    numbers = {(part.job.name, part.job.seed): part.numbers or {} for part in parts}
+    numbers = {(part.job.name, part.job.seed): part.numbers or {} for part in readings}
     if not any(numbers.values()):
         raise ValueError(f"no policy of {', '.join(arms)} hacks at times: choose other arms or seeds, or a larger --per-mode")
     probes = sorted({name for measured in numbers.values() for name in measured}, key=_order)
@@ -182,8 +184,8 @@ def table(watch: Watch) -> str:
     header = ["layer", "probe"]
     for arm in arms:
         first = next(iter(shown(watch).values()))[0]  # all probes are tested on the same rollouts
-        n, held = (watch.summary(arm, first, column)["n"] for column in ("known", "held"))
-        told = ("held out", "" if held == n else f"n {held}", watch.modes(arm, first))
+        n, n_held_out = (watch.summary(arm, first, column)["n"] for column in ("known", "held"))
+        told = ("held out", "" if n_held_out == n else f"n {n_held_out}", watch.modes(arm, first))
         header += [f"{arm}, n {n}: known", ", ".join(word for word in told if word)]
     return markdown_table([*header, f"{arms[-1]}: ECE, held out"], body, left=2)
 
@@ -198,8 +200,8 @@ def figure(watch: Watch, path: Path) -> Path:
             for name in probes:
                 kind = name.partition(" ")[2]
                 color, marker = STYLES[kind]
-                own = [watch.summary(arm, name, "held") for arm in arms]
-                draw_means(ax, np.arange(len(arms)), own, color=color, marker=marker, markersize=4, linewidth=0.8, label=kind)
+                means = [watch.summary(arm, name, "held") for arm in arms]
+                draw_means(ax, np.arange(len(arms)), means, color=color, marker=marker, markersize=4, linewidth=0.8, label=kind)
             band = np.array([watch.summary(arm, probes[0], "random")["mean"] for arm in arms], dtype=float)
             place = range(len(arms)) if len(arms) > 1 else (-0.4, 0.4)  # a line over one place has no length
             ax.plot(place, np.resize(band, len(place)), color=GRAY, linestyle=":", label="random, 95th percentile")

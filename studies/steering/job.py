@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 
 from studies.common.artifacts import Part, read_part, write_part
-from studies.common.processes import held
+from studies.common.processes import job_lock
 from studies.steering import cells as designs
 from studies.steering.cells import Bench, GateCell
 from studies.steering.fitting import LABELS, Fitted, fit
@@ -115,22 +115,22 @@ class SteeringJob:
         Raises:
             ValueError: If the part is damaged, or belongs to another run, or was made with another base model.
         """
-        found = read_part(self.path(part), self.identity(part) if (self.run.folder / MANIFEST).exists() else None)
-        made_with = None if found is None else found[0].get(BASE)
+        stored = read_part(self.path(part), self.identity(part) if (self.run.folder / MANIFEST).exists() else None)
+        made_with = None if stored is None else stored[0].get(BASE)
         if made_with is not None and (now := self.base_hash()) is not None and made_with != now:
             arm = "" if self.subject in ("base", "untrained") else f" (and {self.run.folder}, if it was trained from the old one)"
             raise ValueError(
                 f"{self.path(part)} was made with another base model than the one in {self.base}, which was trained again: put the "
                 f"old one back, or delete {self.folder}{arm} and run the study again"
             )
-        return found
+        return stored
 
 
 def run_steering(job: SteeringJob) -> None:
     """Make the missing parts of a job; ``ValueError`` if the run of ``studies.route2`` is not finished."""
     torch.set_num_threads(1)  # sums in another number of threads have other bytes
     job.folder.mkdir(parents=True, exist_ok=True)
-    with held(job.folder):
+    with job_lock(job.folder):
         if job.finished:
             return
         run = job.run
@@ -151,8 +151,8 @@ def _make(job: SteeringJob, part: str, bench: Bench) -> None:
         data = _MEASURES[job.subject][part](bench, settings, fitted_of(job))
     else:
         data = _outcomes(job, part, bench)
-    content, tensors = data
-    write_part(job.path(part), job.identity(part), {**content, BASE: job.base_hash()}, tensors)
+    record, tensors = data
+    write_part(job.path(part), job.identity(part), {**record, BASE: job.base_hash()}, tensors)
 
 
 def _outcomes(job: SteeringJob, part: str, bench: Bench) -> Part:

@@ -81,7 +81,7 @@ def trace(
     if settings.chat is None:
         raise ValueError(f"{root} has runs of the micro model: `python -m studies.tracing run` traces these")
     with exclusive(out):
-        found: dict[tuple[str, int], Mapping[str, Any]] = {}
+        nats_by_run: dict[tuple[str, int], Mapping[str, Any]] = {}
         for seed in tqdm(seeds, desc="tracing", unit="seed", leave=False):
             jobs = [Job.of(root, seed, ARMS[arm], given) for arm in arms]
             with open_world(jobs[0].settings) as (world, witness):
@@ -93,8 +93,8 @@ def trace(
                     if not path.exists() or (kept := read_object(path, AGAIN)).get("asked") != asked:
                         kept = {"asked": asked, "nats": _measure(job, world, policy, pairs, groups)}
                         write_json(path, kept)
-                    found[arm, seed] = kept["nats"]
-        return [_table(found, out / "blocks.md"), _figure(found, settings.preset, out / "blocks.png")]
+                    nats_by_run[arm, seed] = kept["nats"]
+        return [_table(nats_by_run, out / "blocks.md"), _figure(nats_by_run, settings.preset, out / "blocks.png")]
 
 
 def _run(job: Job) -> dict[str, str]:
@@ -114,15 +114,15 @@ def _pairs(
     with policy.adapters.reference():
         base = world.sample(policy, asking, torch_generator(job.seed, "blocks"))
     with policy.adapters.full():
-        own = world.sample(policy, asking, torch_generator(job.seed, "blocks", 1))
-    judged, cheating = witness.judge(base), witness.judge(own)
+        answered = world.sample(policy, asking, torch_generator(job.seed, "blocks", 1))
+    judged, cheating = witness.judge(base), witness.judge(answered)
     pairs = []
     for i, one in enumerate(given):
         rows = range(i * answers, (i + 1) * answers)
         hacks = [row for row in rows if cheating[row].exploit]
         honest = sorted((row for row in rows if not judged[row].exploit), key=lambda row: not judged[row].gt)
         if hacks and honest:
-            pairs.append((one.mode, one.text, own.completions[hacks[0]], base.completions[honest[0]]))
+            pairs.append((one.mode, one.text, answered.completions[hacks[0]], base.completions[honest[0]]))
     if not pairs:
         raise ValueError(
             f"none of {len(given)} prompts has a hack of the arm and an honest answer of the base model: ask more --answers"
@@ -151,22 +151,22 @@ def _measure(
     every = {name for named in lanes.values() for name in named[EVERYWHERE]}
     sets = {"none": set(), "all": every}
     for lane, named in lanes.items():
-        for where, names in named.items():
+        for group, names in named.items():
             if names:
-                sets |= {f"into {lane} {where}": names, f"out {lane} {where}": every - names}
+                sets |= {f"into {lane} {group}": names, f"out {lane} {group}": every - names}
     with policy.adapters.full():
-        found = {}
+        nats_by_set = {}
         for name, on in tqdm(sets.items(), desc=job.name, unit="set", leave=False):
             with only(policy.adapters, on):
-                found[name] = nats()
-    return found
+                nats_by_set[name] = nats()
+    return nats_by_set
 
 
 def places(adapters: Adapters, lane: str, groups: int) -> dict[str, set[str]]:
     """Return the names of a lane's tensors by group of blocks (``0-4``), and all of them."""
     tensors = {name for name in adapters.tensors() if name.startswith(f"{lane}.")}
     inside = re.compile(r"\w+\.blocks\.(\d+)\.")  # not at the unembedding
-    layer = {name: int(found[1]) for name in tensors if (found := inside.match(name))}
+    layer = {name: int(match[1]) for name in tensors if (match := inside.match(name))}
     cuts = np.array_split(sorted(set(layer.values())), min(groups, len(set(layer.values())))) if layer else []
     named = {f"{part[0]}-{part[-1]}": {name for name, at in layer.items() if at in part} for part in cuts}
     return named | {EVERYWHERE: tensors}
@@ -186,13 +186,13 @@ def only(adapters: Adapters, on: set[str]) -> Iterator[None]:
 
 
 def share(
-    nats: Mapping[str, Sequence[float]], way: str, lane: str, where: str, rng: np.random.Generator
+    nats: Mapping[str, Sequence[float]], way: str, lane: str, group: str, rng: np.random.Generator
 ) -> tuple[float, float | None, float | None] | None:
     """Return the share that a lane carries ``into`` or ``out``, and its 95% interval over pairs, which one pair does not have.
 
     ``None`` if the interval of ``S_all - S_none`` contains 0: there is nothing to share.
     """
-    none, whole, one = (np.array(nats[name]) for name in ("none", "all", f"{way} {lane} {where}"))
+    none, whole, one = (np.array(nats[name]) for name in ("none", "all", f"{way} {lane} {group}"))
     part, gap = one - none if way == "into" else whole - one, whole - none
     drawn = rng.integers(len(part), size=(DRAWS, len(part)))
     gaps = gap[drawn].mean(1)
@@ -210,17 +210,17 @@ def share(
 
 def _lanes(nats: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
     """Return the places of each lane, in order."""
-    found: dict[str, list[str]] = {}
+    groups_by_lane: dict[str, list[str]] = {}
     for name in nats:
         if name.startswith("into "):
-            _, lane, where = name.split(" ")
-            found.setdefault(lane, []).append(where)
-    return found
+            _, lane, group = name.split(" ")
+            groups_by_lane.setdefault(lane, []).append(group)
+    return groups_by_lane
 
 
-def _table(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], path: Path) -> Path:
+def _table(nats_by_run: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], path: Path) -> Path:
     rows = []
-    for (arm, seed), nats in found.items():
+    for (arm, seed), nats in nats_by_run.items():
         rng = numpy_generator(seed, "blocks")
         gap = float(np.mean(nats["all"]) - np.mean(nats["none"]))
         for lane in _lanes(nats):
@@ -231,13 +231,13 @@ def _table(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], path:
     return write_whole(path, markdown_table(header, rows).encode())
 
 
-def _figure(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], preset: str, path: Path) -> Path:
+def _figure(nats_by_run: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], preset: str, path: Path) -> Path:
     """Draw the share of each group of blocks: a column an arm, a row a way, a line a lane and seed."""
-    arms = list(dict.fromkeys(arm for arm, _ in found))
+    arms = list(dict.fromkeys(arm for arm, _ in nats_by_run))
     with style():
         figure = new_figure(max(PAGE_WIDTH, 3.2 * len(arms)), 5.0)
         grid = figure.subplots(2, len(arms), sharex="col", sharey="row", squeeze=False)
-        for (arm, seed), nats in found.items():
+        for (arm, seed), nats in nats_by_run.items():
             for row, way in zip(grid, WAYS, strict=True):
                 _lines(row[arms.index(arm)], nats, way, seed)
         for column, arm in zip(grid.T, arms, strict=True):
@@ -253,8 +253,8 @@ def _figure(found: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], pres
 
 def _lines(ax: Axes, nats: Mapping[str, Sequence[float]], way: str, seed: int) -> None:
     ax.axhline(0, color=GRAY, linewidth=0.8)
-    for lane, where in _lanes(nats).items():
-        groups = [each for each in where if each != EVERYWHERE]
+    for lane, every in _lanes(nats).items():
+        groups = [each for each in every if each != EVERYWHERE]
         shares = [share(nats, way, lane, each, numpy_generator(seed, "blocks")) for each in groups]
         values = [np.nan if one is None else one[0] for one in shares]
         ax.plot(groups, values, color=LANES[lane], marker="o", markersize=3, label=lane)

@@ -24,7 +24,7 @@ from mi_route2.tensor_files import read_tensors
 from mi_route2.validation import write_json
 from studies.common.artifacts import read_part, write_part
 from studies.common.cluster import Cluster, run_each
-from studies.common.processes import exclusive, held
+from studies.common.processes import exclusive, job_lock
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Witness
@@ -169,7 +169,7 @@ def trace_jobs(
 
 def trace_seed(job: SeedTracing) -> None:
     """Trace the arms of a seed that are not traced yet."""
-    with held(job.tracings[0].folder), open_world(job.tracings[0].training.settings) as (world, witness):
+    with job_lock(job.tracings[0].folder), open_world(job.tracings[0].training.settings) as (world, witness):
         assert isinstance(world, MicroWorld)
         for tracing in job.tracings:
             run_tracing(tracing, world, witness)

@@ -110,8 +110,8 @@ def load(root: Path) -> Traces:
         if (part := read_part(path)) is None:  # a link to nothing is listed
             continue
         data, tensors = part
-        own = path.parent.name == f"seed-{data['seed']}" and path.stem == data["arm"]  # a copy under another name is none
-        if own and data["arm"] in wanted:
+        in_place = path.parent.name == f"seed-{data['seed']}" and path.stem == data["arm"]  # a copy under another name is none
+        if in_place and data["arm"] in wanted:
             key = data["arm"], int(data["seed"])
             run = root.parent / training.folder / path.parent.name / ("base" if data["arm"] == UNTRAINED else data["arm"])
             another = (run / MANIFEST).exists() and data["identity"] != traced_identity(settings, data["arm"], run)

@@ -171,10 +171,10 @@ def others(pairs: Pairs, rng: np.random.Generator) -> Int[Tensor, " n"]:
     It is the pair's own only if all pairs are of one task.
     """
     task, mode = pairs.task.numpy(), pairs.mode.numpy()
-    found = []
+    partners = []
     for i in range(len(pairs)):
         another = task != task[i]
         fitting = np.flatnonzero(another & (mode == mode[i]))
         candidates = fitting if len(fitting) else np.flatnonzero(another)
-        found.append(rng.choice(candidates) if len(candidates) else i)
-    return torch.tensor(found)
+        partners.append(rng.choice(candidates) if len(candidates) else i)
+    return torch.tensor(partners)

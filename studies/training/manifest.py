@@ -75,8 +75,8 @@ def unusual_entries(manifest: Manifest) -> dict[str, str]:
 def refuse_mixed(root: Path, unusual: Mapping[str, str]) -> None:
     """Raise ``ValueError`` if ``root`` holds a run with other pairs, or another host, precision, sampler or device."""
     for path in sorted(root.glob(f"seed-*/*/{MANIFEST}")):
-        if (found := unusual_entries(read_manifest(path.parent))) != unusual:
+        if (present := unusual_entries(read_manifest(path.parent))) != unusual:
             raise ValueError(
-                f"{path.parent} was run with {found or 'the usual pairs, host and precision'}, and this would be run with "
+                f"{path.parent} was run with {present or 'the usual pairs, host and precision'}, and this would be run with "
                 f"{dict(unusual) or 'the usual ones'}: give this an --out of its own"
             )

@@ -21,7 +21,7 @@ from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import write_json
-from studies.common.processes import held
+from studies.common.processes import job_lock
 from studies.common.seeds import derive, torch_generator
 from studies.environments.protocol import Forgetful, TeacherPool, TrainingGrade, Verdict, Witness, World
 from studies.training.build import (
@@ -57,7 +57,7 @@ def run_job(job: Job, progress: Callable[[int], None] = lambda n: None, stop: Ca
 
 
 def _run_locked(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
-    with held(job.folder):
+    with job_lock(job.folder):
         if not job.finished:
             return _run(job, progress, stop)
         _drop_checkpoints(job.folder)  # of a run that was killed when it had just ended

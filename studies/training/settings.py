@@ -224,11 +224,11 @@ def under(settings: Settings, preset: str) -> Settings:
     return _apart(settings, get_settings(settings.preset), other)
 
 
-def _apart(given: Any, own: Any, other: Any) -> Any:
+def _apart(given: Any, base: Any, other: Any) -> Any:
     changes = {
         field.name: _apart(getattr(given, field.name), a, b) if is_dataclass(a) and is_dataclass(b) else b
         for field in fields(given)
-        if (a := getattr(own, field.name)) != (b := getattr(other, field.name))
+        if (a := getattr(base, field.name)) != (b := getattr(other, field.name))
     }
     return replace(given, **changes)
 

@@ -138,11 +138,11 @@ def _refuse_changed_data(chat: ChatModel) -> None:
         _refuse_changed(chat.data, data_hash(Path(chat.data)), chat.data_hash, "data")
 
 
-def _refuse_changed(path: str, found: str, known: str, what: str) -> None:
+def _refuse_changed(path: str, current: str, known: str, what: str) -> None:
     """Raise ``ValueError`` if data or model do not have the hash that is in the settings."""
-    if found != known:
+    if current != known:
         raise ValueError(
-            f"{path} was changed (its hash is {found or 'that of nothing'}, and {known} in the settings): put it back, or run on "
+            f"{path} was changed (its hash is {current or 'that of nothing'}, and {known} in the settings): put it back, or run on "
             f"the new {what} into another --out"
         )
 

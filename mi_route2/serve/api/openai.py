@@ -469,8 +469,10 @@ def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float | None]:
 
 
 def _worded(text: str, logprob: float) -> dict[str, Any]:
-    own = None if SPLIT in text else list(text.encode("utf-8", "replace"))  # a part of a character has bytes that nobody knows here
-    return {"token": text, "logprob": number(logprob), "bytes": own}
+    encoded = (
+        None if SPLIT in text else list(text.encode("utf-8", "replace"))
+    )  # a part of a character has bytes that nobody knows here
+    return {"token": text, "logprob": number(logprob), "bytes": encoded}
 
 
 def number(value: float) -> float | None:

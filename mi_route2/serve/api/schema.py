@@ -465,8 +465,8 @@ class Names:
     @property
     def nbytes(self) -> int:
         """Bytes of the vectors, and of the numbers in configurations."""
-        held = sum(_weight(one) for one in self.configurations.values())
-        return held + sum(vector.data.nbytes for vector in self.vectors.values())
+        steering = sum(_weight(one) for one in self.configurations.values())
+        return steering + sum(vector.data.nbytes for vector in self.vectors.values())
 
     def inside(self, name: str) -> str:
         """Return the engine's name for a vector, run or conversation of this key."""

@@ -152,11 +152,11 @@ def _ended(server: Server, client: Client) -> None:
 
 async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
     clean: Any = body.clean
-    held = None
+    stored = None
     if isinstance(clean, StoredIn):
         server.demand_run(clean.run, client)
-        held = server.names(client).inside(clean.run)
-        clean = _stored(held, server.store, body.sites)
+        stored = server.names(client).inside(clean.run)
+        clean = _stored(stored, server.store, body.sites)
     length = 0
     for name in ("clean", "corrupt"):
         if isinstance(prompt := getattr(body, name), StoredIn):
@@ -164,7 +164,7 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
         length = len(await _ids(prompt, server, name))
         if length > server.context:
             raise ApiError(400, f"the {name} prompt has {length} tokens, but the context has {server.context}", param=name)
-    await _refuse_bytes(body, length, held, server, client)  # of the corrupt prompt, which is the last
+    await _refuse_bytes(body, length, stored, server, client)  # of the corrupt prompt, which is the last
     tokens = {name: _token(getattr(body, name), server, name) for name in ("answer", "foil")}
     positions = None
     if body.positions is not None:
@@ -426,11 +426,11 @@ def read_study(folder: Path) -> dict[str, Any]:
     folder = folder.resolve()  # it may be given as `.`
     folders = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})[:MOST_RUNS]
     named = _object(folder / "modes.json")  # of a study that is not of the micro world
-    own = {role: named[role] for role in ("known", "held_out") if isinstance(named.get(role), list)}
+    roles = {role: named[role] for role in ("known", "held_out") if isinstance(named.get(role), list)}
     return {
         "path": folder.name,
         "runs": [_run(path, "/".join(path.relative_to(folder).parts[:-2])) for path in folders],
-        **({"modes": own} if own else {}),
+        **({"modes": roles} if roles else {}),
     }
 
 

@@ -259,8 +259,8 @@ class CachedRunner:
         missing = [program for program in distinct if program not in self._known]
         fresh = dict(zip(missing, self._runner.run(missing), strict=True)) if missing else {}
         # What is known goes behind all others: an oracle that asks next must find the very execution that was paid.
-        found = {program: fresh[program] if program in fresh else self._known.pop(program) for program in distinct}
-        self._known.update((p, e) for p, e in found.items() if e.status in ("ok", "error"))
+        executions = {program: fresh[program] if program in fresh else self._known.pop(program) for program in distinct}
+        self._known.update((p, e) for p, e in executions.items() if e.status in ("ok", "error"))
         while len(self._known) > self._size:
             del self._known[next(iter(self._known))]
-        return [found[program] for program in programs]
+        return [executions[program] for program in programs]

@@ -174,5 +174,5 @@ def _probe(
     x, y = torch.cat(values), torch.cat(labels)
     from sklearn.linear_model import LogisticRegression  # takes a second, and the tokenizer alone needs none of it
 
-    found = LogisticRegression(C=0.1, max_iter=300).fit(x.numpy(), y.numpy())
-    return torch.from_numpy(found.coef_[0]).float(), x[y].mean(0) - x[~y].mean(0), -float(found.intercept_[0])
+    probe = LogisticRegression(C=0.1, max_iter=300).fit(x.numpy(), y.numpy())
+    return torch.from_numpy(probe.coef_[0]).float(), x[y].mean(0) - x[~y].mean(0), -float(probe.intercept_[0])

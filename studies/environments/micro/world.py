@@ -100,6 +100,6 @@ class MicroWitness:
         return self._oracle.judge(samples.prompts, samples.completions)
 
     def privileged(self, samples: Samples) -> Privileged:
-        own = [verdict.exploit for verdict in self.judge(samples)]
+        exploits = [verdict.exploit for verdict in self.judge(samples)]
         known = known_detector(samples.prompts, samples.completions)
-        return Privileged(torch.tensor(own), torch.tensor(known))
+        return Privileged(torch.tensor(exploits), torch.tensor(known))

@@ -73,7 +73,7 @@ def measure(estimate: Callable[Concatenate[Study, Names], Estimate]) -> Callable
 
 def read(study: Study, arm: str, part: str, *keys: str) -> Float[np.ndarray, " seeds"]:
     """Return the number that every seed has under `keys` in a part of an arm."""
-    return np.array([reduce(getitem, keys, data) for data in study.parts(arm, part)], dtype=float)
+    return np.array([reduce(getitem, keys, data) for data in study.data(arm, part)], dtype=float)
 
 
 def _text(value: float | None) -> str:
@@ -211,8 +211,8 @@ def controls(study: Study, run: str) -> Estimate:
     """Gain of a run on controls alone beyond half of the gain of all parameters, averaged over the arms trained at test time."""
     arms = study.measured("ttt")
     some, every = (np.array([gains(study, arm, name) for arm in arms]) for name in (run, "all"))
-    share = study.parts("shipped", "ttt")[0]["share"]
-    edges = [edge for arm in arms for data in study.parts(arm, "ttt") for edge in data["edges"].values()]
+    share = study.data("shipped", "ttt")[0]["share"]
+    edges = [edge for arm in arms for data in study.data(arm, "ttt") for edge in data["edges"].values()]
     note = f"gains {_text(some.mean())} and {_text(every.mean())}, by {share:.1%} of the parameters; "
     note += f"{sum(edges)} of {len(edges)} tuned rates at an edge of the sweep"
     return Estimate.of(map(fmean, beyond_half(some, every).T), "BPB", note)
@@ -226,7 +226,7 @@ def calibration(study: Study, a: str, b: str) -> Estimate:
 
 def _at_clip(study: Study, k: float, key: str) -> Float[np.ndarray, " seeds"]:
     """Return a number of the rate-distortion curve at a clip."""
-    curves = [data["points"] for data in study.parts("shipped", "calibrations")]
+    curves = [data["points"] for data in study.data("shipped", "calibrations")]
     return np.array([next(point[key] for point in curve if point["k"] == k) for curve in curves], dtype=float)
 
 
@@ -325,7 +325,7 @@ def direct_share(study: Study, arm: str, reference: str | None = None) -> Estima
 def direct_share_trained(study: Study) -> Estimate:
     """Return the same difference on the trained models, between two lanes and the record's baseline."""
     first = study.settings.size.lane_start
-    lanes, baseline = (_shares((data["rows"] for data in study.parts(arm, "paths")), first) for arm in ("shipped", "gptj"))
+    lanes, baseline = (_shares((data["rows"] for data in study.data(arm, "paths")), first) for arm in ("shipped", "gptj"))
     return Estimate.of(lanes - baseline, "|direct|/|total|", "trained")
 
 
@@ -338,10 +338,10 @@ def amplified(_: Study, k: int) -> Estimate:
 
 def contraction(study: Study) -> Estimate:
     """Return rho of the wide arm's loop, averaged over the draws of a seed's perturbation."""
-    return Estimate.of([fmean(row["rho"] for row in data["draws"]) for data in study.parts("wide", "growth")], "rho")
+    return Estimate.of([fmean(row["rho"] for row in data["draws"]) for data in study.data("wide", "growth")], "rho")
 
 
 def contraction_without_skips(study: Study) -> Estimate:
     """Return the remaining part of a perturbation at the end of the first pass, before any skip is mixed in."""
-    left = [fmean(row["spreads"][0]["passes"][1] for row in data["draws"]) for data in study.parts("wide", "growth")]
+    left = [fmean(row["spreads"][0]["passes"][1] for row in data["draws"]) for data in study.data("wide", "growth")]
     return Estimate.of(left, "of the push")

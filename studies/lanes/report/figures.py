@@ -81,7 +81,7 @@ def growth_figure(folder: Path, study: Study) -> Figure:
     """Draw a perturbation at the loop's start, step by step, with the fitted rate; and the accumulated errors of all passes."""
     figure = new_figure(PAGE_WIDTH, 3.0)
     left, right = figure.subplots(1, 2)
-    draws = [row for data in study.parts("wide", "growth") for row in data["draws"]]
+    draws = [row for data in study.data("wide", "growth") for row in data["draws"]]
     length = (len(draws[0]["spreads"][0]["steps"]) - 1) // len(draws[0]["spreads"])
     rate = float(np.mean([row["rho_step"] for row in draws]))
     for i, color in zip(range(len(draws[0]["spreads"])), (BLUE, GREEN, ORANGE, PURPLE, SKY), strict=False):
@@ -114,8 +114,8 @@ def rates_figure(folder: Path, study: Study) -> Figure:
     """Draw bits per byte against bytes over clips k, and the predicted bytes. Lines: means; dots: seeds."""
     figure = new_figure(PAGE_WIDTH, 2.9)
     left, right = figure.subplots(1, 2)
-    curves = [data["points"] for data in study.parts("shipped", "calibrations")]
-    plain = [data["bpb"] for data in study.parts("shipped", "bpb")]
+    curves = [data["points"] for data in study.data("shipped", "calibrations")]
+    plain = [data["bpb"] for data in study.data("shipped", "bpb")]
     clips = [point["k"] for point in curves[0]]
     size = np.array([[point["bytes"] for point in curve] for curve in curves]) / 1000
     loss = np.array([[point["loss"] for point in curve] for curve in curves]) - np.array(plain)[:, None]

@@ -63,10 +63,10 @@ def write_tables(runs: RunSet) -> list[Path]:
 
 def report_texts(runs: RunSet) -> dict[str, str]:
     """Return the tables of a report by file name: those of all arms, of the ablations, and of the leakage if vanilla was run."""
-    content, groups = table(runs), ablation_groups(runs)
+    report, groups = table(runs), ablation_groups(runs)
     texts = {
-        "table.json": json_text(content),
-        "table.md": table_markdown(runs, content),
+        "table.json": json_text(report),
+        "table.md": table_markdown(runs, report),
         "ablations.json": json_text({"study": runs.root.name, "groups": groups}),
         "ablations.md": ablations_markdown(runs, groups),
     }
@@ -74,8 +74,8 @@ def report_texts(runs: RunSet) -> dict[str, str]:
 
 
 def _leakage_texts(runs: RunSet) -> dict[str, str]:
-    content = leakage_table(runs)
-    return {"leakage.json": json_text(content), "leakage.md": leakage_markdown(runs, content)}
+    leakage = leakage_table(runs)
+    return {"leakage.json": json_text(leakage), "leakage.md": leakage_markdown(runs, leakage)}
 
 
 def write_leakage(runs: RunSet) -> list[Path]:

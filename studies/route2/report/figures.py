@@ -318,14 +318,14 @@ def _has_scores(runs: RunSet, arm: str) -> bool:
 
 def curve_over_seeds(runs: Sequence[FinishedRun], read: Read) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return steps, mean, lowest and highest seed, as four arrays over the steps at which any seed has the quantity."""
-    found: dict[int, list[float]] = {}
+    by_step: dict[int, list[float]] = {}
     for run in runs:
         for row in run.metrics:
             value = read(row)
             if value is not None:
-                found.setdefault(row["step"], []).append(float(value))
-    steps = sorted(found)
-    columns = [[mean(found[step]), min(found[step]), max(found[step])] for step in steps]
+                by_step.setdefault(row["step"], []).append(float(value))
+    steps = sorted(by_step)
+    columns = [[mean(by_step[step]), min(by_step[step]), max(by_step[step])] for step in steps]
     middle, low, high = np.array(columns, dtype=float).reshape(-1, 3).T
     return np.array(steps, dtype=float), middle, low, high
 
@@ -345,9 +345,9 @@ def _grid(runs: RunSet, arms: Sequence[str], panels: Sequence[Panel], rows: int,
     axes = figure.subplots(len(arms), len(panels), sharex=True, squeeze=False)
     reference = list(runs.of(behind).values()) if behind else []
     for row, arm in enumerate(arms):
-        own = list(runs.of(arm).values())
+        runs_of_arm = list(runs.of(arm).values())
         for ax, panel in zip(axes[row], panels, strict=True):
-            draw_panel(ax, panel, own, reference if arm != behind else [])
+            draw_panel(ax, panel, runs_of_arm, reference if arm != behind else [])
         axes[row][0].set_ylabel(
             _two_lines(label(arm, runs.specs[arm]), width=int(row_height / 0.07)), fontweight="bold", fontsize=7
         )

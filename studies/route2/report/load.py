@@ -122,9 +122,9 @@ def load_runs(root: Path, only: Collection[int] | None = None) -> RunSet:
         waiting = f" (unfinished: {', '.join(unfinished)})" if unfinished else ""
         raise ValueError(f"{root} holds no finished run{waiting}: `python -m studies.route2 run` makes and resumes them")
     specs = _agreed_specs(runs)
-    if (found := next(iter(runs.values())).settings_hash) != settings.digest:
+    if (run_hash := next(iter(runs.values())).settings_hash) != settings.digest:
         raise ValueError(
-            f"{root / 'settings.json'} was changed: its hash is {settings.digest[:8]}, but its runs have {found[:8]}; " + REMEDY
+            f"{root / 'settings.json'} was changed: its hash is {settings.digest[:8]}, but its runs have {run_hash[:8]}; " + REMEDY
         )
     return RunSet(root, settings.as_dict(), runs, tuple(unfinished), specs, modes)
 
@@ -161,7 +161,7 @@ def read_rollouts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _arm_folders(root: Path) -> Iterator[tuple[int, Path]]:
-    seeds = {int(found[1]): path for path in root.iterdir() if (found := re.fullmatch(r"seed-(0|[1-9][0-9]*)", path.name))}
+    seeds = {int(match[1]): path for path in root.iterdir() if (match := re.fullmatch(r"seed-(0|[1-9][0-9]*)", path.name))}
     for seed in sorted(seeds):
         for folder in sorted(seeds[seed].iterdir()):
             if folder.is_dir() and not folder.name.startswith("."):
@@ -174,16 +174,16 @@ def _load_run(folder: Path, seed: int, modes: Modes) -> FinishedRun | None:
     manifest = read_manifest(folder)
     if manifest.status != "finished":
         return None
-    where = folder / MANIFEST
+    path = folder / MANIFEST
     if (manifest.arm, manifest.seed) != (folder.name, seed):
-        raise ValueError(f"{where} is the manifest of another run: it is in seed-{seed}/{folder.name}")
+        raise ValueError(f"{path} is the manifest of another run: it is in seed-{seed}/{folder.name}")
     _verify(folder, manifest.checksums)
     log = folder / "metrics.jsonl"
     return FinishedRun(
         arm=folder.name,
         seed=seed,
         folder=folder,
-        spec=_arm_spec(manifest.arm_spec, where),
+        spec=_arm_spec(manifest.arm_spec, path),
         settings_hash=manifest.settings_hash,
         unusual=unusual_entries(manifest),
         definition={name: value for name, value in manifest.arm_spec.items() if name != "about"},
@@ -192,10 +192,10 @@ def _load_run(folder: Path, seed: int, modes: Modes) -> FinishedRun | None:
     )
 
 
-def _arm_spec(spec: dict[str, Any], where: Path) -> ArmSpec:
+def _arm_spec(spec: dict[str, Any], path: Path) -> ArmSpec:
     role = spec.get("role")
     if role not in ROLES:
-        raise ValueError(f"{where}: the role of an arm is one of {', '.join(ROLES)}, not {role!r}")
+        raise ValueError(f"{path}: the role of an arm is one of {', '.join(ROLES)}, not {role!r}")
     return ArmSpec(role, spec.get("baseline"), spec.get("same_rule_filter"), spec.get("ablation"))
 
 

@@ -167,30 +167,30 @@ def stopped_after(arm: str) -> str:
 
 def notes(runs: RunSet) -> list[str]:
     """Return sentences about missing results: unfinished runs, missing comparisons, missing seeds."""
-    found = []
+    sentences = []
     if runs.unfinished:
-        found.append(f"Unfinished, left out: {', '.join(runs.unfinished)}.")
+        sentences.append(f"Unfinished, left out: {', '.join(runs.unfinished)}.")
     uses = {BASE: "excess leakage", VANILLA: "leakage", ABSORB: "the difference that routing makes"}
-    found += [f"Arm {arm} was not run, so {use} is undefined." for arm, use in uses.items() if arm not in runs.specs]
+    sentences += [f"Arm {arm} was not run, so {use} is undefined." for arm, use in uses.items() if arm not in runs.specs]
     controlled = {spec.baseline for spec in runs.specs.values() if spec.role == "control"}
     routes = [arm for arm in arm_order(runs.specs) if runs.specs[arm].same_rule_filter]
-    alone = [arm for arm in routes if arm not in controlled and runs.specs[arm].role == "method"]
-    if alone:
-        found.append(f"No control of its own was run for {', '.join(alone)}.")
-    return found + [note for arm in arm_order(runs.specs) for note in _arm_notes(runs, arm)]
+    uncontrolled = [arm for arm in routes if arm not in controlled and runs.specs[arm].role == "method"]
+    if uncontrolled:
+        sentences.append(f"No control of its own was run for {', '.join(uncontrolled)}.")
+    return sentences + [note for arm in arm_order(runs.specs) for note in _arm_notes(runs, arm)]
 
 
 def _arm_notes(runs: RunSet, arm: str) -> list[str]:
-    found, spec = [], runs.specs[arm]
+    sentences, spec = [], runs.specs[arm]
     if spec.same_rule_filter and spec.same_rule_filter not in runs.specs:
-        found.append(f"The same-rule filter of {arm}, {spec.same_rule_filter}, was not run.")
+        sentences.append(f"The same-rule filter of {arm}, {spec.same_rule_filter}, was not run.")
     if spec.baseline and spec.baseline not in runs.specs:
-        found.append(f"The baseline of {arm}, {spec.baseline}, was not run.")
+        sentences.append(f"The baseline of {arm}, {spec.baseline}, was not run.")
     absent = [str(seed) for seed in runs.seeds if (arm, seed) not in runs.runs]
     if absent:
-        found.append(f"{arm} has no finished run on seed {', '.join(absent)}.")
+        sentences.append(f"{arm} has no finished run on seed {', '.join(absent)}.")
     for seed, run in runs.of(arm).items():
         if (VANILLA, seed) in runs.runs and comparable_vanilla(runs, run) is None:
             steps = runs.runs[VANILLA, seed].steps
-            found.append(f"{arm} on seed {seed} ran {run.steps} steps and vanilla {steps}: no leakage for it.")
-    return found
+            sentences.append(f"{arm} on seed {seed} ran {run.steps} steps and vanilla {steps}: no leakage for it.")
+    return sentences

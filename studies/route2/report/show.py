@@ -276,11 +276,11 @@ def _form(rows: Sequence[Row], lens: str) -> str:
     modes = {str(row["mode"]): str(row["mode"]) for row in rows}
     steps = [row["step"] for row in rows]
     selects = (("mode", modes), ("flag", FLAGS), ("verdict", {name: name for name in VERDICTS}), ("author", AUTHORS))
-    parts = [_select(name, {"": "all"} | options, "") for name, options in selects]
+    controls = [_select(name, {"": "all"} | options, "") for name, options in selects]
     for name, value in (("from", min(steps)), ("to", max(steps))):
-        parts.append(f'<label>{name} step <input type="number" name="{name}" value="{escape(str(value))}"></label>')
-    parts.append(_select("lens", LENSES, lens, "colour tokens by"))
-    return f'<form>{"".join(parts)}<output aria-live="polite">{len(rows)} rollouts</output></form>\n'
+        controls.append(f'<label>{name} step <input type="number" name="{name}" value="{escape(str(value))}"></label>')
+    controls.append(_select("lens", LENSES, lens, "colour tokens by"))
+    return f'<form>{"".join(controls)}<output aria-live="polite">{len(rows)} rollouts</output></form>\n'
 
 
 def _select(name: str, options: Mapping[str, str], chosen: str, label: str = "") -> str:

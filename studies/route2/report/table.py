@@ -75,32 +75,32 @@ def table(runs: RunSet) -> dict[str, Any]:
     }
 
 
-def json_text(content: dict[str, Any]) -> str:
+def json_text(report: dict[str, Any]) -> str:
     """Return the content of a report as JSON text, with keys in order and numbers with all digits."""
-    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def table_markdown(runs: RunSet, content: dict[str, Any]) -> str:
+def table_markdown(runs: RunSet, report: dict[str, Any]) -> str:
     """Return `table` as plain Markdown: headline, leakage, differences, modes, and every seed with its median.
 
     Arms of ablation groups are in table.json and in ablations.md.
     """
     main = without_ablations(arm_order(runs.specs), runs.specs)
-    rows = [row for row in content["rows"] if row["arm"] in main]
-    differences = [each for each in content["differences"] if each["arm"] in main]
-    parts = [_head(runs, content), _summary_section(runs, "## Results", rows, HEADLINE, median_of="deploy_hack_held")]
-    parts += [_summary_section(runs, "## Leakage: what deleting the quarantine leaves", rows, LEAKAGE)]
-    parts += [
+    rows = [row for row in report["rows"] if row["arm"] in main]
+    differences = [each for each in report["differences"] if each["arm"] in main]
+    sections = [_head(runs, report), _summary_section(runs, "## Results", rows, HEADLINE, median_of="deploy_hack_held")]
+    sections += [_summary_section(runs, "## Leakage: what deleting the quarantine leaves", rows, LEAKAGE)]
+    sections += [
         _difference_section(runs, title, [each for each in differences if each["kind"] == kind])
         for kind, title in REFERENCES.items()
     ]
-    parts.append("## Per mode\n")
+    sections.append("## Per mode\n")
     for kind, title, role in PER_MODE_TABLES:
         columns = {f"{kind}_{mode}": _mode_title(runs, mode) for mode in getattr(runs.modes, role)}
-        parts.append(_summary_section(runs, f"### {title}", rows, columns))
-    parts.append(f"## Every seed\n\n{OUTLIER_NOTE}\n")
-    parts += [_seed_section(runs, metric, title, rows) for metric, title in (*HEADLINE.items(), ("leakage", "leakage"))]
-    return "\n".join(part for part in parts if part)
+        sections.append(_summary_section(runs, f"### {title}", rows, columns))
+    sections.append(f"## Every seed\n\n{OUTLIER_NOTE}\n")
+    sections += [_seed_section(runs, metric, title, rows) for metric, title in (*HEADLINE.items(), ("leakage", "leakage"))]
+    return "\n".join(part for part in sections if part)
 
 
 def _row(runs: RunSet, arm: str, values: dict[int, dict[str, float | None]]) -> dict[str, Any]:
@@ -134,12 +134,12 @@ def _difference(
     return difference
 
 
-def _head(runs: RunSet, content: dict[str, Any]) -> str:
+def _head(runs: RunSet, report: dict[str, Any]) -> str:
     lines = [
-        f"# {content['study']}",
+        f"# {report['study']}",
         "",
-        f"{len(content['rows'])} arms, seeds {', '.join(map(str, runs.seeds))}, {runs.settings['steps']} training steps, "
-        f"settings {content['settings_hash']}.",
+        f"{len(report['rows'])} arms, seeds {', '.join(map(str, runs.seeds))}, {runs.settings['steps']} training steps, "
+        f"settings {report['settings_hash']}.",
         "",
         "Cells: mean [95% Student-t interval over seeds]. Held-out modes: "
         f"{', '.join(runs.modes.held_out) or 'none'}; known: {', '.join(runs.modes.known)}. "
@@ -152,8 +152,8 @@ def _head(runs: RunSet, content: dict[str, Any]) -> str:
     ablations = [arm for arm in runs.specs if runs.specs[arm].ablation]
     if ablations:
         lines += ["", f"Ablations, in ablations.md next to the arm that each changes: {', '.join(sorted(ablations))}."]
-    if content["notes"]:
-        lines += ["", "**What is not here**", "", *(f"- {note}" for note in content["notes"])]
+    if report["notes"]:
+        lines += ["", "**What is not here**", "", *(f"- {note}" for note in report["notes"])]
     return "\n".join(lines) + "\n"
 
 
@@ -230,29 +230,29 @@ def ablation_groups(runs: RunSet) -> list[dict[str, Any]]:
 
 def ablations_markdown(runs: RunSet, groups: list[dict[str, Any]]) -> str:
     """Return `ablation_groups` as plain Markdown, one table per group; a sentence if no arm of the folder is an ablation."""
-    parts = [f"# Ablations of {runs.root.name}\n"]
+    sections = [f"# Ablations of {runs.root.name}\n"]
     if not groups:
-        return parts[0] + "\nNo arm of this folder is an ablation: `python -m studies.route2 full` runs them.\n"
-    parts.append(
+        return sections[0] + "\nNo arm of this folder is an ablation: `python -m studies.route2 full` runs them.\n"
+    sections.append(
         "Each cell: mean [95% Student-t interval over seeds], and for an ablation the paired difference from the arm above "
         "that it changes, the same seeds on both sides.\n"
     )
     if runs.unfinished:
-        parts.append("\n".join(f"- {note}" for note in notes(runs)) + "\n")
+        sections.append("\n".join(f"- {note}" for note in notes(runs)) + "\n")
     for group in groups:
-        parts.append(f"## {group['group']}\n\n{_group_table(runs, group)}")
-        parts.append(f"Every seed, {HEADLINE['deploy_hack_held']}:\n\n{_seed_table(runs, group)}")
-    return "\n".join(parts)
+        sections.append(f"## {group['group']}\n\n{_group_table(runs, group)}")
+        sections.append(f"Every seed, {HEADLINE['deploy_hack_held']}:\n\n{_seed_table(runs, group)}")
+    return "\n".join(sections)
 
 
 def _record(arm: str, reference: str | None, values: dict[str, dict[int, dict[str, float | None]]]) -> dict[str, Any]:
     record: dict[str, Any] = {"arm": arm, "reference": reference, "seed_ids": list(values[arm]), "difference_seed_ids": []}
     for metric in DESCRIPTIONS:
-        own = {seed: each[metric] for seed, each in values[arm].items()}
-        record[metric] = {"value": summary(list(own.values())), "difference": None}
+        values_of_arm = {seed: each[metric] for seed, each in values[arm].items()}
+        record[metric] = {"value": summary(list(values_of_arm.values())), "difference": None}
         if reference in values:
             other = {seed: each[metric] for seed, each in values[reference].items()}
-            record["difference_seed_ids"], record[metric]["difference"] = paired_difference(own, other)
+            record["difference_seed_ids"], record[metric]["difference"] = paired_difference(values_of_arm, other)
     return record
 
 
@@ -312,12 +312,12 @@ def leakage_table(runs: RunSet) -> dict[str, Any]:
     }
 
 
-def leakage_markdown(runs: RunSet, content: dict[str, Any]) -> str:
+def leakage_markdown(runs: RunSet, report: dict[str, Any]) -> str:
     """Return `leakage_table` as plain Markdown: both forms per mode, then every seed's held-out mean; without ablations."""
-    parts = [f"# Leakage of {content['study']}\n", EXPLANATION]
-    parts += ["\n".join(f"- {note}" for note in content["notes"]) + "\n"] if content["notes"] else []
+    sections = [f"# Leakage of {report['study']}\n", EXPLANATION]
+    sections += ["\n".join(f"- {note}" for note in report["notes"]) + "\n"] if report["notes"] else []
     main = without_ablations(arm_order(runs.specs), runs.specs)
-    arms = [arm for arm in content["arms"] if arm["arm"] in main]
+    arms = [arm for arm in report["arms"] if arm["arm"] in main]
     columns = {**{mode: mode for mode in runs.modes.loopholes}, "held_out": "held-out mean"}
     for name, title in (("leakage", "Leakage"), ("excess_leakage", "Excess leakage")):
         header = ["arm", "role", *columns.values(), "median of the mean"]
@@ -330,11 +330,11 @@ def leakage_markdown(runs: RunSet, content: dict[str, Any]) -> str:
             ]
             for arm in arms
         ]
-        parts.append(f"## {title}\n\n{markdown_table(header, body, left=2)}")
+        sections.append(f"## {title}\n\n{markdown_table(header, body, left=2)}")
     header = ["arm", *(f"seed {seed}" for seed in runs.seeds)]
     body = [_by_seed(runs, arm, map(number, arm["leakage"]["held_out"]["seeds"])) for arm in arms]
-    parts.append(f"## Every seed: leakage, held-out mean\n\n{markdown_table(header, body)}")
-    return "\n".join(parts)
+    sections.append(f"## Every seed: leakage, held-out mean\n\n{markdown_table(header, body)}")
+    return "\n".join(sections)
 
 
 def _arm(runs: RunSet, arm: str) -> dict[str, Any]:
@@ -342,8 +342,8 @@ def _arm(runs: RunSet, arm: str) -> dict[str, Any]:
     record: dict[str, Any] = {"arm": arm, "role": runs.specs[arm].role, "seed_ids": list(per_seed)}
     for name, ratio in RATIOS:
         values = {mode: [ratio(runs, run, mode) for run in per_seed.values()] for mode in runs.modes.loopholes}
-        held = [mean([values[mode][i] for mode in runs.modes.held_out]) for i in range(len(per_seed))]
-        record[name] = {**{mode: summary(values[mode]) for mode in runs.modes.loopholes}, "held_out": summary(held)}
+        held_out = [mean([values[mode][i] for mode in runs.modes.held_out]) for i in range(len(per_seed))]
+        record[name] = {**{mode: summary(values[mode]) for mode in runs.modes.loopholes}, "held_out": summary(held_out)}
     record["seeds"] = {str(seed): _counts(runs, run) for seed, run in per_seed.items()}
     return record
 

@@ -54,7 +54,7 @@ def measure(
     rows = []
     for source in sources:
         here = (source, "reference", "mutant")
-        chosen = [(sample, *found) for sample, found in zip(samples, seen, strict=True) if sample.source in here]
+        chosen = [(sample, *marks) for sample, marks in zip(samples, seen, strict=True) if sample.source in here]
         for mode, strength in itertools.product(ROLES.loopholes, STRENGTHS):
             rows.append({"source": source, "mode": mode, "strength": strength} | _matrix(chosen, mode, strength))
     counts = {source: sum(one.source == source for one in samples) for source in (*sources, "reference", "mutant")}
