@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Vector, attenuate, clamp, score, squash, term
-from mi_route2.steering.table import Band, Rows, Table
+from mi_route2.steering.table import Band, SteeringRows, Table
 
 
 class Piece(NamedTuple):
@@ -98,7 +98,7 @@ def gated(monitor: Monitor, adapters: Iterable[Site]) -> frozenset[Site]:
     return frozenset(site for site in adapters if site.point == "quarantine_out" and monitor.reaches(site))
 
 
-def watch_of(monitor: Monitor, name: str, rows: Rows, adapters: tuple[Site, ...]) -> Watch:
+def watch_of(monitor: Monitor, name: str, rows: SteeringRows, adapters: tuple[Site, ...]) -> Watch:
     """Compile a resolved ``monitor`` on the device of ``rows``; ``ValueError`` if a vector or a quarantine does not fit."""
     probe = Vector(monitor.probe)
     rows.demand_width(monitor.site, probe, "the probe")
@@ -547,7 +547,7 @@ class Planner:
         return SlotGate(slot.number, source, self.cells.index(ranges), None if plain else offset, slope)
 
 
-def digest(acting: Acting, rows: Rows, tier: Mapping[Site, Tensor], gain: float, decode: bool) -> bytes:
+def digest(acting: Acting, rows: SteeringRows, tier: Mapping[Site, Tensor], gain: float, decode: bool) -> bytes:
     """Return a digest of all steering of a prompt token, or a generated one; ``b""`` if nothing acts.
 
     It includes a row's scale, the tier's gain and the monitors that gate something, but not monitors that only watch.

@@ -40,7 +40,7 @@ from mi_route2.steering.specs import (
     summed,
     term,
 )
-from mi_route2.steering.table import Full, Rows, row_key
+from mi_route2.steering.table import Full, SteeringRows, row_key
 
 COMPILED = 1024
 """Monitors that are kept as compiled between the check of their request and its admission."""
@@ -92,7 +92,7 @@ class NamedConfig:
 class Requests:
     """Requests and their rows; methods and errors are those of ``SteeringState``, which also updates its caches."""
 
-    def __init__(self, rows: Rows, vectors: Mapping[str, Vector], adapter_sites: tuple[Site, ...]):
+    def __init__(self, rows: SteeringRows, vectors: Mapping[str, Vector], adapter_sites: tuple[Site, ...]):
         self.rows, self._vectors, self.adapter_sites = rows, vectors, adapter_sites
         self.active: dict[int, ActiveRequest] = {}
         self.watched: Counter[Site] = Counter()
@@ -341,7 +341,7 @@ class SteeringState:
         guard_rules: Callable[[int, float | str | None], None] = lambda _request, _value: None,
     ):
         self._guard, self._guard_rules = guard, guard_rules
-        self.rows = Rows(rows, widths, dtype, torch.device(device))
+        self.rows = SteeringRows(rows, widths, dtype, torch.device(device))
         self.adapter_sites = tuple(sorted(adapter_sites))
         self.vectors: dict[str, Vector] = {}
         self.tier: dict[Site, Tensor] = {}

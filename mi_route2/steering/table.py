@@ -71,7 +71,7 @@ class Table:
     acts: set[int] = field(default_factory=set)
 
 
-class Rows:
+class SteeringRows:
     """Rows of the table: at most ``capacity`` configurations in addition to row 0."""
 
     def __init__(self, capacity: int, widths: Widths, dtype: torch.dtype, device: torch.device):

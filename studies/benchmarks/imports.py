@@ -37,7 +37,7 @@ BEYOND, HELP = 0.5, 1.5
 
 
 @dataclass(frozen=True)
-class Row:
+class StartCost:
     """Median processor seconds of a start, of an import beyond torch's, with a 95% bootstrap interval; at most ``limit``."""
 
     name: str
@@ -53,18 +53,18 @@ def start(name: str) -> dict[str, float]:
     return {name: after.children_user + after.children_system - before.children_user - before.children_system}
 
 
-def rows(seconds: dict[str, list[float]], rng: np.random.Generator, draws: int = 4000) -> list[Row]:
+def rows(seconds: dict[str, list[float]], rng: np.random.Generator, draws: int = 4000) -> list[StartCost]:
     """Return the rows of what was measured."""
     measured = []
     for name, (how, *_) in STARTS.items():
         beyond = np.array(seconds[name]) - (np.array(seconds[TORCH]) if how == "-c" and name != TORCH else 0.0)
         lo, hi = np.quantile(np.median(beyond[rng.integers(len(beyond), size=(draws, len(beyond)))], axis=1), [0.025, 0.975])
         limit = HELP if how == "-m" else BEYOND if name != TORCH else None
-        measured.append(Row(name, Ratio(float(np.median(beyond)), float(lo), float(hi)), limit))
+        measured.append(StartCost(name, Ratio(float(np.median(beyond)), float(lo), float(hi)), limit))
     return measured
 
 
-def table(results: Sequence[Row], seconds: dict[str, list[float]]) -> str:
+def table(results: Sequence[StartCost], seconds: dict[str, list[float]]) -> str:
     """Return a Markdown table of the rows."""
     body = []
     for row in results:

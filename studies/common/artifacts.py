@@ -11,7 +11,7 @@ from torch import Tensor
 from mi_route2.tensor_files import digest, read_tensors, write_tensors
 from mi_route2.validation import parse_object, write_json
 
-Part = tuple[dict[str, Any], dict[str, Tensor]]
+Artifact = tuple[dict[str, Any], dict[str, Tensor]]
 """Content and tensors of an artifact."""
 
 
@@ -42,7 +42,7 @@ def write_part(path: Path, identity: str, data: Mapping[str, Any], tensors: Mapp
     write_json(path, {"identity": identity, "sha256": _sha256(identity, plain, contiguous), "content": plain})
 
 
-def read_part(path: Path, identity: str | None = None) -> Part | None:
+def read_part(path: Path, identity: str | None = None) -> Artifact | None:
     """Return an artifact's content and tensors; ``None`` if it was not made yet.
 
     Raises:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from studies.common.artifacts import Part
+from studies.common.artifacts import Artifact
 from studies.common.seeds import torch_generator
 from studies.lanes.config import LanesConfig, StartName, WiringName
 from studies.lanes.gradients.paths import coefficients, decompose, ratios
@@ -44,7 +44,7 @@ PATHS: Mapping[str, tuple[WiringName, StartName]] = MappingProxyType(
 """Name -> the wiring and the routing start whose gradient paths are decomposed."""
 
 
-def tables(settings: Settings, corpus: Corpus, seed: int) -> Part:
+def tables(settings: Settings, corpus: Corpus, seed: int) -> Artifact:
     """Return the bits per byte of count tables on the seed's test text: the baseline for a model that learned more than counts."""
     evaluation = settings.evaluation
     tokens = excerpt(corpus, "test", evaluation.test, evaluation.piece, seed)
@@ -63,7 +63,7 @@ def draw(config: LanesConfig, seed: int) -> LanesModel:
     return LanesModel(config, torch_generator(seed, "lanes instruments")).double()
 
 
-def symmetry(settings: Settings, corpus: Corpus, seed: int) -> Part:
+def symmetry(settings: Settings, corpus: Corpus, seed: int) -> Artifact:
     """Return one row per wiring of two lanes: the difference of the lanes' gradients, and the effects of exchange and gauge."""
     instruments = settings.instruments
     tokens = rows(settings, corpus, seed, instruments.batch, instruments.length, "symmetry")
@@ -100,7 +100,7 @@ def _gptj(settings: Settings, tokens: Tensor, seed: int) -> float:
     return float((shipped(tokens[:, :-1]) - gptj(tokens[:, :-1])).abs().max())
 
 
-def paths(settings: Settings, corpus: Corpus, seed: int) -> Part:
+def paths(settings: Settings, corpus: Corpus, seed: int) -> Artifact:
     """Return direct and cascade of every sublayer behind the fork, and the deviation of the direct part from its closed form."""
     instruments = settings.instruments
     tokens = rows(settings, corpus, seed, instruments.batch, instruments.length, "paths")
@@ -128,7 +128,7 @@ def _closed_form(config: LanesConfig, tokens: Tensor, seed: int) -> float:
     return float(torch.stack(deviations).max())  # NaN if one is, which Python's `max` may pass over
 
 
-def traces(settings: Settings, corpus: Corpus, seed: int) -> Part:
+def traces(settings: Settings, corpus: Corpus, seed: int) -> Artifact:
     """Return traces of lanes and quarantines over training."""
     lanes, quarantine = settings.instruments.symmetry, settings.instruments.quarantine
     by_lanes = rows(settings, corpus, seed, lanes.steps * lanes.batch, lanes.length, "traces")
@@ -137,7 +137,7 @@ def traces(settings: Settings, corpus: Corpus, seed: int) -> Part:
     return {"traces": [asdict(trace) for trace in traced]}, {}
 
 
-INSTRUMENTS: Mapping[str, Callable[[Settings, Corpus, int], Part]] = MappingProxyType(
+INSTRUMENTS: Mapping[str, Callable[[Settings, Corpus, int], Artifact]] = MappingProxyType(
     {"symmetry": symmetry, "paths": paths, "traces": traces, "tables": tables}
 )
 DRAWN = ("symmetry", "paths")

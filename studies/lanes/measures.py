@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from studies.common.artifacts import Part
+from studies.common.artifacts import Artifact
 from studies.common.seeds import torch_generator
 from studies.lanes.arms import Arm
 from studies.lanes.config import STARTS
@@ -97,7 +97,7 @@ def excerpt(corpus: Corpus, split: str, size: int, piece: int, seed: int) -> Int
     return pieces_of_text.flatten()
 
 
-def plain_bpb(subject: Subject) -> Part:
+def plain_bpb(subject: Subject) -> Artifact:
     """Return the bits per byte of the model as trained."""
     return {"bpb": subject.bpb()}, {}
 
@@ -108,14 +108,14 @@ def usual_weights(subject: Subject) -> QuantizedWeights:
     return quantize(subject.model, collect_hessians(subject.model, subject.calibration(usual.batches), usual.batches), usual)
 
 
-def quantized_bpb(subject: Subject) -> Part:
+def quantized_bpb(subject: Subject) -> Artifact:
     """Return the bits per byte of the usual quantization."""
     with dequantized(subject.model, usual_weights(subject)):
         loss = subject.bpb()
     return {"bpb": loss}, {}
 
 
-def calibrations(subject: Subject) -> Part:
+def calibrations(subject: Subject) -> Artifact:
     """Return the bits per byte of other quantizations, and a rate-distortion curve over clips.
 
     The other quantizations are: few and many calibration batches, a Hessian clip, and rounding to nearest. A point of the curve
@@ -146,7 +146,7 @@ def calibrations(subject: Subject) -> Part:
     return data, {}
 
 
-def score_first_training(subject: Subject) -> Part:
+def score_first_training(subject: Subject) -> Artifact:
     """Return the costs and gains of test-time training of the quantized model on a test text, without hints and with them.
 
     The rate of a scope is the one with the largest gain on the seed's own tuning texts. `bpb` has the bits per byte of `plain` (no
@@ -207,7 +207,7 @@ class Noted:
             self.nll[name][positions + 1] = nll
 
 
-def tap_in(subject: Subject) -> Part:
+def tap_in(subject: Subject) -> Artifact:
     """Return the bits per byte with hints mixed in, of all variants from one forward; and the savings of hints by token."""
     evaluation, tokens = subject.settings.evaluation, subject.test
     old, new = evaluation.cross
@@ -237,7 +237,7 @@ def _counts(hints: Hints, tokens: Tensor) -> dict[str, float]:
     }
 
 
-def routing(subject: Subject) -> Part:
+def routing(subject: Subject) -> Artifact:
     """Return the weights with which attention and MLP are routed after training, in the layers whose lanes can be compared.
 
     `pattern`: how strongly each sublayer prefers the lane that the asymmetric start gives it, relative to that start's preference.
@@ -254,13 +254,13 @@ def routing(subject: Subject) -> Part:
     }, {}
 
 
-def gradient_paths(subject: Subject) -> Part:
+def gradient_paths(subject: Subject) -> Artifact:
     """Return direct and cascade of every sublayer of the trained model, on a few test windows, in float64."""
     model = copy.deepcopy(subject.model).double()
     return {"rows": [asdict(row) for row in ratios(model, subject.windows, subject.seed)]}, {}
 
 
-def error_growth(subject: Subject) -> Part:
+def error_growth(subject: Subject) -> Artifact:
     """Return the growth of a perturbation over the passes of the trained loop, for a few draws of the perturbation.
 
     The draws are the same for every seed's model: an interval over seeds is about models and texts, given these directions.
@@ -268,7 +268,7 @@ def error_growth(subject: Subject) -> Part:
     return {"draws": [asdict(row) for row in growth(subject.model, subject.windows, range(GROWTH_DRAWS))]}, {}
 
 
-MEASURES: Mapping[str, Callable[[Subject], Part]] = MappingProxyType(
+MEASURES: Mapping[str, Callable[[Subject], Artifact]] = MappingProxyType(
     {
         "bpb": plain_bpb,
         "quantised": quantized_bpb,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from studies.common.artifacts import Part, read_part, write_part
+from studies.common.artifacts import Artifact, read_part, write_part
 from studies.common.cluster import Cluster, run_each
 from studies.common.processes import exclusive, job_lock
 from studies.lanes.arms import ARMS, Arm, arms_of
@@ -74,7 +74,7 @@ class LanesJob:
         """Return a hash of everything except the code that a part depends on."""
         return hashlib.sha256(json.dumps([self.settings.digest, self.name, self.seed, part]).encode()).hexdigest()
 
-    def read(self, part: str) -> Part | None:
+    def read(self, part: str) -> Artifact | None:
         """Return the part if it exists; ``ValueError`` if it is damaged or belongs to other settings. It is never made again."""
         return read_part(self.path(part), self.identity(part))
 
@@ -105,7 +105,7 @@ def run_job(job: LanesJob) -> None:
                 write_part(job.path(part), job.identity(part), *_make(job, part, corpus))
 
 
-def _make(job: LanesJob, part: str, corpus: Corpus) -> Part:
+def _make(job: LanesJob, part: str, corpus: Corpus) -> Artifact:
     if job.arm is None:
         return INSTRUMENTS[part](job.settings, corpus, job.seed)
     if part != TRAIN:

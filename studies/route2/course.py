@@ -77,7 +77,7 @@ AGAIN = "delete it, and run `python -m studies.route2 course` again"
 
 
 @dataclass(frozen=True)
-class Part:
+class FollowedJob:
     """One arm at one seed to follow, and where its numbers go."""
 
     job: Job
@@ -111,7 +111,7 @@ class Part:
         return hashes
 
 
-def follow(part: Part) -> None:
+def follow(part: FollowedJob) -> None:
     """Train an arm from its seed and write what was seen; files of the run itself are not touched.
 
     Raises:
@@ -152,7 +152,7 @@ def _followed(job: Job) -> dict[str, Any]:
             before = State.of(policy.adapters)
     trained = policy.adapters.tensors()
     _compare(job, trained)
-    origins = Part(job).origins | {"end": digest(trained, {})}
+    origins = FollowedJob(job).origins | {"end": digest(trained, {})}
     return {"identity": job.identity, "origins": origins, "modes": asdict(world.modes), "steps": steps, "points": points}
 
 
@@ -280,7 +280,7 @@ def write_courses(jobs: Sequence[Job], workers: int, to: Path, named: Prediction
     """
     if (to / "fronts.png").exists():
         raise ValueError(f"{to} has a report of `evidence`, and a course would replace its outcomes: give another --to")
-    followed = [Part(job) for job in jobs]
+    followed = [FollowedJob(job) for job in jobs]
     # The longest first, so that none of them is left for the end.
     left = sorted((part for part in followed if part.numbers is None), key=lambda part: -part.job.steps)
     run_pool(follow, left, workers, [part.path for part in followed], "following", quiet=False)
@@ -307,7 +307,7 @@ def texts(course: Course, named: Predictions) -> dict[str, str]:
     return said
 
 
-def collect(followed: Sequence[Part]) -> Course:
+def collect(followed: Sequence[FollowedJob]) -> Course:
     """Return the numbers of followed jobs of one preset.
 
     Raises:
@@ -326,7 +326,7 @@ def collect(followed: Sequence[Part]) -> Course:
     return Course(settings.preset, settings.digest, tuple(seeds), values)
 
 
-def measured(part: Part) -> dict[str, dict[str, float | None]]:
+def measured(part: FollowedJob) -> dict[str, dict[str, float | None]]:
     """Return ``metric -> steps -> value`` of a followed job; ``ValueError`` if its file was changed."""
     numbers = part.numbers
     try:

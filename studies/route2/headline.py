@@ -60,7 +60,7 @@ QUALITIES = ("auroc", "recall", "fire_hack", "fire_clean")
 LEAST_RATIO = 2.0  # R3: a mask fires more than twice as often on hacks
 EARLY = 30  # steps over which a mask's quality is averaged; later, masks that failed and masks that worked see other rollouts
 
-Row = Mapping[str, Any]
+ArmRow = Mapping[str, Any]
 Quality = Mapping[tuple[str, int], Mapping[str, float | None]]
 """``(arm, seed)`` -> means of the mask's ``QUALITIES`` over the first ``EARLY`` steps."""
 Expected = Mapping[str, Mapping[str, float]]
@@ -74,11 +74,11 @@ class StudyResult:
         self.settings: Mapping[str, Any] = table["settings"]
         self.seeds: list[int] = table["seed_ids"]
         self.held_out: list[str] = table["modes"]["held_out"]
-        self.rows: dict[str, Row] = {row["arm"]: row for row in table["rows"]}
+        self.rows: dict[str, ArmRow] = {row["arm"]: row for row in table["rows"]}
         self._differences = {(each["arm"], each["reference"]): each for each in table["differences"]}
         self._unfinished: list[str] = table["unfinished"]
 
-    def difference(self, arm: str, reference: str | None) -> Row | None:
+    def difference(self, arm: str, reference: str | None) -> ArmRow | None:
         """Return the paired difference ``arm - reference``; ``None`` if it was not computed."""
         return self._differences.get((arm, reference or ""))
 
@@ -144,7 +144,7 @@ def _bullet(result: StudyResult, arm: str, about: str = "") -> str:
     )
 
 
-def _signed(pair: Row) -> str:
+def _signed(pair: ArmRow) -> str:
     named = (("hack", HACK), ("exploit", EXPLOIT), ("solve", SOLVE))
     return ", ".join(f"{name} {interval(pair[metric], signed=True)}" for name, metric in named)
 
@@ -301,7 +301,7 @@ def _rank_within_seeds(draws: Sequence[tuple[int, float, float]]) -> str:
     return f"Spearman correlation of the two within a seed: mean {number(mean(rhos))} ({told})."
 
 
-def _mask_cells(row: Row, seed: int, quality: Quality) -> list[str]:
+def _mask_cells(row: ArmRow, seed: int, quality: Quality) -> list[str]:
     cells = []
     for key in ("auroc", "recall"):
         value = quality.get((row["arm"], seed), {}).get(key)

@@ -41,7 +41,7 @@ AGAIN = "delete it, and run `python -m studies.route2 watch` again"
 
 
 @dataclass(frozen=True)
-class Part:
+class ProbedJob:
     """One policy to probe: a finished job, rollouts a mode, and where its numbers go."""
 
     job: Job
@@ -68,7 +68,7 @@ class Part:
         return stored["probes"] if known else None
 
 
-def measure(part: Part) -> None:
+def measure(part: ProbedJob) -> None:
     """Probe one policy and write its numbers; there are none if nothing can be fitted to it."""
     probed = probe(part.job, part.per_mode, False, ("rollout",))
     rows = [row for row in probed.rows() if row["state"] == "deploy"]
@@ -131,7 +131,7 @@ def write_watch(jobs: Sequence[Job], per_mode: int, workers: int, to: Path) -> l
     Raises:
         ValueError: A job is not finished, or no policy hacks at times.
     """
-    readings = [Part(job, per_mode, job.root / "watch") for job in jobs]
+    readings = [ProbedJob(job, per_mode, job.root / "watch") for job in jobs]
     left = [part for part in readings if part.numbers is None]
     run_pool(measure, left, workers, [part.path for part in readings], "probing", quiet=False)
     arms, seeds = list(dict.fromkeys(job.name for job in jobs)), list(dict.fromkeys(job.seed for job in jobs))

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import torch
 
-from studies.common.artifacts import Part, read_part, write_part
+from studies.common.artifacts import Artifact, read_part, write_part
 from studies.common.processes import job_lock
 from studies.steering import cells as designs
 from studies.steering.cells import Bench, GateCell
@@ -33,7 +33,7 @@ FIT = "fit"
 BASE = "base"
 """Entry of a part: SHA-256 of the cached base model that it was made with; parts of earlier versions have none."""
 Design = Callable[[Settings, Fitted], Iterator[GateCell]]
-Measure = Callable[[Bench, Settings, Fitted], Part]
+Measure = Callable[[Bench, Settings, Fitted], Artifact]
 
 _CELLS: Mapping[str, Mapping[str, Design]] = MappingProxyType(
     {
@@ -109,7 +109,7 @@ class SteeringJob:
         """Return the path of the part's JSON file."""
         return self.folder / f"{part}.json"
 
-    def read(self, part: str) -> Part | None:
+    def read(self, part: str) -> Artifact | None:
         """Return a part's data and tensors; ``None`` if it was not made yet.
 
         Raises:
@@ -155,7 +155,7 @@ def _make(job: SteeringJob, part: str, bench: Bench) -> None:
     write_part(job.path(part), job.identity(part), {**record, BASE: job.base_hash()}, tensors)
 
 
-def _outcomes(job: SteeringJob, part: str, bench: Bench) -> Part:
+def _outcomes(job: SteeringJob, part: str, bench: Bench) -> Artifact:
     cells = list(_CELLS[job.subject][part](job.settings, fitted_of(job)))
     static = [cell for cell in cells if not cell.sync]
     outcomes = bench.run(static, what=f"{job.subject} {part}")

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from probes.auroc import auroc, cluster_draws
-from studies.common.artifacts import Part
+from studies.common.artifacts import Artifact
 from studies.common.stats import summary
 from studies.environments.micro.language import MICRO_MODES
 from studies.steering.cells import OUTCOMES
@@ -77,7 +77,7 @@ class Study:
 
     settings: Settings
     seeds: tuple[int, ...]
-    artifacts: Mapping[tuple[str, str], Mapping[int, Part]]
+    artifacts: Mapping[tuple[str, str], Mapping[int, Artifact]]
     draws: Draws
 
     def cells(self, subject: str, part: str) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from studies.training.settings import TRACKER_NAMES
 
 PROJECT = "mi-route2"
 BLOCK = 1 << 15
-Rows = list[tuple[int, dict[str, float]]]
+StepRows = list[tuple[int, dict[str, float]]]
 """Steps in order, with the numbers of each."""
 
 
@@ -129,7 +129,7 @@ class Curves(ABC):
         return bool(self.mark) and marked(self.job) != self.mark
 
     @final
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: StepRows) -> None:
         """Add the rows that the tracker lacks."""
         if self._last is None:
             self.mark = marked(self.job) or uuid.uuid4().hex[:12]
@@ -414,7 +414,7 @@ def _follow(link: Connection, unfinished: list[Curves]) -> None:
                     unfinished[unfinished.index(before)] = curves
                     followers[job] = Follower(job.folder / METRICS)
                 finished = (job.folder / MANIFEST).exists()  # checked before the rows are read, so that no row is missed
-                rows: Rows = [(row["step"], scalars(row)) for row in followers[job].read()]
+                rows: StepRows = [(row["step"], scalars(row)) for row in followers[job].read()]
                 if finished:
                     rows.append((job.steps, evaluated(json.loads((job.folder / EVAL).read_text()))))
                 if not rows:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from mi_route2.specs import LEGAL, MaskSpec
-from studies.benchmarks.imports import Row as ImportRow
+from studies.benchmarks.imports import StartCost
 from studies.benchmarks.imports import table as starts_table
 from studies.benchmarks.measurement.paired import Ratio
 from studies.common.publishing import filled
@@ -245,7 +245,7 @@ def verdicts_table() -> str:
 
 def imports_table() -> str:
     stored = json.loads((RESULTS / "benchmarks/imports.json").read_text(encoding="utf-8"))
-    rows = [ImportRow(row["name"], Ratio(**row["time"]), row["limit"]) for row in stored["rows"]]
+    rows = [StartCost(row["name"], Ratio(**row["time"]), row["limit"]) for row in stored["rows"]]
     assert all(row.limit is None or row.time.hi <= row.limit for row in rows)
     return starts_table(rows, stored["seconds"])
 

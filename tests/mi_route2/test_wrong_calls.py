@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import wrong_calls
-from wrong_calls import ACCEPTED, WRONG, Row, outcome
+from wrong_calls import ACCEPTED, WRONG, WrongCall, outcome
 
 import mi_route2
 from mi_route2.adapters import attach
@@ -37,12 +37,12 @@ def of_users() -> dict[str, Any]:
     return json.loads(told.stdout)
 
 
-def named(row: Row) -> str:
+def named(row: WrongCall) -> str:
     return row.name
 
 
 @pytest.mark.parametrize("row", WRONG, ids=named)
-def test_a_wrong_call_is_refused_in_one_sentence_with_its_remedy(row: Row, of_users: dict[str, Any]) -> None:
+def test_a_wrong_call_is_refused_in_one_sentence_with_its_remedy(row: WrongCall, of_users: dict[str, Any]) -> None:
     raised = outcome(row)
     assert raised is not None
     assert row.error is not None
@@ -53,7 +53,7 @@ def test_a_wrong_call_is_refused_in_one_sentence_with_its_remedy(row: Row, of_us
 
 
 @pytest.mark.parametrize("row", ACCEPTED, ids=named)
-def test_another_form_of_the_right_thing_is_accepted(row: Row, of_users: dict[str, Any]) -> None:
+def test_another_form_of_the_right_thing_is_accepted(row: WrongCall, of_users: dict[str, Any]) -> None:
     row.call()
     assert of_users[row.name] is None
 

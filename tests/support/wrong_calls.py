@@ -70,7 +70,7 @@ SPEC = AdapterSpec("lora", rank=2, quarantine_rank=2)
 
 
 @dataclass(frozen=True)
-class Row:
+class WrongCall:
     """One call; ``error`` is ``None`` where it must go through."""
 
     name: str
@@ -199,16 +199,16 @@ def unread(model: nn.Module, folder: str) -> None:
 
 NAN = float("nan")
 
-WRONG: list[Row] = []
-ACCEPTED: list[Row] = []
+WRONG: list[WrongCall] = []
+ACCEPTED: list[WrongCall] = []
 
 
 def wrong(name: str, call: Callable[[], Any], error: type[Exception], says: str) -> None:
-    WRONG.append(Row(name, call, error, says))
+    WRONG.append(WrongCall(name, call, error, says))
 
 
 def accepted(name: str, call: Callable[[], Any], says: str = "") -> None:
-    ACCEPTED.append(Row(name, call, None, says))
+    ACCEPTED.append(WrongCall(name, call, None, says))
 
 
 # Adapters
@@ -552,7 +552,7 @@ accepted("save_adapters: text as path", lambda: save_adapters(adapters(), f"{scr
 accepted("group_advantages: one group", lambda: group_advantages(torch.ones(2), torch.zeros(2).long()))
 
 
-def outcome(row: Row) -> dict[str, str] | None:
+def outcome(row: WrongCall) -> dict[str, str] | None:
     """Return the error that a call raised, ``None`` if it went through."""
     try:
         row.call()

@@ -88,8 +88,8 @@ def unpacked(data: Mapping[str, Any]) -> Tensor:
     return torch.from_numpy(raw).view(getattr(torch, data["dtype"])).reshape(data["shape"])
 
 
-Row = Annotated[list[Number], Field(min_length=1, max_length=NUMBERS, fail_fast=True)]
-Rows = Annotated[list[Row], Field(min_length=1, max_length=1024, fail_fast=True)]
+NumberRow = Annotated[list[Number], Field(min_length=1, max_length=NUMBERS, fail_fast=True)]
+NumberRows = Annotated[list[NumberRow], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 def _kind(value: Any) -> str | None:
@@ -108,8 +108,8 @@ def _one_of(what: str) -> Discriminator:
 
 AName: TypeAlias = Annotated[Name, Tag("a name")]
 APacked: TypeAlias = Annotated[Packed, Tag("packed numbers")]
-ARow: TypeAlias = Annotated[Row, Tag("a list of numbers")]
-SomeRows: TypeAlias = Annotated[Rows, Tag("rows of numbers")]
+ARow: TypeAlias = Annotated[NumberRow, Tag("a list of numbers")]
+SomeRows: TypeAlias = Annotated[NumberRows, Tag("rows of numbers")]
 _NUMBERS = "a list of numbers, or {dtype, shape, data}"
 VectorIn: TypeAlias = Annotated[AName | APacked | ARow | SomeRows, _one_of(f"a name, {_NUMBERS}")]
 

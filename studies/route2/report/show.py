@@ -129,9 +129,9 @@ def legend_scale(lens: str, scale: float) -> str:
     return f'<div class="scale scale-{lens}">{LENSES[lens]}<ul>{"".join(swatches)}</ul></div>'
 
 
-Row = Mapping[str, Any]
+RolloutRow = Mapping[str, Any]
 Annotation = Mapping[str, Any]
-Annotate = Callable[[Sequence[Row]], Sequence[Annotation]]
+Annotate = Callable[[Sequence[RolloutRow]], Sequence[Annotation]]
 
 FIELDS = {"s": "score", "k": "kept", "q": "quarantine"}  # lens -> array of an annotation
 VERDICTS = {
@@ -146,7 +146,7 @@ NEEDED = ("step", "mode", "prompt", "completion", "reward", "advantage", "score"
 CHUNK = 64
 
 
-def write_page(rows: Sequence[Row], annotate: Annotate, path: Path, title: str) -> Path:
+def write_page(rows: Sequence[RolloutRow], annotate: Annotate, path: Path, title: str) -> Path:
     """Write the page of `rows` (rows of rollouts.jsonl.gz) to `path` atomically, and return the path.
 
     `annotate(rows)` returns one `{"tokens": [str], "score": [float] | None, "kept": [float], "quarantine": [float] | None}` per
@@ -169,7 +169,7 @@ def write_page(rows: Sequence[Row], annotate: Annotate, path: Path, title: str) 
     return write_whole(path, _page(rows, articles, scales, title).encode("utf-8"))
 
 
-def verdict(row: Row) -> str:
+def verdict(row: RolloutRow) -> str:
     """Return the oracle's verdict on a rollout: "hack", "exploit" (fired, and correct), "solved" or "failed"."""
     if row["hack"]:
         return "hack"
@@ -188,7 +188,7 @@ def _is_invisible(character: str) -> bool:
     return character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
-def _annotations(rows: Sequence[Row], annotate: Annotate) -> list[Annotation]:
+def _annotations(rows: Sequence[RolloutRow], annotate: Annotate) -> list[Annotation]:
     annotations: list[Annotation] = []
     for start in tqdm(range(0, len(rows), CHUNK), desc="tokens", unit="batch", disable=None):
         chunk = rows[start : start + CHUNK]
@@ -213,7 +213,7 @@ def _scales(annotations: Sequence[Annotation]) -> dict[str, float]:
     return {"s": scale_of(values["s"]), "k": nats, "q": nats if values["q"] else 0.0}
 
 
-def _article(row: Row, annotation: Annotation, scales: Mapping[str, float]) -> str:
+def _article(row: RolloutRow, annotation: Annotation, scales: Mapping[str, float]) -> str:
     judged = verdict(row)
     flag = "none" if row["flag"] is None else "flagged" if row["flag"] else "unflagged"
     author = "teacher" if row["teacher"] else "student"
@@ -260,7 +260,7 @@ def _arrow(advantage: float) -> str:
     return "▲" if advantage > 0 else "▼" if advantage < 0 else "="
 
 
-def _page(rows: Sequence[Row], articles: Sequence[str], scales: Mapping[str, float], title: str) -> str:
+def _page(rows: Sequence[RolloutRow], articles: Sequence[str], scales: Mapping[str, float], title: str) -> str:
     lens = "s" if scales["s"] > 0 else "k"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -272,7 +272,7 @@ def _page(rows: Sequence[Row], articles: Sequence[str], scales: Mapping[str, flo
     )
 
 
-def _form(rows: Sequence[Row], lens: str) -> str:
+def _form(rows: Sequence[RolloutRow], lens: str) -> str:
     modes = {str(row["mode"]): str(row["mode"]) for row in rows}
     steps = [row["step"] for row in rows]
     selects = (("mode", modes), ("flag", FLAGS), ("verdict", {name: name for name in VERDICTS}), ("author", AUTHORS))

@@ -39,7 +39,7 @@ from mi_route2.runs.record import record
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering, patch
 from mi_route2.steering.state import SteeringState
-from mi_route2.steering.table import Rows
+from mi_route2.steering.table import SteeringRows
 from tests.support.families import SPECS, VOCAB, make_family, move
 
 PROMPT, ASK = tuple(range(3, 23)), Sampling(max_new=3, logprob_token_ids=tuple(range(VOCAB)))
@@ -1271,7 +1271,8 @@ def uninterrupted() -> tuple[list[Result], list[int], int]:
 @pytest.mark.parametrize(
     ("of", "name"),
     [
-        (Scheduler, "plan"), (Slots, "take"), (Slots, "free"), (Rows, "effective"), (Rows, "release"), (SteeringState, "admit"),
+        (Scheduler, "plan"), (Slots, "take"), (Slots, "free"),
+        (SteeringRows, "effective"), (SteeringRows, "release"), (SteeringState, "admit"),
         (EngineRequest, "lowest_capture"), (EngineRequest, "note"), (EngineRequest, "settle"), (Residents, "publish"),
         (Growing, "push"), (Letters, "decode"), (Engine, "_tell"),
     ],

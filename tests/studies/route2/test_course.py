@@ -20,7 +20,7 @@ from studies.common.stats import mean
 from studies.environments.protocol import Modes
 from studies.route2.course import (
     Course,
-    Part,
+    FollowedJob,
     better_after,
     collect,
     follow,
@@ -47,8 +47,8 @@ FORGETS = ARMS["sees-known-quarantine-fast-forgets"]
 
 
 def seen(job: Job) -> dict[str, Any]:
-    follow(Part(job))
-    return json.loads(Part(job).path.read_text())
+    follow(FollowedJob(job))
+    return json.loads(FollowedJob(job).path.read_text())
 
 
 @pytest.mark.parametrize("arm", ["vanilla", "sees-known-quarantine-fast"])
@@ -87,7 +87,7 @@ def test_what_is_learned_of_all_steps_is_the_change_of_the_whole_run(
         return learned(policy, rollouts, before)
 
     monkeypatch.setattr(course_module, "learned", also)
-    follow(Part(job))
+    follow(FollowedJob(job))
     change = ends[-1] - start.logprobs(first[0]).sum(dim=1).detach()
     torch.testing.assert_close(torch.stack(total).sum(dim=0), change, rtol=0.0, atol=1e-10)
     assert change.abs().max() > 1e-3
@@ -95,7 +95,7 @@ def test_what_is_learned_of_all_steps_is_the_change_of_the_whole_run(
 
 def test_an_arm_with_pairs_is_followed_where_no_run_of_it_is(tmp_path: Path, cache: Path) -> None:
     job = tiny_job(tmp_path, "filter-act", cache=cache)
-    follow(Part(job))
+    follow(FollowedJob(job))
     assert not job.folder.exists()
     assert (job.folder.parent / "pairs-hack.toml").exists()
 
@@ -109,8 +109,8 @@ def test_another_machines_run_is_told(tmp_path: Path, cache: Path) -> None:
     (job.folder / FULL).unlink()
     save_adapters(policy.adapters, job.folder / FULL, "full")
     with pytest.raises(ValueError, match="ends with other weights than this machine's repetition"):
-        follow(Part(job))
-    assert not Part(job).path.exists()
+        follow(FollowedJob(job))
+    assert not FollowedJob(job).path.exists()
 
 
 def test_numbers_of_what_was_made_again_are_not_kept(tmp_path: Path, cache: Path) -> None:
@@ -121,7 +121,7 @@ def test_numbers_of_what_was_made_again_are_not_kept(tmp_path: Path, cache: Path
         run_job(canary)
     first = seen(job)
     run_job(job)
-    assert Part(job).numbers == first
+    assert FollowedJob(job).numbers == first
     base, own = base_file(job.settings, job.seed, job.cache), job.folder / FULL
     canary = job.canaries[0].folder
     for path, changed in (
@@ -131,16 +131,16 @@ def test_numbers_of_what_was_made_again_are_not_kept(tmp_path: Path, cache: Path
     ):
         former = path.read_bytes()
         path.write_bytes(changed)
-        assert Part(job).numbers is None
+        assert FollowedJob(job).numbers is None
         path.write_bytes(former)
     del first["origins"]
-    Part(job).path.write_text(json.dumps(first))
-    assert Part(job).numbers == first  # of an earlier version, which names nothing
+    FollowedJob(job).path.write_text(json.dumps(first))
+    assert FollowedJob(job).numbers == first  # of an earlier version, which names nothing
 
 
 def test_a_steered_arm_is_refused(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ValueError, match="preventative-2 is steered while it trains"):
-        follow(Part(tiny_job(tmp_path, "preventative-2", cache=cache)))
+        follow(FollowedJob(tiny_job(tmp_path, "preventative-2", cache=cache)))
 
 
 def test_a_quarantine_that_forgets_adds_nothing_at_first_and_resumes_as_it_was(
@@ -206,9 +206,9 @@ expect = "less"
     names = {"strong-course.json", "strong-course.md", "strong-stops.md", "strong-tests.md", "course.png", "paths.png"}
     assert {path.name for path in paths} == names
     course = Course.read(tmp_path / "out" / "strong-course.json")
-    assert course == collect([Part(job) for job in jobs])
+    assert course == collect([FollowedJob(job) for job in jobs])
     for seed in (0, 1):
-        own = json.loads(Part(jobs[3 * seed + 2]).path.read_text())
+        own = json.loads(FollowedJob(jobs[3 * seed + 2]).path.read_text())
         modes = Modes(**{role: tuple(n) if isinstance(n, list) else n for role, n in own["modes"].items()})
         held = mean([own["points"]["4"][mode]["deploy"]["exploit"] for mode in modes.held_out])
         assert course.values["sees-known-quarantine-fast"]["deploy_exploit_held"]["4"][seed] == held
@@ -230,9 +230,9 @@ def test_a_damaged_file_is_told(tmp_path: Path, cache: Path) -> None:
     job = tiny_job(tmp_path, "vanilla", cache=cache)
     content = seen(job)
     del content["points"]["4"]["none"]
-    Part(job).path.write_text(json.dumps(content))
+    FollowedJob(job).path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="lacks 'none': delete it, and run"):
-        collect([Part(job)])
+        collect([FollowedJob(job)])
 
 
 def test_stops_of_a_filter_are_told_in_spans() -> None:
