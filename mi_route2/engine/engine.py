@@ -39,7 +39,7 @@ from mi_route2.engine.residents import Residents
 from mi_route2.engine.rules import RuleBook
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler, Shares
-from mi_route2.engine.text import Growing, grown
+from mi_route2.engine.text import GrowingText, grown
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.hosts.state import ModelState
@@ -268,7 +268,7 @@ class Engine:
         if asked.readings:
             self._readers[number] = sequence
         if sampling.stop:
-            sequence.text = Growing(self.tokenizer, sampling.stop, asked.prompt)
+            sequence.text = GrowingText(self.tokenizer, sampling.stop, asked.prompt)
         self._sequences[number] = sequence
         self._owners[asked.owner] += 1
         if self.paused:

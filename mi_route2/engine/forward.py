@@ -63,7 +63,7 @@ def _alpha(one: Resolved, like: Tensor) -> Tensor:
     return torch.full((one.source.numel(),), one.alpha, device=like.device, dtype=wide(one.source.dtype))
 
 
-class Forward:
+class LayoutForward:
     """Run layouts on a decoder. Hooks stay registered between the forwards of a step, until ``close``.
 
     Every hook must fire in every forward: ``RuntimeError`` names the sites that did not. A failed forward captures nothing, so that
@@ -156,7 +156,7 @@ class _ClosedError(Exception):
     """Exception that leaves the hooks' context early."""
 
 
-Group = list[tuple[EngineRequest, int, int]]
+TokenSpans = list[tuple[EngineRequest, int, int]]
 """Requests with the start position and number of the tokens that each computes in one forward."""
 
 WASTE = 2
@@ -194,7 +194,7 @@ class Runner:
     def __init__(self, decoder: Decoder, slots: Slots, steering: SteeringState, state: ModelState, *, exact: bool, grain: int):
         self.decoder, self.slots, self.steering = decoder, slots, steering
         self._exact, self._grain = exact, grain
-        self._forward = Forward(decoder, steering, state)
+        self._forward = LayoutForward(decoder, steering, state)
         self.forget = self._forward.forget
 
     def run(self, pieces: Iterable[tuple[EngineRequest, int]], wants: frozenset[Site] = frozenset()) -> Ran:
@@ -246,7 +246,7 @@ class Runner:
             ran.failed.update(dict.fromkeys(ran.due, failure("a copy of this request's logits", error)))
             return replace(ran, due=[])
 
-    def _groups(self, pieces: Iterable[tuple[EngineRequest, int]]) -> Iterator[Group]:
+    def _groups(self, pieces: Iterable[tuple[EngineRequest, int]]) -> Iterator[TokenSpans]:
         if self._exact:
             for sequence, count in pieces:
                 yield from ([cut] for cut in self._cuts(sequence, count))
@@ -255,11 +255,11 @@ class Runner:
         for _, shelf in groupby(ordered, key=lambda piece: piece[0].row // SHELF):
             yield from self._alike([(sequence, sequence.computed, count) for sequence, count in shelf])
 
-    def _alike(self, pieces: Group) -> Iterator[Group]:
+    def _alike(self, pieces: TokenSpans) -> Iterator[TokenSpans]:
         """Yield the single tokens together, and longer pieces in groups of similar length."""
         if singles := [piece for piece in pieces if piece[2] == 1]:
             yield singles
-        group: Group = []
+        group: TokenSpans = []
         for piece in sorted((piece for piece in pieces if piece[2] > 1), key=lambda piece: -piece[2]):
             if group and piece[2] * WASTE < group[0][2]:
                 yield sorted(group, key=lambda one: one[0].row)
@@ -280,7 +280,7 @@ class Runner:
             yield sequence, start, end - start
             start = end
 
-    def _one(self, group: Group, work: dict[Site, Work]) -> tuple[Float[Tensor, "b v"], Readings | None]:
+    def _one(self, group: TokenSpans, work: dict[Site, Work]) -> tuple[Float[Tensor, "b v"], Readings | None]:
         """Run one forward and advance each request's ``computed``; return the logits at the end of each piece."""
         device = self.decoder.device
         layout = Layout.of([Piece(one.id, start, count, one.prompt) for one, start, count in group], device)
@@ -304,7 +304,7 @@ class Runner:
         ends = torch.searchsorted(keep, torch.tensor([count - 1 for *_, count in group], device=device))
         return logits[torch.arange(len(group), device=device), ends], readings
 
-    def _work(self, group: Group) -> dict[Site, Work]:
+    def _work(self, group: TokenSpans) -> dict[Site, Work]:
         """Return the captures and patches of the forward, by site."""
         work: dict[Site, Work] = {}
         for row, (one, start, count) in enumerate(group):
@@ -323,7 +323,7 @@ class Runner:
         return work
 
 
-def _watch(work: Work, site: Site, group: Group, seen: dict[int, dict[Site, Tensor]]) -> None:
+def _watch(work: Work, site: Site, group: TokenSpans, seen: dict[int, dict[Site, Tensor]]) -> None:
     """Capture the last token of each request of the group at one site."""
 
     def keep(rows: Tensor) -> None:

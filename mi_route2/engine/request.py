@@ -15,7 +15,7 @@ from torch import Tensor
 from mi_route2.engine.cache import Acts, Saved
 from mi_route2.engine.rules import Rule
 from mi_route2.engine.sampling import Sampling, TokenIds
-from mi_route2.engine.text import Growing
+from mi_route2.engine.text import GrowingText
 from mi_route2.patching.patches import Patch, Resolved
 from mi_route2.runs.record import TokenSelection
 from mi_route2.runs.writer import Writer
@@ -174,7 +174,7 @@ class EngineRequest:
     noted: int = -1
     told: int = -1
     turn: float = 0.0
-    text: Growing | None = None
+    text: GrowingText | None = None
     keys: list[bytes] = field(default_factory=list)
     published: int = 0
     writer: Writer | None = None

@@ -9,7 +9,7 @@ WAITS = 8
 """Tokens without a new character after which bytes are taken as they are: a character of UTF-8 has at most four bytes."""
 
 
-class Growing:
+class GrowingText:
     """Text of tokens that arrive one by one; each token costs a decoding of the last few tokens only.
 
     A token is decoded together with the tokens before it, so that spaces, joined pieces and characters of several tokens come out
@@ -21,7 +21,7 @@ class Growing:
         prompt: tokens before, of which a tokenizer may leave out a first space, but not that of the word behind them.
 
     Examples:
-        >>> growing = Growing(tokenizer)
+        >>> growing = GrowingText(tokenizer)
         >>> pieces = [growing.push(token) for token in ids] + [growing.end()]
         >>> "".join(pieces) == tokenizer.decode(ids)
         True
@@ -119,8 +119,8 @@ class Growing:
 
 
 def grown(tokenizer: Any, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text of ``ids`` behind ``prompt``: that of ``Growing``."""
-    growing = Growing(tokenizer, (), prompt)
+    """Return the text of ``ids`` behind ``prompt``: that of ``GrowingText``."""
+    growing = GrowingText(tokenizer, (), prompt)
     return growing.extend(ids) + growing.end()
 
 

@@ -76,7 +76,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Group:
+class CellGroup:
     """Cells that run together over the columns from ``start`` on, as indices in the order in which they enter."""
 
     start: int
@@ -92,12 +92,12 @@ def ended(steps: Generator[None, None, T]) -> T:
             return end.value
 
 
-def plan(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> list[Group]:
+def plan(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> list[CellGroup]:
     """Run ``planning`` to its end."""
     return ended(planning(places, costs, batch))
 
 
-def planning(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> Generator[None, None, list[Group]]:
+def planning(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> Generator[None, None, list[CellGroup]]:
     """Group the cells with ``(entry, position)`` in ``places``; ``batch`` limits the cells of a group. Yields now and then."""
     if batch is not None and batch < 1:
         raise ValueError(f"a batch of {batch} cells is not possible: choose at least 1, or leave it out")
@@ -105,7 +105,7 @@ def planning(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None 
     cells = sorted(range(len(places)), key=lambda cell: places[cell][::-1])
     cuts = yield from cut([places[cell] for cell in cells], costs, batch)
     return [
-        Group(places[cells[low]][1], tuple(sorted(cells[low:high], key=lambda cell: places[cell][0])))
+        CellGroup(places[cells[low]][1], tuple(sorted(cells[low:high], key=lambda cell: places[cell][0])))
         for low, high in zip(cuts, [*cuts[1:], len(cells)])
     ]
 
@@ -135,7 +135,7 @@ def cut(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None) -> G
     return cuts[::-1]
 
 
-def spent(groups: Sequence[Group], places: Sequence[tuple[int, int]], costs: Costs) -> float:
+def spent(groups: Sequence[CellGroup], places: Sequence[tuple[int, int]], costs: Costs) -> float:
     """Return the FLOPs of the groups' forwards."""
     return float(sum(costs.flops(costs.length - group.start, places[cell][0]) for group in groups for cell in group.cells))
 
@@ -166,7 +166,7 @@ class SweepRow:
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class SiteRecord:
     """Result of a run: values of sites at the requested positions, and the logits at its last token."""
 
     values: Mapping[Site, Tensor]
@@ -210,11 +210,11 @@ class Forwards(Protocol):
 
     name: str
 
-    def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+    def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> SiteRecord:
         """Run ``tokens`` and return the values of ``sites`` at ``places``."""
         ...
 
-    def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+    def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> SiteRecord:
         """Run ``tokens`` as ``record`` does, and keep the run for ``run`` to resume from."""
         ...
 
@@ -230,7 +230,7 @@ class Forwards(Protocol):
         """Return the rows with the streams with which they enter; yield before each forward, of ``most`` more sequences a block."""
         ...
 
-    def run(self, group: Group, rows: Sequence[SweepRow]) -> Float[Tensor, "n v"]:
+    def run(self, group: CellGroup, rows: Sequence[SweepRow]) -> Float[Tensor, "n v"]:
         """Return the logits at the last token of each row."""
         ...
 
@@ -342,10 +342,10 @@ class Resumed:
         self._streams: dict[int, Tensor] = {}
         self._costs: Costs | None = None
 
-    def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+    def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> SiteRecord:
         return self._record(tokens, sites, places, ())[0]
 
-    def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+    def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> SiteRecord:
         # block 0 is entered with the tokens themselves, so nobody needs the stream before it
         before = sorted({entry for site in sites for entry in entries(site, self.decoder.layers)} - {0})
         record, self._kept, self._streams = self._record(tokens, sites, places, before)
@@ -355,7 +355,7 @@ class Resumed:
 
     def _record(
         self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int], entries: Sequence[int]
-    ) -> tuple[Record, Mapping[int, tuple[Tensor, Tensor]], dict[int, Tensor]]:
+    ) -> tuple[SiteRecord, Mapping[int, tuple[Tensor, Tensor]], dict[int, Tensor]]:
         """Run the whole prompt; return also the keys, the values and the residual streams before the blocks ``entries``."""
         values: dict[Site, Tensor] = {}
         streams: dict[int, Tensor] = {}
@@ -369,7 +369,7 @@ class Resumed:
             # If values of the unembedding's adapters are requested, every column must be unembedded.
             keep = None if any(site.layer is None for site in sites) else _last(given)
             logits = self.decoder(given, *_causal(0, len(tokens), given.device), cache, keep=keep)
-        return Record(values, logits[0, -1]), cache.kept, streams
+        return SiteRecord(values, logits[0, -1]), cache.kept, streams
 
     def places(self, target: Target, columns: Sequence[int]) -> list[tuple[int, int]]:
         """Return the block of the target, or that behind it, where other positions read what it changes, if this is cheaper.
@@ -436,7 +436,7 @@ class Resumed:
             held=max(1, HELD // width),
         )
 
-    def run(self, group: Group, rows: Sequence[SweepRow]) -> Float[Tensor, "n v"]:
+    def run(self, group: CellGroup, rows: Sequence[SweepRow]) -> Float[Tensor, "n v"]:
         """Return the logits of ``rows``, given in the order in which they enter.
 
         The model is called with one sequence, and hooks at the blocks add the other rows, so that the model computes positions and
@@ -604,14 +604,14 @@ class Whole:
         self._tokens = torch.zeros(0, dtype=torch.long)
         self._vocabulary = 1
 
-    def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+    def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> SiteRecord:
         values: dict[Site, Tensor] = {}
         index = torch.tensor(places, device=self._device)
         with torch.no_grad(), self.host.hooks({site: selecting(values, site, index) for site in sites}):
             logits = self.host.logits(torch.tensor([list(tokens)], device=self._device))
-        return Record(values, logits[0, -1])
+        return SiteRecord(values, logits[0, -1])
 
-    def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+    def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> SiteRecord:
         record = self.record(tokens, sites, places)
         self._tokens, self._vocabulary = torch.tensor(tokens, device=self._device), len(record.logits)
         return record
@@ -631,7 +631,7 @@ class Whole:
         yield from ()
         return list(rows)
 
-    def run(self, group: Group, rows: Sequence[SweepRow]) -> Float[Tensor, "n v"]:
+    def run(self, group: CellGroup, rows: Sequence[SweepRow]) -> Float[Tensor, "n v"]:
         return self.under(writing(rows, 0, len(self._tokens)), len(rows))
 
     def under(self, edits: Mapping[Site, Edit], n: int) -> Float[Tensor, "n v"]:

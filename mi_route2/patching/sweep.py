@@ -15,10 +15,10 @@ from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.state import ModelState
 from mi_route2.patching.forwards import (
+    CellGroup,
     Costs,
     Forwards,
-    Group,
-    Record,
+    SiteRecord,
     SweepRow,
     ended,
     forwards,
@@ -44,8 +44,8 @@ class Pair:
     """
 
     question: Question
-    clean: Record
-    corrupt: Record
+    clean: SiteRecord
+    corrupt: SiteRecord
     scores: tuple[float, float]
 
     def values(self, target: Target) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ def _recording(forwards: Forwards, question: Question, sites: Sequence[Site]) ->
     return Pair(question, clean, corrupt, (first, second))
 
 
-def _captured(run: CleanRun, corrupt: Record, sources: Sequence[int]) -> Record:
+def _captured(run: CleanRun, corrupt: SiteRecord, sources: Sequence[int]) -> SiteRecord:
     """Return the captured values at the needed positions.
 
     Raises:
@@ -160,7 +160,7 @@ def _captured(run: CleanRun, corrupt: Record, sources: Sequence[int]) -> Record:
             )
     if run.logits.shape != corrupt.logits.shape:
         raise ValueError(f"the clean run has {len(run.logits)} logits, but the model {len(corrupt.logits)}")
-    return Record(values, run.logits.to(corrupt.logits))
+    return SiteRecord(values, run.logits.to(corrupt.logits))
 
 
 REPLICAS = 3
@@ -199,7 +199,7 @@ class Sweep:
     alpha: float
     known: tuple[Cell, ...]
     rows: tuple[SweepRow, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[CellGroup, ...]
     costs: Costs
     forwards: Forwards
     seconds: float
@@ -234,9 +234,9 @@ class Sweep:
                 cells = [Cell(row.target, self._column(row), score) for row, score in zip(rows, scores) if row.target is not None]
                 yield Finished(tuple(cells), tuple(score for row, score in zip(rows, scores) if row.target is None))
 
-    def _portions(self) -> Iterator[list[Group]]:
+    def _portions(self) -> Iterator[list[CellGroup]]:
         """Yield groups of which the streams of all cells are held at a time."""
-        portion, positions = list[Group](), 0
+        portion, positions = list[CellGroup](), 0
         for group in self.groups:
             more = sum(max(1, len(self.rows[i].positions)) for i in group.cells)
             if portion and positions + more > self.costs.held:
@@ -248,7 +248,7 @@ class Sweep:
             yield portion
 
     def _enter(
-        self, groups: Sequence[Group], exclusive: bool | Callable[[], bool]
+        self, groups: Sequence[CellGroup], exclusive: bool | Callable[[], bool]
     ) -> Generator[Finished, None, Mapping[int, SweepRow]]:
         """Return the rows of these groups with the streams with which they enter; yield nothing finished before each forward."""
         cells = [i for group in groups for i in group.cells]

@@ -151,7 +151,7 @@ def in_memory(positions: Int[Tensor, " n"], rows: Shaped[Tensor, " n *row"]) -> 
     return Chunk(positions, lambda: rows)
 
 
-class Growing:
+class GrowingRows:
     """Buffer of rows of one dtype and shape, appended a few at a time; its blocks double up to 4 MiB, so no row is copied twice."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]):

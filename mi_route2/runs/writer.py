@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from mi_route2.runs.disk import Disk, Stored
-from mi_route2.runs.rows import A_RUN, DTYPES, About, Chunk, FinishedRun, Growing, in_memory, is_position, token_ids
+from mi_route2.runs.rows import A_RUN, DTYPES, About, Chunk, FinishedRun, GrowingRows, in_memory, is_position, token_ids
 from mi_route2.sites import Site, demand_site
 
 
@@ -44,7 +44,7 @@ class Writer:
         self.run, self.about = run, about
         self._home, self._disk, self._lock = home, home.disk, threading.RLock()
         self._over: str | None = None
-        self._sites: dict[Site, Growing] = {}
+        self._sites: dict[Site, GrowingRows] = {}
         self._bytes, self._waiting = 0, 0  # bytes of the sites' buffers, and of rows that wait for the disk
         self._limit = 0
         self._stored: list[Stored] = []
@@ -68,7 +68,7 @@ class Writer:
             with self._or_nothing():
                 values = rows.detach().cpu()
                 if site not in self._sites:
-                    self._sites[site] = Growing(values.dtype, tuple(values.shape[1:]))
+                    self._sites[site] = GrowingRows(values.dtype, tuple(values.shape[1:]))
                 growing = self._sites[site]
                 step = len(places) if self._disk is None else self._at_once(growing)
                 for start in range(0, len(places), step):
@@ -150,7 +150,7 @@ class Writer:
         ordered = sorted(places)
         if ordered and ordered[0] < 0:
             raise self._wrong(site, f"position {ordered[0]}: positions count from 0")
-        twice = (growing or Growing(rows.dtype, ())).repeated(ordered) if ordered else None
+        twice = (growing or GrowingRows(rows.dtype, ())).repeated(ordered) if ordered else None
         if twice is not None:
             raise self._wrong(site, f"position {twice} twice: give each position once")
         return places
@@ -158,11 +158,11 @@ class Writer:
     def _wrong(self, site: Site, what: str) -> ValueError:
         return ValueError(f"run {self.run!r} at {site} was given {what}")
 
-    def _at_once(self, growing: Growing) -> int:
+    def _at_once(self, growing: GrowingRows) -> int:
         """Return the maximum number of rows per tensor on disk: a read loads the whole tensor."""
         return max(1, (self._limit or self._grown()) // max(1, growing.row_bytes))
 
-    def _add(self, growing: Growing, places: Sequence[int], values: Shaped[Tensor, " n *row"]) -> None:
+    def _add(self, growing: GrowingRows, places: Sequence[int], values: Shaped[Tensor, " n *row"]) -> None:
         taken, room = growing.nbytes, growing.room
         growing.append(places, values)
         self._bytes += growing.nbytes - taken

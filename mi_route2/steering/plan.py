@@ -298,7 +298,7 @@ class SiteStep:
     terms: list[Term] = field(default_factory=list)
     bounds: list[Bound] = field(default_factory=list)
 
-    def run(self, h: Tensor, forward: "Forward") -> Tensor:
+    def run(self, h: Tensor, forward: "ForwardState") -> Tensor:
         """Return ``h`` after all operations; ``h`` itself if nothing changes it."""
         if h.shape[:2] != forward.shape:
             raise ValueError(
@@ -321,7 +321,7 @@ class SiteStep:
         return h if x is flat else x.view(h.shape)
 
 
-class Forward:
+class ForwardState:
     """State of one forward: gate factors, monitor scores, and sites that fired."""
 
     def __init__(self, shape: torch.Size, slots: int):

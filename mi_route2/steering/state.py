@@ -14,7 +14,7 @@ from mi_route2.checks import checked
 from mi_route2.sites import Site
 from mi_route2.steering.plan import (
     Acting,
-    Forward,
+    ForwardState,
     Layout,
     Planner,
     Reading,
@@ -353,7 +353,7 @@ class SteeringState:
         self._fingerprints: dict[tuple[int, bool], bytes] = {}
         self._plans: OrderedDict[tuple[object, ...], tuple[dict[Site, SiteStep], int]] = OrderedDict()
         self._layout: Layout | None = None
-        self._forward: Forward | None = None
+        self._forward: ForwardState | None = None
         self._steps: dict[Site, SiteStep] = {}
 
     def set_adapter_sites(self, adapter_sites: tuple[Site, ...]) -> None:
@@ -702,7 +702,7 @@ class SteeringState:
                 if len(self._plans) > PLANS:
                     self._plans.popitem(last=False)
         self._steps, slots = plan
-        self._layout, self._forward = layout, Forward(layout.positions.shape, slots)
+        self._layout, self._forward = layout, ForwardState(layout.positions.shape, slots)
         return bool(self._steps)
 
     @property

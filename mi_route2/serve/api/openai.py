@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 
 from mi_route2.engine import Engine, Event, Result, Token
 from mi_route2.engine import Request as EngineRequest
-from mi_route2.engine.text import SPLIT, Growing
+from mi_route2.engine.text import SPLIT, GrowingText
 from mi_route2.serve.api.schema import (
     CHOICES,
     ChatCompletion,
@@ -49,8 +49,8 @@ class Choice:
     prompt: list[int]
     request: EngineRequest
     stream: Stream
-    growing: Growing
-    places: Growing
+    growing: GrowingText
+    places: GrowingText
     """The text up to each token whose log-probabilities are told, also behind a stop text."""
     tokens: int = 0
 
@@ -335,7 +335,7 @@ async def _entered(made: Sequence[tuple[int, list[int], EngineRequest]], server:
                 raise refusal(error, server.names(client).prefix) from error
             raise
         server.open[stream.number] = Open(client.owner, stream)
-        growing, places = (Growing(server.readable, stop, prompt) for stop in (request.sampling.stop, ()))
+        growing, places = (GrowingText(server.readable, stop, prompt) for stop in (request.sampling.stop, ()))
         choices.append(Choice(index, prompt, request, stream, growing, places))
     return choices
 
@@ -434,7 +434,7 @@ class Wording:
         said: dict[str, Any] = {"delta": {**role, "content": text}} if self.chat else {"text": text}
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
 
-    def logprobs(self, tokens: Sequence[Token], places: Growing) -> Any:
+    def logprobs(self, tokens: Sequence[Token], places: GrowingText) -> Any:
         """Return the log-probabilities of tokens, which are added to ``places``, the text before them."""
         if not self.wants:
             return None

@@ -28,7 +28,7 @@ from mi_route2.engine.request import Capture, EngineRequest, Request, Result
 from mi_route2.engine.residents import Residents
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler
-from mi_route2.engine.text import Growing
+from mi_route2.engine.text import GrowingText
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
@@ -1274,7 +1274,7 @@ def uninterrupted() -> tuple[list[Result], list[int], int]:
         (Scheduler, "plan"), (Slots, "take"), (Slots, "free"),
         (SteeringRows, "effective"), (SteeringRows, "release"), (SteeringState, "admit"),
         (EngineRequest, "lowest_capture"), (EngineRequest, "note"), (EngineRequest, "settle"), (Residents, "publish"),
-        (Growing, "push"), (Letters, "decode"), (Engine, "_tell"),
+        (GrowingText, "push"), (Letters, "decode"), (Engine, "_tell"),
     ],
 )  # fmt: skip
 def test_ctrl_c_anywhere_in_a_step_comes_after_it_and_loses_nothing(

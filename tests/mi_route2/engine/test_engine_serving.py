@@ -14,7 +14,7 @@ from mi_route2.engine import Capture, Engine, QueueFullError, Request, Result, S
 from mi_route2.engine.cache import Slots
 from mi_route2.engine.rules import Probe, Rule
 from mi_route2.engine.scheduler import Scheduler, Shares
-from mi_route2.engine.text import SPLIT, WAITS, Growing, grown
+from mi_route2.engine.text import SPLIT, WAITS, GrowingText, grown
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.patching.patches import FromRun, Patch
@@ -746,7 +746,7 @@ def test_the_pieces_of_a_text_that_grows_are_the_text(text: str, data: st.DataOb
     while cuts[-1] < len(raw):
         cuts.append(min(len(raw), cuts[-1] + data.draw(st.integers(1, 3))))
     tokenizer = Bytes([raw[a:b] for a, b in pairwise(cuts)])
-    growing = Growing(tokenizer)
+    growing = GrowingText(tokenizer)
     left, pieces = list(range(len(tokenizer.pieces))), []
     while left:
         count = data.draw(st.integers(1, 12))
@@ -763,8 +763,8 @@ def test_the_pieces_of_a_text_that_grows_are_the_text(text: str, data: st.DataOb
 )
 def test_nothing_of_a_stop_text_is_ever_shown(words: list[str], stop: tuple[str, ...]) -> None:
     tokenizer = Bytes([word.encode() for word in words])
-    growing, shown, ended = Growing(tokenizer, stop), "", None
-    together = Growing(tokenizer, stop)
+    growing, shown, ended = GrowingText(tokenizer, stop), "", None
+    together = GrowingText(tokenizer, stop)
     at_once = together.extend(range(len(words))) + together.end()
     for i in range(len(words)):
         shown += growing.push(i)
@@ -792,12 +792,12 @@ class Spaced:
 
 @given(st.lists(st.integers(0, 5), max_size=12), st.sampled_from([(), ("a END",), ("c b", " a a")]))
 def test_a_word_behind_a_special_token_keeps_its_space(ids: list[int], stop: tuple[str, ...]) -> None:
-    tokenizer, growing = Spaced(), Growing(Spaced(), stop)
+    tokenizer, growing = Spaced(), GrowingText(Spaced(), stop)
     whole = tokenizer.decode(ids)
     places = [whole.find(one) for one in stop if one in whole]
     expected = whole[: min(places)] if places else whole
     assert "".join(map(growing.push, ids)) + growing.end() == growing.text == expected
-    together = Growing(tokenizer, stop)
+    together = GrowingText(tokenizer, stop)
     assert together.extend(ids) + together.end() == expected
 
 
@@ -817,7 +817,7 @@ def test_a_text_is_what_that_of_its_prompt_grows_by(prompt: list[int], ids: list
     whole = tokenizer.decode([*prompt, *ids])[len(before) :]
     places = [whole.find(one) for one in stop if one in whole]
     expected = whole[: min(places)] if places else whole
-    growing, together = Growing(tokenizer, stop, prompt), Growing(tokenizer, stop, prompt)
+    growing, together = GrowingText(tokenizer, stop, prompt), GrowingText(tokenizer, stop, prompt)
     assert "".join(map(growing.push, ids)) + growing.end() == growing.text == expected
     assert together.extend(ids) + together.end() == expected
     assert grown(tokenizer, prompt, ids) == whole
@@ -827,10 +827,10 @@ def test_a_text_of_bytes_is_not_changed_by_its_prompt_and_a_long_prompt_costs_a_
     pieces = [b"a", "é".encode()[:1], "é".encode()[1:], "😀".encode()]
     for prompt in ([1], [0, 1], [3, 1], [0, 2], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]):
         for ids in ([2, 0], [0], [2], [1, 2, 3], []):
-            growing = Growing(Bytes(pieces), (), prompt)
+            growing = GrowingText(Bytes(pieces), (), prompt)
             assert "".join(map(growing.push, ids)) + growing.end() == Bytes(pieces).decode(ids) == grown(Bytes(pieces), prompt, ids)
     tokenizer = Bytes([b"x"] * 10)
-    growing = Growing(tokenizer, ("never",), [0] * 10_000)
+    growing = GrowingText(tokenizer, ("never",), [0] * 10_000)
     growing.push(1)
     grown(tokenizer, [0] * 10_000, [1])
     assert tokenizer.decoded < 100
@@ -853,7 +853,7 @@ def test_an_unfinished_character_does_not_break_those_before_it(before: str, tex
     raw = list(text.encode())[: len(text.encode()) - cut]
     whole = bytes(raw).decode(errors="ignore")
     expected = whole + SPLIT * (len(raw) - len(whole.encode()))
-    growing, left, pieces = Growing(Fallback(), (), list(before.encode())), raw, []
+    growing, left, pieces = GrowingText(Fallback(), (), list(before.encode())), raw, []
     while left:
         count = data.draw(st.integers(0, 6))
         pieces.append(growing.extend(left[:count]))
@@ -874,22 +874,22 @@ def test_a_result_continues_its_prompt_and_a_stop_text_may_begin_with_its_first_
 
 def test_each_token_costs_a_decoding_of_a_few_and_bytes_that_are_no_text_come_out() -> None:
     tokenizer = Bytes([b"x"] * 400)
-    growing = Growing(tokenizer, ("never",))
+    growing = GrowingText(tokenizer, ("never",))
     for i in range(400):
         growing.push(i)
     assert tokenizer.decoded <= 4 * 400
-    tokenizer.decoded, growing = 0, Growing(tokenizer)
+    tokenizer.decoded, growing = 0, GrowingText(tokenizer)
     for i in range(0, 400, 8):
         growing.extend(range(i, i + 8))
     assert tokenizer.decoded <= 4 * 400
     for first in (b"x", b""):
         silent = Bytes([first, *[b""] * 400])
-        growing = Growing(silent)
+        growing = GrowingText(silent)
         for i in range(401):
             growing.push(i)
         assert silent.decoded <= 5 * 401
     broken = Bytes([b"\xff"] * 100)
-    growing = Growing(broken)
+    growing = GrowingText(broken)
     assert "".join(growing.push(i) for i in range(100)).count(SPLIT) >= 90
     assert broken.decoded <= 100 * 40
 
@@ -918,7 +918,7 @@ def test_a_text_stops_where_its_whole_text_does_wherever_its_tokens_cut_its_char
         cuts.append(min(len(raw), cuts[-1] + data.draw(st.integers(1, 3))))
     tokenizer = Bytes([raw[a:b] for a, b in pairwise(cuts)])
     count = len(tokenizer.pieces)
-    growing, shown = Growing(tokenizer, stop), ""
+    growing, shown = GrowingText(tokenizer, stop), ""
     for n in range(1, count + 1):
         shown += growing.push(n - 1)
         certain = tokenizer.decode(list(range(n))).rstrip(SPLIT)
@@ -939,7 +939,7 @@ def test_characters_come_out_whole_however_many_tokens_in_a_row_end_within_one(s
     places = [0, *(place for place in range(2, len(raw)) if raw[place] & 0xC0 == 0x80 and raw[place - 1] & 0xC0 == 0xC0), len(raw)]
     tokenizer = Bytes([raw[a:b] for a, b in pairwise(places)])
     assert all(tokenizer.decode([i]).endswith(SPLIT) for i in range(len(places) - 2))
-    growing = Growing(tokenizer, stop)
+    growing = GrowingText(tokenizer, stop)
     assert "".join(growing.push(i) for i in range(len(places) - 1)) + growing.end() == text
 
 

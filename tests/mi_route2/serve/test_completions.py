@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mi_route2.engine import Capture, Engine, Request, Sampling, Token
-from mi_route2.engine.text import Growing
+from mi_route2.engine.text import GrowingText
 from mi_route2.patching.patches import Patch
 from mi_route2.serve.api.openai import Wording
 from mi_route2.serve.api.schema import packed, unpacked
@@ -426,7 +426,7 @@ class Bytes(MicroTokenizer):
 def test_the_bytes_of_a_character_are_at_its_place_in_the_text(together: int) -> None:
     text = "aé€b😀c"
     tokens, served = [Token(one, -1.0) for one in text.encode()], replace(random_micro(), tokenizer=Bytes())
-    words, places = Wording("cmpl", "text_completion", False), Growing(served.tokenizer, (), [97])
+    words, places = Wording("cmpl", "text_completion", False), GrowingText(served.tokenizer, (), [97])
     words.server, words.wants = SimpleNamespace(served=served), True  # pyright: ignore[reportAttributeAccessIssue]
     told = [words.logprobs(tokens[start : start + together], places)["text_offset"] for start in range(0, 12, together)]
     assert [at for some in told for at in some] == [i for i, character in enumerate(text) for _ in character.encode()]
