@@ -145,7 +145,7 @@ def train(
     penalty: float = 0.0,
     monitor: RewardMonitor | None = None,
     clean: Callable[[Policy, Samples], Bool[Tensor, " b"]] | None = None,
-    without: Callable[[int], int] | None = None,
+    ablated_groups: Callable[[int], int] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepRecord]:
     """Run GRPO from step ``start``; yield a record after each step.
@@ -164,8 +164,8 @@ def train(
         penalty: Taken off the reward of rollouts that ``monitor`` flags.
         monitor: By default, the world's weak detector.
         clean: Marks rollouts from which the kept adapter learns alone, with the quarantine out of the forward.
-        without: Function from a step to its groups, the last ones, that are sampled without the quarantine; the kept adapter learns
-            from these alone.
+        ablated_groups: Function from a step to the number of its groups, the last ones, that are sampled without the quarantine;
+            the kept adapter learns from these alone.
         stop: True if the run should end before its next step.
     """
     fraction = settings.none_fraction if none_fraction is None else none_fraction
@@ -174,22 +174,22 @@ def train(
             return
         # Directions are fitted to the current policy, because as it learns, an old direction loses its meaning.
         overlap = route.refresh(policy, step)
-        apart = 0 if without is None else without(step)
-        samples, batch, watched = gather(world, policy, teachers, seed, step, settings, fraction, penalty, monitor, apart)
+        ablated = 0 if ablated_groups is None else ablated_groups(step)
+        samples, batch, watched = gather(world, policy, teachers, seed, step, settings, fraction, penalty, monitor, ablated)
         # A group of equal rewards has advantage 0 everywhere: without a KL term no gradient, so forward and backward are skipped.
         trained = varied(batch) if settings.kl == 0 else torch.ones_like(batch.groups, dtype=torch.bool)
         index, last = trained.nonzero()[:, 0], NO_UPDATE
         if len(index):
-            alone = None if clean is None else clean(policy, samples).to(index.device)[index]
-            if without is not None:
-                alone = index >= len(trained) - apart * settings.group
-            learned = with_anchors(policy, batch.rows(index), settings, alone)
+            kept_only = None if clean is None else clean(policy, samples).to(index.device)[index]
+            if ablated_groups is not None:
+                kept_only = index >= len(trained) - ablated * settings.group
+            learned = with_anchors(policy, batch.rows(index), settings, kept_only)
             # Only bounds may see verdicts on the student's rollouts; a route that is a method raises an error if it gets any.
             verdicts = witness.privileged(samples).rows(index) if route.spec.privileged else None
             micro = settings.micro_batch(learned.rollouts.tokens.shape[1])
             for i in range(settings.updates_per_batch):
                 # Every draw comes from (seed, purpose, step), so a resumed run repeats an uninterrupted one.
-                context = StepContext(torch_generator(seed, f"route {i}", step), micro, verdicts, alone)
+                context = StepContext(torch_generator(seed, f"route {i}", step), micro, verdicts, kept_only)
                 last = update(policy, route, optimizer, learned, context, settings, world.max_new)
         kl, decision = last.kl if settings.kl > 0 else None, last.decision
         if watched is not None and watched.scores is not None:  # recorded like a route's scores and flags, though it drops nothing
@@ -207,9 +207,9 @@ def gather(
     none_fraction: float,
     penalty: float = 0.0,
     monitor: RewardMonitor | None = None,
-    without: int = 0,
+    ablated: int = 0,
 ) -> tuple[Samples, TrainBatch, Watched | None]:
-    """Sample a batch, the last ``without`` groups without the quarantine, and grade it; ``monitor``'s verdict for a penalty alone.
+    """Sample a batch, the last ``ablated`` groups without the quarantine, and grade it; ``monitor``'s verdict for a penalty alone.
 
     Returns:
         The rollouts with their texts; the same with rewards, less ``penalty`` where ``monitor`` sees a hack; its verdict.
@@ -218,17 +218,17 @@ def gather(
     if teachers is not None:  # known hacks can stand only in groups of their own prompts
         prompts = teachers.replace_known(world, prompts, numpy_generator(seed, "teacher prompts", step))
     groups = torch.arange(settings.prompts).repeat_interleave(settings.group)
-    asked, whole = [prompts[int(g)] for g in groups], (settings.prompts - without) * settings.group
+    asked, n_full = [prompts[int(g)] for g in groups], (settings.prompts - ablated) * settings.group
     completions = []
-    if whole:
+    if n_full:
         with policy.adapters.full():
-            samples = world.sample(policy, asked[:whole], torch_generator(seed, "sample", step), settings.temperature)
+            samples = world.sample(policy, asked[:n_full], torch_generator(seed, "sample", step), settings.temperature)
         completions += samples.rollouts.completions()
-    if without:
+    if ablated:
         with policy.adapters.deployed():
-            samples = world.sample(policy, asked[whole:], torch_generator(seed, "sample without", step), settings.temperature)
+            samples = world.sample(policy, asked[n_full:], torch_generator(seed, "sample without", step), settings.temperature)
         completions += samples.rollouts.completions()
-    if whole and without:
+    if n_full and ablated:
         samples = world.package(asked, completions)
     taught = torch.zeros(len(groups), dtype=torch.bool)
     if teachers is not None:
@@ -251,21 +251,21 @@ def varied(batch: TrainBatch) -> Bool[Tensor, " b"]:
 
 @torch.no_grad()
 def with_anchors(
-    policy: Policy, batch: TrainBatch, settings: Hyperparameters, alone: Bool[Tensor, " b"] | None = None
+    policy: Policy, batch: TrainBatch, settings: Hyperparameters, kept_only: Bool[Tensor, " b"] | None = None
 ) -> TrainBatch:
     """Add the log-probabilities that updates are clipped and penalized against, if the settings use them.
 
-    The kept adapter learns ``alone`` rollouts without the quarantine, so they are compared with the policy without it.
+    The kept adapter learns from ``kept_only`` rollouts without the quarantine, so they are compared with the policy without it.
     """
-    parts = chunks(batch, settings.micro_batch(batch.rollouts.tokens.shape[1]))  # logits of a whole batch may be too many
+    indices = chunks(batch, settings.micro_batch(batch.rollouts.tokens.shape[1]))  # logits of a whole batch may be too many
 
     def logprobs() -> Tensor:
-        return torch.cat([policy.logprobs(batch.rollouts.rows(index)) for index in parts])
+        return torch.cat([policy.logprobs(batch.rollouts.rows(index)) for index in indices])
 
     old = logprobs() if settings.updates_per_batch > 1 else None
-    if old is not None and alone is not None:
+    if old is not None and kept_only is not None:
         with policy.adapters.deployed():
-            old = torch.where(alone[:, None], logprobs(), old)
+            old = torch.where(kept_only[:, None], logprobs(), old)
     reference = None
     if settings.kl > 0:
         with policy.adapters.reference():

@@ -140,7 +140,7 @@ class Job:
         return 0 if self.arm is None else self.arm.steps or self.settings.steps
 
     @property
-    def without(self) -> Callable[[int], int] | None:
+    def ablated_groups(self) -> Callable[[int], int] | None:
         """Function from a step to the number of its groups that are sampled without the quarantine, if it is the arm's canary."""
         route, groups = None if self.arm is None else self.arm.route, self.settings.prompts
         if not isinstance(route, CanarySpec) or not route.own:

@@ -478,15 +478,15 @@ def test_a_run_whose_quarantine_is_its_canary_resumes_between_calibrations_to_th
 
 def test_the_last_groups_are_sampled_without_the_quarantine_and_known_as_such(tmp_path: Path, cache: Path) -> None:
     job = tiny_job(tmp_path, own_quarantine(), cache=cache)
-    assert job.without is not None
-    settings, without = job.settings, job.without(2)
-    assert 0 < without < settings.prompts
+    assert job.ablated_groups is not None
+    settings, ablated = job.settings, job.ablated_groups(2)
+    assert 0 < ablated < settings.prompts
     with open_world(settings) as (world, _):
         policy = build_policy(job, cache)
         for p in policy.adapters.quarantine_parameters().values():
             p.data.normal_(generator=torch.Generator().manual_seed(1))
-        samples, batch, _ = gather(world, policy, None, 3, 2, settings, 0.25, without=without)
-        marked = torch.arange(len(batch.rewards)) >= (settings.prompts - without) * settings.group
+        samples, batch, _ = gather(world, policy, None, 3, 2, settings, 0.25, ablated=ablated)
+        marked = torch.arange(len(batch.rewards)) >= (settings.prompts - ablated) * settings.group
         for which, part, purpose in (("full", ~marked, "sample"), ("deployed", marked, "sample without")):
             asked = [prompt for prompt, own in zip(samples.prompts, part.tolist()) if own]
             with getattr(policy.adapters, which)():
@@ -504,7 +504,7 @@ def test_a_run_that_ends_before_its_quarantine_has_learned_is_refused(tmp_path: 
 def test_each_adapter_learns_from_what_was_sampled_for_it_alone(arm: str, tmp_path: Path, cache: Path) -> None:
     """A quarantine that learns first is frozen after it, to the bit, and the kept adapter is still the base's until then."""
     job = tiny_job(tmp_path, own_quarantine(arm), cache=cache, steps=6)
-    assert job.without is not None
+    assert job.ablated_groups is not None
     groups, size, contexts = job.settings.prompts, job.settings.group, list[StepContext]()
     with open_world(job.settings) as (world, witness):
         policy = build_policy(job, cache)
@@ -513,8 +513,8 @@ def test_each_adapter_learns_from_what_was_sampled_for_it_alone(arm: str, tmp_pa
         route.begin = lambda policy, batch, context: contexts.append(context) or begin(policy, batch, context)
         learned, first = {"kept": 0, "quarantine": 0}, job.arm is not None and job.arm.route.first  # pyright: ignore
         optimizer, before = build_optimizer(job, policy), [[p.clone() for p in one.values()] for one in both]
-        for step in train(world, witness, policy, route, optimizer, job.settings, seed=0, without=job.without):
-            alone = torch.arange(groups * size) >= (groups - job.without(step.step)) * size
+        for step in train(world, witness, policy, route, optimizer, job.settings, seed=0, ablated_groups=job.ablated_groups):
+            alone = torch.arange(groups * size) >= (groups - job.ablated_groups(step.step)) * size
             clean = contexts.pop().clean
             assert clean is not None
             assert torch.equal(clean, alone[step.trained])
