@@ -545,9 +545,10 @@ class SteeringState:
         """Return the configuration to which a request is routed; ``None`` for its own row."""
         return self._requests.of(request).override
 
-    def route(self, request: int, routing: NamedConfig | None) -> None:
-        """Restore a value of ``routing``, even if its name was dropped since."""
+    def restore(self, request: int, routing: NamedConfig | None, scale: float) -> None:
+        """Restore values of ``routing``, even if its name was dropped since, and ``scale_of``."""
         self._requests.route(request, routing)
+        self._requests.of(request).scale = scale
         self._changed(request)
 
     def set_scale(self, scale: Number, *, request: int | None = None, config: str | None = None) -> None:
