@@ -102,7 +102,7 @@ class Requests:
 
     def of(self, request: int) -> ActiveRequest:
         if request not in self:
-            raise ValueError(f"request {request} is not running: it has ended, or was never admitted")
+            raise ValueError(f"request {request} is not running: it still waits, or has ended")
         return self.active[request]
 
     def __contains__(self, request: object) -> bool:

@@ -135,7 +135,7 @@ def test_a_bad_action_is_counted_with_its_reason_and_the_others_apply(host):
     assert [bool(reason) for reason in reasons] == [True, True, False, True]
     assert "finite" in reasons[0]
     assert "cannot be routed to 'nowhere'" in reasons[1]
-    assert "request 99 is not running" in reasons[3]
+    assert "request 99 is not running: it still waits, or has ended" in reasons[3]
     assert set(found.state.tier) == {SITE}
 
 
