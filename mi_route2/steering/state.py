@@ -506,6 +506,11 @@ class SteeringState:
         self._requests.hold(name, spec, owner)
         self._changed()
 
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The names of the held configurations."""
+        return tuple(self._requests.configs_by_name)
+
     def drop(self, name: str) -> None:
         """Drop a held configuration; overrides to it stay in effect. ``ValueError`` for an unknown name."""
         self._requests.drop(name)
