@@ -364,13 +364,13 @@ class Controllers:
         """Return the names of the probe controllers that set the scale and the row of a request with ``monitors``."""
         return [one.name for one in self.sync if isinstance(one, ProbeController) and one.steers(monitors)]
 
-    def demand_held(self, names: Collection[str], held: Collection[str]) -> None:
-        """Raise ``ValueError`` if one of these probe controllers routes to a configuration that is not ``held``."""
+    def demand_held(self, names: Collection[str], configurations: Collection[str]) -> None:
+        """Raise ``ValueError`` if one of these probe controllers routes to a configuration that is not among the held ones."""
         for one in self.sync:
-            if isinstance(one, ProbeController) and one.name in names and one.config not in held:
+            if isinstance(one, ProbeController) and one.name in names and one.config not in configurations:
                 raise ValueError(
                     f"the controller {one.name!r} would route this request to {one.config!r}, which is not held; there are: "
-                    f"{', '.join(sorted(held)) or 'none'}. Call engine.steering.hold({one.config!r}, ...) before"
+                    f"{', '.join(sorted(configurations)) or 'none'}. Call engine.steering.hold({one.config!r}, ...) before"
                 )
 
     def demand_same(self, monitor: Monitor, vectors: Mapping[str, Vector]) -> None:

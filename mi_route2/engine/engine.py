@@ -598,7 +598,7 @@ class Engine:
                 f"the controllers {rivals[0]!r} and {rivals[1]!r} would both set the scale and the row of this request: give each "
                 "a monitor of its own"
             )
-        self.controllers.demand_held(rivals, self._steering.held)
+        self.controllers.demand_held(rivals, self._steering.configurations)
         if asked.rules or asked.conversation is not None:
             residents.rules.check(self._steering, asked.rules, steering, asked.conversation)
         else:

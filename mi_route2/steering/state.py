@@ -507,8 +507,8 @@ class SteeringState:
         self._changed()
 
     @property
-    def held(self) -> tuple[str, ...]:
-        """The names of the held configurations."""
+    def configurations(self) -> tuple[str, ...]:
+        """Names of the held configurations."""
         return tuple(self._requests.configs_by_name)
 
     def drop(self, name: str) -> None:
