@@ -369,7 +369,7 @@ class Controllers:
         for one in self.sync:
             if isinstance(one, ProbeController) and one.name in names and one.config not in configurations:
                 raise ValueError(
-                    f"the controller {one.name!r} would route this request to {one.config!r}, which is not held; there are: "
+                    f"the controller {one.name!r} would route a request to {one.config!r}, which is not held; there are: "
                     f"{', '.join(sorted(configurations)) or 'none'}. Call engine.steering.hold({one.config!r}, ...) before"
                 )
 

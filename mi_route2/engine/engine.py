@@ -634,6 +634,7 @@ class Engine:
             asked = one.request
             names = {*(monitor.name for monitor in (asked.steering or UNSTEERED).monitors), *self._steering.watching(one.id)}
             rivals = self.controllers.probe_controllers({name, *names, *self._steering.monitors})
+            self.controllers.demand_held(rivals, self._steering.configurations)
             told = asked.rules, asked.steering, asked.conversation, one.named
             if len(rivals) > 1 or rules.switches(self._steering, one.id, *told):
                 raise ValueError(
