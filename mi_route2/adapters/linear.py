@@ -280,8 +280,9 @@ class Branch(nn.Module):
             y = y + self.hook_kept(self.kept(x, tape, self._gate("kept"), self.site, self.hook_kept_a))
         if board.quarantine and self.quarantine is not None and not stacked:
             y = y + self.hook_quarantine(self._quarantined(x, tape))
+        if tape is not None and self.quarantine is not None:
+            tape.saw_quarantine(self.site, board.quarantine)
         if tape is not None and torch.is_grad_enabled():
-            tape.lost_quarantine |= self.quarantine is not None and not board.quarantine and not tape.without_quarantine
             if tape.outputs is not None:
                 y = ReadOutput.apply(y, x, tape, self.site)
             elif tape.kept is None and y is not None and y.requires_grad:  # without a gate, a hook notes the backward

@@ -163,6 +163,7 @@ class Tape:
         self._packed: bool | None = None
         self.without_quarantine, self.lost_quarantine = without_quarantine, False
         """``lost_quarantine``: a forward with gradients ran without the quarantine, and this tape did not ask for that."""
+        self._quarantined: set[str] = set()
         self.anchor = torch.zeros(0, requires_grad=True)
         """Operand that needs a gradient, for products without another one: autograd then asks the kept gate there too."""
         self.asked: set[str] = set()
@@ -234,6 +235,13 @@ class Tape:
             raise RuntimeError(f"{site} runs again after the backward of its tape: {_ONE_BACKWARD}")
         self._calls[site] += 1
         return True
+
+    def saw_quarantine(self, site: str, on: bool) -> None:
+        """Record whether the quarantine of ``site`` takes part in a forward."""
+        if on and not in_backward():
+            self._quarantined.add(site)
+        lost = not on or site not in self._quarantined  # in a replay it may be on where it was off in the forward
+        self.lost_quarantine |= lost and torch.is_grad_enabled() and not self.without_quarantine
 
     def saw_backward(self, site: str, what: str, again: bool = False) -> None:
         """Record that ``site`` reported the gradient of ``what``.

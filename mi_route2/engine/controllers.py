@@ -127,69 +127,61 @@ def _do(state: SteeringState, action: object) -> None:
 ACTIONS = (SetTier, ClearTier, Override, ClearOverride, SetScale, SetMonitor, ClearMonitor)
 
 
+TIER, ALL = "tier", "all requests"
+
+
 def apply_all(state: SteeringState, actions: Iterable[object], source: str = "") -> list[Outcome]:
-    """Apply the actions of one source in one step, in order.
+    """Apply the actions of one source in one step, in order; then take back what must not act without one that was rejected.
 
     An override whose monitor is rejected would act on every token instead of the tokens that the monitor gates, and the scale of an
-    override that is rejected on the request's own vectors. So both fail closed: a rejected ``SetMonitor`` or ``Override`` of a
-    request restores the row and scale that it had before this call, and a later override or scale of that request is rejected. A
-    rejected ``SetMonitor`` of all requests does so for each that was overridden in this call, and for a tier that was set, as does
-    a rejected ``SetTier`` for the tier.
+    override that is rejected on the request's own vectors. So they fail closed: if a ``SetMonitor`` or ``Override`` of a request is
+    rejected, the request keeps the row and scale that it had before this call, and all that was to change them is rejected too. The
+    same holds for the tier if a ``SetTier`` is rejected (what was cleared stays so), and, if a ``SetMonitor`` of all requests is,
+    for each request that was overridden, and a tier that was set.
     """
-    before: dict[int | None, Callable[[], None]] = {}  # by request, or None for the tier: puts back what there was
-    closed: dict[int | None, str] = {}
-    steered: set[int | None] = set()
-    ungated = False
-    outcomes: list[Outcome] = []
-
-    def close(key: int | None, what: str) -> None:
-        closed[key] = what
-        if key in before:
-            before[key]()
-
+    before: dict[int | str, Callable[[], None]] = {}  # puts back what there was
+    outcomes: list[tuple[int | str | None, Outcome]] = []
     for action in actions:
-        request: Any = getattr(action, "request", None) if isinstance(action, ACTIONS) else None
-        every = isinstance(action, SetMonitor) and request is None
-        tier = isinstance(action, SetTier | ClearTier)
-        tier |= isinstance(action, SetScale) and request is None and action.config is None
-        if not (tier or every or request in state):
-            outcomes.append(apply(state, action, source))
-            continue
-        if ungated and isinstance(action, Override | SetTier):
-            close(request, "monitor of all requests")
-        if isinstance(action, Override | SetTier | SetScale) and request in closed:
-            outcomes.append(Rejected(action, source, f"the {closed[request]} was rejected, and this goes with it"))
-            continue
-        if isinstance(action, Override | ClearOverride | SetScale | SetTier) and request not in before:
-            before[request] = _restoring(state, request)
-        outcomes.append(apply(state, action, source))
+        if (target := _target(state, action)) is not None:
+            before.setdefault(target, _restoring(state, target))
+        outcomes.append((target, apply(state, action, source)))
         if isinstance(action, ClearTier):
-            before.pop(None, None)  # what was cleared does not come back
-        if isinstance(outcomes[-1], Applied):
-            if isinstance(action, Override | SetTier):
-                steered.add(request)
-        elif every:
-            ungated = True
-            for key in steered:
-                close(key, "monitor of all requests")
-        elif isinstance(action, SetTier):
-            close(None, "tier")
-        elif isinstance(action, SetMonitor | Override):
-            close(request, f"{'monitor' if isinstance(action, SetMonitor) else 'override'} of request {request}")
-    return outcomes
+            before.pop(TIER, None)
+    rejected = [(target, one.action) for target, one in outcomes if target is not None and isinstance(one, Rejected)]
+    closed = {target: action for target, action in rejected if isinstance(action, SetMonitor | Override | SetTier)}
+    if (monitor := closed.pop(ALL, None)) is not None:
+        closed |= {target: monitor for target, one in outcomes if target is not None and _steers(one.action)}
+    for target in closed.keys() & before.keys():
+        before[target]()
+    return [
+        Rejected(one.action, source, f"{described(closed[target])} was rejected, and this goes with it")
+        if target in closed and isinstance(one, Applied) and not isinstance(one.action, SetMonitor)
+        else one
+        for target, one in outcomes
+    ]
 
 
-def _restoring(state: SteeringState, request: int | None) -> Callable[[], None]:
-    """Return a function that puts back the row and scale that a request has now, or (``None``) the tier."""
-    if request is None:
+def _target(state: SteeringState, action: object) -> int | str | None:
+    """Return what an action is for: a running request, ``TIER``, or (a monitor) ``ALL``; ``None`` if nothing can be taken back."""
+    match action:
+        case SetTier() | SetScale(request=None, config=None):
+            return TIER
+        case SetMonitor(request=None):
+            return ALL
+        case Override() | ClearOverride() | SetScale() | SetMonitor() if action.request in state:
+            return action.request
+    return None
+
+
+def _steers(action: object) -> bool:
+    return isinstance(action, SetTier) or (isinstance(action, Override) and action.config is not None)
+
+
+def _restoring(state: SteeringState, target: int | str) -> Callable[[], None]:
+    """Return a function that puts back the row and scale that a request has now, or the tier."""
+    if isinstance(target, str):
         return partial(state.restore_tier, state.tier, state.gain)
-    routing, scale = state.routing(request), state.scale_of(request)
-
-    def restore() -> None:
-        state.route(request, routing)
-        state.set_scale(scale, request=request)
-
-    return restore
+    return partial(state.restore, target, state.routing(target), state.scale_of(target))
 
 
 class Ledger:
@@ -371,6 +363,15 @@ class Controllers:
     def probe_controllers(self, monitors: Collection[str]) -> list[str]:
         """Return the names of the probe controllers that set the scale and the row of a request with ``monitors``."""
         return [one.name for one in self.sync if isinstance(one, ProbeController) and one.steers(monitors)]
+
+    def demand_held(self, names: Collection[str], configurations: Collection[str]) -> None:
+        """Raise ``ValueError`` if one of these probe controllers routes to a configuration that is not among the held ones."""
+        for one in self.sync:
+            if isinstance(one, ProbeController) and one.name in names and one.config not in configurations:
+                raise ValueError(
+                    f"the controller {one.name!r} would route a request to {one.config!r}, which is not held; there are: "
+                    f"{', '.join(sorted(configurations)) or 'none'}. Call engine.steering.hold({one.config!r}, ...) before"
+                )
 
     def demand_same(self, monitor: Monitor, vectors: Mapping[str, Vector]) -> None:
         """Raise ``ValueError`` for a monitor that a probe controller would take for its own, whose name it has."""

@@ -598,6 +598,7 @@ class Engine:
                 f"the controllers {rivals[0]!r} and {rivals[1]!r} would both set the scale and the row of this request: give each "
                 "a monitor of its own"
             )
+        self.controllers.demand_held(rivals, self._steering.configurations)
         if asked.rules or asked.conversation is not None:
             residents.rules.check(self._steering, asked.rules, steering, asked.conversation)
         else:
@@ -633,6 +634,7 @@ class Engine:
             asked = one.request
             names = {*(monitor.name for monitor in (asked.steering or UNSTEERED).monitors), *self._steering.watching(one.id)}
             rivals = self.controllers.probe_controllers({name, *names, *self._steering.monitors})
+            self.controllers.demand_held(rivals, self._steering.configurations)
             told = asked.rules, asked.steering, asked.conversation, one.named
             if len(rivals) > 1 or rules.switches(self._steering, one.id, *told):
                 raise ValueError(

@@ -105,7 +105,8 @@ class NNsightHost(Host):
                 raise
             raise RuntimeError(
                 f"an edit waits at a {MASK} that did not fire in this forward ({error}): {NO_MASK}. To edit a mask that is decided "
-                f"after the forward, use a torch hook at adapters.sites[name].{MASK}; clear_edits() removes stored edits"
+                f"after the forward, or in one of two forwards (kept_advantage='unflagged'), use a torch hook at "
+                f"adapters.sites[name].{MASK}; clear_edits() removes stored edits"
             ) from error
 
     def _traced(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:

@@ -191,7 +191,7 @@ def hooked(site: str, mask: Tensor, point: Hooks | None) -> tuple[Tensor, bool]:
     if not untouched and not bool(((new >= 0) & (new <= 1)).all()):  # negated, so that NaN fails too
         wrong = new[~((new >= 0) & (new <= 1))][0].item()
         raise ValueError(f"a hook at {site}.hook_mask returned {wrong}, but a mask lies between 0 (flagged) and 1 (learned)")
-    return (new, False) if untouched else (new.clone(), True)  # a hook may return one tensor at every module, with other values
+    return (new, False) if untouched else (new.detach().clone(), True)  # it may be one tensor at every module, with other values
 
 
 def _refuse_hooked(kept: Mapping[str, nn.Parameter]) -> None:

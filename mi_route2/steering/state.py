@@ -102,7 +102,7 @@ class Requests:
 
     def of(self, request: int) -> ActiveRequest:
         if request not in self:
-            raise ValueError(f"request {request} is not running: it has ended, or was never admitted")
+            raise ValueError(f"request {request} is not running: it still waits, or has ended")
         return self.active[request]
 
     def __contains__(self, request: object) -> bool:
@@ -506,6 +506,11 @@ class SteeringState:
         self._requests.hold(name, spec, owner)
         self._changed()
 
+    @property
+    def configurations(self) -> tuple[str, ...]:
+        """Names of the held configurations."""
+        return tuple(self._requests.configs_by_name)
+
     def drop(self, name: str) -> None:
         """Drop a held configuration; overrides to it stay in effect. ``ValueError`` for an unknown name."""
         self._requests.drop(name)
@@ -545,9 +550,10 @@ class SteeringState:
         """Return the configuration to which a request is routed; ``None`` for its own row."""
         return self._requests.of(request).override
 
-    def route(self, request: int, routing: NamedConfig | None) -> None:
-        """Restore a value of ``routing``, even if its name was dropped since."""
+    def restore(self, request: int, routing: NamedConfig | None, scale: float) -> None:
+        """Restore values of ``routing``, even if its name was dropped since, and ``scale_of``."""
         self._requests.route(request, routing)
+        self._requests.of(request).scale = scale
         self._changed(request)
 
     def set_scale(self, scale: Number, *, request: int | None = None, config: str | None = None) -> None:

@@ -448,6 +448,22 @@ def test_a_policy_reads_no_other_monitor_of_its_monitors_name() -> None:
         engine.steering.set_monitor(same)
 
 
+def test_a_policy_that_would_route_to_what_is_not_held_refuses_the_requests_that_it_reads() -> None:
+    """Each of its overrides would be rejected, and the run one without steering."""
+    engine = Engine(host_of(), controllers=Controllers([policy()]))
+    monitor = Monitor(SITE, VECTOR, gates=(), name="m")
+    watched = Request(PROMPT, greedy(), steering=Steering(monitors=(monitor,)))
+    engine.steering.hold("C", Steering(decode=(Steer(SITE, VECTOR),)))
+    with pytest.raises(ValueError, match=r"'policy' would route a request to 'c', which is not held; there are: C\. Call"):
+        engine.submit(watched)
+    engine.submit(Request(PROMPT, greedy()))  # which it does not read
+    with pytest.raises(ValueError, match="would route a request to 'c', which is not held"):
+        engine.steering.set_monitor(monitor)
+    engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR),)))
+    engine.check(watched)
+    engine.steering.set_monitor(monitor)
+
+
 def parsed(data: list[dict[str, object]]) -> Sequence[Rule]:
     from mi_route2.engine.rules import parse_rules
 

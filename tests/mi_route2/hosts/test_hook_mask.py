@@ -221,8 +221,10 @@ def test_half_a_mask_is_half_a_gradient() -> None:
     policy, batch, site = hosted("svd"), make_batch(N), "blocks.0.mlp.up"
     spec = spec_of(("grad", "pooled", "live", "filter"), tau=2.0)
     plain = run(policy, mask_route(policy, spec), batch)
-    with overruled(policy, {site: lambda mask: mask / 2}):
+    half = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)  # as of a probe that is trained elsewhere
+    with overruled(policy, {site: lambda mask: half * mask}):
         own = run(policy, mask_route(policy, spec), batch)
+    assert not any(p.grad.requires_grad for p in policy.adapters.kept_parameters().values() if p.grad is not None)
     assert_same(own.kept, {n: g / 2 if n.startswith(site) else g for n, g in plain.kept.items()}, 1e-14)
 
 

@@ -1,6 +1,7 @@
 """``route.backward``: a routed step in one call; and gradients that reach adapters past every route are refused."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TypeVar
 
 import pytest
@@ -291,6 +292,19 @@ def test_a_step_without_the_quarantine_that_is_there_is_refused(name: str) -> No
     policy.model.zero_grad(set_to_none=True)
     with policy.adapters.full():
         route.backward(policy, batch, loss, context(route.spec, N))
+    policy.model.zero_grad(set_to_none=True)
+    policy.model.embed.requires_grad_(True)  # pyright: ignore
+    for block in policy.model.blocks:  # pyright: ignore
+        block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=True)
+    for off in (False, True):  # on again when a checkpoint, whose forward has no gradients, replays it
+        (part,) = (step := route.begin(policy, batch, context(route.spec, N))).parts
+        with policy.adapters.recording(part.tape):
+            with policy.adapters.deployed() if off else policy.adapters.full():
+                total = plain_loss(policy, part.batch, part.advantages)
+            total.backward()
+        with pytest.raises(RuntimeError, match="quarantine was switched off") if off else nullcontext():
+            step.finish()
+        policy.model.zero_grad(set_to_none=True)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c[1] == "pooled"], ids=case_id)

@@ -231,9 +231,9 @@ def eager(bench: Bench, fitted: Fitted, delay: int) -> GateCell:
 
 def test_a_cell_whose_actions_are_rejected_measures_nothing_and_is_refused(bench: Bench, fitted: Fitted) -> None:
     """Its row is missing: every request would run unsteered, and the cell would look like a policy without an effect."""
-    for delay in (1, 3):
+    for delay, error, says in ((1, ValueError, "would route .*not held"), (3, RuntimeError, "rejected: .*cannot be routed to")):
         cell = replace(eager(bench, fitted, delay), configurations={})
-        with pytest.raises(RuntimeError, match=rf"the controller 'delay {delay} x1.*' rejected: .*cannot be routed to"):
+        with pytest.raises(error, match=rf"the controller 'delay {delay} x1.*' {says}"):
             bench.results([cell], bench.prompts(), "cells")
 
 
