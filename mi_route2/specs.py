@@ -284,7 +284,7 @@ class CanarySpec:
             raise ValueError(
                 "surprisal is of what a quarantine learns first, and random_lessons replace it: set first, and surprisal, too"
             )
-        if self.snapshots and not self.own:
+        if self.snapshots and not self.in_one_run:
             raise ValueError(
                 "snapshots are those of the run's own quarantine, and the canary is another: set decoys or first, or leave "
                 "snapshots out"
@@ -295,7 +295,7 @@ class CanarySpec:
             raise ValueError(f"after {self.first} steps the quarantine is frozen, and judges: snapshots are of steps before")
 
     @property
-    def own(self) -> bool:
+    def in_one_run(self) -> bool:
         """True if the canary is the run's own quarantine, which learns from rollouts of its own."""
         return bool(self.decoys or self.first)
 

@@ -192,26 +192,26 @@ def quarantine_ratios(
     """
     if not policy.adapters.has_quarantine:
         raise ValueError("the run's own quarantine can only be its canary if it has one: attach with quarantine='lora'")
-    own, turned = policy.adapters.quarantine_parameters(), turns or {}
+    parameters, turned = policy.adapters.quarantine_parameters(), turns or {}
     others = bool(snapshots or turned)  # else nothing is written: a graph may hold the parameters
 
     @torch.no_grad()
     def ratios(rollouts: Rollouts) -> Float[Tensor, "k b s"]:
-        now = {name: p.clone() for name, p in own.items()}
-        found = []
+        now = {name: p.clone() for name, p in parameters.items()}
+        log_ratios = []
         with still(policy.model):
             with policy.adapters.deployed():
                 deployed = policy.logprobs(rollouts)
             try:
                 for quarantine in (*snapshots, now):
                     if others:
-                        _write(own, {name: turned[name] @ t if name in turned else t for name, t in quarantine.items()})
+                        _write(parameters, {name: turned[name] @ t if name in turned else t for name, t in quarantine.items()})
                     with policy.adapters.full():
-                        found.append(policy.logprobs(rollouts) - deployed)
+                        log_ratios.append(policy.logprobs(rollouts) - deployed)
             finally:
                 if others:
-                    _write(own, now)
-        return torch.stack(found)
+                    _write(parameters, now)
+        return torch.stack(log_ratios)
 
     return ratios
 
@@ -374,7 +374,7 @@ class CanaryRoute(OneCall):
         turns: Mapping[str, Tensor] | None = None,
     ):
         _demand_sizes(micro=micro)
-        if spec.own and ratios is not None:
+        if spec.in_one_run and ratios is not None:
             raise ValueError(
                 "decoys and first train the run's own quarantine, which is then the canary: leave the canary out, or these"
             )
@@ -445,9 +445,9 @@ class CanaryRoute(OneCall):
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         check_step(self.spec, batch, context)
         spec, sampled_without, scores = self.spec, context.clean, None
-        if spec.own and sampled_without is None:
+        if spec.in_one_run and sampled_without is None:
             raise ValueError("decoys and first need StepContext.clean: mark the rollouts that were sampled without the quarantine")
-        without = None if sampled_without is None or not spec.own else sampled_without.to(batch.advantages.device)
+        without = None if sampled_without is None or not spec.in_one_run else sampled_without.to(batch.advantages.device)
         if self.monitor is None and not spec.decoys and (without is None or bool(without.any())):
             raise RuntimeError("the canary is not calibrated yet: call route.refresh(policy, step) before each step")
         if spec.surprisal and without is not None and not bool(without.any()):
@@ -460,10 +460,10 @@ class CanaryRoute(OneCall):
         sparing = spec.sparing and not sharded_modules(policy.model)
         index = (judged & free if sparing else torch.ones_like(flags)).nonzero()[:, 0]
         if self.monitor is not None and len(index):
-            parts = pieces(batch.rows(index), context.micro)
-            found = torch.cat([self._scored(self.monitor, policy, part.rollouts) for part in parts])
-            flags[index] = (found > self.monitor.threshold).to(flags.device)
-            flags, scores = flags & judged, None if spec.sparing else found
+            judging = pieces(batch.rows(index), context.micro)
+            judged_scores = torch.cat([self._scored(self.monitor, policy, piece.rollouts) for piece in judging])
+            flags[index] = (judged_scores > self.monitor.threshold).to(flags.device)
+            flags, scores = flags & judged, None if spec.sparing else judged_scores
         if spec.shuffle:
             flags[free] = shuffled(flags[free], context.generator)
         given = flags if without is None else flags | ~without
@@ -519,15 +519,15 @@ class CanaryRoute(OneCall):
     def load_state(self, policy: Policy | Adapters, tensors: Mapping[str, Tensor]) -> None:
         """Go on from what ``state()`` returned."""
         adapters = policy if isinstance(policy, Adapters) else policy.adapters
-        own, found = adapters.quarantine_parameters(), {}
+        parameters, snapshots = adapters.quarantine_parameters(), {}
         for name, tensor in tensors.items():
             kind, _, rest = name.partition(".")
             if kind == "snapshot":
                 number, _, parameter = rest.partition(".")
-                found.setdefault(int(number), {})[parameter] = tensor.to(own[parameter], copy=True)
-        self.snapshots, self.monitor = [found[number] for number in sorted(found)], None
+                snapshots.setdefault(int(number), {})[parameter] = tensor.to(parameters[parameter], copy=True)
+        self.snapshots, self.monitor = [snapshots[number] for number in sorted(snapshots)], None
         if "threshold" in tensors:
-            device, given = next(iter(own.values())).device, (tensors.get(name) for name in ("center", "spread"))
+            device, given = next(iter(parameters.values())).device, (tensors.get(name) for name in ("center", "spread"))
             center, spread = (None if tensor is None else tensor.to(device, copy=True) for tensor in given)
             self.monitor = CanaryMonitor(_unbound, self.spec.top, center, spread, float(tensors["threshold"]))
 

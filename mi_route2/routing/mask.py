@@ -165,8 +165,8 @@ def kept_advantages(spec: MaskSpec, batch: TrainBatch, flags: Flags | None) -> F
 def banded(indices: Iterable[Tensor], clean: Bool[Tensor, " b"]) -> list[tuple[Tensor, bool]]:
     """Return each micro-batch as its clean rollouts (True) and the others (False), without empty ones."""
     clean = clean.cpu()
-    parted = ((index[clean[index] == alone], alone) for index in indices for alone in (True, False))
-    return [(index, alone) for index, alone in parted if len(index)]
+    parted = ((index[clean[index] == is_clean], is_clean) for index in indices for is_clean in (True, False))
+    return [(index, is_clean) for index, is_clean in parted if len(index)]
 
 
 def per_rollout(values: Iterable[Tensor], predictors: Bool[Tensor, "b s"]) -> Float[Tensor, " b"]:
@@ -639,7 +639,7 @@ class MaskRoute(OneCall):
         gates: list[MaskGate] = []
         idle: list[MaskGate] = []
         bands = [(index, False) for index in indices] if clean is None else banded(indices, clean)
-        for index, alone in bands:
+        for index, is_clean in bands:
             piece = batch.rows(index)
             (b, s), real = piece.rollouts.tokens.shape, piece.rollouts.attention
             l1 = self.l1 * b / len(batch.rollouts)  # the penalty is a mean over rollouts, so a micro-batch adds its share
@@ -657,7 +657,7 @@ class MaskRoute(OneCall):
                 want_unrouted=self.want_unrouted,
             )
             gates.append(gate)
-            if alone:
+            if is_clean:
                 parts.append(Part(piece, Tape(b, s, kept=gate, real=real, without_quarantine=True), kept[index]))
             elif split:
                 for_quarantine = Tape(b, s, kept=LearnNothing(gate if gate.detach else None), l1=l1, real=real)

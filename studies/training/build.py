@@ -58,7 +58,7 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
                 factors = {name: p for name, p in policy.adapters.quarantine_parameters().items() if name.endswith(".B")}
                 drawn = torch_generator(job.seed, "rotate the own quarantine")
                 turns = {name: orthogonal(len(p), drawn).to(p) for name, p in factors.items()}
-            canary = build_canary(job) if job.canaries or spec.own else surprisal(policy)
+            canary = build_canary(job) if job.canaries or spec.in_one_run else surprisal(policy)
             return CanaryRoute(spec, canary, samples, micro=micro, turns=turns)
         case DelayedSpec() as spec:
             return DelayedRoute(spec, arm.l1)

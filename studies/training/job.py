@@ -127,7 +127,7 @@ class Job:
                 "surprisal",
                 "random_lessons",
                 "sparing",
-                *(() if route.own else ("decoys", "snapshots")),
+                *(() if route.in_one_run else ("decoys", "snapshots")),
             ):
                 if not getattr(route, name):
                     del described["route"][name]
@@ -143,7 +143,7 @@ class Job:
     def ablated_groups(self) -> Callable[[int], int] | None:
         """Function from a step to the number of its groups that are sampled without the quarantine, if it is the arm's canary."""
         route, groups = None if self.arm is None else self.arm.route, self.settings.prompts
-        if not isinstance(route, CanarySpec) or not route.own:
+        if not isinstance(route, CanarySpec) or not route.in_one_run:
             return None
         if route.first:
             return lambda step: groups if step >= route.first else 0
