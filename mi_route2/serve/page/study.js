@@ -22,10 +22,10 @@ export function open(given) {
 export function watch(on) {
   watching = on;
   clearTimeout(timer);
-  if (on && runs) refresh();
+  if (on && study?.study_runs) refresh(); // the first reading may have failed
 }
 
-document.addEventListener("visibilitychange", () => watching && runs && !document.hidden && refresh());
+document.addEventListener("visibilitychange", () => watching && study?.study_runs && !document.hidden && refresh());
 
 async function refresh() {
   clearTimeout(timer);
