@@ -100,7 +100,7 @@ function byArm() {
 
 function head() {
   const going = runs.filter(run => !run.finished).length;
-  const text = going ? `${runs.length - going} of ${runs.length} runs finished; read again every ${SOON / 1000} s` : `${runs.length} runs, all finished`;
+  const text = !runs.length ? "" : going ? `${runs.length - going} of ${runs.length} runs finished; read again every ${SOON / 1000} s` : `${runs.length} runs, all finished`;
   return make("div", { class: "head study-head" }, make("h2", { text: folder }), make("p", { class: "scores" }, make("span", { class: going ? "live" : "", text })));
 }
 
