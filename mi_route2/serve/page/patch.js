@@ -64,7 +64,7 @@ function listen() {
 }
 
 function changed() {
-  remember({ ...values(), sites: [...chosen].join(","), swept: swept && same(swept) ? 1 : null, cell: null });
+  remember({ ...values(), sites: [...chosen].join(","), cell: null });
   usable();
   drawNote();
 }
@@ -186,8 +186,9 @@ async function sweep() {
 const same = asked => JSON.stringify(asked) === JSON.stringify(body());
 
 function drawNote() {
-  const stale = swept && !same(swept) ? ["This grid is not of what stands above: sweep again."] : [];
-  $("map-note").textContent = [...stale, ...remarks].join(" ");
+  const fresh = swept && same(swept);
+  remember({ swept: fresh ? 1 : null });
+  $("map-note").textContent = [...(swept && !fresh ? ["This grid is not of what stands above: sweep again."] : []), ...remarks].join(" ");
 }
 
 function busy(on) {
