@@ -499,7 +499,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, served: Serve
         seen.refused = 1
         page = seen.go(tab="patch")
         expect(page.locator("#key")).to_be_visible()
-        expect(page.locator("#patch")).to_be_hidden()  # its forms do nothing yet, and a browser would put the prompts into the address
+        expect(page.locator("#patch")).to_be_hidden()  # a browser would send its forms by itself
         for key, told in (("another-key-than-it-has", "key"), (f"{KEY}\N{ZERO WIDTH SPACE}", "characters that no header can have")):
             page.get_by_label("This server needs a key").fill(key)
             page.click("#key button")
