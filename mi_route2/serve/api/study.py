@@ -94,11 +94,15 @@ async def aligned(body: AlignIn, server: TheServer, _: TheClient) -> Response:
             "clean": server.served.tokens(clean),
             "corrupt": server.served.tokens(corrupt),
             "partner": partner,
-            # not by their texts: parts of characters have one in common
-            "differs": [i for i, source in enumerate(partner) if source is not None and clean[source] != corrupt[i]],
+            "differs": _differs(clean, corrupt, {i: source for i, source in enumerate(partner) if source is not None}),
             "summary": alignment.summary,
         }
     )
+
+
+def _differs(clean: Sequence[int] | None, corrupt: Sequence[int], sources: Mapping[int, int]) -> list[int]:
+    """Return the positions whose tokens differ: not by their texts, because parts of characters have one in common."""
+    return [] if clean is None else [i for i, source in sources.items() if clean[source] != corrupt[i]]
 
 
 # Sweeps
@@ -308,6 +312,7 @@ async def _told(request: Request, job: SweepJob, server: Server, free: Callable[
             "columns": ["all"] if question.together else [question.corrupt.labels[i] for i in question.positions],
             "positions": places,
             "skipped": [one.position for one in question.skipped],
+            "differs": _differs(question.clean.tokens, question.corrupt.tokens, question.sources),
             "clean": number(clean),
             "corrupt": number(corrupt),
             "total": sweep.total,

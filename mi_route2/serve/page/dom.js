@@ -98,6 +98,16 @@ export function remember(values) {
     if (value === null || value === undefined || value === "") state.delete(name);
     else state.set(name, value);
   }
+  write();
+}
+
+const PAUSE = 200; // milliseconds between two writes: browsers refuse more than 10 a second (Safari, by an error) or 20 (Chrome, in silence)
+let written = -PAUSE, writing;
+function write() {
+  clearTimeout(writing);
+  const early = written + PAUSE - performance.now();
+  if (early > 0) return (writing = setTimeout(write, early));
+  written = performance.now();
   history.replaceState(null, "", `#${state}`);
 }
 

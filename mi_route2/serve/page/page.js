@@ -16,7 +16,7 @@ function show(name, focus = false) {
     const on = tab.dataset.tab === name;
     tab.setAttribute("aria-selected", String(on));
     tab.tabIndex = on ? 0 : -1;
-    $(tab.dataset.tab).hidden = !on;
+    $(tab.dataset.tab).hidden = !on || !served; // the browser itself would send a form that nobody listens to, prompts and all
     if (on && focus) tab.focus();
   }
   remember({ tab: name });

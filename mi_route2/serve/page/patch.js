@@ -9,7 +9,6 @@ const MAIN = { resid_pre: "residual", attn_out: "attention out", mlp_out: "MLP o
 const HEADED = new Set(["z", "q", "k", "v"]);
 
 let study, map, running, asking;
-let aligned = null; // the last answer of /v1/align
 let swept = null; // the body of the sweep that the grid shows
 let remarks = []; // what its end said of it
 let chosen = new Set();
@@ -25,7 +24,8 @@ export function open(given) {
   drawSites();
   restore();
   listen();
-  align().then(() => state.get("swept") && sweep());
+  align();
+  if (state.get("swept")) sweep();
 }
 
 function drawExamples() {
@@ -36,10 +36,11 @@ function use(example) {
   for (const name of ["clean", "corrupt"]) $(name).value = example[name];
   for (const name of ["answer", "foil"]) $(name).value = escaped(example[name] ?? "");
   changed();
+  typed();
 }
 
 function restore() {
-  if (!state.has("clean") && study.examples?.length) return use(study.examples[0]);
+  if (!FIELDS.some(name => state.has(name)) && study.examples?.length) return use(study.examples[0]);
   for (const name of FIELDS) if (state.has(name)) $(name).value = state.get(name);
   usable();
 }
@@ -47,6 +48,7 @@ function restore() {
 function listen() {
   const form = $("patch-form");
   form.addEventListener("input", changed);
+  $("prompts").addEventListener("input", typed);
   form.addEventListener("submit", event => {
     event.preventDefault();
     sweep();
@@ -62,10 +64,14 @@ function listen() {
 }
 
 function changed() {
-  aligned = null; // of the prompts before
-  remember({ ...values(), sites: [...chosen].join(","), swept: swept && same(swept) ? 1 : null, cell: null });
+  remember({ ...values(), sites: [...chosen].join(","), cell: null });
   usable();
   drawNote();
+}
+
+/** Other prompts: what was refused of those before is not theirs. */
+function typed() {
+  clearErrors($("prompts"), $("align-error"));
   soon(align);
 }
 
@@ -98,31 +104,21 @@ function toggle(name) {
 
 // --- both prompts, token by token
 
-/** Show the alignment; false if the server refused the prompts, and said so beside them. */
 async function align() {
   const { clean, corrupt } = values();
-  if (!clean || !corrupt) {
-    clearErrors($("prompts"), $("align-error"));
-    drawStrip(null);
-    return true; // the sweep says what is missing
-  }
+  if (!clean || !corrupt) return drawStrip(null); // the sweep says what is missing
   try {
     const answer = await post("/v1/align", { clean, corrupt });
-    if (clean !== $("clean").value || corrupt !== $("corrupt").value) return true; // typed on meanwhile
-    aligned = answer;
-    clearErrors($("prompts"), $("align-error"));
+    if (clean !== $("clean").value || corrupt !== $("corrupt").value) return; // typed on meanwhile
     drawStrip(answer);
-    return true;
   } catch (error) {
-    if (clean !== $("clean").value || corrupt !== $("corrupt").value) return true;
+    if (clean !== $("clean").value || corrupt !== $("corrupt").value) return;
     drawStrip(null);
     showError(error, $("prompts"), $("align-error"));
-    return false;
   }
 }
 
 function drawStrip(answer) {
-  aligned = answer;
   $("strip-note").textContent = answer?.summary ?? "";
   $("strip").replaceChildren(...(answer ? columns(answer).map(drawColumn) : []));
 }
@@ -164,17 +160,15 @@ async function sweep() {
   running?.abort();
   clearErrors($("patch-form"), $("patch-error"));
   if (!chosen.size) return showError({ param: "sites", message: "choose at least one site" }, $("patch-form"), $("patch-error"));
-  if (!aligned && !(await align())) return;
-  running?.abort(); // of another press meanwhile
   const control = (running = new AbortController());
-  const asked = body(), pairs = aligned; // what is typed before the answer is not of this sweep
+  const asked = body(); // what is typed before the answer is not of this sweep
   remember({ ...values(), sites: [...chosen].join(","), swept: 1 });
   busy(true);
   try {
     for await (const { event, data } of events("/v1/patch_sweep", asked, control.signal)) {
       // A sweep that is refused leaves the grid of the one before, whose cells are of its prompts
       if (event === "start" || data.rows) swept = asked;
-      receive(event, data, pairs);
+      receive(event, data);
     }
     say("The sweep is done", true);
   } catch (error) {
@@ -192,8 +186,9 @@ async function sweep() {
 const same = asked => JSON.stringify(asked) === JSON.stringify(body());
 
 function drawNote() {
-  const stale = swept && !same(swept) ? ["This grid is not of what stands above: sweep again."] : [];
-  $("map-note").textContent = [...stale, ...remarks].join(" ");
+  const fresh = swept && same(swept);
+  remember({ swept: fresh ? 1 : null });
+  $("map-note").textContent = [...(swept && !fresh ? ["This grid is not of what stands above: sweep again."] : []), ...remarks].join(" ");
 }
 
 function busy(on) {
@@ -204,22 +199,20 @@ function busy(on) {
   if (on) $("sweep-progress").removeAttribute("value"); // of unknown length until the server has counted
 }
 
-function receive(event, data, pairs) {
-  if (event === "start" || data.rows) started(data, pairs);
+function receive(event, data) {
+  if (event === "start" || data.rows) started(data);
   else if (event === "summary" || data.grid) ended(data);
   else filled(data.cells ?? [[data.row, data.column, data.value]]);
 }
 
-function started(data, pairs) {
+function started(data) {
   asking?.abort();
   remarks = [];
   drawNote();
   $("cell-head").replaceChildren(...noCell); // what stands there is of a cell of the grid before
   $("cell-answer").replaceChildren();
-  const positions = data.positions ?? data.columns.map((_, column) => (data.columns.length === pairs?.corrupt.length ? column : null));
-  const skipped = new Set((data.skipped ?? []).map(position => positions.indexOf(position)));
-  const differs = new Set([...positions.keys()].filter(column => pairs?.differs.includes(positions[column])));
-  map.start({ ...data, positions, differs, skipped, at: data.columns.length - 1, total: data.total });
+  const columns = of => new Set(of.map(position => data.positions.indexOf(position)));
+  map.start({ ...data, differs: columns(data.differs), skipped: columns(data.skipped), at: data.columns.length - 1 });
   $("map-empty").hidden = true;
   $("legend").hidden = false;
   $("peak").textContent = "";

@@ -14,6 +14,7 @@ let looked = null; // position of the token whose values stand beside
 let unmoved = null; // the slider whose change the server refused
 let holds = 0; // the threshold that the server has, which follows the slider
 let base = 1; // the scale with which the stream was sent, of which the server knows the slider's as a multiple
+let probed = {}; // what a link says of the monitor, if it is a probe
 let sent = {}; // the sliders and the adapters with which it was sent
 let acting = Promise.resolve(); // one change of a slider after another: a late one would undo a newer one
 let probing = Promise.resolve(); // a stream that is sent waits for the probe that is being made
@@ -59,7 +60,8 @@ async function probe(link = {}) {
     watch({ name: "toward clean", site, probe: direction, threshold: Number(threshold.toFixed(2)), sharpness: 6, ...quarantine }, { [site]: { vector: difference } });
     aim(link.threshold ?? monitor.threshold);
     // The Patch tab may have other prompts by the time at which the link is opened
-    remember({ "s.block": block, "s.clean": prompts[0], "s.corrupt": prompts[1], "s.threshold": $("threshold").value });
+    probed = { "s.block": block, "s.clean": prompts[0], "s.corrupt": prompts[1] };
+    keep();
     for (const one of tokens) unread(one); // what was read belongs to another probe
     looked = null;
     hideTip();
@@ -120,7 +122,7 @@ function limits() {
 
 function keep() {
   const values = Object.fromEntries(FIELDS.map(name => [`s.${name}`, $(name).value]));
-  remember({ ...values, "s.scale": $("scale").value, "s.threshold": $("threshold").value, "s.lens": lens() });
+  remember({ "s.block": null, "s.clean": null, "s.corrupt": null, ...probed, ...values, "s.scale": $("scale").value, "s.threshold": $("threshold").value, "s.lens": lens() });
 }
 
 const lens = () => document.querySelector("input[name=lens]:checked").value;
@@ -254,6 +256,7 @@ function clear(next) {
   if (next) $("act-error").hidden = true; // the next stream has what the sliders say
   else repaint(); // else the page would jump with every completion
   $("stream-status").textContent = "waiting for the first token";
+  drawSliders();
 }
 
 const PAUSE = 900; // milliseconds to look at a completion before the next

@@ -22,10 +22,10 @@ export function open(given) {
 export function watch(on) {
   watching = on;
   clearTimeout(timer);
-  if (on && runs) refresh();
+  if (on && study?.study_runs) refresh(); // the first reading may have failed
 }
 
-document.addEventListener("visibilitychange", () => watching && runs && !document.hidden && refresh());
+document.addEventListener("visibilitychange", () => watching && study?.study_runs && !document.hidden && refresh());
 
 async function refresh() {
   clearTimeout(timer);
@@ -100,7 +100,7 @@ function byArm() {
 
 function head() {
   const going = runs.filter(run => !run.finished).length;
-  const text = going ? `${runs.length - going} of ${runs.length} runs finished; read again every ${SOON / 1000} s` : `${runs.length} runs, all finished`;
+  const text = !runs.length ? "" : going ? `${runs.length - going} of ${runs.length} runs finished; read again every ${SOON / 1000} s` : `${runs.length} runs, all finished`;
   return make("div", { class: "head study-head" }, make("h2", { text: folder }), make("p", { class: "scores" }, make("span", { class: going ? "live" : "", text })));
 }
 

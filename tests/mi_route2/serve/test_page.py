@@ -207,6 +207,7 @@ def test_a_link_restores_prompts_sites_and_the_answer_of_a_cell(seen: Seen) -> N
     cell(page, "blocks.0.attn_out", 3).click()
     expect(page.locator(".answered")).to_be_visible()
     before = [page.input_value(f"#{name}") for name in ("clean", "corrupt", "answer", "foil", "metric")], labels(page, ".cell")
+    page.wait_for_url("**cell=**")
     link, answered = page.url, page.inner_text("#cell-answer")
     page.goto("about:blank")
     page.goto(link)
@@ -215,6 +216,13 @@ def test_a_link_restores_prompts_sites_and_the_answer_of_a_cell(seen: Seen) -> N
     assert after == before
     assert page.inner_text("#cell-answer") == answered
     expect(page.locator("#cell-head h2")).to_have_text("blocks.0.attn_out")
+    # One prompt that is empty does not bring the first example back
+    page.fill("#clean", "")
+    page.wait_for_url(re.compile("^((?!clean=).)*$"))
+    page.reload()
+    expect(page.locator("#foil")).to_have_value(" -")
+    expect(page.locator("#clean")).to_have_value("")
+    assert page.input_value("#corrupt") == before[0][1]
 
 
 def test_an_example_whose_answer_ends_a_line_can_be_swept(seen: Seen, served: Served) -> None:
@@ -240,6 +248,12 @@ def test_an_error_of_the_server_stands_where_its_cause_is(seen: Seen) -> None:
     expect(page.locator("#prompts .error:visible")).to_contain_text("no token matches")
     page.fill("#corrupt", "")
     expect(page.locator("#prompts .error:visible")).to_have_count(0)
+    # What a sweep says of prompts that can be aligned stays
+    with page.expect_response("**/v1/align") as answered:
+        page.fill("#corrupt", page.input_value("#clean") + "\n" * 99)
+        page.click("#sweep")
+    assert answered.value.ok
+    expect(page.locator("#prompts .error:visible")).to_contain_text("but the context has")
     page.click("#tab-stream")
     page.fill("#prompt", "what is this")
     page.click("#go")
@@ -358,6 +372,18 @@ def test_a_link_restores_a_threshold_far_from_the_monitors(seen: Seen) -> None:
     expect(page.locator("#threshold")).to_have_value("57.25")
     expect(page.locator("#scale")).to_have_value("1.5")
     expect(page.locator("input[value=gate]")).to_be_checked()
+    # A drag is more changes of the address than browsers take: Safari raises an error, Chrome leaves it as it is
+    page.evaluate("""() => {
+      const write = history.replaceState.bind(history), scale = document.querySelector("#scale");
+      let left = 20;
+      history.replaceState = (...given) => { if (!left--) throw new Error("too often"); write(...given); };
+      for (const value of Array(100).keys()) {
+        scale.value = value / 50;
+        scale.dispatchEvent(new Event("input", { bubbles: true }));
+      }
+    }""")
+    expect(page.locator("#scale-value")).to_have_text("2.00")
+    page.wait_for_url("**s.scale=2&**")
 
 
 def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: Seen, server: Running) -> None:
@@ -382,7 +408,16 @@ def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: See
 
 
 def test_the_study_shows_the_last_steps_of_each_arm_and_follows_its_files(seen: Seen, runs: Path) -> None:
-    page = seen.go(tab="study")
+    seen.refused = 1
+    page = seen.go(tab="patch")
+    expect(page.locator("#strip .couple").first).to_be_visible()
+    page.route("**/v1/study_runs", lambda route: route.fulfill(status=503, json={"error": {"message": "busy"}}))
+    page.click("#tab-study")
+    expect(page.locator("#study-error")).to_have_text("busy")
+    page.unroute("**/v1/study_runs")
+    page.click("#tab-patch")
+    page.click("#tab-study")  # looks again
+    expect(page.locator("#study-error")).to_be_hidden()
     row = page.locator(".rates tbody tr", has_text="vanilla")
     last = sum(n * 0.8 * (20 + i) / 29 for i, n in enumerate(COUNTS)) / sum(COUNTS)  # of all rollouts, as in the study's tables
     expect(row.locator(".rate").first).to_have_text(f"{(0.8 + last) / 2:.2f}".lstrip("0"))
@@ -463,6 +498,8 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, served: Serve
         seen = Seen(context, found)
         seen.refused = 1
         page = seen.go(tab="patch")
+        expect(page.locator("#key")).to_be_visible()
+        expect(page.locator("#patch")).to_be_hidden()  # a browser would send its forms by itself
         for key, told in (("another-key-than-it-has", "key"), (f"{KEY}\N{ZERO WIDTH SPACE}", "characters that no header can have")):
             page.get_by_label("This server needs a key").fill(key)
             page.click("#key button")
