@@ -364,6 +364,18 @@ def test_lda_of_classes_that_are_one_point_each_is_refused():
         assert ("choose shrinkage" in str(refused.value)) == (shrinkage is None)  # no remedy that is in use already
 
 
+def test_lda_of_two_examples_a_class_needs_a_shrinkage_in_numbers():
+    """Ledoit and Wolf's estimate is 0 there, so that 'auto' leaves the covariance singular."""
+    h, mask, hack = batch()
+    rows = torch.cat([(hack == label).nonzero()[:2, 0] for label in (True, False)])
+    automatic, half = LdaFitter("auto"), LdaFitter(0.5)
+    for fitter in (automatic, half):
+        fitter.update(h[rows], mask[rows], hack[rows])
+    with pytest.raises(ValueError, match="choose a number above 0 in its place if a class has two examples, or use Mean"):
+        automatic.fit()
+    assert auroc(half.fit().score_rollouts(h[rows], mask[rows]).numpy(), hack[rows].numpy()) == 1.0
+
+
 def test_lda_of_activations_that_never_vary_knows_nothing_and_is_no_error():
     """The first layer may hold one vector at every place; means of it differ by rounding alone."""
     _, mask, hack = batch()
