@@ -365,6 +365,15 @@ def test_every_label_is_looked_at():
     for wrong in ("False", 2, None):
         with pytest.raises((TypeError, ValueError), match=r"True or False|Sequence"):
             dataclasses.replace(data, hack=[*data.hack[1:], wrong])
+    with pytest.raises(TypeError, match=r"make it one with np\.asarray"):
+        dataclasses.replace(data, hack=[1, 0] * (N // 2))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"an int64 array \[240\]: write hack != 0"):
+        dataclasses.replace(data, hack=np.asarray([1, 0] * (N // 2)))
+    assert dataclasses.replace(data, hack=np.asarray([1, 0] * (N // 2)) != 0).hack == [True, False] * (N // 2)
+    with pytest.raises(ValueError, match=r"not a bool tensor \[240\]: give \.numpy\(\) of it"):
+        dataclasses.replace(data, hack=torch.ones(N) > 0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"not a bool array \[240 4\]: make it one with torch\.as_tensor"):
+        dataclasses.replace(data, mask=data.mask.numpy())  # pyright: ignore[reportArgumentType]
 
 
 # Edges --------------------------------------------------------------------------------------------------------------
