@@ -558,6 +558,16 @@ def test_a_monitor_that_is_set_later_gives_no_request_a_second_hand(what: str, w
         close(*map(table, found))
 
 
+def test_a_rule_that_attenuates_by_nothing_leaves_the_scale_to_a_policy() -> None:
+    """Which may stand beside it; its gain would else be rejected, and what it engages act in full."""
+    engine = Engine(host_of(), controllers=Controllers([policy(gain=0.5)]))
+    engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR),)))
+    watched = Steering(monitors=(Monitor(SITE, VECTOR, gates=(), name="m"),))
+    number = engine.submit(Request(PROMPT, greedy(4), steering=watched, rules=(Rule("rest_of_request", attenuate=1.0),)))
+    engine.step()
+    assert engine.steering.scale_of(number) == 0.5
+
+
 @pytest.mark.parametrize("on", ["the request", "all"])
 def test_a_request_has_one_policy_until_the_former_one_has_put_it_back(on: str) -> None:
     """Which it does some tokens after its monitor is gone: it would take away what the other one has set by then."""
