@@ -372,6 +372,15 @@ class Controllers:
         """Return the names of the probe controllers that set the scale and the row of a ``request`` with ``monitors``."""
         return [one.name for one in self.sync if isinstance(one, ProbeController) and one.steers(monitors, request)]
 
+    def demand_held(self, monitors: Collection[str], held: Collection[str]) -> None:
+        """Raise ``ValueError`` if a probe controller would route a request with ``monitors`` to what is not among the ``held``."""
+        for one in self.sync:
+            if isinstance(one, ProbeController) and one.steers(monitors) and one.config not in held:
+                raise ValueError(
+                    f"the controller {one.name!r} would route this request to {one.config!r}, under which no configuration is "
+                    f"held: call engine.steering.hold({one.config!r}, ...) before, or give the controller the name of one that is"
+                )
+
     def demand_same(self, monitor: Monitor, vectors: Mapping[str, Vector]) -> None:
         """Raise ``ValueError`` for a monitor that a probe controller would take for its own, whose name it has."""
         for one in self.sync:

@@ -593,6 +593,8 @@ class Engine:
             asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
         for monitor in (steering or UNSTEERED).monitors:
             self.controllers.demand_same(monitor, named)
+        watched = {*(monitor.name for monitor in (steering or UNSTEERED).monitors), *self._steering.monitors}
+        self.controllers.demand_held(watched, self._steering.configs)
         if len(rivals := self._rivals(steering or UNSTEERED)) > 1:
             raise ValueError(
                 f"the controllers {rivals[0]!r} and {rivals[1]!r} would both set the scale and the row of this request: give each "

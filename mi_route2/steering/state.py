@@ -511,6 +511,11 @@ class SteeringState:
         self._requests.drop(name)
         self._changed()
 
+    @property
+    def configs(self) -> tuple[str, ...]:
+        """The names under which configurations are held."""
+        return tuple(self._requests.configs_by_name)
+
     # Dynamic steering
 
     @checked

@@ -558,6 +558,17 @@ def test_a_monitor_that_is_set_later_gives_no_request_a_second_hand(what: str, w
         close(*map(table, found))
 
 
+def test_a_policy_whose_configuration_is_not_held_gets_no_request() -> None:
+    """Its name may be misspelt; what it engaged would go on unsteered, and only the ledger would say so."""
+    engine, watch = Engine(host_of(), controllers=Controllers([policy()])), Monitor(SITE, VECTOR, gates=(), name="m")
+    request = Request(PROMPT, greedy(2), steering=Steering(monitors=(watch,)))
+    with pytest.raises(ValueError, match="'policy' would route this request to 'c', under which no configuration is held"):
+        engine.submit(request)
+    engine.check(replace(request, steering=Steering()))  # it reads nothing there
+    engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR),)))
+    engine.check(request)
+
+
 def test_a_rule_that_attenuates_by_nothing_leaves_the_scale_to_a_policy() -> None:
     """Which may stand beside it; its gain would else be rejected, and what it engages act in full."""
     engine = Engine(host_of(), controllers=Controllers([policy(gain=0.5)]))

@@ -231,9 +231,10 @@ def eager(bench: Bench, fitted: Fitted, delay: int) -> GateCell:
 
 def test_a_cell_whose_actions_are_rejected_measures_nothing_and_is_refused(bench: Bench, fitted: Fitted) -> None:
     """Its row is missing: every request would run unsteered, and the cell would look like a policy without an effect."""
-    for delay in (1, 3):
+    late = r"the controller 'delay 3 x1.*' rejected: .*cannot be routed to"
+    for delay, error, match in ((1, ValueError, "under which no configuration is held"), (3, RuntimeError, late)):
         cell = replace(eager(bench, fitted, delay), configurations={})
-        with pytest.raises(RuntimeError, match=rf"the controller 'delay {delay} x1.*' rejected: .*cannot be routed to"):
+        with pytest.raises(error, match=match):
             bench.results([cell], bench.prompts(), "cells")
 
 
