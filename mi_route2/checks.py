@@ -164,11 +164,15 @@ def _refusal(name: str, key: str, hint: Any, value: object, several: bool, given
 
 
 def _of_arrays(arrays: list[Any], value: Tensor | np.ndarray, given: Mapping[str, object], key: str) -> str:
-    """Return the remedy for an array of another shape or dtype."""
+    """Return the remedy for an array of another kind, shape or dtype."""
+    if not any(isinstance(value, array.array_type) for array in arrays):
+        return ": give .numpy() of it" if isinstance(value, Tensor) else ": make it one with torch.as_tensor(...)"
     if isinstance(value, arrays[0].array_type) and len(str(arrays[0].dim_str).split()) == value.ndim:
         floats = any(kind in str(dtype) for dtype in arrays[0].dtypes for kind in ("float",))
         if floats and "float" not in str(value.dtype):
             return ": give .float() of it"
+        if len(arrays) == 1 and arrays[0].dtypes[0] == "bool" and "int" in str(value.dtype):
+            return f": write {key} != 0"
     beside = [
         f"{name} is {_shape(other)}" for name, other in given.items() if name != key and isinstance(other, Tensor | np.ndarray)
     ]

@@ -58,13 +58,16 @@ def text_groups(prompts: Sequence[str], completions: Sequence[str]) -> list[int]
     """Return one id per rollout; ids are equal if and only if prompt and completion are.
 
     Raises:
-        ValueError: different lengths, or a NaN, as which pandas reads an empty text.
-        TypeError: one text in place of a list.
+        ValueError: different lengths.
+        TypeError: one text in place of a list, or anything but a text in one, such as a NaN, as which pandas reads an empty text.
     """
     if isinstance(prompts, str) or isinstance(completions, str):
         raise TypeError("Prompts or completions are one text where a list of texts belongs: put it in brackets.")
     if len(prompts) != len(completions):
         raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one of each per rollout.")
+    for text in (*prompts, *completions):  # a prompt's object may have more than its text, such as a mode, and so differ
+        if not isinstance(text, str):
+            raise TypeError(f"One is a {type(text).__name__} in place of a text: give its text, or '' if there is none.")
     return group_ids(list(zip(prompts, completions))).tolist()
 
 
@@ -72,7 +75,8 @@ def group_ids(group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tens
     """Number the groups from 0 in order of first appearance, one number per item.
 
     Raises:
-        TypeError: one text or a mapping in place of a list, or a tensor of several numbers as a group.
+        TypeError: one text or a mapping in place of a list, or a group that is not compared by value, such as a list, a tensor of
+            several numbers, or an object that is equal to itself alone.
         ValueError: a group that is NaN, or a tuple with one.
     """
     if isinstance(group, str | bytes):
@@ -91,16 +95,24 @@ def group_ids(group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tens
 
 
 def _value(key: Hashable) -> Hashable:
-    """Return the number of a tensor, which is equal only to itself."""
-    if not isinstance(key, Tensor):
-        return tuple(map(_value, key)) if isinstance(key, tuple) else key
-    if key.numel() != 1:
-        raise TypeError(f"A group is a tensor of shape {list(key.shape)}: give a number or a text for each item.")
-    return key.item()
+    """Return a key with the number of each tensor, which is equal only to itself; ``TypeError`` if it has no value like that."""
+    if isinstance(key, tuple):
+        return tuple(map(_value, key))
+    if isinstance(key, Tensor) and key.numel() == 1:
+        return key.item()
+    if isinstance(key, Tensor) or (key is not None and type(key).__hash__ in (None, object.__hash__)):
+        what = f"tensor of shape {list(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
+        raise TypeError(f"A group is a {what}: give a number or a text for each item.")
+    return key
 
 
 def _has_nan(key: Hashable) -> bool:
-    return any(map(_has_nan, key)) if isinstance(key, tuple) else key != key
+    if isinstance(key, tuple):
+        return any(map(_has_nan, key))
+    try:
+        return bool(key != key)
+    except TypeError:  # of pandas' NA
+        return True
 
 
 def split_groups(

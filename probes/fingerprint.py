@@ -36,6 +36,7 @@ class Fingerprint:
     right: Mapping[str, Float[Tensor, "d_in k"]]
 
     @staticmethod
+    @checked
     def draw(adapters: Adapters, width: int = 64, generator: torch.Generator | None = None) -> "Fingerprint":
         """Draw projections for the sites of ``adapters``, in the order of their names.
 

@@ -59,6 +59,8 @@ class LdaFitter:
         left = np.linalg.norm(lda.covariance_ @ lda.coef_[0] - apart)
         if left > 1e-6 * np.linalg.norm(apart) and left > 1e-12 * np.linalg.norm(lda.means_):  # the second: more than rounding
             remedy = "" if self._shrinkage else "choose shrinkage='auto' or a number above 0, or "
+            if self._shrinkage == "auto":  # Ledoit and Wolf estimate 0 from two examples of a class
+                remedy = "choose a number above 0 in its place if a class has two examples, or "
             raise ValueError(
                 f"The covariance under shrinkage={self._shrinkage!r} is singular along the difference of the classes: {remedy}use "
                 "MeanDifferenceFitter where the examples of a class do not vary."

@@ -360,9 +360,9 @@ class Controllers:
                     self.ledger.note(controller.name, "failed", f"it wants {site!s:.60}: {error}", self.step)
         return frozenset(wanted)
 
-    def probe_controllers(self, monitors: Collection[str]) -> list[str]:
-        """Return the names of the probe controllers that set the scale and the row of a request with ``monitors``."""
-        return [one.name for one in self.sync if isinstance(one, ProbeController) and one.steers(monitors)]
+    def probe_controllers(self, monitors: Collection[str], request: int | None = None) -> list[str]:
+        """Return the names of the probe controllers that set the scale and the row of a ``request`` with ``monitors``."""
+        return [one.name for one in self.sync if isinstance(one, ProbeController) and one.steers(monitors, request)]
 
     def demand_held(self, names: Collection[str], configurations: Collection[str]) -> None:
         """Raise ``ValueError`` if one of these probe controllers routes to a configuration that is not among the held ones."""
@@ -563,9 +563,14 @@ class ProbeController:
                 "own of that name: give it another name"
             )
 
-    def steers(self, monitors: Collection[str]) -> bool:
-        """Return whether the controller acts on a request with ``monitors`` (names as in readings); one with a site acts on all."""
-        return self.gain > 0 and (not self._readings or any(name in monitors for name in self._readings))
+    def steers(self, monitors: Collection[str], request: int | None = None) -> bool:
+        """Return whether the controller acts on a ``request`` with ``monitors`` (names as in readings).
+
+        One with a site acts on all, and each on a request that it has engaged and does not read any more, until it puts it back.
+        """
+        follow = None if request is None else self.follows.get(request)
+        read = not self._readings or any(name in monitors for name in self._readings)
+        return self.gain > 0 and (read or (follow is not None and follow.engaged))
 
     def _score(self, request: RequestView) -> float | None:
         if request.token is None or (self._generated and request.position < request.prompt):

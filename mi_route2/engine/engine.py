@@ -627,18 +627,20 @@ class Engine:
         Likewise for one that a controller would take for its own.
         """
         self.controllers.demand_same(monitor, self._steering.vectors)
-        if len(self.controllers.probe_controllers({name})) == len(self.controllers.probe_controllers(())):
-            return  # no probe controller reads it
+        every = self.controllers.probe_controllers(())
+        readers = [one for one in self.controllers.probe_controllers({name}) if one not in every]
+        if not readers:
+            return
         rules, sequences = self._residents.rules, self._sequences
         for one in sequences.values() if request is None else [sequences[request]] if request in sequences else []:
             asked = one.request
             names = {*(monitor.name for monitor in (asked.steering or UNSTEERED).monitors), *self._steering.watching(one.id)}
-            rivals = self.controllers.probe_controllers({name, *names, *self._steering.monitors})
+            rivals = self.controllers.probe_controllers({name, *names, *self._steering.monitors}, one.id)
             self.controllers.demand_held(rivals, self._steering.configurations)
             told = asked.rules, asked.steering, asked.conversation, one.named
             if len(rivals) > 1 or rules.switches(self._steering, one.id, *told):
                 raise ValueError(
-                    f"the controller {rivals[0]!r} would read this monitor on request {one.id}, whose scale and row a rule or "
+                    f"the controller {readers[0]!r} would read this monitor on request {one.id}, whose scale and row a rule or "
                     "another controller sets: set it on other requests, or when this one has ended"
                 )
 

@@ -224,10 +224,15 @@ class RuledRequest:
     scale: float = 1.0
 
     @property
+    def attenuates(self) -> bool:
+        """True if the scale of the request is, or may be, set for a rule."""
+        later = any(rule.attenuate is not None and rule.when is not None and rule.scope != "this_token" for rule in self.rules)
+        return later or self.base != 1
+
+    @property
     def switches(self) -> bool:
         """True if the scale or the row of the request is, or may be, set for a rule."""
-        later = any(rule.attenuate is not None and rule.when is not None and rule.scope != "this_token" for rule in self.rules)
-        return later or self.base != 1 or bool(self.configs)
+        return self.attenuates or bool(self.configs)
 
 
 @dataclass(frozen=True)
@@ -323,8 +328,7 @@ class RuleBook:
         if isinstance(value, str) or value is None:
             undone, what = bool(run.configs) and value != run.config, "adds vectors sets the row"
         else:
-            attenuates = any(rule.attenuate is not None and rule.scope != "this_token" for rule in run.rules)
-            undone, what = (run.base != 1 or attenuates) and value != run.scale, "attenuates sets the scale"
+            undone, what = run.attenuates and value != run.scale, "attenuates sets the scale"
         if undone:
             raise ValueError(f"a rule that {what} of request {request}, and would be undone: send it without that rule")
 

@@ -363,7 +363,7 @@ class Monitor:
                   ``quarantine_out`` at or after the monitor; a ``kept_out`` only if it is named); ``prompt=True`` also applies
                   this to the prompt's tokens
 
-    The factor is ``g`` for ``add``, and ``1 - depth * g`` for ``attenuate``. A bias of the probe goes into ``threshold``.
+    The factor is ``g`` for ``add``, and ``1 - depth * g`` for ``attenuate``. A probe ``h.w + c`` has ``threshold=-c``.
 
     Raises:
         ValueError: A gated site fires before the monitor's, or fields contradict each other.

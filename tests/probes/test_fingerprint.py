@@ -69,9 +69,12 @@ def test_inner_products_of_fingerprints_are_cosines_of_gradients_in_expectation(
     assert torch.equal(drawn(policy)(policy, rollouts), drawn(policy)(policy, rollouts))
 
 
-def test_a_width_of_nothing_is_refused() -> None:
+def test_a_width_of_nothing_and_a_policy_are_refused() -> None:
+    policy = make_policy("MicroGPT", LORA)[1]
     with pytest.raises(ValueError, match="at least 1, not 0"):
-        Fingerprint.draw(make_policy("MicroGPT", LORA)[1].adapters, 0)
+        Fingerprint.draw(policy.adapters, 0)
+    with pytest.raises(TypeError, match="adapters must be an Adapters, not a Policy: give what attach"):
+        Fingerprint.draw(policy)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_gradient_that_is_nan_has_no_fingerprint() -> None:

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Vector, gate
 from probes.affine import AffineProbe
 from probes.auroc import auroc
 from probes.direction import DirectionFitter, DirectionProbe
@@ -362,6 +364,26 @@ def test_lda_of_classes_that_are_one_point_each_is_refused():
         with pytest.raises(ValueError, match=rf"shrinkage={shrinkage!r}.*MeanDifferenceFitter") as refused:
             fitter.fit()
         assert ("choose shrinkage" in str(refused.value)) == (shrinkage is None)  # no remedy that is in use already
+
+
+def test_an_affine_probe_is_a_monitor_whose_threshold_is_the_bias_negated():
+    probe, h = fitted("logistic"), batch(1)[0]
+    assert isinstance(probe, AffineProbe)
+    monitor = Monitor(Site(0, "resid_post"), probe.weight, threshold=-probe.bias)  # as the page on steering has it
+    found = gate(h, Vector(monitor.probe).data, monitor.threshold, monitor.sharpness)
+    torch.testing.assert_close(found, probe.score_tokens(h).sigmoid())
+
+
+def test_lda_of_two_examples_a_class_needs_a_shrinkage_in_numbers():
+    """Ledoit and Wolf's estimate is 0 there, so that 'auto' leaves the covariance singular."""
+    h, mask, hack = batch()
+    rows = torch.cat([(hack == label).nonzero()[:2, 0] for label in (True, False)])
+    automatic, half = LdaFitter("auto"), LdaFitter(0.5)
+    for fitter in (automatic, half):
+        fitter.update(h[rows], mask[rows], hack[rows])
+    with pytest.raises(ValueError, match="choose a number above 0 in its place if a class has two examples, or use Mean"):
+        automatic.fit()
+    assert auroc(half.fit().score_rollouts(h[rows], mask[rows]).numpy(), hack[rows].numpy()) == 1.0
 
 
 def test_lda_of_activations_that_never_vary_knows_nothing_and_is_no_error():

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from probes.direction import DirectionFitter, DirectionProbe
 from probes.figures import reliability_figure, transfer_figure
 from probes.store import save_probe
 from probes.transfer import Dataset, TransferResult, TransferSettings, default_fitters, transfer
+from studies.environments.protocol import TextPrompt
 
 N, S, D = 240, 4, 6
 FAST = TransferSettings(known="known", bootstraps=100)
@@ -296,6 +298,10 @@ def test_text_groups_are_equal_iff_prompt_and_completion_are():
     assert group_ids(["q", "p", "q"]).tolist() == [0, 1, 0]
     with pytest.raises(ValueError, match="one of each"):
         text_groups(["a"], [])
+    asked = [TextPrompt("task", mode, "a") for mode in ("known", "held")]  # one text, which two modes would have on both sides
+    for prompts in (asked, [3, 4], ["a", math.nan]):
+        with pytest.raises(TypeError, match=r"in place of a text: give its text|violates type hint"):
+            text_groups(prompts, ["x", "x"])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -310,14 +316,17 @@ def test_groups_are_equal_by_value_in_whatever_they_come(made):
 
 def test_a_group_that_is_no_number_is_refused():
     """NaN differs from itself, so that every item would be a group of its own, on both sides of a split."""
-    tuples = [(0, 0.0), ("a", torch.tensor(math.nan))]
-    for ids in ([0.0, math.nan], torch.tensor([0.0, math.nan]), np.array([0.0, math.nan]), tuples):
+    tuples, column = [(0, 0.0), ("a", torch.tensor(math.nan))], pd.Series([0, None], dtype="Int64")
+    for ids in ([0.0, math.nan], torch.tensor([0.0, math.nan]), np.array([0.0, math.nan]), tuples, list(column)):
         with pytest.raises(ValueError, match="Group 1 is NaN, which equals nothing: number the groups"):
             group_ids(ids)
     tokens, checked = torch.ones(2, 3), "typechecking parameter 'group'"  # the latter if the suite looks at shapes
     for rows in (tokens, [*tokens], list(zip(tokens, "ab"))):
         with pytest.raises(TypeError, match=rf"a tensor of shape \[3\]: give a number or a text for each item|{checked}"):
             group_ids(rows)
+    for one in ([1, 2], {"id": 1}, np.array([1]), object()):  # objects that are equal to themselves alone, and those without a hash
+        with pytest.raises(TypeError, match=rf"A group is a {type(one).__name__}: give a number or a text|{checked}"):
+            group_ids([one, one])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=f"a mapping, whose keys are no list of ids: give one id per rollout|{checked}"):
         group_ids({"first": 0, "second": 0})  # pyright: ignore[reportArgumentType]
 
@@ -356,6 +365,15 @@ def test_every_label_is_looked_at():
     for wrong in ("False", 2, None):
         with pytest.raises((TypeError, ValueError), match=r"True or False|Sequence"):
             dataclasses.replace(data, hack=[*data.hack[1:], wrong])
+    with pytest.raises(TypeError, match=r"make it one with np\.asarray"):
+        dataclasses.replace(data, hack=[1, 0] * (N // 2))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"an int64 array \[240\]: write hack != 0"):
+        dataclasses.replace(data, hack=np.asarray([1, 0] * (N // 2)))
+    assert dataclasses.replace(data, hack=np.asarray([1, 0] * (N // 2)) != 0).hack == [True, False] * (N // 2)
+    with pytest.raises(ValueError, match=r"not a bool tensor \[240\]: give \.numpy\(\) of it"):
+        dataclasses.replace(data, hack=torch.ones(N) > 0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"not a bool array \[240 4\]: make it one with torch\.as_tensor"):
+        dataclasses.replace(data, mask=data.mask.numpy())  # pyright: ignore[reportArgumentType]
 
 
 # Edges --------------------------------------------------------------------------------------------------------------

@@ -574,6 +574,40 @@ def test_a_monitor_that_is_set_later_gives_no_request_a_second_hand(what: str, w
         close(*map(table, found))
 
 
+def test_a_rule_that_attenuates_by_nothing_leaves_the_scale_to_a_policy() -> None:
+    """Which may stand beside it; its gain would else be rejected, and what it engages act in full."""
+    engine = Engine(host_of(), controllers=Controllers([policy(gain=0.5)]))
+    engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR),)))
+    watched = Steering(monitors=(Monitor(SITE, VECTOR, gates=(), name="m"),))
+    number = engine.submit(Request(PROMPT, greedy(4), steering=watched, rules=(Rule("rest_of_request", attenuate=1.0),)))
+    engine.step()
+    assert engine.steering.scale_of(number) == 0.5
+
+
+@pytest.mark.parametrize("on", ["the request", "all"])
+def test_a_request_has_one_policy_until_the_former_one_has_put_it_back(on: str) -> None:
+    """Which it does some tokens after its monitor is gone: it would take away what the other one has set by then."""
+    watches = [Monitor(SITE, VECTOR, gates=(), name=name) for name in ("m", "n")]
+    acting = [policy("former"), policy("later", monitor=watches[1])]
+    engine = Engine(host_of(), controllers=Controllers(acting))
+    engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR),)))
+    number = engine.submit(Request(PROMPT, greedy(40)))
+    to = None if on == "all" else number
+    engine.step()
+    engine.steering.set_monitor(watches[0], request=to)
+    engine.step()
+    engine.steering.clear_monitor("m", request=to)
+    with pytest.raises(ValueError, match="the controller 'later' would read this monitor on request 0, whose scale and row"):
+        engine.steering.set_monitor(watches[1], request=to)
+    engine.steering.set_monitor(watches[0], request=to)  # its own, again
+    engine.steering.clear_monitor("m", request=to)
+    while engine.steering.routing(number) is not None:
+        engine.step()
+    engine.steering.set_monitor(watches[1], request=to)
+    engine.step()
+    assert [one.engaged for one in acting[1].decisions] == [True]
+
+
 def test_a_generate_that_is_withdrawn_leaves_no_rule_in_its_conversation() -> None:
     host = host_of()
     engine = Engine(host)
