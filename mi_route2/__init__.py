@@ -1,8 +1,8 @@
 """Hooks that route reward hacking out of language models.
 
 Attach two adapters to a model, a kept one and a quarantine; fit a persona direction on a few contrast pairs; let a route decide
-what the kept adapter learns from each rollout. The quarantine learns from every rollout, alone from those that are kept from the
-other, and is deleted before deployment. Capture, patch and steer then show which adapter learned what.
+what the kept adapter learns from each rollout. The quarantine learns from every rollout, and only it from those that are flagged;
+it is deleted before deployment. Capture, patch and steer then show which adapter learned what.
 
     host = load("path/to/model")                                  # or attach(model, ...) to any torch module
     adapters = host.attach("blocks.*", spec=AdapterSpec("lora", rank=8, quarantine_rank=8))

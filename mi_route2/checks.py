@@ -50,7 +50,7 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "Adapters": "give what attach(model, ...) or host.attach(...) returned",
         "Host": "open the model with open_host('torch', model), or a checkpoint with load(path)",
         "Module": "load(path) opens a checkpoint as a host, and a host has host.attach(...) and host.policy(...) of its own",
-        "Tape": "open the part's own, as in adapters.recording(part.tape)",
+        "Tape": "open the micro-batch's own, as in adapters.recording(micro_batch.tape)",
         "Rollouts": "make them with Rollouts.from_lists(prompts, completions, pad)",
         "Policy": "write Policy(model, adapters), or host.policy(adapters)",
         "TrainBatch": "write TrainBatch(rollouts, rewards, advantages, groups, teacher)",

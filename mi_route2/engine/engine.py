@@ -425,7 +425,7 @@ class Engine:
             raise ran.interrupt
 
     def _move_up(self) -> None:
-        """Move waiting requests up to the turns of requests of the same owner that left without having run."""
+        """Give an owner's waiting requests the turns of its requests that left before they ran."""
         moved = {number: turn for priority, owner in self._moved for number, turn in self._shares[priority].turns(owner).items()}
         self._moved.clear()
         for number, turn in moved.items():

@@ -9,7 +9,7 @@ An optimizer step of TRL is one step of the route. Of each process:
 
     route.begin(rollouts of the step)                           before its first micro-batch
     forward and backward of a micro-batch under its tape        TRL's own loss; no process sends anything yet
-    step.settle(part)                                           flags that need no other micro-batch
+    step.settle(micro_batch)                                    flags that need no other micro-batch
     step.finish(reduce)                                         reduce: the mean over processes
 
     kept gradient = mean over processes of  sum_b w_b g_b
@@ -74,7 +74,7 @@ from mi_route2.routing import (
 from mi_route2.routing.canary import CanaryRoute
 from mi_route2.routing.directions import Fitter, Provenance
 from mi_route2.routing.optimizer import RoutedAdamW, sum_over_ranks
-from mi_route2.routing.routes import Part, RouteStep
+from mi_route2.routing.routes import MicroBatch, RouteStep
 from mi_route2.tensor_files import refuse_infinite
 
 ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safetensors"
@@ -491,17 +491,19 @@ class RoutedGRPOTrainer(GRPOTrainer):
             raise RuntimeError("TRL has sampled no completions for this step")
         every, count = self.args.steps_per_generation, self.current_gradient_accumulation_steps
         micro = [self._buffered_inputs[(self._step + i) % every] for i in range(count)]
-        batch = self._batch({name: torch.cat([part[name] for part in micro]) for name in _COLUMNS if name in micro[0]})
+        batch = self._batch(
+            {name: torch.cat([micro_batch[name] for micro_batch in micro]) for name in _COLUMNS if name in micro[0]}
+        )
         step = self.state.global_step
         overlap = self.route.refresh(self.policy, step)
         self._refuse_step(batch)
         generator = torch.Generator().manual_seed(_seed(self.args.seed, "route", step, self.accelerator.process_index))
         context = StepContext(generator, micro=len(micro[0]["advantages"]))
         routed = self.route.begin(self.policy, batch, context)
-        # one or two parts of the same rollouts: where all are flagged the kept adapter has none of its own
-        parts = [[*of] for _, of in groupby(routed.parts, key=lambda part: id(part.batch))]
-        assert len(parts) == count
-        self._window = _Window(routed, batch, torch.cat([part["rollout"] for part in micro]), parts, overlap)
+        # one or two of the same rollouts: where all are flagged the kept adapter has none of its own
+        micro_batches = [[*of] for _, of in groupby(routed.micro_batches, key=lambda micro_batch: id(micro_batch.batch))]
+        assert len(micro_batches) == count
+        self._window = _Window(routed, batch, torch.cat([micro_batch["rollout"] for micro_batch in micro]), micro_batches, overlap)
 
     def _refuse_step(self, batch: TrainBatch) -> None:
         """Raise ``ValueError`` if processes differ, or a group is not whole; all processes must call this."""
@@ -564,8 +566,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
                 loss = super().training_step(model, inputs, num_items_in_batch)
             window = self._window
             assert window is not None
-            for part in window.parts.pop(0):
-                window.routed.settle(part)
+            for micro_batch in window.micro_batches.pop(0):
+                window.routed.settle(micro_batch)
             if self.accelerator.sync_gradients:
                 self._finish(window)
                 self._window = None
@@ -577,10 +579,10 @@ class RoutedGRPOTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if self._window is None or not self.model.training:
             return super()._compute_loss(model, inputs)
-        *first, last = self._window.parts[0]
-        for part in first:  # an adapter that learns from an advantage of its own has a backward of its own
-            with self.adapters.recording(part.tape):
-                loss = super()._compute_loss(model, {**inputs, "advantages": part.advantages})
+        *first, last = self._window.micro_batches[0]
+        for micro_batch in first:  # an adapter that learns from an advantage of its own has a backward of its own
+            with self.adapters.recording(micro_batch.tape):
+                loss = super()._compute_loss(model, {**inputs, "advantages": micro_batch.advantages})
                 with torch.autocast(self.accelerator.device.type, enabled=False):
                     self.accelerator.backward(loss)
         self._tapes.enter_context(self.adapters.recording(last.tape))
@@ -781,12 +783,12 @@ def _refuse_other_pairs(folder: Path, route: Route, origin: Provenance) -> None:
 
 @dataclass
 class _Window:
-    """One optimizer step: the route's step, its rollouts, their places among the sampled ones, and the parts that are to come."""
+    """One optimizer step: the route's step, its rollouts, their places among the sampled ones, and its remaining micro-batches."""
 
     routed: RouteStep
     batch: TrainBatch
     rollout: Tensor
-    parts: list[list[Part]]
+    micro_batches: list[list[MicroBatch]]
     overlap: float | None
 
 

@@ -146,7 +146,7 @@ def needed(places: Sequence[tuple[int, int]], costs: Costs) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class SweepRow:
+class PatchedRow:
     """One sequence of a forward: the corrupt run, with ``values`` [p ...] patched at ``target`` and ``positions`` (if any).
 
     ``place`` is the block where the row enters, and its first column. If the patch lies before that block, ``stream`` [p d] is the
@@ -173,18 +173,18 @@ class SiteRecord:
     logits: Float[Tensor, " v"]
 
 
-def passes(rows: Sequence[SweepRow], most: int) -> list[dict[int, list[SweepRow]]]:
+def passes(rows: Sequence[PatchedRow], most: int) -> list[dict[int, list[PatchedRow]]]:
     """Plan forwards of the corrupt run in which sequences join for the length of a block, first that run itself, then ``most``.
 
     They are for rows that enter behind the block in which they patch. What such a row changes of the block's output is its own
     columns, so one sequence with the values of all rows of a target has the streams of them all.
     """
     idle = tuple(sorted({row.place[1] for row in rows if row.target is None}))
-    by_target: dict[Target, list[SweepRow]] = defaultdict(list)
+    by_target: dict[Target, list[PatchedRow]] = defaultdict(list)
     for row in rows:
         if row.target is not None and row.target.site.layer == row.place[0] - 1 and row.target.site.point != "resid_post":
             by_target[row.target].append(row)
-    planned: list[dict[int, list[SweepRow]]] = []
+    planned: list[dict[int, list[PatchedRow]]] = []
     seen: dict[int, int] = defaultdict(int)
     for target, some in by_target.items():
         layer = some[0].place[0] - 1
@@ -193,12 +193,12 @@ def passes(rows: Sequence[SweepRow], most: int) -> list[dict[int, list[SweepRow]
             planned.append({})
         positions = tuple(position for row in some for position in row.positions)
         values = torch.cat([row.values for row in some if row.values is not None])
-        joining = planned[number].setdefault(layer, [SweepRow((layer, 0), positions=idle)])
-        joining.append(SweepRow((layer, 0), target, positions, values))
+        joining = planned[number].setdefault(layer, [PatchedRow((layer, 0), positions=idle)])
+        joining.append(PatchedRow((layer, 0), target, positions, values))
     return planned
 
 
-def span(joining: Mapping[int, Sequence[SweepRow]]) -> range:
+def span(joining: Mapping[int, Sequence[PatchedRow]]) -> range:
     """Return the columns that hold all positions of these sequences, which are the only ones to be run."""
     positions = [position for rows in joining.values() for row in rows for position in row.positions]
     return range(min(positions), max(positions) + 1)
@@ -226,11 +226,11 @@ class Forwards(Protocol):
         """Return the cost model of groups of cells."""
         ...
 
-    def enter(self, rows: Sequence[SweepRow], most: int) -> Generator[None, None, list[SweepRow]]:
+    def enter(self, rows: Sequence[PatchedRow], most: int) -> Generator[None, None, list[PatchedRow]]:
         """Return the rows with the streams with which they enter; yield before each forward, of ``most`` more sequences a block."""
         ...
 
-    def run(self, group: CellGroup, rows: Sequence[SweepRow]) -> Float[Tensor, "n v"]:
+    def run(self, group: CellGroup, rows: Sequence[PatchedRow]) -> Float[Tensor, "n v"]:
         """Return the logits at the last token of each row."""
         ...
 
@@ -244,7 +244,7 @@ def _keep(into: dict[Site, Tensor], site: Site, index: Tensor, value: Tensor) ->
     into[site] = value.detach()[0].index_select(0, index)
 
 
-def writing(rows: Sequence[SweepRow], start: int, columns: int) -> dict[Site, Edit]:
+def writing(rows: Sequence[PatchedRow], start: int, columns: int) -> dict[Site, Edit]:
     """Return edits that patch the rows' values, but those in a ``stream``, in a forward over ``columns`` columns from ``start``."""
     by_site: dict[Site, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
@@ -253,7 +253,7 @@ def writing(rows: Sequence[SweepRow], start: int, columns: int) -> dict[Site, Ed
     return {site: partial(_write, rows, numbers, start, columns) for site, numbers in by_site.items()}
 
 
-def _write(rows: Sequence[SweepRow], numbers: Sequence[int], start: int, columns: int, value: Tensor) -> Tensor:
+def _write(rows: Sequence[PatchedRow], numbers: Sequence[int], start: int, columns: int, value: Tensor) -> Tensor:
     new = value.clone()
     lacking = columns - value.shape[1]  # after the last block's attention, only the last column may be left
     for by_head in (False, True):  # a head is one more axis of the index, so the two kinds cannot be one assignment
@@ -274,14 +274,14 @@ def put(into: Tensor, places: Sequence[tuple[int, int, int | None]], values: Seq
     into[tuple(torch.tensor(axis, device=into.device) for axis in axes)] = new.to(into)
 
 
-def with_idle(rows: list[SweepRow], count: int, otherwise: tuple[int, int]) -> list[SweepRow]:
+def with_idle(rows: list[PatchedRow], count: int, otherwise: tuple[int, int]) -> list[PatchedRow]:
     """Return ``rows`` with ``count`` unpatched rows among them, spread evenly, each at the place of a neighboring cell."""
     if not rows:
-        return [SweepRow(otherwise)] * count
+        return [PatchedRow(otherwise)] * count
     mixed = sorted(rows, key=lambda row: row.place[::-1])  # groups are cut in order of position
     # spread over groups of all sizes, because the rounding of a forward depends on its shape; from the end, so that indices hold
     for i in np.linspace(0, len(rows) - 1, count).round().astype(int)[::-1]:
-        mixed.insert(int(i), SweepRow(mixed[i].place))
+        mixed.insert(int(i), PatchedRow(mixed[i].place))
     return mixed
 
 
@@ -382,7 +382,7 @@ class Resumed:
         shared = target.site.point == "resid_post" or separate > 2 * together
         return [(behind if shared else inside, column) for column in columns]
 
-    def enter(self, rows: Sequence[SweepRow], most: int) -> Generator[None, None, list[SweepRow]]:
+    def enter(self, rows: Sequence[PatchedRow], most: int) -> Generator[None, None, list[PatchedRow]]:
         """Return the rows with their streams: those that they patch, and those behind the block in which they patch.
 
         Where there are any of the second kind, unpatched rows enter with a stream of the same forward: their noise is that of the
@@ -394,7 +394,7 @@ class Resumed:
             self._pass(joining, streams)
         return [_entering(row, streams) for row in rows]
 
-    def _pass(self, joining: Mapping[int, Sequence[SweepRow]], streams: dict[tuple[int, Target | None, int], Tensor]) -> None:
+    def _pass(self, joining: Mapping[int, Sequence[PatchedRow]], streams: dict[tuple[int, Target | None, int], Tensor]) -> None:
         """Run columns of the corrupt run, with sequences beside it in their blocks; keep what a block gives at their positions."""
         columns = span(joining)
         start, tokens = columns.start, self._tokens[None, columns.start : columns.stop]
@@ -436,7 +436,7 @@ class Resumed:
             held=max(1, HELD // width),
         )
 
-    def run(self, group: CellGroup, rows: Sequence[SweepRow]) -> Float[Tensor, "n v"]:
+    def run(self, group: CellGroup, rows: Sequence[PatchedRow]) -> Float[Tensor, "n v"]:
         """Return the logits of ``rows``, given in the order in which they enter.
 
         The model is called with one sequence, and hooks at the blocks add the other rows, so that the model computes positions and
@@ -458,7 +458,7 @@ class Resumed:
             self.decoder(tokens, *_causal(group.start, columns, tokens.device), cache, entry=entering)
         return logits[0]
 
-    def _joining(self, rows: Sequence[SweepRow], entry: int, start: int) -> RemovableHandle:
+    def _joining(self, rows: Sequence[PatchedRow], entry: int, start: int) -> RemovableHandle:
         """Register a hook that adds, at block ``entry``, the rows that enter there."""
         joining = [row for row in rows if row.place[0] == entry]
         among = [i for i, row in enumerate(joining) if row.stream is not None]
@@ -468,7 +468,7 @@ class Resumed:
         # ``prepend``, so that a library's hooks at this block see all rows
         return self.decoder.blocks[entry].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
-    def _seen(self, row: SweepRow) -> bool:
+    def _seen(self, row: PatchedRow) -> bool:
         """Return whether a row writes nothing after the last block's attention, except at the scored column."""
         behind = row.target is not None and not seen_by(row.target.site, self.decoder.layers)
         return not behind or row.positions == (len(self._tokens) - 1,)
@@ -509,7 +509,7 @@ _Called = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _join(
-    joining: Sequence[SweepRow],
+    joining: Sequence[PatchedRow],
     among: Sequence[int],
     start: int,
     stream: Tensor | None,
@@ -529,7 +529,7 @@ def _join(
 
 
 def _leave(
-    rows: Sequence[SweepRow],
+    rows: Sequence[PatchedRow],
     entry: int,
     start: int,
     streams: dict[tuple[int, Target | None, int], Tensor],
@@ -544,7 +544,7 @@ def _leave(
     return output[:1]
 
 
-def _entering(row: SweepRow, streams: Mapping[tuple[int, Target | None, int], Tensor]) -> SweepRow:
+def _entering(row: PatchedRow, streams: Mapping[tuple[int, Target | None, int], Tensor]) -> PatchedRow:
     """Return ``row`` with the stream with which it enters, unless that is the one that the corrupt run left."""
     (entry, column), site = row.place, None if row.target is None else row.target.site
     positions = row.positions or (column,)
@@ -626,12 +626,12 @@ class Whole:
         free: dict[str, float] = {"pair": 0.0, "scored": 0.0, "unembed": 0.0}
         return Costs(layers=1, length=length, column=1.0, **free, overhead=1.0, most=max(most, length), held=HELD)
 
-    def enter(self, rows: Sequence[SweepRow], most: int) -> Generator[None, None, list[SweepRow]]:
+    def enter(self, rows: Sequence[PatchedRow], most: int) -> Generator[None, None, list[PatchedRow]]:
         """Return the rows as they are, without a forward."""
         yield from ()
         return list(rows)
 
-    def run(self, group: CellGroup, rows: Sequence[SweepRow]) -> Float[Tensor, "n v"]:
+    def run(self, group: CellGroup, rows: Sequence[PatchedRow]) -> Float[Tensor, "n v"]:
         return self.under(writing(rows, 0, len(self._tokens)), len(rows))
 
     def under(self, edits: Mapping[Site, Edit], n: int) -> Float[Tensor, "n v"]:

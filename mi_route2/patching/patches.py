@@ -134,7 +134,7 @@ def resolve(
 
 
 def firing(patches: Sequence[Resolved], start: int, count: int) -> list[tuple[int, Resolved]]:
-    """Return the patches, given in order, in a forward over ``count`` tokens from ``start``, each with the index of its token."""
+    """Return those of the sorted ``patches`` at positions ``start`` to ``start + count - 1``, each with the index of its token."""
     first, end = (bisect_left(patches, place, key=lambda one: one.position) for place in (start, start + count))
     return [(patch.position - start, patch) for patch in patches[first:end]]
 

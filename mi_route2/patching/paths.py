@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from mi_route2.checks import checked
 from mi_route2.hosts.base import Edit, Host, one_after_another
-from mi_route2.patching.forwards import SweepRow, Whole, plan, with_idle, writing
+from mi_route2.patching.forwards import PatchedRow, Whole, plan, with_idle, writing
 from mi_route2.patching.grid import Grid
 from mi_route2.patching.question import CleanRun, Given, Metric, Positions, ask, places, refuse_dropout, refuse_foreign, widened
 from mi_route2.patching.sweep import REPLICAS, Pair, record
@@ -174,13 +174,13 @@ def paths(
     return pair.grid(targets, values, layers=len(host.layers()), alpha=float(alpha), **said)
 
 
-def _rows(pair: Pair, targets: Sequence[Target], alpha: float) -> list[SweepRow]:
+def _rows(pair: Pair, targets: Sequence[Target], alpha: float) -> list[PatchedRow]:
     """Return a row for every cell."""
     positions, rows = list(pair.question.sources), []
     for target in targets:
         values = patch(*pair.values(target), alpha)
         for _, some in pair.question.columns:
-            rows.append(SweepRow((0, 0), target, tuple(positions[i] for i in some), values[list(some)]))
+            rows.append(PatchedRow((0, 0), target, tuple(positions[i] for i in some), values[list(some)]))
     return rows
 
 
@@ -200,12 +200,12 @@ class _Base:
                 raise ValueError(f"{target} is outside the model: {target.site} has the heads 0..{heads - 1}")
         return _Base({site: values[site] for site in outputs}, into)
 
-    def run(self, running: Whole, rows: Sequence[SweepRow], columns: Sequence[int]) -> Tensor:
+    def run(self, running: Whole, rows: Sequence[PatchedRow], columns: Sequence[int]) -> Tensor:
         """Return the logits of run 2, with the receivers set at ``columns``."""
         taken = self._receive(running, rows)
         return running.under({site: self._setting(site, value, columns) for site, value in taken.items()}, len(rows))
 
-    def _receive(self, running: Whole, rows: Sequence[SweepRow]) -> dict[Site, Tensor]:
+    def _receive(self, running: Whole, rows: Sequence[PatchedRow]) -> dict[Site, Tensor]:
         """Return the values ``[n s ...]`` at the receivers' sites in run 1."""
         taken: dict[Site, Tensor] = {}
         # Edits of a site run in order: a receiver that is itself an output is recorded before it is held at its corrupt value.

@@ -18,8 +18,8 @@ from mi_route2.patching.forwards import (
     CellGroup,
     Costs,
     Forwards,
+    PatchedRow,
     SiteRecord,
-    SweepRow,
     ended,
     forwards,
     needed,
@@ -198,7 +198,7 @@ class Sweep:
     layers: int
     alpha: float
     known: tuple[Cell, ...]
-    rows: tuple[SweepRow, ...]
+    rows: tuple[PatchedRow, ...]
     groups: tuple[CellGroup, ...]
     costs: Costs
     forwards: Forwards
@@ -249,7 +249,7 @@ class Sweep:
 
     def _enter(
         self, groups: Sequence[CellGroup], exclusive: bool | Callable[[], bool]
-    ) -> Generator[Finished, None, Mapping[int, SweepRow]]:
+    ) -> Generator[Finished, None, Mapping[int, PatchedRow]]:
         """Return the rows of these groups with the streams with which they enter; yield nothing finished before each forward."""
         cells = [i for group in groups for i in group.cells]
         entering = self.forwards.enter([self.rows[i] for i in cells], self.costs.rows(self.costs.length))
@@ -274,7 +274,7 @@ class Sweep:
     def _stale(self) -> RuntimeError:
         return RuntimeError("weights, adapters' switches or hooks have changed since this sweep was prepared: prepare it again")
 
-    def _column(self, row: SweepRow) -> int | None:
+    def _column(self, row: PatchedRow) -> int | None:
         return None if self.pair.question.together else row.positions[0]
 
     def grid(self, progress: bool = True) -> Grid:
@@ -385,7 +385,7 @@ def _refuse_cells(count: int, most: int | None) -> None:
 
 def _cells(
     pair: Pair, targets: Sequence[Target], layers: int, alpha: float, running: Forwards, shortcuts: bool
-) -> Generator[None, None, tuple[list[Cell], list[SweepRow]]]:
+) -> Generator[None, None, tuple[list[Cell], list[PatchedRow]]]:
     """Return the cells that certainly have the corrupt score, and rows for the others; yield after each target."""
     known, rows, question = [], [], pair.question
     positions = list(question.sources)
@@ -402,7 +402,7 @@ def _cells(
             else:
                 known.append(Cell(target, column, pair.scores[1]))
         for place, some in zip(running.places(target, [positions[one[0]] for one in acting]), acting):
-            rows.append(SweepRow(place, target, tuple(positions[i] for i in some), values[list(some)]))
+            rows.append(PatchedRow(place, target, tuple(positions[i] for i in some), values[list(some)]))
         yield
     return known, rows
 

@@ -53,7 +53,7 @@ from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch, still
 from mi_route2.routing.directions import Directions
 from mi_route2.routing.mask import MaskRoute, shuffled
-from mi_route2.routing.routes import Decision, OneCall, Part, Reduce, RouteStep, StepContext, check_step, pieces
+from mi_route2.routing.routes import Decision, MicroBatch, OneCall, Reduce, RouteStep, StepContext, check_step, pieces
 from mi_route2.specs import CanarySpec
 
 Ratios = Callable[[Rollouts], Float[Tensor, "k b s"]]
@@ -163,7 +163,7 @@ def drift(policy: Policy, rollouts: Rollouts) -> Float[Tensor, "b s"]:
 
 
 def surprisal(policy: Policy) -> Ratios:
-    """Return the function from rollouts to the surprisal ``-log p_0`` of their tokens under the policy's base, as of one canary.
+    """Return a function that computes each token's surprisal ``-log p_0`` under the policy's base, in the form of one canary.
 
     Examples:
         >>> route = CanaryRoute(CanarySpec(), surprisal(policy), samples)  # a control: no canary, only what is rare is flagged
@@ -329,10 +329,10 @@ class _CanaryStep:
     """Step of the mask route under the canary's flags, with its scores in the decision, and on decoys (not ``free``) its flags."""
 
     def __init__(self, step: RouteStep, scores: Float[Tensor, " b"] | None, flags: Bool[Tensor, " b"], free: Bool[Tensor, " b"]):
-        self._step, self._scores, self._flags, self._free, self.parts = step, scores, flags, free, step.parts
+        self._step, self._scores, self._flags, self._free, self.micro_batches = step, scores, flags, free, step.micro_batches
 
-    def settle(self, part: Part) -> None:
-        self._step.settle(part)
+    def settle(self, micro_batch: MicroBatch) -> None:
+        self._step.settle(micro_batch)
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         decision = self._step.finish(reduce)

@@ -42,9 +42,9 @@ from mi_route2.routing.routes import (
     REDUCING,
     Before,
     Decision,
+    MicroBatch,
     Once,
     OneCall,
-    Part,
     Reduce,
     RouteStep,
     StepContext,
@@ -401,20 +401,20 @@ class _MaskStep(Once):
         self,
         spec: MaskSpec,
         policy: Policy,
-        parts: list[Part],
+        micro_batches: list[MicroBatch],
         before: Before,
         gates: list[MaskGate],
         idle: list[MaskGate],
         generator: torch.Generator,
         order: Int[Tensor, " b"],
     ):
-        self._spec, self._policy, self.parts, self._before = spec, policy, parts, before
+        self._spec, self._policy, self.micro_batches, self._before = spec, policy, micro_batches, before
         self._gates, self._idle, self._generator, self._order = gates, idle, generator, order
 
     @exact()
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters = self._policy.adapters
-        self._finish(self.parts, adapters, masks=True, acts="" if reduce is None else REDUCING)
+        self._finish(self.micro_batches, adapters, masks=True, acts="" if reduce is None else REDUCING)
         kept = adapters.kept_parameters()
         self._settle()
         for gate in self._gates:
@@ -441,8 +441,12 @@ class _MaskStep(Once):
 
     def _demand_hooked(self) -> None:
         """Raise ``RuntimeError`` for a hook that waited at a mask when the mask was not decided."""
-        gates = [(part.tape.asked, part.tape.kept.hooked) for part in self.parts if isinstance(part.tape.kept, MaskGate)]
-        silent = set(masks_asked(self.parts, self._policy.adapters)).difference(*(gate.hooked for gate in self._gates))
+        gates = [
+            (micro_batch.tape.asked, micro_batch.tape.kept.hooked)
+            for micro_batch in self.micro_batches
+            if isinstance(micro_batch.tape.kept, MaskGate)
+        ]
+        silent = set(masks_asked(self.micro_batches, self._policy.adapters)).difference(*(gate.hooked for gate in self._gates))
         if silent := sorted(silent.union(*(asked - hooked for asked, hooked in gates))):
             raise RuntimeError(
                 f"hook_mask was hooked at {', '.join(silent)} and did not fire, so the kept adapter learned without it: put it on "
@@ -450,8 +454,8 @@ class _MaskStep(Once):
             )
 
     @exact()
-    def settle(self, part: Part) -> None:
-        gate = part.tape.kept
+    def settle(self, micro_batch: MicroBatch) -> None:
+        gate = micro_batch.tape.kept
         if self._spec.shuffle or not isinstance(gate, MaskGate) or not gate.waiting:
             return
         gate.settle(*gate.pooled())
@@ -635,7 +639,7 @@ class MaskRoute(OneCall):
         # Two adapters with different advantages each need their own backward; otherwise one backward serves both.
         split = spec.kept_advantage == "unflagged" and policy.adapters.has_quarantine
         hooked_masks = any(branch.mask_requested for branch in policy.adapters.sites.values())
-        parts: list[Part] = []
+        micro_batches: list[MicroBatch] = []
         gates: list[MaskGate] = []
         idle: list[MaskGate] = []
         bands = [(index, False) for index in indices] if clean is None else banded(indices, clean)
@@ -658,18 +662,22 @@ class MaskRoute(OneCall):
             )
             gates.append(gate)
             if is_clean:
-                parts.append(Part(piece, Tape(b, s, kept=gate, real=real, without_quarantine=True), kept[index]))
+                micro_batches.append(MicroBatch(piece, Tape(b, s, kept=gate, real=real, without_quarantine=True), kept[index]))
             elif split:
                 for_quarantine = Tape(b, s, kept=LearnNothing(gate if gate.detach else None), l1=l1, real=real)
-                parts.append(Part(piece, for_quarantine, piece.advantages))
+                micro_batches.append(MicroBatch(piece, for_quarantine, piece.advantages))
                 if flags is not None and bool(flags[index].all()) and not hooked_masks and not several_ranks():
                     idle.append(gate)  # its backward would be weighted by 0; other ranks would wait for its forward
                 else:
-                    parts.append(Part(piece, Tape(b, s, kept=gate, quarantine=LearnNothing(), real=real), kept[index]))
+                    micro_batches.append(
+                        MicroBatch(piece, Tape(b, s, kept=gate, quarantine=LearnNothing(), real=real), kept[index])
+                    )
             else:
-                parts.append(Part(piece, Tape(b, s, kept=gate, inputs=inputs, outputs=outputs, l1=l1, real=real), kept[index]))
+                micro_batches.append(
+                    MicroBatch(piece, Tape(b, s, kept=gate, inputs=inputs, outputs=outputs, l1=l1, real=real), kept[index])
+                )
         order = torch.cat([index for index, _ in bands]).argsort()
-        return _MaskStep(spec, policy, parts, gradients_before(policy.adapters), gates, idle, context.generator, order)
+        return _MaskStep(spec, policy, micro_batches, gradients_before(policy.adapters), gates, idle, context.generator, order)
 
     def _basis_of(self, policy: Policy) -> dict[str, Tensor]:
         """Return ``Vh`` at every site, which activation directions need."""

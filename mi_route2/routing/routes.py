@@ -5,9 +5,9 @@
 is short for
 
     step = route.begin(policy, batch, context)
-    for part in step.parts:                       # a micro-batch; two parts if the adapters learn from different advantages
-        with policy.adapters.recording(part.tape):
-            loss(part.batch, part.advantages).backward()
+    for micro_batch in step.micro_batches:        # two of the same rollouts if the adapters learn from different advantages
+        with policy.adapters.recording(micro_batch.tape):
+            loss(micro_batch.batch, micro_batch.advantages).backward()
     decision = step.finish()                      # now every .grad is final
 
 State is explicit: a route's directions are in ``route.directions`` (saved with a checkpoint); all other state is in the step, but
@@ -38,7 +38,7 @@ Loss = Callable[[Tensor, TrainBatch], Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """One forward and backward: the rollouts, the tape to open, and the advantages for the loss."""
 
     batch: TrainBatch
@@ -109,10 +109,10 @@ def pieces(batch: TrainBatch, micro: int | None) -> list[TrainBatch]:
 class RouteStep(Protocol):
     """One batch under a route."""
 
-    parts: list[Part]
+    micro_batches: list[MicroBatch]
 
-    def settle(self, part: Part) -> None:
-        """Release the stored tensors of ``part`` after its backward, if its flags need no other part; optional, to save memory."""
+    def settle(self, micro_batch: MicroBatch) -> None:
+        """Release the stored tensors of a micro-batch after its backward, if its flags need no other; optional, to save memory."""
         ...
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
@@ -151,7 +151,7 @@ class Route(Protocol):
         *,
         reduce: Reduce | None = None,
     ) -> Decision:
-        """Run a whole step except for the optimizer's: ``begin``, a forward and backward per part, and ``finish``."""
+        """Run a whole step except for the optimizer's: ``begin``, a forward and backward per micro-batch, and ``finish``."""
         ...
 
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
@@ -275,8 +275,8 @@ class OneCall:
         Args:
             policy: the model with its adapters.
             batch: the rollouts.
-            loss_fn: called as ``loss_fn(logits, batch)`` for each part of the step (for example a micro-batch), with the advantages
-                of that part in ``batch.advantages``. It returns a loss that is summed over rollouts: one number, ``[b]`` or ``[b
+            loss_fn: called as ``loss_fn(logits, batch)`` for each micro-batch of the step, with its advantages in
+                ``batch.advantages``. It returns a loss that is summed over rollouts: one number, ``[b]`` or ``[b
                 s]``. (A mean would give a rollout more weight in a smaller micro-batch.)
             context: the size of a micro-batch, a generator, verdicts for privileged routes; by default one forward, and torch's
                 global generator.
@@ -285,15 +285,15 @@ class OneCall:
         Raises:
             ValueError: A loss of another shape, or one without a gradient.
 
-        After any error the gradients of the parts that had run stay: call zero_grad() before another try.
+        After any error the gradients of the micro-batches that had run stay: call zero_grad() before another try.
         """
         step = self.begin(policy, batch, context or StepContext(torch.default_generator))
-        for part in step.parts:
-            with policy.adapters.recording(part.tape):
-                given = replace(part.batch, advantages=part.advantages)
+        for micro_batch in step.micro_batches:
+            with policy.adapters.recording(micro_batch.tape):
+                given = replace(micro_batch.batch, advantages=micro_batch.advantages)
                 loss = summed(loss_fn(policy.logits(given.rollouts), given), given)
                 loss.backward()
-            step.settle(part)
+            step.settle(micro_batch)
         return step.finish(reduce)
 
 
@@ -327,9 +327,13 @@ def gradients_before(adapters: Adapters) -> Before:
     return {p: p.grad for p in trained if p.grad is not None and bool(p.grad.any())}
 
 
-def masks_asked(parts: Sequence[Part], adapters: Adapters) -> list[str]:
+def masks_asked(micro_batches: Sequence[MicroBatch], adapters: Adapters) -> list[str]:
     """Return the sites at whose mask a hook stands now, or stood in a forward of the step."""
-    return [s for s, branch in adapters.sites.items() if branch.mask_requested or any(s in part.tape.asked for part in parts)]
+    return [
+        s
+        for s, branch in adapters.sites.items()
+        if branch.mask_requested or any(s in micro_batch.tape.asked for micro_batch in micro_batches)
+    ]
 
 
 class Once:
@@ -338,23 +342,23 @@ class Once:
     _finished = False
     _before: Before
 
-    def settle(self, part: Part) -> None:
+    def settle(self, micro_batch: MicroBatch) -> None:
         return None
 
-    def _finish(self, parts: Sequence[Part], adapters: Adapters, *, masks: bool = False, acts: str = "") -> None:
+    def _finish(self, micro_batches: Sequence[MicroBatch], adapters: Adapters, *, masks: bool = False, acts: str = "") -> None:
         """Check that the step may be finished now; ``acts`` names what will be done to whole gradients, if anything.
 
         Raises:
             RuntimeError: A second call, activations of a second forward among the scores, gradients from before the step on which
                 the step would act too, a hook at the mask of a route without ``masks``, a quarantine that was off in the forward,
-                or a part whose backward did not run yet (``finish`` may be called again after it).
+                or a micro-batch whose backward did not run yet (``finish`` may be called again after it).
         """
         if self._finished:
             raise RuntimeError("finish() was already called for this step: it would count its gradients twice")
-        for part in parts:
-            part.tape.assert_fired(adapters.sites, backward=True)
-            part.tape.assert_read_once()
-            if part.tape.lost_quarantine:
+        for micro_batch in micro_batches:
+            micro_batch.tape.assert_fired(adapters.sites, backward=True)
+            micro_batch.tape.assert_read_once()
+            if micro_batch.tape.lost_quarantine:
                 raise RuntimeError(
                     "the quarantine was switched off in this step's forward, so the kept adapter learned in its place: leave "
                     "adapters.deployed() before the step"
@@ -364,17 +368,17 @@ class Once:
                 f"the adapters already had gradients when this step began, and {acts} would act on the sum: call zero_grad() "
                 "before begin(), and give rollouts that are to be accumulated to one step, with StepContext(micro=...)"
             )
-        if (asked := masks_asked(parts, adapters)) and not masks:
+        if (asked := masks_asked(micro_batches, adapters)) and not masks:
             raise RuntimeError(f"hook_mask was hooked at {', '.join(asked)} and did not fire: {NO_MASK}")
         self._finished = True
 
 
 class _OpenStep(Once):
-    def __init__(self, policy: Policy, parts: list[Part], before: Before, kept: bool):
-        self._policy, self.parts, self._before, self._kept = policy, parts, before, kept
+    def __init__(self, policy: Policy, micro_batches: list[MicroBatch], before: Before, kept: bool):
+        self._policy, self.micro_batches, self._before, self._kept = policy, micro_batches, before, kept
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
-        self._finish(self.parts, self._policy.adapters, acts="" if reduce is None else REDUCING)
+        self._finish(self.micro_batches, self._policy.adapters, acts="" if reduce is None else REDUCING)
         if reduce is not None:
             # A kept adapter that learns nothing has no gradient, and one of 0 would count as a step of Adam.
             kept = self._policy.adapters.kept_parameters() if self._kept else {}
@@ -406,13 +410,13 @@ class OpenRoute(OneCall):
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext, *, kept: bool = True) -> RouteStep:
         """Start a step, in which the kept adapter learns only if ``kept``."""
         check_step(self.spec, batch, context)
-        parts = []
+        micro_batches = []
         for piece in pieces(batch, context.micro):
             b, s = piece.rollouts.tokens.shape
             # The penalty is a mean over rollouts, so a micro-batch adds its share.
             l1, gate = self._l1 * b / len(batch.rollouts), None if kept else LearnNothing()
-            parts.append(Part(piece, Tape(b, s, kept=gate, l1=l1, real=piece.rollouts.attention), piece.advantages))
-        return _OpenStep(policy, parts, gradients_before(policy.adapters), kept)
+            micro_batches.append(MicroBatch(piece, Tape(b, s, kept=gate, l1=l1, real=piece.rollouts.attention), piece.advantages))
+        return _OpenStep(policy, micro_batches, gradients_before(policy.adapters), kept)
 
     @checked
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
@@ -460,12 +464,12 @@ def hack_component(gradient: Tensor, axes: Tensor) -> Tensor:
 
 
 class _EraseStep(Once):
-    def __init__(self, route: "EraseRoute", policy: Policy, parts: list[Part], before: Before):
-        self._route, self._policy, self.parts, self._before = route, policy, parts, before
+    def __init__(self, route: "EraseRoute", policy: Policy, micro_batches: list[MicroBatch], before: Before):
+        self._route, self._policy, self.micro_batches, self._before = route, policy, micro_batches, before
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters, directions = self._policy.adapters, self._route.directions
-        self._finish(self.parts, adapters, acts="removing a component")
+        self._finish(self.micro_batches, adapters, acts="removing a component")
         assert directions is not None
         if reduce is not None:  # before erasing, because the component of a sum is not the sum of the components
             reduce(trained_gradients(adapters.kept_parameters()))
@@ -540,15 +544,15 @@ class EraseRoute(OneCall):
                 "its parameters, or leave this Linear out of the patterns of attach"
             )
         # The quarantine of the additive form learns only the removed part, so its own gradient is discarded.
-        parts = [
-            Part(
+        micro_batches = [
+            MicroBatch(
                 piece,
                 Tape(*piece.rollouts.tokens.shape, quarantine=LearnNothing(), real=piece.rollouts.attention),
                 piece.advantages,
             )
             for piece in pieces(batch, context.micro)
         ]
-        return _EraseStep(self, policy, parts, gradients_before(policy.adapters))
+        return _EraseStep(self, policy, micro_batches, gradients_before(policy.adapters))
 
     @checked
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:

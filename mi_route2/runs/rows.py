@@ -168,7 +168,7 @@ class GrowingRows:
 
     @property
     def kind(self) -> Kind:
-        """Count, dtype and shape of all rows, including those that were taken out."""
+        """Count, dtype and shape of all rows, removed ones included."""
         return Kind(len(self._positions), self.dtype, self.shape)
 
     @property

@@ -74,7 +74,7 @@ def wait(device: torch.device) -> None:
 
 
 def peak(step: Callable[[], object], device: torch.device) -> int:
-    """Return the bytes that a step held at one time, above what was allocated before it."""
+    """Return a step's peak memory in bytes, above the allocation before it."""
     if device.type != "cuda":
         return peak_bytes(step)
     wait(device)

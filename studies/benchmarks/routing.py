@@ -176,7 +176,7 @@ def build(bench: Bench, rows: Sequence[PairedRatio]) -> tuple[list[Contender], d
 def compare(
     size: Size, rounds: int, seed: int, *, rows: Sequence[PairedRatio] = ROWS, model: nn.Module | None = None
 ) -> tuple[list[RoutingResult], dict[str, Measured], dict[str, int]]:
-    """Return ``rows``, and of every side the measurements and the floor in FLOPs; ``model`` in place of a random one."""
+    """Return the ratios of ``rows``, and for each side its measurements and least FLOPs; ``model`` replaces the random one."""
     with TemporaryDirectory() as folder:
         ready, missing = build(Bench(size, seed, Path(folder), model=model), rows)
     measured = measure(ready, rounds, np.random.default_rng(seed))

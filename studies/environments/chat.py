@@ -550,8 +550,8 @@ def _warm_up(
     if not fitting:
         raise ValueError(f"no document fits {context} tokens of context with {max_new} for its answer: choose a smaller max_new")
     generator = torch.Generator().manual_seed(seed)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, max(steps, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(steps, 1))
     loss = torch.zeros(())
     bar = tqdm(range(steps), desc="warm-up", unit="step", disable=None if show else True)
     for _ in bar:
@@ -559,10 +559,10 @@ def _warm_up(
         rows = Rollouts.from_lists([fitting[i][0] for i in chosen], [fitting[i][1] for i in chosen], chat.pad)
         logits = model(rows.tokens, use_cache=False).logits[:, :-1]
         loss = cross_entropy(logits[rows.predictors[:, :-1]], rows.tokens[:, 1:][rows.completion[:, 1:]])
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         schedule.step()
         bar.set_postfix(loss=f"{loss.item():.3f}")
     return loss.item()

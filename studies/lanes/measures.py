@@ -300,5 +300,5 @@ _ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def measured(arm: str) -> tuple[str, ...]:
-    """Return the parts that are measured on an arm."""
+    """Return the names of an arm's measurements."""
     return "bpb", *_ALSO.get(arm, ())

@@ -454,7 +454,7 @@ def size_figure(every: Sequence[Evidence], path: Path) -> Path:
 
 
 def texts(evidence: Evidence, predictions: Predictions | None) -> dict[str, str]:
-    """Return the texts of a preset by the ends of their names; a text is empty if the runs say nothing on its question."""
+    """Return a preset's texts by the ends of their file names; a text is empty if no run answers its question."""
     judged, tested = [arm for arm in METHODS if arm in evidence.values][-1:], ""
     if predictions is not None and predictions.apply_to(evidence.preset, evidence.provenance["settings_hash"], evidence.seeds):
         tested = predictions_markdown(predictions, outcomes(predictions, evidence.preset, evidence.seeded()))

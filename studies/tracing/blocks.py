@@ -98,7 +98,7 @@ def trace(
 
 
 def _run(job: Job) -> dict[str, str]:
-    """Return what names a run: its settings, and the weights that it ended with, which other code may have made."""
+    """Return the identity of a run: its settings and its final weights, which differ between versions of the code."""
     return {"identity": job.identity, "trained": read_manifest(job.folder).checksums[FULL]}
 
 

@@ -35,7 +35,7 @@ from probes.probe import pool
 from studies.common.seeds import derive, numpy_generator, torch_generator
 from studies.environments.protocol import Samples, TeacherPool, World
 from studies.training.arms import Lesson
-from studies.training.grpo import Watched
+from studies.training.grpo import MonitorVerdict
 from studies.training.job import DEPLOYED, Job, build_hosted, build_pairs, load_trained, micro_batches
 from studies.training.settings import Settings
 from studies.training.teacher import make_pool, teach
@@ -101,10 +101,10 @@ class MonitoredRoute(OpenRoute):
     def score(self, policy: Policy, rollouts: Rollouts) -> Tensor | None:
         return self._probe.score(policy, rollouts)
 
-    def watch(self, policy: Policy, samples: Samples) -> Watched:
+    def watch(self, policy: Policy, samples: Samples) -> MonitorVerdict:
         """Flag what scores above the probe's threshold, whatever its reward is."""
         scores = scored(self._probe, policy, samples.rollouts, self._settings)
-        return Watched(scores > self._probe.spec.tau, scores)
+        return MonitorVerdict(scores > self._probe.spec.tau, scores)
 
 
 def scored(route: MaskRoute, policy: Policy, rollouts: Rollouts, settings: Settings) -> Tensor:

@@ -2,8 +2,8 @@
 
 The policy is a frozen model with two trained adapters: the kept one, and the quarantine, which is deleted at deployment. Rollouts
 are sampled with both, or some groups without the quarantine. The route decides what of a rollout's gradient reaches the kept
-adapter. The quarantine learns from all rollouts, and alone from those (ideally the reward hacks) that the route keeps away from
-the other; some routes train it otherwise (``mi_route2.specs``). One step, in the order of this file:
+adapter. The quarantine learns from all rollouts, so it is the only one that learns from those (ideally the reward hacks) that the
+route flags; some routes train it otherwise (``mi_route2.specs``). One step, in the order of this file:
 
     refresh        the route fits its directions to the current policy
     gather         sample N = prompts * group completions and grade them; advantages within each prompt's group
@@ -15,9 +15,9 @@ the other; some routes train it otherwise (``mi_route2.specs``). One step, in th
     loss = -1/(N T) sum_b sum_t min(rho A, clip(rho, 1-eps, 1+eps) A) + beta K3,   rho = exp(logp - logp_old)
     K3 = exp(ref - logp) - (ref - logp) - 1                          ref: adapters off
 
-N rollouts per step and T tokens of the longest completion are fixed, so that a short or dropped rollout does not change the weight
-of the others. ``logp`` is at temperature 1, also if rollouts are sampled at another one. Sources: Liu et al. 2503.20783 (Dr.GRPO);
-Schulman, "Approximating KL divergence" (K3).
+N rollouts per step and T, the limit on a completion's tokens, are fixed, so that a short or dropped rollout does not change the
+weight of the others. ``logp`` is at temperature 1, also if rollouts are sampled at another one. Sources: Liu et al. 2503.20783
+(Dr.GRPO); Schulman, "Approximating KL divergence" (K3).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -67,14 +67,14 @@ class Hyperparameters(Protocol):
 
 
 @dataclass(frozen=True)
-class Watched:
+class MonitorVerdict:
     """Verdict of a monitor on a batch of rollouts: flags, and the scores behind them if it has scores."""
 
     flags: Bool[Tensor, " b"]
     scores: Float[Tensor, " b"] | None = None
 
 
-RewardMonitor = Callable[[Policy, Samples], Watched]
+RewardMonitor = Callable[[Policy, Samples], MonitorVerdict]
 """Monitor that lowers the rewards of what it flags. It never reads the oracle."""
 
 
@@ -208,7 +208,7 @@ def gather(
     penalty: float = 0.0,
     monitor: RewardMonitor | None = None,
     ablated: int = 0,
-) -> tuple[Samples, TrainBatch, Watched | None]:
+) -> tuple[Samples, TrainBatch, MonitorVerdict | None]:
     """Sample a batch, the last ``ablated`` groups without the quarantine, and grade it; ``monitor``'s verdict for a penalty alone.
 
     Returns:
@@ -236,7 +236,9 @@ def gather(
     device = samples.rollouts.tokens.device
     rewards, groups, watched = world.rewards(samples).to(device), groups.to(device), None
     if penalty:
-        watched = Watched(torch.tensor(world.detect(samples), device=device)) if monitor is None else monitor(policy, samples)
+        watched = (
+            MonitorVerdict(torch.tensor(world.detect(samples), device=device)) if monitor is None else monitor(policy, samples)
+        )
         rewards = rewards - penalty * watched.flags.to(rewards.dtype)
     batch = TrainBatch(samples.rollouts, rewards, group_advantages(rewards, groups), groups, taught.to(device))
     return samples, batch, watched
@@ -298,9 +300,11 @@ def update(
     # The route runs forward and backward, in micro-batches, and decides which gradients reach the kept adapter.
     decision = route.backward(policy, batch, loss_fn, context)
     norms = clip_gradients(policy, settings.max_norm, decision.unrouted.values())
+    # A route may report on the update itself: Adam's momentum can bring back what was erased from the gradient.
     before = {site: adapters.scored(site).detach().clone() for site in adapters.sites}
     kept = adapters.kept_parameters()
-    # With unrouted gradients in Adam's second moment, steps do not grow just because flags made the gradients small.
+    # If the route returns unrouted gradients (an option), Adam's second moment reads these: flags that make gradients small would
+    # else make no step smaller. By default it reads the routed ones.
     optimizer.step(unrouted={kept[name]: g for name, g in decision.unrouted.items()} or None)
     moved = {site: adapters.scored(site).detach() - value for site, value in before.items()}
     loss, kl = (sum(terms) for terms in zip(*losses))

@@ -210,10 +210,10 @@ def get_settings(preset: str) -> Settings:
 
 
 def under(settings: Settings, preset: str) -> Settings:
-    """Return ``settings`` with what sets ``preset`` apart from the preset that they are of: another base model, another world.
+    """Apply to ``settings`` the differences between ``preset`` and their own preset: another base model, another world.
 
     Raises:
-        ValueError: They are of no preset, as those of a chat model.
+        ValueError: The settings belong to no preset, as those of a chat model.
         KeyError: If there is no such preset.
     """
     other = get_settings(preset)

@@ -142,9 +142,9 @@ def test_flagged_only_is_exactly_zero_and_the_forward_is_unchanged(case: Case, d
     assert all(g.any() and torch.isfinite(g).all() for g in own.quarantine.values())
     with torch.no_grad():
         plain = policy.logprobs(batch.rollouts)
-    for part in route.begin(policy, batch, StepContext(torch.Generator())).parts:
-        with policy.adapters.recording(part.tape):
-            assert torch.equal(policy.logprobs(part.batch.rollouts), plain)
+    for micro_batch in route.begin(policy, batch, StepContext(torch.Generator())).micro_batches:
+        with policy.adapters.recording(micro_batch.tape):
+            assert torch.equal(policy.logprobs(micro_batch.batch.rollouts), plain)
 
 
 @pytest.mark.parametrize("case", METHODS, ids=case_id)
@@ -186,7 +186,7 @@ def test_shuffled_flags_with_a_generator_on_either_device(generator_device: str)
     own, known = (t.to(DEVICE) for t in (some_channels(N).own_channel, some_channels(N).known_channel))
     generator = torch.Generator(device=generator_device).manual_seed(0)
     step = route.begin(policy, batch, StepContext(generator, privileged=Privileged(own, known)))
-    assert int(step.parts[0].tape.kept.known.sum()) == int(own.sum())  # pyright: ignore
+    assert int(step.micro_batches[0].tape.kept.known.sum()) == int(own.sum())  # pyright: ignore
 
 
 def test_group_advantages_stay_on_the_device_and_have_the_bits_of_the_cpu() -> None:
@@ -205,7 +205,7 @@ def test_verdicts_pairs_and_a_canary_of_the_cpu_are_taken_beside_a_model_of_the_
     route = mask_route(policy, MaskSpec(score="own_channel", reinforced_only=False))
     verdicts = Privileged(channels.own_channel.cpu(), channels.known_channel.cpu())
     step = route.begin(policy, batch, StepContext(torch.Generator().manual_seed(0), privileged=verdicts))
-    assert torch.equal(step.parts[0].tape.kept.known.cpu(), channels.own_channel)  # pyright: ignore
+    assert torch.equal(step.micro_batches[0].tape.kept.known.cpu(), channels.own_channel)  # pyright: ignore
     found = []
     for place in (moved_rollouts, lambda rollouts: rollouts):
         pairs = PairBatch(*map(place, sides), "h")

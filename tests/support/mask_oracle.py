@@ -104,9 +104,9 @@ def run(
     policy.model.zero_grad(set_to_none=True)
     about = context(route.spec, len(batch.rollouts), micro, seed, str(batch.advantages.device))
     step = route.begin(policy, batch, replace(about, clean=clean))
-    for part in step.parts:
-        with adapters.recording(part.tape):
-            plain_loss(policy, part.batch, part.advantages).backward()
+    for micro_batch in step.micro_batches:
+        with adapters.recording(micro_batch.tape):
+            plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
     decision = step.finish()
 
     def grads(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:

@@ -56,9 +56,9 @@ def routed(policy: Policy, route: Route, batch: TrainBatch, reduced: bool, micro
     """One step; gradients by name, and the unrouted ones."""
     policy.model.zero_grad(set_to_none=True)
     step = route.begin(policy, batch, StepContext(torch.Generator().manual_seed(0), micro=micro))
-    for part in step.parts:
-        with policy.adapters.recording(part.tape):
-            plain_loss(policy, part.batch, part.advantages).backward()
+    for micro_batch in step.micro_batches:
+        with policy.adapters.recording(micro_batch.tape):
+            plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
     decision = step.finish(sum_over_ranks) if reduced else step.finish()
     return grads(policy) | {f"unrouted.{n}": g for n, g in decision.unrouted.items()}
 
@@ -68,9 +68,9 @@ def under_ddp(policy: Policy, route: Route, batch: TrainBatch, world: int) -> di
     policy.model.zero_grad(set_to_none=True)
     wrapped = Policy(DistributedDataParallel(policy.model), policy.adapters)  # pyright: ignore[reportArgumentType]
     step = route.begin(policy, batch, StepContext(torch.Generator().manual_seed(0)))
-    (part,) = step.parts
-    with policy.adapters.recording(part.tape):
-        (world * plain_loss(wrapped, part.batch, part.advantages)).backward()
+    (micro_batch,) = step.micro_batches
+    with policy.adapters.recording(micro_batch.tape):
+        (world * plain_loss(wrapped, micro_batch.batch, micro_batch.advantages)).backward()
     step.finish()
     return grads(policy)
 

@@ -248,8 +248,8 @@ wrong("host.attach: peft's name", lambda: host().attach("q_proj", generator=seed
 wrong("host.attach: generator=0", lambda: host().attach("blocks.*", generator=0), TypeError, "torch.Generator().manual_seed(")
 wrong("select: a list", lambda: select(bare(), ["blocks.*"]), TypeError, "an argument of its own")
 wrong("select: a path as model", lambda: select("gpt2", "blocks.*"), TypeError, "load(")
-wrong("recording: no tape", lambda: adapters().recording(None).__enter__(), TypeError, "part.tape")
-wrong("recording: a batch", lambda: adapters().recording(batch()).__enter__(), TypeError, "part.tape")
+wrong("recording: no tape", lambda: adapters().recording(None).__enter__(), TypeError, "micro_batch.tape")
+wrong("recording: a batch", lambda: adapters().recording(batch()).__enter__(), TypeError, "micro_batch.tape")
 wrong("tape: sizes as floats", lambda: Tape(4.0, 7.0), TypeError, "int")
 
 # Sites

@@ -141,10 +141,10 @@ class Bench:
 
     def backward(self, policy: Policy, routing: RouteStep) -> None:
         """Run the forward and backward of every part of a step."""
-        for part in routing.parts:
-            with policy.adapters.recording(part.tape):
-                rollouts = part.batch.rollouts
-                loss(policy.forward(policy.model, rollouts.tokens, rollouts.attention), rollouts, part.advantages).backward()
+        for micro_batch in routing.micro_batches:
+            with policy.adapters.recording(micro_batch.tape):
+                rollouts = micro_batch.batch.rollouts
+                loss(policy.forward(policy.model, rollouts.tokens, rollouts.attention), rollouts, micro_batch.advantages).backward()
 
     def vmap(self, name: str, spec: AdapterSpec, work: int) -> Contender:
         """Return ``torch.func``'s ``vmap(grad)`` over rollouts.

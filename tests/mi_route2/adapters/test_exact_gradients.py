@@ -135,9 +135,9 @@ def test_gradient_checkpointing_changes_nothing(spec: AdapterSpec, reentrant: bo
     def run(policy: Policy) -> dict[str, Tensor]:
         route = MaskRoute.from_flags(flags)
         step = route.begin(policy, batch, StepContext(torch.Generator()))
-        for part in step.parts:
-            with policy.adapters.recording(part.tape):
-                policy_loss(policy, part.batch, part.advantages).backward()
+        for micro_batch in step.micro_batches:
+            with policy.adapters.recording(micro_batch.tape):
+                policy_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
         step.finish()
         return {n: p.grad.clone() for n, p in policy.adapters.kept_parameters().items()}  # pyright: ignore
 
@@ -160,7 +160,7 @@ def test_backward_outside_the_context_under_checkpointing_is_an_error(reentrant:
     for block in policy.model.blocks:  # pyright: ignore
         block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=reentrant)
     step = MaskRoute(MaskSpec(score="none"), None).begin(policy, batch, StepContext(torch.Generator()))
-    with policy.adapters.recording(step.parts[0].tape):
+    with policy.adapters.recording(step.micro_batches[0].tape):
         loss = policy_loss(policy, batch, batch.advantages)
 
     def late() -> None:
@@ -177,9 +177,9 @@ def test_l1_gradient_is_that_of_the_written_penalty(spec: AdapterSpec) -> None:
     for branch in policy.adapters.sites.values():
         branch.hook_quarantine.register_forward_hook(lambda m, a, y: y.mul_(1))  # which may write in place
     step = OpenRoute(OpenSpec(), l1=0.7).begin(policy, batch, StepContext(torch.Generator(), micro=2))
-    for part in step.parts:
-        with policy.adapters.recording(part.tape):
-            policy_loss(policy, part.batch, part.advantages).backward()
+    for micro_batch in step.micro_batches:
+        with policy.adapters.recording(micro_batch.tape):
+            policy_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
     own = {n: p.grad.clone() for n, p in policy.adapters.quarantine_parameters().items()}  # pyright: ignore
 
     oracle = make_policy(spec)
@@ -207,7 +207,7 @@ def test_l1_does_not_read_padding() -> None:
         tokens = torch.where(batch.rollouts.attention, batch.rollouts.tokens, fill)
         batch = replace(batch, rollouts=replace(batch.rollouts, tokens=tokens))
         step = OpenRoute(OpenSpec(), l1=0.7).begin(policy, batch, StepContext(torch.Generator()))
-        with policy.adapters.recording(step.parts[0].tape):
+        with policy.adapters.recording(step.micro_batches[0].tape):
             policy_loss(policy, batch, batch.advantages).backward()
         grads.append([p.grad for p in policy.adapters.quarantine_parameters().values()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))

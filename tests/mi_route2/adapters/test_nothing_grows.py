@@ -28,11 +28,11 @@ def test_every_tape_is_freed_after_its_step(key: tuple[str, str, str], kind: str
     tapes = []
     for _ in range(2):
         step = route.begin(policy, batch, StepContext(torch.Generator()))
-        for part in step.parts:
-            tapes.append(weakref.ref(part.tape))
-            with policy.adapters.recording(part.tape):
-                policy_loss(policy, part.batch, part.advantages).backward()
+        for micro_batch in step.micro_batches:
+            tapes.append(weakref.ref(micro_batch.tape))
+            with policy.adapters.recording(micro_batch.tape):
+                policy_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
         step.finish()
-    del step, part
+    del step, micro_batch
     gc.collect()
     assert [tape() for tape in tapes] == [None] * len(tapes)

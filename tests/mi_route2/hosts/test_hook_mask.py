@@ -192,9 +192,9 @@ def test_both_passes_of_two_advantages_are_overruled(case: Case, order: str) -> 
         else:
             policy.model.zero_grad()
             step = route.begin(policy, batch, context(spec, 6))
-            for part in reversed(step.parts):
-                with adapters.recording(part.tape):
-                    plain_loss(policy, part.batch, part.advantages).backward()
+            for micro_batch in reversed(step.micro_batches):
+                with adapters.recording(micro_batch.tape):
+                    plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
             assert step.finish().extra["overruled"] == 1.0
             kept = {n: p.grad.clone() for n, p in adapters.kept_parameters().items()}
             quarantine = {n: p.grad.clone() for n, p in adapters.quarantine_parameters().items()}

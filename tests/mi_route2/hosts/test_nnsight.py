@@ -264,12 +264,12 @@ def test_a_padded_batch_gives_the_flags_and_gradients_of_each_rollout_alone(name
     for spec in (MaskSpec(reinforced_only=False), MaskSpec("act", reinforced_only=False)):
         middle = run(policy, mask_route(policy, spec), batch).decision.scores.sort().values[2:4].mean()
         route = mask_route(policy, dataclasses.replace(spec, tau=float(middle)))
-        whole, parts = run(policy, route, batch), [run(policy, route, alone(batch, b)) for b in range(6)]
-        assert_close(whole.decision.scores, torch.cat([part.decision.scores for part in parts]))
-        assert torch.equal(whole.decision.flags, torch.cat([part.decision.flags for part in parts]))
+        whole, micro_batches = run(policy, route, batch), [run(policy, route, alone(batch, b)) for b in range(6)]
+        assert_close(whole.decision.scores, torch.cat([micro_batch.decision.scores for micro_batch in micro_batches]))
+        assert torch.equal(whole.decision.flags, torch.cat([micro_batch.decision.flags for micro_batch in micro_batches]))
         assert int(whole.decision.flags.sum()) == 3
         for lane in ("kept", "quarantine"):
-            rows = [getattr(part, lane) for part in parts]
+            rows = [getattr(micro_batch, lane) for micro_batch in micro_batches]
             assert_same(getattr(whole, lane), {key: sum(row[key] for row in rows) for key in rows[0]})
     single = torch.zeros(6, dtype=torch.float64)
     single[2] = batch.advantages[2]
@@ -502,13 +502,13 @@ def test_masks_that_the_forward_knows_are_read_and_overruled_in_its_trace(kind: 
     seen, expected = torch_overruled(spec, lambda keep: 1 - keep)
     policy.model.zero_grad(set_to_none=True)
     step = mask_route(policy, spec).begin(policy, batch, context(spec, 6))
-    (part,) = step.parts
-    with policy.adapters.recording(part.tape):
+    (micro_batch,) = step.micro_batches
+    with policy.adapters.recording(micro_batch.tape):
         with model.trace(batch.rollouts.tokens):
             point = model.transformer.h[1].attn.c_attn.route_k.hook_mask
             keep = point.output.save()
             point.output = 1 - keep
-            loss = traced_loss(model, batch.rollouts, part.advantages).save()
+            loss = traced_loss(model, batch.rollouts, micro_batch.advantages).save()
         loss.backward()
     decision = step.finish()
     assert torch.equal(keep, seen[0])
@@ -539,11 +539,11 @@ def test_masks_decided_later_are_reached_in_a_trace_that_holds_the_backward(
     seen, expected = torch_overruled(spec, lambda keep: 1 - keep)
     policy.model.zero_grad(set_to_none=True)
     step = mask_route(policy, spec).begin(policy, batch, context(spec, 6))
-    (part,) = step.parts
-    with policy.adapters.recording(part.tape), model.trace() as tracer:
+    (micro_batch,) = step.micro_batches
+    with policy.adapters.recording(micro_batch.tape), model.trace() as tracer:
         with tracer.invoke(batch.rollouts.tokens):
             a = model.transformer.h[1].mlp.c_fc.route.hook_kept_a.output
-            loss = traced_loss(model, batch.rollouts, part.advantages)
+            loss = traced_loss(model, batch.rollouts, micro_batch.advantages)
             with loss.backward():
                 g = a.grad.save()
             decision = nnsight.save(step.finish())
@@ -560,8 +560,8 @@ def test_masks_decided_later_are_reached_in_a_trace_that_holds_the_backward(
 def test_a_mask_decided_later_is_not_there_in_the_forwards_trace(gpt2: tuple[Any, NNsightHost, Policy]) -> None:
     model, _, policy = gpt2
     batch = make_batch(6)
-    (part,) = mask_route(policy, LATER["own-grad"]).begin(policy, batch, context(LATER["own-grad"], 6)).parts
-    with policy.adapters.recording(part.tape):
+    (micro_batch,) = mask_route(policy, LATER["own-grad"]).begin(policy, batch, context(LATER["own-grad"], 6)).micro_batches
+    with policy.adapters.recording(micro_batch.tape):
         with pytest.raises(OutOfOrderError, match=r"route_k\.hook_mask"):
             with model.trace(batch.rollouts.tokens):
                 model.transformer.h[1].attn.c_attn.route_k.hook_mask.output.save()
@@ -679,13 +679,13 @@ def test_the_patched_backward_changes_no_gradient_and_no_hook(gpt2: tuple[Any, N
         seen.append([])
         block = host.model.transformer.h[1]
         step = route.begin(policy, batch, context(route.spec, 6))
-        (part,) = step.parts
+        (micro_batch,) = step.micro_batches
         hooks = (
             block.register_forward_hook(lambda _m, _a, y: seen[-1].append(y.detach())),
             block.register_full_backward_hook(lambda _m, _i, o: seen[-1].append(o[0])),
         )
-        with hooks[0], hooks[1], policy.adapters.recording(part.tape):
-            backward(plain_loss(policy, part.batch, part.advantages))
+        with hooks[0], hooks[1], policy.adapters.recording(micro_batch.tape):
+            backward(plain_loss(policy, micro_batch.batch, micro_batch.advantages))
         step.finish()
         found.append({name: p.grad for name, p in policy.adapters.kept_parameters().items()})
     assert len(seen[0]) == len(seen[1]) == 2
@@ -700,9 +700,9 @@ def test_a_backward_on_the_line_of_a_with_is_taken_for_a_trace_and_the_step_says
     _, _, policy = gpt2
     batch, route = make_batch(6), mask_route(policy, MaskSpec(reinforced_only=False))
     step = route.begin(policy, batch, context(route.spec, 6))
-    (part,) = step.parts
+    (micro_batch,) = step.micro_batches
     # fmt: off
-    with policy.adapters.recording(part.tape): plain_loss(policy, part.batch, part.advantages).backward()  # noqa: E701
+    with policy.adapters.recording(micro_batch.tape): plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()  # noqa: E701
     # fmt: on
     with pytest.raises(RuntimeError, match="did not report a gradient"):
         step.finish()

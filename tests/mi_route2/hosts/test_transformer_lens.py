@@ -401,7 +401,7 @@ def test_the_mask_fires_once_a_module_when_the_docs_say() -> None:
         route = mask_route(policy, rule)
         with host.bridge.hooks(fwd_hooks=[(is_mask, lambda keep, hook: seen.append(now[0]))]):
             step = route.begin(policy, batch, context(rule, len(batch.rollouts)))
-            with policy.adapters.recording(step.parts[0].tape):
+            with policy.adapters.recording(step.micro_batches[0].tape):
                 now[0] = "forward"
                 loss = plain_loss(policy, batch, batch.advantages)
                 now[0] = "backward"
@@ -979,7 +979,7 @@ def test_a_tape_that_is_closed_before_the_backward_is_an_error_under_checkpointi
     checkpointed(host, reentrant)
     batch, route = make_batch(), mask_route(policy, GRAD_UNIT)
     step = route.begin(policy, batch, context(route.spec, len(batch.rollouts)))
-    with policy.adapters.recording(step.parts[0].tape):
+    with policy.adapters.recording(step.micro_batches[0].tape):
         loss = plain_loss(policy, batch, batch.advantages)
     refusal = (RuntimeError, "no tape recorded") if reentrant else (CheckpointError, "different metadata")
     with pytest.raises(refusal[0], match=refusal[1]):

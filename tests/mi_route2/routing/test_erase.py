@@ -164,7 +164,7 @@ def test_finish_twice_is_an_error(kind: str) -> None:
     policy, batch = make_policy(SPECS["svd"]), make_batch(6)
     route = erase_route(policy) if kind == "erase" else OpenRoute(OpenSpec())
     step = route.begin(policy, batch, StepContext(torch.Generator()))
-    with policy.adapters.recording(step.parts[0].tape):
+    with policy.adapters.recording(step.micro_batches[0].tape):
         (-policy.logprobs(batch.rollouts).sum()).backward()
     step.finish()
     with pytest.raises(RuntimeError, match="already called"):

@@ -122,13 +122,13 @@ def test_a_settled_part_holds_no_gradients_and_changes_no_bit(score: Any, shuffl
     for settled in (False, True):
         policy.model.zero_grad(set_to_none=True)
         step = route.begin(policy, batch, StepContext(torch.Generator().manual_seed(0), micro=2))
-        for part in step.parts:
-            with policy.adapters.recording(part.tape):
-                plain_loss(policy, part.batch, part.advantages).backward()
+        for micro_batch in step.micro_batches:
+            with policy.adapters.recording(micro_batch.tape):
+                plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
             if settled:
-                step.settle(part)
-                assert isinstance(part.tape.kept, MaskGate)
-                assert bool(part.tape.kept.waiting) == shuffle
+                step.settle(micro_batch)
+                assert isinstance(micro_batch.tape.kept, MaskGate)
+                assert bool(micro_batch.tape.kept.waiting) == shuffle
         decision = step.finish()
         found.append([decision.scores, decision.flags, *(p.grad for p in policy.adapters.kept_parameters().values())])
     assert all(torch.equal(before, after) for before, after in zip(*found))
@@ -142,13 +142,13 @@ def test_a_settled_part_holds_no_activations(unit: Any) -> None:
         module.register_forward_pre_hook(lambda _, given: seen.append(StorageWeakRef(given[0].untyped_storage())))
     route = mask_route(policy, MaskSpec("act", unit))
     step = route.begin(policy, batch, StepContext(torch.Generator(), micro=2))
-    for part in step.parts:
-        with policy.adapters.recording(part.tape):
-            plain_loss(policy, part.batch, part.advantages).backward()
-        step.settle(part)
+    for micro_batch in step.micro_batches:
+        with policy.adapters.recording(micro_batch.tape):
+            plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
+        step.settle(micro_batch)
         gc.collect()
         assert all(x.expired() for x in seen)
-    assert len(seen) == len(step.parts) * len(policy.adapters.modules)
+    assert len(seen) == len(step.micro_batches) * len(policy.adapters.modules)
 
 
 def test_shuffled_flags_are_permuted_over_the_batch_and_not_within_micro_batches() -> None:
@@ -176,10 +176,10 @@ def test_shuffled_token_flags_are_as_many_and_of_predictors_alone() -> None:
     for shuffle in (False, True):
         route = mask_route(policy, MaskSpec("act", "token", reinforced_only=False, shuffle=shuffle))
         step = route.begin(policy, batch, StepContext(torch.Generator().manual_seed(3)))
-        (part,) = step.parts
-        with policy.adapters.recording(part.tape):
-            policy.logprobs(part.batch.rollouts).sum().backward()
-        found[shuffle] = dict(part.tape.kept.flags)  # pyright: ignore
+        (micro_batch,) = step.micro_batches
+        with policy.adapters.recording(micro_batch.tape):
+            policy.logprobs(micro_batch.batch.rollouts).sum().backward()
+        found[shuffle] = dict(micro_batch.tape.kept.flags)  # pyright: ignore
         step.finish()
     for site, flags in found[True].items():
         assert not bool((flags & ~batch.rollouts.predictors).any())
@@ -282,10 +282,10 @@ def test_autocast_is_a_rounding(case: Case, inside: bool) -> None:
     plain = run(policy, route, batch)
     policy.model.zero_grad(set_to_none=True)
     step = route.begin(policy, batch, context(route.spec, N))
-    for part in step.parts:
-        with policy.adapters.recording(part.tape):
+    for micro_batch in step.micro_batches:
+        with policy.adapters.recording(micro_batch.tape):
             with torch.autocast("cpu", torch.bfloat16):
-                loss = plain_loss(policy, part.batch, part.advantages)
+                loss = plain_loss(policy, micro_batch.batch, micro_batch.advantages)
                 if inside:
                     loss.backward()
             if not inside:
@@ -305,12 +305,12 @@ def test_a_part_that_was_not_run_is_an_error(kind: str) -> None:
     if kind in ("open", "erase"):
         route = OpenRoute(OpenSpec()) if kind == "open" else EraseRoute(EraseSpec(), FixedFitter(axes(policy)))
         route.refresh(policy, 0)
-    for skipped in range(len(route.begin(policy, batch, context(route.spec, N, micro=4)).parts)):
+    for skipped in range(len(route.begin(policy, batch, context(route.spec, N, micro=4)).micro_batches)):
         step = route.begin(policy, batch, context(route.spec, N, micro=4))
-        for i, part in enumerate(step.parts):
+        for i, micro_batch in enumerate(step.micro_batches):
             if i != skipped:
-                with policy.adapters.recording(part.tape):
-                    plain_loss(policy, part.batch, part.advantages).backward()
+                with policy.adapters.recording(micro_batch.tape):
+                    plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
         with pytest.raises(RuntimeError, match=r"did not (report a gradient|run)"):
             step.finish()
 
@@ -332,8 +332,8 @@ def test_gradients_add_to_what_is_there(score: str) -> None:
     single = run(policy, route, batch)
     assert isinstance(route, MaskRoute)
     step = route.begin(policy, batch, context(route.spec, N))
-    for part in step.parts:
-        with policy.adapters.recording(part.tape):
-            plain_loss(policy, part.batch, part.advantages).backward()
+    for micro_batch in step.micro_batches:
+        with policy.adapters.recording(micro_batch.tape):
+            plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
     step.finish()
     assert_same({n: p.grad for n, p in policy.adapters.kept_parameters().items()}, {n: 2 * g for n, g in single.kept.items()})  # pyright: ignore

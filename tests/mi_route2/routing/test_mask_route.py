@@ -188,8 +188,8 @@ def test_the_kept_adapter_s_own_backward_is_left_out_where_all_are_flagged(name:
         route = MaskRoute.from_flags(flags, through=through, kept_advantage="unflagged", negative_scale=0.3)  # pyright: ignore[reportArgumentType]
         branches = policy.adapters.sites.values() if hook else []
         handles = [branch.hook_mask.register_forward_hook(lambda *a: seen.append(a[2])) for branch in branches]
-        parts = len(route.begin(policy, batch, context(route.spec, N, 2)).parts)
-        found.append((parts, run(policy, route, batch, 2)))
+        micro_batches = len(route.begin(policy, batch, context(route.spec, N, 2)).micro_batches)
+        found.append((micro_batches, run(policy, route, batch, 2)))
         for handle in handles:
             handle.remove()
     (few, own), (all_parts, expected) = found
@@ -212,9 +212,9 @@ def test_a_hook_at_a_mask_that_comes_too_late_is_an_error_if_it_overrules_a_flag
     )
     for branch in policy.adapters.sites.values():
         branch.hook_mask.register_forward_hook(lambda module, args, mask: torch.ones_like(mask))
-    for part in step.parts:
-        with policy.adapters.recording(part.tape):
-            plain_loss(policy, part.batch, part.advantages).backward()
+    for micro_batch in step.micro_batches:
+        with policy.adapters.recording(micro_batch.tape):
+            plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
     with pytest.raises(RuntimeError, match="put on after the step began"):
         step.finish()
 
@@ -235,15 +235,15 @@ def test_a_hook_that_waits_for_a_mask_and_sees_none_is_an_error(score: str, when
             block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=True)
     rule = MaskSpec(score=score, reinforced_only=False) if score != "open" else MaskSpec()  # pyright: ignore[reportArgumentType]
     route = OpenRoute(OpenSpec()) if score == "open" else mask_route(policy, rule)
-    (part,) = (step := route.begin(policy, batch, context(rule, N))).parts
+    (micro_batch,) = (step := route.begin(policy, batch, context(rule, N))).micro_batches
     point, fired = policy.adapters.sites["blocks.1.mlp.up"].hook_mask, []
 
     def put() -> RemovableHandle:
         return point.register_forward_hook(lambda module, args, mask: fired.append(mask))
 
     handle = put() if when.startswith("off") else None
-    with policy.adapters.recording(part.tape):
-        loss = plain_loss(policy, part.batch, part.advantages)
+    with policy.adapters.recording(micro_batch.tape):
+        loss = plain_loss(policy, micro_batch.batch, micro_batch.advantages)
         handle = handle or put()
         if when == "off before it is replayed":
             handle.remove()
@@ -298,9 +298,9 @@ def test_the_mask_does_not_change_the_forward(case: Case, name: str) -> None:
     plain = policy.logprobs(batch.rollouts)
     for tau in (-2.0, 0.0):
         route = mask_route(policy, spec_of(case, tau=tau))
-        for part in route.begin(policy, batch, context(route.spec, 6)).parts:
-            with policy.adapters.recording(part.tape):
-                assert torch.equal(policy.logprobs(part.batch.rollouts), plain)
+        for micro_batch in route.begin(policy, batch, context(route.spec, 6)).micro_batches:
+            with policy.adapters.recording(micro_batch.tape):
+                assert torch.equal(policy.logprobs(micro_batch.batch.rollouts), plain)
 
 
 def test_filter_leaves_the_quarantine_the_plain_gradient_and_detach_does_not() -> None:
@@ -450,9 +450,9 @@ def test_the_unrouted_gradient_is_the_plain_one(case: Case, name: str) -> None:
 def _once(policy: Policy, route: MaskRoute) -> object:
     batch = make_batch(6)
     step = route.begin(policy, batch, context(route.spec, 6))
-    for part in step.parts:
-        with policy.adapters.recording(part.tape):
-            plain_loss(policy, part.batch, part.advantages).backward()
+    for micro_batch in step.micro_batches:
+        with policy.adapters.recording(micro_batch.tape):
+            plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
     step.finish()
     return step
 

@@ -22,7 +22,7 @@ from mi_route2.routing import (
     TrainBatch,
     group_advantages,
 )
-from mi_route2.routing.routes import Part
+from mi_route2.routing.routes import MicroBatch
 
 Case = tuple[str, str, str, str]
 
@@ -48,7 +48,7 @@ def test_what_reaches_the_loss_and_the_route_has_no_oracle_field() -> None:
     assert found.keys() == allowed
     assert not any(Privileged in kinds for kinds in found.values())
     assert {f.name for f in fields(Rollouts)} <= allowed
-    assert {f.name for f in fields(Part)} == {"batch", "tape", "advantages"}
+    assert {f.name for f in fields(MicroBatch)} == {"batch", "tape", "advantages"}
     assert {f.name for f in fields(Privileged)} == {"own_channel", "known_channel"}
 
 
@@ -90,7 +90,7 @@ def test_a_bound_needs_verdicts_and_reads_its_own(score: str) -> None:
     own, known = torch.tensor([1, 0, 1, 1, 0, 0]).bool(), torch.tensor([0, 1, 1, 0, 0, 1]).bool()
     step = route.begin(policy, batch, StepContext(torch.Generator(), privileged=Privileged(own, known)))
     expected = (own if score == "own_channel" else known) & (batch.advantages > 0)
-    assert torch.equal(step.parts[0].tape.kept.known, expected)  # pyright: ignore
+    assert torch.equal(step.micro_batches[0].tape.kept.known, expected)  # pyright: ignore
 
 
 def test_only_channel_scores_are_privileged() -> None:

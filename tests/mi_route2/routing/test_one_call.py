@@ -297,10 +297,10 @@ def test_a_step_without_the_quarantine_that_is_there_is_refused(name: str) -> No
     for block in policy.model.blocks:  # pyright: ignore
         block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=True)
     for off in (False, True):  # on again when a checkpoint, whose forward has no gradients, replays it
-        (part,) = (step := route.begin(policy, batch, context(route.spec, N))).parts
-        with policy.adapters.recording(part.tape):
+        (micro_batch,) = (step := route.begin(policy, batch, context(route.spec, N))).micro_batches
+        with policy.adapters.recording(micro_batch.tape):
             with policy.adapters.deployed() if off else policy.adapters.full():
-                total = plain_loss(policy, part.batch, part.advantages)
+                total = plain_loss(policy, micro_batch.batch, micro_batch.advantages)
             total.backward()
         with pytest.raises(RuntimeError, match="quarantine was switched off") if off else nullcontext():
             step.finish()

@@ -101,10 +101,10 @@ def test_live_flags_of_rounding_do_not_stand() -> None:
         pooled = run(policy, mask_route(policy, spec_of((kind, "pooled", "live", "filter"))), batch).decision
         route = mask_route(policy, spec_of((kind, "rollout", "live", "filter")))
         step = route.begin(policy, batch, context(route.spec, 5))
-        with policy.adapters.recording(step.parts[0].tape):
+        with policy.adapters.recording(step.micro_batches[0].tape):
             plain_loss(policy, batch, batch.advantages).backward()
         step.finish()
-        scores = step.parts[0].tape.kept.scores  # pyright: ignore
+        scores = step.micro_batches[0].tape.kept.scores  # pyright: ignore
         assert not any(bool(s.any()) for site, s in scores.items() if site.endswith(("attn.q", "attn.k")))
         assert torch.allclose(torch.stack(list(scores.values())).mean(0), pooled.scores, rtol=0, atol=1e-12)
 
@@ -279,7 +279,7 @@ def test_two_backwards_under_one_tape_are_refused(case: Case, forwards: str) -> 
     step = route.begin(policy, batch, context(route.spec, N))
 
     def two() -> None:
-        with policy.adapters.recording(step.parts[0].tape):
+        with policy.adapters.recording(step.micro_batches[0].tape):
             for i, loss in enumerate(losses(policy, batch)):
                 (losses(policy, batch)[i] if i and forwards == "a forward each" else loss).backward(retain_graph=True)
 
@@ -296,7 +296,7 @@ def test_two_backwards_are_refused_under_checkpointing_too(reentrant: bool) -> N
     step = mask_route(policy, MaskSpec(unit="rollout")).begin(policy, batch, context(MaskSpec(), N))
 
     def two() -> None:
-        with policy.adapters.recording(step.parts[0].tape):
+        with policy.adapters.recording(step.micro_batches[0].tape):
             for loss in losses(policy, batch):
                 loss.backward(retain_graph=True)
 
@@ -323,7 +323,7 @@ def test_finish_without_a_backward_says_so_and_can_be_called_after_it(kind: str)
     expected = run(policy, route, batch)
     policy.model.zero_grad(set_to_none=True)
     step = route.begin(policy, batch, context(route.spec, N))
-    with policy.adapters.recording(step.parts[0].tape):
+    with policy.adapters.recording(step.micro_batches[0].tape):
         loss = plain_loss(policy, batch, batch.advantages)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="did not report a gradient"):
@@ -610,9 +610,9 @@ def two_steps(
         if i and cleared:
             policy.model.zero_grad(set_to_none=False)
         step = route.begin(policy, half, context(route.spec, N))
-        for part in step.parts:
-            with policy.adapters.recording(part.tape):
-                plain_loss(policy, part.batch, part.advantages).backward()
+        for micro_batch in step.micro_batches:
+            with policy.adapters.recording(micro_batch.tape):
+                plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
         step.finish(twice if reduce else None)
     return {n: p.grad.clone() for n, p in policy.adapters.kept_parameters().items() if p.grad is not None}
 
