@@ -79,6 +79,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = mi_route2.Enginee
 
 
+@pytest.mark.process
 def test_the_front_door_waits_for_nothing_and_what_it_brings_is_still_checked() -> None:
     """Neither torch nor a room is imported with the package; names, rooms and the import hook's checks are as if they were."""
     code = """

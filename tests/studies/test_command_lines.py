@@ -156,6 +156,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 
+@pytest.mark.process
 def test_no_help_waits_for_a_slow_library() -> None:
     """The modules that build a parser import none of them. ``import torch`` alone takes longer than all of a help may."""
     lines = [f"{module} {command}".strip() for module, commands in HELPS.items() for command in commands]

@@ -286,6 +286,7 @@ def test_another_base_is_taken_when_that_is_meant(qwen: Path, tmp_path: Path) ->
     assert from_pretrained(load(qwen), tmp_path / "a").spec.quarantine == "none"
 
 
+@pytest.mark.process
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     """The libraries take seconds each; torch's compiler too, which its own optimizers import when they are made.
 

@@ -12,6 +12,7 @@ from studies.benchmarks.options import DeviceOptions
 from studies.benchmarks.routing import FULL, LORA, POOLED, STACKED
 
 
+@pytest.mark.process
 def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = DeviceOptions(quick=True, device="cpu", out=tmp_path / "out.json")
     options.check()

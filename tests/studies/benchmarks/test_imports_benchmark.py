@@ -29,6 +29,7 @@ def test_a_start_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> 
         start("broken")
 
 
+@pytest.mark.process
 def test_what_a_process_works_is_counted_and_its_sleep_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     works = "import time; end = time.process_time() + {}\nwhile time.process_time() < end: pass\ntime.sleep(0.3)"
     monkeypatch.setattr(imports, "STARTS", {TORCH: ("-c", works.format(0.1)), "import mi_route2": ("-c", works.format(0.35))})

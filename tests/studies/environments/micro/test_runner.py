@@ -148,6 +148,7 @@ def test_a_reply_to_another_request_is_refused() -> None:
         ("import os; os.kill(os.getpid(), 9)", "crash"),
     ],
 )
+@pytest.mark.process
 def test_a_culprit_is_marked_its_neighbours_are_not_and_the_runner_lives_on(body: str, status: str) -> None:
     with SubprocessRunner(time_limit=0.7) as runner:
         programs = [Program(solution("return x + 1"), (1,)), Program(solution(body), (1,)), Program(solution("return x + 2"), (1,))]
