@@ -475,7 +475,7 @@ class ProbeController:
 
     An engaged request gets the scale ``gain``, or with ``proportional`` the scale ``gain * clip((s - threshold + hysteresis) /
     hysteresis, 0, 1)``, which is sent again once it has changed by a twentieth of ``gain``. With ``gain = 0`` decisions are
-    recorded and nothing is changed.
+    recorded and nothing is changed; if it is set to 0 later, a request is put back at its next token.
 
     Args:
         config: the held configuration to which an engaged request is routed.
@@ -528,7 +528,7 @@ class ProbeController:
         """The shape of the site's value with which the probe was compared."""
         self.follows: dict[int, Follow] = {}
         self.decisions: deque[GainDecision] = deque(maxlen=keep)
-        """The most recent engagements, disengagements and gain changes, oldest first."""
+        """The most recent engagements, disengagements and gain changes that were not rejected, oldest first."""
 
     def on_step(self, view: StepView) -> list[Action]:
         """Return the actions for the requests of this step, and forget those that have ended or are not read any more."""
