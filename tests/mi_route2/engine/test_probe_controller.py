@@ -103,14 +103,16 @@ def test_a_gain_that_is_set_to_0_takes_back_what_it_did():
         controller.on_step(seen(0, 0.0, request=1))
         assert controller.on_step(seen(0, 2.0)) == [Override(0, "c"), SetScale(1.0, 0)]
         controller.gain = 0.0
-        assert controller.steers((), 0) and not controller.steers(("m",), 1)  # until it has put the request back
+        assert controller.steers((), 0)  # until it has put the request back
+        assert not controller.steers(("m",), 1)
         if unread:
             answers = [controller.on_step(seen(step, 0.0, readings={})) for step in range(UNREAD + 1)]
             assert answers == [[]] * UNREAD + [back]
         else:
             assert fed(controller, [2.0, 2.0]) == [back, []]
             assert [one[2:] for one in controller.decisions] == [(True, 2.0, 1.0), (True, 2.0, 0.0)]
-        assert not controller.on_step(seen(9, 2.0, request=1)) and not controller.steers((), 0)
+        assert not controller.on_step(seen(9, 2.0, request=1))
+        assert not controller.steers((), 0)
     controller.gain = 0.5
     assert controller.on_step(seen(10, 2.0, request=1)) == [Override(1, "c"), SetScale(0.5, 1)]
 
@@ -209,7 +211,8 @@ def test_a_configuration_that_is_not_held_leaves_the_requests_own_vectors_alone(
         controllers.after_step(seen(step, score), state)
         if when == "never":
             assert state.fingerprint(0, decode=True) == before
-            assert not (controller.decisions or controller.follows[0].engaged)
+            assert not controller.decisions
+            assert not controller.follows[0].engaged
         else:
             assert (state.routing(0).name, state.scale_of(0)) == ("c", controller.decisions[-1].gain)
             if step == 0:
