@@ -405,6 +405,8 @@ class Controllers:
                 continue
             controller_outcomes = apply_all(state, actions, controller.name)
             self.ledger.record(controller_outcomes, view.step)
+            if isinstance(controller, ProbeController):
+                controller.take_back(view.step, controller_outcomes)
             outcomes += controller_outcomes
         self._times.append(time.perf_counter() - start)
         return outcomes
@@ -473,7 +475,7 @@ class ProbeController:
 
     An engaged request gets the scale ``gain``, or with ``proportional`` the scale ``gain * clip((s - threshold + hysteresis) /
     hysteresis, 0, 1)``, which is sent again once it has changed by a twentieth of ``gain``. With ``gain = 0`` decisions are
-    recorded and nothing is changed.
+    recorded and nothing is changed; if it is set to 0 later, a request is put back at its next token.
 
     Args:
         config: the held configuration to which an engaged request is routed.
@@ -526,7 +528,7 @@ class ProbeController:
         """The shape of the site's value with which the probe was compared."""
         self.follows: dict[int, Follow] = {}
         self.decisions: deque[GainDecision] = deque(maxlen=keep)
-        """The most recent engagements, disengagements and gain changes, oldest first."""
+        """The most recent engagements, disengagements and gain changes that were not rejected, oldest first."""
 
     def on_step(self, view: StepView) -> list[Action]:
         """Return the actions for the requests of this step, and forget those that have ended or are not read any more."""
@@ -538,12 +540,21 @@ class ProbeController:
                 actions += self._decide(view.step, request.request, value)
             elif request.token is not None and (follow := self.follows.get(request.request)) is not None:
                 follow.unread += 1
-                if follow.unread > UNREAD and self.follows.pop(request.request).engaged and self.gain:
+                if follow.unread > UNREAD and self._acts(self.follows.pop(request.request)):
                     actions += (ClearOverride(request.request), SetScale(1.0, request.request))
         if view.unfinished is not None:
             for number in [number for number in self.follows if number not in view.unfinished]:
                 del self.follows[number]
         return actions
+
+    def take_back(self, step: int, outcomes: Iterable[Outcome]) -> None:
+        """Take back what was decided in a step for requests whose override was rejected: they are not engaged, and tried again."""
+        rejected = [one.action for one in outcomes if isinstance(one, Rejected)]
+        for request in {action.request for action in rejected if isinstance(action, Override)}:
+            if (follow := self.follows.get(request)) is not None:  # else a controller before this one has cancelled the request
+                follow.engaged, follow.gain = False, 0.0
+            for decision in [one for one in self.decisions if (one.step, one.request) == (step, request)]:
+                self.decisions.remove(decision)
 
     def demand_fit(self, shape: Callable[[Site], tuple[int, ...]]) -> None:
         """Raise ``ValueError`` if the probe does not fit its site; errors of ``shape`` propagate."""
@@ -570,7 +581,11 @@ class ProbeController:
         """
         follow = None if request is None else self.follows.get(request)
         read = not self._readings or any(name in monitors for name in self._readings)
-        return self.gain > 0 and (read or (follow is not None and follow.engaged))
+        return (read and self.gain > 0) or (follow is not None and self._acts(follow))
+
+    def _acts(self, follow: Follow) -> bool:
+        """Return whether the request is routed: a shadow engages without that, also one that has acted before."""
+        return follow.engaged and (self.gain > 0 or follow.gain > 0)
 
     def _score(self, request: RequestView) -> float | None:
         if request.token is None or (self._generated and request.position < request.prompt):
@@ -599,11 +614,11 @@ class ProbeController:
         gain = self._gain(follow.score - low) if follow.engaged else 0.0
         if was == follow.engaged and (gain == follow.gain or abs(gain - follow.gain) < STEP * self.gain):
             return []
-        follow.gain = gain
+        acted, follow.gain = follow.gain > 0, gain
         self.decisions.append(GainDecision(step, request, follow.engaged, follow.score, gain))
-        if not self.gain:
+        if not (self.gain or acted):
             return []
-        if not follow.engaged:
+        if not (self.gain and follow.engaged):  # a gain that was set to 0 takes back what it did
             return [ClearOverride(request), SetScale(1.0, request)]
         return [Override(request, self.config), SetScale(gain, request)]  # together, because the scale is the configuration's
 

@@ -570,10 +570,10 @@ class SteeringState:
             active.scale = value
         elif config is None:
             self.gain = value
-        elif (target := self._requests.config(config)).row:
+        elif (target := self._requests.config(config)).spec.base or target.spec.decode:
             target.scale = value
         else:
-            raise ValueError(f"the configuration {config!r} holds no vectors, so there is nothing to scale")
+            raise ValueError(f"the configuration {config!r} holds no vectors for generated tokens, so there is nothing to scale")
         self._forget(request)
 
     def scale_of(self, request: int) -> float:

@@ -95,6 +95,28 @@ def test_hysteresis_keeps_it_from_flapping():
     assert flips == [6, 2]
 
 
+def test_a_gain_that_is_set_to_0_takes_back_what_it_did():
+    """At the next token, read or not; a request that the controller has not engaged is left alone."""
+    back = [ClearOverride(0), SetScale(1.0, 0)]
+    for proportional, unread in ((False, False), (True, False), (True, True)):
+        controller = ProbeController("c", 1.0, 0.5, monitor=WATCH, proportional=proportional, smoothing=1.0)
+        controller.on_step(seen(0, 0.0, request=1))
+        assert controller.on_step(seen(0, 2.0)) == [Override(0, "c"), SetScale(1.0, 0)]
+        controller.gain = 0.0
+        assert controller.steers((), 0)  # until it has put the request back
+        assert not controller.steers(("m",), 1)
+        if unread:
+            answers = [controller.on_step(seen(step, 0.0, readings={})) for step in range(UNREAD + 1)]
+            assert answers == [[]] * UNREAD + [back]
+        else:
+            assert fed(controller, [2.0, 2.0]) == [back, []]
+            assert [one[2:] for one in controller.decisions] == [(True, 2.0, 1.0), (True, 2.0, 0.0)]
+        assert not controller.on_step(seen(9, 2.0, request=1))
+        assert not controller.steers((), 0)
+    controller.gain = 0.5
+    assert controller.on_step(seen(10, 2.0, request=1)) == [Override(1, "c"), SetScale(0.5, 1)]
+
+
 def test_a_shadow_decides_alike_and_says_nothing():
     scores = [0.0, 2.0, 2.0, 0.0, 0.0, 5.0]
     shadow, acting = (ProbeController("c", 1.0, 0.2, monitor=WATCH, gain=gain, smoothing=0.5) for gain in (0.0, 1.0))
@@ -174,7 +196,10 @@ def test_a_monitor_that_is_set_on_every_request_is_read_too():
 
 @pytest.mark.parametrize("when", ["never", "dropped"])
 def test_a_configuration_that_is_not_held_leaves_the_requests_own_vectors_alone(when):
-    """Whatever the gain becomes; where it was dropped after the request engaged, it stays in effect and its gain follows."""
+    """Whatever the gain becomes; where it was dropped after the request engaged, it stays in effect and its gain follows.
+
+    What was rejected is no decision, and the request is engaged once there is such a configuration.
+    """
     state, probe = new_state(), direction(1)
     watch = Monitor(SITE, probe, gates=(), name="m")
     controller = ProbeController("c", -1.0, 4.0, monitor=watch, gain=2.0, proportional=True, smoothing=1.0)
@@ -186,10 +211,18 @@ def test_a_configuration_that_is_not_held_leaves_the_requests_own_vectors_alone(
         controllers.after_step(seen(step, score), state)
         if when == "never":
             assert state.fingerprint(0, decode=True) == before
+            assert not controller.decisions
+            assert not controller.follows[0].engaged
         else:
             assert (state.routing(0).name, state.scale_of(0)) == ("c", controller.decisions[-1].gain)
             if step == 0:
                 state.drop("c")
+    if when == "never":
+        state.hold("c", Steering(decode=(Steer(LATE, direction(2)),)))
+        controllers.after_step(seen(3, -0.5), state)
+        assert (state.routing(0).name, state.scale_of(0)) == ("c", 2.0)
+        assert [one.step for one in controller.decisions] == [3]
+        return
     assert [one.gain for one in controller.decisions] == [2.0, 1.5, 1.0]
 
 

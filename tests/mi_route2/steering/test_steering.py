@@ -272,6 +272,9 @@ def test_the_tier_the_scales_and_the_override_are_the_formula(model):
     state.clear_tier()
     assert state.gain == 1.0
     assert close(model.run(state)[0], model.plain({MID: adding(rows)}))
+    state.hold("clamps", Steering(prefill=(Steer(MID, own),), clamps=(Clamp(MID, own, value=3.0),)))  # a scale acts on neither
+    with pytest.raises(ValueError, match="the configuration 'clamps' holds no vectors for generated tokens"):
+        state.set_scale(0.5, config="clamps")
 
 
 def test_a_monitor_gates_what_its_formula_says_and_its_own_site_reads_what_came_in(model):
