@@ -42,7 +42,7 @@ class TransferSettings:
         known: the training mode.
         levels: score rollouts, single tokens (with their rollout's label), or both.
         calibration: map from scores to probabilities.
-        parts: fractions of the known mode to fit, to calibrate and to test on.
+        fractions: fractions of the known mode to fit, to calibrate and to test on.
         draws: number of random directions, at least 20.
         bootstraps: number of bootstrap draws.
         bins: number of bins of the reliability curve.
@@ -55,7 +55,7 @@ class TransferSettings:
         "token",
     )
     calibration: Literal["platt", "isotonic"] = "platt"
-    parts: tuple[float, float, float] = (0.6, 0.2, 0.2)
+    fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)
     draws: Annotated[int, Field(ge=20)] = 20  # fewer have no 95th percentile
     bootstraps: Natural = 1000
     bins: AtLeastOne = 10
@@ -198,7 +198,7 @@ def _folds(
         raise ValueError(f"No rollout in mode {settings.known!r}; modes: {', '.join(sorted(set(dataset.mode)))}.")
     rng = np.random.default_rng(settings.seed)
     # groups are numbered in each mode by itself, because another mode may have met them in another order
-    fit, calibrate, test = (known[part] for part in split_groups(group_ids(group[known]), hack[known], settings.parts, rng))
+    fit, calibrate, test = (known[part] for part in split_groups(group_ids(group[known]), hack[known], settings.fractions, rng))
     used = np.union1d(group[fit], group[calibrate])
     folds = []
     for name in [settings.known, *(other for other in dict.fromkeys(dataset.mode) if other != settings.known)]:

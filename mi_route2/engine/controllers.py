@@ -563,12 +563,12 @@ class ProbeController:
 
     def demand_same(self, monitor: Monitor, vectors: Mapping[str, Vector]) -> None:
         """Raise ``ValueError`` if ``monitor`` has the name of the controller's, and another site or probe (among ``vectors``)."""
-        own = self._monitor
-        if own is None or own.name != monitor.name:
+        expected = self._monitor
+        if expected is None or expected.name != monitor.name:
             return
-        probes = [Vector(one.probe) for one in (own, monitor)]
+        probes = [Vector(one.probe) for one in (expected, monitor)]
         mine, given = (vectors.get(one.name) if one.values is None else one for one in probes)
-        if own.site != monitor.site or mine != given:
+        if expected.site != monitor.site or mine != given:
             raise ValueError(
                 f"the controller {self.name!r} would read the monitor {monitor.name!r}, which has another site or probe than its "
                 "own of that name: give it another name"

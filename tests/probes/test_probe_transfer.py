@@ -232,7 +232,7 @@ def test_a_mode_that_is_all_leak_is_an_error():
     mode = ["known"] * 40 + ["held"] * 40
     leaky = [0] * 40  # the held-out texts are all one known text
     hack = [t % 2 == 0 for t in text]
-    never_tested = dataclasses.replace(FAST, parts=(0.9, 0.05, 0.05), seed=1)  # text 0 is not the one tested on
+    never_tested = dataclasses.replace(FAST, fractions=(0.9, 0.05, 0.05), seed=1)  # text 0 is not the one tested on
     with pytest.raises(ValueError, match="'held' shares its group"):
         transfer(tagged(mode, text, hack), [*range(40), *leaky], {}, never_tested, progress=False)
 
@@ -394,8 +394,8 @@ def test_a_mode_with_one_class_has_no_auroc_but_keeps_its_other_numbers():
     ("change", "fault"),
     [
         ({"known": "nowhere"}, "alike, known, other"),
-        ({"parts": (0.5, 0.5, 0.5)}, "sum to 1"),
-        ({"parts": (1.5, -0.25, -0.25)}, "sum to 1"),
+        ({"fractions": (0.5, 0.5, 0.5)}, "sum to 1"),
+        ({"fractions": (1.5, -0.25, -0.25)}, "sum to 1"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(change, fault):
@@ -411,7 +411,7 @@ def test_settings_and_datasets_check_themselves():
         {"levels": ()},
         {"levels": "token"},
         {"levels": ("tokens",)},
-        {"parts": (0.5, 0.5)},
+        {"fractions": (0.5, 0.5)},
         {"bins": 0},
         {"bootstraps": -1},
         {"draws": 20.5},
