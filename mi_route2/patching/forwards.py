@@ -40,7 +40,7 @@ class Costs:
         unembed: Cost of the unembedding for one token.
         overhead: Time of a block's call, as FLOPs.
         most: Limit on the tokens of a group; a quarter of the limit on its keys, which are copied for each cell.
-        held: Limit on the patched positions of cells whose streams are held at a time.
+        most_positions: Limit on the patched positions of cells whose streams are held at a time.
     """
 
     layers: int
@@ -51,7 +51,7 @@ class Costs:
     unembed: float
     overhead: float
     most: int
-    held: int
+    most_positions: int
 
     def flops(self, columns: int, entry: int) -> float:
         """Return the cost of one cell that enters at block ``entry`` with this number of columns."""
@@ -433,7 +433,7 @@ class Resumed:
             unembed=2.0 * vocabulary * width,
             overhead=_OVERHEAD.get(device, _ACCELERATED[0]),
             most=max(most, len(self._tokens)),
-            held=max(1, HELD // width),
+            most_positions=max(1, HELD // width),
         )
 
     def run(self, group: CellGroup, rows: Sequence[PatchedRow]) -> Float[Tensor, "n v"]:
@@ -624,7 +624,7 @@ class Whole:
         length = len(self._tokens)
         most = min(_TOKENS.get(self._device.type, _MANY), _ROOM // self._vocabulary)
         free: dict[str, float] = {"pair": 0.0, "scored": 0.0, "unembed": 0.0}
-        return Costs(layers=1, length=length, column=1.0, **free, overhead=1.0, most=max(most, length), held=HELD)
+        return Costs(layers=1, length=length, column=1.0, **free, overhead=1.0, most=max(most, length), most_positions=HELD)
 
     def enter(self, rows: Sequence[PatchedRow], most: int) -> Generator[None, None, list[PatchedRow]]:
         """Return the rows as they are, without a forward."""

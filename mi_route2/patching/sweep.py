@@ -239,7 +239,7 @@ class Sweep:
         portion, positions = list[CellGroup](), 0
         for group in self.groups:
             more = sum(max(1, len(self.rows[i].positions)) for i in group.cells)
-            if portion and positions + more > self.costs.held:
+            if portion and positions + more > self.costs.most_positions:
                 yield portion
                 portion, positions = [], 0
             portion.append(group)

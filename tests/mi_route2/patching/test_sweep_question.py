@@ -354,7 +354,7 @@ def test_groups_cost_the_least_of_all_cuts_in_order_of_position(
 
 def test_the_bound_is_what_a_hand_counts() -> None:
     """One block of 10 a column, 4 of it keys and values; a pair 1; 3 tokens: two columns enter the last block at column 1."""
-    cost = Costs(layers=2, length=3, column=10.0, pair=1.0, scored=6.0 + 3, unembed=7.0, overhead=0.0, most=99, held=99)
+    cost = Costs(layers=2, length=3, column=10.0, pair=1.0, scored=6.0 + 3, unembed=7.0, overhead=0.0, most=99, most_positions=99)
     assert cost.whole == 3 * (2 * (10 + 3) + 7)
     assert needed([(1, 1)], cost) == 2 * 4 + (6 + 3) + 7
     assert needed([(0, 1)], cost) == needed([(1, 1)], cost) + 2 * (10 + 3)
