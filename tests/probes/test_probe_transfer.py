@@ -351,6 +351,9 @@ def test_one_text_is_no_list_of_texts():
     for texts in (("ab", ["c", "d"]), (["a", "b"], "cd"), ("ab", "cd")):
         with pytest.raises(TypeError, match="one text where a list of texts belongs"):
             text_groups(*texts)
+    for texts in (({"r1": "a", "r2": "a"}, ["x", "x"]), (["a", "a"], {"r1": "x", "r2": "x"})):  # keys would be a group each
+        with pytest.raises(TypeError, match=r"a mapping, whose keys are no texts|violates type hint"):
+            text_groups(*texts)  # pyright: ignore[reportArgumentType]
 
 
 def test_activations_with_a_graph_are_scored_as_those_without(result):
@@ -374,6 +377,9 @@ def test_every_label_is_looked_at():
         dataclasses.replace(data, hack=torch.ones(N) > 0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"not a bool array \[240 4\]: make it one with torch\.as_tensor"):
         dataclasses.replace(data, mask=data.mask.numpy())  # pyright: ignore[reportArgumentType]
+    flat = {**data.hidden, "flat": data.hidden["signal"][..., 0]}
+    with pytest.raises(TypeError, match=r"hidden must be a dict\[str, Float\[Tensor, 'b s _d'\]\], not the dict"):
+        dataclasses.replace(data, hidden=flat)
 
 
 # Edges --------------------------------------------------------------------------------------------------------------
