@@ -118,10 +118,11 @@ def _has_nan(key: Hashable) -> bool:
         return True
 
 
+@checked
 def split_groups(
     group: Int[np.ndarray, " n"], hack: Bool[np.ndarray, " n"], fractions: tuple[float, ...], rng: np.random.Generator
 ) -> list[Bool[np.ndarray, " n"]]:
-    """Split rollouts into parts of about the given fractions, keeping groups together.
+    """Split rollouts into parts of about the given fractions, keeping groups (numbers, as of ``group_ids``) together.
 
     The split is stratified: groups with a hack and groups without one are split separately, so that every part has both kinds.
     Returns one mask per fraction; the masks are disjoint and cover everything.

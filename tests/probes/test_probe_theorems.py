@@ -198,6 +198,8 @@ def test_a_rollout_without_predictor_positions_is_refused():
     mask[3] = False
     with pytest.raises(ValueError, match=r"\[3\]"):
         pool(h, mask)
+    with pytest.raises(ValueError, match=r"mask must be .*, not a bool tensor \[40 6\], where h is \[40 5 5\]"):
+        pool(h[:, 1:], torch.ones_like(mask))  # of sequences with one token more
 
 
 @pytest.mark.parametrize("kind", LEARNT.values())

@@ -273,6 +273,8 @@ def test_splits_follow_the_generator():
     first, same, other = (split_groups(group, hack, (0.5, 0.5), np.random.default_rng(seed))[0] for seed in (0, 0, 1))
     assert (first == same).all()
     assert (first != other).any()
+    with pytest.raises(ValueError, match="write hack != 0"):  # as row numbers 0 and 1 they would say which groups have a hack
+        split_groups(group, hack.astype(int), (0.5, 0.5), np.random.default_rng(0))
 
 
 def test_a_rollout_sampled_twice_is_no_evidence():
