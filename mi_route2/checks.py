@@ -161,7 +161,9 @@ def _refusal(name: str, key: str, hint: Any, value: object, several: bool, given
         # torch reads the first entry of a pandas Series by its label, which rows that were filtered may not have
         make = "torch.tensor(np.asarray(...))" if hasattr(value, "to_numpy") else "torch.tensor(...)"
         return TypeError(f"{sentence}: make it one with {'np.asarray(...)' if arrays[0].array_type is np.ndarray else make}")
-    return TypeError(f"{sentence}{_remedy(hint, value)}")
+    lists = any(get_origin(alternative) in (list, Sequence) for alternative in alternatives)
+    listed = ": give .tolist() of it" if lists and hasattr(value, "tolist") else ""  # an array's, a tensor's or a pandas Series'
+    return TypeError(f"{sentence}{_remedy(hint, value) or listed}")
 
 
 def _of_arrays(arrays: list[Any], value: Tensor | np.ndarray, given: Mapping[str, object], key: str) -> str:

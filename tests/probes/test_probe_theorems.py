@@ -233,7 +233,8 @@ def test_batches_and_one_update_fit_the_same_probe(kind):
     whole, parts = kind(), kind()
     whole.update(h, mask, hack)
     for rows in (slice(0, 7), slice(7, 8), slice(8, None)):
-        parts.update(h[rows], mask[rows], hack[rows])
+        with torch.inference_mode(rows.start == 0):
+            parts.update(h[rows], mask[rows], hack[rows])
     torch.testing.assert_close(whole.fit().weight, parts.fit().weight, rtol=1e-10, atol=1e-12)
     assert whole.fit().bias == pytest.approx(parts.fit().bias, rel=1e-10)
 

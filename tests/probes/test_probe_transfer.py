@@ -379,6 +379,9 @@ def test_every_label_is_looked_at():
         dataclasses.replace(data, hack=torch.ones(N) > 0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"not a bool array \[240 4\]: make it one with torch\.as_tensor"):
         dataclasses.replace(data, mask=data.mask.numpy())  # pyright: ignore[reportArgumentType]
+    for modes in (np.array(data.mode), pd.Series(data.mode)):
+        with pytest.raises(TypeError, match=r"mode must be a list\[str\], not .*: give \.tolist\(\) of it"):
+            dataclasses.replace(data, mode=modes)  # pyright: ignore[reportArgumentType]
     flat = {**data.hidden, "flat": data.hidden["signal"][..., 0]}
     with pytest.raises(TypeError, match=r"hidden must be a dict\[str, Float\[Tensor, 'b s _d'\]\], not the dict"):
         dataclasses.replace(data, hidden=flat)
