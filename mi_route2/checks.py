@@ -124,7 +124,7 @@ def _guarded(fn: Callable[..., Any], name: str) -> Any:
 
 
 def _whole(hint: Any) -> Any:
-    """Return the type with a check of every entry: beartype looks at one, of a list at one that it draws from Python's ``random``."""
+    """Return the type with a check of every entry: beartype looks at one, which in a list it draws from Python's ``random``."""
     origin, entries = get_origin(hint), [_whole(entry) for entry in get_args(hint)]
     if origin in (list, Sequence, Iterable) or (origin is tuple and entries[1:] == [...]):
         # a generator is not read before its time, and a tensor without an axis cannot be read

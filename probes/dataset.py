@@ -59,7 +59,7 @@ def text_groups(prompts: Sequence[str], completions: Sequence[str]) -> list[int]
 
     Raises:
         ValueError: different lengths.
-        TypeError: one text, or a mapping, in place of a list, or anything but a text in one, such as a NaN, as which pandas reads an
+        TypeError: one text or a mapping in place of a list, or anything but a text in one, such as a NaN, as which pandas reads an
             empty text.
     """
     if isinstance(prompts, str) or isinstance(completions, str):
