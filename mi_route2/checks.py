@@ -124,12 +124,12 @@ def _guarded(fn: Callable[..., Any], name: str) -> Any:
 
 
 def _whole(hint: Any) -> Any:
-    """Return the type with a check of every entry of a list: beartype looks at one, which it draws from Python's ``random``."""
+    """Return the type with a check of every entry: beartype looks at one, which in a list it draws from Python's ``random``."""
     origin, entries = get_origin(hint), [_whole(entry) for entry in get_args(hint)]
     if origin in (list, Sequence, Iterable) or (origin is tuple and entries[1:] == [...]):
         # a generator is not read before its time, and a tensor without an axis cannot be read
         return Annotated[origin, Is[lambda each: not isinstance(each, Collection) or _all_fit(each, entries[0])]]
-    if origin is Mapping:
+    if origin in (dict, Mapping):
         return Annotated[origin, Is[lambda value: all(all(map(_fits, pair, entries)) for pair in value.items())]]
     if len(_alternatives(hint)) > 1 and any(whole is not entry for whole, entry in zip(entries, get_args(hint), strict=True)):
         return Annotated[object, Is[lambda value: any(_fits(value, entry) for entry in entries)]]
@@ -158,9 +158,12 @@ def _refusal(name: str, key: str, hint: Any, value: object, several: bool, given
     if chosen and any(type(value) is type(choice) for choice in chosen):
         return ValueError(sentence)
     if arrays:
-        make = "np.asarray" if arrays[0].array_type is np.ndarray else "torch.tensor"
-        return TypeError(f"{sentence}: make it one with {make}(...)")
-    return TypeError(f"{sentence}{_remedy(hint, value)}")
+        # torch reads the first entry of a pandas Series by its label, which rows that were filtered may not have
+        make = "torch.tensor(np.asarray(...))" if hasattr(value, "to_numpy") else "torch.tensor(...)"
+        return TypeError(f"{sentence}: make it one with {'np.asarray(...)' if arrays[0].array_type is np.ndarray else make}")
+    lists = any(get_origin(alternative) in (list, Sequence) for alternative in alternatives)
+    listed = ": give .tolist() of it" if lists and hasattr(value, "tolist") else ""  # an array's, a tensor's or a pandas Series'
+    return TypeError(f"{sentence}{_remedy(hint, value) or listed}")
 
 
 def _of_arrays(arrays: list[Any], value: Tensor | np.ndarray, given: Mapping[str, object], key: str) -> str:
@@ -170,7 +173,7 @@ def _of_arrays(arrays: list[Any], value: Tensor | np.ndarray, given: Mapping[str
     if isinstance(value, arrays[0].array_type) and len(str(arrays[0].dim_str).split()) == value.ndim:
         floats = any(kind in str(dtype) for dtype in arrays[0].dtypes for kind in ("float",))
         if floats and "float" not in str(value.dtype):
-            return ": give .float() of it"
+            return f": give {'.float()' if isinstance(value, Tensor) else '.astype(float)'} of it"
         if len(arrays) == 1 and arrays[0].dtypes[0] == "bool" and "int" in str(value.dtype):
             return f": write {key} != 0"
     beside = [
@@ -213,6 +216,8 @@ def _told(value: object) -> str:
         return f"{_a(str(value.dtype).removeprefix('torch.'))} {noun} {_shape(value)}"
     if value is None:
         return "None"
+    if isinstance(value, dict):  # without the values, whose text may be long or an address
+        return f"the dict {{{', '.join(f'{key!r}: {type(each).__name__}' for key, each in value.items()):.60}}}"
     plain = isinstance(value, str | int | float | list | tuple)
     return f"the {type(value).__name__} {' '.join(repr(value).split()):.60}" if plain else _a(type(value).__name__)
 

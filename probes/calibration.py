@@ -52,6 +52,7 @@ class Platt:
     slope: float
     intercept: float
 
+    @checked
     def __call__(self, scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Return probabilities in [0, 1]."""
         return expit(self.slope * scores.astype(np.float64) + self.intercept)
@@ -64,6 +65,7 @@ class Isotonic:
     scores: tuple[float, ...]
     probabilities: tuple[float, ...]
 
+    @checked
     def __call__(self, scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Return probabilities in [0, 1]."""
         x, knots, p = scores.astype(np.float64), np.array(self.scores), np.array(self.probabilities)

@@ -59,10 +59,13 @@ def text_groups(prompts: Sequence[str], completions: Sequence[str]) -> list[int]
 
     Raises:
         ValueError: different lengths.
-        TypeError: one text in place of a list, or anything but a text in one, such as a NaN, as which pandas reads an empty text.
+        TypeError: one text or a mapping in place of a list, or anything but a text in one, such as a NaN, as which pandas reads an
+            empty text.
     """
     if isinstance(prompts, str) or isinstance(completions, str):
         raise TypeError("Prompts or completions are one text where a list of texts belongs: put it in brackets.")
+    if isinstance(prompts, Mapping) or isinstance(completions, Mapping):
+        raise TypeError("Prompts or completions are a mapping, whose keys are no texts: give list(....values()), in their order.")
     if len(prompts) != len(completions):
         raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one of each per rollout.")
     for text in (*prompts, *completions):  # a prompt's object may have more than its text, such as a mode, and so differ
@@ -115,10 +118,11 @@ def _has_nan(key: Hashable) -> bool:
         return True
 
 
+@checked
 def split_groups(
     group: Int[np.ndarray, " n"], hack: Bool[np.ndarray, " n"], fractions: tuple[float, ...], rng: np.random.Generator
 ) -> list[Bool[np.ndarray, " n"]]:
-    """Split rollouts into parts of about the given fractions, keeping groups together.
+    """Split rollouts into parts of about the given fractions, keeping groups (numbers, as of ``group_ids``) together.
 
     The split is stratified: groups with a hack and groups without one are split separately, so that every part has both kinds.
     Returns one mask per fraction; the masks are disjoint and cover everything.

@@ -32,10 +32,11 @@ class MeanDifferenceFitter:
         if self._sums is None or self._sizes is None:
             self._sums, self._sizes = torch.zeros(2, 2, x.shape[1], dtype=torch.float64, device="cpu")
         require_width(x, self._sums.shape[1])
-        for label in (0, 1):
-            self._sums[label] += x[y == bool(label)].sum(dim=0)
-            self._sizes[label] += x[y == bool(label)].abs().sum(dim=0)
-            self._counts[label] += int((y == bool(label)).sum())
+        classes = [x[~y], x[y]]
+        # new tensors, because sums of one batch under inference_mode cannot be written outside of it
+        self._sums = self._sums + torch.stack([each.sum(dim=0) for each in classes])
+        self._sizes = self._sizes + torch.stack([each.abs().sum(dim=0) for each in classes])
+        self._counts = self._counts + torch.tensor([len(each) for each in classes], device="cpu")
 
     def fit(self) -> AffineProbe:
         """Return the fitted probe. ValueError without both classes, or if their means coincide."""

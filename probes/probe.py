@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from mi_route2.checks import Mask, as_mask
+from mi_route2.checks import Mask, as_mask, checked
 
 Unit = Literal["rollout", "token"]
 Labels = Bool[Tensor, "b"] | Integer[Tensor, "b"]
@@ -60,6 +60,7 @@ def inner(h: Float[Tensor, "*n d"], w: Float[Tensor, "*m d"]) -> Float[Tensor, "
     return halves.sum(dim=-1).sum(dim=-1)
 
 
+@checked
 def pool(h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b d"]:
     """Return the mean activation over the masked positions of every rollout, in float32 or wider.
 

@@ -69,10 +69,11 @@ def score_means(scores: list[float], hack: Flags, teacher: Flags | None = None) 
 
 def _labels(hack: Flags, teacher: Flags | None) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """Return hack labels, and the mask of the student's rollouts."""
-    if teacher is not None and len(teacher) != len(hack):
-        raise ValueError(f"{len(teacher)} teacher marks for {len(hack)} rollouts.")
     y = binary(np.asarray(hack))
-    return y, np.ones_like(y) if teacher is None else ~binary(np.asarray(teacher))
+    marks = np.zeros_like(y) if teacher is None else binary(np.asarray(teacher))
+    if y.ndim != 1 or marks.shape != y.shape:  # a column would be compared with every rollout
+        raise ValueError(f"Teacher marks {list(marks.shape)} for labels {list(y.shape)}: give a list of each, one per rollout.")
+    return y, ~marks
 
 
 def _scores(scores: list[float], y: np.ndarray) -> np.ndarray:

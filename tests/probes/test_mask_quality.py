@@ -145,8 +145,9 @@ def test_lists_of_different_lengths_are_refused():
         mask_quality([0.0], None, [True, False])
     with pytest.raises(ValueError, match="3 flags for 2"):
         mask_quality(None, [True, True, False], [True, False])
-    with pytest.raises(ValueError, match="1 teacher marks for 2"):
-        score_means([0.0, 1.0], [True, False], [True])
+    for marks, shape in (([True], r"\[1\]"), ([[True], [False]], r"\[2, 1\]")):  # the latter as a table of one column has them
+        with pytest.raises((ValueError, TypeError), match=rf"Teacher marks {shape} for labels \[2\]|not instance of int"):
+            mask_quality(None, [True, True], [True, False], marks)
 
 
 def test_it_is_cheap_enough_for_every_step():

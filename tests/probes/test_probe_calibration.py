@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import expit
@@ -241,6 +242,9 @@ def test_lists_and_halves_of_a_bin_are_refused():
     for score in (brier, ece, reliability, fit_platt, fit_isotonic):
         with pytest.raises(TypeError, match=r"must be a float array \[n\], not the list.*np\.asarray"):
             score(p.tolist(), hack)
+    for fit in (fit_platt, fit_isotonic):
+        with pytest.raises(ValueError, match=r"scores must be a float array \[n\], not a float64 tensor \[9\]: give \.numpy\(\)"):
+            fit(p, hack)(torch.from_numpy(p))
     with pytest.raises(TypeError, match=r"bins must be an int, not the float 2\.5"):
         ece(p, hack, 2.5)
 

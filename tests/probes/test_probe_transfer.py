@@ -273,6 +273,8 @@ def test_splits_follow_the_generator():
     first, same, other = (split_groups(group, hack, (0.5, 0.5), np.random.default_rng(seed))[0] for seed in (0, 0, 1))
     assert (first == same).all()
     assert (first != other).any()
+    with pytest.raises(ValueError, match="write hack != 0"):  # as row numbers 0 and 1 they would say which groups have a hack
+        split_groups(group, hack.astype(int), (0.5, 0.5), np.random.default_rng(0))
 
 
 def test_a_rollout_sampled_twice_is_no_evidence():
@@ -351,6 +353,9 @@ def test_one_text_is_no_list_of_texts():
     for texts in (("ab", ["c", "d"]), (["a", "b"], "cd"), ("ab", "cd")):
         with pytest.raises(TypeError, match="one text where a list of texts belongs"):
             text_groups(*texts)
+    for texts in (({"r1": "a", "r2": "a"}, ["x", "x"]), (["a", "a"], {"r1": "x", "r2": "x"})):  # keys would be a group each
+        with pytest.raises(TypeError, match=r"a mapping, whose keys are no texts|violates type hint"):
+            text_groups(*texts)  # pyright: ignore[reportArgumentType]
 
 
 def test_activations_with_a_graph_are_scored_as_those_without(result):
@@ -374,6 +379,12 @@ def test_every_label_is_looked_at():
         dataclasses.replace(data, hack=torch.ones(N) > 0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"not a bool array \[240 4\]: make it one with torch\.as_tensor"):
         dataclasses.replace(data, mask=data.mask.numpy())  # pyright: ignore[reportArgumentType]
+    for modes in (np.array(data.mode), pd.Series(data.mode)):
+        with pytest.raises(TypeError, match=r"mode must be a list\[str\], not .*: give \.tolist\(\) of it"):
+            dataclasses.replace(data, mode=modes)  # pyright: ignore[reportArgumentType]
+    flat = {**data.hidden, "flat": data.hidden["signal"][..., 0]}
+    with pytest.raises(TypeError, match=r"hidden must be a dict\[str, Float\[Tensor, 'b s _d'\]\], not the dict"):
+        dataclasses.replace(data, hidden=flat)
 
 
 # Edges --------------------------------------------------------------------------------------------------------------

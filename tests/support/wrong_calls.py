@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -465,6 +466,12 @@ wrong("from_pretrained: no folder", lambda: from_pretrained(bare(), "./nothing")
 
 # Probes
 wrong("probe: lists", lambda: fitted(MeanDifferenceFitter(), [[1.0]], [[True]], [True]), TypeError, "torch.tensor(")
+wrong(
+    "probe: labels of a filtered table",
+    lambda: fitted(LdaFitter(), hidden(), attention(), pd.Series([True, False], index=[4, 7])),
+    TypeError,
+    "torch.tensor(np.asarray(",  # torch.tensor alone looks for the label 0
+)
 wrong("probe: another mask", lambda: fitted(LdaFitter(), hidden(), attention()[:, 1:], labels()), ValueError, "[b s]")
 wrong("probe: too few labels", lambda: fitted(LogisticFitter(), hidden(), attention(), labels()[1:]), ValueError, "[b]")
 wrong("probe: labels of 2", lambda: fitted(LdaFitter(), hidden(), attention(), labels().long() * 2), ValueError, "0 and 1")
@@ -482,6 +489,7 @@ wrong("probe: another width", lambda: DirectionFitter(torch.ones(3)).fit().score
 wrong("probe: score of one row", lambda: DirectionFitter(torch.ones(5)).fit().score_tokens(hidden()[0]), ValueError, "[b s d]")
 wrong("probe: how as a name", lambda: DirectionFitter(torch.ones(5), "dot"), ValueError, "cosine")
 wrong("auroc: lists", lambda: auroc([0.1, 0.9], [False, True]), TypeError, "np.asarray(")
+wrong("auroc: whole numbers", lambda: auroc(np.arange(2), np.array([False, True])), ValueError, "give .astype(float) of it")
 wrong("auroc: other lengths", lambda: auroc(np.zeros(3), np.zeros(2, dtype=bool)), ValueError, "[n]")
 wrong("auroc: NaN", lambda: auroc(np.array([NAN, 1.0]), np.array([True, False])), ValueError, "finite")
 wrong("save_probe: swapped", lambda: save_probe(DirectionFitter(torch.ones(5)).fit(), scratch() / "p"), TypeError, "path")
