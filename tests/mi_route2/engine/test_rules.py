@@ -12,7 +12,7 @@ from mi_route2.engine.controllers import Controllers, RequestView, StepView
 from mi_route2.engine.rules import ADDED, RULES, SWITCHED, Probe, Rule, RuleBook, parse_rules
 from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.sites import Site
-from mi_route2.steering.specs import Monitor, Steer, Steering
+from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.steering.state import Full, Reading, SteeringState
 
 SITE, LATE = Site(0, "resid_post"), Site(1, "resid_post")
@@ -112,6 +112,40 @@ def test_this_token_scales_its_vectors_by_the_gate_of_the_very_token(host):
     assert all(same(found, Stepper(host, state, requests=(0, 1)).run(5)))
     assert all(same(run(host, [rule("this_token", when=probe(-1e6))]), by_state(host, [ON] * 5)))
     assert all(same(run(host, [rule("this_token", when=probe(1e6))]), by_state(host, [None] * 5)))
+
+
+OTHERS = {
+    "a clamp": Steering(clamps=(Clamp(SITE, W, value=5.0, phase="decode"),)),
+    "vectors of a monitor": Steering(monitors=(Monitor(SITE, PROBE, threshold=-1e6, gates=(), adds=(Steer(LATE, V),)),)),
+    "the tier": Steering(),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_attenuation_is_of_a_requests_vectors_and_of_the_tier_for_this_token_alone(host: TorchHost, what: str) -> None:
+    def steered(*rules: dict[str, Any]) -> Stepper:
+        book, state = RuleBook(), new_state()
+        state.set_tier([Steer(LATE, V)] if what == "the tier" else [])
+        book.admit(state, 0, parse_rules([*rules]), OTHERS[what])
+        book.admit(state, 1, (), OWN)
+        return Stepper(host, state, Controllers([book]), (0, 1)).run(3)
+
+    whole = steered()
+    assert all(same(steered(rule("rest_of_request", {"attenuate": 0.0})), whole))
+    once = same(steered(rule("this_token", {"attenuate": 0.0}, probe(-1e6))), whole)
+    assert once[1:] == [what != "the tier"] * 2  # the first step is the prompt's
+
+
+def test_what_a_rule_adds_from_the_start_is_the_requests_own_and_an_override_replaces_it(host: TorchHost) -> None:
+    def overridden(*rules: dict[str, Any]) -> Stepper:
+        book, state = RuleBook(), new_state()
+        state.hold("c", Steering(decode=(Steer(LATE, W),)))
+        book.admit(state, 0, parse_rules([*rules]), OWN)
+        book.admit(state, 1, (), OWN)
+        state.override(0, "c")
+        return Stepper(host, state, Controllers([book]), (0, 1)).run(3)
+
+    assert all(same(overridden(rule("rest_of_request")), overridden()))
 
 
 def test_attenuate_multiplies_what_steers_the_request(host):
