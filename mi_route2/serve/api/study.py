@@ -425,18 +425,26 @@ async def study_runs(server: TheServer, client: TheClient) -> Response:
 def read_study(folder: Path) -> dict[str, Any]:
     """Return the runs below ``folder``, read from their files (``eval.json``, ``metrics.jsonl``, ``manifest.json``), and its modes.
 
+    If the studies below it name other modes, no mode has a role.
+
     A file that is missing or half written is as if the run had not come that far. Arms of several run folders below ``folder`` have
     the name of theirs before their own: they are no seeds of one arm.
     """
     folder = folder.resolve()  # it may be given as `.`
     folders = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})[:MOST_RUNS]
-    named = _object(folder / "modes.json")  # of a study that is not of the micro world
-    roles = {role: named[role] for role in ("known", "held_out") if isinstance(named.get(role), list)}
+    roles = [_roles(path.parents[:3]) for path in folders] or [_roles([folder])]
+    differ = any(one != roles[0] for one in roles)
     return {
         "path": folder.name,
         "runs": [_run(path, "/".join(path.relative_to(folder).parts[:-2])) for path in folders],
-        **({"modes": roles} if roles else {}),
+        **({"modes": {}, "modes_differ": True} if differ else {"modes": roles[0]} if roles[0] else {}),
     }
+
+
+def _roles(folders: Sequence[Path]) -> dict[str, list[Any]]:
+    """Return known and held-out modes by the first ``modes.json`` in ``folders``; a study of the micro world has none."""
+    named = next((read for folder in folders if (read := _object(folder / "modes.json"))), {})
+    return {role: named[role] for role in ("known", "held_out") if isinstance(named.get(role), list)}
 
 
 def _run(folder: Path, study: str) -> dict[str, Any]:

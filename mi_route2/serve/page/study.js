@@ -8,7 +8,7 @@ const LAST = 10; // steps over which a training rate is averaged, as in the stud
 const RATES = ["hack", "exploit", "solve"];
 const SIDES = { train: "training", on: "quarantine in", deploy: "quarantine deleted" };
 
-let study, runs = null, folder = "", roles = {}, timer = null, watching = false, drawn = "";
+let study, runs = null, folder = "", roles = {}, differ = false, timer = null, watching = false, drawn = "";
 let rate = state.get("rate") ?? "hack";
 let side = state.get("side"); // until it is chosen: the evaluation if there is one
 
@@ -33,7 +33,7 @@ async function refresh() {
     const data = await get("/v1/study_runs");
     $("study-error").hidden = true;
     if (!data.path) return empty();
-    [folder, roles] = [data.path, data.modes ?? {}];
+    [folder, roles, differ] = [data.path, data.modes ?? {}, Boolean(data.modes_differ)];
     runs = data.runs.map(readable);
     draw();
   } catch (error) {
@@ -77,7 +77,7 @@ function empty() {
 
 function draw() {
   // The same numbers draw nothing, so that a focus or a scroll position is not lost every three seconds
-  const now = JSON.stringify([folder, roles, runs, rate, side]);
+  const now = JSON.stringify([folder, roles, differ, runs, rate, side]);
   if (now === drawn) return;
   drawn = now;
   const scroll = document.querySelector("#study-body .scroll")?.scrollLeft ?? 0;
@@ -134,7 +134,8 @@ function table() {
   const names = [...columns, "seeds", "step"].map(name => make("th", { scope: "col" }, name, make("small", { text: columns.includes(name) ? role(name) : "" })));
   const whole = make("table", { class: "rates" }, make("caption", { class: "visually-hidden", text: `Rate of ${rate}, ${SIDES[side]}, mean over seeds` }), make("thead", {}, make("tr", {}, make("th", { scope: "col", text: "arm" }), ...names)), make("tbody", {}, ...rows));
   const note = side === "train" ? `Training rollouts of the last ${LAST} steps` : "Evaluation after training";
-  const unknown = columns.some(role) ? "" : " Which modes were held out is not known here: neither the study nor the model that is served names them.";
+  const why = differ ? "the studies below this folder name other modes, so look at the folder of one." : "neither the study nor the model that is served names them.";
+  const unknown = columns.some(role) ? "" : ` Which modes were held out is not known here: ${why}`;
   return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Arms and modes" }), ...controls), make("div", { class: "scroll" }, whole), make("p", { class: "note", text: `${note}, mean over seeds; hover for each seed.${unknown}` }));
 }
 
@@ -165,7 +166,7 @@ const W = 240, H = 96, LINES = { solve: "good", hack: "bad" };
 function curves() {
   const last = Math.max(1, ...runs.map(run => run.step ?? 0));
   const shown = [...byArm()].filter(([, of]) => of.some(run => run.curve.length));
-  const key = make("p", { class: "keys" }, ...Object.entries(LINES).map(([name, kind]) => make("span", { class: `k ${kind}`, text: name })), make("span", { text: `of training rollouts, from 0 to 1 over steps 0 to ${last}; thin: a seed, thick: their mean` }));
+  const key = make("p", { class: "keys" }, ...Object.entries(LINES).map(([name, kind]) => make("span", { class: `k ${kind}`, text: name })), make("span", { text: `of training rollouts, from 0 to 1 over steps 0 to ${last}; thin: a seed, thick: their mean, smoothed over five steps; numbers: its end` }));
   const none = make("p", { class: "empty", text: "No run has written a step yet." });
   return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Training" }), key), shown.length ? make("div", { class: "small-multiples" }, ...shown.map(([arm, of]) => picture(arm, of, last))) : none);
 }
@@ -181,7 +182,7 @@ function picture(arm, of, steps) {
     ends[name] = middle.at(-1)?.[1] ?? null;
     return [...each.map(rows => path(rows, `thin ${kind}`)), path(middle, `thick ${kind}`)];
   });
-  const told = `${arm}: hack ${number(ends.hack, 2)}, solve ${number(ends.solve, 2)} at the last step`;
+  const told = `${arm}: hack ${number(ends.hack, 2)}, solve ${number(ends.solve, 2)} at the last step, smoothed`;
   const half = make("line", { class: "rule", x1: 0, x2: W, y1: H / 2, y2: H / 2 });
   const value = name => make("span", { class: LINES[name], text: ends[name] === null ? "–" : brief(ends[name]) });
   return make("figure", {}, make("figcaption", {}, make("b", { text: arm }), value("hack"), value("solve")), make("svg", { viewBox: `0 0 ${W} ${H}`, preserveAspectRatio: "none", role: "img", "aria-label": told }, half, ...lines));

@@ -807,7 +807,14 @@ def test_arms_of_two_studies_are_two_and_a_folder_may_be_given_as_a_dot(tmp_path
     for name in ("strong-1", "strong-12"):
         (run := tmp_path / name / "seed-0" / "vanilla").mkdir(parents=True)
         (run / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert [run["arm"] for run in study_routes.read_study(tmp_path)["runs"]] == ["strong-1/vanilla", "strong-12/vanilla"]
+    found = study_routes.read_study(tmp_path)
+    assert [run["arm"] for run in found["runs"]] == ["strong-1/vanilla", "strong-12/vanilla"]
+    assert "modes" not in found  # those of the served model
+    for name, known in (("strong-1", "sentinel"), ("strong-12", "run_tests")):
+        (tmp_path / name / "modes.json").write_text(json.dumps({"known": [known], "held_out": []}))
+    found = study_routes.read_study(tmp_path)
+    assert (found["modes"], found["modes_differ"]) == ({}, True)
+    assert study_routes.read_study(tmp_path / "strong-1")["modes"] == {"known": ["sentinel"], "held_out": []}
     monkeypatch.chdir(tmp_path / "strong-1")
     found = study_routes.read_study(Path("."))
     assert (found["path"], [run["arm"] for run in found["runs"]]) == ("strong-1", ["vanilla"])  # the page takes '' for no study
