@@ -75,9 +75,8 @@ def measure(part: ProbedJob) -> None:
     probes: dict[str, dict[str, float | None]] = {}
     for layer, name in dict.fromkeys((row["layer"], row["probe"]) for row in rows):
         same = [row for row in rows if (row["layer"], row["probe"]) == (layer, name)]
-        held_out = [
-            row for row in same if row["mode"] in probed.modes.held_out
-        ]  # probes are fitted on the first of the known modes
+        # probes are fitted on the first of the known modes
+        held_out = [row for row in same if row["mode"] in probed.modes.held_out]
         probes[f"{layer} {name}"] = {
             "known": next(row["auroc"] for row in same if row["known"]),
             "held": mean([row["auroc"] for row in held_out]),
@@ -131,11 +130,11 @@ def write_watch(jobs: Sequence[Job], per_mode: int, workers: int, to: Path) -> l
     Raises:
         ValueError: A job is not finished, or no policy hacks at times.
     """
-    readings = [ProbedJob(job, per_mode, job.root / "watch") for job in jobs]
-    left = [part for part in readings if part.numbers is None]
-    run_pool(measure, left, workers, [part.path for part in readings], "probing", quiet=False)
+    probed = [ProbedJob(job, per_mode, job.root / "watch") for job in jobs]
+    left = [part for part in probed if part.numbers is None]
+    run_pool(measure, left, workers, [part.path for part in probed], "probing", quiet=False)
     arms, seeds = list(dict.fromkeys(job.name for job in jobs)), list(dict.fromkeys(job.seed for job in jobs))
-    numbers = {(part.job.name, part.job.seed): part.numbers or {} for part in readings}
+    numbers = {(part.job.name, part.job.seed): part.numbers or {} for part in probed}
     if not any(numbers.values()):
         raise ValueError(f"no policy of {', '.join(arms)} hacks at times: choose other arms or seeds, or a larger --per-mode")
     probes = sorted({name for measured in numbers.values() for name in measured}, key=_order)

@@ -1462,6 +1462,8 @@ def test_the_front_page_says_what_steering_and_perfect_flags_do() -> None:
     swept = {cell["name"]: cell for cell in cells if (cell["subject"], cell["part"]) == ("vanilla", "sweep")}
     before, after = (f"{swept[name]['hack_held']['mean']:.2f}"[1:] for name in ("on", "steer probe q0.95 away x4"))
     assert f"held-out hacking from {before} to {after} at gain 4 and leaves its solve rate" in page
+    always = f"{swept['steer probe always away x4']['solve']['mean']:.2f}"[1:]
+    assert f"at every token it takes that to {always}." in page
     later = Published("bounds/weak-300-307")
     hack, solve = later.contrast("oracle", "filter-oracle"), later.contrast("filter-oracle", "oracle", SOLVE)
     assert f"{interval(hack)} more hacking, {interval(solve)} less solving, on all eight seeds." in page

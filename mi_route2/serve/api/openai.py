@@ -469,9 +469,8 @@ def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float | None]:
 
 
 def _worded(text: str, logprob: float) -> dict[str, Any]:
-    encoded = (
-        None if SPLIT in text else list(text.encode("utf-8", "replace"))
-    )  # a part of a character has bytes that nobody knows here
+    # a part of a character has bytes that nobody knows here
+    encoded = None if SPLIT in text else list(text.encode("utf-8", "replace"))
     return {"token": text, "logprob": number(logprob), "bytes": encoded}
 
 
