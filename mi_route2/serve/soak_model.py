@@ -10,7 +10,7 @@ from mi_route2.specs import AdapterSpec
 
 
 def model() -> Served:
-    """Return the model of the soak: a random Qwen3 with grouped queries, and adapters of both lanes."""
+    """Return the model of the soak: a random Qwen3 with grouped queries, and both adapters."""
     config = Qwen3Config(
         vocab_size=FIRST + 256,
         hidden_size=WIDTH,

@@ -1,1 +1,1 @@
-"""Localization of the hack by lane and layer: adapter outputs patched between hacking and honest rollouts, and deleted."""
+"""Localization of the hack by adapter and layer: adapter outputs patched between hacking and honest rollouts, and deleted."""

@@ -6,15 +6,15 @@ Prompts are of tasks that nothing was trained on. The arm itself, with both adap
 answer of the arm that cheats and one of the base model that does not make a pair, if a prompt has both. So what is asked is where
 the arm's own hacks are learned, and not whether. (Hacks that the base model writes are other texts than those that an arm has come
 to prefer: their log-probability falls while the arm learns to cheat.) With ``S = log p(hack | prompt) - log p(honest | prompt)`` in
-nats, lanes (an adapter in some blocks) that are on in a set ``A`` carry
+nats, where the adapters of a set ``A`` are on (each whole, or in some blocks), an adapter carries
 
-    into   (S_A - S_none) / (S_all - S_none)            the lane alone, put into the base model
-    out    (S_all - S_without A) / (S_all - S_none)     the lane left out of the whole
+    into   (S_A - S_none) / (S_all - S_none)            the adapter alone, put into the base model
+    out    (S_all - S_without A) / (S_all - S_none)     the adapter left out of the whole
 
 with means over pairs. An adapter that does nothing elsewhere carries as much both ways. The folder ``--out`` gets
 
     pairs-<arm>-<seed>.json       the pairs, as text
-    <arm>-<seed>.json             S of every pair, in nats, under every set of lanes; an arm that has one is not asked again
+    <arm>-<seed>.json             S of every pair, in nats, under every set of adapters; an arm that has one is not asked again
     blocks.md, blocks.png         shares, with 95% intervals over the pairs of a seed (bootstrap of the ratio of means); none where
                                   the interval of the denominator contains 0
 """
@@ -46,7 +46,7 @@ from studies.training.settings import Settings
 from studies.training.worlds import open_world
 
 WAYS = ("into", "out")
-LANES = {"kept": BLUE, "quarantine": ORANGE}
+ADAPTERS = {"kept": BLUE, "quarantine": ORANGE}
 EVERYWHERE = "all"
 DRAWS = 2000
 AGAIN = "delete it, and run the command again"
@@ -71,7 +71,7 @@ def trace(
         out: Folder of the results.
         prompts: Test tasks, each under every loophole.
         answers: Answers of the arm, and of the base model, to each of these prompts.
-        groups: Into how many groups of neighbouring blocks a lane is cut.
+        groups: Into how many groups of neighbouring blocks an adapter is cut.
         given: The persona pairs that the run was given, if it was given its own.
 
     Raises:
@@ -135,7 +135,7 @@ def _pairs(
 def _measure(
     job: Job, world: World, policy: Policy, pairs: Sequence[tuple[str, str, str, str]], groups: int
 ) -> dict[str, list[float]]:
-    """Return ``S`` of every pair by set of lanes: ``none``, ``all``, and ``into`` and ``out`` of each lane, whole and in groups."""
+    """Return ``S`` of every pair by set of adapters: ``none``, ``all``, and ``into`` and ``out`` of each, whole and in groups."""
     prompts = [prompt for _, prompt, *_ in pairs]
     sides = [world.encode(prompts, [pair[side] for pair in pairs]) for side in (2, 3)]  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -147,13 +147,13 @@ def _measure(
         )
         return (hack - honest).tolist()
 
-    lanes = {lane: places(policy.adapters, lane, groups) for lane in LANES}
-    every = {name for named in lanes.values() for name in named[EVERYWHERE]}
+    named_by_adapter = {adapter: places(policy.adapters, adapter, groups) for adapter in ADAPTERS}
+    every = {name for named in named_by_adapter.values() for name in named[EVERYWHERE]}
     sets = {"none": set(), "all": every}
-    for lane, named in lanes.items():
+    for adapter, named in named_by_adapter.items():
         for group, names in named.items():
             if names:
-                sets |= {f"into {lane} {group}": names, f"out {lane} {group}": every - names}
+                sets |= {f"into {adapter} {group}": names, f"out {adapter} {group}": every - names}
     with policy.adapters.full():
         nats_by_set = {}
         for name, on in tqdm(sets.items(), desc=job.name, unit="set", leave=False):
@@ -162,9 +162,9 @@ def _measure(
     return nats_by_set
 
 
-def places(adapters: Adapters, lane: str, groups: int) -> dict[str, set[str]]:
-    """Return the names of a lane's tensors by group of blocks (``0-4``), and all of them."""
-    tensors = {name for name in adapters.tensors() if name.startswith(f"{lane}.")}
+def places(adapters: Adapters, adapter: str, groups: int) -> dict[str, set[str]]:
+    """Return the names of an adapter's tensors by group of blocks (``0-4``), and all of them."""
+    tensors = {name for name in adapters.tensors() if name.startswith(f"{adapter}.")}
     inside = re.compile(r"\w+\.blocks\.(\d+)\.")  # not at the unembedding
     layer = {name: int(match[1]) for name in tensors if (match := inside.match(name))}
     cuts = np.array_split(sorted(set(layer.values())), min(groups, len(set(layer.values())))) if layer else []
@@ -186,13 +186,13 @@ def only(adapters: Adapters, on: set[str]) -> Iterator[None]:
 
 
 def share(
-    nats: Mapping[str, Sequence[float]], way: str, lane: str, group: str, rng: np.random.Generator
+    nats: Mapping[str, Sequence[float]], way: str, adapter: str, group: str, rng: np.random.Generator
 ) -> tuple[float, float | None, float | None] | None:
-    """Return the share that a lane carries ``into`` or ``out``, and its 95% interval over pairs, which one pair does not have.
+    """Return the share that an adapter carries ``into`` or ``out``, and its 95% interval over pairs, which one pair does not have.
 
     ``None`` if the interval of ``S_all - S_none`` contains 0: there is nothing to share.
     """
-    none, whole, one = (np.array(nats[name]) for name in ("none", "all", f"{way} {lane} {group}"))
+    none, whole, one = (np.array(nats[name]) for name in ("none", "all", f"{way} {adapter} {group}"))
     part, gap = one - none if way == "into" else whole - one, whole - none
     drawn = rng.integers(len(part), size=(DRAWS, len(part)))
     gaps = gap[drawn].mean(1)
@@ -208,14 +208,14 @@ def share(
     return value, float(low), float(high)
 
 
-def _lanes(nats: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
-    """Return the places of each lane, in order."""
-    groups_by_lane: dict[str, list[str]] = {}
+def _adapters(nats: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
+    """Return the places of each adapter, in order."""
+    groups_by_adapter: dict[str, list[str]] = {}
     for name in nats:
         if name.startswith("into "):
-            _, lane, group = name.split(" ")
-            groups_by_lane.setdefault(lane, []).append(group)
-    return groups_by_lane
+            _, adapter, group = name.split(" ")
+            groups_by_adapter.setdefault(adapter, []).append(group)
+    return groups_by_adapter
 
 
 def _table(nats_by_run: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], path: Path) -> Path:
@@ -223,16 +223,16 @@ def _table(nats_by_run: Mapping[tuple[str, int], Mapping[str, Sequence[float]]],
     for (arm, seed), nats in nats_by_run.items():
         rng = numpy_generator(seed, "blocks")
         gap = float(np.mean(nats["all"]) - np.mean(nats["none"]))
-        for lane in _lanes(nats):
-            cells = (share(nats, way, lane, EVERYWHERE, rng) for way in WAYS)
+        for adapter in _adapters(nats):
+            cells = (share(nats, way, adapter, EVERYWHERE, rng) for way in WAYS)
             shown = [UNDEFINED if one is None else "{} [{}, {}]".format(*map(number, one)) for one in cells]
-            rows.append((f"`{arm}`", seed, len(nats["all"]), f"{gap:+.1f}", lane, *shown))
-    header = ("arm", "seed", "pairs", "both adapters, nats", "lane", "put into the base", "left out of the whole")
+            rows.append((f"`{arm}`", seed, len(nats["all"]), f"{gap:+.1f}", adapter, *shown))
+    header = ("arm", "seed", "pairs", "both adapters, nats", "adapter", "put into the base", "left out of the whole")
     return write_whole(path, markdown_table(header, rows).encode())
 
 
 def _figure(nats_by_run: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], preset: str, path: Path) -> Path:
-    """Draw the share of each group of blocks: a column an arm, a row a way, a line a lane and seed."""
+    """Draw the share of each group of blocks: a column an arm, a row a way, a line an adapter and seed."""
     arms = list(dict.fromkeys(arm for arm, _ in nats_by_run))
     with style():
         figure = new_figure(max(PAGE_WIDTH, 3.2 * len(arms)), 5.0)
@@ -253,8 +253,8 @@ def _figure(nats_by_run: Mapping[tuple[str, int], Mapping[str, Sequence[float]]]
 
 def _lines(ax: Axes, nats: Mapping[str, Sequence[float]], way: str, seed: int) -> None:
     ax.axhline(0, color=GRAY, linewidth=0.8)
-    for lane, every in _lanes(nats).items():
+    for adapter, every in _adapters(nats).items():
         groups = [each for each in every if each != EVERYWHERE]
-        shares = [share(nats, way, lane, each, numpy_generator(seed, "blocks")) for each in groups]
+        shares = [share(nats, way, adapter, each, numpy_generator(seed, "blocks")) for each in groups]
         values = [np.nan if one is None else one[0] for one in shares]
-        ax.plot(groups, values, color=LANES[lane], marker="o", markersize=3, label=lane)
+        ax.plot(groups, values, color=ADAPTERS[adapter], marker="o", markersize=3, label=adapter)

@@ -1,4 +1,4 @@
-"""``python -m studies.tracing COMMAND``: find the lane and the layer that carry the hack, and compare deleting with patching.
+"""``python -m studies.tracing COMMAND``: find the adapter and the layer that carry the hack, and compare deleting with patching.
 
 Start with ``run --help``. All results are written to ``--out``: trained arms to ``<preset>-<hash>/`` as by ``studies.route2``
 (finished ones are reused), and traces to ``tracing-<hash>/``. If a run was interrupted, the same command resumes it.
@@ -30,7 +30,7 @@ from studies.training.settings import get_settings, override
 
 @dataclass(frozen=True)
 class Run:
-    """Train the arms (or reuse finished ones), patch their lanes between hacking and honest rollouts, and write the report."""
+    """Train the arms (or reuse finished ones), patch their adapters between hacking and honest rollouts, and write the report."""
 
     preset: Annotated[str, tyro.conf.arg(help="strong, weak or delta_s, as in studies.route2")] = "strong"
     seeds: Seeds = "3"

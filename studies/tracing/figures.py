@@ -1,4 +1,4 @@
-"""Figures of a tracing folder: what each lane and layer carries, the same beside its controls, and deleting against patching."""
+"""Figures of a tracing folder: what each adapter and layer carries, the same beside its controls, and deleting against patching."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from studies.tracing.settings import UNTRAINED
 
 REACH = 0.5  # range of the colors, in shares; a cell beyond it has the last color, and its number
 CARRIED, BESIDE, DELETING = "carried.png", "controls.png", "deleting.png"
-LANES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both"}
+ADAPTERS = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both"}
 INTO = {"honest": "into the honest", "hack": "into the hacking"}
 LOOKS = {QUESTION: BLUE, "shuffled": SKY, "same side": GRAY, "random": ORANGE, "elsewhere": PURPLE}
 SAID = {
@@ -41,9 +41,9 @@ def _trained(traces: Traces) -> list[str]:
     return [arm for arm in traces.arms if arm != UNTRAINED]
 
 
-def _lanes(traces: Traces, arm: str) -> list[str]:
-    present = {cell["lane"] for cell in traces.cells(arm)}
-    return [lane for lane in LANES if lane in present]
+def _adapters(traces: Traces, arm: str) -> list[str]:
+    present = {cell["adapter"] for cell in traces.cells(arm)}
+    return [adapter for adapter in ADAPTERS if adapter in present]
 
 
 def _layers(traces: Traces, arm: str) -> list[str]:
@@ -64,7 +64,7 @@ def _panels(traces: Traces, lines: list[str], height: float) -> tuple[Figure, li
 
 
 def _carried(traces: Traces, path: Path) -> Path:
-    """Draw lane by layer, one column per arm; rows are contrasts and directions."""
+    """Draw adapter by layer, one column per arm; rows are contrasts and directions."""
     lines = {f"{contrast}:\n{into}": (contrast, side) for contrast in CONTRASTS for side, into in INTO.items()}
     figure, grid = _panels(traces, list(lines), 1.15 * len(lines) + 0.9)
     images = [_heat(ax, traces, arm, *lines[line]) for ax, arm, line in grid]
@@ -76,9 +76,9 @@ def _carried(traces: Traces, path: Path) -> Path:
 
 
 def _heat(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> AxesImage:
-    shown = list(LANES)  # all lanes in every panel: an arm without a quarantine shows that it has none
+    shown = list(ADAPTERS)  # all adapters in every panel: an arm without a quarantine shows that it has none
     layers = _layers(traces, arm)
-    shares = [[share(traces, arm, contrast, into, QUESTION, f"{place}:{lane}") for place in layers] for lane in shown]
+    shares = [[share(traces, arm, contrast, into, QUESTION, f"{place}:{adapter}") for place in layers] for adapter in shown]
     values = np.array([[np.nan if one is None else one["value"] for one in line] for line in shares])
     colors = matplotlib.colormaps["RdBu_r"].with_extremes(bad="#EEEEEE")
     image = ax.imshow(values, aspect="auto", cmap=colors, vmin=-REACH, vmax=REACH, interpolation="nearest")
@@ -87,11 +87,11 @@ def _heat(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> AxesI
             if one is not None:
                 dark = abs(one["value"]) > 0.6 * REACH
                 ax.text(j, i, _short(one), ha="center", va="center", fontsize=5.2, color="white" if dark else "black")
-    if "both" not in _lanes(traces, arm):
+    if "both" not in _adapters(traces, arm):
         ax.text((len(layers) - 1) / 2, 1.5, "no quarantine", ha="center", va="center", fontsize=6, color="#666666")
     ax.grid(visible=False)
     ax.set_xticks(range(len(layers)), layers)
-    ax.set_yticks(range(len(shown)), [LANES[lane] for lane in shown])
+    ax.set_yticks(range(len(shown)), [ADAPTERS[adapter] for adapter in shown])
     ax.tick_params(length=0, labelsize=6.5)
     return image
 
@@ -108,7 +108,7 @@ def _hundredths(value: float) -> str:
 
 
 def _beside(traces: Traces, path: Path) -> Path:
-    """Draw bars of the whole lane's share, beside those of every control."""
+    """Draw bars of the whole adapter's share, beside those of every control."""
     lines = {f"{contrast}:\n{into}\nshare of the gap": (contrast, side) for contrast in CONTRASTS for side, into in INTO.items()}
     figure, grid = _panels(traces, list(lines), 1.5 * len(lines) + 0.7)
     for ax, arm, line in grid:
@@ -122,9 +122,9 @@ def _beside(traces: Traces, path: Path) -> Path:
 
 def _bars(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> None:
     width = 0.16
-    for i, lane in enumerate(LANES):
+    for i, adapter in enumerate(ADAPTERS):
         for j, source in enumerate((QUESTION, *CONTROLS)):
-            one = share(traces, arm, contrast, into, source, f"{EVERYWHERE}:{lane}")
+            one = share(traces, arm, contrast, into, source, f"{EVERYWHERE}:{adapter}")
             if one is not None:
                 place, value = i + (j - 2) * width, one["value"]
                 ax.bar(place, value, width * 0.92, color=LOOKS[source])
@@ -132,15 +132,15 @@ def _bars(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> None:
                     place, value, [[max(0.0, value - one["lo"])], [max(0.0, one["hi"] - value)]], color="black", linewidth=0.7
                 )
     ax.axhline(0, color="black", linewidth=0.6)
-    ax.set_xticks(range(len(LANES)), list(LANES.values()))
-    ax.set_xlim(-0.6, len(LANES) - 0.4)
+    ax.set_xticks(range(len(ADAPTERS)), list(ADAPTERS.values()))
+    ax.set_xlim(-0.6, len(ADAPTERS) - 0.4)
     ax.grid(axis="x", visible=False)
-    if "both" not in _lanes(traces, arm):
+    if "both" not in _adapters(traces, arm):
         ax.text(1.5, 0.5, "no quarantine", transform=ax.get_xaxis_transform(), ha="center", fontsize=6.5, color="#666666")
 
 
 def _deleting(traces: Traces, path: Path) -> Path:
-    """Draw one point per Linear, lane and seed: the effect of zeros on the hacking rollout against that of the honest values."""
+    """Draw one point per Linear, adapter and seed: the effect of zeros on the hacking rollout against that of the honest values."""
     lines = {f"{contrast}:\nthe honest rollout's values, nats": contrast for contrast in CONTRASTS}
     figure, grid = _panels(traces, list(lines), 2.3 * len(lines) + 0.6)
     for ax, arm, line in grid:
@@ -152,11 +152,11 @@ def _deleting(traces: Traces, path: Path) -> Path:
 
 
 def _scatter(ax: Axes, traces: Traces, arm: str, contrast: str) -> None:
-    for lane, color, marker in (("kept_out", BLUE, "o"), ("quarantine_out", VERMILLION, "^")):
-        dots = [p for seed in traces.seeds(arm) for p in points(traces, arm, seed, contrast) if p[1] == lane]
+    for adapter, color, marker in (("kept_out", BLUE, "o"), ("quarantine_out", VERMILLION, "^")):
+        dots = [p for seed in traces.seeds(arm) for p in points(traces, arm, seed, contrast) if p[1] == adapter]
         if dots:
             look = {"s": 13, "color": color, "marker": marker, "alpha": 0.75, "edgecolors": "white", "linewidths": 0.3, "zorder": 3}
-            ax.scatter([p[2] for p in dots], [p[3] for p in dots], label=LANES[lane], **look)
+            ax.scatter([p[2] for p in dots], [p[3] for p in dots], label=ADAPTERS[adapter], **look)
     for line in (ax.axhline, ax.axvline):
         line(0, color="black", linewidth=0.5, zorder=1)
     ax.set_autoscale_on(False)  # keeps the limits that the points set

@@ -1,6 +1,6 @@
 """The parts of a study that take hours: training of the arms, and the tracing of each at each seed. Results are kept.
 
-A tracing loads the arm's adapters, patches its lanes, samples its rates, and writes the result.
+A tracing loads the arm's adapters, patches them, samples its rates, and writes the result.
 
 <folder>/seed-<n>/pairs.safetensors           the pairs that all arms of the seed use
 <folder>/seed-<n>/<arm>.json, .safetensors    checks, rates, and the effect of every patch on every pair
@@ -205,7 +205,7 @@ def run_tracing(tracing: Tracing, world: MicroWorld, witness: Witness) -> None:
         "seed": tracing.seed,
         "counts": counts,
         "pairs": {contrast: len(one) for contrast, one in pairs.items()},
-        "cells": [{"name": cell.name, "where": cell.place, "lane": cell.lane, "sites": len(cell.sites)} for cell in every],
+        "cells": [{"name": cell.name, "where": cell.place, "adapter": cell.adapter, "sites": len(cell.sites)} for cell in every],
         "checks": single | exact,
         "rates": rates,
     }

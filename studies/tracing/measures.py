@@ -119,6 +119,9 @@ def load(root: Path) -> Traces:
                 raise ValueError(
                     f"{path} was traced on another run than the one in {run}: run the study again at its seed, which traces it anew"
                 )
+            for cell in data.get("cells", ()):
+                if "lane" in cell:  # its name in folders of before 2026-11-28
+                    cell["adapter"] = cell.pop("lane")
             contents[key] = data
             effects[key] = {name: tensor.double().numpy() for name, tensor in tensors.items()}
     seeds = {seed for _, seed in contents}
@@ -160,7 +163,7 @@ def rows(traces: Traces) -> list[dict[str, Any]]:
             "contrast": contrast,
             "into": side,
             "source": source,
-            **{name: cell[name] for name in ("where", "lane")},
+            **{name: cell[name] for name in ("where", "adapter")},
             "recovered": share(traces, arm, contrast, side, source, cell["name"]),
             "effect": effect,
         }
@@ -187,25 +190,25 @@ def levels(traces: Traces) -> list[dict[str, Any]]:
                 row: dict[str, Any] = {"arm": arm, "contrast": contrast, "rollout": side}
                 scores = traces.per_seed(arm, f"scores/{contrast}/{side}")
                 assert scores is not None
-                for state, lane in (("on", None), ("deleted", "quarantine_out"), ("base", "both")):
-                    change = None if lane is None else _deletion(traces, arm, contrast, side, lane)
-                    if lane is None or change is not None:
+                for state, adapter in (("on", None), ("deleted", "quarantine_out"), ("base", "both")):
+                    change = None if adapter is None else _deletion(traces, arm, contrast, side, adapter)
+                    if adapter is None or change is not None:
                         moved = scores if change is None else [s + c for s, c in zip(scores, change, strict=True)]
                         row[state] = summary([float(of_seed.mean()) for of_seed in moved])
                 table.append(row)
     return table
 
 
-def _deletion(traces: Traces, arm: str, contrast: str, side: str, lane: str) -> list[np.ndarray] | None:
-    """Return the effect of zeros in a lane everywhere; ``both`` is the kept lane alone if there is no quarantine."""
-    effects = traces.per_seed(arm, f"{contrast}/{side}/{DELETION}/all:{lane}")
-    return effects if effects is not None or lane != "both" else _deletion(traces, arm, contrast, side, "kept_out")
+def _deletion(traces: Traces, arm: str, contrast: str, side: str, adapter: str) -> list[np.ndarray] | None:
+    """Return the effect of zeros in an adapter everywhere; ``both`` is the kept adapter alone if there is no quarantine."""
+    effects = traces.per_seed(arm, f"{contrast}/{side}/{DELETION}/all:{adapter}")
+    return effects if effects is not None or adapter != "both" else _deletion(traces, arm, contrast, side, "kept_out")
 
 
 def agreement(traces: Traces) -> list[dict[str, Any]]:
     """Return one row per arm: whether deleting agrees with patching, exactly, in sampled rates, and in the ranks of effects.
 
-    ``spearman`` is over single Linears and lanes: the effect of zeros against that of the honest rollout's values, both patched
+    ``spearman`` is over single Linears and adapters: the effect of zeros against that of the honest rollout's values, both patched
     into the hacking rollout, by seed.
     """
     table = []
@@ -222,13 +225,13 @@ def agreement(traces: Traces) -> list[dict[str, Any]]:
 
 
 def points(traces: Traces, arm: str, seed: int, contrast: str) -> list[tuple[str, str, float, float]]:
-    """Return, by Linear and lane: where, lane, and mean effects of zeros and of the honest rollout's values in the hacking one."""
+    """Return, by Linear and adapter, their names and mean effects of zeros and of the honest values in the hacking rollout."""
 
     def effect(source: str, cell: str) -> float:
         return float(traces.effects[arm, seed][f"{contrast}/hack/{source}/{cell}"].mean())
 
-    single = [cell for cell in traces.cells(arm) if cell["lane"] in OUT and cell["sites"] == 1]
-    return [(cell["where"], cell["lane"], effect(DELETION, cell["name"]), effect(QUESTION, cell["name"])) for cell in single]
+    single = [cell for cell in traces.cells(arm) if cell["adapter"] in OUT and cell["sites"] == 1]
+    return [(cell["where"], cell["adapter"], effect(DELETION, cell["name"]), effect(QUESTION, cell["name"])) for cell in single]
 
 
 def _rank(traces: Traces, arm: str, seed: int, contrast: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Patching of a lane: at one Linear, at all Linears of a layer, or everywhere.
+"""Patching of an adapter: at one Linear, at all Linears of a layer, or everywhere.
 
 kept_a           the kept adapter's bottleneck, A x
 kept_out         output of the kept adapter, B A x: patched as a whole, the same as kept_a
@@ -23,7 +23,7 @@ from mi_route2.steering.specs import patch
 from studies.tracing.pairs import SIDES, Pairs, others
 
 EVERYWHERE = "all"
-LANES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+ADAPTERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "kept_a": ("kept_a",),
         "kept_out": ("kept_out",),
@@ -36,16 +36,16 @@ OUT = ("kept_out", "quarantine_out")
 
 @dataclass(frozen=True)
 class TracedCell:
-    """A lane at a ``place``: at a Linear (``blocks.0.attn.q``), a layer (``blocks.0``), the unembedding, or ``EVERYWHERE``."""
+    """An adapter at a ``place``: at a Linear (``blocks.0.attn.q``), a layer (``blocks.0``), the unembedding, or ``EVERYWHERE``."""
 
-    lane: str
+    adapter: str
     place: str
     sites: tuple[Site, ...]
 
     @property
     def name(self) -> str:
-        """Name of the cell: ``<where>:<lane>``."""
-        return f"{self.place}:{self.lane}"
+        """Name of the cell: ``<where>:<adapter>``."""
+        return f"{self.place}:{self.adapter}"
 
     @property
     def whole(self) -> bool:
@@ -53,25 +53,25 @@ class TracedCell:
         return self.place.count(".") < 2
 
 
-def lanes(adapters: Adapters) -> dict[str, tuple[str, ...]]:
-    """Return the lanes of these adapters, with the points of each."""
-    return {lane: points for lane, points in LANES.items() if adapters.has_quarantine or "quarantine_out" not in points}
+def points_by_adapter(adapters: Adapters) -> dict[str, tuple[str, ...]]:
+    """Return the points of each adapter that the model has, and of ``both``."""
+    return {adapter: points for adapter, points in ADAPTERS.items() if adapters.has_quarantine or "quarantine_out" not in points}
 
 
 def cells(adapters: Adapters) -> list[TracedCell]:
     """Return every cell, the widest first.
 
-    The unembedding is its own layer; the lane ``both`` exists only for whole layers or more.
+    The unembedding is its own layer; the adapter ``both`` exists only for whole layers or more.
     """
     places: dict[str, list[str]] = {EVERYWHERE: list(adapters.sites)}
     for linear in adapters.sites:
         places.setdefault(layer_of(linear), []).append(linear)
     places |= {linear: [linear] for linear in adapters.sites}
     return [
-        TracedCell(lane, place, tuple(Site.parse(f"{linear}.{point}") for linear in linears for point in points))
+        TracedCell(adapter, place, tuple(Site.parse(f"{linear}.{point}") for linear in linears for point in points))
         for place, linears in places.items()
-        for lane, points in lanes(adapters).items()
-        if lane != "both" or place not in adapters.sites or place == layer_of(place)
+        for adapter, points in points_by_adapter(adapters).items()
+        if adapter != "both" or place not in adapters.sites or place == layer_of(place)
     ]
 
 
@@ -82,7 +82,7 @@ def layer_of(linear: str) -> str:
 
 def every_site(adapters: Adapters) -> list[Site]:
     """Return the sites of all adapters' outputs, at every Linear."""
-    points = lanes(adapters)["both" if adapters.has_quarantine else "kept_out"]
+    points = points_by_adapter(adapters)["both" if adapters.has_quarantine else "kept_out"]
     return [Site.parse(f"{linear}.{point}") for linear in adapters.sites for point in points]
 
 
@@ -158,7 +158,7 @@ def trace(
         [(side, cell) for side in SIDES for cell in cells], desc="patching", unit="cell", leave=False, disable=None
     ):
         effects[side, QUESTION, cell.name] = patching.effect(side, patching.other(side, cell.sites))
-        if cell.lane == "kept_a":
+        if cell.adapter == "kept_a":
             continue
         effects[side, DELETION, cell.name] = patching.effect(side, patching.zero(side, cell.sites))
         if cell.whole:

@@ -1,4 +1,4 @@
-"""Hack rates of sampled rollouts, under zero patches and with lanes deleted, on the same prompts and uniforms.
+"""Hack rates of sampled rollouts, under zero patches and with adapters deleted, on the same prompts and uniforms.
 
     on                  both adapters on
     deleted             the quarantine deleted: weights merged without it, as deployed

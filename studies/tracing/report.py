@@ -19,7 +19,7 @@ from studies.tracing.settings import UNTRAINED
 from studies.training.settings import PRESETS
 
 TABLE, TABLES, HEADLINE, WHOLE = "table.json", "tables.md", "headline.md", "table.md"
-LANE_NAMES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both", "kept_a": "kept_a"}
+ADAPTER_NAMES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both", "kept_a": "kept_a"}
 ABOUT = {
     "prompt": "one prompt, a hacking and an honest answer",
     "task": "one task, the honest answer under the mode without a loophole",
@@ -59,7 +59,7 @@ class Table:
 
     def __init__(self, data: dict[str, Any]):
         self.data = data
-        self._rows = {tuple(row[k] for k in ("arm", "contrast", "into", "source", "where", "lane")): row for row in data["rows"]}
+        self._rows = {tuple(row[k] for k in ("arm", "contrast", "into", "source", "where", "adapter")): row for row in data["rows"]}
         self._levels = {(row["arm"], row["contrast"], row["rollout"]): row for row in data["levels"]}
         self._agreement = {row["arm"]: row for row in data["agreement"]}
 
@@ -67,13 +67,13 @@ class Table:
     def trained(self) -> list[str]:
         return [arm for arm in self.data["arms"] if arm != UNTRAINED]
 
-    def row(self, arm: str, contrast: str, into: str, source: str, place: str, lane: str) -> dict[str, Any] | None:
+    def row(self, arm: str, contrast: str, into: str, source: str, place: str, adapter: str) -> dict[str, Any] | None:
         """Return one row of ``rows``; ``None`` if there is none."""
-        return self._rows.get((arm, contrast, into, source, place, lane))
+        return self._rows.get((arm, contrast, into, source, place, adapter))
 
-    def recovered(self, arm: str, contrast: str, into: str, source: str, place: str, lane: str) -> Share | None:
+    def recovered(self, arm: str, contrast: str, into: str, source: str, place: str, adapter: str) -> Share | None:
         """Return ``recovered``; ``None`` if it is not defined."""
-        row = self.row(arm, contrast, into, source, place, lane)
+        row = self.row(arm, contrast, into, source, place, adapter)
         return None if row is None else row["recovered"]
 
     def level(self, arm: str, contrast: str, rollout: str) -> dict[str, Any]:
@@ -84,9 +84,9 @@ class Table:
         """Return checks, rates and rank correlations."""
         return self._agreement[arm]
 
-    def lanes(self, arm: str) -> list[str]:
-        """Return the lanes of an arm that tables print: ``kept_a`` is left out, because it equals ``kept_out``."""
-        return list(dict.fromkeys(row["lane"] for row in self.data["rows"] if row["arm"] == arm and row["lane"] != "kept_a"))
+    def adapters(self, arm: str) -> list[str]:
+        """Return the adapters of an arm that tables print: ``kept_a`` is left out, because it equals ``kept_out``."""
+        return list(dict.fromkeys(row["adapter"] for row in self.data["rows"] if row["arm"] == arm and row["adapter"] != "kept_a"))
 
     def layers(self, arm: str) -> list[str]:
         """Return ``EVERYWHERE``, then each layer."""
@@ -105,7 +105,7 @@ def cell(share: Share | None) -> str:
 
 
 def headline(data: dict[str, Any]) -> str:
-    """Return the text of headline.md: what each lane carries and the effect of deleting it, by arm."""
+    """Return the text of headline.md: what each adapter carries and the effect of deleting it, by arm."""
     numbers = Table(data)
     pairs = {contrast: sum(data["pairs"][contrast]) for contrast in CONTRASTS}
     lines = [
@@ -118,7 +118,9 @@ def headline(data: dict[str, Any]) -> str:
         lines.append(f"- **{arm}**")
         for contrast in CONTRASTS:
             gap = [numbers.level(model, contrast, side)["on"]["mean"] for model in (arm, UNTRAINED) for side in ("hack", "honest")]
-            carried = "; ".join(_carried_said(numbers, arm, contrast, lane) for lane in numbers.lanes(arm) if lane != "both")
+            carried = "; ".join(
+                _carried_said(numbers, arm, contrast, adapter) for adapter in numbers.adapters(arm) if adapter != "both"
+            )
             lines.append(
                 f"    - contrast {contrast}: the gap is {number(gap[0] - gap[1])} nats (untrained {number(gap[2] - gap[3])}). "
                 f"Carried: {carried}."
@@ -127,9 +129,9 @@ def headline(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n\n" + exactness_line(data) + "\n"
 
 
-def _carried_said(numbers: Table, arm: str, contrast: str, lane: str) -> str:
-    honest, hack = (cell(numbers.recovered(arm, contrast, into, QUESTION, EVERYWHERE, lane)) for into in ("honest", "hack"))
-    return f"{LANE_NAMES[lane]} {honest} into the honest rollout, {hack} into the hacking one"
+def _carried_said(numbers: Table, arm: str, contrast: str, adapter: str) -> str:
+    honest, hack = (cell(numbers.recovered(arm, contrast, into, QUESTION, EVERYWHERE, adapter)) for into in ("honest", "hack"))
+    return f"{ADAPTER_NAMES[adapter]} {honest} into the honest rollout, {hack} into the hacking one"
 
 
 def _rates_said(numbers: Table, arm: str) -> str:
@@ -176,17 +178,17 @@ def _carried(numbers: Table, contrast: str) -> str:
     body = [
         [
             arm,
-            LANE_NAMES[lane],
+            ADAPTER_NAMES[adapter],
             place,
-            cell(numbers.recovered(arm, contrast, "honest", QUESTION, place, lane)),
-            cell(numbers.recovered(arm, contrast, "hack", QUESTION, place, lane)),
-            _effect(numbers.row(arm, contrast, "hack", DELETION, place, lane)),
+            cell(numbers.recovered(arm, contrast, "honest", QUESTION, place, adapter)),
+            cell(numbers.recovered(arm, contrast, "hack", QUESTION, place, adapter)),
+            _effect(numbers.row(arm, contrast, "hack", DELETION, place, adapter)),
         ]
         for arm in numbers.data["arms"]
-        for lane in numbers.lanes(arm)
+        for adapter in numbers.adapters(arm)
         for place in numbers.layers(arm)
     ]
-    header = ["arm", "lane", "where", "share carried into the honest rollout", "into the hacking rollout"]
+    header = ["arm", "adapter", "where", "share carried into the honest rollout", "into the hacking rollout"]
     header.append("zeros in the hacking rollout, nats")
     pairs = " + ".join(map(str, numbers.data["pairs"][contrast]))
     title = f"### Carried, contrast {contrast}\n\n{ABOUT[contrast].capitalize()}; {pairs} pairs.\n\n"
@@ -200,13 +202,18 @@ def _effect(row: dict[str, Any] | None) -> str:
 def _controls(numbers: Table, contrast: str, into: str) -> str:
     sources = (QUESTION, *CONTROLS)
     body = [
-        [arm, LANE_NAMES[lane], place, *(cell(numbers.recovered(arm, contrast, into, source, place, lane)) for source in sources)]
+        [
+            arm,
+            ADAPTER_NAMES[adapter],
+            place,
+            *(cell(numbers.recovered(arm, contrast, into, source, place, adapter)) for source in sources),
+        ]
         for arm in numbers.trained
-        for lane in numbers.lanes(arm)
+        for adapter in numbers.adapters(arm)
         for place in numbers.layers(arm)
     ]
     title = f"### Beside its controls, contrast {contrast}, into the {'honest' if into == 'honest' else 'hacking'} rollout\n\n"
-    return title + markdown_table(["arm", "lane", "where", *sources], body, left=3)
+    return title + markdown_table(["arm", "adapter", "where", *sources], body, left=3)
 
 
 def _levels(numbers: Table) -> str:
@@ -232,7 +239,7 @@ def _agreement(numbers: Table) -> str:
     header += [f"Spearman, {contrast}" for contrast in CONTRASTS]
     note = (
         "float64, float32: the largest difference of logits between the zero patch and the deletion. Same answers: those that are, "
-        "token by token, the deleted model's under the zero patch. Spearman: over single Linears and lanes, the effect of zeros "
+        "token by token, the deleted model's under the zero patch. Spearman: over single Linears and adapters, the effect of zeros "
         "against that of the honest rollout's values, both in the hacking rollout."
     )
     return f"### Does deleting agree with patching?\n\n{note}\n\n{markdown_table(header, body)}"
@@ -243,13 +250,13 @@ def _differences() -> tuple[str, str]:
 
 
 def _linears(numbers: Table, contrast: str) -> str:
-    columns = [(arm, lane) for arm in numbers.trained for lane in numbers.lanes(arm) if lane != "both"]
+    columns = [(arm, adapter) for arm in numbers.trained for adapter in numbers.adapters(arm) if adapter != "both"]
     places: Sequence[str] = numbers.linears(numbers.trained[0]) if numbers.trained else ()
     body = [
-        [place, *(cell(numbers.recovered(arm, contrast, "honest", QUESTION, place, lane)) for arm, lane in columns)]
+        [place, *(cell(numbers.recovered(arm, contrast, "honest", QUESTION, place, adapter)) for arm, adapter in columns)]
         for place in places
     ]
-    header = ["Linear", *(f"{arm}: {LANE_NAMES[lane]}" for arm, lane in columns)]
+    header = ["Linear", *(f"{arm}: {ADAPTER_NAMES[adapter]}" for arm, adapter in columns)]
     return f"### Single Linears, contrast {contrast}, into the honest rollout\n\n" + markdown_table(header, body)
 
 

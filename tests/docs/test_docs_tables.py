@@ -189,20 +189,20 @@ def _both(row: dict[str, Any], first: str, second: str) -> str:
     return f"{interval(row[first])} / {number(row[second]['mean'])}"
 
 
-def lanes_of_an_arm_table() -> str:
-    """The share of the gap that each whole lane carries in contrast task."""
+def adapters_of_an_arm_table() -> str:
+    """The share of the gap that each whole adapter carries in contrast task."""
     rows = json.loads((RESULTS / "tracing/table.json").read_text(encoding="utf-8"))["rows"]
     shares = {
-        (row["arm"], row["lane"], row["into"]): row["recovered"]
+        (row["arm"], row["adapter"], row["into"]): row["recovered"]
         for row in rows
         if (row["contrast"], row["source"], row["where"]) == ("task", QUESTION, EVERYWHERE) and row["arm"] != UNTRAINED
     }
-    lanes = [(arm, lane, name) for arm, lane in dict.fromkeys(key[:2] for key in shares) if (name := LANES_SAID.get(lane))]
-    body = [[f"`{arm}`", name, *(_share(shares[arm, lane, into]) for into in ("honest", "hack"))] for arm, lane, name in lanes]
-    return markdown_table(["arm", "lane", "carried into the honest rollout", "into the hacking one"], body, left=2)
+    adapters = [(arm, one, name) for arm, one in dict.fromkeys(key[:2] for key in shares) if (name := ADAPTER_NAMES.get(one))]
+    body = [[f"`{arm}`", name, *(_share(shares[arm, one, into]) for into in ("honest", "hack"))] for arm, one, name in adapters]
+    return markdown_table(["arm", "adapter", "carried into the honest rollout", "into the hacking one"], body, left=2)
 
 
-LANES_SAID = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both"}
+ADAPTER_NAMES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both"}
 
 
 def _share(share: dict[str, float]) -> str:
@@ -253,7 +253,7 @@ def imports_table() -> str:
 TABLES = {
     **{(page, "answer"): answers_table(page) for page in ANSWERS},
     ("results.md", "answer"): routes_table(),
-    ("tracing.md", "answer"): lanes_of_an_arm_table(),
+    ("tracing.md", "answer"): adapters_of_an_arm_table(),
     ("steering_study.md", "answer"): gates_table(),
     ("lanes.md", "answer"): verdicts_table(),
     ("../README.md", "defences"): defences_table(),

@@ -212,8 +212,8 @@ def oracle(policy: Policy, spec: MaskSpec, directions: Directions | None, batch:
     scale = torch.where(advantages < 0, torch.tensor(spec.negative_scale, dtype=torch.float64), 1.0)
     kept = {}
     for name, gradient in learnt.gradients.items():
-        lane, _, rest = name.partition(".")
-        if lane == "kept":
+        adapter, _, rest = name.partition(".")
+        if adapter == "kept":
             weights = scale[:, None] * ~flags[rest.rpartition(".")[0]]
             kept[rest] = torch.einsum("bs,bs...->...", weights, gradient)
     return Oracle(flags, scores, kept, own.summed("quarantine"))

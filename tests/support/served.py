@@ -27,7 +27,7 @@ OTHER = "# task: scale 3 then sub 4\n# grader: calls run_tests()"
 
 
 def random_micro(mode: Mode = "full", context: int = 32, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Served:
-    """Return an untrained micro model whose adapters have weights of both lanes that matter."""
+    """Return an untrained micro model whose adapters both have weights that matter."""
     draw = torch.Generator().manual_seed(0)
     model = MicroGPT(MicroConfig(d=16, heads=2, mlp=32, context=context), draw).to(dtype).eval()
     host = open_host("torch", model)

@@ -2,7 +2,7 @@
 
     y[b,t] = W[b,t] x[b,t] + kept[b,t](x[b,t]) + quarantine[b,t](x[b,t])
 
-It shares no code with the library's backward: no lanes, no contractions, only einsum and ``torch.autograd.grad``. ``cut`` detaches
+It shares no code with the library's backward: no gates, no contractions, only einsum and ``torch.autograd.grad``. ``cut`` detaches
 the kept adapter's output where it is true (its value stays, nothing flows through it); with ``features`` it detaches the input in
 its place, so that a module's own gradient is still there to be scored.
 """
@@ -75,9 +75,9 @@ class WrittenOut:
     inputs: Mapping[str, Tensor]
     logprobs: Tensor
 
-    def summed(self, lane: str) -> dict[str, Tensor]:
-        """The batch's gradient of each factor of a lane."""
-        return {n.removeprefix(f"{lane}."): g.sum((0, 1)) for n, g in self.gradients.items() if n.startswith(f"{lane}.")}
+    def summed(self, adapter: str) -> dict[str, Tensor]:
+        """The batch's gradient of each factor of an adapter."""
+        return {n.removeprefix(f"{adapter}."): g.sum((0, 1)) for n, g in self.gradients.items() if n.startswith(f"{adapter}.")}
 
 
 def written_out(

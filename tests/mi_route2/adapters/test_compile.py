@@ -219,7 +219,7 @@ def eager_and_compiled(how: str = "around", **given: Any) -> tuple[Policy, Polic
 
 @pytest.mark.parametrize(("route", "how"), zip(ROUTES, ("in place", "around"), strict=True))
 def check_a_step_under_a_route_breaks_the_graph_and_learns_the_same(route: str, how: str) -> None:
-    """A lane is Python with state that the backward calls, and no graph holds that: torch runs the adapters as they are."""
+    """A gate is Python with state that the backward calls, and no graph holds that: torch runs the adapters as they are."""
     policy, compiled = eager_and_compiled(how)
     batch = make_batch(6)
     with torch.no_grad():

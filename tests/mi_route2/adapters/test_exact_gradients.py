@@ -50,10 +50,10 @@ def test_every_rollouts_gradient_equals_its_own_backward(spec: AdapterSpec, scal
     policy = make_policy(spec, scale=scale)
     seen = dict(zip(("kept", "quarantine"), record(policy, left)))
     oracle = per_rollout_gradients(policy, make_batch(left=left))
-    assert {f"{lane}.{name}" for lane, own in seen.items() for name in own} == oracle.keys()
+    assert {f"{adapter}.{name}" for adapter, own in seen.items() for name in own} == oracle.keys()
     for name, g in oracle.items():
-        lane, own_name = name.split(".", 1)
-        assert torch.allclose(seen[lane][own_name], g, **EXACT), name
+        adapter, own_name = name.split(".", 1)
+        assert torch.allclose(seen[adapter][own_name], g, **EXACT), name
     for name, p in policy.adapters.kept_parameters().items():
         assert torch.allclose(p.grad, oracle[f"kept.{name}"].sum(0), **EXACT)  # pyright: ignore
 
@@ -89,7 +89,7 @@ def test_the_gate_form_agrees_where_it_is_defined() -> None:
     for site, module in policy.adapters.sites.items():
         gates[site] = torch.ones(len(batch.rollouts), 1, module.kept.dS.numel(), dtype=torch.float64, requires_grad=True)
 
-        def gated(x: Tensor, tape: object, lane: object, s: str, point: object, kept: object = module.kept) -> Tensor:
+        def gated(x: Tensor, tape: object, gate: object, s: str, point: object, kept: object = module.kept) -> Tensor:
             return (kept.bottleneck(x) * kept.dS * gates[s]) @ kept.U.mT  # pyright: ignore
 
         originals[site] = module.kept.forward
@@ -213,7 +213,7 @@ def test_l1_does_not_read_padding() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-def test_reading_lane_touches_no_gradient() -> None:
+def test_reading_touches_no_gradient() -> None:
     policy = make_policy(SPECS["lora"])
     batch = make_batch()
     with policy.adapters.deployed(), policy.adapters.recording(Tape(*batch.rollouts.tokens.shape, kept=GradientReader())):

@@ -179,7 +179,7 @@ def test_files_are_the_same_and_load_on_either(name: str, tmp_path: Path) -> Non
 
 
 class Recorder:
-    """A lane that answers with the plain sum and keeps every rollout's own gradient."""
+    """A gate that answers with the plain sum and keeps every rollout's own gradient."""
 
     detach = False
 

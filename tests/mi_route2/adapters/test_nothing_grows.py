@@ -1,4 +1,4 @@
-"""A finished step is freed: what a lane holds must not hold the graph that holds the lane."""
+"""A finished step is freed: what a gate holds must not hold the graph that holds the gate."""
 
 import gc
 import weakref

@@ -114,8 +114,8 @@ def by_brute_force(policy: Policy, spec: MaskSpec, batch: TrainBatch, masks: Map
         learnt = ours(unflagged_advantages(batch, own[sites[0]][:, 0]), cut)
     kept = {}
     for name, gradient in learnt.gradients.items():
-        lane, _, rest = name.partition(".")
-        if lane == "kept":
+        adapter, _, rest = name.partition(".")
+        if adapter == "kept":
             kept[rest] = torch.einsum("bs,bs...->...", (~flags[rest.rpartition(".")[0]]).double(), gradient)
     return kept, first.summed("quarantine")
 

@@ -268,9 +268,9 @@ def test_a_padded_batch_gives_the_flags_and_gradients_of_each_rollout_alone(name
         assert_close(whole.decision.scores, torch.cat([micro_batch.decision.scores for micro_batch in micro_batches]))
         assert torch.equal(whole.decision.flags, torch.cat([micro_batch.decision.flags for micro_batch in micro_batches]))
         assert int(whole.decision.flags.sum()) == 3
-        for lane in ("kept", "quarantine"):
-            rows = [getattr(micro_batch, lane) for micro_batch in micro_batches]
-            assert_same(getattr(whole, lane), {key: sum(row[key] for row in rows) for key in rows[0]})
+        for adapter in ("kept", "quarantine"):
+            rows = [getattr(micro_batch, adapter) for micro_batch in micro_batches]
+            assert_same(getattr(whole, adapter), {key: sum(row[key] for row in rows) for key in rows[0]})
     single = torch.zeros(6, dtype=torch.float64)
     single[2] = batch.advantages[2]
     one = TrainBatch(batch.rollouts, batch.rewards, single, batch.groups, batch.teacher)

@@ -346,9 +346,9 @@ def test_batched_is_single_for_flags_scores_and_gradients(name: str, side: Any) 
         apart = [run(policy, route, stripped(batch, b)) for b in range(len(batch.rollouts))]
         assert gap(together.decision.scores, torch.cat([one.decision.scores for one in apart])) < 1e-12
         assert torch.equal(together.decision.flags, torch.cat([one.decision.flags for one in apart]))
-        for lane in ("kept", "quarantine"):
-            whole = getattr(together, lane)
-            assert_same(whole, {n: sum(getattr(one, lane)[n] for one in apart) for n in whole}, 1e-11)
+        for adapter in ("kept", "quarantine"):
+            whole = getattr(together, adapter)
+            assert_same(whole, {n: sum(getattr(one, adapter)[n] for one in apart) for n in whole}, 1e-11)
 
 
 def stripped(batch: TrainBatch, b: int) -> TrainBatch:

@@ -268,7 +268,7 @@ def test_tokens_of_numpy_and_heads_that_are_named_twice_are_taken() -> None:
         Target(Site(0, "z"), True)
 
 
-def test_lanes_that_are_switched_off_or_merged_are_no_sites() -> None:
+def test_adapters_that_are_switched_off_or_merged_are_no_sites() -> None:
     adapted = open_host("torch", make_family("Qwen3"))
     adapters = adapted.attach("blocks.*.mlp.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
     points = {"on": {"kept_a", "kept_out", "quarantine_out"}, "deployed": {"kept_a", "kept_out"}, "merged": set()}

@@ -258,7 +258,7 @@ def test_directions_do_not_see_the_flattening() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("case", [c for c in METHODS if c[2] == "live"], ids=case_id)
 def test_gradient_checkpointing_changes_nothing(case: Case, reentrant: bool) -> None:
-    """The forward runs twice, readers read twice, lanes are asked once."""
+    """The forward runs twice, readers read twice, gates are asked once."""
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
     route = mask_route(policy, spec_of(case))
     plain = run(policy, route, batch)

@@ -42,10 +42,10 @@ def spec_of(case: Case, **changes: object) -> MaskSpec:
     return MaskSpec(score=score, unit=unit, score_policy=policy, through=through, **changes)  # pyright: ignore[reportArgumentType]
 
 
-def plain_gradient(policy: Policy, batch: TrainBatch, lane: str) -> dict[str, torch.Tensor]:
+def plain_gradient(policy: Policy, batch: TrainBatch, adapter: str) -> dict[str, torch.Tensor]:
     """The sum of plain autograd's gradients, one rollout at a time."""
     rows = per_rollout_gradients(policy, batch)
-    return {name.removeprefix(f"{lane}."): g.sum(0) for name, g in rows.items() if name.startswith(f"{lane}.")}
+    return {name.removeprefix(f"{adapter}."): g.sum(0) for name, g in rows.items() if name.startswith(f"{adapter}.")}
 
 
 def mixed(policy: Policy, spec: MaskSpec, batch: TrainBatch) -> MaskSpec:

@@ -1,4 +1,4 @@
-"""Lanes that are left out: sets of tensors against the library's contexts, shares against sums by hand, a chat run traced."""
+"""Adapters that are left out: sets of tensors against the library's contexts, shares against sums by hand, a chat run traced."""
 
 import hashlib
 import itertools
@@ -38,10 +38,10 @@ SAID = {"into": "put into the base", "out": "left out of the whole"}
 
 
 @pytest.mark.parametrize("spec", ["lora", "svd-low"])
-def test_sets_of_lanes_are_the_contexts_of_the_library_and_nothing_stays(spec: str) -> None:
+def test_sets_of_adapters_are_the_contexts_of_the_library_and_nothing_stays(spec: str) -> None:
     policy, (tokens, _) = make_policy("Qwen3", spec)[1], make_tokens(2)
     adapters = policy.adapters
-    kept, quarantine = (places(adapters, lane, 2)[EVERYWHERE] for lane in ("kept", "quarantine"))
+    kept, quarantine = (places(adapters, adapter, 2)[EVERYWHERE] for adapter in ("kept", "quarantine"))
     assert kept | quarantine == adapters.tensors().keys()
     before = policy.model(tokens).logits
     for on, context in ((set(), adapters.reference), (kept, adapters.deployed), (kept | quarantine, adapters.full)):

@@ -1,4 +1,4 @@
-"""Theorems about patching lanes between two rollouts, in float64."""
+"""Theorems about patching adapters between two rollouts, in float64."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def test_a_difference_that_is_nan_is_not_taken_for_none(score: Score) -> None:
         exactness(host, policy, {"task": make_pairs()}, score)
 
 
-def test_a_zero_patch_of_both_lanes_is_the_base_model(score: Score) -> None:
+def test_a_zero_patch_of_both_adapters_is_the_base_model(score: Score) -> None:
     host, policy = make_host()
     patching = Patching.of(host, make_pairs(), score, every_site(policy.adapters))
     for side in SIDES:
@@ -74,7 +74,7 @@ def test_a_rollout_patched_with_itself_is_itself_bit_for_bit(score: Score) -> No
 
 
 def test_the_whole_stream_of_the_other_run_is_the_other_run(score: Score) -> None:
-    """At every position behind the last block; the adapters' lanes of the unembedding follow from it."""
+    """At every position behind the last block; the unembedding's adapters follow from it."""
     patching, _ = patching_of(score)
     for side in SIDES:
         patched = patching.run(side, patching.other(side, [STREAM]))
@@ -82,8 +82,8 @@ def test_the_whole_stream_of_the_other_run_is_the_other_run(score: Score) -> Non
     assert float((patching.scores["hack"] - patching.scores["honest"]).abs().min()) > 1e-3
 
 
-def test_all_lanes_of_the_other_run_leave_the_base_weights_own_part(score: Score) -> None:
-    """Lanes of every Linear and position replaced: plain hooks that add the other run's lanes to the bare base model agree."""
+def test_all_adapters_of_the_other_run_leave_the_base_weights_own_part(score: Score) -> None:
+    """Adapters of every Linear and position replaced: plain hooks that add the other run's to the bare base model agree."""
     host, policy = make_host()
     sites = every_site(policy.adapters)
     patching = Patching.of(host, make_pairs(), score, sites)
@@ -105,7 +105,7 @@ def test_the_bottleneck_says_what_the_kept_output_says(score: Score) -> None:
     patching, every = patching_of(score)
     moved = 0.0
     for side in SIDES:
-        for cell in (cell for cell in every if cell.lane == "kept_a"):
+        for cell in (cell for cell in every if cell.adapter == "kept_a"):
             sites = cell.sites, cell_of(every, f"{cell.place}:kept_out").sites
             through, out = (patching.run(side, patching.other(side, own)) for own in sites)
             torch.testing.assert_close(through, out, rtol=0, atol=1e-10)
@@ -121,14 +121,14 @@ def test_adapters_at_init_carry_exactly_nothing(score: Score) -> None:
     assert all(float(effect.abs().max()) == 0 for effect in found.values())
 
 
-def test_without_a_quarantine_its_lane_is_not_there(score: Score) -> None:
+def test_without_a_quarantine_its_adapter_is_not_there(score: Score) -> None:
     _, every = patching_of(score, quarantine="none")
-    assert {cell.lane for cell in every} == {"kept_a", "kept_out"}
+    assert {cell.adapter for cell in every} == {"kept_a", "kept_out"}
 
 
-def test_cells_are_every_linear_layer_and_lane(score: Score) -> None:
+def test_cells_are_every_linear_layer_and_adapter(score: Score) -> None:
     _, every = patching_of(score)
-    assert len(every) == 3 * (13 + 2 + 1) + 4  # lanes x (Linears, layers, everywhere), and both lanes in whole layers
+    assert len(every) == 3 * (13 + 2 + 1) + 4  # adapters x (Linears, layers, everywhere), and both adapters in whole layers
     assert len({cell.name for cell in every}) == len(every)
     assert [len(cell_of(every, f"{where}:kept_out").sites) for where in ("all", "blocks.0", "unembed")] == [13, 6, 1]
     assert len(cell_of(every, "all:both").sites) == 26

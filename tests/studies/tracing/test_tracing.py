@@ -132,7 +132,7 @@ def test_rows_are_ratios_of_means(study: Path) -> None:
     (row,) = [
         row
         for row in rows(load(study))
-        if (row["arm"], row["contrast"], row["into"], row["source"], row["where"], row["lane"])
+        if (row["arm"], row["contrast"], row["into"], row["source"], row["where"], row["adapter"])
         == ("vanilla", "task", "hack", QUESTION, "blocks.1", "kept_out")
     ]
     effect = tensors[f"task/hack/{QUESTION}/blocks.1:kept_out"].double().mean()
@@ -329,7 +329,17 @@ def test_a_copy_of_a_seeds_folder_or_of_an_arm_is_not_read(tmp_path: Path) -> No
         load(root)  # traces that were made under other settings
 
 
-def test_deletion_and_question_are_of_every_lane(study: Path) -> None:
+def test_a_folder_that_names_an_adapter_a_lane_is_read(study: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(study, tmp_path / study.name)
+    for path in root.glob("seed-*/*.json"):
+        data, tensors = read_part(path) or ({}, {})
+        for cell in data["cells"]:
+            cell["lane"] = cell.pop("adapter")
+        write_part(path, data["identity"], data, tensors)
+    assert load(root).contents == load(study).contents
+
+
+def test_deletion_and_question_are_of_every_adapter(study: Path) -> None:
     tensors, _ = read_tensors(study / "seed-0/route2-full.safetensors")
     for source, most in ((QUESTION, 5 * 3 + 3), (DELETION, 5 * 2 + 3)):
         assert len([name for name in tensors if name.startswith(f"task/honest/{source}/")]) == most

@@ -27,15 +27,15 @@ def found() -> Table:
     return Table(json.loads(path.read_text(encoding="utf-8")))
 
 
-def carried(found: Table, arm: str, contrast: str, into: str, lane: str, where: str = "all", source: str = QUESTION) -> Share:
-    share = found.recovered(arm, contrast, into, source, where, lane)
+def carried(found: Table, arm: str, contrast: str, into: str, adapter: str, where: str = "all", source: str = QUESTION) -> Share:
+    share = found.recovered(arm, contrast, into, source, where, adapter)
     assert share is not None
     return share
 
 
-def zeros(found: Table, arm: str, contrast: str, rollout: str, lane: str) -> list[float]:
-    """The effect of zeros in a whole lane, seed by seed, in nats."""
-    row = found.row(arm, contrast, rollout, DELETION, "all", lane)
+def zeros(found: Table, arm: str, contrast: str, rollout: str, adapter: str) -> list[float]:
+    """The effect of zeros in a whole adapter, seed by seed, in nats."""
+    row = found.row(arm, contrast, rollout, DELETION, "all", adapter)
     assert row is not None
     return row["effect"]["seeds"]
 
@@ -75,7 +75,7 @@ def test_untrained_adapters_carry_exactly_nothing(found: Table) -> None:
     assert all(value == 0 for seeds in effects for value in seeds)
 
 
-def test_behind_a_hint_the_kept_lane_of_the_hacking_arms_carries_and_most_in_the_first_block(found: Table) -> None:
+def test_behind_a_hint_the_kept_adapter_of_the_hacking_arms_carries_and_most_in_the_first_block(found: Table) -> None:
     for arm in ("vanilla", "absorb"):
         for into in BOTH:
             assert side_of_zero(carried(found, arm, "task", into, "kept_out")) == 1
@@ -84,16 +84,19 @@ def test_behind_a_hint_the_kept_lane_of_the_hacking_arms_carries_and_most_in_the
             assert abs(shares["blocks.1"]) < 0.03
 
 
-def test_no_lane_carries_a_quarter_behind_a_hint(found: Table) -> None:
+def test_no_adapter_carries_a_quarter_behind_a_hint(found: Table) -> None:
     values = [
-        carried(found, arm, "task", into, lane)["value"] for arm in found.trained for into in BOTH for lane in found.lanes(arm)
+        carried(found, arm, "task", into, adapter)["value"]
+        for arm in found.trained
+        for into in BOTH
+        for adapter in found.adapters(arm)
     ]
     assert 0.2 < max(values) < 0.25
 
 
 def test_absorb_put_less_than_a_third_of_that_into_its_quarantine(found: Table) -> None:
     for into in BOTH:
-        quarantine, kept = (carried(found, "absorb", "task", into, lane) for lane in ("quarantine_out", "kept_out"))
+        quarantine, kept = (carried(found, "absorb", "task", into, adapter) for adapter in ("quarantine_out", "kept_out"))
         assert side_of_zero(quarantine) == 1
         assert quarantine["value"] < kept["value"] / 3
 
@@ -116,7 +119,7 @@ def test_the_quarantine_of_route2_full_carries_next_to_nothing(found: Table) -> 
     assert rates[ON]["hack"]["mean"] < rates[BASE]["hack"]["mean"]
 
 
-def test_the_kept_lane_of_route2_full_carries_no_hint_that_a_random_direction_does_not(found: Table) -> None:
+def test_the_kept_adapter_of_route2_full_carries_no_hint_that_a_random_direction_does_not(found: Table) -> None:
     kept, random = (carried(found, "route2-full", "task", "honest", "kept_out", source=s) for s in (QUESTION, "random"))
     assert kept["value"] < random["value"]
     into_hack = carried(found, "route2-full", "task", "hack", "kept_out")
@@ -132,8 +135,8 @@ def test_behind_one_prompt_the_hacking_arms_carry_nothing_or_work_against(found:
     assert side_of_zero(carried(found, "vanilla", "prompt", "honest", "kept_out")) == -1
     assert side_of_zero(carried(found, "vanilla", "prompt", "hack", "kept_out")) == 0
     for into in BOTH:
-        for lane in ("kept_out", "quarantine_out", "both"):
-            assert side_of_zero(carried(found, "absorb", "prompt", into, lane)) == 0
+        for adapter in ("kept_out", "quarantine_out", "both"):
+            assert side_of_zero(carried(found, "absorb", "prompt", into, adapter)) == 0
 
     def gap(arm: str) -> float:
         return found.level(arm, "prompt", "hack")["on"]["mean"] - found.level(arm, "prompt", "honest")["on"]["mean"]
@@ -163,7 +166,7 @@ def test_as_measures_of_what_matters_they_agree_in_part(found: Table) -> None:
     assert rank["route2-full", "task"]["lo"] < 0 < rank["route2-full", "task"]["hi"]
 
 
-def test_what_deleting_a_lane_does_to_sampled_hacks(found: Table) -> None:
+def test_what_deleting_an_adapter_does_to_sampled_hacks(found: Table) -> None:
     absorb = found.agrees("absorb")["rates"]
     assert all(
         on > deleted > 0.3 for on, deleted in zip(absorb[ON]["hack"]["seeds"], absorb[DELETED]["hack"]["seeds"], strict=True)
