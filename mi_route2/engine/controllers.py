@@ -43,7 +43,7 @@ class Override:
 
 @dataclass(frozen=True)
 class ClearOverride:
-    """Route a request to its own row; no effect if it is not overridden."""
+    """Route a request to its own row; its scale stays, and there is no effect if it is not overridden."""
 
     request: int
 

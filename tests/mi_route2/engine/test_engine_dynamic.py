@@ -128,10 +128,13 @@ def test_no_controller_undoes_a_rule(attenuates: bool) -> None:
         tables.append(table(result))
     close(tables[0], tables[1])
     assert float((tables[0][2] - tables[2][2]).abs().max()) > 1e-3
-    engine = Engine(host_of())
+    queue = AsyncController()
+    engine = Engine(host_of(), controllers=Controllers(queues=[queue]))
     number = engine.submit(Request(PROMPT, greedy(), rules=parse_rules([rule])))
     engine.step()
+    queue.submit(SetScale(0.5, request=number) if attenuates else ClearOverride(number))
     engine.step()
+    assert engine.controllers.snapshot()["sources"][queue.name] == {"rejected": 1}
     with pytest.raises(ValueError, match=f"of request {number}, and would be undone: send it without that rule"):
         _ = engine.steering.set_scale(1.0, request=number) if attenuates else engine.steering.override(number, None)
     engine.close()
@@ -339,18 +342,25 @@ def test_rules_on_a_request_act_as_the_steering_that_they_say() -> None:
     add = (Steer(SITE, VECTOR),)
     probe = {"when": {"probe": {"site": "blocks.0.resid_pre", "vector": VECTOR.tolist(), "threshold": -1e6}}}
     apply = {"apply": {"add": [{"site": str(SITE), "vector": VECTOR.tolist()}]}}
-    engine = Engine(host)
+    start = Site(0, "resid_pre")
+    streams = host.capture([start], torch.tensor([PROMPT]))[start][0]
+    threshold = float((streams[1:] @ streams[0]).max()) + 1e-3
+    assert float(streams[0] @ streams[0]) > threshold  # of the prompt, its first token alone fires
+    within = Rule("rest_of_request", Probe(start, streams[0], threshold), add)
+    engine = Engine(host, chunk=4)
     requests = [
+        Request(PROMPT, greedy(), rules=(within,)),
         Request(PROMPT, greedy(), rules=(Rule("rest_of_request", add=add),)),
         Request(PROMPT, greedy(), rules=tuple(parsed([{"scope": "rest_of_request", **probe, **apply}]))),
         Request(PROMPT, greedy(), rules=tuple(parsed([{"scope": "this_token", **probe, **apply}]))),
         Request(PROMPT, greedy()),
     ]
-    always, later, at_once, plain = map(table, engine.generate(requests, progress=False))
+    never, always, later, at_once, plain = map(table, engine.generate(requests, progress=False))
     steered = by_hand(host, PROMPT, 6, {SITE: adding(VECTOR, len(PROMPT))})
     for found in (always, at_once, later):
         close(found, steered, 1e-6)  # a list of numbers is read as float32
-    close(plain, by_hand(host, PROMPT, 6, {SITE: lambda h: h.clone()}))
+    for found in (never, plain):
+        close(found, by_hand(host, PROMPT, 6, {SITE: lambda h: h.clone()}))
 
 
 def test_a_request_keeps_its_vector_also_where_its_conversation_holds_the_rule_with_a_newer_one() -> None:
@@ -420,8 +430,9 @@ def test_a_request_is_scaled_and_routed_by_one_hand(what: str, reads: str) -> No
     assert "'policy'" in str(error.value)
     assert (engine.busy, engine.steering.requests) == (False, ())
     if what in SWITCHES:
-        fine = Rule("this_token", LATER["when"], (Steer(SITE, VECTOR),)), Rule("rest_of_request", add=(Steer(SITE, VECTOR),))
-        engine.check(replace(request, rules=fine))  # neither is switched between steps
+        now = Rule("this_token", LATER["when"], (Steer(SITE, VECTOR),)), Rule("this_token", LATER["when"], attenuate=0.5)
+        fine = *now, Rule("rest_of_request", add=(Steer(SITE, VECTOR),))
+        engine.check(replace(request, rules=fine))  # none is switched between steps
     if reads == "its own monitor":
         engine.check(replace(request, steering=Steering()))  # the policy does not read it
     for one in acting:

@@ -118,6 +118,7 @@ OTHERS = {
     "a clamp": Steering(clamps=(Clamp(SITE, W, value=5.0, phase="decode"),)),
     "vectors of a monitor": Steering(monitors=(Monitor(SITE, PROBE, threshold=-1e6, gates=(), adds=(Steer(LATE, V),)),)),
     "the tier": Steering(),
+    "what another rule adds to this token": Steering(),
 }
 
 
@@ -126,7 +127,8 @@ def test_attenuation_is_of_a_requests_vectors_and_of_the_tier_for_this_token_alo
     def steered(*rules: dict[str, Any]) -> Stepper:
         book, state = RuleBook(), new_state()
         state.set_tier([Steer(LATE, V)] if what == "the tier" else [])
-        book.admit(state, 0, parse_rules([*rules]), OTHERS[what])
+        other = [rule("this_token", when=probe(-1e6))] if what.startswith("what another rule") else []
+        book.admit(state, 0, parse_rules([*other, *rules]), OTHERS[what])
         book.admit(state, 1, (), OWN)
         return Stepper(host, state, Controllers([book]), (0, 1)).run(3)
 
