@@ -418,7 +418,7 @@ MOST_RUNS, MOST_ROWS, LAST = 512, 2000, 10
 async def study_runs(server: TheServer, client: TheClient) -> Response:
     """Return the runs of a study as far as they have come: rates by mode, and what each step recorded."""
     if server.study_runs is None:
-        return Json({"path": None, "modes": {}, "runs": []})
+        return Json({"path": None, "modes": {}, "runs": [], "left_out": 0})
     return Json({"modes": server.served.modes_of_study, **await asyncio.to_thread(read_study, server.study_runs)})
 
 
@@ -431,12 +431,14 @@ def read_study(folder: Path) -> dict[str, Any]:
     the name of theirs before their own: they are no seeds of one arm.
     """
     folder = folder.resolve()  # it may be given as `.`
-    folders = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})[:MOST_RUNS]
+    folders = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})
+    folders, left_out = folders[:MOST_RUNS], max(0, len(folders) - MOST_RUNS)
     roles = [_roles(path.parents[:3]) for path in folders] or [_roles([folder])]
     differ = any(one != roles[0] for one in roles)
     return {
         "path": folder.name,
         "runs": [_run(path, "/".join(path.relative_to(folder).parts[:-2])) for path in folders],
+        "left_out": left_out,
         **({"modes": {}, "modes_differ": True} if differ else {"modes": roles[0]} if roles[0] else {}),
     }
 

@@ -8,9 +8,9 @@ const LAST = 10; // steps over which a training rate is averaged, as in the stud
 const RATES = ["hack", "exploit", "solve"];
 const SIDES = { train: "training", on: "quarantine in", deploy: "quarantine deleted" };
 
-let study, runs = null, folder = "", roles = {}, differ = false, timer = null, watching = false, drawn = "";
+let study, runs = null, left = 0, folder = "", roles = {}, differ = false, timer = null, watching = false, drawn = "";
 let rate = state.get("rate") ?? "hack";
-let side = state.get("side"); // until it is chosen: the evaluation if there is one
+let chosen = state.get("side"), side; // what is shown depends on the files alone where it was not chosen, as it does for whoever opens a link
 
 export function open(given) {
   study = given;
@@ -33,7 +33,7 @@ async function refresh() {
     const data = await get("/v1/study_runs");
     $("study-error").hidden = true;
     if (!data.path) return empty();
-    [folder, roles, differ] = [data.path, data.modes ?? {}, Boolean(data.modes_differ)];
+    [folder, roles, differ, left] = [data.path, data.modes ?? {}, Boolean(data.modes_differ), data.left_out];
     runs = data.runs.map(readable);
     draw();
   } catch (error) {
@@ -77,7 +77,7 @@ function empty() {
 
 function draw() {
   // The same numbers draw nothing, so that a focus or a scroll position is not lost every three seconds
-  const now = JSON.stringify([folder, roles, differ, runs, rate, side]);
+  const now = JSON.stringify([folder, roles, differ, left, runs, rate, chosen]);
   if (now === drawn) return;
   drawn = now;
   const scroll = document.querySelector("#study-body .scroll")?.scrollLeft ?? 0;
@@ -101,7 +101,8 @@ function byArm() {
 function head() {
   const going = runs.filter(run => !run.finished).length;
   const text = !runs.length ? "" : going ? `${runs.length - going} of ${runs.length} runs finished; read again every ${SOON / 1000} s` : `${runs.length} runs, all finished`;
-  return make("div", { class: "head study-head" }, make("h2", { text: folder }), make("p", { class: "scores" }, make("span", { class: going ? "live" : "", text })));
+  const more = left ? `; ${left} more, whose names come later, are left out: look at the folder of one study` : "";
+  return make("div", { class: "head study-head" }, make("h2", { text: folder }), make("p", { class: "scores" }, make("span", { class: going ? "live" : "", text: text + more })));
 }
 
 // --- arms x modes
@@ -111,7 +112,8 @@ const option = (name, value, now, text, set) => make("label", {}, make("input", 
 
 function choices() {
   const known = Object.keys(SIDES).filter(of => RATES.some(what => has(of, what)));
-  if (!known.includes(side)) side = runs.every(run => run.finished) ? (known.at(-1) ?? "train") : "train";
+  const usual = runs.every(run => run.finished) || !known.includes("train") ? known.at(-1) ?? "train" : "train";
+  side = known.includes(chosen) ? chosen : usual;
   const what = make("div", { class: "segmented", role: "radiogroup", "aria-label": "Rate" }, ...RATES.filter(one => has(side, one)).map(one => option("rate", one, rate, one, () => choose({ rate: one }))));
   const of = make("div", { class: "segmented", role: "radiogroup", "aria-label": "Model" }, ...known.map(one => option("side", one, side, SIDES[one], () => choose({ side: one }))));
   return known.length > 1 ? [what, of] : [what];
@@ -119,13 +121,13 @@ function choices() {
 
 function choose(values) {
   rate = values.rate ?? rate;
-  side = values.side ?? side;
-  remember({ rate, side });
+  chosen = values.side ?? chosen;
+  remember(values);
   draw();
 }
 
 function table() {
-  const controls = choices(); // first: it may correct the side
+  const controls = choices(); // first: it decides the side
   const columns = [...new Set(runs.flatMap(run => Object.keys(run.rates[side])))];
   const rows = [...byArm()].map(([arm, of]) => {
     const cells = columns.map(mode => cell(of.flatMap(run => numbersIn([run.rates[side][mode]?.[rate]]))));
@@ -135,7 +137,7 @@ function table() {
   const whole = make("table", { class: "rates" }, make("caption", { class: "visually-hidden", text: `Rate of ${rate}, ${SIDES[side]}, mean over seeds` }), make("thead", {}, make("tr", {}, make("th", { scope: "col", text: "arm" }), ...names)), make("tbody", {}, ...rows));
   const note = side === "train" ? `Training rollouts of the last ${LAST} steps` : "Evaluation after training";
   const why = differ ? "the studies below this folder name other modes, so look at the folder of one." : "neither the study nor the model that is served names them.";
-  const unknown = columns.some(role) ? "" : ` Which modes were held out is not known here: ${why}`;
+  const unknown = !columns.length || columns.some(role) ? "" : ` Which modes were held out is not known here: ${why}`;
   return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Arms and modes" }), ...controls), make("div", { class: "scroll" }, whole), make("p", { class: "note", text: `${note}, mean over seeds; hover for each seed.${unknown}` }));
 }
 
@@ -149,7 +151,7 @@ const role = mode => (roles.known?.includes(mode) ? "known" : roles.held_out?.in
 
 function progress(of) {
   const steps = of.map(run => run.step ?? 0), low = Math.min(...steps), high = Math.max(...steps);
-  const planned = of[0].steps && of.some(run => !run.finished) ? ` of ${of[0].steps}` : "";
+  const planned = of[0].steps && of.some(run => !run.finished) ? ` (settings: ${of[0].steps})` : ""; // an arm may have its own, which only its end tells
   return high ? `${low === high ? low : `${low} to ${high}`}${planned}` : "–";
 }
 

@@ -439,6 +439,43 @@ def test_the_study_shows_the_last_steps_of_each_arm_and_follows_its_files(seen: 
         path.write_text(before)
 
 
+def test_the_study_shows_what_there_is_until_a_side_is_chosen_and_so_does_a_link(seen: Seen) -> None:
+    rates = {"sentinel": {side: {"hack": hack, "solve": 0.5, "exploit": 0.5} for side, hack in (("on", 0.3), ("deploy", 0.1))}}
+    row = {"step": 19, "hack": 0.7, "solve": 0.5, "modes": {"sentinel": {"n": 4, "hack": 0.7, "solve": 0.5, "exploit": 0.5}}}
+    base = {"arm": "base", "finished": True, "step": None, "steps": 80, "rates": rates, "curve": []}
+    begun = {**base, "arm": "canary-40", "finished": False, "rates": None}
+    going = {**begun, "step": 19, "curve": [row]}
+    told: dict[str, Any] = {"path": "weak", "modes": {"held_out": ["sentinel"]}, "left_out": 0}
+    page = seen.page
+    page.route("**/v1/study_runs", lambda route: route.fulfill(json=told))
+    shown = page.locator("#study-body input[name=side]:checked")
+    cells = page.locator(".rates .rate")
+    told["runs"] = [base, begun]
+    seen.go(tab="study")
+    expect(shown).to_have_value("deploy")  # while the first rows are still to be written
+    expect(cells).to_have_text([".10", "\N{EN DASH}"])
+    expect(page.locator("#study-body")).not_to_contain_text("not known")
+    for runs, left, side, value in (
+        ([base, going], 0, "train", ".70"),
+        ([base, {**going, "finished": True, "rates": rates}], 7, "deploy", ".10"),
+    ):
+        told.update(runs=runs, left_out=left)
+        page.click("#tab-patch")
+        page.click("#tab-study")
+        expect(shown).to_have_value(side)
+        expect(cells.last).to_have_text(value)
+        expect(page.locator(".progress").last).to_have_text("19" if left else "19 (settings: 80)")
+    expect(page.locator(".study-head")).to_contain_text("2 runs, all finished; 7 more")
+    assert "side=" not in page.url  # another window shows the same without it
+    told["runs"] = [going]
+    seen.go(tab="study", side="deploy")
+    expect(cells).to_have_text([".70"])
+    told["runs"] = [base, going]
+    page.click("#tab-patch")
+    page.click("#tab-study")
+    expect(shown).to_have_value("deploy")  # as the link says
+
+
 def test_nothing_is_wider_than_the_window_on_a_phone_and_a_laptop(seen: Seen) -> None:
     page = swept(seen)
     for width, theme in ((420, "dark"), (1280, "light")):

@@ -815,6 +815,10 @@ def test_arms_of_two_studies_are_two_and_a_folder_may_be_given_as_a_dot(tmp_path
     found = study_routes.read_study(tmp_path)
     assert (found["modes"], found["modes_differ"]) == ({}, True)
     assert study_routes.read_study(tmp_path / "strong-1")["modes"] == {"known": ["sentinel"], "held_out": []}
+    assert found["left_out"] == 0
+    monkeypatch.setattr(study_routes, "MOST_RUNS", 1)
+    found = study_routes.read_study(tmp_path)
+    assert ([run["arm"] for run in found["runs"]], found["left_out"]) == (["strong-1/vanilla"], 1)
     monkeypatch.chdir(tmp_path / "strong-1")
     found = study_routes.read_study(Path("."))
     assert (found["path"], [run["arm"] for run in found["runs"]]) == ("strong-1", ["vanilla"])  # the page takes '' for no study
