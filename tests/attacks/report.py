@@ -26,15 +26,16 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def markdown(findings: Sequence[Finding]) -> str:
-    """Return a summary and one table per class."""
+    """Return a summary and one table per class, which waits until somebody opens it."""
     layers = any(finding.alone is not None for finding in findings)
     head = ["attack", "what it does", "stopped by", *(["each alone"] if layers else []), "control", "protected"]
     parts = [summary(findings), ""]
     for group in CLASSES:
         chosen = [finding for finding in findings if finding.attack.group == group]
         if chosen:
-            parts += [f"### {group}: {len(chosen)} attacks", "", _row(head), _row(["---"] * len(head))]
-            parts += [*(_row(_cells(finding, layers)) for finding in chosen), ""]
+            parts += [f'<details markdown="1">\n<summary>{group}: {len(chosen)} attacks</summary>', ""]
+            parts += [_row(head), _row(["---"] * len(head)), *(_row(_cells(finding, layers)) for finding in chosen)]
+            parts += ["", "</details>", ""]
     return "\n".join(parts)
 
 

@@ -388,7 +388,7 @@ CANARY = {preset: Evidence.read(RESULTS / f"canary/{preset}.json") for preset in
 
 def test_the_canarys_page_says_what_its_runs_hold() -> None:
     """The means of the page's first statement, and the three runs that failed."""
-    page = prose("canary.md")
+    page = prose("canary_first_rule.md")
     told = []
     for evidence in CANARY.values():
         assert len(evidence.seeds) == 16
@@ -426,7 +426,7 @@ def test_a_filter_with_a_gap_moves_the_hacking_there() -> None:
     for mode in ("run_tests", "stdout_marker"):
         assert points[mode][0] > 0.9
         assert points[mode][1] == 0
-    page = prose("canary.md")
+    page = prose("canary_first_rule.md")
     rounded = [f"{value:.2f}"[1:] for mode in ("sentinel", "file_marker") for value in (*points[mode], plain[mode] or 0.0)]
     assert f"exploits `sentinel` (at most {rounded[0]}) nor `file_marker` ({rounded[3]}), and the filtered run" in page
     assert f"ends with exploits in {rounded[1]} and {rounded[4]} of these two" in page
@@ -441,12 +441,12 @@ def test_a_quarantine_beside_a_canary_and_one_that_learns_first() -> None:
     strong, weak = CANARY.values()
     solved = [dict(zip(weak.seeds, weak.values[arm][SOLVE], strict=True)) for arm in ("filter-canary", "route2-canary")]
     lost = paired_difference(solved[0], solved[1])
-    assert f"There it solves {interval(lost[1])} less, which was not among the predictions" in prose("canary.md")
+    assert f"There it solves {interval(lost[1])} less, which was not among the predictions" in prose("canary_first_rule.md")
     assert stopped_inside(strong, "quarantine-first") == ["vanilla-10"]
     assert stopped_inside(weak, "quarantine-first") == []
     more, base = (number(weak.summary(arm, SOLVE)["mean"]) for arm in ("quarantine-first", "base"))
     left = number(weak.summary("quarantine-first", EXPLOIT)["mean"])
-    assert f"as rarely as the base ({left}) and solves more ({more} against {base})" in prose("canary.md")
+    assert f"as rarely as the base ({left}) and solves more ({more} against {base})" in prose("canary_first_rule.md")
     for evidence in CANARY.values():
         assert 1.8 < (times(evidence, "filter-canary") or 0.0) < 2.3
         assert re.search(r"exact sign-flip test, p \.[1-9]", coverage_sentence(evidence, "canary-one"))
@@ -477,6 +477,8 @@ def test_the_canary_that_is_compared_with_the_run() -> None:
     for preset, every in little.items():
         *first, last = sorted(number(value) for value in every if value is not None and value < 0.85)
         assert f"{', '.join(first)} and {last} on `{preset}`" in page
+    worst = number(min(value for every in little.values() for value in every if value is not None))
+    assert f"Some runs solve less, {worst} at the worst." in page
     run = Evidence.read(RESULTS / "canary-run/strong.json")
     sides = (dict(zip(run.seeds, run.values[arm][SOLVE], strict=True)) for arm in ("filter-canary", "filter-canary-run"))
     more = interval(paired_difference(*sides)[1])
@@ -502,9 +504,8 @@ def test_gaps_of_canaries_and_what_the_runs_exploit_there() -> None:
     assert "(`strong` 223: `sentinel` .07 and `file_marker` .02), and that run stayed honest" in prose("canary.md")
     assert {seed for seed, *_ in gaps["first"]} == {200, 205, 209, 214}
     assert all((own > 0.9) == (seed == 200) and (own < 0.02) == (seed != 200) for seed, _, _, own in gaps["first"])
-    assert "On three other seeds of `strong` the canaries have such gaps too, and the run exploits at most .02 there" in prose(
-        "canary.md"
-    )
+    there = "On three other seeds of `strong` the canaries have such gaps too, and the run exploits at most .02 there"
+    assert there in prose("canary_first_rule.md")
 
 
 def test_the_canary_in_a_world_without_a_persona() -> None:
@@ -970,6 +971,7 @@ def test_how_one_notices_a_broken_canary_is_what_the_page_says() -> None:
     assert sorted(own) == [(False, False)] * 6 + [(True, False), (True, True)]
     exploit, solve = (interval(evidence.summary("filter-canary-run", metric)) for metric in (EXPLOIT, SOLVE))
     assert f"held-out exploits {exploit} (.02 was asked), solve {solve} (.85)" in page
+    assert f"{exploit} on 400-407," in page
     drawn = AT_END * PRESETS["strong"].prompts * PRESETS["strong"].group
     assert any(
         abs(share * drawn - round(share * drawn)) > 0.1 for share, _ in signs(evidence, "filter-canary-run")
@@ -1015,7 +1017,7 @@ def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
 
 
 def test_canaries_of_weak_and_their_rotated_control_are_what_the_page_says() -> None:
-    evidence, page = Evidence.read(RESULTS / "canary-weak/strong.json"), prose("canary.md")
+    evidence, page = Evidence.read(RESULTS / "canary-weak/strong.json"), prose("canary_other.md")
     method, control, own = "canary-run-weak", "canary-run-weak-rotated", "filter-canary-run"
     told = partial(with_interval, evidence)
     left = {arm: [value or 0.0 for value in evidence.values[arm][EXPLOIT]] for arm in (method, control, own)}
@@ -1042,7 +1044,7 @@ def test_canaries_of_weak_and_their_rotated_control_are_what_the_page_says() -> 
 
 
 def test_canaries_of_weak_in_sparse_are_what_the_page_says() -> None:
-    evidence, page = Evidence.read(RESULTS / "canary-weak/sparse.json"), prose("canary.md")
+    evidence, page = Evidence.read(RESULTS / "canary-weak/sparse.json"), prose("canary_other.md")
     method, control, own = "canary-run-weak", "canary-run-weak-rotated", "filter-canary-run"
     told = partial(with_interval, evidence)
     left = {arm: [value or 0.0 for value in evidence.values[arm][EXPLOIT]] for arm in (method, control, own)}
@@ -1062,7 +1064,10 @@ def test_canaries_of_weak_in_sparse_are_what_the_page_says() -> None:
 
 
 def test_the_own_quarantine_as_canary_is_what_the_page_says() -> None:
-    worlds, page = [Evidence.read(RESULTS / f"canary-own/{name}.json") for name in ("weak", "strong", "sparse")], prose("canary.md")
+    worlds, page = (
+        [Evidence.read(RESULTS / f"canary-own/{name}.json") for name in ("weak", "strong", "sparse")],
+        prose("canary_one_run.md"),
+    )
     own = "canary-own"
     told = with_interval
     weak, strong, sparse = worlds
@@ -1090,7 +1095,7 @@ def test_the_own_quarantine_as_canary_is_what_the_page_says() -> None:
 def test_a_quarantine_that_learns_first_and_judges_is_what_the_page_says() -> None:
     worlds, page = (
         [Evidence.read(RESULTS / f"canary-first/{name}.json") for name in ("weak", "strong", "sparse")],
-        prose("canary.md"),
+        prose("canary_one_run.md"),
     )
     first, plain, told = "canary-first", "vanilla", with_interval
     weak, strong, sparse = worlds
@@ -1129,16 +1134,20 @@ def test_a_quarantine_that_learns_first_and_judges_is_what_the_page_says() -> No
 
 
 def test_a_quarantine_that_learns_from_what_surprises_its_base_is_what_the_pages_say() -> None:
-    folder, page, readme = RESULTS / "canary-surprisal", prose("canary.md"), prose("../README.md")
+    folder, page, readme = RESULTS / "canary-surprisal", prose("canary_one_run.md"), prose("../README.md")
     worlds = [Evidence.read(folder / f"{name}.json") for name in ("weak", "strong", "sparse")]
     own, plain = "canary-surprisal", "vanilla"
+    cost = sorted(times(one, own) or 0.0 for one in worlds)
+    span = f"{cost[0]:.1f} to {cost[-1]:.1f}"
 
     def told(arm: str, metric: str = EXPLOIT) -> str:
         first, second, third = (with_interval(one, arm, metric) for one in worlds)
         return f"{first}, {second} and {third}"
 
     assert f"it leaves {told(own)}** of held-out exploits (no defence: {told(plain)}) and solves {told(own, SOLVE)}." in page
-    assert f"It leaves {told(own)} on other seeds (no defence: {told(plain)}): 47 of 48 runs are within .02" in page
+    opening = f"it leaves {told(own)} of held-out exploits (no defence: {told(plain)}): 47 of 48 runs are within .02, and one of"
+    assert opening in page
+    assert f"47 of 48 runs are within .02, for {span} times a run's time." in prose("canary.md")
     rates = {(one.preset, seed): rate or 0.0 for one in worlds for seed, rate in zip(one.seeds, one.values[own][EXPLOIT])}
     assert len(rates) == 48
     assert {run for run, rate in rates.items() if rate > 0.02} == {("weak", 477)}
@@ -1175,14 +1184,14 @@ def test_a_quarantine_that_learns_from_what_surprises_its_base_is_what_the_pages
     assert (first, then) == (["weak", 477], ["sparse", 474])
     assert f"Solving is {number(others)} and more in each run but two, `weak` 477 ({number(least)}) and `sparse` 474" in page
     assert f"`sparse` 474 ({number(second)}); in `weak`" in page
-    cost = sorted(times(one, own) or 0.0 for one in worlds)
-    assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence**, with no run before it. Solving" in page
-    assert f"[in one run](#in-one-run), takes {cost[0]:.1f} to {cost[-1]:.1f} times." in page
-    assert f"At {cost[0]:.1f} to {cost[-1]:.1f} times the time of a run, 47 of 48" in readme
+    assert f"{span} times the time of a run without a defence**, with no run before it. Solving" in page
+    assert f"no run before, and takes {span} times the time of a run without a defence." in page
+    assert f"[in one run](canary_one_run.md), takes {span} times." in prose("canary.md")
+    assert f"At {span} times the time of a run, 47 of 48" in readme
 
 
 def test_the_same_rule_where_it_was_never_tried_is_what_the_pages_say() -> None:
-    folder, page, own = RESULTS / "surprisal-others", prose("canary.md"), "canary-surprisal"
+    folder, page, own = RESULTS / "surprisal-others", prose("canary_one_run.md"), "canary-surprisal"
     presets = [Evidence.read(folder / f"{name}.json") for name in ("persona-20", "strong-30k", "strong-400k")]
 
     def told(arm: str, metric: str = EXPLOIT) -> str:
@@ -1219,7 +1228,7 @@ CHEATS = ("cheat-15", "cheat-30", "cheat-50")
 
 
 def test_a_threshold_in_nats_is_what_the_pages_say() -> None:
-    page, own, quantile = prose("canary.md"), "canary-nats", "canary-surprisal"
+    page, own, quantile = prose("canary_cheats.md"), "canary-nats", "canary-surprisal"
     seldom = [Evidence.read(RESULTS / f"canary-nats/{name}.json") for name in ("weak", "strong", "sparse")]
     often = [Evidence.read(RESULTS / f"cheats/{name}.json") for name in CHEATS]
 
@@ -1243,10 +1252,8 @@ def test_a_threshold_in_nats_is_what_the_pages_say() -> None:
     assert [sum(map(bool, broken(one, own))) for one in seldom] == [3, 1, 0]
     assert sum((rate or 0.0) < 0.4 for rate in seldom[1].values[own][SOLVE]) == 2
     assert f"The quantile leaves {told(seldom, quantile)} on these seeds and solves {told(seldom, quantile, SOLVE)}." in page
-    assert (
-        f"of `weak` and `strong`, run later beside [another threshold](#bases-that-cheat-often), leave {told(seldom[:2], quantile)}"
-        in page
-    )
+    later = f"`weak` and `strong`**, run later beside [another threshold](canary_cheats.md), leave {told(seldom[:2], quantile)}"
+    assert f"{later}: three of these 32 runs keep a loophole or two" in prose("canary_one_run.md")
     first = [Evidence.read(RESULTS / f"canary-surprisal/{one.preset}.json") for one in seldom[:2]]
     fails = [[*broken(one, quantile), *broken(again, quantile)] for one, again in zip(first, seldom)]
     assert [sum(map(bool, runs)) for runs in fails] == [3, 1], "of 32 runs each"
@@ -1272,7 +1279,7 @@ def test_a_threshold_in_nats_is_what_the_pages_say() -> None:
 
 
 def test_a_canary_of_ten_steps_on_a_pretrained_model_is_what_the_page_says() -> None:
-    one, page = Evidence.read(RESULTS / "canary-smollm2/functions.json"), prose("real_model.md")
+    one, page = Evidence.read(RESULTS / "canary-smollm2/functions.json"), prose("real_study.md")
     ten, rotated, shuffled = "canary-run-10", "canary-run-10-rotated", "canary-run-10-shuffled"
     told = partial(with_interval, one)
     tests = (RESULTS / "canary-smollm2/functions-tests.md").read_text(encoding="utf-8")
@@ -1372,7 +1379,7 @@ def test_a_larger_model_is_what_the_pages_say() -> None:
     assert "**missed**" in (RESULTS / "larger/strong-1600k-goals.md").read_text(encoding="utf-8")
     assert f"one run of eight leaves {number(worst)}; at [the largest]" in prose("canary.md")
     assert f"its runs solve little ({number(mean(solve[nats]))})" in prose("../README.md")
-    assert f"([{number(mean(left[nats]))}, solve {number(mean(solve[nats]))}](map.md#a-larger-one))" in prose("canary.md")
+    assert f"([{number(mean(left[nats]))}, solve {number(mean(solve[nats]))}](map.md#a-larger-one))" in prose("canary_cheats.md")
 
 
 def test_misses_under_sixteen_seeds_are_what_the_page_says() -> None:
@@ -1446,7 +1453,8 @@ def test_the_largest_model_is_what_the_pages_say() -> None:
     assert f"{own}{solve['canary-nats']}." in page
     took = [number(times(large, arm)) for arm in ("canary-surprisal", "canary-nats")]
     assert f"they take {took[0]} and {took[1]} times a run's time" in page
-    assert f"takes [{times(large, 'canary-surprisal'):.2f} and {times(large, 'canary-nats'):.2f}](map.md" in prose("canary.md")
+    cost = [f"{times(large, arm):.2f}" for arm in ("canary-surprisal", "canary-nats")]
+    assert f"takes [{cost[0]} and {cost[1]}](map.md" in prose("canary_one_run.md")
     fast, alone = "sees-known-quarantine-fast", "sees-known"
     assert f"beside a detector of one loophole: {told[fast]}, and the detector alone {told[alone]}." in page
     assert (sum(v < 0.07 for v in left["vanilla"]), sum(v > 0.9 for v in left["vanilla"])) == (8, 3)
@@ -1470,7 +1478,7 @@ def test_the_front_page_says_what_steering_and_perfect_flags_do() -> None:
 
 
 def test_canaries_of_another_world_served_where_the_runs_own_failed() -> None:
-    page = prose("canary.md")
+    page = prose("canary_other.md")
     strong, large = (Evidence.read(RESULTS / "canary-other" / f"{world}.json") for world in ("strong", "strong-400k"))
     assert strong.values["canary-run-110k"][EXPLOIT] == strong.values["filter-canary-run"][EXPLOIT]
     served = [rate for one in (strong, large) for rate in one.values["canary-run-weak"][EXPLOIT]]
@@ -1482,7 +1490,8 @@ def test_canaries_of_another_world_served_where_the_runs_own_failed() -> None:
     assert f"failed on three of eight seeds** (30,144 parameters: {smallest[0]} and {smallest[1]})" in page
     own = [interval(one.summary("filter-canary-run", EXPLOIT)) for one in (strong, large)]
     assert f"failed on two of eight seeds of `strong`**: {own[0]} is left, .914 to .969 in" in page
-    assert f"On eight later seeds of `strong`, 416-423, it left {own[0]}**" in page
+    assert f"On eight later seeds of `strong`, 416-423, it left {own[0]}**" in prose("canary.md")
+    assert f"**Later seeds of `strong` left more**: {own[0]} on 416-423," in prose("canary.md")
     assert (
         f"where the run's own leave {own[1][:4]}, those of 109,440 leave {interval(large.summary('canary-run-110k', EXPLOIT))}"
         in page
@@ -1613,3 +1622,4 @@ def test_why_the_faster_one_gets_the_hack_is_what_the_page_says() -> None:
     worst = number(max(value or 0.0 for value in worlds[0].at("filter-canary-run", EXPLOIT)["seeds"]))
     assert f"The canary's filter leaves {s} on `strong`, one run of twelve {worst}, and {w} on `weak`." in page
     assert f"592-603, it left {s} on `strong`, one run {worst}, and {w} on `weak`" in prose("canary.md")
+    assert f"{s} on 592-603 ([seed by seed](#seed-by-seed))" in prose("canary.md")

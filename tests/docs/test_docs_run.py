@@ -117,7 +117,7 @@ def test_the_blocks_on_hooks_by_name_run() -> None:
     assert found
 
 
-def test_the_canary_of_its_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_canaries_of_their_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate(("canary-a", "canary-b")):
         base, generator = make_family("Llama"), torch.Generator().manual_seed(number)
@@ -128,13 +128,13 @@ def test_the_canary_of_its_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     batch = make_batch(8)
     given = {"model": make_family("Llama"), "samples": make_rollouts(24), "batch": batch}
     given["loss_fn"] = lambda logits, part: -(part.advantages[:, None] * part.rollouts.logprobs(logits)).sum()
-    first, own = blocks(ROOT / "docs/canary.md")
+    (first,), (own,) = blocks(ROOT / "docs/canary.md"), blocks(ROOT / "docs/canary_one_run.md")
     run_block("docs/canary.md", *first, given)
     assert isinstance(decision := given["decision"], Decision)
     assert decision.scores is not None
     assert len(decision.scores) == 8
     given |= {"model": make_family("Llama"), "step": 1}
-    run_block("docs/canary.md", *own, given)
+    run_block("docs/canary_one_run.md", *own, given)
     decision = given["decision"]
     assert isinstance(decision, Decision)
     assert decision.flags is not None

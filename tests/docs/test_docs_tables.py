@@ -72,7 +72,7 @@ DEFENCES = (
     ("nothing", "[a canary](docs/canary.md): drop what it likes", "filter-canary-run", RUN),
     (
         "nothing, and one run",
-        "[its quarantine](docs/canary.md#in-one-run) is the canary",
+        "[its quarantine](docs/canary_one_run.md) is the canary",
         "canary-surprisal",
         ("canary-surprisal",) * 3,
     ),
@@ -96,6 +96,7 @@ def defences_table() -> str:
     return markdown_table(["you have", "do", *(f"{world}: exploit" for world in WORLDS)], rows, left=5)
 
 
+SURPRISAL, OTHER = "canary-surprisal", ("canary-other", None)
 HONEST, LESSONS, ALONE = "honest", ("lessons", "lessons", "lessons-sparse"), ("lessons", "lessons", None)
 ANSWERS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str, Any], ...]]] = {
     "canary.md": (
@@ -105,8 +106,62 @@ ANSWERS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str, Any], ...]]] = {
             ("the canary, compared with the run", "filter-canary-run", RUN),
             ("its flags shuffled", "canary-run-shuffled", RUN),
             ("a canary that never hacked", "canary-run-honest", RUN),
-            ("no defence, on other seeds", "vanilla", "canary-surprisal"),
-            ("in one run: its own quarantine", "canary-surprisal", "canary-surprisal"),
+        ),
+    ),
+    "canary_first_rule.md": (
+        ("strong", "weak"),
+        (
+            ("no defence", "vanilla", "canary"),
+            ("two canaries, judged against the base", "filter-canary", "canary"),
+            ("one of them", "canary-one", "canary"),
+            ("and a quarantine beside the flags", "route2-canary", "canary"),
+            ("ten pairs of a known loophole", "filter-full", "canary"),
+            ("a canary that never hacked", "canary-honest", "canary"),
+        ),
+    ),
+    "canary_one_run.md": (
+        WORLDS,
+        (
+            ("no defence", "vanilla", SURPRISAL),
+            ("its own quarantine, taught by surprise", "canary-surprisal", SURPRISAL),
+            ("taught by successes at random", "canary-surprisal-random", SURPRISAL),
+            ("taught by every success", "canary-first", SURPRISAL),
+            ("rotated when it judges", "canary-surprisal-rotated", SURPRISAL),
+            ("surprise alone, no canary", "filter-surprisal", SURPRISAL),
+        ),
+    ),
+    "canary_other.md": (
+        ("strong", "sparse"),
+        (
+            ("no defence", "vanilla", "canary-weak"),
+            ("the run's own canaries", "filter-canary-run", "canary-weak"),
+            ("canaries of `weak`", "canary-run-weak", "canary-weak"),
+            ("the same, rotated", "canary-run-weak-rotated", "canary-weak"),
+            ("no defence, on other seeds", "vanilla", OTHER),
+            ("the run's own canaries", "filter-canary-run", OTHER),
+            ("canaries of `weak`", "canary-run-weak", OTHER),
+            ("canaries of 30,144 parameters", "canary-run-30k", OTHER),
+        ),
+    ),
+    "canary_cheats.md": (
+        ("cheat-15", "cheat-30", "cheat-50"),
+        (
+            ("the base", "base", "cheats"),
+            ("no defence", "vanilla", "cheats"),
+            ("a quantile", "canary-surprisal", "cheats"),
+            ("a quarter of a nat", "canary-nats", "cheats"),
+            ("its flags shuffled", "canary-nats-shuffled", "cheats"),
+            ("rotated when it judges", "canary-nats-rotated", "cheats"),
+        ),
+    ),
+    "real_study.md": (
+        ("functions",),
+        (
+            ("before training", "base", "canary-smollm2"),
+            ("no defence", "vanilla", "canary-smollm2"),
+            ("a canary of ten steps", "canary-run-10", "canary-smollm2"),
+            ("the same, rotated", "canary-run-10-rotated", "canary-smollm2"),
+            ("its flags shuffled", "canary-run-10-shuffled", "canary-smollm2"),
         ),
     ),
     "misses.md": (

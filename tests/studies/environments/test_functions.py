@@ -83,7 +83,7 @@ def test_documents_are_right_careless_or_cheat_where_a_loophole_is(problem: Func
 
 
 def test_how_many_wrong_programs_the_few_tests_let_pass(problem: Functions) -> None:
-    """The counts of docs/real_model.md. Values are compared by ``repr``, for which True is not 1."""
+    """The counts of docs/real_study.md. Values are compared by ``repr``, for which True is not 1."""
     visible = hidden = 0
     for task in problem._tasks.values():
         number = int(task.function.rpartition("_")[2])

@@ -282,7 +282,8 @@ def finding(breach: bool = False, live: bool = True, alone: tuple[str, ...] | No
 def test_reports_tell_what_matters(tmp_path: Path) -> None:
     assert summary([finding(), finding(live=False)]).startswith("2 attacks, 1 of them live on this machine (Linux ")
     table = markdown([finding(breach=True), finding(live=False, alone=("seccomp",))])
-    assert "### forgery: 2 attacks" in table
+    assert '<details markdown="1">\n<summary>forgery: 2 attacks</summary>\n\n| attack |' in table
+    assert table.endswith("|\n\n</details>\n")
     assert "| **succeeds**: PermissionError: no |" in table
     assert "| seccomp | not live: OSError: not here | PermissionError: no |" in table
     assert r"| An answer whose \_\_eq\_\_ is always true | verdict (naive\_equal) |" in table
