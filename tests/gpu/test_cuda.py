@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu import DEVICE, NEEDS
 from mask_oracle import CASES, METHODS, FixedFitter, case_id, mask_route, oracle, random_directions, run, some_channels
 from tiny_policy import SPECS, make_batch, make_model, make_policy, per_rollout_gradients
 from torch import Tensor
@@ -32,7 +33,6 @@ from mi_route2.routing import (
 )
 from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.routing.optimizer import RoutedAdamW
-from tests.support.gpu import DEVICE, NEEDS
 
 pytestmark = NEEDS
 

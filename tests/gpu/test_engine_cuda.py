@@ -5,6 +5,8 @@ from itertools import product
 
 import pytest
 import torch
+from families import FAMILIES, SPECS, VOCAB, make_family, make_tokens, move
+from gpu import DEVICE, NEEDS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -17,8 +19,6 @@ from mi_route2.hosts.decoder import DECODERS
 from mi_route2.patching.patches import Patch
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
-from tests.support.families import FAMILIES, SPECS, VOCAB, make_family, make_tokens, move
-from tests.support.gpu import DEVICE, NEEDS
 
 pytestmark = NEEDS
 CLOSE = {torch.float32: 2e-4, torch.bfloat16: 0.3}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, LAYERS, TRANSFORMERS, Side, make_batch, make_family, make_policy, make_tokens
+from gpu import DEVICE, NEEDS
 from mask_oracle import Run, mask_route, plain_loss, run
 from torch import Tensor, nn
 
@@ -21,7 +22,6 @@ from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import MaskSpec, TrainBatch
 from mi_route2.sites import Site
-from tests.support.gpu import DEVICE, NEEDS
 
 pytestmark = NEEDS
 

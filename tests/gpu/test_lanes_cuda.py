@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gpu import DEVICE, NEEDS
 
 from studies.lanes.arms import ARMS, Size
 from studies.lanes.config import LanesConfig
 from studies.lanes.gradients.paths import decompose
 from studies.lanes.model import LanesModel
 from studies.lanes.train import Training, train
-from tests.support.gpu import DEVICE, NEEDS
 
 pytestmark = NEEDS
 SIZE = Size(d_model=16, heads=2, mlp=2)

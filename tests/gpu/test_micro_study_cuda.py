@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpu import DEVICE, NEEDS, assert_close
 from safetensors.torch import load_file
 from tiny_study import WARM, tiny_job
 
@@ -18,7 +19,6 @@ from studies.training.arms import ARMS
 from studies.training.job import EVAL, FULL
 from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
-from tests.support.gpu import DEVICE, NEEDS, assert_close
 
 pytestmark = NEEDS
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import make_batch, make_policy
+from gpu import DEVICE, NEEDS
 
 from probes.fingerprint import Fingerprint
 from probes.haar import HaarProbeFitter
@@ -11,8 +13,6 @@ from probes.mean_difference import MeanDifferenceFitter
 from probes.probe import Unit
 from probes.store import load_probe, save_probe
 from probes.transfer import default_fitters
-from tests.support.families import make_batch, make_policy
-from tests.support.gpu import DEVICE, NEEDS
 
 pytestmark = NEEDS
 FITTERS = default_fitters()

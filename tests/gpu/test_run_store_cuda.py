@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import SPECS, VOCAB, make_family, make_tokens, move
+from gpu import DEVICE, NEEDS
 from torch import Tensor
 
 from mi_route2.engine.engine import Engine
@@ -15,8 +17,6 @@ from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection, record
 from mi_route2.sites import Site
-from tests.support.families import SPECS, VOCAB, make_family, make_tokens, move
-from tests.support.gpu import DEVICE, NEEDS
 
 pytestmark = NEEDS
 DTYPES = [torch.float32, torch.bfloat16]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from gpu import DEVICE, NEEDS
+from served import OTHER, PROMPT, random_micro, running
 
 from mi_route2.serve.client import PatchStudy
-from tests.support.gpu import DEVICE, NEEDS
-from tests.support.served import OTHER, PROMPT, random_micro, running
 
 pytestmark = NEEDS
 SITE = "blocks.1.resid_pre"

@@ -6,14 +6,14 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from families import SPECS, make_family, move
+from gpu import DEVICE, NEEDS
 from torch import Tensor
 
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.patching import Grid, Target, attribute, paths, sweep
 from mi_route2.sites import Site
-from tests.support.families import SPECS, make_family, move
-from tests.support.gpu import DEVICE, NEEDS
 
 pytestmark = NEEDS
 CLEAN, CORRUPT = [3, 7, 11, 5, 2, 8, 4], [3, 9, 11, 6, 2, 8, 4]

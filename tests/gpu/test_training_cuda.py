@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu import DEVICE, NEEDS, assert_close
 from parity import Parity
 from safetensors.torch import load_file
 from tiny_study import tiny_chat
@@ -22,7 +23,6 @@ from studies.training.job import EVAL, FULL, Job
 from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 from studies.training.settings import Settings
-from tests.support.gpu import DEVICE, NEEDS, assert_close
 
 pytestmark = NEEDS
 ROOT = Path(__file__).parents[2]

@@ -6,6 +6,8 @@ from itertools import product
 
 import pytest
 import torch
+from alone import alone
+from families import FAMILIES, SPECS, VOCAB, make_family, move
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mi_route2.engine.engine import Engine
@@ -18,8 +20,6 @@ from mi_route2.patching.patches import Patch
 from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
-from tests.support.alone import alone
-from tests.support.families import FAMILIES, SPECS, VOCAB, make_family, move
 
 HOSTS = ("torch", "transformer_lens")
 POINTS = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "q", "k", "v", "z", "mlp_in", "mlp_out")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import SPECS, VOCAB, make_family, move
 from torch import Tensor
 
 from mi_route2.engine.controllers import (
@@ -31,7 +32,6 @@ from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from mi_route2.steering.table import Full
-from tests.support.families import SPECS, VOCAB, make_family, move
 
 ALL = tuple(range(VOCAB))
 SITE = Site(1, "resid_pre")

@@ -17,6 +17,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from families import SPECS, VOCAB, make_family, move
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mi_route2.adapters import Adapters
@@ -40,7 +41,6 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering, patch
 from mi_route2.steering.state import SteeringState
 from mi_route2.steering.table import SteeringRows
-from tests.support.families import SPECS, VOCAB, make_family, move
 
 PROMPT, ASK = tuple(range(3, 23)), Sampling(max_new=3, logprob_token_ids=tuple(range(VOCAB)))
 SITE, QUARANTINE = Site(1, "resid_pre"), Site(1, "quarantine_out", "mlp.down")

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from alone import alone
+from families import VOCAB, make_family
 
 from mi_route2.engine import engine as engine_module
 from mi_route2.engine.cache import Prefixes, Saved, Slots
@@ -24,8 +26,6 @@ from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
-from tests.support.alone import alone
-from tests.support.families import VOCAB, make_family
 
 SITE, PROMPT = Site(1, "resid_pre"), tuple(range(3, 15))
 ASK = Sampling(max_new=4, logprob_token_ids=tuple(range(VOCAB)))

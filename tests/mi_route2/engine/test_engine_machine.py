@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from families import VOCAB, make_family
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,7 +16,6 @@ from mi_route2.hosts import open_host
 from mi_route2.patching.patches import Patch
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Steer, Steering
-from tests.support.families import VOCAB, make_family
 
 pytestmark = pytest.mark.machine
 

@@ -8,6 +8,7 @@ from weakref import ref
 
 import pytest
 import torch
+from families import make_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -22,7 +23,6 @@ from mi_route2.patching.patches import Patch
 from mi_route2.sites import Site
 from mi_route2.steering.plan import Layout, Piece
 from mi_route2.steering.specs import Monitor
-from tests.support.families import make_family
 
 
 @dataclass(eq=False)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from alone import alone
+from families import FAMILIES, VOCAB, make_family
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -23,8 +25,6 @@ from mi_route2.runs.record import TokenSelection, record
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.environments.micro.model import MicroGPT
-from tests.support.alone import alone
-from tests.support.families import FAMILIES, VOCAB, make_family
 
 SITE, PROMPT = Site(1, "resid_pre"), tuple(range(3, 15))
 DRAW = torch.Generator().manual_seed(2)

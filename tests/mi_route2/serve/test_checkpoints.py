@@ -7,6 +7,8 @@ from typing import Any
 import openai
 import pytest
 import torch
+from families import make_family
+from served import Running, running
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -19,8 +21,6 @@ from mi_route2.hosts.load import load as load_host
 from mi_route2.serve.models import Readable, Served, load
 from mi_route2.sites import Site
 from studies.environments.micro.served import MicroTokenizer
-from tests.support.families import make_family
-from tests.support.served import Running, running
 
 pytestmark = pytest.mark.process
 

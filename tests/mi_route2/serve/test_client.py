@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
-from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
 

@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 from mi_route2.engine import Capture, Engine, Request, Sampling, Token
 from mi_route2.engine.text import GrowingText
@@ -24,7 +25,6 @@ from mi_route2.serve.models import Readable
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.environments.micro.served import MicroTokenizer
-from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
 

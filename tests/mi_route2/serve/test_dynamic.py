@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from served import PROMPT, Running, random_micro, running, unhurried
 
 from mi_route2.engine.controllers import SetScale
 from mi_route2.serve.auth import Keys
 from mi_route2.serve.client import PatchStudy
-from tests.support.served import PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 from mi_route2.serve import app, auth
 from mi_route2.serve.api import openai, schema
@@ -21,7 +22,6 @@ from mi_route2.serve.auth import Keys
 from mi_route2.serve.client import PatchStudy, ServerError
 from mi_route2.serve.options import Limits
 from mi_route2.serve.state import QUICK
-from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
 

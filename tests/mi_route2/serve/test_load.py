@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import running
 
 from mi_route2.serve.client import PatchStudy
 from mi_route2.serve.options import Limits
 from mi_route2.serve.soak import FIRST, Soak, Tally, judge
 from mi_route2.serve.soak_model import model
-from tests.support.served import running
 
 pytestmark = pytest.mark.process
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from families import make_family
 
 from mi_route2 import sweep
 from mi_route2.engine import Engine, QueueFullError, Request, Sampling
@@ -20,7 +21,6 @@ from mi_route2.serve import owner as owner_module
 from mi_route2.serve.owner import Owner
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
-from tests.support.families import make_family
 
 SITE, PROMPT = Site(1, "resid_pre"), tuple(range(3, 15))
 DRAW = torch.Generator().manual_seed(2)

@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 import pytest
 import torch
 from playwright.sync_api import Browser, expect
+from served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 import mi_route2.serve
 from mi_route2.serve.models import Served
@@ -29,7 +30,6 @@ from tests.mi_route2.serve.test_page import (
     stream,
     swept,
 )
-from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
 __all__ = ["browser", "grid", "runs", "seen", "served", "server"]  # fixtures

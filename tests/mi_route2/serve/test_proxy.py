@@ -12,12 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from served import PROMPT, Running, random_micro, running
 
 from mi_route2.serve import owner
 from mi_route2.serve.auth import Keys
 from mi_route2.serve.client import PatchStudy, ServerError
 from mi_route2.serve.options import Limits
-from tests.support.served import PROMPT, Running, random_micro, running
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 KEY = "a-key-of-the-tests-only"

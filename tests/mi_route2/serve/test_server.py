@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from served import OTHER, PROMPT, Running, random_micro, running, unhurried
 from starlette.requests import ClientDisconnect
 
 from mi_route2 import sweep
@@ -34,7 +35,6 @@ from mi_route2.serve.process import serving
 from mi_route2.sites import Site
 from mi_route2.steering.state import SteeringState
 from studies.environments.micro.served import MicroTokenizer
-from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
 

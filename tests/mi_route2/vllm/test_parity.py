@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from alone import alone
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from mi_route2 import AdapterSpec, export_peft, open_host
@@ -25,7 +26,6 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.vllm import VllmEngine, launch
 from mi_route2.vllm.worker import _facts
-from tests.support.alone import alone
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here: make test-vllm runs these tests in an environment of its own", allow_module_level=True)
