@@ -1,4 +1,4 @@
-"""Continuous batching over any host's model, with capture, patches and steering per request."""
+"""Continuous batching over a model, with capture, patches and steering per request."""
 
 from mi_route2.engine.engine import Engine, QueueFullError
 from mi_route2.engine.request import Capture, Captured, Event, Request, Result, Token

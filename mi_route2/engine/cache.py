@@ -31,9 +31,9 @@ SHELF = 1 << 20
 class Slots:
     """Key-value storage of running requests: a row each, on shelves for lengths that grow by a factor of four.
 
-    A shelf has as many rows as are in use, up to a factor of two, and none when it is empty; the rows in use are its first ones. So
-    memory follows the tokens in use, and one long request does not lengthen the rows of others. The first shelf, on which requests
-    begin, may grow at once by those that are ``coming``. The rows of one forward must be on one shelf.
+    A shelf has as many rows as are in use, up to a factor of four, and none when it is empty; the rows in use are its first ones.
+    So memory follows the tokens in use, and one long request does not lengthen the rows of others. The first shelf, on which
+    requests begin, may grow at once by those that are ``coming``. The rows of one forward must be on one shelf.
 
     Args:
         layers: number of blocks.

@@ -49,8 +49,9 @@ class Request:
         conversation: the conversation in which rules may hold beyond this request.
         owner: owner of held configurations and set monitors; these end with the owner's last request. Owners that wait get equal
             shares of the engine at equal priority.
-        readings: return what the request's monitors read at each token, prompt included; the prompt is then computed anew.
-        norms: sites whose value's norm is returned for each token, prompt included; it is that of a capture, before a
+        readings: return what the request's monitors read at each token but the last one, prompt included; the prompt is then
+            computed anew.
+        norms: sites whose value's norm is returned for each such token; it is that of a capture, before a
             monitor's gate, so that ``quarantine_out`` has a norm also if the quarantine is closed.
         deadline: seconds from its submission after which the request ends, with an error.
         salt: requests with different salts share no cached prefix.

@@ -54,7 +54,7 @@ class Sampling:
         temperature: 0 is greedy.
         top_k: 0 does not truncate.
         top_p: 1 does not truncate. A share of the whole distribution, also beside ``top_k``.
-        seed: if ``None``, the engine draws one, and the result reports it.
+        seed: if ``None``, the engine draws one for a request that samples, and the result reports it.
         stop_tokens: token ids that end generation; they are part of the generated tokens.
         stop: texts that end generation; they need an engine with a tokenizer.
         logprobs: return each token's log-probability and those of this many most likely tokens (``None``: none).

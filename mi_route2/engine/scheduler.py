@@ -5,7 +5,7 @@ smaller share so far, then first come, first served. If no request of a priority
 urgent ones were there, the first of those that wait gains a level; it goes first there, but preempts no more than it did before. A
 step computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` key-value positions. If room runs out, or a
 request of higher priority waits for a row or for memory, the last request of the lowest priority is preempted and keeps its state.
-So is the last one of the owner with most rows if an owner without any waits, so that nobody waits for the end of what others run.
+So is the last one of the owner with most rows, if these are several, if an owner without any waits.
 For a steering row only a request is preempted whose rows, with those that are free, are all that the other one lacks.
 The first waiting request that lacks a row or room blocks those behind it, so that no request starves. A request that lacks another
 resource is passed by: ``admit`` ensures that no later request takes that resource.

@@ -89,7 +89,7 @@ class Watch:
         monitor = self.monitor
         if monitor.quarantine != "close" or not monitor.prompt or bool(self.probe.any()):
             return frozenset()
-        always = squash(torch.zeros((), dtype=self.probe.dtype), monitor.threshold, monitor.sharpness) == 1
+        always = squash(torch.zeros((), dtype=self.probe.dtype, device="cpu"), monitor.threshold, monitor.sharpness) == 1
         return self.quarantined if bool(always) else frozenset()
 
 

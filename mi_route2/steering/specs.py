@@ -157,7 +157,10 @@ class Vector:
             listed = isinstance(given, list | tuple)
             if listed and not {type(one) for one in given} <= {float, int} and _has_truth(given):
                 raise TypeError("a truth value is no number")
-            values = torch.tensor(given, dtype=torch.float64) if listed else torch.as_tensor(given).detach()
+            if listed:
+                values = torch.tensor(given, dtype=torch.float64, device="cpu")
+            else:  # a tensor as it is: as_tensor would move it to torch's default device
+                values = given.detach() if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
             values = values if values.layout == torch.strided else values.to_dense()
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             shown = " ".join(repr(given).split())
@@ -356,7 +359,7 @@ class Monitor:
 
     A monitor may gate the following, at its own site and later ones, in the same forward and for generated tokens only:
 
-    gates         sites whose dynamic vectors it gates (``None``: its own and all later ones; ``()``: none, it only watches)
+    gates         sites whose dynamic vectors it gates (``None``: its own and all later ones; ``()``: none)
     gate_rows     whether the request's static vectors at those sites are gated too
     adds          its own vectors, which act as ``g * vector`` (for ``mode="attenuate"``: times its factor)
     quarantine    ``close``: ``quarantine_out * (1 - g)``; ``open``: ``quarantine_out * g``, at ``quarantined`` (``None``: every

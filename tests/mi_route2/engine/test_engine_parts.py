@@ -8,7 +8,7 @@ from weakref import ref
 
 import pytest
 import torch
-from families import make_family
+from families import SPECS, make_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -22,7 +22,7 @@ from mi_route2.hosts import open_host
 from mi_route2.patching.patches import Patch
 from mi_route2.sites import Site
 from mi_route2.steering.plan import Layout, Piece
-from mi_route2.steering.specs import Monitor
+from mi_route2.steering.specs import Monitor, Steer, Steering
 
 
 @dataclass(eq=False)
@@ -403,9 +403,14 @@ def test_a_draw_does_not_depend_on_torchs_default_dtype(dtype: torch.dtype) -> N
 
 def test_a_request_does_not_depend_on_torchs_default_device() -> None:
     """Notebooks set the GPU as the default device, whatever the model is on; ``meta`` is a device that every machine has."""
-    engine = Engine(open_host("torch", make_family("Qwen3", torch.float64)), generator=torch.Generator().manual_seed(1))
-    request = Request((3, 4, 5), Sampling(max_new=4, temperature=1.0), patch=(Patch(Site(1, "resid_pre"), 1, "zeros"),))
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
+    engine = Engine(host, generator=torch.Generator().manual_seed(1))
+    site, sampling, ones = Site(1, "resid_pre"), Sampling(max_new=4, temperature=1.0), torch.ones(16)
     with torch.device("meta"):
+        deployed = Monitor(Site(0, "resid_pre"), [0.0] * 16, -1e6, quarantine="close", prompt=True)  # what the server sends
+        steering = Steering(base=(Steer(site, ones, 0.5),), decode=(Steer(site, [1.0] * 16),), monitors=(deployed,))
+        request = Request((3, 4, 5), sampling, patch=(Patch(site, 1, "zeros", alpha=0.5),), steering=steering)
         (found,) = engine.generate([request], progress=False)
     (again,) = engine.generate([replace(request, sampling=replace(request.sampling, seed=found.seed))], progress=False)
     assert (found.finish, found.ids) == ("length", again.ids)
