@@ -100,7 +100,8 @@ function byArm() {
 
 function head() {
   const going = runs.filter(run => !run.finished).length;
-  const text = !runs.length ? "" : going ? `${runs.length - going} of ${runs.length} runs finished; read again every ${SOON / 1000} s` : `${runs.length} runs, all finished`;
+  // So far: a run without files may be still to come, as all are while the next seed's base model is trained
+  const text = !runs.length ? "" : `${runs.length} ${runs.length === 1 ? "run" : "runs"} so far, ${going ? runs.length - going : "all"} finished; read again every ${(going ? SOON : LATER) / 1000} s`;
   const more = left ? `; ${left} more, whose names come later, are left out: look at the folder of one study` : "";
   return make("div", { class: "head study-head" }, make("h2", { text: folder }), make("p", { class: "scores" }, make("span", { class: going ? "live" : "", text: text + more })));
 }

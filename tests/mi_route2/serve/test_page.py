@@ -426,7 +426,7 @@ def test_the_study_shows_the_last_steps_of_each_arm_and_follows_its_files(seen: 
     expect(row.locator(".rate").first).to_have_text(".20")
     assert page.locator(".rates .n").all_inner_texts() == ["1 of 2", "2"]  # of which the means are
     page.get_by_text("training", exact=True).click()
-    expect(page.locator(".live")).to_contain_text("0 of 4 runs finished")
+    expect(page.locator(".live")).to_have_text("4 runs so far, 0 finished; read again every 3 s")
     path = runs / "seed-1" / "vanilla" / "metrics.jsonl"
     before = path.read_text()
     with path.open("a") as file:
@@ -465,7 +465,7 @@ def test_the_study_shows_what_there_is_until_a_side_is_chosen_and_so_does_a_link
         expect(shown).to_have_value(side)
         expect(cells.last).to_have_text(value)
         expect(page.locator(".progress").last).to_have_text("19" if left else "19 (settings: 80)")
-    expect(page.locator(".study-head")).to_contain_text("2 runs, all finished; 7 more")
+    expect(page.locator(".study-head")).to_contain_text("2 runs so far, all finished; read again every 15 s; 7 more")
     assert "side=" not in page.url  # another window shows the same without it
     told["runs"] = [going]
     seen.go(tab="study", side="deploy")
