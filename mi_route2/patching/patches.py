@@ -10,7 +10,6 @@ at that token's row. Positions may be those of tokens that are not generated yet
 """
 
 import hashlib
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +54,8 @@ def _source(given: object) -> FromRun | Tensor | str:
 def _share(given: object) -> float | Tensor:
     if not isinstance(given, Tensor) and (isinstance(given, bool) or not isinstance(given, float | int | np.number)):
         raise ValueError(f"the alpha of a patch is a number, or a tensor with one number per dimension, not {given!r:.60}")
-    if not (bool(torch.isfinite(given).all()) if isinstance(given, Tensor) else math.isfinite(given)):
+    share = given if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
+    if not bool(torch.isfinite(share).all()):
         raise ValueError("the alpha of a patch holds NaN or infinity: 1 replaces a value, 0 leaves it")
     return given.detach().clone() if isinstance(given, Tensor) else float(given)
 

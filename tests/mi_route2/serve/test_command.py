@@ -31,7 +31,7 @@ from mi_route2.serve.run import serve
 KEY, MODEL = "key-of-alice-for-these-tests", "tests.support.served:random_micro"
 SLOW = """
 import time
-from served import random_micro
+from tests.support.served import random_micro
 
 
 def slow():
