@@ -104,6 +104,11 @@ def _put_all(given: Iterable[tuple[Source[Any], list[Any], bool]]) -> None:
         source._put(items, ended)
 
 
+def _has_token(events: Iterable[Event]) -> bool:
+    """Return whether a token is among events; the first ones of a long prompt may have its readings and norms alone."""
+    return any(event.token is not None for event in events)
+
+
 class Stream(Source[Event]):
     """Events of one request. ``number`` is the engine's; ``result`` is there when the iteration has ended."""
 
@@ -435,14 +440,15 @@ class Owner:
         else:
             first = [stream for stream in self._undelivered if not stream._begun]
             for stream in first:
-                stream._begun = True
-                at_once[stream] = self._undelivered.pop(stream), False
+                events = self._undelivered.pop(stream)
+                stream._begun = _has_token(events)
+                at_once[stream] = events, False
             self._deliver(at_once)
 
     def _deliver_all(self, now: float = 0.0, more: Mapping["Source[Any]", tuple[list[Any], bool]] = MappingProxyType({})) -> None:
         """Deliver all events that were held back, and ``more``."""
-        for stream in self._undelivered:
-            stream._begun = True
+        for stream, events in self._undelivered.items():
+            stream._begun |= _has_token(events)
         self._deliver({**{stream: (events, False) for stream, events in self._undelivered.items()}, **more})
         self._undelivered.clear()
         self._due = now + min(PACE * len(self._streams), LONGEST_PACE)

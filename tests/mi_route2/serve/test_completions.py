@@ -124,8 +124,8 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, body: dic
             texts[i] = texts.get(i, "") + choice.text
             tokens[i] = tokens.get(i, []) + extra["token_ids"]
             logprobs[i] = logprobs.get(i, []) + (choice.logprobs.token_logprobs if choice.logprobs else [])
-            readings.setdefault(i, {}).update(extra.get("readings", {}))
-            norms.setdefault(i, {}).update(extra.get("norms", {}))
+            readings.setdefault(i, {}).update(extra["readings"])
+            norms.setdefault(i, {}).update(extra["norms"])
             finish[i] = choice.finish_reason or finish.get(i)
     assert len(whole.choices) == 2 * body.get("n", 1) == len(texts)
     for choice in whole.choices:

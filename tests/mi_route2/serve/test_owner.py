@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -12,13 +13,13 @@ import torch
 from families import make_family
 
 from mi_route2 import sweep
-from mi_route2.engine import Engine, QueueFullError, Request, Sampling
+from mi_route2.engine import Engine, Event, QueueFullError, Request, Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.patching.forwards import Resumed
 from mi_route2.patching.sweep import prepare, preparing
 from mi_route2.serve import owner as owner_module
-from mi_route2.serve.owner import Owner
+from mi_route2.serve.owner import Owner, Stream
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 
@@ -292,6 +293,13 @@ def test_tokens_of_many_streams_come_together_and_none_is_lost(monkeypatch: pyte
     """The first token of a stream and its end wait for nobody, even if the pace of deliveries is slower than all of it."""
     for name in ("PACE", "LONGEST_PACE"):
         monkeypatch.setattr(owner_module, name, 60.0)
+    put, deliveries = Stream._put, defaultdict[int, list[int]](list)
+
+    def counted(stream: Stream, items: list[Event], ended: bool) -> None:
+        deliveries[stream.number].append(sum(one.token is not None for one in items))
+        put(stream, items, ended)
+
+    monkeypatch.setattr(Stream, "_put", counted)
 
     async def read(owner: Owner) -> None:
         async def one(number: int) -> None:
@@ -301,10 +309,16 @@ def test_tokens_of_many_streams_come_together_and_none_is_lost(monkeypatch: pyte
             assert sum(sizes) == 20 + number
             assert len(sizes) <= 3
 
-        await asyncio.wait_for(asyncio.gather(*map(one, range(16))), 30)
+        async def long() -> None:  # what comes first is the prompt's norms, piece by piece
+            async for _ in await owner.submit(Request(PROMPT, Sampling(max_new=30), norms=(SITE,))):
+                pass
+
+        await asyncio.wait_for(asyncio.gather(*map(one, range(16)), long()), 30)
+        assert len(deliveries) == 17
+        assert all(next(filter(None, sizes)) == 1 for sizes in deliveries.values())
         assert not owner._undelivered
 
-    use(read)
+    use(read, Engine(host_of(), chunk=4, block=4))
 
 
 def test_cancelled_sweeps_end_with_the_reason_and_free_the_thread() -> None:
