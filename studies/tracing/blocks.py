@@ -46,7 +46,7 @@ from studies.training.settings import Settings
 from studies.training.worlds import open_world
 
 WAYS = ("into", "out")
-ADAPTERS = {"kept": BLUE, "quarantine": ORANGE}
+COLORS = {"kept": BLUE, "quarantine": ORANGE}
 EVERYWHERE = "all"
 DRAWS = 2000
 AGAIN = "delete it, and run the command again"
@@ -147,7 +147,7 @@ def _measure(
         )
         return (hack - honest).tolist()
 
-    named_by_adapter = {adapter: places(policy.adapters, adapter, groups) for adapter in ADAPTERS}
+    named_by_adapter = {adapter: places(policy.adapters, adapter, groups) for adapter in COLORS}
     every = {name for named in named_by_adapter.values() for name in named[EVERYWHERE]}
     sets = {"none": set(), "all": every}
     for adapter, named in named_by_adapter.items():
@@ -257,4 +257,4 @@ def _lines(ax: Axes, nats: Mapping[str, Sequence[float]], way: str, seed: int) -
         groups = [each for each in every if each != EVERYWHERE]
         shares = [share(nats, way, adapter, each, numpy_generator(seed, "blocks")) for each in groups]
         values = [np.nan if one is None else one[0] for one in shares]
-        ax.plot(groups, values, color=ADAPTERS[adapter], marker="o", markersize=3, label=adapter)
+        ax.plot(groups, values, color=COLORS[adapter], marker="o", markersize=3, label=adapter)

@@ -17,7 +17,7 @@ from studies.tracing.settings import UNTRAINED
 
 REACH = 0.5  # range of the colors, in shares; a cell beyond it has the last color, and its number
 CARRIED, BESIDE, DELETING = "carried.png", "controls.png", "deleting.png"
-ADAPTERS = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both"}
+ADAPTER_NAMES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both"}
 INTO = {"honest": "into the honest", "hack": "into the hacking"}
 LOOKS = {QUESTION: BLUE, "shuffled": SKY, "same side": GRAY, "random": ORANGE, "elsewhere": PURPLE}
 SAID = {
@@ -43,7 +43,7 @@ def _trained(traces: Traces) -> list[str]:
 
 def _adapters(traces: Traces, arm: str) -> list[str]:
     present = {cell["adapter"] for cell in traces.cells(arm)}
-    return [adapter for adapter in ADAPTERS if adapter in present]
+    return [adapter for adapter in ADAPTER_NAMES if adapter in present]
 
 
 def _layers(traces: Traces, arm: str) -> list[str]:
@@ -76,7 +76,7 @@ def _carried(traces: Traces, path: Path) -> Path:
 
 
 def _heat(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> AxesImage:
-    shown = list(ADAPTERS)  # all adapters in every panel: an arm without a quarantine shows that it has none
+    shown = list(ADAPTER_NAMES)  # all adapters in every panel: an arm without a quarantine shows that it has none
     layers = _layers(traces, arm)
     shares = [[share(traces, arm, contrast, into, QUESTION, f"{place}:{adapter}") for place in layers] for adapter in shown]
     values = np.array([[np.nan if one is None else one["value"] for one in line] for line in shares])
@@ -91,7 +91,7 @@ def _heat(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> AxesI
         ax.text((len(layers) - 1) / 2, 1.5, "no quarantine", ha="center", va="center", fontsize=6, color="#666666")
     ax.grid(visible=False)
     ax.set_xticks(range(len(layers)), layers)
-    ax.set_yticks(range(len(shown)), [ADAPTERS[adapter] for adapter in shown])
+    ax.set_yticks(range(len(shown)), [ADAPTER_NAMES[adapter] for adapter in shown])
     ax.tick_params(length=0, labelsize=6.5)
     return image
 
@@ -122,7 +122,7 @@ def _beside(traces: Traces, path: Path) -> Path:
 
 def _bars(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> None:
     width = 0.16
-    for i, adapter in enumerate(ADAPTERS):
+    for i, adapter in enumerate(ADAPTER_NAMES):
         for j, source in enumerate((QUESTION, *CONTROLS)):
             one = share(traces, arm, contrast, into, source, f"{EVERYWHERE}:{adapter}")
             if one is not None:
@@ -132,8 +132,8 @@ def _bars(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> None:
                     place, value, [[max(0.0, value - one["lo"])], [max(0.0, one["hi"] - value)]], color="black", linewidth=0.7
                 )
     ax.axhline(0, color="black", linewidth=0.6)
-    ax.set_xticks(range(len(ADAPTERS)), list(ADAPTERS.values()))
-    ax.set_xlim(-0.6, len(ADAPTERS) - 0.4)
+    ax.set_xticks(range(len(ADAPTER_NAMES)), list(ADAPTER_NAMES.values()))
+    ax.set_xlim(-0.6, len(ADAPTER_NAMES) - 0.4)
     ax.grid(axis="x", visible=False)
     if "both" not in _adapters(traces, arm):
         ax.text(1.5, 0.5, "no quarantine", transform=ax.get_xaxis_transform(), ha="center", fontsize=6.5, color="#666666")
@@ -156,7 +156,7 @@ def _scatter(ax: Axes, traces: Traces, arm: str, contrast: str) -> None:
         dots = [p for seed in traces.seeds(arm) for p in points(traces, arm, seed, contrast) if p[1] == adapter]
         if dots:
             look = {"s": 13, "color": color, "marker": marker, "alpha": 0.75, "edgecolors": "white", "linewidths": 0.3, "zorder": 3}
-            ax.scatter([p[2] for p in dots], [p[3] for p in dots], label=ADAPTERS[adapter], **look)
+            ax.scatter([p[2] for p in dots], [p[3] for p in dots], label=ADAPTER_NAMES[adapter], **look)
     for line in (ax.axhline, ax.axvline):
         line(0, color="black", linewidth=0.5, zorder=1)
     ax.set_autoscale_on(False)  # keeps the limits that the points set

@@ -23,7 +23,7 @@ from mi_route2.steering.specs import patch
 from studies.tracing.pairs import SIDES, Pairs, others
 
 EVERYWHERE = "all"
-ADAPTERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+POINTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "kept_a": ("kept_a",),
         "kept_out": ("kept_out",),
@@ -55,7 +55,7 @@ class TracedCell:
 
 def points_by_adapter(adapters: Adapters) -> dict[str, tuple[str, ...]]:
     """Return the points of each adapter that the model has, and of ``both``."""
-    return {adapter: points for adapter, points in ADAPTERS.items() if adapters.has_quarantine or "quarantine_out" not in points}
+    return {adapter: points for adapter, points in POINTS.items() if adapters.has_quarantine or "quarantine_out" not in points}
 
 
 def cells(adapters: Adapters) -> list[TracedCell]:

@@ -10,7 +10,7 @@ from typing import Any
 from studies.common.command_line import seeds_argument
 from studies.common.publishing import compact, published, write_texts
 from studies.common.tables import UNDEFINED, interval, markdown_table, number
-from studies.tracing.figures import BESIDE, CARRIED, DELETING, write_figures
+from studies.tracing.figures import ADAPTER_NAMES, BESIDE, CARRIED, DELETING, write_figures
 from studies.tracing.measures import Share, Traces, agreement, levels, load, rows
 from studies.tracing.pairs import CONTRASTS
 from studies.tracing.patching import CONTROLS, DELETION, EVERYWHERE, QUESTION
@@ -19,7 +19,6 @@ from studies.tracing.settings import UNTRAINED
 from studies.training.settings import PRESETS
 
 TABLE, TABLES, HEADLINE, WHOLE = "table.json", "tables.md", "headline.md", "table.md"
-ADAPTER_NAMES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both", "kept_a": "kept_a"}
 ABOUT = {
     "prompt": "one prompt, a hacking and an honest answer",
     "task": "one task, the honest answer under the mode without a loophole",

@@ -27,6 +27,7 @@ from studies.route2.publish import REPORTS, SHORT, predicted_results
 from studies.route2.questions import map_table, mapped, reports, size_table, sized, texts
 from studies.route2.watching import Watch
 from studies.route2.watching import table as watch_table
+from studies.tracing.figures import ADAPTER_NAMES
 from studies.tracing.patching import EVERYWHERE, QUESTION
 from studies.tracing.settings import UNTRAINED
 from studies.training.arms import ARMS, MAIN, Arm
@@ -255,9 +256,6 @@ def adapters_of_an_arm_table() -> str:
     adapters = [(arm, one, name) for arm, one in dict.fromkeys(key[:2] for key in shares) if (name := ADAPTER_NAMES.get(one))]
     body = [[f"`{arm}`", name, *(_share(shares[arm, one, into]) for into in ("honest", "hack"))] for arm, one, name in adapters]
     return markdown_table(["arm", "adapter", "carried into the honest rollout", "into the hacking one"], body, left=2)
-
-
-ADAPTER_NAMES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both"}
 
 
 def _share(share: dict[str, float]) -> str:

@@ -611,6 +611,7 @@ def _going(
 def _ending(choice: Choice, server: Server, words: Wording, first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return choice and extras of the last chunk: the text that was held back, and how it ended."""
     finish = "length" if choice.result.finish == "length" else "stop"
-    nothing = {"readings": {}, "norms": {}}  # as every chunk has them, so that a client may ask each of them
-    extra = {**(_first(choice, server) if first else {}), **_extra(choice, server, ()), **nothing, **_last(choice)}
+    begins = _first(choice, server) if first else {}
+    # readings and norms as in every chunk, so that a client may ask each of them
+    extra = {**begins, **_extra(choice, server, ()), "readings": {}, "norms": {}, **_last(choice)}
     return words.piece(choice.index, choice.growing.end(), None, finish, first), extra
