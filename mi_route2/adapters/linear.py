@@ -30,6 +30,7 @@ from mi_route2.adapters.tape import (
     apply_factor,
     apply_factors,
     requested,
+    uncompiled,
 )
 from mi_route2.sites import Slot, whole
 
@@ -263,9 +264,12 @@ class Branch(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch d_in"], y: Float[Tensor, "*batch d_out"] | None) -> Float[Tensor, "*batch d_out"]:
         """Return the base's output ``y`` with the adapters added; if ``y`` is ``None``, the kept adapter computes the base too."""
-        board = self._board
         # A forward of the reference model within a step is not the training pass: nothing of it is read, counted or routed.
-        tape = board.tape if board.kept else None
+        tape = self._board.tape if self._board.kept else None
+        return self._added(x, y, None) if tape is None else uncompiled(self._added)(x, y, tape)
+
+    def _added(self, x: Tensor, y: Tensor | None, tape: Tape | None) -> Tensor:
+        board = self._board
         if board.kept and torch.is_grad_enabled() and self.mask_requested:
             self._refuse_backward_hooks()
         if tape is not None:

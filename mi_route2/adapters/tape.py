@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool
@@ -28,6 +28,8 @@ from torch.autograd.function import once_differentiable
 from mi_route2.adapters.gradients import Diagonal, FactorGradient, Packed, Packing, Pairs, by_token, exact
 from mi_route2.checks import checked
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Hooks = Callable[[Tensor], Tensor]
 """A site's mask point: takes a mask and returns the mask after the hooks there."""
 
@@ -306,6 +308,12 @@ HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backw
 def requested(point: nn.Module) -> bool:
     """Return whether any torch hook is registered at this point."""
     return any(getattr(point, kind) for kind in HOOK_KINDS)
+
+
+def uncompiled(call: Callable[P, T]) -> Callable[P, T]:
+    """Return ``call`` so that ``torch.compile`` runs it as it is: a graph of one module would serve another with other hooks."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return call if dynamo is None else dynamo.disable(call)
 
 
 def in_backward() -> bool:

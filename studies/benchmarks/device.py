@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,13 @@ from studies.benchmarks.measurement.paired import (
     PairedRatio,
     PairedRatioResult,
     Turn,
+    clock,
     compared,
     machine,
     peak_bytes,
     side_table,
     take_turns,
+    wait,
 )
 from studies.benchmarks.options import DeviceOptions
 from studies.benchmarks.routing import FROZEN, FULL, LORA, PEFT, PEFT_HALF, POOLED, SMOLLM2, STACKED, build
@@ -56,21 +57,6 @@ STEPS = (
 )
 CONTEXT = 512
 ENGINE = (PairedRatio("engine", "generate, one padded batch"), PairedRatio("engine, ragged", "generate, padded to the longest"))
-
-
-def clock(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds between two waits for the device."""
-    wait(device)
-    began = perf_counter()
-    call()
-    wait(device)
-    return perf_counter() - began
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def peak(step: Callable[[], object], device: torch.device) -> int:

@@ -45,6 +45,15 @@ class Benchmark:
             print(f"\nwrote {self.out}")
 
 
+def demand_device(device: str, otherwise: str) -> None:
+    """Raise ``ValueError`` for an accelerator that torch does not find."""
+    if device != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(f"torch finds no accelerator here for --device {device}: {otherwise}")
+
+
 @dataclass(frozen=True)
 class CostOptions(Benchmark):
     """FLOPs, bytes held and bytes sent by routed steps: predicted over measured on small cases, and predicted for large models.
@@ -75,11 +84,7 @@ class DeviceOptions(Benchmark):
 
     def check(self) -> None:
         super().check()
-        if self.device != "cpu":
-            import torch
-
-            if not torch.cuda.is_available():
-                raise ValueError(f"torch finds no accelerator here for --device {self.device}: give --device cpu with --quick")
+        demand_device(self.device, "give --device cpu with --quick")
 
 
 @dataclass(frozen=True)
@@ -224,18 +229,21 @@ class SweepsOptions(Benchmark):
     "times as fast" is the ratio of medians with its 95% bootstrap interval over rounds. "FLOPs: bound, run" is how many times fewer
     FLOPs a cell needs than a whole forward: at best, and as its groups were cut. The rest of the ratio is overhead shared by many
     cells, or eager attention. Sides take turns in a random order in one process on one thread, and time is processor time, so that
-    other work on the machine is not counted. 15 rounds take some twelve minutes, --long with its fewer rounds half an hour, --every
-    a quarter of one, --quick a few seconds.
+    other work on the machine is not counted; with --device cuda it is the clock between two waits for the device. 15 rounds take
+    some twelve minutes, --long with its fewer rounds half an hour, --every a quarter of one, --quick a few seconds.
     """
 
     long: Annotated[bool, tyro.conf.arg(help="prompts of 128 and 256 tokens, and SmolLM2-135M, in fewer rounds")] = False
     every: Annotated[bool, tyro.conf.arg(help="attn_out and mlp_out beside resid_pre, at 64 to 256 tokens, in fewer rounds")] = (
         False
     )
+    device: Annotated[str, tyro.conf.arg(help="device of the models, as cpu, cuda or cuda:1")] = "cpu"
+    only: Annotated[str, tyro.conf.arg(help="measure the models whose names contain this text, as '256 tokens'")] = ""
 
     def check(self) -> None:
-        """Raise ``ValueError`` for a load that does not exist."""
+        """Raise ``ValueError`` for a load or a device that does not exist."""
         super().check()
+        demand_device(self.device, "leave it out")
         if self.long and self.every:
             raise ValueError("--long and --every are two loads: give one")
 

@@ -1,6 +1,6 @@
 """Cost of a patch sweep relative to TransformerLens's: time per cell over whole grids; all cells compared.
 
-    python -m studies.benchmarks sweeps [--quick] [--long | --every] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks sweeps [--quick] [--long | --every] [--only TEXT] [--device cpu] [--rounds 15] [--out FILE.json]
 
 The models are random Qwen3s; with ``--long`` on longer prompts, and SmolLM2-135M. Clean and corrupt prompts differ in every token,
 so that each cell needs a run.
@@ -119,21 +119,21 @@ class SweepResult:
 class SweepBench:
     """The prompts of one setting, TransformerLens's side, and the sweep's. Both have the same weights."""
 
-    def __init__(self, setting: Setting, seed: int):
+    def __init__(self, setting: Setting, seed: int, device: str = "cpu"):
         generator = torch.Generator().manual_seed(seed)
-        self.clean = torch.randint(3, setting.vocab, (setting.tokens,), generator=generator)
+        clean = torch.randint(3, setting.vocab, (setting.tokens,), generator=generator)
         # Another token at every position: shifted by this much, modulo the vocabulary.
         shift = torch.randint(1, setting.vocab - 3, (setting.tokens,), generator=generator)
-        self.corrupt = 3 + (self.clean - 3 + shift) % (setting.vocab - 3)
+        self.clean, self.corrupt = (tokens.to(device) for tokens in (clean, 3 + (clean - 3 + shift) % (setting.vocab - 3)))
         self.points = setting.points
-        self.host, self.bridged = (self._open(name, setting, seed) for name in ("torch", "transformer_lens"))
+        self.host, self.bridged = (self._open(name, setting, seed, device) for name in ("torch", "transformer_lens"))
 
     @staticmethod
-    def _open(host: str, setting: Setting, seed: int) -> Any:
+    def _open(host: str, setting: Setting, seed: int, device: str) -> Any:
         if setting.pretrained:
-            return smollm2(host)
+            return smollm2(host, device=device)
         size = Size(setting.layers, setting.d, setting.heads, setting.mlp, setting.vocab, tokens=setting.tokens)
-        return open_host(host, random_qwen3(size, seed, initializer_range=SPREAD, pad_token_id=None).eval())
+        return open_host(host, random_qwen3(size, seed, initializer_range=SPREAD, pad_token_id=None).eval().to(device))
 
     def lens(self) -> Float[np.ndarray, "targets positions"]:
         """Return TransformerLens's own grid."""
@@ -147,7 +147,7 @@ class SweepBench:
             _, cache = bridge.run_with_cache(self.clean[None])
             run = patching.get_act_patch_block_every if self.points == POINTS else patching.get_act_patch_resid_pre
             grid: Any = run(bridge, self.corrupt[None], cache, difference)
-        return grid.double().flatten(0, -2).numpy()
+        return grid.double().flatten(0, -2).cpu().numpy()
 
     def grid(self, side: str) -> Grid:
         """Return the sweep's grid."""
@@ -163,13 +163,13 @@ class SweepBench:
         )
 
 
-def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[SweepResult], dict[str, list[float]]]:
+def compare(setting: Setting, rounds: int, seed: int, device: str = "cpu") -> tuple[list[SweepResult], dict[str, list[float]]]:
     """Return one row per side, and the seconds of each."""
     rounds = rounds if setting.most is None else min(rounds, setting.most)
-    bench = SweepBench(setting, seed)
+    bench = SweepBench(setting, seed, device)
     expected, grids = bench.lens(), {side: bench.grid(side) for side in setting.sides}
     turns: dict[str, Callable[[], object]] = {LENS: bench.lens, **{side: partial(bench.grid, side) for side in setting.sides}}
-    measured = take_turns(timers(turns), rounds, np.random.default_rng(seed))
+    measured = take_turns(timers(turns, None if device == "cpu" else torch.device(device)), rounds, np.random.default_rng(seed))
     rng, lens, flops = np.random.default_rng(seed), measured[LENS], grids[RESUMED].flops
 
     def result(side: str) -> SweepResult:
@@ -203,13 +203,17 @@ def table(results: list[SweepResult]) -> str:
 
 def run(options: SweepsOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
-    settings = QUICK if options.quick else LONG if options.long else EVERY if options.every else SETTINGS
+    load = QUICK if options.quick else LONG if options.long else EVERY if options.every else SETTINGS
+    settings = [setting for setting in load if options.only in setting.name]
+    if not settings:
+        raise ValueError(f"no model here has {options.only!r} in its name: choose of {', '.join(repr(each.name) for each in load)}")
     results, sides = [], {}
     for setting in settings:
-        rows, seconds = compare(setting, options.turns, options.seed)
+        rows, seconds = compare(setting, options.turns, options.seed, options.device)
         results += rows
         sides[setting.name] = {side: {"seconds": of_side} for side, of_side in seconds.items()}
     worst = max(row.difference / row.effect for row in results)
     tables = f"{table(results)}\nlargest difference of a cell, relative to the largest effect: {worst:.1e}\n"
     document = {"settings": {setting.name: setting for setting in settings}, "rows": results, "sides": sides}
-    report(options, f"at most {options.turns} rounds, 1 thread; prompts that differ in every token", tables, document)
+    where = "1 thread" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
+    report(options, f"at most {options.turns} rounds, {where}; prompts that differ in every token", tables, document)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from time import process_time
+from time import perf_counter, process_time
 
 import numpy as np
 import torch
@@ -123,9 +123,25 @@ def timed(call: Callable[[], object]) -> float:
     return process_time() - began
 
 
-def timers(calls: Mapping[str, Callable[[], object]]) -> dict[str, Turn]:
-    """Return sides that time each call."""
-    return {name: lambda name=name, call=call: {name: timed(call)} for name, call in calls.items()}
+def clock(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds between two waits for the device."""
+    wait(device)
+    began = perf_counter()
+    call()
+    wait(device)
+    return perf_counter() - began
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timers(calls: Mapping[str, Callable[[], object]], device: torch.device | None = None) -> dict[str, Turn]:
+    """Return sides that time each call: processor time, or the clock if there is a ``device``."""
+    took = timed if device is None else partial(clock, device=device)
+    return {name: lambda name=name, call=call: {name: took(call)} for name, call in calls.items()}
 
 
 def take_turns(sides: Mapping[str, Turn], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:

@@ -236,6 +236,29 @@ def check_a_step_under_a_route_breaks_the_graph_and_learns_the_same(route: str, 
         assert torch.equal(compiled.logprobs(batch.rollouts), plain)
 
 
+def check_a_hook_at_one_mask_of_a_compiled_model_is_not_passed_by() -> None:
+    """A graph of a module without hooks would serve the next one, whose hook would never be called."""
+    seen, learnt = [], []
+
+    def flip(_module: nn.Module, _args: object, keep: Tensor) -> Tensor:
+        seen.append(keep)
+        return 1 - keep
+
+    for compiled in (True, False):
+        _, policy = one_block("MicroGPT")
+        if compiled:
+            policy.model.compile(backend="eager")
+        route = mask_route(policy, MaskSpec("own_channel", reinforced_only=False))
+        with policy.adapters.sites["blocks.0.mlp.up"].hook_mask.register_forward_hook(flip):
+            hooked = run(policy, route, make_batch(6))
+        learnt.append((hooked, run(policy, route, make_batch(6))))
+    assert len(seen) == 2
+    for own, expected in zip(*learnt):
+        assert all(torch.equal(own.kept[name], right) for name, right in expected.kept.items())
+    hooked, without = learnt[0]
+    assert not torch.equal(hooked.kept["blocks.0.mlp.up.B"], without.kept["blocks.0.mlp.up.B"])
+
+
 class Between(nn.Module):
     """Two Linears beside each other, whose input is written between them."""
 
