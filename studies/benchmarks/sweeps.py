@@ -214,6 +214,7 @@ def run(options: SweepsOptions) -> None:
         sides[setting.name] = {side: {"seconds": of_side} for side, of_side in seconds.items()}
     worst = max(row.difference / row.effect for row in results)
     tables = f"{table(results)}\nlargest difference of a cell, relative to the largest effect: {worst:.1e}\n"
-    document = {"settings": {setting.name: setting for setting in settings}, "rows": results, "sides": sides}
-    where = "1 thread" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
-    report(options, f"at most {options.turns} rounds, {where}; prompts that differ in every token", tables, document)
+    device = "1 thread" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
+    named = {setting.name: setting for setting in settings}
+    document = {"device": device, "settings": named, "rows": results, "sides": sides}
+    report(options, f"at most {options.turns} rounds, {device}; prompts that differ in every token", tables, document)

@@ -124,6 +124,24 @@ def test_the_page_prints_what_was_measured_of_three_points() -> None:
     assert all(r.times.lo > 6 for r in rows)  # what the page says in words
 
 
+def test_the_page_prints_what_was_measured_on_a_gpu() -> None:
+    document, rows = printed_in_the_page("sweeps_h100")
+    assert "H100" in document["device"]  # what the page says in words, here and below
+    assert all(r.difference < 1e-5 and r.times.lo > 29 for r in rows)
+    whole, resumed = (next(r for r in rows if r.side == side) for side in (WHOLE, RESUMED))
+    assert whole.own_ms < resumed.own_ms
+
+
+def test_only_chooses_models_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    run(SweepsOptions(quick=True, only="three"))
+    assert QUICK[1].name in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no model here has 'thre3' in its name: choose of 'tiny', 'tiny, three points'"):
+        run(SweepsOptions(quick=True, only="thre3"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no accelerator here for --device cuda: leave it out"):
+            SweepsOptions(device="cuda").check()
+
+
 def test_long_and_every_are_two_loads() -> None:
     with pytest.raises(ValueError, match="give one"):
         SweepsOptions(long=True, every=True).check()
