@@ -21,7 +21,7 @@ from studies.training.worlds import weights_hash
 if TYPE_CHECKING:  # children of tests import this module, and have no need of pytest
     import pytest
 
-WARM = WarmStartConfig(steps=120, batch=64)
+WARM = WarmStartConfig(steps=120, batch=32, lr=8e-3)
 
 
 def tiny_settings(**changes: Any) -> Settings:

@@ -148,7 +148,7 @@ def test_a_quarantine_that_forgets_adds_nothing_at_first_and_resumes_as_it_was(
 ) -> None:
     monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
     arm = replace(FORGETS, forget_every=2)
-    whole, cut = (tiny_job(tmp_path / name, arm, cache=cache, steps=5) for name in ("whole", "cut"))
+    whole, cut = (tiny_job(tmp_path / name, arm, cache=cache, steps=5, group=8) for name in ("whole", "cut"))
     assert run_job(whole)
     steps: list[int] = []
     assert not run_job(cut, steps.append, lambda: sum(steps) >= 3)

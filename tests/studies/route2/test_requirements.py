@@ -1,4 +1,6 @@
-"""R3 and R4 of the experiment, on the real world at full size, one seed and 56 steps: masks point at hacks, leakage is measured.
+"""R3 and R4 of the experiment, on the real world at full size, one seed: masks point at hacks, leakage is measured.
+
+Training has 32 steps at nearly twice the study's rates, which is enough to hack.
 
 The thresholds are far from what is usually seen (docs/results.md), so that they fail only when something is broken.
 """
@@ -33,7 +35,7 @@ from studies.training.run import run_job
 from studies.training.settings import get_settings
 
 pytestmark = pytest.mark.study
-SETTINGS = replace(get_settings("strong"), steps=56)
+SETTINGS = replace(get_settings("strong"), steps=32, kept_lr=5e-3, quarantine_lr=1.7e-3)
 
 
 @pytest.fixture(scope="module")

@@ -274,7 +274,7 @@ def test_with_no_worker_left_the_rest_is_counted(tmp_path: Path, cache: Path) ->
 
 def command(out: Path, workers: int, *, steps: int = STEPS, arms: tuple[str | None, ...] = ARMS, report: bool = False) -> list[str]:
     changes = {"steps": steps, "prompts": 3, "group": 4, "evaluation_prompts": 4, "pairs": 4, "probe_every": 2, "teachers": 4}
-    changes |= {"warm.steps": WARM.steps, "warm.batch": WARM.batch}
+    changes |= {"warm.steps": WARM.steps, "warm.batch": WARM.batch, "warm.lr": WARM.lr}
     overrides = [f"{name}={value}" for name, value in changes.items()]
     names = [arm for arm in arms if arm is not None]
     written = "--report" if report else "--no-report"
