@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # children of tests import this module, and have no need of p
     import pytest
 
 WARM = WarmStartConfig(steps=120, batch=32, lr=8e-3)
+FEW = ("blocks.1.mlp.*",)
+"""Modules with adapters where files and processes are tested, and not what is in them: a step takes half of its time."""
 
 
 def tiny_settings(**changes: Any) -> Settings:
