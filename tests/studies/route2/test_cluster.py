@@ -31,7 +31,7 @@ from studies.training.run import run_job
 pytestmark = [pytest.mark.study, pytest.mark.process]
 
 
-def jobs_in(root: Path, *arms: str, cache: Path, steps: int = 30) -> list[Job]:
+def jobs_in(root: Path, *arms: str, cache: Path, steps: int = 40) -> list[Job]:
     """A checkpoint is written after 20 steps."""
     return [tiny_job(root, arm, cache=cache, steps=steps, adapt=FEW) for arm in ("base", *arms)]
 
