@@ -145,8 +145,8 @@ def test_a_lying_oracle_does_change_the_bound(tmp_path: Path, cache: Path, monke
 
 
 def shortened(arm: Arm) -> Arm:
-    """Return an arm for a run of two steps."""
-    short = replace(arm, steps=arm.steps and 2, canaries=arm.canaries and ("canary-2",))
+    """Return an arm for a run of two steps, whose lessons have three."""
+    short = replace(arm, steps=arm.steps and 2, canaries=arm.canaries and ("canary-2",), lesson_steps=min(arm.lesson_steps, 3))
     if isinstance(route := short.route, CanarySpec) and route.first:
         return replace(short, route=replace(route, first=1, snapshots=()))
     return short
