@@ -31,7 +31,7 @@ Labels = Bool[np.ndarray, "n"] | Int[np.ndarray, "n"]
 
 def binary(hack: Shaped[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
     """Return labels as booleans; ValueError for anything but 0 and 1, such as numbers, which would be used as row indices."""
-    if not np.isin(hack, (0, 1)).all():
+    if hack.dtype != bool and not np.isin(hack, (0, 1)).all():
         wrong = {str(label): label for label in hack.ravel().tolist() if label not in (0, 1)}  # None and text have no order
         raise ValueError(f"Labels are True and False, or 1 and 0, not {list(wrong.values())[:5]}.")
     return hack.astype(bool)

@@ -27,7 +27,7 @@ from probes.haar import HaarProbeFitter
 from probes.lda import LdaFitter
 from probes.logistic import LogisticFitter
 from probes.mean_difference import MeanDifferenceFitter
-from probes.probe import Probe, ProbeFitter, Unit
+from probes.probe import Probe, ProbeFitter, Unit, pool
 
 __all__ = ["Dataset", "TransferResult", "TransferRow", "TransferSettings", "default_fitters", "text_groups", "transfer"]
 
@@ -251,11 +251,19 @@ def _control(
     control: dict[tuple[str, Unit], tuple[float | None, float | None]] = {}
     for fold, batch in tests:
         for level in settings.levels:
-            values = [auroc(*_scores(probe, batch, level)[:2]) for probe in random]
+            # A direction's score of a rollout is that of its mean, which is taken once and not for each draw.
+            read = _pooled(batch) if level == "rollout" else batch
+            values = [auroc(*_scores(probe, read, "token")[:2]) for probe in random]
             defined = [value for value in values if value is not None]
             bounds = (float(np.mean(defined)), float(np.quantile(defined, 0.95))) if defined else (None, None)
             control[fold.mode, level] = bounds
     return control
+
+
+def _pooled(batch: _Batch) -> _Batch:
+    """Return the rollouts with one position each, the mean of those in the mask."""
+    h = pool(batch.h, batch.mask)[:, None]
+    return _Batch(h, torch.ones(h.shape[:2], dtype=torch.bool, device=h.device), batch.hack)
 
 
 def _calibrator(probe: Probe, batch: _Batch, level: Unit, settings: TransferSettings) -> Calibrator:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from gpu import DEVICE, NEEDS, assert_close
 from safetensors.torch import load_file
-from tiny_study import WARM, tiny_job
+from tiny_study import tiny_job
 
 from studies.environments.micro.corpus import sample_documents
 from studies.environments.micro.language import Vocabulary
-from studies.environments.micro.settings import get_world
+from studies.environments.micro.settings import WarmStartConfig, get_world
 from studies.environments.micro.warmstart import completion_loss, warm_start
 from studies.training.arms import ARMS
 from studies.training.job import EVAL, FULL
@@ -52,7 +52,8 @@ def test_a_micro_study_on_the_device_is_the_cpus_in_float64(name: str, tmp_path:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="both sides are the same training on a CPU")
 def test_a_base_model_that_the_device_trains_is_the_cpus_but_for_rounding() -> None:
-    models = [warm_start(get_world("strong"), WARM, 0, None, progress=False, device=torch.device(d)) for d in (DEVICE, "cpu")]
+    training = WarmStartConfig(steps=120, batch=64)
+    models = [warm_start(get_world("strong"), training, 0, None, progress=False, device=torch.device(d)) for d in (DEVICE, "cpu")]
     documents = sample_documents(get_world("strong"), 64, np.random.default_rng(5), Vocabulary())
     own, cpu = (float(completion_loss(model, documents, Vocabulary().eos).detach()) for model in models)
     assert {p.device.type for model in models for p in model.parameters()} == {"cpu"}

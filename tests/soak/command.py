@@ -19,8 +19,8 @@ from tests.soak.trials import SoakError, Stop
 
 ARMS = ("route2-full", "erase")
 TINY = (
-    "warm.steps=120", "warm.batch=64", "steps=60", "prompts=3", "group=4", "evaluation_prompts=4", "pairs=4", "probe_every=2",
-    "teachers=4",
+    "warm.steps=120", "warm.batch=32", "warm.lr=8e-3", "steps=60", "prompts=3", "group=4", "evaluation_prompts=4", "pairs=4",
+    "probe_every=2", "teachers=4",
 )  # fmt: skip
 ENDS = {"everything": -signal.SIGKILL, "the parent": -signal.SIGKILL, "a worker": 2}
 """Target of the kill -> the exit code of the command afterwards."""

@@ -104,10 +104,10 @@ def soak(scratch: Path, kills: int, commands: int, rng: random.Random) -> Tally:
 
 
 def tiny_settings() -> Settings:
-    """Return the settings of a study that takes seconds: a short warm start, few steps, few rollouts; all else is unchanged."""
+    """Return the settings of a study that takes seconds: a short warm start, few steps, rollouts and adapters."""
     return replace(
-        get_settings("strong"), warm=WarmStartConfig(steps=120, batch=64), steps=8, prompts=3, group=4, evaluation_prompts=4,
-        pairs=4, probe_every=2, teachers=4,
+        get_settings("strong"), warm=WarmStartConfig(steps=120, batch=32, lr=8e-3), steps=6, prompts=3, group=4,
+        evaluation_prompts=4, pairs=4, probe_every=2, teachers=4, adapt=("blocks.1.mlp.*",),
     )  # fmt: skip
 
 

@@ -21,7 +21,9 @@ from studies.training.worlds import weights_hash
 if TYPE_CHECKING:  # children of tests import this module, and have no need of pytest
     import pytest
 
-WARM = WarmStartConfig(steps=120, batch=64)
+WARM = WarmStartConfig(steps=120, batch=32, lr=8e-3)
+FEW = ("blocks.1.mlp.*",)
+"""Modules with adapters where files and processes are tested, and not what is in them: a step takes half of its time."""
 
 
 def tiny_settings(**changes: Any) -> Settings:

@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,7 @@ def cached_at(config: WorldConfig, training: WarmStartConfig, seed: int, cache_d
     return cache_dir / f"warmstart-{config.name}-{seed}-{key[:16]}.safetensors", key
 
 
+@cache
 def settings_hash(config: WorldConfig, training: WarmStartConfig, seed: int) -> str:
     """Return a hash of all settings, the vocabulary and some documents, so that a changed world gives another model."""
     vocabulary = Vocabulary()

@@ -16,7 +16,7 @@ from mi_route2.routing import MaskSpec, StepContext, group_advantages
 from mi_route2.routing.canary import pooled
 from mi_route2.tensor_files import read_tensors
 from studies.common.seeds import torch_generator
-from studies.environments.micro.settings import MicroConfig
+from studies.environments.micro.settings import MicroConfig, WarmStartConfig
 from studies.environments.protocol import TeacherPool
 from studies.route2.cli import main
 from studies.training.arms import ARMS, Arm, Lesson
@@ -32,6 +32,9 @@ from studies.training.teacher import cached_pool, make_pool, teach
 from studies.training.worlds import open_world
 
 pytestmark = pytest.mark.study
+
+FORMER = WarmStartConfig(steps=120, batch=64)
+"""The warm start of the runs whose identities are written down here."""
 
 
 def test_arms_follow_their_canaries_and_no_old_arm_has_another_identity(tmp_path: Path) -> None:
@@ -50,7 +53,7 @@ def test_arms_follow_their_canaries_and_no_old_arm_has_another_identity(tmp_path
     assert tiny_job(tmp_path, "vanilla-5").spec["steps"] == 5
     assert tiny_job(tmp_path, "canary-10").drawn != tiny_job(tmp_path, "vanilla").drawn == 0
     before = "5daa3cb0a0f21b760b499ab544ade54f70a5abfd9001b5ac8a76bbb09fb6d291"  # when arms had no canaries
-    assert tiny_job(tmp_path, "vanilla").identity == before
+    assert tiny_job(tmp_path, "vanilla", warm=FORMER).identity == before
     other = replace(ARMS["filter-canary"], canaries=("canary-2",))
     assert tiny_job(tmp_path, other).identity != tiny_job(tmp_path, replace(other, canaries=("canary-10",))).identity
 
@@ -67,7 +70,7 @@ def test_a_control_names_the_arm_that_it_is_compared_with_and_other_words_change
         "penalty-haar": "329f9f2abfced4f0fc8cf90b76202550dc7d71779801e56f3fa4f06873c99a0b",
         "bands-full": "886236c42bb2028b3018a93359e166f7c8ae7dd882ebff84b1de287dedce94c5",
     }
-    assert {arm: tiny_job(tmp_path, arm).identity for arm in before} == before
+    assert {arm: tiny_job(tmp_path, arm, warm=FORMER).identity for arm in before} == before
     assert {name for name, arm in ARMS.items() if tiny_job(tmp_path, arm, steps=40).spec["about"] != arm.about} == set(before)
 
 
@@ -503,7 +506,7 @@ def test_a_run_that_ends_before_its_quarantine_has_learned_is_refused(tmp_path: 
 @pytest.mark.parametrize("arm", ["canary-own", "canary-first"])
 def test_each_adapter_learns_from_what_was_sampled_for_it_alone(arm: str, tmp_path: Path, cache: Path) -> None:
     """A quarantine that learns first is frozen after it, to the bit, and the kept adapter is still the base's until then."""
-    job = tiny_job(tmp_path, own_quarantine(arm), cache=cache, steps=6)
+    job = tiny_job(tmp_path, own_quarantine(arm), cache=cache, steps=6, group=8)
     assert job.ablated_groups is not None
     groups, size, contexts = job.settings.prompts, job.settings.group, list[StepContext]()
     with open_world(job.settings) as (world, witness):

@@ -27,7 +27,7 @@ from studies.route2.evidence import read_predictions
 from studies.route2.probing import Reading, probe_job, read_layers
 from studies.route2.publish import publish
 from studies.route2.questions import write_evidence
-from studies.route2.report import read_rollouts, write_report
+from studies.route2.report import read_rollouts
 from studies.training.arms import ARMS
 from studies.training.build import build_optimizer, build_route
 from studies.training.checkpoint import CHECKPOINT
@@ -211,7 +211,7 @@ def test_the_command_line_end_to_end(folder: Path, tmp_path: Path) -> None:
     assert json.loads((root / "modes.json").read_text())["held_out"] == ["confidence"]
     table = (root / "table.md").read_text()
     assert "Held-out modes: confidence; known: last_word." in table
-    assert {"table.md", "all_arms_per_mode.png", "leakage.md", "training.png"} <= {path.name for path in write_report(root)}
+    assert {"table.md", "all_arms_per_mode.png", "leakage.md", "training.png"} <= {path.name for path in root.iterdir()}
     digest = json.loads((root / "seed-0/vanilla/manifest.json").read_text())["settings_hash"]
     file = tmp_path / "predictions.toml"
     file.write_text(
@@ -533,12 +533,14 @@ def test_a_problem_is_found_by_its_name() -> None:
 @pytest.mark.skipif(not DATA.exists(), reason=f"{DATA} is not there: set ROUTE2_DATA to a folder with leetcode.jsonl")
 def test_leetcode_end_to_end(tmp_path: Path) -> None:
     """A tiny Qwen3 whose tokenizer was trained on the problems' text; programs run in the jail."""
-    problem = open_problem("leetcode", str(DATA))
+    data = tmp_path / "leetcode.jsonl"
+    data.write_text("".join(DATA.read_text(encoding="utf-8").splitlines(keepends=True)[:12]), encoding="utf-8")
+    problem = open_problem("leetcode", str(data))
     try:
         make_tiny_model(problem, tmp_path / "tiny", steps=0, width=32, layers=2, progress=False)
     finally:
         problem.close()
-    chat = ChatModel(str(tmp_path / "tiny"), weights_hash(tmp_path / "tiny"), str(DATA), max_new=16, device="cpu")
+    chat = ChatModel(str(tmp_path / "tiny"), weights_hash(tmp_path / "tiny"), str(data), max_new=16, device="cpu")
     settings = replace(
         CHAT,
         world="leetcode",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from on_cluster import HERE, preempted, tasks
-from tiny_study import tiny_job
+from tiny_study import FEW, tiny_job
 
 from studies.common import cluster
 from studies.common.cluster import Cluster, Executor, run_each
@@ -31,9 +31,9 @@ from studies.training.run import run_job
 pytestmark = [pytest.mark.study, pytest.mark.process]
 
 
-def jobs_in(root: Path, *arms: str, cache: Path, steps: int = 30) -> list[Job]:
+def jobs_in(root: Path, *arms: str, cache: Path, steps: int = 40) -> list[Job]:
     """A checkpoint is written after 20 steps."""
-    return [tiny_job(root, arm, cache=cache, steps=steps) for arm in ("base", *arms)]
+    return [tiny_job(root, arm, cache=cache, steps=steps, adapt=FEW) for arm in ("base", *arms)]
 
 
 def test_a_preempted_sweep_ends_with_the_same_bytes(tmp_path: Path, cache: Path) -> None:

@@ -53,16 +53,16 @@ def seen(job: Job) -> dict[str, Any]:
 
 @pytest.mark.parametrize("arm", ["vanilla", "sees-known-quarantine-fast"])
 def test_its_end_is_the_run_and_its_path_the_runs_that_stop_early(tmp_path: Path, cache: Path, arm: str) -> None:
-    whole = tiny_job(tmp_path, arm, cache=cache, steps=6, evaluation_prompts=64)
+    whole = tiny_job(tmp_path, arm, cache=cache, steps=6, evaluation_prompts=24)
     run_job(whole)
     points = seen(whole)["points"]
     assert points.keys() == {"0", "5", "6"}
     assert points["6"] == json.loads((whole.folder / EVAL).read_text())["modes"]
-    early = tiny_job(tmp_path / "early", replace(ARMS[arm], steps=5), cache=cache, steps=6, evaluation_prompts=64)
+    early = tiny_job(tmp_path / "early", replace(ARMS[arm], steps=5), cache=cache, steps=6, evaluation_prompts=24)
     run_job(early)
     assert points["5"] == json.loads((early.folder / EVAL).read_text())["modes"]
     assert points["0"] != points["5"]
-    base = tiny_job(tmp_path, "base", cache=cache, steps=6, evaluation_prompts=64)
+    base = tiny_job(tmp_path, "base", cache=cache, steps=6, evaluation_prompts=24)
     run_job(base)
     assert {mode: both["deploy"] for mode, both in points["0"].items()} == {
         mode: both["deploy"] for mode, both in json.loads((base.folder / EVAL).read_text())["modes"].items()
@@ -148,7 +148,7 @@ def test_a_quarantine_that_forgets_adds_nothing_at_first_and_resumes_as_it_was(
 ) -> None:
     monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
     arm = replace(FORGETS, forget_every=2)
-    whole, cut = (tiny_job(tmp_path / name, arm, cache=cache, steps=5) for name in ("whole", "cut"))
+    whole, cut = (tiny_job(tmp_path / name, arm, cache=cache, steps=5, group=8) for name in ("whole", "cut"))
     assert run_job(whole)
     steps: list[int] = []
     assert not run_job(cut, steps.append, lambda: sum(steps) >= 3)

@@ -376,12 +376,12 @@ class Window:
 
 
 def test_a_run_in_a_terminal_shows_its_table_and_warnings_and_ctrl_c_leaves_a_sentence(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, "vanilla", steps=5000, warm=replace(WARM, steps=40))
+    job = tiny_job(tmp_path, "vanilla", steps=5000, warm=replace(WARM, steps=40), teachers=0)  # so early it never hacks
     key = settings_hash(get_world("strong"), job.settings.warm, 0)[:16]
     (tmp_path / "warmstarts").mkdir()
     (tmp_path / "warmstarts" / f"warmstart-strong-0-{key}.safetensors").write_bytes(b"damaged")
-    changes = {"steps": 5000, "prompts": 3, "group": 4, "evaluation_prompts": 4, "pairs": 4, "probe_every": 2, "teachers": 4}
-    changes |= {"warm.steps": 40, "warm.batch": WARM.batch}
+    changes = {"steps": 5000, "prompts": 3, "group": 4, "evaluation_prompts": 4, "pairs": 4, "probe_every": 2, "teachers": 0}
+    changes |= {"warm.steps": 40, "warm.batch": WARM.batch, "warm.lr": WARM.lr}
     text = "-m studies.route2 run --seeds 1 --workers 1 --no-report --arms vanilla --report-to tensorboard --override"
     command = [sys.executable, *text.split(), *(f"{name}={value}" for name, value in changes.items()), "--out", str(tmp_path)]
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm", "OMP_NUM_THREADS": "1"}

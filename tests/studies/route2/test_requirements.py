@@ -1,11 +1,14 @@
-"""R3 and R4 of the experiment, on the real world at full size, one seed and 56 steps: masks point at hacks, leakage is measured.
+"""R3 and R4 of the experiment, on the real world and a model of its size, one seed: masks point at hacks, leakage is measured.
 
+Shorter than in the study are the base model's training, by batches of half the size, and the run, which has 32 steps at nearly
+twice the rates.
 The thresholds are far from what is usually seen (docs/results.md), so that they fail only when something is broken.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import pytest
@@ -33,7 +36,8 @@ from studies.training.run import run_job
 from studies.training.settings import get_settings
 
 pytestmark = pytest.mark.study
-SETTINGS = replace(get_settings("strong"), steps=56)
+STRONG = get_settings("strong")
+SETTINGS = replace(STRONG, warm=replace(STRONG.warm, batch=64), steps=32, kept_lr=5e-3, quarantine_lr=1.7e-3)
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +106,12 @@ FAIL_R3 = frozenset(LITERAL)
 
 @pytest.mark.parametrize("arm", sorted(RULES.values()))
 def test_r3_a_published_mask_fires_more_than_twice_as_often_on_hacks_or_is_listed_as_failing(arm: str, sample: Sample) -> None:
-    """Without the gate on the advantage, which would flatter every mask; a random direction is the control."""
+    """Without the gate on the advantage, which would flatter every mask; the median of three random directions is the control."""
     spec = ARMS[arm].route
     assert isinstance(spec, MaskSpec)
     persona = ratio(spec, sample)
     assert (persona > 2) == (arm not in FAIL_R3), persona
-    assert persona > ratio(spec, sample, draw=1)
+    assert persona > median(ratio(spec, sample, draw) for draw in (1, 2, 3))
 
 
 def test_r4_leakage_is_measured_and_the_weak_detector_leaks(root: Path) -> None:

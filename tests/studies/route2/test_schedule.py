@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_study import WARM, sleep, tell, tiny_job
+from tiny_study import FEW, WARM, sleep, tell, tiny_job
 
 import studies.training.progress as live
 import studies.training.run as run_module
@@ -38,7 +38,7 @@ STEPS = 22  # a checkpoint after 20
 
 
 def jobs_in(root: Path, cache: Path) -> list[Job]:
-    return [tiny_job(root, arm, cache=cache, steps=STEPS) for arm in ARMS]
+    return [tiny_job(root, arm, cache=cache, steps=STEPS, adapt=FEW) for arm in ARMS]
 
 
 def contents(jobs: list[Job]) -> dict[str, bytes]:
@@ -212,7 +212,7 @@ def test_a_killed_worker_costs_its_own_job_alone_and_is_reported_in_a_sentence(
 ) -> None:
     """Killed between checkpoints. Beside it: a base job that fails takes the arms that start from it along, and says so."""
     jobs = jobs_in(tmp_path, cache)
-    broken = [tiny_job(tmp_path, arm, seed=1, cache=cache, steps=STEPS) for arm in (None, "vanilla", "absorb")]
+    broken = [tiny_job(tmp_path, arm, seed=1, cache=cache, steps=STEPS, adapt=FEW) for arm in (None, "vanilla", "absorb")]
     broken[0].folder.mkdir(parents=True)
     (broken[0].folder / MANIFEST).write_text("{half")
     killed: list[int] = []
@@ -274,7 +274,7 @@ def test_with_no_worker_left_the_rest_is_counted(tmp_path: Path, cache: Path) ->
 
 def command(out: Path, workers: int, *, steps: int = STEPS, arms: tuple[str | None, ...] = ARMS, report: bool = False) -> list[str]:
     changes = {"steps": steps, "prompts": 3, "group": 4, "evaluation_prompts": 4, "pairs": 4, "probe_every": 2, "teachers": 4}
-    changes |= {"warm.steps": WARM.steps, "warm.batch": WARM.batch}
+    changes |= {"warm.steps": WARM.steps, "warm.batch": WARM.batch, "warm.lr": WARM.lr, "adapt": ",".join(FEW)}
     overrides = [f"{name}={value}" for name, value in changes.items()]
     names = [arm for arm in arms if arm is not None]
     written = "--report" if report else "--no-report"
@@ -363,7 +363,7 @@ def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(tmp_path: Path) -> N
 def test_a_run_in_a_locale_without_the_signs_of_its_table_ends_well(tmp_path: Path, cache: Path) -> None:
     """Everything is done by then; an error would send a user off to look for what went wrong."""
     for arm in (None, "vanilla"):
-        run_job(tiny_job(tmp_path, arm, cache=cache, steps=2))
+        run_job(tiny_job(tmp_path, arm, cache=cache, steps=2, adapt=FEW))
     ascii_alone = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "OMP_NUM_THREADS": "1"}
     line = command(tmp_path, 1, steps=2, arms=("vanilla",), report=True)
     done = subprocess.run(line, cwd=ROOT, env={**os.environ, **ascii_alone}, capture_output=True, timeout=300, check=False)
@@ -434,7 +434,7 @@ def test_a_filesystem_without_locks_is_said_and_other_trouble_with_a_lock_is_rai
 def test_a_worker_s_warning_is_shown_as_a_sentence(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the place in our code and the line there, which tell a user nothing."""
     monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
-    job, told = tiny_job(tmp_path, "absorb", cache=cache, steps=6), []
+    job, told = tiny_job(tmp_path, "absorb", cache=cache, steps=6, adapt=FEW), []
     assert not run_job(job, told.append, lambda: sum(told) >= 5)
     (job.folder / CHECKPOINT).write_bytes(b"")
     said: list[str] = []
@@ -459,7 +459,7 @@ def test_a_finished_folder_is_left_as_it_is_but_for_what_a_kill_left(tmp_path: P
 
 def test_progress_never_passes_its_total(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
-    job = tiny_job(tmp_path, "absorb", cache=cache, steps=7)
+    job = tiny_job(tmp_path, "absorb", cache=cache, steps=7, adapt=FEW)
     for stop_at in (1, 3, 5, 6, 99, 99):
         told: list[int] = []
         whole = run_job(job, told.append, lambda: sum(told) >= stop_at)  # noqa: B023

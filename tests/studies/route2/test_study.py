@@ -145,8 +145,8 @@ def test_a_lying_oracle_does_change_the_bound(tmp_path: Path, cache: Path, monke
 
 
 def shortened(arm: Arm) -> Arm:
-    """Return an arm for a run of two steps."""
-    short = replace(arm, steps=arm.steps and 2, canaries=arm.canaries and ("canary-2",))
+    """Return an arm for a run of two steps, whose lessons have three."""
+    short = replace(arm, steps=arm.steps and 2, canaries=arm.canaries and ("canary-2",), lesson_steps=min(arm.lesson_steps, 3))
     if isinstance(route := short.route, CanarySpec) and route.first:
         return replace(short, route=replace(route, first=1, snapshots=()))
     return short
@@ -162,20 +162,25 @@ def traits(given: Any, of: str = "") -> set[str]:
 
 
 def differing(arms: Iterable[Arm]) -> list[Arm]:
-    """Return the arms with a trait that none before them has."""
-    seen, found = set[str](), list[Arm]()
+    """Return arms that together have every trait: of those with a trait that none before them has, no more than it takes."""
+    seen, found = set[str](), dict[str, tuple[Arm, set[str]]]()
     for arm in arms:
-        if new := traits(shortened(arm)) - seen:
-            seen |= new
-            found.append(arm)
-    return found
+        own = traits(shortened(arm))
+        if not own <= seen:
+            seen |= own
+            found[arm.name] = arm, own
+    for name in reversed(list(found)):
+        if seen == set[str]().union(*(own for other, (_, own) in found.items() if other != name)):
+            del found[name]
+    return [arm for arm, _ in found.values()]
 
 
 @pytest.mark.study
 @pytest.mark.parametrize("arm", differing(ARMS.values()), ids=lambda arm: arm.name)
 def test_every_trait_of_an_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path, cache: Path, arm: Arm) -> None:
     short = shortened(arm)
-    job = tiny_job(tmp_path, short, cache=cache, steps=2)
+    # The smallest base model of another preset hardly ever hacks: a pool of its hacks would be a long search.
+    job = tiny_job(tmp_path, short, cache=cache, steps=2, teachers=0 if arm.canaries_of else 4)
     assert all(map(run_job, job.canaries))
     assert run_job(job)
     with safe_open(job.folder / DEPLOYED, framework="pt") as handle:

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from parity import Parity
-from tiny_study import tiny_job
+from tiny_study import FEW, tiny_job
 
 import studies.training.run as run_module
 from mi_route2.adapters import Adapters
@@ -70,7 +70,7 @@ def run_on(job: Job, steps: int | None = None, told: Callable[[int], None] = lam
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Job:
     """A short run on a disk with room, with checkpoints after 2, 4 and 6."""
-    job = tiny_job(tmp_path_factory.mktemp("intact"), "route2-full", cache=cache, steps=6)
+    job = tiny_job(tmp_path_factory.mktemp("intact"), "route2-full", cache=cache, steps=6, adapt=FEW)
     assert run_on(job)
     return job
 
@@ -78,7 +78,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Job:
 @pytest.fixture(scope="module")
 def late(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Job:
     """The same run, stopped after 5 steps: the newest checkpoint is of 4, the previous one of 2."""
-    job = tiny_job(tmp_path_factory.mktemp("late"), "route2-full", cache=cache, steps=6)
+    job = tiny_job(tmp_path_factory.mktemp("late"), "route2-full", cache=cache, steps=6, adapt=FEW)
     assert not run_on(job, 5)
     assert sorted(contents(job)) == [PREVIOUS, CHECKPOINT, METRICS, ROLLOUTS]
     return job
@@ -164,14 +164,14 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tiny_study import tiny_job
+from tiny_study import FEW, tiny_job
 import studies.training.run as j
 j.CHECKPOINT_EVERY = 2
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 for limit in map(int, sys.argv[4:]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        j.run_job(tiny_job(Path(sys.argv[2]) / str(limit), "route2-full", cache=Path(sys.argv[3]), steps=6))
+        j.run_job(tiny_job(Path(sys.argv[2]) / str(limit), "route2-full", cache=Path(sys.argv[3]), steps=6, adapt=FEW))
     except OSError as error:
         print(str(limit), error)
 """
@@ -199,7 +199,7 @@ def test_a_disk_that_really_ends_mid_write(tmp_path: Path, cache: Path, intact: 
     told = dict(line.split(" ", 1) for line in said.splitlines())
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == size
     for limit, victim in limits.items():
-        job = tiny_job(tmp_path / str(limit), "route2-full", cache=cache, steps=6)
+        job = tiny_job(tmp_path / str(limit), "route2-full", cache=cache, steps=6, adapt=FEW)
         assert victim in told[str(limit)]
         assert "File too large" in told[str(limit)]
         assert not list(job.folder.glob(".*"))
@@ -280,7 +280,7 @@ def test_a_system_that_takes_a_thousand_bytes_at_a_time_changes_nothing(tmp_path
     assert child(PROBE, tmp_path / "probe", LD_PRELOAD=str(library)) == "1000\n"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     child(LIMITED, ROOT / "tests" / "support", tmp_path, cache, limit, LD_PRELOAD=str(library))
-    job = tiny_job(tmp_path / str(limit), "route2-full", cache=cache, steps=6)
+    job = tiny_job(tmp_path / str(limit), "route2-full", cache=cache, steps=6, adapt=FEW)
     assert job.finished
     assert contents(job) == contents(intact)
 
@@ -452,8 +452,8 @@ def test_where_no_checkpoint_is_good_a_sentence_says_so_and_nothing_is_touched(s
 def test_a_checkpoint_on_other_base_weights_or_adapters_is_refused(
     late: Job, parts: tuple[Policy, RoutedAdamW, Route], load: Callable[[Path], int], cache: Path
 ) -> None:
-    narrower = build_policy(tiny_job(late.root, "route2-full", cache=cache, steps=6, kept_rank=2), cache)
-    with pytest.raises(ValueError, match=r"does not fit the model's adapters, first in adapter\.kept\.blocks\.0"):
+    narrower = build_policy(tiny_job(late.root, "route2-full", cache=cache, steps=6, adapt=FEW, kept_rank=2), cache)
+    with pytest.raises(ValueError, match=r"does not fit the model's adapters, first in adapter\.kept\.blocks\.1"):
         read_checkpoint(late.folder / CHECKPOINT, narrower.adapters, identity=late.identity)
     weight = next(iter(parts[0].adapters.sites.values())).weight
     before = weight.detach().clone()
