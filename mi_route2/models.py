@@ -9,11 +9,13 @@ The package carries the weights in 4 bits (GGUF, Q4_1). They are converted once 
 `mi_route2.load`, transformers and the studies' ``--model`` can read. So a float32 model and a bfloat16 model have equal weights.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +101,35 @@ def _gguf() -> Path:
 def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-    quantized: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    with _read_once():
+        quantized: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config = quantized.config
     del config.quantization_config  # with it, save_pretrained refuses to write the model as if it were still quantized
     config._name_or_path, config.architectures = "SmolLM2-135M-Instruct", ["LlamaForCausalLM"]
-    with torch.random.fork_rng(devices=[]):  # or only the call that converts would move the generator
+    with torch.device("meta"):  # no weights are drawn, which takes seconds and would move the caller's generator
         model: Any = LlamaForCausalLM(config)
-    model.to(torch.bfloat16)
-    model.load_state_dict(quantized.state_dict())
+    weights = {name: weight.to(torch.bfloat16) for name, weight in quantized.state_dict().items()}
+    model.to(torch.bfloat16).load_state_dict(weights, assign=True)
+    model.tie_weights()
     with whole_folder(folder, overwrite=True) as partial:
         model.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
         sums = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
         (partial / _SUMS).write_text(json.dumps(sums, indent=1))
+
+
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """Context: transformers parses a GGUF once, and not once each for the configuration, the weights and the tokenizer."""
+    import gguf
+
+    reader: Any = gguf.GGUFReader
+    gguf.GGUFReader = functools.cache(reader)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
 
 
 def _is_whole(folder: Path) -> bool:
