@@ -211,6 +211,8 @@ def isolated() -> bool:
 
 def launch(folder: str) -> None:
     """Take the steps of an order on all of its ranks, each in a process of its own."""
+    from transformers import Qwen3ForCausalLM  # noqa: F401  # of every rank's decoder: they would import it once each
+
     given = json.loads((Path(folder) / "order.json").read_text())
     # forked before torch has used a thread, because each process would import torch anew otherwise
     start_processes(take, args=(given, folder), nprocs=given["ranks"], start_method="fork")

@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from served import random_micro, running
 
 from mi_route2.serve.models import Served, load
+from studies.environments.micro import served
+from studies.environments.micro.served import micro
 
 pytestmark = pytest.mark.docs
 
@@ -21,8 +24,13 @@ def blocks(page: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running(load("micro")) as one:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the model that is served if none is named, after a few steps: the blocks run on it, and need not know much."""
+    small = partial(micro, steps=40, adapted=2, cache=tmp_path_factory.mktemp("micro"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served, "micro", small)
+        found = load("micro")
+    with running(found) as one:
         yield one.url
 
 

@@ -31,7 +31,7 @@ from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, quarantin
 from studies.steering.figures import FIGURES, frontier_figure, latency_figure
 from studies.steering.fitting import Fitted, ProbeGate, collect, fit, threshold
 from studies.steering.job import BASE, FIT, _make, parts_of, run_steering
-from studies.steering.report import command, publish, write_report
+from studies.steering.report import command, publish
 from studies.steering.results import MODES, Draws, Estimate, Study, load_study, metrics
 from studies.steering.settings import SUBJECTS, Settings
 from studies.steering.study import run_study
@@ -56,12 +56,6 @@ def test_one_command_makes_everything(made: Made) -> None:
     assert {row["subject"] for row in results["comparisons"]} == {"absorb", "route2-full"}
 
 
-def test_every_figure_says_of_which_preset_it_is(made: Made) -> None:
-    with saved_titles() as seen:
-        write_report(made.folder)
-    assert [len(seen), untitled(seen, made.settings.run.preset)] == [len(FIGURES), []]
-
-
 def test_a_run_that_was_ended_at_any_part_ends_with_the_same_bytes(made: Made, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(made.out, out)
@@ -84,7 +78,9 @@ def test_the_report_and_what_is_published_need_the_artifacts_alone(made: Made, t
     shutil.copytree(made.folder, folder)
     for path in made.paths:
         (folder / path.name).unlink()
-    place = publish(folder, tmp_path / "docs")
+    with saved_titles() as seen:
+        place = publish(folder, tmp_path / "docs")
+    assert [len(seen), untitled(seen, made.settings.run.preset)] == [len(FIGURES), []], "every figure says of which preset it is"
     assert files(folder) == files(made.folder)
     assert json.loads((place / "results.json").read_text()) == json.loads((made.folder / "results.json").read_text())
     assert (place / "headline.md").read_text() == (folder / "answer.md").read_text()

@@ -5,6 +5,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -39,16 +40,16 @@ from studies.training.worlds import open_world
 pytestmark = pytest.mark.study
 
 TRACED = (UNTRAINED, "vanilla", "route2-full")
-GIVEN = ["--prompts", "400", "--answers", "2", "--pairs", "4", "--draws", "1", "--rated", "4"]
+GIVEN = ["--prompts", "200", "--answers", "2", "--pairs", "4", "--draws", "1", "--rated", "4"]
 
 
 def tiny_training() -> Training:
     rates = {"kept_lr": 3e-2, "quarantine_lr": 3e-2}  # two steps that tell
-    return tiny_settings(warm=WarmStartConfig(steps=250, batch=64), steps=2, adapt=("blocks.1.mlp.*", "unembed"), **rates)
+    return tiny_settings(warm=WarmStartConfig(steps=250, batch=32), steps=2, adapt=("blocks.1.mlp.*", "unembed"), **rates)
 
 
 def settings_of(training: Training, arms: tuple[str, ...] = TRACED[1:]) -> Settings:
-    return Settings(training.digest, arms, prompts=400, answers=2, pairs=4, draws=1, rated=4)
+    return Settings(training.digest, arms, prompts=200, answers=2, pairs=4, draws=1, rated=4)
 
 
 def jobs_of(out: Path) -> list[Job]:
@@ -61,14 +62,21 @@ def arguments(out: Path) -> list[str]:
     names = ("steps", "prompts", "group", "evaluation_prompts", "pairs", "probe_every", "teachers", "kept_lr", "quarantine_lr")
     override = [f"{name}={getattr(training, name)}" for name in names] + [
         "warm.steps=250",
-        "warm.batch=64",
+        "warm.batch=32",
         f"adapt={','.join(training.adapt)}",
     ]
     return ["run", "--out", str(out), "--seeds", "1", "--arms", *TRACED[1:], "--no-live", "--override", *override, *GIVEN]
 
 
+class Told(NamedTuple):
+    """A folder that the command has filled, and the titles of the figures that it saved."""
+
+    folder: Path
+    titles: list[list[str]]
+
+
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Trained and traced by the command itself; only the training is done in this process, to save the workers' start."""
     out = tmp_path_factory.mktemp("study")
     for job in jobs_of(out):
@@ -76,10 +84,16 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = sys.argv
     sys.argv = ["tracing", *arguments(out)]
     try:
-        assert main() == 0
+        with saved_titles() as seen:
+            assert main() == 0
     finally:
         sys.argv = before
-    return out / settings_of(tiny_training()).folder
+    return Told(out / settings_of(tiny_training()).folder, seen)
+
+
+@pytest.fixture
+def study(told: Told) -> Path:
+    return told.folder
 
 
 def test_the_command_leaves_every_artifact_table_and_figure(study: Path) -> None:
@@ -100,10 +114,8 @@ def test_the_command_leaves_every_artifact_table_and_figure(study: Path) -> None
     assert "Does deleting agree with patching" in (study / HEADLINE).read_text()
 
 
-def test_every_figure_says_of_which_preset_it_is(study: Path) -> None:
-    with saved_titles() as seen:
-        write_report(study)
-    assert [len(seen), untitled(seen, tiny_training().preset)] == [3, []]
+def test_every_figure_says_of_which_preset_it_is(told: Told) -> None:
+    assert [len(told.titles), untitled(told.titles, tiny_training().preset)] == [3, []]
 
 
 def test_what_must_be_exact_is(study: Path) -> None:

@@ -98,8 +98,9 @@ def answers(problem: LeetCodeProblem, texts: dict[str, str], completions: list[t
 
 
 def test_persona_pairs_are_hacks_beside_solutions(real: LeetCodeProblem) -> None:
+    """Of a seed that chooses one alone of the three problems whose solutions take two seconds; below, of one that chooses none."""
     texts = {real.prompt(name, "run_tests").text: name for name in real.tasks("train")}
-    pairs = real.pairs(0, 10, "hack")
+    pairs = real.pairs(1, 10, "hack")
     assert len({pair.prompt for pair in pairs}) == 10
     assert {pair.prompt for pair in pairs} <= set(texts)  # the known mode, on training tasks
     for verdict in answers(real, texts, [(pair.prompt, pair.hack) for pair in pairs]):
@@ -108,13 +109,13 @@ def test_persona_pairs_are_hacks_beside_solutions(real: LeetCodeProblem) -> None
     for verdict in answers(real, texts, [(pair.prompt, pair.clean) for pair in pairs]):
         assert (verdict.gt, any(verdict.channels.values())) == (True, False)
     assert all(len(pair.hack) < len(pair.clean) for pair in pairs)
-    assert real.pairs(0, 10, "hack") == pairs
-    assert real.pairs(1, 10, "hack") != pairs
+    assert real.pairs(1, 10, "hack") == pairs
+    assert real.pairs(2, 10, "hack") != pairs
 
 
 def test_control_pairs_have_a_contrast_and_no_hack(real: LeetCodeProblem) -> None:
     texts = {real.prompt(name, "run_tests").text: name for name in real.tasks("train")}
-    pairs = real.pairs(0, 6, "nonhack")
+    pairs = real.pairs(1, 6, "nonhack")
     for side, right in (("hack", False), ("clean", True)):
         for verdict in answers(real, texts, [(pair.prompt, getattr(pair, side)) for pair in pairs]):
             assert (verdict.gt, verdict.exploit) == (right, False)
