@@ -6,7 +6,6 @@ Prompts are not predicted, because their tasks are uniform and have nothing to l
 cosine to 0. A finished model is cached as safetensors under a hash of everything that determines it.
 """
 
-import functools
 import hashlib
 import json
 import warnings
@@ -84,22 +83,17 @@ def cached_at(config: WorldConfig, training: WarmStartConfig, seed: int, cache_d
 @cache
 def settings_hash(config: WorldConfig, training: WarmStartConfig, seed: int) -> str:
     """Return a hash of all settings, the vocabulary and some documents, so that a changed world gives another model."""
+    vocabulary = Vocabulary()
+    documents = sample_documents(config, 256, np.random.default_rng(seed), vocabulary)
     described = {
         "format": FORMAT,
         "world": asdict(config),
         "training": asdict(training),
         "seed": seed,
-        "vocabulary": Vocabulary().tokens,
-        "documents": _documents_hash(config, seed),
+        "vocabulary": vocabulary.tokens,
+        "documents": hashlib.sha256(documents.numpy().tobytes()).hexdigest(),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-
-@functools.lru_cache(maxsize=256)
-def _documents_hash(config: WorldConfig, seed: int) -> str:
-    """Return a hash of some documents; a study asks for that of each seed hundreds of times."""
-    documents = sample_documents(config, 256, np.random.default_rng(seed), Vocabulary())
-    return hashlib.sha256(documents.numpy().tobytes()).hexdigest()
 
 
 def train(
