@@ -9,6 +9,7 @@ PYTEST := $(PY) -m pytest -n 2
 # without the checks of shapes, which take half of the time and have passed in the fast suite; `make test-shapes` makes them in the parts, in
 # each parameter set that is the first with one of its values. A quarter of the time of the whole is waiting, for limits, timers and browsers:
 # three at a time keep two cores busy.
+# Of the parts, parameter sets are left out whose triples of values others of their test have (spare); `pytest` alone has all.
 # Tests of a device run once for each value where the device is the CPU (ROUTE2_TEST_DEVICE=cpu); `pytest tests/gpu` has all.
 PARTS := ((matrix or hosts or machine) and not gpu) or (gpu and not matrix)
 WHOLE := process or study or docs or real
@@ -57,10 +58,10 @@ test: $(STAMP)  ## the fast suite: every theorem once (three minutes on two core
 	$(PYTEST) --dist worksteal --shapes first -m "not ($(PARTS) or $(WHOLE))" --ignore tests/gpu --ignore tests/docs --ignore tests/real
 
 test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts in detail, processes, state machines, whole studies, docs, a real model
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "$(PARTS) or $(WHOLE)" --durations 25 $(UNCHECKED)
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "($(PARTS)) and not spare or $(WHOLE)" --durations 25 $(UNCHECKED)
 
 test-shapes: $(STAMP)  ## the parts of the library in detail once more, under the checks of shapes (three minutes; before a release)
-	$(PYTEST) --dist worksteal --shapes each -m "($(PARTS)) and not ($(WHOLE))" --durations 10
+	$(PYTEST) --dist worksteal --shapes each -m "($(PARTS)) and not (spare or $(WHOLE))" --durations 10
 
 test-all: test test-rest  ## both (some fifteen minutes on two cores)
 

@@ -1,16 +1,17 @@
 """One thread (results then do not depend on the machine's cores), one set of hypothesis examples, a Ctrl-C that works;
-and the marker ``matrix`` for those parameter sets of a test that add only a combination."""
+and the markers ``matrix`` and ``spare`` for those parameter sets of a test that add only a combination."""
 
 import gc
 import os
 import signal
 from itertools import groupby
+from math import prod
 from pathlib import Path
 
 import jaxtyping
 import pytest
 from hypothesis import settings
-from sample import choosable, covering
+from sample import choosable, covering, covering_more
 from shapes import where_shapes_are
 
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
@@ -78,13 +79,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     jaxtyping.config.update("jaxtyping_disable", off)
 
 
-def factors(item: pytest.Function) -> tuple[object, ...]:
-    """Return the parameters of a test one by one, tuples taken apart, as things that can be compared."""
-    values = (part for value in item.callspec.params.values() for part in (value if isinstance(value, tuple) else (value,)))
-    return tuple(
-        value if isinstance(value, str | int | float | bool | None) else getattr(value, "__qualname__", repr(value))
-        for value in values
-    )
+def parameters(item: pytest.Function) -> tuple[object, ...]:
+    """Return the parameters of a test as things that can be compared; parts of tuples too."""
+
+    def comparable(value: object) -> object:
+        if isinstance(value, tuple):
+            return tuple(map(comparable, value))
+        return value if isinstance(value, str | int | float | bool | None) else getattr(value, "__qualname__", repr(value))
+
+    return tuple(map(comparable, item.callspec.params.values()))
+
+
+def factors(values: tuple[object, ...]) -> tuple[object, ...]:
+    """Return parameters one by one, tuples taken apart."""
+    return tuple(part for value in values for part in (value if isinstance(value, tuple) else (value,)))
 
 
 FEW = {"Qwen3", "GPT2", "MicroGPT"}
@@ -101,7 +109,11 @@ LONG = (
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark ``matrix`` the parameter sets of a test that a covering choice leaves out, and all but few architectures."""
+    """Mark ``matrix`` the parameter sets of a test that a covering choice leaves out, and all but few architectures.
+
+    And those ``spare`` whose triples of values (pairs, if there are no more than three) others have. A table, which has fewer than
+    half of the combinations of its parameters, has none: each of its rows is a case.
+    """
     import torch  # here: the process that only hands tests out to workers would wait for both of these imports
     from families import FAMILIES
 
@@ -111,7 +123,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     made = (item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec"))
     for _, group in groupby(made, key=lambda item: (item.path, item.originalname, item.cls)):
         tests = list(group)
-        rows = [factors(test) for test in tests]
+        given = [parameters(test) for test in tests]
+        rows = [factors(values) for values in given]
         seen: set[tuple[int, object]] = set()
         for test, row in zip(tests, rows):
             values = set(enumerate(row))
@@ -121,6 +134,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         kept = [place for place, row in enumerate(rows) if not set(row) & (FAMILIES.keys() - FEW)] or list(range(len(rows)))
         chosen = {kept[place] for place in covering([rows[place] for place in kept])}
+        product = 2 * len(rows) >= prod(len(set(column)) for column in zip(*given))
+        more = covering_more(rows, given, chosen) if product else range(len(rows))
         for place, test in enumerate(tests):
             if place not in chosen:
                 test.add_marker("matrix")
+            if place not in more:
+                test.add_marker("spare")

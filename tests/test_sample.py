@@ -10,7 +10,7 @@ import pytest
 import torch
 from beartype import beartype
 from jaxtyping import Float
-from sample import choosable, covering
+from sample import choosable, covering, covering_more
 from shapes import where_shapes_are
 from torch import Tensor
 
@@ -30,6 +30,23 @@ def test_a_covering_choice_has_every_pair_of_values() -> None:
         assert len(chosen) < len(rows)
 
 
+def test_a_larger_one_has_every_triple_and_every_row_of_a_table() -> None:
+    """By brute force; of three factors every pair, of two or one everything."""
+    rng = random.Random(0)
+    for factors in (1, 2, 3, 4, 5):
+        rows = [tuple(rng.randrange(3) for _ in range(factors)) for _ in range(200)]
+        taken = [(row[0], row[1:]) for row in rows]
+        first = covering(rows)
+        more = covering_more(rows, taken, first)
+        assert first <= more
+        some = [rows[place] for place in more]
+        for columns in combinations(range(factors), {1: 1, 2: 2, 3: 2}.get(factors, 3)):
+            values = ({tuple(row[column] for column in columns) for row in those} for those in (rows, some))
+            assert next(values) == next(values)
+        assert {row[1:] for row in rows} == {row[1:] for row in some}
+        assert len(more) < len(rows)
+
+
 @pytest.mark.parametrize(
     ("text", "asked", "possible"),
     [
@@ -44,6 +61,7 @@ def test_a_covering_choice_has_every_pair_of_values() -> None:
         ("def test(): ...\n", f"(matrix or machine) and not ({WHOLE})", True),
         ("pytestmark = pytest.mark.machine\n", f"(matrix or machine) and not ({WHOLE})", True),
         ("pytestmark = pytest.mark.study\n", f"(matrix or machine) and not ({WHOLE})", False),
+        ("def test(): ...\n", "spare", True),
     ],
 )  # fmt: skip
 def test_a_file_is_left_out_only_if_no_test_of_it_can_be_chosen(text: str, asked: str, possible: bool) -> None:
