@@ -17,7 +17,8 @@ from shapes import where_shapes_are
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.load_profile("fixed")
 jaxtyping.jaxtyped = where_shapes_are(jaxtyping.jaxtyped)  # what the import hook of --jaxtyping-packages decorates with
-os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # read when huggingface_hub is imported; each trainer of TRL would look for the network
+# Read when huggingface_hub is imported; otherwise each trainer of TRL would look for the network.
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 # A suite that was started in the background ignores SIGINT, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
