@@ -18,6 +18,8 @@ settings.load_profile("fixed")
 jaxtyping.jaxtyped = where_shapes_are(jaxtyping.jaxtyped)  # what the import hook of --jaxtyping-packages decorates with
 # A suite that was started in the background ignores SIGINT, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Read when huggingface_hub is imported; otherwise each trainer of TRL would look for the network.
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 
 LATER = pytest.StashKey[dict[str, bool]]()

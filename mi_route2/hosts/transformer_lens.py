@@ -283,7 +283,7 @@ def list_points(bridge: TransformerBridge, adapters: Adapters, places: Mapping[s
             setattr(branch, point, HookPoint().train(branch.training))
         # nn.Module's own method: a component would set the attribute on the module it wraps, which also has a route
         nn.Module.__setattr__(places[site].component, ROUTE, branch)
-    bridge._scan_existing_hooks(bridge, "")
+        bridge._scan_existing_hooks(branch, f"{places[site].path}.{ROUTE}")  # the rest of the bridge is listed
     standing = [places[site] for site in adapters.sites]
     for parent in _parents(bridge, standing):
         vars(parent)[_LAYOUT] = partial(_stored_in_out, parent)

@@ -127,11 +127,11 @@ def test_every_site_is_captured_patched_and_steered_as_by_hand(family: str, host
         places = {2: 1.0, 5: 0.5, len(first) + 1: 1.0}
         patches = tuple(Patch(site, place, random(shape, number + place), alpha) for place, alpha in places.items())
         requests = [
-            Request(first, greedy(4), patch=(*patches, Patch(site, 3, random(shape, 99), mask)), capture=(Capture(site),)),
-            Request(second, greedy(4), capture=(Capture(site),)),
+            Request(first, greedy(3), patch=(*patches, Patch(site, 3, random(shape, 99), mask)), capture=(Capture(site),)),
+            Request(second, greedy(3), capture=(Capture(site),)),
             Request(
                 third,
-                greedy(4),
+                greedy(3),
                 steering=Steering(
                     base=(Steer(site, random((size,), 1), 0.5),),
                     prefill=(Steer(site, random((size,), 2)),),

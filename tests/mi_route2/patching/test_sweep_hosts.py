@@ -18,7 +18,7 @@ from mi_route2.hosts.state import ModelState
 from mi_route2.patching import Grid, sweep
 from mi_route2.sites import Site
 
-ANSWER, FOIL, LENGTH = 4, 9, 4
+ANSWER, FOIL, LENGTH = 4, 9, 3
 CLEAN, CORRUPT = (torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
 OF_LENS = {
     "resid_pre": patching.get_act_patch_resid_pre,
