@@ -205,6 +205,21 @@ def replace_fields(record: T, changes: Mapping[str, Any]) -> T:
     return changed
 
 
+def demand_device(name: str) -> None:
+    """Raise ``ValueError`` that lists torch's devices of this machine if ``name`` is none of them."""
+    import torch  # it takes seconds, for which a --help would wait
+
+    here = ["cpu"]
+    if torch.accelerator.is_available() and (kind := torch.accelerator.current_accelerator()) is not None:
+        here += [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())]
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type != "cpu" and f"{device.type}:{device.index or 0}" not in here:
+        raise ValueError(f"the device {name!r} cannot be used here: choose from {', '.join(here)}")
+
+
 def unknown_name(name: str, known: Sequence[str], what: str) -> str:
     """Return the error message for a name that is not among ``known``, with the closest name and all valid ones."""
     close = get_close_matches(name, known, 1)

@@ -15,6 +15,7 @@ from mi_route2.serve.auth import LOOPBACK, JsonLines, Keys, log
 from mi_route2.serve.models import load
 from mi_route2.serve.options import KEY, Options
 from mi_route2.serve.state import Server
+from mi_route2.validation import demand_device
 
 
 class Draining(uvicorn.Server):
@@ -50,15 +51,6 @@ def keys_of(options: Options) -> Keys:
     return keys
 
 
-def _refuse_device(device: str) -> None:
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise ValueError(f"--device {device} is no device of torch: give cpu, or cuda") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"torch finds no GPU here, so --device {device} is not possible: leave it out")
-
-
 def serve(options: Options) -> None:
     """Serve until a signal ends it."""
     keys = keys_of(options)
@@ -71,7 +63,7 @@ def serve(options: Options) -> None:
     if not 0 <= options.port < 65_536:
         raise ValueError(f"--port {options.port} is none: give 0 to 65535")
     if options.device is not None:
-        _refuse_device(options.device)
+        demand_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     handler = logging.StreamHandler(sys.stderr)

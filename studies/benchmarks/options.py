@@ -12,7 +12,7 @@ import tyro
 
 from mi_route2.files import write_whole
 from mi_route2.specs import MaskSpec, OpenSpec
-from mi_route2.validation import unknown_name
+from mi_route2.validation import demand_device, unknown_name
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,6 @@ class Benchmark:
             print(f"\nwrote {self.out}")
 
 
-def demand_device(device: str, otherwise: str) -> None:
-    """Raise ``ValueError`` for an accelerator that torch does not find."""
-    if device != "cpu":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ValueError(f"torch finds no accelerator here for --device {device}: {otherwise}")
-
-
 @dataclass(frozen=True)
 class CostOptions(Benchmark):
     """FLOPs, bytes held and bytes sent by routed steps: predicted over measured on small cases, and predicted for large models.
@@ -84,7 +75,7 @@ class DeviceOptions(Benchmark):
 
     def check(self) -> None:
         super().check()
-        demand_device(self.device, "give --device cpu with --quick")
+        demand_device(self.device)
 
 
 @dataclass(frozen=True)
@@ -243,7 +234,7 @@ class SweepsOptions(Benchmark):
     def check(self) -> None:
         """Raise ``ValueError`` for a load or a device that does not exist."""
         super().check()
-        demand_device(self.device, "leave it out")
+        demand_device(self.device)
         if self.long and self.every:
             raise ValueError("--long and --every are two loads: give one")
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from mi_route2.validation import demand_device
 from studies.common.cluster import Executor
 from studies.common.command_line import read_seeds, report_commands, run_command, show_paths
 from studies.lanes.config import Precision
@@ -56,7 +57,6 @@ class Run:
         from studies.lanes.report import TABLE, write_report
         from studies.lanes.settings import open_text, settings_of
         from studies.lanes.study import run_study
-        from studies.lanes.train import check_device
 
         if self.quick and self.full:
             raise ValueError("--quick and --full exclude each other: give only one of them")
@@ -64,7 +64,7 @@ class Run:
         seeds = read_seeds(self.seeds or SEEDS[profile])
         settings = settings_of(profile, open_text(self.text).sha256, self.dev.given())
         device = settings.training.device
-        check_device(device)  # before anything is written: raises if the device is not available
+        demand_device(device)  # before anything is written: raises if the device is not available
         cluster = self.place.cluster()
         workers = self.workers if self.workers is not None else 2 if device == "cpu" else 1
         folder = run_study(settings, seeds, self.out, text=self.text, workers=workers, cluster=cluster)

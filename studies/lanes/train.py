@@ -72,19 +72,6 @@ def build(config: LanesConfig, seed: int) -> LanesModel:
     return LanesModel(config, torch_generator(seed, "lanes weights"))
 
 
-def check_device(name: str) -> None:
-    """Check that torch can use the device; ``ValueError`` if it cannot; the message lists the devices of this machine."""
-    here = ["cpu"]
-    if torch.accelerator.is_available() and (kind := torch.accelerator.current_accelerator()) is not None:
-        here += [f"{kind.type}:{i}" for i in range(torch.accelerator.device_count())]
-    try:
-        usable = torch.empty(0, device=name).device.type in {one.partition(":")[0] for one in here}  # `meta` has no numbers
-    except (RuntimeError, AssertionError):
-        usable = False
-    if not usable:
-        raise ValueError(f"the device {name!r} cannot be used here: choose from {', '.join(here)}")
-
-
 def plain(config: LanesConfig) -> LanesConfig:
     """Return the configuration without its loop and without the loop's parameters."""
     return replace(config, loop=None, loop_embeddings=False, head_bias=False)

@@ -78,7 +78,7 @@ class Run:
         from studies.training.job import BACKEND, PRECISIONS, Job, base_cache, unusual_backend
         from studies.training.manifest import refuse_mixed
         from studies.training.tracking import require
-        from studies.training.worlds import find_device, plan
+        from studies.training.worlds import chosen_device, plan
 
         if self.report_to is not None:
             require(self.report_to)
@@ -102,7 +102,7 @@ class Run:
         ]
         jobs = list({job.folder: job for each in jobs for job in (*each.before, each)}.values())
         if not all(job.finished for job in jobs):
-            find_device(self.device)  # a report of finished runs can be written without it
+            chosen_device(self.device)  # a report of finished runs can be written without it
         with ExitStack() as locks:
             folders = {job.root: job.settings for job in jobs}
             for folder in sorted(folders):

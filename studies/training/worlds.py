@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from mi_route2.hosts.load import load
 from mi_route2.rollouts import Forward
+from mi_route2.validation import demand_device
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, Sampler
 from studies.environments.micro.language import MICRO_MODES
 from studies.environments.micro.runner import CachedRunner, SubprocessRunner
@@ -121,7 +122,7 @@ def open_world(settings: Settings, sampler: Sampler | None = None, device: str =
     if settings.chat is None:
         with SubprocessRunner() as child:
             runner = CachedRunner(child)
-            yield MicroWorld(get_world(settings.world), runner, find_device(device)), MicroWitness(runner)
+            yield MicroWorld(get_world(settings.world), runner, chosen_device(device)), MicroWitness(runner)
         return
     _refuse_changed_data(settings.chat)
     problem = open_problem(settings.world, settings.chat.data)
@@ -164,7 +165,7 @@ def chat_world(chat: ChatModel, problem: Problem, sampler: Sampler | None = None
         tokenizer,
         max_new=chat.max_new,
         context=context,
-        device=find_device(chat.device),
+        device=chosen_device(chat.device),
         at_once=chat.at_once,
         sampler=sampler,
     )
@@ -195,14 +196,14 @@ def base_model(
         ValueError: A chat model's folder is not as its hash in the settings says.
     """
     if settings.chat is None:
-        place = find_device(device)
+        place = chosen_device(device)
         model = warm_start(get_world(settings.world), settings.warm, seed, cache, progress=False, report=report, device=place)
         return model.to(place, dtype)
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a worker's bar would break the run's own display
     # a Path, so that a missing folder is an error and not taken for a Hugging Face id
-    model: Any = load(Path(settings.chat.path), dtype=dtype, device=find_device(settings.chat.device)).model
+    model: Any = load(Path(settings.chat.path), dtype=dtype, device=chosen_device(settings.chat.device)).model
     _refuse_changed(settings.chat.path, weights_hash(Path(settings.chat.path)), settings.chat.weights, "model")  # once it is read
     if settings.chat.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -245,22 +246,12 @@ def checkpointed(model: nn.Module, forward: Forward) -> Forward:
     return call
 
 
-def find_device(name: str) -> torch.device:
-    """Return a device; ``auto`` is CUDA if available.
-
-    Raises:
-        ValueError: If torch does not know the device, or the machine does not have it.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+def chosen_device(name: str) -> torch.device:
+    """Return a device of this machine; ``auto`` is CUDA if available, and an error as in `demand_device`."""
     if name == "auto":
-        return torch.device("cuda" if count else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"unknown device {name!r}: choose auto, cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"the device {name!r} does not exist, as torch finds {count} CUDA devices here: choose cpu")
-    return device
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    demand_device(name)
+    return torch.device(name)
 
 
 def weights_hash(folder: Path) -> str:
@@ -351,7 +342,7 @@ def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype, vllm: bool = F
     }
     if vllm:
         sizes |= {"vLLM": sizes["weights"] + sizes["sampling"], "sampling": 0}
-    return MemoryPlan(sizes, _available(find_device(chat.device)))
+    return MemoryPlan(sizes, _available(chosen_device(chat.device)))
 
 
 SLACK = 512

@@ -28,8 +28,8 @@ def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: py
 
 
 def test_a_device_that_is_not_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="torch finds no accelerator here for --device cuda: give --device cpu"):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"cuda. cannot be used here: choose from cpu$"):
         DeviceOptions(quick=True).check()
 
 

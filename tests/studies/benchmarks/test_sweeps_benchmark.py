@@ -137,9 +137,8 @@ def test_only_chooses_models_by_their_names(capsys: pytest.CaptureFixture[str]) 
     assert QUICK[1].name in capsys.readouterr().out
     with pytest.raises(ValueError, match="no model here has 'thre3' in its name: choose of 'tiny', 'tiny, three points'"):
         run(SweepsOptions(quick=True, only="thre3"))
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="no accelerator here for --device cuda: leave it out"):
-            SweepsOptions(device="cuda").check()
+    with pytest.raises(ValueError, match="the device 'cuda:63' cannot be used here: choose from cpu"):
+        SweepsOptions(device="cuda:63").check()
 
 
 def test_long_and_every_are_two_loads() -> None:

@@ -283,7 +283,7 @@ WRONG = {
     ),
     "a device that is not there": (
         ["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.device=cuda:63"],
-        "the device 'cuda:63' does not exist, as torch finds",
+        "the device 'cuda:63' cannot be used here: choose from cpu",
     ),
     "a device as of a micro model": (
         ["--model", "MODEL", "--world", "parity:Parity", "--device", "cuda"],

@@ -110,7 +110,7 @@ def test_a_gpu_that_is_not_there_costs_one_sentence(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["route2", "run", "--device", "cuda", "--out", str(tmp_path / "runs")])
     assert cli.main() == 2
-    assert capsys.readouterr().err == "error: the device 'cuda' does not exist, as torch finds 0 CUDA devices here: choose cpu\n"
+    assert capsys.readouterr().err == "error: the device 'cuda' cannot be used here: choose from cpu\n"
     assert list(tmp_path.iterdir()) == []
 
 
