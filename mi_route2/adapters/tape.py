@@ -312,8 +312,8 @@ def requested(point: nn.Module) -> bool:
 
 def uncompiled(call: Callable[P, T]) -> Callable[P, T]:
     """Return ``call`` so that ``torch.compile`` runs it as it is: a graph of one module would serve another with other hooks."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return call if dynamo is None else dynamo.disable(call)
+    disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)  # none while another thread imports it
+    return call if disable is None else disable(call)
 
 
 def in_backward() -> bool:

@@ -32,6 +32,7 @@ from studies.benchmarks.measurement.paired import (
     Turn,
     clock,
     compared,
+    device_name,
     machine,
     peak_bytes,
     side_table,
@@ -137,7 +138,7 @@ def table(
 def run(options: DeviceOptions) -> None:
     """Measure, print each table when it is measured, and write ``options.out`` again after each."""
     device = torch.device(options.device)
-    named = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    named = device_name(device)
     print(f"{options.turns} rounds on {named}, bfloat16" + f"\n{QUICK}" * options.quick)
     sizes: dict[str, dict[str, object]] = {}
     for name in ("tiny",) if options.quick else options.sizes:

@@ -229,7 +229,7 @@ class SweepsOptions(Benchmark):
         False
     )
     device: Annotated[str, tyro.conf.arg(help="device of the models, as cpu, cuda or cuda:1")] = "cpu"
-    only: Annotated[str, tyro.conf.arg(help="measure the models whose names contain this text, as '256 tokens'")] = ""
+    only: Annotated[str, tyro.conf.arg(help="measure the models whose names contain this text, as 'd 64'")] = ""
 
     def check(self) -> None:
         """Raise ``ValueError`` for a load or a device that does not exist."""

@@ -32,7 +32,7 @@ from mi_route2.models import smollm2
 from mi_route2.patching import Grid, sweep
 from studies.benchmarks.measurement.contenders import random_qwen3
 from studies.benchmarks.measurement.flops import Size
-from studies.benchmarks.measurement.paired import Ratio, ratio, report, take_turns, timers
+from studies.benchmarks.measurement.paired import Ratio, device_name, ratio, report, take_turns, timers
 from studies.benchmarks.options import SweepsOptions
 from studies.common.tables import markdown_table
 
@@ -169,7 +169,9 @@ def compare(setting: Setting, rounds: int, seed: int, device: str = "cpu") -> tu
     bench = SweepBench(setting, seed, device)
     expected, grids = bench.lens(), {side: bench.grid(side) for side in setting.sides}
     turns: dict[str, Callable[[], object]] = {LENS: bench.lens, **{side: partial(bench.grid, side) for side in setting.sides}}
-    measured = take_turns(timers(turns, None if device == "cpu" else torch.device(device)), rounds, np.random.default_rng(seed))
+    measured = take_turns(
+        timers(turns, torch.device(device)), rounds, np.random.default_rng(seed)
+    )
     rng, lens, flops = np.random.default_rng(seed), measured[LENS], grids[RESUMED].flops
 
     def result(side: str) -> SweepResult:
@@ -214,7 +216,7 @@ def run(options: SweepsOptions) -> None:
         sides[setting.name] = {side: {"seconds": of_side} for side, of_side in seconds.items()}
     worst = max(row.difference / row.effect for row in results)
     tables = f"{table(results)}\nlargest difference of a cell, relative to the largest effect: {worst:.1e}\n"
-    device = "1 thread" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
+    device = device_name(torch.device(options.device))
     named = {setting.name: setting for setting in settings}
     document = {"device": device, "settings": named, "rows": results, "sides": sides}
-    report(options, f"at most {options.turns} rounds, {device}; prompts that differ in every token", tables, document)
+    report(options, f"at most {options.turns} rounds, 1 thread, {device}; prompts that differ in every token", tables, document)

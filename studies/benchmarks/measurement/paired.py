@@ -134,13 +134,18 @@ def clock(call: Callable[[], object], device: torch.device) -> float:
 
 def wait(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """Return what the device is, as a table's head says it."""
+    return "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def timers(calls: Mapping[str, Callable[[], object]], device: torch.device | None = None) -> dict[str, Turn]:
-    """Return sides that time each call: processor time, or the clock if there is a ``device``."""
-    took = timed if device is None else partial(clock, device=device)
+    """Return sides that time each call: processor time, or the clock on an accelerator."""
+    took = timed if device is None or device.type == "cpu" else partial(clock, device=device)
     return {name: lambda name=name, call=call: {name: took(call)} for name, call in calls.items()}
 
 

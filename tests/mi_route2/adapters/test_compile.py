@@ -174,7 +174,7 @@ def check_inductor() -> None:
 
     Of one Linear's forward alone, because each kernel takes its C++ compiler two seconds.
     """
-    model, adapters, x = linears("lora", 1)
+    model, adapters, x = linears("svd-low", 1)
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
         assert_contexts_agree(adapters, lambda: model(x), lambda: compiled(x), ("full",), 1e-12)
@@ -231,13 +231,10 @@ def eager_and_compiled(how: str = "around", backend: str = "eager", **given: Any
     return eager, compiled
 
 
-WAYS = (("in place", "aot_eager"), ("around", "eager"))
-
-
-@pytest.mark.parametrize(("route", "how", "backend"), [(route, *way) for route, way in zip(ROUTES, WAYS, strict=True)])
-def check_a_step_under_a_route_breaks_the_graph_and_learns_the_same(route: str, how: str, backend: str) -> None:
+@pytest.mark.parametrize(("route", "how"), zip(ROUTES, ("in place", "around"), strict=True))
+def check_a_step_under_a_route_breaks_the_graph_and_learns_the_same(route: str, how: str) -> None:
     """A gate is Python with state that the backward calls, and no graph holds that: torch runs the adapters as they are."""
-    policy, compiled = eager_and_compiled(how, backend)
+    policy, compiled = eager_and_compiled(how, "aot_eager")
     batch = make_batch(6)
     with torch.no_grad():
         plain = compiled.logprobs(batch.rollouts)

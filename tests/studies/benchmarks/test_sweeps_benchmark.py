@@ -133,7 +133,7 @@ def test_the_page_prints_what_was_measured_on_a_gpu() -> None:
 
 
 def test_only_chooses_models_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
-    run(SweepsOptions(quick=True, only="three"))
+    run(SweepsOptions(quick=True, only="three", device="cpu:0"))
     assert QUICK[1].name in capsys.readouterr().out
     with pytest.raises(ValueError, match="no model here has 'thre3' in its name: choose of 'tiny', 'tiny, three points'"):
         run(SweepsOptions(quick=True, only="thre3"))
