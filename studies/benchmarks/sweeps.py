@@ -169,9 +169,7 @@ def compare(setting: Setting, rounds: int, seed: int, device: str = "cpu") -> tu
     bench = SweepBench(setting, seed, device)
     expected, grids = bench.lens(), {side: bench.grid(side) for side in setting.sides}
     turns: dict[str, Callable[[], object]] = {LENS: bench.lens, **{side: partial(bench.grid, side) for side in setting.sides}}
-    measured = take_turns(
-        timers(turns, torch.device(device)), rounds, np.random.default_rng(seed)
-    )
+    measured = take_turns(timers(turns, torch.device(device)), rounds, np.random.default_rng(seed))
     rng, lens, flops = np.random.default_rng(seed), measured[LENS], grids[RESUMED].flops
 
     def result(side: str) -> SweepResult:
