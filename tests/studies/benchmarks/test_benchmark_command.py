@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from studies.benchmarks import __main__ as command
 from studies.benchmarks.options import BENCHMARKS, HostsOptions
@@ -34,10 +33,10 @@ def test_measuring_runs_in_a_child_whose_allocator_keeps_memory(name: str, monke
 
     monkeypatch.setattr(command.subprocess, "run", run)
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as the benchmark of a device asks before anything else
-    assert main(name, monkeypatch, "--quick") == 7
+    given = ["--quick", "--device", "cpu"] if name == "device" else ["--quick"]
+    assert main(name, monkeypatch, *given) == 7
     ((child, env),) = calls
-    assert child[-4:] == ["-m", "studies.benchmarks", name, "--quick"]
+    assert child[child.index("-m") :] == ["-m", "studies.benchmarks", name, *given]
     assert int(env["MALLOC_MMAP_THRESHOLD_"]) == 2**26 < int(env["MALLOC_TRIM_THRESHOLD_"])
     assert env["OMP_NUM_THREADS"] == "1"
 
