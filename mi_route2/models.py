@@ -9,7 +9,6 @@ The package carries the weights in 4 bits (GGUF, Q4_1). They are converted once 
 `mi_route2.load`, transformers and the studies' ``--model`` can read. So a float32 model and a bfloat16 model have equal weights.
 """
 
-import functools
 import hashlib
 import importlib.util
 import json
@@ -119,20 +118,9 @@ def _is_whole(folder: Path) -> bool:
     try:
         sums = parse_object((folder / _SUMS).read_bytes())
         there = {file.name for file in folder.iterdir()} - {_SUMS}
-        return there == sums.keys() and all(_known_sha256(folder / name) == value for name, value in sums.items())
+        return there == sums.keys() and all(_sha256(folder / name) == value for name, value in sums.items())
     except (OSError, ValueError):
         return False
-
-
-def _known_sha256(path: Path) -> str:
-    """Return the hash of a file; 269 MB that this process has read before, and nobody touched since, are not read again."""
-    now = path.stat()
-    return _sha256_at(path, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
-
-
-@functools.lru_cache(maxsize=64)
-def _sha256_at(path: Path, *_seen: int) -> str:
-    return _sha256(path)
 
 
 def _sha256(path: Path) -> str:

@@ -245,16 +245,14 @@ def test_the_indirect_object_moves_from_the_name_to_the_end_in_the_upper_blocks(
 MODELS = {
     "transformer_lens": """
 import torch
-from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import AutoModelForCausalLM
-from mi_route2.hosts.transformer_lens import BridgeHost
-from mi_route2.models import smollm2_folder
+from mi_route2.models import smollm2, smollm2_folder
 
 def build():
-    return AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32, num_hidden_layers=10).eval()
+    return AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
 
-bridge = build_bridge_from_module(build(), "LlamaForCausalLM", hf_config=build().config)
-host = BridgeHost(bridge)
+host = smollm2("transformer_lens")
+bridge = host.model
 """,
     "nnsight": """
 import torch
@@ -265,15 +263,15 @@ from mi_route2.hosts.nnsight import NNsightHost
 from mi_route2.models import smollm2_folder, smollm2_tokenizer
 
 torch.manual_seed(0)
-llama = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32, num_hidden_layers=10).eval()
+llama = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
 tokenizer = smollm2_tokenizer()
 """,
 }
-"""Tour -> the real model's first ten blocks, in place of the random model that its first block makes."""
+"""Tour -> the real model, in place of the random one that its first block makes."""
 
 
 @pytest.mark.parametrize("tour", MODELS)
-def test_a_tour_runs_on_its_first_ten_blocks(tour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tour_runs_on_it(tour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Patching, masks, routes of one's own and files, with the tour's own assertions."""
     monkeypatch.chdir(tmp_path)
     page, namespace = f"docs/{tour}.md", {"__name__": "docs"}
