@@ -67,8 +67,10 @@ def test_a_drain_that_is_no_time_is_refused_before_the_model_is_there(drain: flo
         serve(Options("no:model", drain=drain))
 
 
-def test_a_server_runs_as_many_requests_at_once_as_its_rows_say() -> None:
-    create_app(random_micro(), limits=Limits(rows=5000))
+def test_a_server_has_as_many_rows_as_it_is_told_to_have() -> None:
+    """More than a step's usual budget of tokens, of which each row needs one."""
+    app = create_app(random_micro(), limits=Limits(rows=5000))
+    assert app.state.server.owner._engine.scheduler.rows == 5000
 
 
 def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
