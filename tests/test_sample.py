@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import jaxtyping
@@ -10,7 +11,7 @@ import pytest
 import torch
 from beartype import beartype
 from jaxtyping import Float
-from sample import choosable, covering
+from sample import MARK, choosable, covering
 from shapes import where_shapes_are
 from torch import Tensor
 
@@ -48,6 +49,14 @@ def test_a_covering_choice_has_every_pair_of_values() -> None:
 )  # fmt: skip
 def test_a_file_is_left_out_only_if_no_test_of_it_can_be_chosen(text: str, asked: str, possible: bool) -> None:
     assert choosable(text, asked) is possible
+
+
+def test_no_marker_comes_from_another_file(pytestconfig: pytest.Config) -> None:
+    """What chooses files by their texts would not see it: ``-m gpu`` once chose no test."""
+    ours = {told.partition(":")[0] for told in pytestconfig.getini("markers")}
+    assert {"gpu", "process"} <= ours
+    others = (path for path in Path(__file__).parent.rglob("*.py") if not path.name.startswith("test_"))
+    assert {path.name for path in others if ours & {*MARK.findall(path.read_text(encoding="utf-8"))}} == set()
 
 
 checked = where_shapes_are(jaxtyping._decorator.jaxtyped)(typechecker=beartype)

@@ -34,7 +34,7 @@ from mi_route2.routing import (
 from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.routing.optimizer import RoutedAdamW
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.gpu, NEEDS]
 
 Case = tuple[str, str, str, str]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -20,7 +20,7 @@ from mi_route2.patching.patches import Patch
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.gpu, NEEDS]
 CLOSE = {torch.float32: 2e-4, torch.bfloat16: 0.3}
 """Largest difference of a log-probability between a request in company and whole forwards of it alone."""
 DTYPES = [torch.float32, torch.bfloat16]

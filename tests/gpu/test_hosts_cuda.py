@@ -24,7 +24,7 @@ from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import MaskSpec, TrainBatch
 from mi_route2.sites import Site
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.gpu, NEEDS]
 
 ROOT = Path(__file__).parents[2]
 DTYPES = [torch.float32, torch.bfloat16]

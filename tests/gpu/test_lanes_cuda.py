@@ -12,7 +12,7 @@ from studies.lanes.gradients.paths import decompose
 from studies.lanes.model import LanesModel
 from studies.lanes.train import Training, train
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.gpu, NEEDS]
 SIZE = Size(d_model=16, heads=2, mlp=2)
 TRAINING = Training(steps=8, batch=4, length=32)
 TOKENS = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(0))

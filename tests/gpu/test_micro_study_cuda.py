@@ -20,7 +20,7 @@ from studies.training.job import EVAL, FULL
 from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.gpu, NEEDS]
 
 EARLY = replace(ARMS["canary-nats"].route, first=2, snapshots=(1,))
 MICRO = {

@@ -14,7 +14,7 @@ from probes.probe import Unit
 from probes.store import load_probe, save_probe
 from probes.transfer import default_fitters
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.gpu, NEEDS]
 FITTERS = default_fitters()
 CLOSE = {"rtol": 1e-7, "atol": 1e-9}
 """A logistic fit stops at a tolerance of its own."""

@@ -18,7 +18,7 @@ from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection, record
 from mi_route2.sites import Site
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.gpu, NEEDS]
 DTYPES = [torch.float32, torch.bfloat16]
 SITES = [Site(0, "resid_pre"), Site(0, "z"), Site(1, "kept_a", "mlp.down"), Site(1, "quarantine_out", "attn.o")]
 TIERS = {"memory": (None, False), "disk": (0, True), "both": (None, True)}

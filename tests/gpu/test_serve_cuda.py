@@ -11,7 +11,7 @@ from served import OTHER, PROMPT, random_micro, running
 
 from mi_route2.serve.client import PatchStudy
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.gpu, NEEDS]
 SITE = "blocks.1.resid_pre"
 FIRMLY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "logprobs": 2, "ignore_eos": True}
 CLOSE = 2e-4

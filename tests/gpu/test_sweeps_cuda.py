@@ -15,7 +15,7 @@ from mi_route2.hosts.base import Host
 from mi_route2.patching import Grid, Target, attribute, paths, sweep
 from mi_route2.sites import Site
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.gpu, NEEDS]
 CLEAN, CORRUPT = [3, 7, 11, 5, 2, 8, 4], [3, 9, 11, 6, 2, 8, 4]
 QUESTION = {"clean": CLEAN, "corrupt": CORRUPT, "answer": 5, "foil": 9, "progress": False}
 POINTS = ("resid_pre", "resid_mid", "attn_out", "z", "k", "mlp_out")

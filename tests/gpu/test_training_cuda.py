@@ -24,7 +24,7 @@ from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 from studies.training.settings import Settings
 
-pytestmark = NEEDS
+pytestmark = [pytest.mark.gpu, NEEDS]
 ROOT = Path(__file__).parents[2]
 RULES = {
     "open": (OpenSpec(), LORA),

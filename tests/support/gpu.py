@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 DEVICE = os.environ.get("ROUTE2_TEST_DEVICE", "cuda")
-NEEDS = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device")]
+NEEDS = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device")
 CLOSE = 1e-4
 """Largest difference of a gradient or a weight, by norm: rotary angles are always float32, and Adam enlarges last bits."""
 
