@@ -42,8 +42,14 @@ def tokenizer() -> object:
     return smollm2_tokenizer()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def host() -> Host:
+    """The model as it is: a test that attaches adapters takes ``fresh``."""
+    return smollm2()
+
+
+@pytest.fixture
+def fresh() -> Host:
     return smollm2()
 
 
@@ -58,17 +64,17 @@ def test_it_answers_a_question_through_its_own_chat_template(host: Host, tokeniz
     assert tokenizer.decode(result.ids) == "The capital of France is Paris."
 
 
-def test_adapters_that_are_off_leave_every_bit(host: Host, tokenizer) -> None:
+def test_adapters_that_are_off_leave_every_bit(fresh: Host, tokenizer) -> None:
     tokens = ids(tokenizer, TO_MARY)
     with torch.no_grad():
-        base = host.logits(tokens)
-        adapters = host.attach("blocks.*", spec=SPEC, generator=torch.Generator().manual_seed(0), expect=30 * 7)
-        assert torch.equal(host.logits(tokens), base)
+        base = fresh.logits(tokens)
+        adapters = fresh.attach("blocks.*", spec=SPEC, generator=torch.Generator().manual_seed(0), expect=30 * 7)
+        assert torch.equal(fresh.logits(tokens), base)
         for p in [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]:
             p += 0.02 * torch.randn_like(p)
-        assert not torch.allclose(host.logits(tokens), base, atol=1e-2)
+        assert not torch.allclose(fresh.logits(tokens), base, atol=1e-2)
         with adapters.reference():
-            assert torch.equal(host.logits(tokens), base)
+            assert torch.equal(fresh.logits(tokens), base)
 
 
 @pytest.mark.parametrize("name", ["transformer_lens", "nnsight"])
@@ -83,11 +89,11 @@ def test_other_hosts_hold_the_same_model_at_the_same_addresses(host: Host, token
         assert (ours[site] - theirs[site]).abs().max() < 1e-4 * scale, site
 
 
-def test_a_routed_step_keeps_flagged_rollouts_out_of_the_kept_adapter(host: Host, tokenizer) -> None:
+def test_a_routed_step_keeps_flagged_rollouts_out_of_the_kept_adapter(fresh: Host, tokenizer) -> None:
     """The kept gradient is that of a batch in which the flagged rollouts never were."""
     draw = torch.Generator().manual_seed(0)
-    adapters = host.attach("blocks.0.*", "blocks.15.*", "blocks.29.*", spec=SPEC, generator=draw, expect=21)
-    policy = host.policy(adapters)
+    adapters = fresh.attach("blocks.0.*", "blocks.15.*", "blocks.29.*", spec=SPEC, generator=draw, expect=21)
+    policy = fresh.policy(adapters)
     prompt = ids(tokenizer, "Write add(a, b) and the tests that grade it.\n")[0].tolist()
 
     def rollouts(*answers: str) -> Rollouts:
@@ -112,7 +118,7 @@ def test_a_routed_step_keeps_flagged_rollouts_out_of_the_kept_adapter(host: Host
     assert flags is not None
     assert flags.tolist() == [True, False, True, False]
     routed = {name: p.grad.clone() for name, p in adapters.kept_parameters().items()}
-    host.model.zero_grad()
+    fresh.model.zero_grad()
     learned = batch.rows((~flags).nonzero()[:, 0])
     with adapters.unrouted():
         (-(policy.logprobs(learned.rollouts).sum(1) * learned.advantages).sum()).backward()
@@ -120,14 +126,14 @@ def test_a_routed_step_keeps_flagged_rollouts_out_of_the_kept_adapter(host: Host
         assert (routed[name] - p.grad).norm() <= 1e-4 * p.grad.norm(), name
 
 
-def test_an_exported_lora_is_the_deployed_model_in_stock_peft(host: Host, tokenizer, tmp_path: Path) -> None:
+def test_an_exported_lora_is_the_deployed_model_in_stock_peft(fresh: Host, tokenizer, tmp_path: Path) -> None:
     tokens = ids(tokenizer, TO_MARY)
-    adapters = host.attach("blocks.*", spec=SPEC, generator=torch.Generator().manual_seed(0))
+    adapters = fresh.attach("blocks.*", spec=SPEC, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for p in [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]:
             p += 0.02 * torch.randn_like(p)
         with adapters.deployed():
-            deployed = host.logits(tokens)
+            deployed = fresh.logits(tokens)
         export_peft(adapters, tmp_path / "lora")
         base = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
         theirs = PeftModel.from_pretrained(base, str(tmp_path / "lora")).eval()(tokens).logits

@@ -4,6 +4,7 @@ Completions are drawn from the prompt and the rollout's number in its group, thr
 cut over micro-batches and processes, the rollouts are the same.
 """
 
+import functools
 import hashlib
 import os
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRL_EXPERIMENTAL_SILENCE="1", HF_DATASETS_OFFLINE="1")
 
+import accelerate.utils.imports as packages
 import torch
 from datasets import Dataset
 from families import VOCAB, make_family
@@ -27,6 +29,9 @@ from mi_route2.rollouts import group_advantages
 from mi_route2.routing import EraseSpec, Route
 from mi_route2.routing.optimizer import RoutedAdamW
 from studies.training.grpo import Update, update, with_anchors
+
+# Or accelerate parses a package's metadata each time that it asks whether the package is there, many times for each trainer.
+packages._is_package_available = functools.cache(packages._is_package_available)
 
 GROUP, PROMPTS, LONGEST = 4, 2, 6
 TEXTS = ["w5 w6 w7", "w8 w9 w16", "w10 w11", "w14 w15"]

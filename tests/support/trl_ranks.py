@@ -90,10 +90,11 @@ RANKED: dict[str, tuple[Any, AdapterSpec, dict[str, Any]]] = {
 }  # fmt: skip
 """Case -> rule, adapters and settings of TRL."""
 HOWS = {
-    "ddp-2": [*RANKED],
-    "fsdp-2": [*RANKED],
-    "fsdp-4": ["pooled", "erase", "flagged"],  # a group is in two processes
+    "ddp-2": ["pooled", "detached", "unflagged", "erase"],
+    "fsdp-2": [case for case in RANKED if case != "pooled"],
+    "fsdp-4": ["pooled"],  # a group is in two processes
 }
+"""How -> cases: each in one of them at least, as the trainer averages the gradients itself, under DDP as under FSDP."""
 
 
 def ranked(out: Path, processes: int, kind: type[RoutedGRPOTrainer], cases: list[str]) -> None:

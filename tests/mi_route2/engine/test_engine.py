@@ -31,7 +31,7 @@ def make(family: str, host: str = "torch", adapters: bool = False) -> tuple[Host
     """A tiny model on a host, and how near its numbers are to be: a bridge's float64 attention is float32 inside."""
     made = open_host(host, make_family(family, torch.float64 if host == "torch" else torch.float32))
     if adapters:
-        move(made.attach("blocks.*", spec=SPECS["svd-low"], generator=torch.Generator().manual_seed(7)), 0.2)
+        move(made.attach("blocks.1.*", spec=SPECS["svd-low"], generator=torch.Generator().manual_seed(7)), 0.2)
     return made, 1e-10 if host == "torch" else 2e-5
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mask_oracle import (
     CASES,
     METHOD_SAMPLE,
+    SAMPLE,
     FixedFitter,
     assert_same,
     case_id,
@@ -75,7 +76,8 @@ def averaged(scores: dict[str, torch.Tensor], batch: TrainBatch) -> torch.Tensor
 @pytest.mark.parametrize(
     ("name", "case"),
     [
-        *itertools.product(["svd", "lora", "lora-stacked"], CASES),
+        *itertools.product(["svd"], CASES),
+        *(("lora-stacked" if case in SAMPLE else "lora", case) for case in CASES),
         *itertools.product(["svd-low", "svd-low-stacked", "svd-fold", "svd-shared", "lora-shared"], CASES[::5]),
     ],
     ids=lambda value: value if isinstance(value, str) else case_id(value),

@@ -49,11 +49,12 @@ def test_a_reader_that_does_not_read_is_cancelled_and_stalls_nobody() -> None:
 
 
 def test_a_soak_of_seconds_passes_and_writes_what_it_saw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert Soak(minutes=0.06, clients=6, seed=1, out=tmp_path / "soak.json")() == 0, capsys.readouterr().out
+    # of six clients with this seed one reads slowly at first, the others complete, stream, leave, sweep and send what is no request
+    assert Soak(minutes=0.03, clients=6, seed=29798, out=tmp_path / "soak.json")() == 0, capsys.readouterr().out
     found = json.loads((tmp_path / "soak.json").read_text())
     assert found["failures"] == []
     assert found["compared"] > 0
-    assert found["counts"]["slow"] > 0
+    assert {"slow", "complete", "stream", "leave", "sweep", "malformed"} <= found["counts"].keys()
     assert not any(found["left"].values())
     assert {"slots", "patch_slots", "steering_rows", "running"} <= found["left"].keys()
     assert "soak passed" in capsys.readouterr().out
