@@ -9,7 +9,8 @@ PYTEST := $(PY) -m pytest -n 2
 # without the checks of shapes, which take half of the time and have passed in the fast suite; `make test-shapes` makes them in the parts, in
 # each parameter set that is the first with one of its values. A quarter of the time of the whole is waiting, for limits, timers and browsers:
 # three at a time keep two cores busy.
-# Tests of a device run once for each value where the device is the CPU (ROUTE2_TEST_DEVICE=cpu); `pytest tests/gpu` has all.
+# Tests of a device run once for each value, and some in one form, where the device is the CPU (ROUTE2_TEST_DEVICE=cpu); `pytest tests/gpu`
+# has all on CUDA.
 PARTS := ((matrix or hosts or machine) and not gpu) or (gpu and not matrix)
 WHOLE := process or study or docs or real
 UNCHECKED := -o addopts='-ra --strict-markers --import-mode=importlib'

@@ -19,7 +19,8 @@ TOKENS = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(("precision", "close"), [("float32", 2e-2), ("bf16", 1e-1)])
-@pytest.mark.parametrize("name", ["sequential", "shipped", "z2", "wide-embeddings"])
+# On a CPU both sides are the same training, but for the precision: one arm is enough to see that the test itself works.
+@pytest.mark.parametrize("name", ["shipped"] if DEVICE == "cpu" else ["sequential", "shipped", "z2", "wide-embeddings"])
 def test_an_arm_trained_on_the_device_is_the_cpus(name: str, precision: str, close: float) -> None:
     """Muon's iteration is in bfloat16 on either, so that losses agree to some hundredths of a nat after eight steps."""
     there = replace(TRAINING, device=DEVICE, precision=precision)

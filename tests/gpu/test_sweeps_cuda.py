@@ -53,7 +53,14 @@ def check(grid: Grid, host: Host, close: float) -> None:
             assert abs(grid.values[row, column] - by_hand(host, target, position)) < close, (str(target), position)
 
 
-@pytest.mark.parametrize(("family", "dtype"), list(product(("Qwen3", "GPT2", "MicroGPT"), CLOSE)))
+# On a CPU each sweep is compared with itself, and tests/mi_route2/patching has the forwards by hand of every family and host: one
+# form is enough to see that the tests themselves work.
+ON_CPU = DEVICE == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("GPT2", torch.float32)] if ON_CPU else list(product(("Qwen3", "GPT2", "MicroGPT"), CLOSE))
+)
 def test_cells_are_forwards_by_hand_and_those_of_the_cpu(family: str, dtype: torch.dtype) -> None:
     """Points of the blocks and of the adapters; attention groups heads in the first family, and fuses q, k and v in the second."""
     made, here = opened(family, dtype, DEVICE), opened(family, dtype, "cpu")
@@ -64,7 +71,7 @@ def test_cells_are_forwards_by_hand_and_those_of_the_cpu(family: str, dtype: tor
     assert np.abs(grid.effect).max() > 0.01
 
 
-@pytest.mark.parametrize("host", ["torch", "transformer_lens"])
+@pytest.mark.parametrize("host", ["torch"] if ON_CPU else ["torch", "transformer_lens"])
 def test_heads_one_by_one_resumed_and_whole(host: str) -> None:
     """z by query head, k and v by the fewer heads of keys and values."""
     made = opened("Qwen3", torch.float32, DEVICE, host)

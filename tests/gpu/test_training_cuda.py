@@ -104,7 +104,8 @@ def settings(folder: Path) -> Settings:
     return tiny_chat(folder, DEVICE, steps=3)
 
 
-@pytest.mark.parametrize("arm", ["vanilla", "route2-full", "route2-act", "absorb"])
+# On a CPU both sides are the same run, of which one is enough to see that the test itself works.
+@pytest.mark.parametrize("arm", ["route2-full"] if DEVICE == "cpu" else ["vanilla", "route2-full", "route2-act", "absorb"])
 def test_a_study_on_the_device_is_the_cpus_in_float64(arm: str, settings: Settings, tmp_path: Path) -> None:
     """Rollouts are drawn by generators of the CPU, so that they are the same; what is learned is equal up to rounding."""
     found = []
