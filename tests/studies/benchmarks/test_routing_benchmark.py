@@ -160,16 +160,13 @@ def test_peak_memory_is_what_is_held_at_one_time() -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_is_alive_is_in_no_collection_of_a_measurement_and_what_was_in_none_before_in_none_after(frozen: bool) -> None:
     before = gc.get_freeze_count()
-    gc.unfreeze()
-    if frozen:
-        gc.freeze()
+    gc.freeze() if frozen else gc.unfreeze()
     try:
         with paired.collected():
             assert gc.get_freeze_count() > 10_000
         assert (gc.get_freeze_count() > 10_000) == frozen
     finally:
-        if before:
-            gc.freeze()
+        gc.freeze() if before else gc.unfreeze()
 
 
 def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
