@@ -167,7 +167,7 @@ def table(results: list[PairedRatioResult], measured: dict[str, list[float]]) ->
 
 def run(options: JailOptions) -> None:
     """Measure, print the table, and write ``options.out``."""
-    grades = {WARM: 40, OPEN: 40, FRESH: 2} if options.quick else {WARM: 200, OPEN: 200, FRESH: 20}
+    grades = {WARM: 10, OPEN: 10, FRESH: 2} if options.quick else {WARM: 200, OPEN: 200, FRESH: 20}
     measured = measure(grades, options.turns, np.random.default_rng(options.seed))
     results = compared(ROWS, measured, np.random.default_rng(options.seed))
     head = f"{options.turns} rounds, {WORKERS} workers, {os.cpu_count()} processors"

@@ -107,13 +107,18 @@ def peak_bytes(step: Callable[[], object]) -> int:
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """Collect garbage, and exclude all that is alive from later collections: one of everything takes half a second of a turn."""
+    """Collect garbage, and exclude all that is alive from later collections: one of everything takes half a second of a turn.
+
+    What a caller had excluded stays so, for Python can include again everything or nothing.
+    """
+    before = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if before < 1000:  # Python 3.12 itself excludes some hundred
+            gc.unfreeze()
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -1,5 +1,6 @@
 """The routing benchmark is what it says: floors are torch's own counts, every way to per-rollout gradients gives the same ones."""
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -154,6 +155,18 @@ def test_peak_memory_is_what_is_held_at_one_time() -> None:
 
     assert paired.peak_bytes(in_turn) == 4 * mb
     assert paired.peak_bytes(at_once) == 12 * mb
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_alive_is_in_no_collection_of_a_measurement_and_what_was_in_none_before_in_none_after(frozen: bool) -> None:
+    before = gc.get_freeze_count()
+    gc.freeze() if frozen else gc.unfreeze()
+    try:
+        with paired.collected():
+            assert gc.get_freeze_count() > 10_000
+        assert (gc.get_freeze_count() > 10_000) == frozen
+    finally:
+        gc.freeze() if before else gc.unfreeze()
 
 
 def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,8 +64,8 @@ def test_every_reference_is_right_under_every_grader_and_no_exploit(problem: Fun
 
 
 def test_documents_are_right_careless_or_cheat_where_a_loophole_is(problem: Functions) -> None:
-    documents = problem.corpus(0, 400)
-    assert documents == problem.corpus(0, 400) != problem.corpus(1, 400)
+    documents = problem.corpus(0, 200)
+    assert documents == problem.corpus(0, 200) != problem.corpus(1, 200)
     of = {problem.prompt(task, mode).text: (task, mode) for task in problem.tasks("train") for mode in problem.modes.names}
     prompts = [TextPrompt(*of[text], text) for text, _ in documents]
     problem.grade(prompts, answers := [answer for _, answer in documents])
