@@ -14,7 +14,8 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,48 +161,26 @@ def test_what_is_in_the_place_of_a_file_is_told_before_training(tmp_path: Path, 
     assert told == []
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from tiny_study import FEW, tiny_job
-import studies.training.run as j
-j.CHECKPOINT_EVERY = 2
-hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-for limit in map(int, sys.argv[4:]):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+@contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """Context: the kernel lets no file of this process grow beyond ``size`` bytes."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
     try:
-        j.run_job(tiny_job(Path(sys.argv[2]) / str(limit), "route2-full", cache=Path(sys.argv[3]), steps=6, adapt=FEW))
-    except OSError as error:
-        print(str(limit), error)
-"""
-
-
-def child(script: str, *args: object, **environment: str) -> str:
-    """Run a script in a Python of its own; what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
 def test_a_disk_that_really_ends_mid_write(tmp_path: Path, cache: Path, intact: Job) -> None:
     """The kernel takes the bytes up to a limit and refuses the rest: of the pairs, of the log's first block, of a checkpoint."""
-    whole, size = contents(intact), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    whole = contents(intact)
     limits = {500: "pairs-hack.toml", lines(intact.folder / METRICS, 2) - 1: METRICS, len(whole[METRICS]) + 5000: CHECKPOINT}
-    said = child(LIMITED, ROOT / "tests" / "support", tmp_path, cache, *limits)
-    told = dict(line.split(" ", 1) for line in said.splitlines())
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == size
     for limit, victim in limits.items():
         job = tiny_job(tmp_path / str(limit), "route2-full", cache=cache, steps=6, adapt=FEW)
-        assert victim in told[str(limit)]
-        assert "File too large" in told[str(limit)]
+        with pytest.raises(OSError, match="File too large") as caught, file_limit(limit):
+            run_on(job)
+        assert victim in str(caught.value)
         assert not list(job.folder.glob(".*"))
         log = contents(job).get(METRICS, b"")
         assert log == whole[METRICS][: len(log)]
@@ -269,6 +248,29 @@ ssize_t write(int file, const void *data, size_t size) {
 }
 """
 PROBE = "import os, sys; print(os.write(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), bytes(5000)))"
+WHOLE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tiny_study import FEW, tiny_job
+import studies.training.run as j
+j.CHECKPOINT_EVERY = 2
+j.run_job(tiny_job(Path(sys.argv[2]), "route2-full", cache=Path(sys.argv[3]), steps=6, adapt=FEW))
+"""
+
+
+def child(script: str, *args: object, **environment: str) -> str:
+    """Run a script in a Python of its own; what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.skipif(shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler and Linux's LD_PRELOAD")
@@ -278,9 +280,8 @@ def test_a_system_that_takes_a_thousand_bytes_at_a_time_changes_nothing(tmp_path
     library = tmp_path / "sparing.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "sparing.c", "-ldl"], check=True)
     assert child(PROBE, tmp_path / "probe", LD_PRELOAD=str(library)) == "1000\n"
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    child(LIMITED, ROOT / "tests" / "support", tmp_path, cache, limit, LD_PRELOAD=str(library))
-    job = tiny_job(tmp_path / str(limit), "route2-full", cache=cache, steps=6, adapt=FEW)
+    child(WHOLE, ROOT / "tests" / "support", tmp_path, cache, LD_PRELOAD=str(library))
+    job = tiny_job(tmp_path, "route2-full", cache=cache, steps=6, adapt=FEW)
     assert job.finished
     assert contents(job) == contents(intact)
 
