@@ -34,7 +34,6 @@ from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import write_json
 from studies.environments.chat import make_tiny_model
-from studies.training.arms import ARMS
 from studies.training.build import build_optimizer, build_route
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, read_checkpoint, resume, save_checkpoint
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy
@@ -618,40 +617,30 @@ tqdm.tqdm.monitor_interval = 0  # no thread that watches bars
 import studies.training.checkpoint as checkpoint
 import tests.soak.trials
 import tests.soak.soak  # what a job loads late is there before the forks
-from studies.training.arms import ARMS
 from studies.training.job import Job
 from studies.training.settings import Settings
 from tests.soak.trials import Reference, SoakError, Trials
-job = Job(scratch / "whole" / "run", Path(sys.argv[4]), Settings.read(scratch / "settings.json"), 0, ARMS["route2-full"])
-if job.settings.chat is not None:
-    import transformers.models.qwen3.modeling_qwen3
+import transformers.models.qwen3.modeling_qwen3
 assert len(os.listdir("/proc/self/task")) == 1  # a fork has no thread but the one that forks
-every = int(sys.argv[5])
-reference = Reference.of(job, every)
 tests.soak.trials.TRIES = 3
-for i, (sabotage, kills) in enumerate(json.loads(sys.argv[6])):
-    sound = dict(vars(checkpoint))
-    exec(sabotage)
-    trials = Trials([reference], scratch / str(i), random.Random(0), every)
-    try:
-        for targets in kills:
-            if targets == ["damaged"]:
-                trials.damaged("cut short")
-            else:
-                assert not trials.killed(targets), targets
-        print(json.dumps([stop.where for stop in trials.stops]))
-    except SoakError as error:
-        print(error)
-    vars(checkpoint).update(sound)
+for name, (cache, every, asked) in json.loads(sys.argv[4]).items():
+    settings = Settings.read(scratch / f"{name}.json")
+    reference = Reference.of(Job(scratch / name / "run", Path(cache), settings, 0, ARMS["route2-full"]), every)
+    for i, (sabotage, kills) in enumerate(asked):
+        sound = dict(vars(checkpoint))
+        exec(sabotage)
+        trials = Trials([reference], scratch / name / str(i), random.Random(0), every)
+        try:
+            for targets in kills:
+                if targets == ["damaged"]:
+                    trials.damaged("cut short")
+                else:
+                    assert not trials.killed(targets), targets
+            print(json.dumps([name, [stop.where for stop in trials.stops]]))
+        except SoakError as error:
+            print(json.dumps([name, str(error)]))
+        vars(checkpoint).update(sound)
 """
-
-
-def trials(scratch: Path, cache: Path, job: Job, every: int, *kills: tuple[str, list[list[str]]]) -> list[str]:
-    """Kill runs of ``job`` in forks of a process of its own, after a sabotage each: its stops as JSON, or what went wrong."""
-    scratch.mkdir()
-    (scratch / "settings.json").write_text(json.dumps(job.settings.as_dict()))
-    where = (ROOT / "tests" / "support", ROOT / "docs" / "examples", scratch, cache)
-    return child(TRIALS, *where, every, json.dumps(kills), TOKENIZERS_PARALLELISM="false").splitlines()
 
 
 KILLS = [[LOGS], [BETWEEN], [WRITE], [RESULTS]]
@@ -664,26 +653,45 @@ SABOTAGE = {
 """What is broken, at which kills that is found at the latest, and how."""
 
 
-def test_the_soak_fails_where_a_resume_is_wrong(tmp_path: Path, cache: Path, intact: Job) -> None:
-    """And passes where it is right: the test above."""
-    told = trials(tmp_path / "scratch", cache, intact, 2, *((sabotage, kills) for sabotage, (kills, _) in SABOTAGE.items()))
-    for text, (_, found) in zip(told, SABOTAGE.values(), strict=True):
-        assert found in text
+MICRO, CHATS = "micro", "chat"
 
 
-# a chat model
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, cache: Path, intact: Job) -> dict[str, list[Any]]:
+    """What one process, whose forks are killed, said of its trials: of each the stops, or what went wrong.
 
-
-def test_a_killed_run_on_a_chat_model_ends_alike(tmp_path: Path) -> None:
-    make_tiny_model(Parity(), tmp_path / "tiny", steps=8, width=32, layers=2, batch=8, max_new=16, progress=False)
-    chat = ChatModel(str(tmp_path / "tiny"), weights_hash(tmp_path / "tiny"), max_new=8, token_budget=1 << 20, device="cpu")
+    Of runs of ``intact``, each under a sabotage; and of a run on a chat model, whose resume is right.
+    """
+    folder = tmp_path_factory.mktemp("trials")
+    make_tiny_model(Parity(), folder / "tiny", steps=8, width=32, layers=2, batch=8, max_new=16, progress=False)
+    chat = ChatModel(str(folder / "tiny"), weights_hash(folder / "tiny"), max_new=8, token_budget=1 << 20, device="cpu")
     settings = replace(
         CHAT, world="parity:Parity", chat=chat, steps=4, prompts=4, group=6, kept_rank=4, kept_lr=3e-3, quarantine_rank=4,
         quarantine_lr=1e-3, pairs=4, teachers=2, evaluation_prompts=4, probe_every=2,
     )  # fmt: skip
-    job = Job(tmp_path / "run", tmp_path / "cache", settings, 0, ARMS["route2-full"])
-    (told,) = trials(tmp_path / "scratch", tmp_path / "cache", job, 1, ("", [[WRITE, RESUME], [GENERATION]]))
-    assert json.loads(told) == [WRITE, RESUME, GENERATION]
+    asked = {
+        MICRO: (str(cache), 2, [(sabotage, kills) for sabotage, (kills, _) in SABOTAGE.items()]),
+        CHATS: (str(folder / "cache"), 1, [("", [[WRITE, RESUME], [GENERATION]])]),
+    }
+    (scratch := folder / "scratch").mkdir()
+    for name, of in {MICRO: intact.settings, CHATS: settings}.items():
+        (scratch / f"{name}.json").write_text(json.dumps(of.as_dict()))
+    where = (ROOT / "tests" / "support", ROOT / "docs" / "examples", scratch)
+    said = child(TRIALS, *where, json.dumps(asked), TOKENIZERS_PARALLELISM="false").splitlines()
+    trials: dict[str, list[Any]] = {name: [] for name in asked}
+    for name, one in map(json.loads, said):
+        trials[name].append(one)
+    return trials
+
+
+def test_the_soak_fails_where_a_resume_is_wrong(told: dict[str, list[Any]]) -> None:
+    """And passes where it is right: the test above."""
+    for text, (_, found) in zip(told[MICRO], SABOTAGE.values(), strict=True):
+        assert found in text
+
+
+def test_a_killed_run_on_a_chat_model_ends_alike(told: dict[str, list[Any]]) -> None:
+    assert told[CHATS] == [[WRITE, RESUME, GENERATION]]
 
 
 def test_a_steered_run_that_is_stopped_before_a_step_or_was_killed_after_the_last_ends(
