@@ -176,6 +176,7 @@ def differing(arms: Iterable[Arm]) -> list[Arm]:
 
 
 @pytest.mark.study
+@pytest.mark.usefixtures("few_samples")
 @pytest.mark.parametrize("arm", differing(ARMS.values()), ids=lambda arm: arm.name)
 def test_every_trait_of_an_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path, cache: Path, arm: Arm) -> None:
     short = shortened(arm)
