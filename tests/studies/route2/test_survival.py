@@ -617,6 +617,7 @@ tqdm.tqdm.monitor_interval = 0  # no thread that watches bars
 import studies.training.checkpoint as checkpoint
 import tests.soak.trials
 import tests.soak.soak  # what a job loads late is there before the forks
+from studies.training.arms import ARMS
 from studies.training.job import Job
 from studies.training.settings import Settings
 from tests.soak.trials import Reference, SoakError, Trials
