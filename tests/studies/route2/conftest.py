@@ -7,6 +7,7 @@ from tiny_study import made_once, tiny_settings
 
 from studies.environments.micro.settings import get_world
 from studies.environments.micro.warmstart import warm_start
+from studies.training import build
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +18,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "warmstarts",
         lambda folder: warm_start(get_world(settings.world), settings.warm, 0, folder, progress=False),
     )
+
+
+@pytest.fixture
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A canary's threshold is computed from a quarter of the samples: that takes most of a tiny run's time."""
+    monkeypatch.setattr(build, "CALIBRATION", build.CALIBRATION // 4)

@@ -405,6 +405,7 @@ def test_a_probe_takes_the_penalty_off_what_scores_above_its_threshold(finished:
     assert all(row["flag"] == (float(row["score"]) > 0) for row in noted if row["score"] is not None)  # pyright: ignore
 
 
+@pytest.mark.usefixtures("few_samples")
 @pytest.mark.parametrize(
     "arm", [ARMS["penalty-full"], ARMS["penalty-act-fixed"], replace(ARMS["filter-canary-run"], canaries=("canary-2",))]
 )
@@ -463,6 +464,7 @@ def own_quarantine(name: str = "canary-own") -> Arm:
     return replace(ARMS[name], route=replace(ARMS[name].route, **changes))  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.usefixtures("few_samples")
 @pytest.mark.parametrize("arm", ["canary-own", "canary-nats"])
 def test_a_run_whose_quarantine_is_its_canary_resumes_between_calibrations_to_the_same_bytes(
     arm: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -503,6 +505,7 @@ def test_a_run_that_ends_before_its_quarantine_has_learned_is_refused(tmp_path: 
         tiny_job(tmp_path, own_quarantine("canary-first"), cache=cache, steps=3)
 
 
+@pytest.mark.usefixtures("few_samples")
 @pytest.mark.parametrize("arm", ["canary-own", "canary-first"])
 def test_each_adapter_learns_from_what_was_sampled_for_it_alone(arm: str, tmp_path: Path, cache: Path) -> None:
     """A quarantine that learns first is frozen after it, to the bit, and the kept adapter is still the base's until then."""

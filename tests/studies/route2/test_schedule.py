@@ -94,15 +94,17 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 # workers
 
 
-def test_two_workers_write_the_same_bytes_as_one_and_finished_jobs_need_none(
-    tmp_path: Path, cache: Path, whole: dict[str, bytes], bars: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = jobs_in(tmp_path, cache)
-    assert run_jobs(jobs, 2) == []
-    assert contents(jobs) == whole
-    monkeypatch.setattr(schedule, "_hire", None)
-    assert run_jobs(jobs, 2) == []
-    assert [(bar.n, bar.total) for bar in bars["bars"]] == [(1 + 2 * STEPS, 1 + 2 * STEPS)] * 2
+@pytest.fixture
+def new_server() -> None:
+    """No server is there: the first worker of the test starts one, which later tests go on with."""
+    forkserver._forkserver._stop()
+
+
+@pytest.fixture
+def another_server(new_server: None) -> Iterator[None]:
+    """The workers of a test are forks of a server of its own, which has the environment of the test and ends with it."""
+    yield
+    forkserver._forkserver._stop()
 
 
 def new_worker() -> dict[str, Any]:
@@ -119,7 +121,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on
 
 
 @LINUX
-@pytest.mark.usefixtures("another_server")
+@pytest.mark.usefixtures("new_server")
 def test_workers_are_forks_of_one_server_that_has_one_thread_and_have_what_their_parent_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +138,17 @@ def test_workers_are_forks_of_one_server_that_has_one_thread_and_have_what_their
         assert len(list(Path(f"/proc/{one['parent']}/task").iterdir())) == 1
         assert not one["interrupted"]
         assert one["seconds"] < 0.5
+
+
+def test_two_workers_write_the_same_bytes_as_one_and_finished_jobs_need_none(
+    tmp_path: Path, cache: Path, whole: dict[str, bytes], bars: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = jobs_in(tmp_path, cache)
+    assert run_jobs(jobs, 2) == []
+    assert contents(jobs) == whole
+    monkeypatch.setattr(schedule, "_hire", None)
+    assert run_jobs(jobs, 2) == []
+    assert [(bar.n, bar.total) for bar in bars["bars"]] == [(1 + 2 * STEPS, 1 + 2 * STEPS)] * 2
 
 
 @LINUX
@@ -465,14 +478,6 @@ def test_progress_never_passes_its_total(tmp_path: Path, cache: Path, monkeypatc
         whole = run_job(job, told.append, lambda: sum(told) >= stop_at)  # noqa: B023
         assert sum(told) == (7 if whole else stop_at)
     assert job.finished
-
-
-@pytest.fixture
-def another_server() -> Iterator[None]:
-    """The workers of a test are forks of a server of its own, which has the environment of the test."""
-    forkserver._forkserver._stop()
-    yield
-    forkserver._forkserver._stop()
 
 
 @pytest.mark.usefixtures("another_server")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_study import tiny_job, tiny_settings
+from tiny_study import FEW, tiny_job, tiny_settings
 
 import studies.training.run as run_module
 from mi_route2.routing import CanarySpec, MaskRoute
@@ -60,7 +60,7 @@ def first_of(first: str, *others: str) -> list[Any]:
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after every step, also between checkpoints, and resumed: the same bytes."""
     monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
-    whole, broken = (tiny_job(tmp_path / side, arm, cache=cache, steps=5) for side in ("whole", "broken"))
+    whole, broken = (tiny_job(tmp_path / side, arm, cache=cache, steps=5, adapt=FEW) for side in ("whole", "broken"))
     assert run_job(whole)
     for n in (1, 3, 5, 4):  # 1 loses its step, 3 goes on from the checkpoint after 2, and so on
         finished = run_job(broken, *stop_after(n))
@@ -106,10 +106,10 @@ def test_the_control_of_the_additive_route_has_axes_drawn_once_that_are_not_the_
 @pytest.mark.study
 def test_recorders_change_no_weight(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mask quality, teacher scores and the oracle's verdicts are read beside training, never by it."""
-    with_record = tiny_job(tmp_path / "with", "route2-full", cache=cache)
+    with_record = tiny_job(tmp_path / "with", "route2-full", cache=cache, adapt=FEW)
     run_job(with_record)
     monkeypatch.setattr(Recorder, "note", lambda *a: None)
-    without = tiny_job(tmp_path / "without", "route2-full", cache=cache)
+    without = tiny_job(tmp_path / "without", "route2-full", cache=cache, adapt=FEW)
     run_job(without)
     a, b = (read_tensors(job.folder / FULL)[0] for job in (with_record, without))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -120,14 +120,14 @@ def test_recorders_change_no_weight(tmp_path: Path, cache: Path, monkeypatch: py
 def test_a_lying_oracle_changes_no_weight_of_a_method(
     tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = tiny_job(tmp_path / "honest", arm, cache=cache)
+    honest = tiny_job(tmp_path / "honest", arm, cache=cache, adapt=FEW)
     run_job(honest)
 
     def lie(self: Oracle, prompts: list[object], completions: list[str]) -> list[Verdict]:
         return [Verdict(i % 2 == 0, i % 3 == 0, i % 5 == 0, {}) for i in range(len(completions))]
 
     monkeypatch.setattr(Oracle, "judge", lie)
-    lied = tiny_job(tmp_path / "lied", arm, cache=cache)
+    lied = tiny_job(tmp_path / "lied", arm, cache=cache, adapt=FEW)
     run_job(lied)
     a, b = (read_tensors(job.folder / FULL)[0] for job in (honest, lied))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -176,6 +176,7 @@ def differing(arms: Iterable[Arm]) -> list[Arm]:
 
 
 @pytest.mark.study
+@pytest.mark.usefixtures("few_samples")
 @pytest.mark.parametrize("arm", differing(ARMS.values()), ids=lambda arm: arm.name)
 def test_every_trait_of_an_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path, cache: Path, arm: Arm) -> None:
     short = shortened(arm)

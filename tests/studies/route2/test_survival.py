@@ -14,7 +14,8 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import write_json
 from studies.environments.chat import make_tiny_model
-from studies.training.arms import ARMS
 from studies.training.build import build_optimizer, build_route
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, read_checkpoint, resume, save_checkpoint
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy
@@ -160,48 +160,26 @@ def test_what_is_in_the_place_of_a_file_is_told_before_training(tmp_path: Path, 
     assert told == []
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from tiny_study import FEW, tiny_job
-import studies.training.run as j
-j.CHECKPOINT_EVERY = 2
-hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-for limit in map(int, sys.argv[4:]):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+@contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """Context: the kernel lets no file of this process grow beyond ``size`` bytes."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
     try:
-        j.run_job(tiny_job(Path(sys.argv[2]) / str(limit), "route2-full", cache=Path(sys.argv[3]), steps=6, adapt=FEW))
-    except OSError as error:
-        print(str(limit), error)
-"""
-
-
-def child(script: str, *args: object, **environment: str) -> str:
-    """Run a script in a Python of its own; what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
 def test_a_disk_that_really_ends_mid_write(tmp_path: Path, cache: Path, intact: Job) -> None:
     """The kernel takes the bytes up to a limit and refuses the rest: of the pairs, of the log's first block, of a checkpoint."""
-    whole, size = contents(intact), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    whole = contents(intact)
     limits = {500: "pairs-hack.toml", lines(intact.folder / METRICS, 2) - 1: METRICS, len(whole[METRICS]) + 5000: CHECKPOINT}
-    said = child(LIMITED, ROOT / "tests" / "support", tmp_path, cache, *limits)
-    told = dict(line.split(" ", 1) for line in said.splitlines())
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == size
     for limit, victim in limits.items():
         job = tiny_job(tmp_path / str(limit), "route2-full", cache=cache, steps=6, adapt=FEW)
-        assert victim in told[str(limit)]
-        assert "File too large" in told[str(limit)]
+        with pytest.raises(OSError, match="File too large") as caught, file_limit(limit):
+            run_on(job)
+        assert victim in str(caught.value)
         assert not list(job.folder.glob(".*"))
         log = contents(job).get(METRICS, b"")
         assert log == whole[METRICS][: len(log)]
@@ -269,6 +247,29 @@ ssize_t write(int file, const void *data, size_t size) {
 }
 """
 PROBE = "import os, sys; print(os.write(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), bytes(5000)))"
+WHOLE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tiny_study import FEW, tiny_job
+import studies.training.run as j
+j.CHECKPOINT_EVERY = 2
+j.run_job(tiny_job(Path(sys.argv[2]), "route2-full", cache=Path(sys.argv[3]), steps=6, adapt=FEW))
+"""
+
+
+def child(script: str, *args: object, **environment: str) -> str:
+    """Run a script in a Python of its own; what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.skipif(shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler and Linux's LD_PRELOAD")
@@ -278,9 +279,8 @@ def test_a_system_that_takes_a_thousand_bytes_at_a_time_changes_nothing(tmp_path
     library = tmp_path / "sparing.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "sparing.c", "-ldl"], check=True)
     assert child(PROBE, tmp_path / "probe", LD_PRELOAD=str(library)) == "1000\n"
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    child(LIMITED, ROOT / "tests" / "support", tmp_path, cache, limit, LD_PRELOAD=str(library))
-    job = tiny_job(tmp_path / str(limit), "route2-full", cache=cache, steps=6, adapt=FEW)
+    child(WHOLE, ROOT / "tests" / "support", tmp_path, cache, LD_PRELOAD=str(library))
+    job = tiny_job(tmp_path, "route2-full", cache=cache, steps=6, adapt=FEW)
     assert job.finished
     assert contents(job) == contents(intact)
 
@@ -621,36 +621,27 @@ from studies.training.arms import ARMS
 from studies.training.job import Job
 from studies.training.settings import Settings
 from tests.soak.trials import Reference, SoakError, Trials
-job = Job(scratch / "whole" / "run", Path(sys.argv[4]), Settings.read(scratch / "settings.json"), 0, ARMS["route2-full"])
-if job.settings.chat is not None:
-    import transformers.models.qwen3.modeling_qwen3
+import transformers.models.qwen3.modeling_qwen3
 assert len(os.listdir("/proc/self/task")) == 1  # a fork has no thread but the one that forks
-every = int(sys.argv[5])
-reference = Reference.of(job, every)
 tests.soak.trials.TRIES = 3
-for i, (sabotage, kills) in enumerate(json.loads(sys.argv[6])):
-    sound = dict(vars(checkpoint))
-    exec(sabotage)
-    trials = Trials([reference], scratch / str(i), random.Random(0), every)
-    try:
-        for targets in kills:
-            if targets == ["damaged"]:
-                trials.damaged("cut short")
-            else:
-                assert not trials.killed(targets), targets
-        print(json.dumps([stop.where for stop in trials.stops]))
-    except SoakError as error:
-        print(error)
-    vars(checkpoint).update(sound)
+for name, (cache, every, asked) in json.loads(sys.argv[4]).items():
+    settings = Settings.read(scratch / f"{name}.json")
+    reference = Reference.of(Job(scratch / name / "run", Path(cache), settings, 0, ARMS["route2-full"]), every)
+    for i, (sabotage, kills) in enumerate(asked):
+        sound = dict(vars(checkpoint))
+        exec(sabotage)
+        trials = Trials([reference], scratch / name / str(i), random.Random(0), every)
+        try:
+            for targets in kills:
+                if targets == ["damaged"]:
+                    trials.damaged("cut short")
+                else:
+                    assert not trials.killed(targets), targets
+            print(json.dumps([name, [stop.where for stop in trials.stops]]))
+        except SoakError as error:
+            print(json.dumps([name, str(error)]))
+        vars(checkpoint).update(sound)
 """
-
-
-def trials(scratch: Path, cache: Path, job: Job, every: int, *kills: tuple[str, list[list[str]]]) -> list[str]:
-    """Kill runs of ``job`` in forks of a process of its own, after a sabotage each: its stops as JSON, or what went wrong."""
-    scratch.mkdir()
-    (scratch / "settings.json").write_text(json.dumps(job.settings.as_dict()))
-    where = (ROOT / "tests" / "support", ROOT / "docs" / "examples", scratch, cache)
-    return child(TRIALS, *where, every, json.dumps(kills), TOKENIZERS_PARALLELISM="false").splitlines()
 
 
 KILLS = [[LOGS], [BETWEEN], [WRITE], [RESULTS]]
@@ -663,26 +654,45 @@ SABOTAGE = {
 """What is broken, at which kills that is found at the latest, and how."""
 
 
-def test_the_soak_fails_where_a_resume_is_wrong(tmp_path: Path, cache: Path, intact: Job) -> None:
-    """And passes where it is right: the test above."""
-    told = trials(tmp_path / "scratch", cache, intact, 2, *((sabotage, kills) for sabotage, (kills, _) in SABOTAGE.items()))
-    for text, (_, found) in zip(told, SABOTAGE.values(), strict=True):
-        assert found in text
+MICRO, CHATS = "micro", "chat"
 
 
-# a chat model
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, cache: Path, intact: Job) -> dict[str, list[Any]]:
+    """What one process, whose forks are killed, said of its trials: of each the stops, or what went wrong.
 
-
-def test_a_killed_run_on_a_chat_model_ends_alike(tmp_path: Path) -> None:
-    make_tiny_model(Parity(), tmp_path / "tiny", steps=8, width=32, layers=2, batch=8, max_new=16, progress=False)
-    chat = ChatModel(str(tmp_path / "tiny"), weights_hash(tmp_path / "tiny"), max_new=8, token_budget=1 << 20, device="cpu")
+    Of runs of ``intact``, each under a sabotage; and of a run on a chat model, whose resume is right.
+    """
+    folder = tmp_path_factory.mktemp("trials")
+    make_tiny_model(Parity(), folder / "tiny", steps=8, width=32, layers=2, batch=8, max_new=16, progress=False)
+    chat = ChatModel(str(folder / "tiny"), weights_hash(folder / "tiny"), max_new=8, token_budget=1 << 20, device="cpu")
     settings = replace(
         CHAT, world="parity:Parity", chat=chat, steps=4, prompts=4, group=6, kept_rank=4, kept_lr=3e-3, quarantine_rank=4,
         quarantine_lr=1e-3, pairs=4, teachers=2, evaluation_prompts=4, probe_every=2,
     )  # fmt: skip
-    job = Job(tmp_path / "run", tmp_path / "cache", settings, 0, ARMS["route2-full"])
-    (told,) = trials(tmp_path / "scratch", tmp_path / "cache", job, 1, ("", [[WRITE, RESUME], [GENERATION]]))
-    assert json.loads(told) == [WRITE, RESUME, GENERATION]
+    asked = {
+        MICRO: (str(cache), 2, [(sabotage, kills) for sabotage, (kills, _) in SABOTAGE.items()]),
+        CHATS: (str(folder / "cache"), 1, [("", [[WRITE, RESUME], [GENERATION]])]),
+    }
+    (scratch := folder / "scratch").mkdir()
+    for name, of in {MICRO: intact.settings, CHATS: settings}.items():
+        (scratch / f"{name}.json").write_text(json.dumps(of.as_dict()))
+    where = (ROOT / "tests" / "support", ROOT / "docs" / "examples", scratch)
+    said = child(TRIALS, *where, json.dumps(asked), TOKENIZERS_PARALLELISM="false").splitlines()
+    trials: dict[str, list[Any]] = {name: [] for name in asked}
+    for name, one in map(json.loads, said):
+        trials[name].append(one)
+    return trials
+
+
+def test_the_soak_fails_where_a_resume_is_wrong(told: dict[str, list[Any]]) -> None:
+    """And passes where it is right: the test above."""
+    for text, (_, found) in zip(told[MICRO], SABOTAGE.values(), strict=True):
+        assert found in text
+
+
+def test_a_killed_run_on_a_chat_model_ends_alike(told: dict[str, list[Any]]) -> None:
+    assert told[CHATS] == [[WRITE, RESUME, GENERATION]]
 
 
 def test_a_steered_run_that_is_stopped_before_a_step_or_was_killed_after_the_last_ends(

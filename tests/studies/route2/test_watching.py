@@ -62,16 +62,22 @@ def probed_once(job: Job) -> Probed:
 def test_the_table_and_the_figure_are_what_the_probes_measured_once_unless_under_other_settings(
     jobs: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[str] = []
-    measure = watching.measure
-    monkeypatch.setattr(watching, "measure", lambda part: (calls.append(part.job.name), measure(part)))
+    calls: list[tuple[str, int]] = []
+
+    def once(job: Job, per_mode: int, *rest: object) -> Probed:
+        """Numbers of other settings are asked for too, and are those of ``PER_MODE``."""
+        calls.append((job.name, per_mode))
+        assert rest == (False, ("rollout",))  # as ``probed_once`` has them
+        return probed_once(job)
+
+    monkeypatch.setattr(watching, "probe", once)
     to, preset = tmp_path / "out", jobs[0].settings.preset
     write_watch(jobs[:1], PER_MODE + 1, 1, tmp_path / "other settings")
     write_watch(jobs[:1], PER_MODE, 1, tmp_path / "one arm")
-    assert calls == ["vanilla-5", "vanilla-5"]
+    assert calls == [("vanilla-5", PER_MODE + 1), ("vanilla-5", PER_MODE)]
     with saved_titles() as seen:
         written = {path.name for path in write_watch(jobs, PER_MODE, 1, to)}
-    assert calls == ["vanilla-5", "vanilla-5", "vanilla"]
+    assert calls[2:] == [("vanilla", PER_MODE)]
     assert written == {f"{preset}-watch.{kind}" for kind in ("json", "md", "png")}
     assert [len(seen), untitled(seen, preset)] == [1, []]
     watch = Watch.read(to / f"{preset}-watch.json")

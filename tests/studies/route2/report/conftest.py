@@ -204,7 +204,7 @@ def change_eval(root: Path, arm: str, seed: int, hack: Mapping[str, float]) -> N
     write_manifest(folder, arm, seed)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def study() -> Callable[..., Path]:
     """`study(root, arms=..., seeds=..., steps=...)` writes a synthetic study and returns its root."""
     return write_study

@@ -138,9 +138,16 @@ def test_arms_without_scores_are_not_in_cos_over_time(root: Path, study: Callabl
     assert not (tmp_path / "cos_over_time.png").exists()
 
 
-def test_two_reports_of_one_folder_are_the_same_bytes(study: Callable[..., Path], tmp_path: Path) -> None:
-    root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "route2-full"), seeds=(0, 1), steps=6)
-    paths = write_report(root)
+@pytest.fixture(scope="module")
+def reported(study: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], list[list[str]]]:
+    """A folder with its report, the report's files, and the titles of each of its figures."""
+    root = study(tmp_path_factory.mktemp("reported") / "strong-0123abcd", ("base", "vanilla", "route2-full"), seeds=(0, 1), steps=6)
+    with saved_titles() as seen:
+        return root, write_report(root), seen
+
+
+def test_two_reports_of_one_folder_are_the_same_bytes(reported: tuple[Path, list[Path], list[list[str]]]) -> None:
+    root, paths, _ = reported
     before = {path.name: path.read_bytes() for path in paths}
     assert {"table.md", "table.json", "leakage.json", "ablations.md", "all_arms_per_mode.png"} <= set(before)
     assert {"cos_over_time.png", "training.png"} <= set(before)
@@ -165,12 +172,12 @@ def test_what_an_earlier_report_had_goes_and_tables_come_last(
     assert (root / "training-mine.png").exists()
 
 
-def test_every_figure_says_of_which_preset_it_is(root: Path) -> None:
+def test_every_figure_says_of_which_preset_it_is(reported: tuple[Path, list[Path], list[list[str]]], tmp_path: Path) -> None:
+    root, _, of_report = reported
     with saved_titles() as seen:
-        write_report(root)
-        write_headline_figure(StudyResult(json.loads((root / "table.json").read_text())), root / "headline.png")
-    assert len(seen) == 4
-    assert untitled(seen, "strong") == []
+        write_headline_figure(StudyResult(json.loads((root / "table.json").read_text())), tmp_path / "headline.png")
+    assert [len(of_report), len(seen)] == [3, 1]
+    assert untitled([*of_report, *seen], "strong") == []
 
 
 def test_one_arm_on_one_seed_is_enough_for_a_figure(study: Callable[..., Path], tmp_path: Path) -> None:
