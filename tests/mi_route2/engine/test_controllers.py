@@ -80,34 +80,6 @@ def without_cache(host: TorchHost, tokens: Tensor, add: Callable[[int], Tensor |
         handle.remove()
 
 
-@pytest.mark.parametrize("step", [0, 2])
-def test_an_action_after_token_n_acts_on_token_n_plus_1_and_on_no_token_before(host, step):
-    plain = stepper(host).run(5)
-    acted = stepper(host, Script({step: [SetTier((Steer(SITE, V),))]})).run(5)
-    for n in range(5):
-        assert torch.equal(plain.logits[n], acted.logits[n]) == (n <= step)
-    prompt = PROMPTS.shape[1]
-    for n in range(5):  # the token after step n was predicted at position prompt + n - 1
-        wanted = without_cache(host, acted.tokens[:, : prompt + n], lambda place: V if place >= prompt + step else None)
-        assert (acted.logits[n] - wanted).abs().max() < 1e-10
-
-
-def test_what_waits_in_a_queue_acts_from_the_next_step_on_and_never_on_token_0(host):
-    plain, queue = stepper(host).run(3), AsyncController()
-    queued = stepper(host, queues=[queue])
-    assert queue.submit(SetTier((Steer(SITE, V),)))  # before the first step
-    queued.run(3)
-    assert torch.equal(plain.logits[0], queued.logits[0])
-    assert not torch.equal(plain.logits[1], queued.logits[1])
-
-
-def test_a_monitor_acts_on_the_very_token_that_it_reads(host):
-    plain = stepper(host).run(3)
-    watched = stepper(host, spec=Steering(monitors=(Monitor(SITE, V, -1e6, gates=(), adds=(Steer(LATE, W),)),))).run(3)
-    assert torch.equal(plain.logits[0], watched.logits[0])  # a prompt's token
-    assert not torch.equal(plain.logits[1], watched.logits[1])
-
-
 def test_actions_of_one_step_apply_in_order(host):
     """An override, then its scale: the request goes on with the other row at that scale, from the same token on."""
     own, other = Steering(decode=(Steer(SITE, V),)), Steering(decode=(Steer(SITE, W),))
@@ -162,19 +134,6 @@ def test_a_controller_that_raises_is_explained_and_the_rest_goes_on(host):
     assert found.state.gain == 1.0  # of a controller that failed, nothing is done
     assert any("KeyError: 'no such thing'" in entry.get("failed", "") for entry in found.controllers.ledger.recent)
     assert len(found.logits) == 2
-
-
-def test_a_controller_sees_what_it_wants_at_the_last_token(host):
-    script = Script({}, wants=frozenset({LATE}))
-    found = stepper(host, script, spec=Steering(monitors=(Monitor(SITE, V, gates=()),))).run(3)
-    prompt = PROMPTS.shape[1]
-    for n, view in enumerate(script.seen):
-        seen = host.capture([SITE, LATE], found.tokens[:, : prompt + n])
-        assert [request.position for request in view.requests] == [prompt + n - 1] * 3
-        for row, request in enumerate(view.requests):
-            assert request.token == int(found.tokens[row, prompt + n])
-            assert (request.captured[LATE] - seen[LATE][row, -1]).abs().max() < 1e-10
-            assert abs(request.readings[str(SITE)].score - float(seen[SITE][row, -1] @ V)) < 1e-10
 
 
 def test_a_full_queue_drops_what_is_new_and_says_so():

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from alone import alone
+from engines import Letters, finish, table
 from families import FAMILIES, SPECS, VOCAB, make_family, move
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -47,11 +48,6 @@ def greedy(n: int = 6) -> Sampling:
 
 def random(shape: tuple[int, ...], seed: int = 5) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def table(result: Result) -> torch.Tensor:
-    """The log-probabilities of the whole vocabulary at each generated token."""
-    return torch.tensor([token.asked for token in result.tokens], dtype=torch.float64)
 
 
 def check(result: Result, host: Host, request: Request, close: float, *sites: Site) -> None:
@@ -98,9 +94,8 @@ def test_float32_is_near_relative_to_the_largest_log_probability(family: str, sc
     results = Engine(made, rows=3, budget=8, chunk=5, room=40, block=4).generate(requests, progress=False)
     for request, result in zip(requests, results, strict=True):
         truth = alone(made, request)
-        same = (
-            next((i for i, pair in enumerate(zip(result.ids, truth.ids)) if pair[0] != pair[1]), 2) + 1
-        )  # likely ones may be equal
+        # likely ones may be equal
+        same = next((i for i, pair in enumerate(zip(result.ids, truth.ids)) if pair[0] != pair[1]), 2) + 1
         expected = truth.logits.double().log_softmax(-1)[:same]
         largest = float(expected.abs().max())
         assert (largest > 20.0) == (scale > 1.0)
@@ -174,8 +169,7 @@ def exactly(made: Host, requests: list[Request], together: bool = True, **sizes:
     engine = Engine(made, exact=True, **{"block": 8, **sizes})
     groups = [requests] if together else [[request] for request in requests]
     found = [result for group in groups for result in engine.generate(group, progress=False)]
-    assert all(result.finish == "length" for result in found)
-    return [torch.tensor([token.asked for token in result.tokens], dtype=torch.float64) for result in found]
+    return list(map(table, found))
 
 
 @pytest.mark.parametrize("how", [*EXACT, "neighbours are patched and steered"])
@@ -356,32 +350,6 @@ def test_an_early_end_says_what_never_fired() -> None:
     assert result.unfired == [f"patch at blocks.0.v, position {end}", f"capture at blocks.1.z, position {end}"]
 
 
-@pytest.mark.parametrize(
-    ("request_", "says"),
-    [
-        (lambda: Request((), Sampling()), "the prompt is empty"),
-        (lambda: Request((3, 50), Sampling()), r"token 50 is outside the vocabulary: its ids are 0\.\.49"),
-        (lambda: Request((3,) * 60, Sampling(max_new=6)), "need 65 positions, but the context has 64"),
-        (lambda: Request((3, 4), Sampling(max_new=2), patch=(Patch(Site(0, "z"), 3, torch.zeros(16)),)), r"computes 0\.\.2"),
-        (
-            lambda: Request((3, 4), Sampling(), capture=(Capture(Site(0, "z"), TokenSelection(positions=(40,))),)),
-            r"computes 0\.\.16",
-        ),
-        (lambda: Request((3, 4), Sampling(), capture=(Capture(Site(0, "z")), Capture(Site(0, "z")))), "two captures name"),
-        (lambda: Request((3, 4), Sampling(), run="r"), "without a run store"),
-        (lambda: Request((3, 4), Sampling(stop=("x",))), "stop texts need a tokenizer"),
-        (lambda: Request((3, 4), Sampling(), capture=(Capture(Site(7, "z")),)), r"outside the model: its layers are 0\.\.1"),
-        (lambda: Request((3, 4), Sampling(), patch=tuple(Patch(Site(0, "z"), 1, "zeros") for _ in range(9))), "limit of 8"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_in_a_sentence(request_: Callable[[], Request], says: str) -> None:
-    made, _ = make("Qwen3")
-    engine = Engine(made, patch_slots=8)
-    with pytest.raises((ValueError, KeyError), match=says):
-        engine.submit(request_())
-    assert not engine.busy
-
-
 def test_hosts_and_architectures_that_have_no_decoder_say_so() -> None:
     with pytest.raises(ValueError, match="not on nnsight"):
         Engine(open_host("nnsight", make_family("Qwen3")))
@@ -405,13 +373,11 @@ def test_a_model_that_drops_at_random_is_not_run() -> None:
     drops.p = 0.1
     with pytest.raises(RuntimeError, match=r"call eval\(\) on it"):
         Engine(made).generate([Request((3, 4), greedy(1))], progress=False)
-
-
-class Letters:
-    """Token ids as letters."""
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(ord("A") + token) for token in ids)
+    made.model.eval()
+    engine = Engine(made)
+    drops.train()
+    with pytest.raises(RuntimeError, match="a part of it, is in training mode"):
+        engine.submit(Request((3, 4), greedy(1)))
 
 
 def test_a_stop_text_ends_a_request_also_across_tokens_and_is_not_in_its_text() -> None:
@@ -483,9 +449,7 @@ def test_higher_priority_takes_the_row_of_a_lower_one_which_ends_as_ever() -> No
     engine.step()
     engine.step()
     engine.submit(high)
-    results: list[Result] = []
-    while engine.busy:
-        results += engine.step()
+    results = list(finish(engine).values())
     assert [result.request for result in results] == [1, 0]
     assert results[1].preemptions == 1
     check(results[0], made, high, close)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import SPECS, VOCAB, make_family, move
+from engines import Doing, finish, table, tiny
+from families import SPECS, VOCAB, move
 from torch import Tensor
 
 from mi_route2.engine.controllers import (
@@ -21,10 +22,9 @@ from mi_route2.engine.controllers import (
     StepView,
 )
 from mi_route2.engine.engine import Engine
-from mi_route2.engine.request import Capture, Request, Result
+from mi_route2.engine.request import Capture, Request
 from mi_route2.engine.rules import Probe, Rule, parse_rules
 from mi_route2.engine.sampling import Sampling
-from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.runs import RunStore
@@ -42,15 +42,6 @@ OTHER = (8, 3, 44, 17, 29, 6)
 
 def greedy(n: int = 6) -> Sampling:
     return Sampling(max_new=n, logprob_token_ids=ALL)
-
-
-def host_of(dtype: torch.dtype = torch.float64) -> Host:
-    return open_host("torch", make_family("Qwen3", dtype))
-
-
-def table(result: Result) -> Tensor:
-    assert result.finish == "length", result.error
-    return torch.tensor([token.asked for token in result.tokens], dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -96,7 +87,7 @@ class Acts:
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_what_is_said_after_token_n_changes_token_n_plus_1_and_not_n(after: int) -> None:
     """One step of latency, never token 0; actions of one step apply in their order: an override, then its scale."""
-    host = host_of()
+    host = tiny("Qwen3")
     script = {after: [Override(0, "on"), SetScale(0.5, request=0)]}
     engine = Engine(host, controllers=Controllers([Acts(script)]), chunk=4)
     engine.steering.hold("on", Steering(decode=(Steer(SITE, VECTOR),)))
@@ -119,7 +110,7 @@ def test_no_controller_undoes_a_rule(attenuates: bool) -> None:
     undoing: list[Action] = [SetScale(1.0, request=0)] if attenuates else [ClearOverride(0), Override(0, "other")]
     tables = []
     for script, rules in (({}, [rule]), ({1: undoing}, [rule]), ({1: undoing}, [])):
-        engine = Engine(host_of(), controllers=Controllers([Acts(script)]))
+        engine = Engine(tiny("Qwen3"), controllers=Controllers([Acts(script)]))
         engine.steering.hold("other", Steering())
         own = Steering(decode=(Steer(SITE, VECTOR),))
         (result,) = engine.generate([Request(PROMPT, greedy(), steering=own, rules=parse_rules(rules))], progress=False)
@@ -129,7 +120,7 @@ def test_no_controller_undoes_a_rule(attenuates: bool) -> None:
     close(tables[0], tables[1])
     assert float((tables[0][2] - tables[2][2]).abs().max()) > 1e-3
     queue = AsyncController()
-    engine = Engine(host_of(), controllers=Controllers(queues=[queue]))
+    engine = Engine(tiny("Qwen3"), controllers=Controllers(queues=[queue]))
     number = engine.submit(Request(PROMPT, greedy(), rules=parse_rules([rule])))
     engine.step()
     queue.submit(SetScale(0.5, request=number) if attenuates else ClearOverride(number))
@@ -140,71 +131,33 @@ def test_no_controller_undoes_a_rule(attenuates: bool) -> None:
     engine.close()
 
 
-def test_a_controller_that_fails_is_counted_and_harms_nobody() -> None:
-    class Broken:
-        name = "broken"
-
-        def on_step(self, view: StepView) -> Sequence[Action]:
-            raise OSError("no such sensor")
-
-    host = host_of()
-    engine = Engine(host, controllers=Controllers([Broken(), Acts({0: [Override(0, "nowhere")], 1: [SetScale(-1.0, 0)]})]))
-    (mine,) = engine.generate([Request(PROMPT, greedy(4))], progress=False)
-    close(table(mine), by_hand(host, PROMPT, 4, {SITE: lambda h: h.clone()}))
-    text = str(engine.controllers.snapshot())
-    assert "OSError: no such sensor" in text
-    assert "nowhere" in text
-    assert "-1" in text
-
-
 def test_a_controller_sees_the_values_that_it_wants_at_the_token_that_was_read() -> None:
-    class Looks:
-        name, wants = "looks", frozenset({SITE})
-
-        def __init__(self) -> None:
-            self.seen: list[tuple[int, Tensor]] = []
-
-        def on_step(self, view: StepView) -> Sequence[Action]:
-            self.seen += [(one.position, one.captured[SITE]) for one in view.requests if one.request == 0]
-            return []
-
-    host, looks = host_of(), Looks()
+    host, seen = tiny("Qwen3"), list[tuple[int, Tensor]]()
+    looks = Doing(
+        lambda view: seen.extend((one.position, one.captured[SITE]) for one in view.requests if one.request == 0),
+        wants=frozenset({SITE}),
+    )
     engine = Engine(host, controllers=Controllers([looks]), chunk=4, budget=64)
     (mine, _) = engine.generate([Request(PROMPT, greedy(4)), Request(OTHER, greedy(2))], progress=False)
     whole = host.capture([SITE], torch.tensor([[*PROMPT, *mine.ids]]))[SITE][0]
-    assert [position for position, _ in looks.seen] == [3, 7, 9, 10, 11, 12]
-    for position, value in looks.seen:
+    assert [position for position, _ in seen] == [3, 7, 9, 10, 11, 12]
+    for position, value in seen:
         close(value, whole[position])
 
 
 def test_what_is_queued_from_another_thread_applies_at_the_next_step() -> None:
-    host, queue = host_of(), AsyncController()
+    host, queue = tiny("Qwen3"), AsyncController()
     engine = Engine(host, controllers=Controllers(queues=[queue]))
     number = engine.submit(Request(PROMPT, greedy()))
     engine.step()
     engine.step()  # two tokens are out; the next forward reads the second of them
     assert queue.submit(SetTier((Steer(SITE, VECTOR),)), SetScale(2.0))
-    results: list[Result] = []
-    while engine.busy:
-        results += engine.step()
-    assert results[0].request == number
-    close(table(results[0]), by_hand(host, PROMPT, 6, {SITE: adding(2 * VECTOR, len(PROMPT) + 1)}))
-
-
-@pytest.mark.parametrize(("threshold", "share"), [(-1e6, 1.0), (1e6, 0.0)])
-def test_a_saturated_gate_is_fully_on_or_off(threshold: float, share: float) -> None:
-    host = host_of()
-    engine = Engine(host)
-    engine.steering.set_tier([Steer(SITE, VECTOR)])
-    watch = Steering(monitors=(Monitor(Site(0, "resid_pre"), VECTOR, threshold=threshold),))
-    gated, free = engine.generate([Request(PROMPT, greedy(), steering=watch), Request(PROMPT, greedy())], progress=False)
-    close(table(gated), by_hand(host, PROMPT, 6, {SITE: adding(share * VECTOR, len(PROMPT))}))
-    close(table(free), by_hand(host, PROMPT, 6, {SITE: adding(VECTOR, len(PROMPT))}))
+    close(table(finish(engine)[number]), by_hand(host, PROMPT, 6, {SITE: adding(2 * VECTOR, len(PROMPT) + 1)}))
 
 
 def test_a_monitor_gates_by_what_it_reads_in_the_same_forward() -> None:
     """``g`` of each token by hand: detected in block 0, acted on in block 1, by rows and by the dynamic tier."""
-    host, early = host_of(), Site(0, "resid_mid")
+    host, early = tiny("Qwen3"), Site(0, "resid_mid")
     monitor = Monitor(early, VECTOR.flip(0), threshold=0.3, sharpness=1.7, gate_rows=True)
     engine = Engine(host, chunk=3)
     engine.steering.set_tier([Steer(SITE, -VECTOR)])
@@ -224,7 +177,7 @@ def test_a_monitor_gates_by_what_it_reads_in_the_same_forward() -> None:
 
 
 def with_quarantine(dtype: torch.dtype = torch.float64):
-    host = host_of(dtype)
+    host = tiny("Qwen3", dtype)
     adapters = host.attach("blocks.*", spec=SPECS["svd-low"], generator=torch.Generator().manual_seed(7))
     return host, move(adapters, 0.3)
 
@@ -274,18 +227,15 @@ def test_neighbors_of_a_gated_request_keep_every_bit_and_so_does_a_shadow() -> N
 
 
 def test_an_override_survives_preemption_and_nothing_survives_the_request() -> None:
-    host = host_of()
+    host = tiny("Qwen3")
     engine = Engine(host, controllers=Controllers([Acts({1: [Override(0, "on")]})]), steering_rows=3)
     engine.steering.hold("on", Steering(decode=(Steer(SITE, VECTOR),)), owner="server")
     spec = Steering(decode=(Steer(SITE, VECTOR.flip(0)),))
     number = engine.submit(Request(PROMPT, greedy(8), steering=spec))
-    results: list[Result] = []
     for _ in range(4):
-        results += engine.step()
+        engine.step()
     engine.preempt(number)
-    while engine.busy:
-        results += engine.step()
-    (mine,) = results
+    mine = finish(engine)[number]
     assert mine.preemptions == 1
 
     def both(h: Tensor) -> Tensor:
@@ -303,7 +253,7 @@ def test_an_override_survives_preemption_and_nothing_survives_the_request() -> N
 
 def test_steered_tokens_are_found_again_by_those_alone_that_were_steered_alike() -> None:
     """A conversation goes on: its prompt now holds what was generated under dynamic steering, whose blocks are not for others."""
-    host = host_of()
+    host = tiny("Qwen3")
     engine = Engine(host, block=4)
     engine.steering.set_tier([Steer(SITE, VECTOR)])
     (first,) = engine.generate([Request(PROMPT, greedy(9))], progress=False)
@@ -315,7 +265,7 @@ def test_steered_tokens_are_found_again_by_those_alone_that_were_steered_alike()
 
 
 def test_a_run_is_kept_and_read_by_a_later_request() -> None:
-    host = host_of()
+    host = tiny("Qwen3")
     with RunStore(budget=1 << 20) as store:
         engine = Engine(host, store=store, chunk=4)
         keep = (Capture(SITE, TokenSelection("prompt")), Capture(Site(0, "z"), TokenSelection("generated")))
@@ -338,7 +288,7 @@ def test_a_run_is_kept_and_read_by_a_later_request() -> None:
 
 
 def test_rules_on_a_request_act_as_the_steering_that_they_say() -> None:
-    host = host_of()
+    host = tiny("Qwen3")
     add = (Steer(SITE, VECTOR),)
     probe = {"when": {"probe": {"site": "blocks.0.resid_pre", "vector": VECTOR.tolist(), "threshold": -1e6}}}
     apply = {"apply": {"add": [{"site": str(SITE), "vector": VECTOR.tolist()}]}}
@@ -351,8 +301,8 @@ def test_rules_on_a_request_act_as_the_steering_that_they_say() -> None:
     requests = [
         Request(PROMPT, greedy(), rules=(within,)),
         Request(PROMPT, greedy(), rules=(Rule("rest_of_request", add=add),)),
-        Request(PROMPT, greedy(), rules=tuple(parsed([{"scope": "rest_of_request", **probe, **apply}]))),
-        Request(PROMPT, greedy(), rules=tuple(parsed([{"scope": "this_token", **probe, **apply}]))),
+        Request(PROMPT, greedy(), rules=parse_rules([{"scope": "rest_of_request", **probe, **apply}])),
+        Request(PROMPT, greedy(), rules=parse_rules([{"scope": "this_token", **probe, **apply}])),
         Request(PROMPT, greedy()),
     ]
     never, always, later, at_once, plain = map(table, engine.generate(requests, progress=False))
@@ -365,7 +315,7 @@ def test_rules_on_a_request_act_as_the_steering_that_they_say() -> None:
 
 def test_a_request_keeps_its_vector_also_where_its_conversation_holds_the_rule_with_a_newer_one() -> None:
     """An urgent request overtakes it after the name was registered anew; later requests have the newer vector."""
-    host = host_of()
+    host = tiny("Qwen3")
     engine, rule = Engine(host, rows=1), Rule("rest_of_conversation", add=(Steer(SITE, "v"),))
     engine.steering.register("v", VECTOR)
     engine.submit(Request((3, 4, 5), greedy(3)))
@@ -373,7 +323,7 @@ def test_a_request_keeps_its_vector_also_where_its_conversation_holds_the_rule_w
     first = engine.submit(Request(PROMPT, greedy(3), rules=(rule,), conversation="c"))
     engine.steering.register("v", -3 * VECTOR)
     second = engine.submit(Request(PROMPT, greedy(3), rules=(rule,), conversation="c", priority=1))
-    found = {result.request: result for _ in range(12) for result in engine.step()}
+    found = finish(engine)
     (later,) = engine.generate([Request(PROMPT, greedy(3), conversation="c")], progress=False)
     for result, vector in ((found[second], -3 * VECTOR), (found[first], VECTOR), (later, -3 * VECTOR)):
         close(table(result), by_hand(host, PROMPT, 3, {SITE: adding(vector, len(PROMPT))}))
@@ -381,16 +331,13 @@ def test_a_request_keeps_its_vector_also_where_its_conversation_holds_the_rule_w
 
 def test_a_rule_for_a_conversation_adds_the_vector_that_its_name_had_at_submission() -> None:
     """Registered anew while the request waits; later requests of the conversation are steered by neither vector."""
-    host = host_of()
+    host = tiny("Qwen3")
     engine = Engine(host, rows=1, vectors={"calm": VECTOR})
     rules = (Rule("rest_of_conversation", add=(Steer(SITE, "calm"),)),)
     engine.submit(Request(OTHER, greedy(2)))
     waiting = engine.submit(Request(PROMPT, greedy(3), rules=rules, conversation="c"))
     engine.steering.register("calm", -2 * VECTOR)
-    results = {}
-    while engine.busy:
-        results |= {one.request: one for one in engine.step()}
-    close(table(results[waiting]), by_hand(host, PROMPT, 3, {SITE: adding(VECTOR, len(PROMPT))}))
+    close(table(finish(engine)[waiting]), by_hand(host, PROMPT, 3, {SITE: adding(VECTOR, len(PROMPT))}))
     (later,) = engine.generate([Request(PROMPT, greedy(3), conversation="c")], progress=False)
     close(table(later), by_hand(host, PROMPT, 3, {}))
 
@@ -413,7 +360,7 @@ def test_a_request_is_scaled_and_routed_by_one_hand(what: str, reads: str) -> No
     """A rule and a policy would each overwrite the scale and the row that the other has set."""
     source = {"monitor": None, "site": SITE, "probe": VECTOR} if reads == "a site" else {}
     acting = [policy(**source), *([policy("second", **source)] if what == "a second policy" else [])]
-    engine = Engine(host_of(), controllers=Controllers(acting))
+    engine = Engine(tiny("Qwen3"), controllers=Controllers(acting))
     engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR),)))
     watch = Monitor(SITE, VECTOR, gates=(), name="m")
     own = Steering(monitors=(watch,)) if reads == "its own monitor" else Steering()
@@ -443,7 +390,7 @@ def test_a_request_is_scaled_and_routed_by_one_hand(what: str, reads: str) -> No
 def test_a_policy_reads_no_other_monitor_of_its_monitors_name() -> None:
     """A monitor is called by its site by default, and two probes at one site have other scores."""
     own, other = (Monitor(SITE, probe, gates=()) for probe in ("mine", [*VECTOR[:-1], 5.0]))
-    engine = Engine(host_of(), vectors={"mine": VECTOR}, controllers=Controllers([policy(gain=0.0, monitor=own)]))
+    engine = Engine(tiny("Qwen3"), vectors={"mine": VECTOR}, controllers=Controllers([policy(gain=0.0, monitor=own)]))
     message = f"the controller 'policy' would read the monitor '{SITE}', which has another site or probe than its own"
     for asked in (other, replace(other, probe=VECTOR, site=Site(0, "resid_mid"), name=str(SITE))):
         with pytest.raises(ValueError, match=message):
@@ -451,7 +398,7 @@ def test_a_policy_reads_no_other_monitor_of_its_monitors_name() -> None:
         with pytest.raises(ValueError, match=message):
             engine.steering.set_monitor(asked)
     assert (engine.busy, engine.steering.monitors) == (False, ())
-    nameless = Engine(host_of(), controllers=Controllers([policy(monitor=own)]))  # where "mine" is not registered yet
+    nameless = Engine(tiny("Qwen3"), controllers=Controllers([policy(monitor=own)]))  # where "mine" is not registered yet
     with pytest.raises(ValueError, match=message):
         nameless.check(Request(PROMPT, greedy(), steering=Steering(monitors=(other,))))
     for same in (own, replace(own, probe=VECTOR, threshold=2.0), replace(other, name="other")):
@@ -461,7 +408,7 @@ def test_a_policy_reads_no_other_monitor_of_its_monitors_name() -> None:
 
 def test_a_policy_that_would_route_to_what_is_not_held_refuses_the_requests_that_it_reads() -> None:
     """Each of its overrides would be rejected, and the run one without steering."""
-    engine = Engine(host_of(), controllers=Controllers([policy()]))
+    engine = Engine(tiny("Qwen3"), controllers=Controllers([policy()]))
     monitor = Monitor(SITE, VECTOR, gates=(), name="m")
     watched = Request(PROMPT, greedy(), steering=Steering(monitors=(monitor,)))
     engine.steering.hold("C", Steering(decode=(Steer(SITE, VECTOR),)))
@@ -475,15 +422,9 @@ def test_a_policy_that_would_route_to_what_is_not_held_refuses_the_requests_that
     engine.steering.set_monitor(monitor)
 
 
-def parsed(data: list[dict[str, object]]) -> Sequence[Rule]:
-    from mi_route2.engine.rules import parse_rules
-
-    return parse_rules(data)
-
-
 def test_a_run_that_a_waiting_request_will_read_outlives_eviction() -> None:
     """A store with room for about two runs: others are written while the reader waits for its row, and it has read by then."""
-    host = host_of()
+    host = tiny("Qwen3")
     keep = (Capture(SITE), Capture(Site(0, "resid_pre")))
     with RunStore(budget=6_000) as store:
         engine = Engine(host, rows=1, store=store)
@@ -517,18 +458,17 @@ def test_a_patch_with_itself_or_of_no_share_changes_no_bit() -> None:
 @pytest.mark.parametrize("urgent", [10, 40])
 def test_a_policy_follows_a_request_through_any_preemption(urgent: int) -> None:
     """Bit for bit as the request alone, however many steps it waits."""
-    host, found = host_of(), []
+    host, found = tiny("Qwen3"), []
     for preempted in (False, True):
         acting = ProbeController("c", 0.0, 3.0, site=SITE, probe=VECTOR, smoothing=0.3)
         engine = Engine(host, rows=1, exact=True, controllers=Controllers([acting]))
         engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR, 6.0),)))
-        number, results = engine.submit(Request(PROMPT, greedy(12))), {}
+        number = engine.submit(Request(PROMPT, greedy(12)))
         for _ in range(5):
             engine.step()
         if preempted:
             engine.submit(Request(OTHER, Sampling(max_new=urgent), priority=5))
-        while engine.busy:
-            results |= {one.request: one for one in engine.step()}
+        results = finish(engine)
         assert bool(results[number].preemptions) == preempted
         assert any(one.engaged and one.request == number for one in acting.decisions)
         found.append(table(results[number]))
@@ -544,11 +484,11 @@ def test_a_policy_follows_a_request_through_any_preemption(urgent: int) -> None:
 @pytest.mark.parametrize("probe", [torch.ones(1), torch.ones(5), torch.ones(2, 8)])
 def test_a_policys_probe_that_does_not_fit_its_site_is_refused(probe: Tensor) -> None:
     with pytest.raises(ValueError, match=r"the probe of 'policy' at blocks\.1\.resid_pre has"):
-        Engine(host_of(), controllers=Controllers([ProbeController("c", 0.0, site=SITE, probe=probe)]))
+        Engine(tiny("Qwen3"), controllers=Controllers([ProbeController("c", 0.0, site=SITE, probe=probe)]))
 
 
 def test_a_policy_reads_by_head_as_its_probe_is_written() -> None:
-    host, site, probe = host_of(), Site(0, "k"), torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
+    host, site, probe = tiny("Qwen3"), Site(0, "k"), torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
     with pytest.raises(ValueError, match=r"has the shape \[4, 2\], but the site has \[2, 4\]"):
         Engine(host, controllers=Controllers([ProbeController("c", 0.0, site=site, probe=probe.T)]))
     acting = ProbeController("c", -1e6, gain=0.0, site=site, probe=probe)
@@ -567,7 +507,7 @@ def test_a_monitor_that_is_set_later_gives_no_request_a_second_hand(what: str, w
     watch = Monitor(SITE, VECTOR, gates=(), name="m")
     found = []
     for tried in (False, True):
-        engine = Engine(host_of(), rows=1, controllers=Controllers([] if not tried else acting))
+        engine = Engine(tiny("Qwen3"), rows=1, controllers=Controllers([] if not tried else acting))
         engine.steering.hold("c", Steering(decode=(Steer(SITE, 9 * VECTOR),)))
         if waits:
             engine.submit(Request(OTHER, greedy(2)))
@@ -578,8 +518,7 @@ def test_a_monitor_that_is_set_later_gives_no_request_a_second_hand(what: str, w
             with pytest.raises(ValueError, match=r"the controller '(policy|second)' would read this monitor on request [01],"):
                 engine.steering.set_monitor(watch, request=None if on == "all" else number)
             engine.steering.set_monitor(replace(watch, name="other"), request=None if on == "all" else number)
-        results = {one.request: one for _ in range(12) for one in engine.step()}
-        found.append(results[number])
+        found.append(finish(engine)[number])
         engine.steering.set_monitor(watch)
     if what in SWITCHES:
         close(*map(table, found))
@@ -587,7 +526,7 @@ def test_a_monitor_that_is_set_later_gives_no_request_a_second_hand(what: str, w
 
 def test_a_rule_that_attenuates_by_nothing_leaves_the_scale_to_a_policy() -> None:
     """Which may stand beside it; its gain would else be rejected, and what it engages act in full."""
-    engine = Engine(host_of(), controllers=Controllers([policy(gain=0.5)]))
+    engine = Engine(tiny("Qwen3"), controllers=Controllers([policy(gain=0.5)]))
     engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR),)))
     watched = Steering(monitors=(Monitor(SITE, VECTOR, gates=(), name="m"),))
     number = engine.submit(Request(PROMPT, greedy(4), steering=watched, rules=(Rule("rest_of_request", attenuate=1.0),)))
@@ -600,7 +539,7 @@ def test_a_request_has_one_policy_until_the_former_one_has_put_it_back(on: str) 
     """Which it does some tokens after its monitor is gone: it would take away what the other one has set by then."""
     watches = [Monitor(SITE, VECTOR, gates=(), name=name) for name in ("m", "n")]
     acting = [policy("former"), policy("later", monitor=watches[1])]
-    engine = Engine(host_of(), controllers=Controllers(acting))
+    engine = Engine(tiny("Qwen3"), controllers=Controllers(acting))
     engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR),)))
     number = engine.submit(Request(PROMPT, greedy(40)))
     to = None if on == "all" else number
@@ -619,32 +558,31 @@ def test_a_request_has_one_policy_until_the_former_one_has_put_it_back(on: str) 
     assert [one.engaged for one in acting[1].decisions] == [True]
 
 
+HALVING = Request(PROMPT, greedy(2), rules=(Rule("rest_of_conversation", attenuate=0.5),), conversation="c")
+
+
 def test_a_generate_that_is_withdrawn_leaves_no_rule_in_its_conversation() -> None:
-    host = host_of()
+    host = tiny("Qwen3")
     engine = Engine(host)
-    lasting = Request(PROMPT, greedy(2), rules=(Rule("rest_of_conversation", attenuate=0.5),), conversation="c")
     later = Request(PROMPT, greedy(3), steering=Steering(decode=(Steer(SITE, VECTOR),)), conversation="c")
 
     def several():
-        yield lasting
+        yield HALVING
         engine.step()
         yield Request((VOCAB,))
 
     with pytest.raises(ValueError, match="outside the vocabulary"):
         engine.generate(several(), progress=False)
     close(table(engine.generate([later], progress=False)[0]), by_hand(host, PROMPT, 3, {SITE: adding(VECTOR, len(PROMPT))}))
-    engine.generate([lasting], progress=False)
+    engine.generate([HALVING], progress=False)
     half = by_hand(host, PROMPT, 3, {SITE: adding(0.5 * VECTOR, len(PROMPT))})
     close(table(engine.generate([later], progress=False)[0]), half)
 
 
 def test_a_request_that_fails_before_it_runs_leaves_no_rule_in_its_conversation() -> None:
-    host, store = host_of(), RunStore()
+    host, store = tiny("Qwen3"), RunStore()
     engine = Engine(host, store=store)
-    engine.submit(
-        Request(PROMPT, greedy(2), rules=(Rule("rest_of_conversation", attenuate=0.5),), conversation="c", run="run",
-                capture=(Capture(SITE),))
-    )  # fmt: skip
+    engine.submit(replace(HALVING, run="run", capture=(Capture(SITE),)))
     with store.writing("run", weights="w"):
         (failed,) = engine.step()
     assert (failed.finish, failed.ids) == ("error", [])
@@ -654,7 +592,7 @@ def test_a_request_that_fails_before_it_runs_leaves_no_rule_in_its_conversation(
 
 
 def test_an_override_of_a_preempted_request_never_ends_it() -> None:
-    host = host_of()
+    host = tiny("Qwen3")
     own, calm = Steering(decode=(Steer(SITE, VECTOR),)), Steering(decode=(Steer(SITE, VECTOR, 2.0),))
     for rows, holds in ((1, False), (2, True)):
         engine = Engine(host, steering_rows=rows)

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from alone import alone
-from families import VOCAB, make_family
+from engines import Doing, finish, followed, right, tiny
+from families import VOCAB
 
 from mi_route2.engine import engine as engine_module
 from mi_route2.engine.cache import Prefixes, Saved, Slots
-from mi_route2.engine.controllers import Action, Controllers, StepView
+from mi_route2.engine.controllers import Controllers, StepView
 from mi_route2.engine.engine import Engine
-from mi_route2.engine.request import Capture, Request, Result
+from mi_route2.engine.request import Capture, Request
 from mi_route2.engine.rules import Probe, Rule
 from mi_route2.engine.sampling import Sampling
-from mi_route2.hosts import open_host
 from mi_route2.hosts import state as state_module
 from mi_route2.hosts.base import Host
 from mi_route2.patching.patches import FromRun, Patch
@@ -32,28 +32,6 @@ ASK = Sampling(max_new=4, logprob_token_ids=tuple(range(VOCAB)))
 VECTORS = torch.randn(8, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def host_of() -> Host:
-    return open_host("torch", make_family("MicroGPT", torch.float64))
-
-
-def run(engine: Engine, most: int = 60) -> dict[int, Result]:
-    """All results, by request; within ``most`` steps."""
-    results: dict[int, Result] = {}
-    for _ in range(most):
-        if not engine.busy:
-            return results
-        results |= {one.request: one for one in engine.step()}
-    raise AssertionError(f"still busy after {most} steps: {engine.scheduler.waiting} wait, {engine.scheduler.running} run")
-
-
-def right(host: Host, result: Result, request: Request) -> None:
-    """By whole forwards over the request alone."""
-    assert result.finish == "length", result.error
-    truth = alone(host, request).logits.log_softmax(-1)
-    found = torch.tensor([token.asked for token in result.tokens], dtype=torch.float64)
-    torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)
-
-
 def steered(number: int, **others: Any) -> Request:
     return Request(PROMPT, ASK, steering=Steering(base=(Steer(SITE, VECTORS[number]),)), **others)
 
@@ -64,7 +42,7 @@ def steered(number: int, **others: Any) -> Request:
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_forward_that_fails_ends_the_requests_that_were_in_it_and_no_others(exact: bool) -> None:
     """Two decode while the prompt of a third runs out of memory in the same step: the third has the reason, the two go on."""
-    host = host_of()
+    host = tiny()
     engine, limit = Engine(host, exact=exact, block=4, prefix_bytes=0), 8
 
     def short_of_memory(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -77,7 +55,7 @@ def test_a_forward_that_fails_ends_the_requests_that_were_in_it_and_no_others(ex
         numbers = [engine.submit(one) for one in others]
         engine.step()
         large = engine.submit(Request(PROMPT, ASK, capture=(Capture(SITE),)))
-        results = run(engine)
+        results = finish(engine)
     finally:
         handle.remove()
     assert (results[large].finish, results[large].tokens) == ("error", [])
@@ -92,7 +70,7 @@ def test_a_forward_that_fails_ends_the_requests_that_were_in_it_and_no_others(ex
 
 def test_the_request_that_makes_a_forward_fail_ends_alone_in_any_company() -> None:
     """Three prompts of one length share a forward, which the second of them makes impossible."""
-    host = host_of()
+    host = tiny()
     requests = [Request(PROMPT[i : i + 5], ASK, capture=(Capture(SITE),)) for i in range(3)]
 
     embedding = next(module for module in host.model.modules() if isinstance(module, torch.nn.Embedding))
@@ -115,7 +93,7 @@ def test_the_request_that_makes_a_forward_fail_ends_alone_in_any_company() -> No
 
 
 def test_a_tokenizer_that_fails_on_a_text_ends_that_request_alone() -> None:
-    host = host_of()
+    host = tiny()
     first = alone(host, Request(PROMPT, ASK)).ids[0]
     assert alone(host, Request(PROMPT[:3], ASK)).ids.count(first) == 0  # or this shows nothing
 
@@ -135,17 +113,11 @@ def test_a_tokenizer_that_fails_on_a_text_ends_that_request_alone() -> None:
 
 def test_a_controller_that_wants_what_is_not_there_is_explained_and_ends_nobody() -> None:
     seen: list[set[Site]] = []
-
-    class Wanting:
-        name = "wanting"
-        wants = frozenset({Site(9, "resid_pre"), SITE})
-
-        def on_step(self, view: StepView) -> list[Action]:
-            seen.extend(set(one.captured) for one in view.requests)
-            return []
-
-    host = host_of()
-    engine = Engine(host, controllers=Controllers([Wanting()]))
+    wanting = Doing(
+        lambda view: seen.extend(set(one.captured) for one in view.requests), wants=frozenset({Site(9, "resid_pre"), SITE})
+    )
+    host = tiny()
+    engine = Engine(host, controllers=Controllers([wanting]))
     (found,) = engine.generate([Request(PROMPT, ASK)], progress=False)
     right(host, found, Request(PROMPT, ASK))
     assert seen
@@ -155,20 +127,16 @@ def test_a_controller_that_wants_what_is_not_there_is_explained_and_ends_nobody(
 
 def test_a_request_that_is_withdrawn_leaves_no_half_run_behind() -> None:
     """``generate`` raises in its second step: the run that was begun is not there, and its name is free."""
-    host, store = host_of(), RunStore()
+    host, store = tiny(), RunStore()
     engine = Engine(host, store=store, chunk=4)
     weight = next(host.model.parameters())
     asked = Request(PROMPT, ASK, capture=(Capture(SITE),), run="clean")
 
-    class Writes:
-        name = "writes"
+    def write(_view: StepView) -> None:
+        with torch.no_grad():
+            weight.mul_(1.0)
 
-        def on_step(self, view: StepView) -> list[Action]:
-            with torch.no_grad():
-                weight.mul_(1.0)
-            return []
-
-    engine.controllers.sync.append(Writes())
+    engine.controllers.sync.append(Doing(write))
     with pytest.raises(RuntimeError, match="changed while"):
         engine.generate([asked], progress=False)
     assert store.runs() == []
@@ -180,7 +148,7 @@ def test_a_request_that_is_withdrawn_leaves_no_half_run_behind() -> None:
 @pytest.mark.parametrize("grows", [False, True])
 def test_a_request_for_whose_row_there_is_no_memory_ends_alone(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its admission, or when it has grown beyond its row; what it had reserved is free again."""
-    host = host_of()
+    host = tiny()
     engine = Engine(host, patch_slots=1, steering_rows=1, slot_bytes=1 << 30)
     model = engine.decoder
     slots = Slots(model.layers, 64, model.heads, model.width, most=64, dtype=torch.float64, start=16)  # two shelves: 16 and 64
@@ -196,7 +164,7 @@ def test_a_request_for_whose_row_there_is_no_memory_ends_alone(grows: bool, monk
         resize(shelf, rows)
 
     monkeypatch.setattr(slots, "_resize", without_memory)
-    results = run(engine)
+    results = finish(engine)
     assert results[other].finish == "error"
     assert "no memory for its keys and values" in (results[other].error or "")
     assert len(results[other].tokens) == 5 * full
@@ -223,7 +191,7 @@ def full(slots: Slots, method: str, caller: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("by", ["priority", "preempt", "pause"])
 def test_a_preempted_request_for_whose_copy_there_is_no_memory_ends_alone(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = host_of()
+    host = tiny()
     engine = Engine(host, rows=2, prefix_bytes=0)
     first, urgent = Request(PROMPT, ASK), Request(PROMPT[2:], ASK, priority=1)
     beside = steered(1, priority=1)
@@ -236,7 +204,7 @@ def test_a_preempted_request_for_whose_copy_there_is_no_memory_ends_alone(by: st
         engine.pause("keep")
         engine.resume()
     last = engine.submit(urgent)
-    results |= run(engine)
+    results |= finish(engine)
     assert asked
     for number in (preempted, other) if by == "pause" else (preempted,):
         assert "no memory for its keys and values" in (results[number].error or "")
@@ -251,7 +219,7 @@ def test_a_preempted_request_for_whose_copy_there_is_no_memory_ends_alone(by: st
 
 def test_a_request_that_no_memory_could_keep_goes_on_under_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefix whose keys and values are computed anew in any case."""
-    host = host_of()
+    host = tiny()
     engine, asked = Engine(host), Request(PROMPT, Sampling(max_new=1, logprob_token_ids=ASK.logprob_token_ids))
     number = engine.submit(Request(PROMPT, ASK))
     engine.step()
@@ -260,7 +228,7 @@ def test_a_request_that_no_memory_could_keep_goes_on_under_new_weights(monkeypat
     with torch.no_grad():
         next(host.model.parameters()).mul_(1.1)
     engine.resume()
-    result = run(engine)[number]
+    result = finish(engine)[number]
     assert result.finish == "length", result.error
     longer = replace(asked, prompt=(*PROMPT, *result.ids[:3]))
     torch.testing.assert_close(result.tokens[3].asked, engine.generate([longer], progress=False)[0].tokens[0].asked)
@@ -268,7 +236,7 @@ def test_a_request_that_no_memory_could_keep_goes_on_under_new_weights(monkeypat
 
 def test_a_prefix_that_no_memory_can_keep_costs_no_request_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not its end either: a request of one token has one."""
-    host = host_of()
+    host = tiny()
     engine = Engine(host, block=4)
     asked = full(engine._residents.slots, "save", "<lambda>", monkeypatch)
     requests = [Request(PROMPT, replace(ASK, max_new=1)), Request(PROMPT[1:], ASK)]
@@ -280,7 +248,7 @@ def test_a_prefix_that_no_memory_can_keep_costs_no_request_anything(monkeypatch:
 
 
 def test_rows_that_no_memory_can_move_together_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = host_of()
+    host = tiny()
     engine = Engine(host)
     asked = full(engine._residents.slots, "_resize", "free", monkeypatch)
     requests = [Request(PROMPT[i:], replace(ASK, max_new=2 + (i == 7) * 4)) for i in range(8)]
@@ -294,7 +262,7 @@ def test_rows_that_no_memory_can_move_together_stay(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "MicroGPT"])
 def test_a_token_that_is_not_a_number_harms_only_those_who_have_it(family: str) -> None:
     """Token 0, with which shorter pieces used to be padded: its keys and values lie behind theirs, and 0 times NaN is NaN."""
-    host = open_host("torch", make_family(family, torch.float64))
+    host = tiny(family)
     embedding = next(module for module in host.model.modules() if isinstance(module, torch.nn.Embedding))
     unembed = next(module for name, module in host.model.named_modules() if name.endswith(("lm_head", "unembed")))
     unembed.weight = torch.nn.Parameter(embedding.weight.detach().clone())  # tied to it in some families
@@ -328,27 +296,18 @@ def failing(name: str, caller: str, fails: Callable[..., bool], monkeypatch: pyt
 @pytest.mark.parametrize("lacks", ["all at once", "the choice", "log-probabilities"])
 def test_a_token_for_which_there_is_no_memory_ends_its_request_alone(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three in one step: the first one stops at its first token, and the others have one each."""
-    host = host_of()
+    host = tiny()
     large, beside = Request(PROMPT, replace(ASK, max_new=3)), Request(PROMPT[2:], ASK)
     stops = Request(PROMPT[4:], replace(ASK, stop_tokens=tuple(alone(host, Request(PROMPT[4:], ASK)).ids[:1])))
     engine = Engine(host)
-    if lacks == "log-probabilities":
-        asked = failing("_detailed", "_append", lambda _token, _logits, how: how.max_new == 3, monkeypatch, engine_module)
-    else:
-        together = lacks == "all at once"
-        asked = failing(
-            "choose",
-            "_append",
-            lambda _, how, __: len(how) > 1 or (not together and how[0].max_new == 3),
-            monkeypatch,
-            engine_module,
-        )
-    numbers, told = [engine.submit(one) for one in (stops, large, beside)], dict[int, list[int]]()
-    results: dict[int, Result] = {}
-    for _ in range(6):
-        results |= {one.request: one for one in engine.step()}
-        for event in engine.events:
-            told.setdefault(event.request, []).extend(() if event.token is None else [event.token.token])
+    name, fails = {
+        "all at once": ("choose", lambda _logits, how, _uniforms: len(how) > 1),
+        "the choice": ("choose", lambda _logits, how, _uniforms: len(how) > 1 or how[0].max_new == 3),
+        "log-probabilities": ("_detailed", lambda _token, _logits, how: how.max_new == 3),
+    }[lacks]
+    asked = failing(name, "_append", fails, monkeypatch, engine_module)
+    numbers = [engine.submit(one) for one in (stops, large, beside)]
+    results, told, _ = followed(engine)
     assert asked
     first, second, third = (results[number] for number in numbers)
     assert (first.finish, len(first.ids)) == ("stop", 1)
@@ -357,13 +316,13 @@ def test_a_token_for_which_there_is_no_memory_ends_its_request_alone(lacks: str,
         right(host, second, large)
     else:
         assert "failed with OutOfMemoryError: CUDA out of memory" in (second.error or "")
-    assert {number: told.get(number, []) for number in numbers} == {number: results[number].ids for number in numbers}
+    assert told == {number: results[number].ids for number in numbers}
     assert (engine.busy, engine._residents._reserved, engine._residents.slots.used) == (False, 0, 0)
 
 
 def test_logits_that_no_memory_can_hold_together_end_those_who_needed_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """And lose nothing of a prompt of which a piece was computed in the same step."""
-    host = host_of()
+    host = tiny()
     monitor = Steering(monitors=(Monitor(SITE, VECTORS[0], name="m"),))
     long = Request(PROMPT, ASK, readings=True, norms=(SITE,), steering=monitor)
     engine = Engine(host, chunk=5)
@@ -371,7 +330,7 @@ def test_logits_that_no_memory_can_hold_together_end_those_who_needed_them(monke
     engine.step()
     numbers = engine.submit(long), engine.submit(Request(PROMPT[:4], ASK))
     asked = failing("cat", "_run", lambda *_: len(asked) < 1, monkeypatch)
-    results = run(engine)
+    results = finish(engine)
     assert asked
     assert [results[number].finish for number in (decoding, *numbers)] == ["error", "length", "error"]
     assert "OutOfMemoryError: CUDA out of memory" in (engine.last_error or "")
@@ -382,7 +341,7 @@ def test_logits_that_no_memory_can_hold_together_end_those_who_needed_them(monke
 
 def test_a_look_for_changes_for_which_there_is_no_memory_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CUDA device it takes some: were it an error, that of no request, all of them would end."""
-    host = host_of()
+    host = tiny()
     engine, request = Engine(host), Request(PROMPT, ASK)
     asked = failing("checksums", "glance", lambda *_: len(asked) < 2, monkeypatch, state_module)
     (found,) = engine.generate([request], progress=False)
@@ -391,12 +350,12 @@ def test_a_look_for_changes_for_which_there_is_no_memory_is_put_off(monkeypatch:
 
 
 def test_captures_that_no_memory_can_hold_in_one_piece_end_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = host_of()
+    host = tiny()
     engine = Engine(host)
     captures, beside = Request(PROMPT, ASK, capture=(Capture(SITE),)), Request(PROMPT[2:], ASK)
     numbers = engine.submit(captures), engine.submit(beside)
     asked = failing("cat", "settle", lambda *_: len(asked) < 1, monkeypatch)
-    results = run(engine)
+    results = finish(engine)
     first, second = (results[number] for number in numbers)
     assert (asked, first.finish, first.captured) == ([True], "error", {})
     assert "no memory for its captured values" in (first.error or "")
@@ -407,16 +366,8 @@ def test_captures_that_no_memory_can_hold_in_one_piece_end_their_request_alone(m
 def test_controllers_see_a_step_for_whose_log_probabilities_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule would miss its token, and the request would go on without it."""
     seen: list[tuple[int | None, float | None]] = []
-
-    class Seeing:
-        name = "seeing"
-
-        def on_step(self, view: StepView) -> list[Action]:
-            seen.extend((one.token, one.logprob) for one in view.requests)
-            return []
-
-    host = host_of()
-    engine = Engine(host, controllers=Controllers([Seeing()]))
+    host, seeing = tiny(), Doing(lambda view: seen.extend((one.token, one.logprob) for one in view.requests))
+    engine = Engine(host, controllers=Controllers([seeing]))
     asked = failing("log_softmax", "_logprobs", lambda *_: len(asked) < 1, monkeypatch, torch.Tensor)
     request = Request(PROMPT, ASK)
     (found,) = engine.generate([request], progress=False)
@@ -429,7 +380,7 @@ def test_controllers_see_a_step_for_whose_log_probabilities_there_is_no_memory(m
 @pytest.mark.parametrize("table", [0, 1])
 def test_a_request_for_whose_steering_there_is_no_memory_leaves_no_half_of_it(table: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one with equal steering would find a row that holds nothing, or a part, and run on without a word."""
-    host, calls = host_of(), count()
+    host, calls = tiny(), count()
     engine = Engine(host, steering_rows=2)
     rule = Rule("rest_of_request", Probe(SITE, VECTORS[1], threshold=1e9), (Steer(Site(0, "resid_pre"), VECTORS[2]),))
     request = replace(steered(0), rules=(rule,))  # one row, and another for when the rule holds
@@ -488,6 +439,27 @@ WRONG: dict[str, tuple[Callable[[], Request], str]] = {
     ),
     "a run without a name": (lambda: Request(PROMPT, ASK, capture=(Capture(SITE),), run=""), "'' cannot name a run"),
     "a name that no run may have": (lambda: Request(PROMPT, ASK, capture=(Capture(SITE),), run="a\nb"), "cannot name a run"),
+    "no prompt": (lambda: Request((), Sampling()), "the prompt is empty"),
+    "a token that is none": (
+        lambda: Request((3, VOCAB)),
+        rf"token {VOCAB} is outside the vocabulary: its ids are 0..{VOCAB - 1}",
+    ),
+    "too many tokens": (lambda: Request((3,) * 60, Sampling(max_new=6)), "need 65 positions, but the context has 64"),
+    "a patch behind the end": (
+        lambda: Request((3, 4), Sampling(max_new=2), patch=(Patch(Site(0, "z"), 3, torch.zeros(16)),)),
+        r"computes 0\.\.2",
+    ),
+    "a capture behind the end": (
+        lambda: Request((3, 4), capture=(Capture(SITE, TokenSelection(positions=(40,))),)),
+        r"computes 0\.\.16",
+    ),
+    "two captures": (lambda: Request((3, 4), capture=(Capture(SITE),) * 2), "two captures name"),
+    "a stop text without a tokenizer": (lambda: Request((3, 4), Sampling(stop=("x",))), "stop texts need a tokenizer"),
+    "a layer that is not there": (
+        lambda: Request((3, 4), capture=(Capture(Site(7, "z")),)),
+        r"outside the model: its layers are 0\.\.1",
+    ),
+    "too many patches": (lambda: Request((3, 4), patch=(Patch(SITE, 1, "zeros"),) * 9), "limit of 8"),
     "truth values for tokens": (lambda: Request((True, False), ASK), "token ids"),  # pyright: ignore[reportArgumentType]
 }
 
@@ -495,28 +467,29 @@ WRONG: dict[str, tuple[Callable[[], Request], str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_can_never_be_met_is_refused_at_submission(what: str) -> None:
     make, says = WRONG[what]
-    host = host_of()
-    engine = Engine(host, store=store_with(host))
-    with pytest.raises((ValueError, KeyError), match=says):
-        engine.submit(make())
-    with pytest.raises((ValueError, KeyError), match=says):
-        engine.check(make())
+    host = tiny()
+    engine = Engine(host, store=store_with(host), patch_slots=8)
+    for told in (engine.submit, engine.check):
+        with pytest.raises((ValueError, KeyError), match=says):
+            told(make())
     assert not engine.busy
     assert (engine.steering.requests, engine.steering.snapshot()["rows"]["used"]) == ((), 0)
 
 
 def test_two_requests_that_would_write_one_run_are_refused_at_submission() -> None:
-    engine = Engine(host_of(), store=RunStore(), rows=1)
+    engine = Engine(tiny(), store=RunStore(), rows=1)
     writing = Request(PROMPT, ASK, capture=(Capture(SITE),), run="clean")
     engine.submit(writing)
     with pytest.raises(ValueError, match="another request of the engine already writes run 'clean'"):
         engine.submit(writing)
-    assert [one.finish for one in run(engine).values()] == ["length"]
+    with pytest.raises(ValueError, match="without a run store"):
+        Engine(tiny()).submit(writing)
+    assert [one.finish for one in finish(engine).values()] == ["length"]
 
 
 def test_names_mean_what_they_meant_at_submission() -> None:
     """The second request waits for the row of the first; meanwhile its vector is registered anew and its run dropped."""
-    host = host_of()
+    host = tiny()
     store = store_with(host)
     engine = Engine(host, rows=1, store=store, vectors={"v": VECTORS[0]})
     source = store.rows("there", SITE, [3])[0]
@@ -531,7 +504,7 @@ def test_names_mean_what_they_meant_at_submission() -> None:
     )
     engine.steering.register("v", VECTORS[5])
     store.drop("there")
-    results = run(engine)
+    results = finish(engine)
     meant = Request(
         PROMPT,
         ASK,
@@ -545,34 +518,28 @@ def test_names_mean_what_they_meant_at_submission() -> None:
 
 
 def test_a_request_that_waits_for_a_steering_row_stops_nobody_who_needs_none() -> None:
-    host = host_of()
+    host = tiny()
     engine = Engine(host, steering_rows=1)
     long = engine.submit(Request(PROMPT, Sampling(max_new=40), steering=steered(0).steering))
     engine.step()
     waits, plain, shares = (engine.submit(one) for one in (steered(1), Request(PROMPT, ASK), steered(0)))
-    done: dict[int, int] = {}
-    results: dict[int, Result] = {}
-    for step in range(60):
-        for one in engine.step():
-            done[one.request], results[one.request] = step, one
-    assert done[plain] < 8 and done[shares] < 8 < done[long] < done[waits]  # noqa: PT018
+    first = {one.request: one for _ in range(8) for one in engine.step()}
+    results = first | finish(engine)
+    assert first.keys() == {plain, shares}
+    assert list(results)[2:] == [long, waits]
     for number, request in ((waits, steered(1)), (plain, Request(PROMPT, ASK)), (shares, steered(0))):
         right(host, results[number], request)
 
 
 def test_a_request_that_waits_for_a_patch_slot_stops_nobody_who_needs_none_and_is_not_overtaken() -> None:
-    host = host_of()
+    host = tiny()
     engine = Engine(host, patch_slots=2)
     patched = [Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTORS[i]),)) for i in range(2)]
     both = Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTORS[0]), Patch(SITE, 3, VECTORS[1])))
     order = [patched[0], both, patched[1], Request(PROMPT, ASK)]
     numbers = [engine.submit(one) for one in order]
-    done: list[int] = []
-    results: dict[int, Result] = {}
-    while engine.busy:
-        for one in engine.step():
-            done.append(one.request)
-            results[one.request] = one
+    results = finish(engine)
+    done = list(results)
     assert done.index(numbers[3]) < done.index(numbers[1]) < done.index(numbers[2])  # nobody takes the slot of who came first
     for number, request in zip(numbers, order, strict=True):
         right(host, results[number], request)
@@ -580,7 +547,7 @@ def test_a_request_that_waits_for_a_patch_slot_stops_nobody_who_needs_none_and_i
 
 def test_what_can_never_be_granted_is_refused_and_what_never_will_be_any_more_ends() -> None:
     """Rows that configurations hold come back when somebody drops these, which nobody may ever do."""
-    host = host_of()
+    host = tiny()
     engine = Engine(host, steering_rows=2, rows=1)
     engine.submit(Request(PROMPT, ASK))
     waiting = engine.submit(steered(0))
@@ -589,7 +556,7 @@ def test_what_can_never_be_granted_is_refused_and_what_never_will_be_any_more_en
     with pytest.raises(ValueError, match=r"2 of 2 steering rows are held by configurations \(held 1, held 2\): drop one"):
         engine.submit(steered(3))
     shared = engine.submit(steered(1))
-    results = run(engine)
+    results = finish(engine)
     assert results[waiting].finish == "error"
     assert "are held by configurations" in (results[waiting].error or "")
     right(host, results[shared], steered(1))
@@ -600,7 +567,7 @@ def test_what_can_never_be_granted_is_refused_and_what_never_will_be_any_more_en
 @pytest.mark.parametrize("steers", [False, True])
 def test_a_request_that_lacks_what_a_preempted_one_keeps_waits_for_it(steers: bool) -> None:
     """The more urgent request takes the only row, but the patch slot stays with the request that was preempted."""
-    host = host_of()
+    host = tiny()
     engine = Engine(host, rows=1, patch_slots=1)
     patched, urgent = (
         replace(steered(i) if steers else Request(PROMPT, ASK), patch=(Patch(SITE, 2, VECTORS[i]),), priority=i) for i in range(2)
@@ -608,28 +575,16 @@ def test_a_request_that_lacks_what_a_preempted_one_keeps_waits_for_it(steers: bo
     first = engine.submit(patched)
     engine.step()
     second = engine.submit(urgent)
-    results = run(engine)
+    results = finish(engine)
     right(host, results[first], patched)
     right(host, results[second], urgent)
-
-
-def test_cancelled_requests_cost_their_owner_no_turn() -> None:
-    """Otherwise an owner whose requests never ran would wait behind everybody for as many tokens as they had asked for."""
-    engine = Engine(host_of(), rows=1, patience=None)
-    for number in [engine.submit(Request(PROMPT, Sampling(max_new=40), owner="hasty")) for _ in range(20)]:
-        engine.cancel(number)
-    for _ in range(8):
-        engine.submit(Request(PROMPT, ASK, owner="steady"))
-    hasty = [engine.submit(Request(PROMPT, ASK, owner="hasty")) for _ in range(2)]
-    order = [number for number in run(engine, 200) if number >= 20]
-    assert [order.index(number) for number in hasty] == [1, 3]  # in turns with the other owner
 
 
 # Whose configuration it is
 
 
 def test_the_scale_of_a_held_configuration_is_no_matter_of_a_request_with_the_same_numbers() -> None:
-    host = host_of()
+    host = tiny()
     config = Steering(decode=(Steer(SITE, VECTORS[0]),))
     engine = Engine(host, block=4)
     engine.steering.hold("mine", config)
@@ -639,7 +594,7 @@ def test_the_scale_of_a_held_configuration_is_no_matter_of_a_request_with_the_sa
     engine.steering.override(routed, "mine")
     engine.steering.override(other, "theirs")
     engine.steering.set_scale(3.0, config="mine")
-    results |= run(engine)
+    results |= finish(engine)
 
     def scaled(scale: float) -> Request:
         return Request(PROMPT, ASK, steering=Steering(decode=(Steer(SITE, VECTORS[0], scale),)))
@@ -653,7 +608,7 @@ def test_the_scale_of_a_held_configuration_is_no_matter_of_a_request_with_the_sa
 
 
 def test_a_prefix_that_is_longer_than_the_cache_is_found_as_far_as_it_fits() -> None:
-    host = host_of()
+    host = tiny()
     engine = Engine(host, block=1)
     (whole,) = engine.generate([Request(PROMPT, ASK)], progress=False)
     assert whole.cached == 0
@@ -668,7 +623,7 @@ def test_a_prefix_that_is_longer_than_the_cache_is_found_as_far_as_it_fits() -> 
 
 def test_what_the_cache_counts_is_what_it_keeps() -> None:
     """A block that is left of a long prompt keeps no memory of the others."""
-    engine = Engine(host_of(), block=2)
+    engine = Engine(tiny(), block=2)
     engine.generate([Request(PROMPT, ASK)], progress=False)
     engine.prefixes.budget = 2 * engine.prefixes.bytes // len(engine.prefixes)
     engine.generate([Request(PROMPT[::-1], ASK)], progress=False)
@@ -686,7 +641,7 @@ def test_the_least_recently_used_end_of_a_chain_leaves_first() -> None:
 
 
 def test_a_capture_of_which_no_token_came_is_named() -> None:
-    engine = Engine(host_of())
+    engine = Engine(tiny())
     absent = next(token for token in range(VOCAB) if token not in PROMPT)
     keep = (
         Capture(SITE, TokenSelection("generated")),
@@ -700,7 +655,7 @@ def test_a_capture_of_which_no_token_came_is_named() -> None:
 
 @pytest.mark.parametrize("scale", [True, float("nan"), -1.0])
 def test_what_is_no_scale_is_refused(scale: Any) -> None:
-    engine = Engine(host_of())
+    engine = Engine(tiny())
     with pytest.raises(ValueError, match="give a finite number that is not negative"):
         engine.steering.set_scale(scale)
     assert engine.steering.gain == 1.0

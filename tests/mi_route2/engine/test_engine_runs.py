@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import make_family
+from engines import finish, tiny
 
-from mi_route2 import Steer, open_host, sweep
+from mi_route2 import Steer, sweep
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.patching import CleanRun
 from mi_route2.runs import RunStore
@@ -23,7 +23,7 @@ PART = TokenSelection("prompt")
 
 def captured(store: RunStore, *sites: Site) -> tuple[Engine, Callable[[], int]]:
     """An engine that computes a prompt in three pieces, and a function that submits the request that captures it as ``clean``."""
-    engine = Engine(open_host("torch", make_family("Llama", torch.float64)), store=store, chunk=4, budget=8, rows=2)
+    engine = Engine(tiny("Llama"), store=store, chunk=4, budget=8, rows=2)
     request = Request(PROMPT, Sampling(max_new=4), capture=tuple(Capture(site, PART) for site in sites), run="clean")
     return engine, lambda: engine.submit(request)
 
@@ -39,22 +39,20 @@ def test_a_run_says_that_steering_came_after_it_was_admitted(late: bool) -> None
     engine.step()
     if late:
         engine.steering.set_global("base", [Steer(sites[0], vector, 3.0)])
-    while engine.busy:
-        engine.step()
+    finish(engine)
     with pytest.raises(ValueError, match="was steered or patched at resid_post of the last block or behind it"):
         CleanRun.stored(engine.host, store, "clean", "blocks.0.resid_pre")
 
 
 @pytest.mark.parametrize("whose", ["another request's", "its own generated tokens'"])
 def test_a_run_does_not_say_what_steering_did_elsewhere(whose: str) -> None:
-    host, store, final = open_host("torch", make_family("Llama", torch.float64)), RunStore(), Site(1, "resid_post")
+    host, store, final = tiny("Llama"), RunStore(), Site(1, "resid_post")
     early, late = (Steer(site, torch.ones(16, dtype=torch.float64), 3.0) for site in (Site(0, "resid_mid"), final))
     engine, captures = Engine(host, store=store), (Capture(Site(0, "resid_pre"), PART), Capture(final, PART))
     own = Steering(prefill=(early,), decode=(late,) if whose.startswith("its") else ())
     engine.submit(Request(OTHER, Sampling(max_new=4), steering=Steering(base=(late,)), owner="another"))
     engine.submit(Request(PROMPT, Sampling(max_new=4), steering=own, capture=captures, run="clean"))
-    while engine.busy:
-        engine.step()
+    finish(engine)
     assert CleanRun.stored(host, store, "clean", "blocks.0.resid_pre").length == len(PROMPT)
 
 
@@ -65,15 +63,13 @@ def test_a_cancelled_request_leaves_no_half_run(how: str, tmp_path: Path) -> Non
     number = submit()
     engine.step()
     {"cancel": lambda: engine.cancel(number), "abort": lambda: engine.pause("abort"), "close": engine.close}[how]()
-    while engine.busy:
-        engine.step()
+    finish(engine)
     assert store.runs() == []
     if how != "close":
         if engine.paused:
             engine.resume()
         submit()  # the name is free
-        while engine.busy:
-            engine.step()
+        finish(engine)
         assert store.runs() == ["clean"]
         assert store.positions("clean", Site(1, "resid_post")) == list(range(12))
 
@@ -81,7 +77,7 @@ def test_a_cancelled_request_leaves_no_half_run(how: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("written", [False, True])
 def test_a_sweep_sees_what_a_command_wrote_between_its_forwards(written: bool) -> None:
     """``p.data`` is counted nowhere: only the content tells."""
-    host = open_host("torch", make_family("MicroGPT", torch.float64))
+    host = tiny()
     asked = {"clean": PROMPT, "corrupt": OTHER, "answer": 3, "foil": 4, "sites": ["resid_pre", "resid_mid", "resid_post"]}
     truth = sweep(host, progress=False, **asked)
 
