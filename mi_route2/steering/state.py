@@ -89,218 +89,6 @@ class NamedConfig:
     scale: float = 1.0
 
 
-class Requests:
-    """Requests and their rows; methods and errors are those of ``SteeringState``, which also updates its caches."""
-
-    def __init__(self, rows: SteeringRows, vectors: Mapping[str, Vector], adapter_sites: tuple[Site, ...]):
-        self.rows, self._vectors, self.adapter_sites = rows, vectors, adapter_sites
-        self.active: dict[int, ActiveRequest] = {}
-        self.watched: Counter[Site] = Counter()
-        """Number of monitors of resident requests, by the site at which they read or act."""
-        self.configs_by_name: dict[str, NamedConfig] = {}
-        self._compiled: dict[int, tuple[Monitor, tuple[Site, ...], Watch]] = {}
-
-    def of(self, request: int) -> ActiveRequest:
-        if request not in self:
-            raise ValueError(f"request {request} is not running: it still waits, or has ended")
-        return self.active[request]
-
-    def __contains__(self, request: object) -> bool:
-        whole = isinstance(request, int | np.integer) and not isinstance(request, bool)  # True would be request 1
-        return whole and request in self.active
-
-    def config(self, name: str) -> NamedConfig:
-        if name not in self.configs_by_name:
-            raise ValueError(f"no configuration is held as {name!r}; there are: {_listed(self.configs_by_name)}")
-        return self.configs_by_name[name]
-
-    def _resolved(self, spec: Steering | None) -> Steering:
-        resolved = (spec or UNSTEERED).resolved(looker(self._vectors))
-        self.rows.check(resolved)
-        return resolved
-
-    def _watch(self, monitor: Monitor) -> Watch:
-        """Compile a resolved monitor of a request: once for its check and its admission, which follows or never comes."""
-        kept, sites, watch = self._compiled.pop(id(monitor), (None, (), None))
-        if kept is monitor and sites == self.adapter_sites and watch is not None:
-            return watch
-        return watch_of(monitor, monitor.name, self.rows, self.adapter_sites)
-
-    def forget(self) -> None:
-        """Compile monitors anew, because sites may have another width."""
-        self._compiled.clear()
-
-    def _row(self, name: str, spec: Steering) -> Steering:
-        if spec.monitors:
-            raise ValueError(f"the configuration {name!r} has monitors: give them in the request's own steering")
-        return self._resolved(spec)
-
-    def fits(self, spec: Steering | None, configs: Mapping[str, Steering], request: int | None) -> bool:
-        again = self.active.get(request) if request is not None else None
-        specs = again.specs if again else [self._resolved(spec), *(self._row(*named) for named in configs.items())]
-        try:
-            self.rows.demand(specs)
-        except Full:
-            return False
-        return True
-
-    def check(self, spec: Steering | None, configs: Mapping[str, Steering]) -> None:
-        """Raise ``ValueError`` if ``admit`` must refuse while the server's own configurations are held; no rows are taken."""
-        resolved = self._resolved(spec)
-        if len(self._compiled) > COMPILED:
-            self._compiled.clear()
-        for monitor in resolved.monitors:
-            self._compiled[id(monitor)] = monitor, self.adapter_sites, self._watch(monitor)
-        specs = [resolved, *(self._row(*named) for named in configs.items())]
-        try:
-            self.rows.demand(specs)
-        except Full:
-            needed = {row_key(one) for one in specs} - {b""}
-            server = {name: config for name, config in self.configs_by_name.items() if not config.owner}
-            others = {config.row: name for name, config in server.items() if config.row and row_key(config.spec) not in needed}
-            capacity = self.rows.capacity
-            if len(needed) > capacity - len(others):
-                names = ", ".join(others.values())
-                raise ValueError(
-                    f"{len(others)} of {capacity} steering rows are held by configurations ({names}): drop one, or raise rows"
-                ) from None
-
-    def admit(
-        self, request: int, spec: Steering | None, owner: str, conversation: str | None, configs: Mapping[str, Steering]
-    ) -> None:
-        active = self.active.get(request)
-        if active is None:
-            resolved = self._resolved(spec)
-            rows = {name: self._row(name, config) for name, config in configs.items()}
-            watches = {monitor.name: self._watch(monitor) for monitor in resolved.monitors}
-            active = ActiveRequest(spec or UNSTEERED, resolved, rows, owner, conversation, watches)
-        elif active.resident:
-            raise ValueError(f"request {request} already runs: give each request a new number")
-        elif (spec or UNSTEERED) != active.asked:
-            raise ValueError(f"request {request} was preempted and now has another steering: admit it with the same one")
-        self.rows.demand(active.specs)
-        taken: list[int] = []
-        try:
-            for one in active.specs:
-                taken.append(self.rows.acquire(one))
-        except BaseException:  # no memory for one of them
-            for row in taken:
-                self.rows.release(row)
-            raise
-        active.row, active.alternatives = taken[0], tuple(taken[1 : 1 + len(active.configs)])
-        active.routed = taken[-1] if active.override else None
-        active.resident = True
-        self._count(active, 1)
-        self.active[request] = active
-
-    def preempted(self, request: int) -> None:
-        self._give_back(self.of(request))
-
-    def release(self, request: int) -> str:
-        """Release a request; return its owner if this was the owner's last request, otherwise ``""``."""
-        if (active := self.active.pop(request, None)) is None:
-            return ""
-        self._give_back(active)
-        return "" if any(other.owner == active.owner for other in self.active.values()) else active.owner
-
-    def gives_rows(self, request: int, needed: frozenset[bytes]) -> bool:
-        counts, rows = Counter(row for row in self.of(request).rows if row), self.rows.rows
-        given = sum(rows[row].refs == count and rows[row].key not in needed for row, count in counts.items())
-        return given > 0 and given >= self.rows.missing(needed)
-
-    def leave(self, owner: str) -> None:
-        for name in [name for name, config in self.configs_by_name.items() if config.owner == owner]:
-            self.drop(name)
-
-    def _give_back(self, active: ActiveRequest) -> None:
-        if active.resident:
-            for row in active.rows:
-                self.rows.release(row)
-            self._count(active, -1)
-        active.row, active.alternatives, active.routed, active.resident = 0, (), None, False
-
-    def watch(self, request: int, name: str, watch: Watch | None) -> None:
-        """Replace a monitor that was set on a request, or (``None``) remove it; ``ValueError`` for a name of its own spec."""
-        active = self.of(request)
-        if watch is not None and name in active.watches:
-            raise ValueError(f"request {request} already has its own monitor {name!r}: give this one another name")
-        if active.resident:
-            self._count(active, -1)
-        if watch is not None:
-            active.dynamic[name] = watch
-        else:
-            active.dynamic.pop(name, None)
-        if active.resident:
-            self._count(active, 1)
-
-    def retune(self, request: int, name: str, threshold: float) -> None:
-        """Move the threshold of a request's monitor, of its own spec or set since; ``ValueError`` if it has none of this name."""
-        active = self.of(request)
-        of = active.watches if name in active.watches else active.dynamic
-        if name not in of:
-            known = _listed({**active.watches, **active.dynamic})
-            raise ValueError(f"request {request} has no monitor {name!r}; there are: {known}")
-        if of[name].monitor.prompt:
-            raise ValueError(f"the monitor {name!r} of request {request} acts on its prompt, which is computed already")
-        of[name] = replace(of[name], monitor=replace(of[name].monitor, threshold=threshold))
-
-    def set_adapter_sites(self, adapter_sites: tuple[Site, ...]) -> None:
-        self.adapter_sites = adapter_sites
-        for active in self.active.values():
-            if active.resident:
-                self._count(active, -1)
-            for of in (active.watches, active.dynamic):
-                of |= {name: requarantined(watch, adapter_sites) for name, watch in of.items()}
-            if active.resident:
-                self._count(active, 1)
-
-    def _count(self, active: ActiveRequest, one: int) -> None:
-        for watch in (*active.watches.values(), *active.dynamic.values()):
-            for site in watch.sites:
-                self.watched[site] += one
-                if not self.watched[site]:
-                    del self.watched[site]
-
-    def hold(self, name: str, spec: Steering, owner: str) -> None:
-        if not name:
-            raise ValueError("the configuration needs a name, to which overrides refer")
-        if name in self.configs_by_name:
-            raise ValueError(f"a configuration is already held as {name!r}: drop it first, or use another name")
-        resolved = self._row(name, spec)
-        self.rows.demand([resolved])
-        stored = [resolved, *(one.spec for one in self.configs_by_name.values())]
-        for number, active in self.active.items():
-            needed = {row_key(one) for one in (*stored, *active.specs)} - {b""}
-            if not active.resident and len(needed) > self.rows.capacity:
-                raise Full(
-                    f"the configuration {name!r} would take a steering row that request {number} needs again, which is preempted: "
-                    "hold it when that request has ended, or raise rows"
-                )
-        self.configs_by_name[name] = NamedConfig(name, resolved, self.rows.acquire(resolved), owner)
-
-    def drop(self, name: str) -> None:
-        self.rows.release(self.config(name).row)
-        del self.configs_by_name[name]
-
-    def override(self, request: int, config: str | None) -> None:
-        known = {name: NamedConfig(name, spec) for name, spec in self.of(request).configs.items()}
-        known = self.configs_by_name | known
-        if (now := self.of(request).override) is not None:
-            known.setdefault(now.name, now)  # a configuration that was dropped stays in effect where it acts
-        if config is not None and config not in known:
-            raise ValueError(f"request {request} cannot be routed to {config!r}; there are: {_listed(known)}")
-        self.route(request, None if config is None else known[config])
-
-    def route(self, request: int, target: NamedConfig | None) -> None:
-        active = self.of(request)
-        before = active.routed
-        if active.resident:
-            active.routed = None if target is None else self.rows.acquire(target.spec)  # its row exists, so never Full
-            if before is not None:
-                self.rows.release(before)
-        active.override = target
-
-
 def _listed(names: Mapping[str, object]) -> str:
     return ", ".join(sorted(names)) or "none"
 
@@ -346,7 +134,11 @@ class SteeringState:
         self.vectors: dict[str, Vector] = {}
         self.tier: dict[Site, Tensor] = {}
         self.gain = 1.0
-        self._requests = Requests(self.rows, self.vectors, self.adapter_sites)
+        self._active: dict[int, ActiveRequest] = {}
+        self._watched: Counter[Site] = Counter()
+        """Number of monitors of resident requests, by the site at which they read or act."""
+        self._configs: dict[str, NamedConfig] = {}
+        self._compiled: dict[int, tuple[Monitor, tuple[Site, ...], Watch]] = {}
         self._monitors: dict[str, tuple[Watch, str]] = {}
         self._sites: frozenset[Site] = frozenset()
         self._version = self.changes = 0
@@ -362,7 +154,11 @@ class SteeringState:
         Monitors that gate every quarantine gate these. One that has none left stays as it was, at sites that do not fire.
         """
         self.adapter_sites = tuple(sorted(adapter_sites))
-        self._requests.set_adapter_sites(self.adapter_sites)
+        for active in self._active.values():
+            self._count(active, -1)
+            for of in (active.watches, active.dynamic):
+                of |= {name: requarantined(watch, self.adapter_sites) for name, watch in of.items()}
+            self._count(active, 1)
         self._monitors = {
             name: (requarantined(watch, self.adapter_sites), owner) for name, (watch, owner) in self._monitors.items()
         }
@@ -373,13 +169,13 @@ class SteeringState:
 
         Sites of adapters that were attached anew may have another width or not exist; errors for these propagate.
         """
-        self._requests.forget()
+        self._compiled.clear()
         if request is None:
-            specs = [config.spec for config in self._requests.configs_by_name.values()]
+            specs = [config.spec for config in self._configs.values()]
             watches = [watch for watch, _ in self._monitors.values()]
             sums, sites = [*self.rows.globals.values(), self.tier], {*self.rows.sites(), *self.tier}
         else:
-            active = self._requests.of(request)
+            active = self._of(request)
             specs, watches, sums, sites = active.specs, [*active.watches.values(), *active.dynamic.values()], [], set()
         for site in sites.union(*(watch.sites for watch in watches)):
             self.rows.widths(site)  # raises an error for a site that is not there
@@ -427,11 +223,54 @@ class SteeringState:
 
     def fits(self, spec: Steering | None, *, configs: Mapping[str, Steering] | None = None, request: int | None = None) -> bool:
         """Return whether ``admit`` would find enough rows now; ``request`` is a preempted one. ``ValueError`` as in ``admit``."""
-        return self._requests.fits(spec, configs or {}, request)
+        again = self._active.get(request) if request is not None else None
+        specs = again.specs if again else [self._resolved(spec), *self._rows(configs).values()]
+        try:
+            self.rows.demand(specs)
+        except Full:
+            return False
+        return True
 
     def check(self, spec: Steering | None, configs: Mapping[str, Steering] | None = None) -> None:
-        """Raise ``ValueError`` if ``admit`` must refuse while the server's own configurations are held."""
-        self._requests.check(spec, configs or {})
+        """Raise ``ValueError`` if ``admit`` must refuse while the server's own configurations are held; no rows are taken."""
+        resolved = self._resolved(spec)
+        if len(self._compiled) > COMPILED:
+            self._compiled.clear()
+        for monitor in resolved.monitors:
+            self._compiled[id(monitor)] = monitor, self.adapter_sites, self._watch(monitor)
+        specs = [resolved, *self._rows(configs).values()]
+        try:
+            self.rows.demand(specs)
+        except Full:
+            needed = {row_key(one) for one in specs} - {b""}
+            server = {name: config for name, config in self._configs.items() if not config.owner}
+            others = {config.row: name for name, config in server.items() if config.row and row_key(config.spec) not in needed}
+            capacity = self.rows.capacity
+            if len(needed) > capacity - len(others):
+                names = ", ".join(others.values())
+                raise ValueError(
+                    f"{len(others)} of {capacity} steering rows are held by configurations ({names}): drop one, or raise rows"
+                ) from None
+
+    def _resolved(self, spec: Steering | None) -> Steering:
+        resolved = (spec or UNSTEERED).resolved(looker(self.vectors))
+        self.rows.check(resolved)
+        return resolved
+
+    def _row(self, name: str, spec: Steering) -> Steering:
+        if spec.monitors:
+            raise ValueError(f"the configuration {name!r} has monitors: give them in the request's own steering")
+        return self._resolved(spec)
+
+    def _rows(self, configs: Mapping[str, Steering] | None) -> dict[str, Steering]:
+        return {name: self._row(name, spec) for name, spec in (configs or {}).items()}
+
+    def _watch(self, monitor: Monitor) -> Watch:
+        """Compile a resolved monitor of a request: once for its check and its admission, which follows or never comes."""
+        kept, sites, watch = self._compiled.pop(id(monitor), (None, (), None))
+        if kept is monitor and sites == self.adapter_sites and watch is not None:
+            return watch
+        return watch_of(monitor, monitor.name, self.rows, self.adapter_sites)
 
     def admit(
         self,
@@ -451,17 +290,41 @@ class SteeringState:
             Full: Too few rows are free now.
             ValueError: The rows can never suffice, a vector does not fit, or the request already runs.
         """
-        self._requests.admit(request, spec, owner, conversation, configs or {})
+        active = self._active.get(request)
+        if active is None:
+            resolved, rows = self._resolved(spec), self._rows(configs)
+            watches = {monitor.name: self._watch(monitor) for monitor in resolved.monitors}
+            active = ActiveRequest(spec or UNSTEERED, resolved, rows, owner, conversation, watches)
+        elif active.resident:
+            raise ValueError(f"request {request} already runs: give each request a new number")
+        elif (spec or UNSTEERED) != active.asked:
+            raise ValueError(f"request {request} was preempted and now has another steering: admit it with the same one")
+        self.rows.demand(active.specs)
+        taken: list[int] = []
+        try:
+            for one in active.specs:
+                taken.append(self.rows.acquire(one))
+        except BaseException:  # no memory for one of them
+            for row in taken:
+                self.rows.release(row)
+            raise
+        active.row, active.alternatives = taken[0], tuple(taken[1 : 1 + len(active.configs)])
+        active.routed = taken[-1] if active.override else None
+        active.resident = True
+        self._count(active, 1)
+        self._active[request] = active
         self._changed(request)
 
     def preempted(self, request: int) -> None:
         """Release the rows of a preempted request; its override, scale and monitors are kept until it is admitted again."""
-        self._requests.preempted(request)
+        self._give_back(self._of(request))
         self._changed(request)
 
     def gives_rows(self, request: int, needed: frozenset[bytes]) -> bool:
         """Return whether a preemption of ``request`` would free enough rows for the ``needed`` ones, of which it may hold some."""
-        return self._requests.gives_rows(request, needed)
+        counts, rows = Counter(row for row in self._of(request).rows if row), self.rows.rows
+        given = sum(rows[row].refs == count and rows[row].key not in needed for row, count in counts.items())
+        return given > 0 and given >= self.rows.missing(needed)
 
     def release(self, request: int, *, stays: bool = False) -> None:
         """Remove a request that has ended, with everything of its own; no effect if it was never admitted.
@@ -469,33 +332,56 @@ class SteeringState:
         With an owner's last request, the owner's configurations and monitors are removed too, unless the owner ``stays``, because
         requests that were not admitted yet may need them; then call ``leave``.
         """
-        owner = self._requests.release(request)
+        active = self._active.pop(request, None)
+        if active is not None:
+            self._give_back(active)
         self._changed(request)
-        if not stays:
-            self.leave(owner)
+        if active is not None and not stays and all(other.owner != active.owner for other in self._active.values()):
+            self.leave(active.owner)
+
+    def _give_back(self, active: ActiveRequest) -> None:
+        if active.resident:
+            for row in active.rows:
+                self.rows.release(row)
+            self._count(active, -1)
+        active.row, active.alternatives, active.routed, active.resident = 0, (), None, False
+
+    def _count(self, active: ActiveRequest, one: int) -> None:
+        """Count the monitors of a request in (1) or out (-1), if it is resident."""
+        for watch in (*active.watches.values(), *active.dynamic.values()) if active.resident else ():
+            for site in watch.sites:
+                self._watched[site] += one
+                if not self._watched[site]:
+                    del self._watched[site]
 
     def leave(self, owner: str) -> None:
         """Remove the configurations and monitors of an owner without requests."""
         monitors = {name: kept for name, kept in self._monitors.items() if kept[1] != owner}
-        if owner and (
-            len(monitors) < len(self._monitors) or any(config.owner == owner for config in self._requests.configs_by_name.values())
-        ):
-            self._requests.leave(owner)
+        configs = [name for name, config in self._configs.items() if config.owner == owner]
+        if owner and (configs or len(monitors) < len(self._monitors)):
             self._monitors = monitors
+            for name in configs:
+                self.rows.release(self._configs.pop(name).row)
             self._changed()
 
     @property
     def requests(self) -> tuple[int, ...]:
         """All requests that were admitted and have not ended, including preempted ones."""
-        return tuple(self._requests.active)
+        return tuple(self._active)
 
     def __contains__(self, request: object) -> bool:
         """Return whether a request was admitted and has not ended."""
-        return request in self._requests
+        whole = isinstance(request, int | np.integer) and not isinstance(request, bool)  # True would be request 1
+        return whole and request in self._active
+
+    def _of(self, request: int) -> ActiveRequest:
+        if request not in self:
+            raise ValueError(f"request {request} is not running: it still waits, or has ended")
+        return self._active[request]
 
     def conversation(self, request: int) -> str | None:
         """Return the conversation that a request was admitted with."""
-        return self._requests.of(request).conversation
+        return self._of(request).conversation
 
     @checked
     def hold(self, name: str, spec: Steering, *, owner: str = "") -> None:
@@ -503,18 +389,38 @@ class SteeringState:
 
         The server's own configurations (``owner=""``) stay until ``drop``.
         """
-        self._requests.hold(name, spec, owner)
+        if not name:
+            raise ValueError("the configuration needs a name, to which overrides refer")
+        if name in self._configs:
+            raise ValueError(f"a configuration is already held as {name!r}: drop it first, or use another name")
+        resolved = self._row(name, spec)
+        self.rows.demand([resolved])
+        stored = [resolved, *(one.spec for one in self._configs.values())]
+        for number, active in self._active.items():
+            needed = {row_key(one) for one in (*stored, *active.specs)} - {b""}
+            if not active.resident and len(needed) > self.rows.capacity:
+                raise Full(
+                    f"the configuration {name!r} would take a steering row that request {number} needs again, which is preempted: "
+                    "hold it when that request has ended, or raise rows"
+                )
+        self._configs[name] = NamedConfig(name, resolved, self.rows.acquire(resolved), owner)
         self._changed()
 
     @property
     def configurations(self) -> tuple[str, ...]:
         """Names of the held configurations."""
-        return tuple(self._requests.configs_by_name)
+        return tuple(self._configs)
 
     def drop(self, name: str) -> None:
         """Drop a held configuration; overrides to it stay in effect. ``ValueError`` for an unknown name."""
-        self._requests.drop(name)
+        self.rows.release(self._config(name).row)
+        del self._configs[name]
         self._changed()
+
+    def _config(self, name: str) -> NamedConfig:
+        if name not in self._configs:
+            raise ValueError(f"no configuration is held as {name!r}; there are: {_listed(self._configs)}")
+        return self._configs[name]
 
     # Dynamic steering
 
@@ -543,18 +449,31 @@ class SteeringState:
         """
         if request in self:
             self._guard_rules(request, config)
-        self._requests.override(request, config)
+        known = self._configs | {name: NamedConfig(name, spec) for name, spec in self._of(request).configs.items()}
+        if (now := self._of(request).override) is not None:
+            known.setdefault(now.name, now)  # a configuration that was dropped stays in effect where it acts
+        if config is not None and config not in known:
+            raise ValueError(f"request {request} cannot be routed to {config!r}; there are: {_listed(known)}")
+        self._route(request, None if config is None else known[config])
+
+    def _route(self, request: int, target: NamedConfig | None) -> None:
+        active = self._of(request)
+        before = active.routed
+        if active.resident:
+            active.routed = None if target is None else self.rows.acquire(target.spec)  # its row exists, so never Full
+            if before is not None:
+                self.rows.release(before)
+        active.override = target
         self._changed(request)
 
     def routing(self, request: int) -> NamedConfig | None:
         """Return the configuration to which a request is routed; ``None`` for its own row."""
-        return self._requests.of(request).override
+        return self._of(request).override
 
     def restore(self, request: int, routing: NamedConfig | None, scale: float) -> None:
         """Restore values of ``routing``, even if its name was dropped since, and ``scale_of``."""
-        self._requests.route(request, routing)
-        self._requests.of(request).scale = scale
-        self._changed(request)
+        self._of(request).scale = scale
+        self._route(request, routing)
 
     def set_scale(self, scale: Number, *, request: int | None = None, config: str | None = None) -> None:
         """Set the scale of a request's static vectors, of a held configuration, or (if neither is given) of the tier.
@@ -565,12 +484,12 @@ class SteeringState:
         if request is not None and config is not None:
             raise ValueError("a scale belongs to a request, a configuration or the tier: name at most one of them")
         if request is not None:
-            active = self._requests.of(request)
+            active = self._of(request)
             self._guard_rules(request, value)
             active.scale = value
         elif config is None:
             self.gain = value
-        elif (target := self._requests.config(config)).spec.base or target.spec.decode:
+        elif (target := self._config(config)).spec.base or target.spec.decode:
             target.scale = value
         else:
             raise ValueError(f"the configuration {config!r} holds no vectors for generated tokens, so there is nothing to scale")
@@ -578,7 +497,7 @@ class SteeringState:
 
     def scale_of(self, request: int) -> float:
         """Return a request's own scale."""
-        return self._requests.of(request).scale
+        return self._of(request).scale
 
     @checked
     def set_monitor(self, monitor: Monitor, *, request: int | None = None, owner: str = "") -> None:
@@ -596,9 +515,21 @@ class SteeringState:
         self._guard(name, monitor, request)
         if request is None:
             self._monitors[monitor.name] = watch, owner
+        elif monitor.name in self._of(request).watches:
+            raise ValueError(f"request {request} already has its own monitor {monitor.name!r}: give this one another name")
         else:
-            self._requests.watch(request, monitor.name, watch)
+            self._set_dynamic(request, monitor.name, watch)
         self._changed(request)
+
+    def _set_dynamic(self, request: int, name: str, watch: Watch | None) -> None:
+        """Replace a monitor that was set on a request, or (``None``) remove it."""
+        active = self._of(request)
+        self._count(active, -1)
+        if watch is not None:
+            active.dynamic[name] = watch
+        else:
+            active.dynamic.pop(name, None)
+        self._count(active, 1)
 
     @checked
     def set_threshold(self, request: int, name: str, threshold: Number) -> None:
@@ -607,7 +538,14 @@ class SteeringState:
         Raises:
             ValueError: The request has no monitor of this name, or the monitor acts on the prompt.
         """
-        self._requests.retune(request, name, threshold)
+        active = self._of(request)
+        of = active.watches if name in active.watches else active.dynamic
+        if name not in of:
+            known = _listed({**active.watches, **active.dynamic})
+            raise ValueError(f"request {request} has no monitor {name!r}; there are: {known}")
+        if of[name].monitor.prompt:
+            raise ValueError(f"the monitor {name!r} of request {request} acts on its prompt, which is computed already")
+        of[name] = replace(of[name], monitor=replace(of[name].monitor, threshold=threshold))
         self._changed(request)
 
     def clear_monitor(self, name: str, *, request: int | None = None) -> None:
@@ -615,12 +553,12 @@ class SteeringState:
         if request is None:
             self._monitors.pop(name, None)
         else:
-            self._requests.watch(request, name, None)
+            self._set_dynamic(request, name, None)
         self._changed(request)
 
     def watching(self, request: int) -> tuple[str, ...]:
         """Return the names of a request's own monitors, with those that were set since it was admitted."""
-        active = self._requests.active.get(request)
+        active = self._active.get(request)
         return () if active is None else (*active.watches, *active.dynamic)
 
     @property
@@ -631,7 +569,7 @@ class SteeringState:
     # Current steering
 
     def _acting(self, request: int) -> Acting:
-        active = self._requests.active.get(request)
+        active = self._active.get(request)
         if active is None or not active.resident:
             raise RuntimeError(f"request {request} is in the batch but was not admitted: it would run unsteered")
         routed = active.row if active.routed is None else active.routed
@@ -669,7 +607,7 @@ class SteeringState:
         """Invalidate as ``_forget`` does, and recompute the sites that need hooks."""
         self._forget(request)
         everyones = (watch.sites for watch, _ in self._monitors.values())
-        sites = self.rows.sites().union(self.tier, self._requests.watched, *everyones)
+        sites = self.rows.sites().union(self.tier, self._watched, *everyones)
         if sites != self._sites:
             self._sites, self._version = frozenset(sites), self._version + 1
 
@@ -748,7 +686,7 @@ class SteeringState:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the current state as plain data."""
-        configs = self._requests.configs_by_name.items()
+        configs = self._configs.items()
         return {
             "rows": {"used": self.rows.used, "capacity": self.rows.capacity},
             "globals": {tier: sorted(map(str, entries)) for tier, entries in self.rows.globals.items()},
@@ -763,7 +701,7 @@ class SteeringState:
                     "running": active.resident,
                     "rows": sorted({active.row, *active.alternatives, active.routed or 0} - {0}),
                 }
-                for request, active in self._requests.active.items()
+                for request, active in self._active.items()
             },
         }
 
