@@ -98,18 +98,11 @@ def write_shard(path: Path, shard: int, run: str, sites: Mapping[Site, tuple[Ten
     """
     data = save({str(site): rows for site, (_, rows) in sites.items()}, metadata={"run": run})
     write_whole(path, data, f"make room there, or give the store another folder (nothing of run {run!r} is kept)")
-    return [
-        Stored(
-            run,
-            site,
-            shard,
-            len(data),
-            positions,
-            Kind(len(rows), rows.dtype, tuple(rows.shape[1:])),
-            seal(run, site, positions, rows),
-        )
-        for site, (positions, rows) in sites.items()
-    ]
+    stored = []
+    for site, (positions, rows) in sites.items():
+        kind = Kind(len(rows), rows.dtype, tuple(rows.shape[1:]))
+        stored.append(Stored(run, site, shard, len(data), positions, kind, seal(run, site, positions, rows)))
+    return stored
 
 
 def read_shard(path: Path, stored: Stored) -> Tensor:

@@ -3,8 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
 from types import TracebackType
@@ -229,11 +229,9 @@ class RunStore:
         with self._lock:
             return self._memory.by_owner()
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def unchanged(self) -> AbstractContextManager[object]:
         """Context: what this thread reads belongs together, because no other thread can finish, drop or evict a run."""
-        with self._lock:
-            yield
+        return self._lock
 
     # ---- leases and removal
 
