@@ -80,11 +80,6 @@ class Slots:
 
     def take(self, length: int) -> int:
         """Allocate and return a row for this length."""
-        if self.used == self.rows:
-            raise RuntimeError(f"all {self.rows} rows are in use")
-        return self._take(length)
-
-    def _take(self, length: int) -> int:
         shelf = bisect_left(self.sizes, length)
         if shelf == len(self.sizes):
             raise RuntimeError(f"a row of {length} positions is longer than any: the longest has {self.sizes[-1]}")
@@ -117,7 +112,7 @@ class Slots:
     def move(self, row: int, length: int, keep: int) -> int:
         """Return a new row for this length with the first ``keep`` positions of ``row``, which is still to be freed."""
         _, place, data, _ = self._at(row)
-        new = self._take(length)
+        new = self.take(length)
         self._shelves[new // SHELF][:, :, new % SHELF, :, :keep] = data[:, :, place, :, :keep]
         return new
 
@@ -145,8 +140,7 @@ class Slots:
     def _at(self, row: int) -> tuple[int, int, Tensor, int]:
         """Return shelf, place, data and the last place in use of a row."""
         shelf, place = divmod(row, SHELF)
-        if not (0 <= shelf < len(self.sizes) and place < self._used[shelf]):
-            raise RuntimeError(f"row {row} is not in use")
+        assert place < self._used[shelf], f"row {row} is not in use"
         return shelf, place, self._shelves[shelf], self._used[shelf] - 1
 
     def _grow(self, shelf: int, sizes: set[int]) -> None:

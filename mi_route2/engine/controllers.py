@@ -9,7 +9,7 @@ from functools import partial
 from inspect import iscoroutinefunction
 from statistics import median
 from threading import Lock
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, get_args, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -74,6 +74,7 @@ class ClearMonitor:
 
 
 Action = SetTier | ClearTier | Override | ClearOverride | SetScale | SetMonitor | ClearMonitor
+ACTIONS = get_args(Action)
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,6 @@ def _do(state: SteeringState, action: object) -> None:
             state.clear_monitor(name, request=request)
         case _:
             raise ValueError(f"{type(action).__name__} is not an action: choose among {', '.join(a.__name__ for a in ACTIONS)}")
-
-
-ACTIONS = (SetTier, ClearTier, Override, ClearOverride, SetScale, SetMonitor, ClearMonitor)
 
 
 TIER, ALL = "tier", "all requests"
@@ -360,14 +358,18 @@ class Controllers:
                     self.ledger.note(controller.name, "failed", f"it wants {site!s:.60}: {error}", self.step)
         return frozenset(wanted)
 
+    @property
+    def _probes(self) -> list["ProbeController"]:
+        return [one for one in self.sync if isinstance(one, ProbeController)]
+
     def probe_controllers(self, monitors: Collection[str], request: int | None = None) -> list[str]:
         """Return the names of the probe controllers that set the scale and the row of a ``request`` with ``monitors``."""
-        return [one.name for one in self.sync if isinstance(one, ProbeController) and one.steers(monitors, request)]
+        return [one.name for one in self._probes if one.steers(monitors, request)]
 
     def demand_held(self, names: Collection[str], configurations: Collection[str]) -> None:
         """Raise ``ValueError`` if one of these probe controllers routes to a configuration that is not among the held ones."""
-        for one in self.sync:
-            if isinstance(one, ProbeController) and one.name in names and one.config not in configurations:
+        for one in self._probes:
+            if one.name in names and one.config not in configurations:
                 raise ValueError(
                     f"the controller {one.name!r} would route a request to {one.config!r}, which is not held; there are: "
                     f"{', '.join(sorted(configurations)) or 'none'}. Call engine.steering.hold({one.config!r}, ...) before"
@@ -375,9 +377,8 @@ class Controllers:
 
     def demand_same(self, monitor: Monitor, vectors: Mapping[str, Vector]) -> None:
         """Raise ``ValueError`` for a monitor that a probe controller would take for its own, whose name it has."""
-        for one in self.sync:
-            if isinstance(one, ProbeController):
-                one.demand_same(monitor, vectors)
+        for one in self._probes:
+            one.demand_same(monitor, vectors)
 
     def before_step(self, state: SteeringState) -> list[Outcome]:
         """Apply the queued actions."""

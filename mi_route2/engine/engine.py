@@ -459,11 +459,7 @@ class Engine:
         for one, start in starts.items():
             result = one.result
             new = result.tokens[-1] if one in due and len(one.tokens) > one.computed else None
-            if not one.observed:
-                if new is not None:
-                    self.events.append(Event(one.id, new))
-                continue
-            positions = range(start, one.computed)
+            positions = range(start, one.computed) if one.observed else ()
             read = {at: result.readings[at] for at in positions if at in result.readings}
             norms = {at: result.norms[at] for at in positions if at in result.norms}
             if new is not None or read or norms:
@@ -599,10 +595,7 @@ class Engine:
                 "a monitor of its own"
             )
         self.controllers.demand_held(rivals, self._steering.configurations)
-        if asked.rules or asked.conversation is not None:
-            residents.rules.check(self._steering, asked.rules, steering, asked.conversation)
-        else:
-            self._steering.check(steering)
+        residents.rules.check(self._steering, asked.rules, steering, asked.conversation)
         shaped = {name: one.data if one.flat else one.data.reshape(one.shape) for name, one in named.items()}
         vectors = shaped if request.patch else {}
         with nullcontext() if store is None else store.unchanged():
@@ -694,24 +687,19 @@ class Engine:
                 reason = f"the logits at position {one.known - 1} are not finite: is an intervention too strong?"
                 ended.append((one, "error", reason))
                 continue
+            what = "the log-probabilities of its next token"
             try:
-                new = _detailed(token, logits[i], one.sampling) if one.detailed else Token(token)
+                one.result.tokens.append(_detailed(token, logits[i], one.sampling) if one.detailed else Token(token))
+                one.tokens.append(token)
+                self.tokens += 1
+                what = _DECODING  # a tokenizer is the user's code, whose errors must not end other requests
+                stopped = one.stops and self._stopped(one, token)
             except Exception as error:
-                ended.append((one, "error", failure("the log-probabilities of its next token", error)))
+                ended.append((one, "error", failure(what, error)))
                 continue
-            one.result.tokens.append(new)
-            one.tokens.append(token)
-            self.tokens += 1
-            if one.stops:
-                try:
-                    stopped = self._stopped(one, token)
-                except Exception as error:  # a tokenizer is the user's code, whose errors must not end other requests
-                    ended.append((one, "error", failure(_DECODING, error)))
-                    continue
-                if stopped:
-                    ended.append((one, "stop", None))
-                    continue
-            if len(one.tokens) >= one.most:
+            if stopped:
+                ended.append((one, "stop", None))
+            elif len(one.tokens) >= one.most:
                 ended.append((one, "length", None))
 
     def _logprobs(self, logits: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:

@@ -259,14 +259,12 @@ class Runner:
         """Yield the single tokens together, and longer pieces in groups of similar length."""
         if singles := [piece for piece in pieces if piece[2] == 1]:
             yield singles
-        group: TokenSpans = []
+        groups: list[TokenSpans] = []
         for piece in sorted((piece for piece in pieces if piece[2] > 1), key=lambda piece: -piece[2]):
-            if group and piece[2] * WASTE < group[0][2]:
-                yield sorted(group, key=lambda one: one[0].row)
-                group = []
-            group.append(piece)
-        if group:
-            yield sorted(group, key=lambda one: one[0].row)
+            if not groups or piece[2] * WASTE < groups[-1][0][2]:
+                groups.append([])
+            groups[-1].append(piece)
+        yield from (sorted(group, key=lambda one: one[0].row) for group in groups)
 
     def _cuts(self, sequence: EngineRequest, count: int) -> Iterator[tuple[EngineRequest, int, int]]:
         """Yield prompt chunks that end at multiples of the grain, and generated tokens one by one.

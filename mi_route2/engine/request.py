@@ -247,8 +247,7 @@ class EngineRequest:
         """Forget everything that was computed, so that it is computed anew by another model."""
         self.computed = self.published = self.result.cached = 0
         self.saved, self.unsaved, self.noted, self.keys = None, None, -1, []
-        self.acts = Acts()
-        self.acts.patches = [(patch.position, patch.digest) for patch in self.patches]
+        self.acts = Acts(patches=self.acts.patches)
         self.captured.clear()
         self.kept.clear()
         self.result.readings.clear()
@@ -317,13 +316,9 @@ def refuse(request: Request, context: int, vocabulary: int) -> None:
     for one in request.patch:
         if one.position >= reach:
             raise ValueError(f"the patch at {one.site} names position {one.position}, but this request computes 0..{reach - 1}")
-    _refuse_captures(request.capture, reach)
-
-
-def _refuse_captures(captures: tuple[Capture, ...], reach: int) -> None:
-    sites = [capture.site for capture in captures]
+    sites = [capture.site for capture in request.capture]
     if twice := [site for site in sites if sites.count(site) > 1]:
         raise ValueError(f"two captures name {twice[0]}: give one capture per site, with all its positions")
-    for capture in captures:
+    for capture in request.capture:
         if missing := capture.selection.missing(reach):
             raise ValueError(f"the capture at {capture.site} names position {missing[0]}, but this request computes 0..{reach - 1}")

@@ -172,9 +172,12 @@ class Residents:
         """Release all resources of a request that ended."""
         self.vacate([one])
         if one.admitted:
-            self.steering.release(one.id, stays=True)
-            self.rules.release(one.id)
-            self._patches -= Counter(patch.site for patch in one.patches)
+            self._release(one)
+
+    def _release(self, one: EngineRequest) -> None:
+        self.steering.release(one.id, stays=True)
+        self.rules.release(one.id)
+        self._patches -= Counter(patch.site for patch in one.patches)
 
     def note(self, pieces: Sequence[tuple[EngineRequest, int]]) -> None:
         """Record the current steering as the one under which the next positions are computed."""
@@ -215,9 +218,8 @@ class Residents:
         asked = one.request
         if any(site in self._short or self._patches[site] + count > self.patch_slots for site, count in demand.items()):
             self._short.update(demand)
-            closes = bool((asked.steering and row_key(asked.steering)) or asked.rules or asked.conversation)
-            self.steering.rows.closed |= closes
-            if closes:
+            if (asked.steering and row_key(asked.steering)) or asked.rules or asked.conversation:
+                self.steering.rows.closed = True
                 self._keep(one)
             return "wait"
         if (lacked := self._unsteered(one)) is not None:
@@ -242,18 +244,7 @@ class Residents:
             # rules that come to hold or lapse change what it needs, so that this is composed and checked anew, if not at every step
             if self._rows and not one.admitted and one.lacked % AGAIN and (missing := rows.missing(one.needs)) > 0:
                 raise Full("it lacks what it lacked", missing, one.needs)
-            if asked.rules or asked.conversation is not None:
-                self.rules.admit(
-                    self.steering,
-                    one.id,
-                    asked.rules,
-                    asked.steering,
-                    owner=asked.owner,
-                    conversation=asked.conversation,
-                    vectors=one.named,
-                )
-            else:
-                self.steering.admit(one.id, asked.steering, owner=asked.owner)
+            self.rules.admit(self.steering, one.id, asked.rules, asked.steering, asked.conversation, one.named, owner=asked.owner)
         except Full as full:
             one.needs, one.lacked, closed = full.needed, one.lacked + 1, True
             sealed |= one.lacked > self.patience
@@ -285,9 +276,7 @@ class Residents:
             )
             one.lost = self.lost.setdefault
         except (KeyError, ValueError, RuntimeError, OSError):
-            self.steering.release(one.id, stays=True)
-            self.rules.release(one.id)
-            self._patches -= Counter(patch.site for patch in one.patches)
+            self._release(one)
             raise
 
     def _behind(self, one: EngineRequest) -> bool:

@@ -269,21 +269,25 @@ class RuleBook:
         request: int,
         rules: Sequence[Rule],
         spec: Steering | None = None,
-        *,
-        owner: str = "client",
         conversation: str | None = None,
         vectors: Mapping[str, Vector] | None = None,
+        *,
+        owner: str = "client",
     ) -> None:
-        """Call ``state.admit`` with the request's rules and those that hold in its conversation.
+        """Call ``state.admit`` with the request's rules and those that hold in its conversation, if it has any of these.
 
         ``vectors`` are those that names in the rules stood for when the request came (``None``: those of now).
 
         Raises the errors of ``state.admit``, and ``ValueError`` for conversation rules without a conversation, more than ``RULES``
         of them in one, or rules beside a probe controller that sets the same scale; nothing is stored then.
         """
+        if not rules and conversation is None:
+            state.admit(request, spec, owner=owner)
+            return
         run = self._runs.get(request)
         if run is None:
-            run = self._composed(state, tuple(rules), spec or UNSTEERED, owner, conversation, vectors)
+            run = self._run(state, tuple(rules), spec, conversation, vectors, owner)
+            self._refuse_rivals(run, spec)
         again = request in state
         state.admit(request, run.spec, owner=run.owner, conversation=run.conversation, configs=run.configs)
         self._runs[request] = run
@@ -304,7 +308,11 @@ class RuleBook:
         vectors: Mapping[str, Vector] | None = None,
     ) -> None:
         """Raise the errors that ``admit`` would raise for as long as the engine lives, without admitting."""
-        run = self._composed(state, rules, spec or UNSTEERED, "", conversation, vectors)
+        if not rules and conversation is None:
+            state.check(spec)
+            return
+        run = self._run(state, rules, spec, conversation, vectors)
+        self._refuse_rivals(run, spec)
         state.check(run.spec, run.configs)
 
     def switches(
@@ -318,7 +326,7 @@ class RuleBook:
     ) -> bool:
         """Return whether the scale or the row of a request, which may still wait, is or may be set for a rule."""
         run = self._runs.get(request)
-        return (run or self._run(state, rules, spec or UNSTEERED, "", conversation, vectors)).switches
+        return (run or self._run(state, rules, spec, conversation, vectors)).switches
 
     def refuse(self, request: int, value: float | str | None) -> None:
         """Raise ``ValueError`` for a scale or a configuration by which a rule of a running request would be undone, or might be."""
@@ -341,32 +349,23 @@ class RuleBook:
         """Forget a request that has ended; no effect for one without rules."""
         self._runs.pop(request, None)
 
-    def _composed(
-        self,
-        state: SteeringState,
-        rules: Sequence[Rule],
-        spec: Steering,
-        owner: str,
-        conversation: str | None,
-        vectors: Mapping[str, Vector] | None,
-    ) -> RuledRequest:
-        run = self._run(state, rules, spec, owner, conversation, vectors)
-        if run.switches and (rivals := self._rivals(spec)):
+    def _refuse_rivals(self, run: RuledRequest, spec: Steering | None) -> None:
+        if run.switches and (rivals := self._rivals(spec or UNSTEERED)):
             raise ValueError(
                 f"the controller {rivals[0]!r} and the rules that hold here would both set the scale and the row of this request: "
                 "give it one of them"
             )
-        return run
 
     def _run(
         self,
         state: SteeringState,
         rules: Sequence[Rule],
-        spec: Steering,
-        owner: str,
+        spec: Steering | None,
         conversation: str | None,
         vectors: Mapping[str, Vector] | None,
+        owner: str = "",
     ) -> RuledRequest:
+        spec = spec or UNSTEERED
         refuse_rules(rules)
         if conversation is None and any(rule.scope == LASTING for rule in rules):
             raise ValueError(

@@ -126,8 +126,6 @@ class Scheduler(Generic[J]):
     """
 
     def __init__(self, *, rows: int, budget: int, chunk: int, room: int | None = None, grain: int = 1, patience: int | None = None):
-        if patience is not None and patience < 1:
-            raise ValueError(f"patience = {patience} is not valid: give the steps after which a request is moved up, or None")
         if rows < 1 or grain < 1 or chunk < grain or budget < rows + grain - 1 or (room is not None and room < 1):
             raise ValueError(
                 f"rows = {rows}, budget = {budget}, chunk = {chunk}, room = {room} are not valid: all must be at least 1, the "
