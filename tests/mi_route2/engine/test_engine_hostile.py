@@ -911,6 +911,8 @@ def scenario(host: Host, where: set[str]) -> list[torch.Tensor]:
     with mode("set"):
         engine.steering.register("v", VECTOR)
         engine.steering.set_global("decode", [Steer(SITE, "v")])
+        engine.steering.set_tier([Steer(SITE, "v", 0.5)])
+        engine.steering.set_monitor(Monitor(SITE, "v", name="m"))
         engine.steering.hold("c", Steering(base=(Steer(SITE, "v", 2.0),)))
     with mode("submit"):
         first = engine.submit(Request(PROMPT, ASK, steering=Steering(base=(Steer(SITE, "v"),))))
@@ -933,6 +935,7 @@ def scenario(host: Host, where: set[str]) -> list[torch.Tensor]:
     assert results[ends].finish == "cancelled"
     assert results[ends].ids
     engine.steering.set_global("decode", [Steer(SITE, -VECTOR)])
+    engine.steering.set_tier([Steer(SITE, VECTOR, 0.25)])
     (last,) = engine.generate([Request(PROMPT, ASK)], progress=False)
     assert results[patched].captured[SITE].rows.shape[0] == 7 + ASK.max_new - 1
     found = [results[first], results[patched], last]

@@ -103,17 +103,23 @@ def tokens_of(pieces: tuple[Piece, ...] = PIECES) -> Iterator[tuple[int, int, bo
             yield row, column, piece.start + column >= piece.prompt
 
 
-def adding(vectors: Mapping[tuple[int, bool], Tensor]) -> Callable[[Tensor], Tensor]:
-    """An edit that adds ``vectors[row, generated]``, token by token."""
+def each_token(change: Callable[[Tensor, int, int, bool], Tensor]) -> Callable[[Tensor], Tensor]:
+    """An edit that puts ``change(token, row, column, generated)`` in the place of every real token."""
 
     def edit(h: Tensor) -> Tensor:
         h = h.clone()
         for row, column, generated in tokens_of():
-            if (row, generated) in vectors:
-                h[row, column] += vectors[row, generated].view(h.shape[2:])
+            h[row, column] = change(h[row, column], row, column, generated)
         return h
 
     return edit
+
+
+def adding(vectors: Mapping[tuple[int, bool], Tensor]) -> Callable[[Tensor], Tensor]:
+    """An edit that adds ``vectors[row, generated]``, token by token."""
+    return each_token(
+        lambda token, row, _column, generated: token + vectors.get((row, generated), torch.zeros_like(token)).view(token.shape)
+    )
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -144,15 +150,6 @@ def test_tiers_add_up_in_each_phase_at_every_kind_of_site(model):
         wanted[site] = adding(vectors)
     assert state.sites() == set(SITES)
     assert close(model.run(state)[0], model.plain(wanted))
-
-
-def test_what_only_decodes_leaves_the_prompt_alone_and_acts_behind_it(model):
-    state = model.state()
-    for request in range(3):
-        state.admit(request, Steering(decode=(Steer(EARLY, model.vector(EARLY, 1)),)))
-    steered, plain = model.run(state)[0], model.plain({})
-    for row, column, generated in tokens_of():
-        assert torch.equal(steered[row, column], plain[row, column]) != generated
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -206,20 +203,16 @@ def test_clamps_act_last_in_order_and_in_their_phase(model):
     state.admit(1, None)
     state.admit(2, Steering(clamps=clamps[:1]))
 
-    def edit(h: Tensor) -> Tensor:
-        h = h.clone()
-        for row, column, generated in tokens_of():
-            token = h[row, column]
-            if row == 0:
-                token += v
-            for clamp in {0: clamps, 1: (), 2: clamps[:1]}[row]:
-                if clamp.phase in ("both", "decode" if generated else "prefill"):
-                    unit = Vector(clamp.vector).data / Vector(clamp.vector).data.norm()
-                    p = token @ unit
-                    token += clamp.strength * (p.clamp(*clamp.bounds) - p) * unit
-        return h
+    def clamped(token: Tensor, row: int, _column: int, generated: bool) -> Tensor:
+        token = token + v if row == 0 else token
+        for clamp in {0: clamps, 1: (), 2: clamps[:1]}[row]:
+            if clamp.phase in ("both", "decode" if generated else "prefill"):
+                unit = Vector(clamp.vector).data / Vector(clamp.vector).data.norm()
+                p = token @ unit
+                token = token + clamp.strength * (p.clamp(*clamp.bounds) - p) * unit
+        return token
 
-    assert close(model.run(state)[0], model.plain({LATE: edit}))
+    assert close(model.run(state)[0], model.plain({LATE: each_token(clamped)}))
 
 
 def test_dynamic_steering_is_of_generated_tokens_alone(model):
@@ -292,30 +285,19 @@ def test_a_monitor_gates_what_its_formula_says_and_its_own_site_reads_what_came_
     def factor(row: int, column: int) -> float:
         return 1 - 0.6 * float(torch.sigmoid(torch.tensor(0.8 * (scores[column] - 0.3), dtype=torch.float64))) if row == 0 else 1.0
 
-    def early(h: Tensor) -> Tensor:
-        scores.update({column: float(h[0, column] @ probe) for column in range(6)})
-        h = h.clone()
-        for row, column, generated in tokens_of():
-            if row != 1:
-                h[row, column] += static * (factor(row, column) if generated else 1.0)
-        return h
+    def early(token: Tensor, row: int, column: int, generated: bool) -> Tensor:
+        if row == 0:
+            scores[column] = float(token @ probe)
+        return token if row == 1 else token + static * (factor(row, column) if generated else 1.0)
 
-    def mid(h: Tensor) -> Tensor:
-        h = h.clone()
-        for row, column, generated in tokens_of():
-            if generated:
-                h[row, column] += extra + (2 * extra * factor(row, column) if row == 0 else 0)
-        return h
+    def mid(token: Tensor, row: int, column: int, generated: bool) -> Tensor:
+        return token + extra + (2 * extra * factor(row, column) if row == 0 else 0) if generated else token
 
-    def late(h: Tensor) -> Tensor:
-        h = h.clone()
-        for row, column, generated in tokens_of():
-            if generated:
-                h[row, column] += dvec * factor(row, column)
-        return h
+    def late(token: Tensor, row: int, column: int, generated: bool) -> Tensor:
+        return token + dvec * factor(row, column) if generated else token
 
     logits, readings = model.run(state)
-    assert close(logits, model.plain({EARLY: early, MID: mid, LATE: late}))
+    assert close(logits, model.plain({site: each_token(edit) for site, edit in ((EARLY, early), (MID, mid), (LATE, late))}))
     track = readings.of(0)[str(EARLY)]
     assert (track.scores - torch.tensor(list(scores.values()), dtype=torch.float64)).abs().max() < 1e-12
     last = readings.last()[0][str(EARLY)]
@@ -358,13 +340,7 @@ def test_a_monitor_opens_and_closes_the_quarantine(model):
         assert torch.equal(logits[0], deployed[0] if out else full[0])
         assert torch.equal(logits[1, :5], full[1, :5])
 
-        def second(y: Tensor, out: bool = out) -> Tensor:
-            y = y.clone()
-            for row, column, generated in tokens_of():
-                if row == 2 and generated and out:
-                    y[row, column] = 0
-            return y
-
+        second = each_token(lambda y, row, _column, generated, out=out: y * 0 if row == 2 and generated and out else y)
         assert torch.equal(logits[2], model.plain({QUARANTINES[1]: second})[2])
 
 
@@ -393,6 +369,13 @@ def cut(pieces: tuple[Piece, ...], at: int) -> list[tuple[Piece, ...]]:
     return [head, tail]
 
 
+def shapes_alone() -> Model:
+    """What draws vectors, without a model."""
+    small = Model.__new__(Model)
+    small.shapes = {MID: (16,), LATE: (16,)}
+    return small
+
+
 def rich(model: Model, seed: int) -> Steering:
     """Something of every kind, by the seed."""
     vector = lambda site, i: model.vector(site, 100 * seed + i)  # noqa: E731
@@ -412,9 +395,7 @@ def rich(model: Model, seed: int) -> Steering:
 @settings(max_examples=12)
 def test_neither_chunks_nor_neighbors_change_a_bit(seeds, at, extra):
     """Each token of each request comes out the same: whole or in two pieces, alone or with others, in any order of the rows."""
-    state, shapes = SteeringState(lambda site: (16,), dtype=torch.float32), {MID: (16,), LATE: (16,)}
-    small = Model.__new__(Model)
-    small.shapes = shapes
+    state, small = SteeringState(lambda site: (16,), dtype=torch.float32), shapes_alone()
     for request, seed in enumerate(seeds):
         state.admit(request, rich(small, seed))
     state.set_tier([Steer(LATE, small.vector(LATE, 7)), Steer(MID, small.vector(MID, 8))])
@@ -451,9 +432,7 @@ SCALES = st.sampled_from([0.0, 0.5, 1.0])
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=2), SCALES, SCALES, st.booleans())
 @settings(max_examples=25)
 def test_equal_content_is_equal_action(seeds, first, second, watched):
-    small = Model.__new__(Model)
-    small.shapes = {MID: (16,), LATE: (16,)}
-    state = SteeringState(lambda site: (16,))
+    state, small = SteeringState(lambda site: (16,)), shapes_alone()
     for request, (seed, scale) in enumerate(zip(seeds, (first, second), strict=True)):
         state.admit(request, rich(small, seed))
         state.set_scale(scale, request=request)
@@ -768,24 +747,6 @@ def test_a_monitor_that_was_checked_is_compiled_for_the_model_that_admits_it(mod
     state.refit()
     with pytest.raises(ValueError, match="16"):
         state.admit(1, spec)
-
-
-def test_what_is_set_in_inference_mode_can_be_changed_outside_of_it(model: Model) -> None:
-    vectors = [model.vector(MID, seed) for seed in (1, 2)]
-    state, plain = model.state(), model.state()
-    for first, one in ((True, state), (False, plain)):
-        with torch.inference_mode(first):
-            one.register("v", vectors[0])
-            one.set_global("decode", [Steer(MID, "v")])
-            one.hold("c", Steering(base=(Steer(LATE, "v"),)))
-            one.set_tier([Steer(MID, vectors[1])])
-            one.set_monitor(Monitor(EARLY, "v", name="m"))
-            one.admit(0, Steering(base=(Steer(MID, "v"),)))
-        one.set_global("decode", [Steer(MID, vectors[1])])
-        for request in (1, 2):
-            one.admit(request, Steering(base=(Steer(MID, vectors[1], 2.0),)))
-        one.override(0, "c")
-    assert torch.equal(model.run(state)[0], model.run(plain)[0])
 
 
 def test_a_tier_for_which_there_is_no_memory_stays_as_it_was(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
