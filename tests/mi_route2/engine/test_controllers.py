@@ -1,13 +1,12 @@
-"""Controllers act one step late, in order, each for itself; what is wrong with one is nobody else's matter."""
+"""Actions apply in order, each for itself; what is wrong with one controller is nobody else's matter."""
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
-import torch
-from stepper import PROMPTS, Stepper, direction, new_host, new_state
-from torch import Tensor
+from engines import Doing
+from stepper import direction, new_state
 
 from mi_route2.engine.controllers import (
     QUEUE,
@@ -25,11 +24,9 @@ from mi_route2.engine.controllers import (
     SetScale,
     SetTier,
     StepView,
-    SyncController,
     apply_all,
 )
 from mi_route2.engine.rules import CONVERSATIONS
-from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.sites import Site
 from mi_route2.steering.specs import CLAMPS, Monitor, Steer, Steering
 
@@ -37,103 +34,51 @@ SITE, LATE = Site(0, "resid_post"), Site(1, "resid_post")
 V, W = direction(1), direction(2)
 
 
-@dataclass
-class Script:
-    """Does what its script says after the step of that number."""
-
-    actions: dict[int, Sequence[Action]]
-    name: str = "script"
-    wants: frozenset[Site] = frozenset()
-    seen: list[StepView] = field(default_factory=list)
-
-    def on_step(self, view: StepView) -> Sequence[Action]:
-        self.seen.append(view)
-        return self.actions.get(view.step, ())
-
-
-@pytest.fixture(scope="module")
-def host() -> TorchHost:
-    return new_host()
-
-
-def stepper(
-    host: TorchHost, *sync: SyncController, queues: Sequence[AsyncController] = (), spec: Steering | None = None
-) -> Stepper:
+def test_actions_of_one_step_apply_in_order():
     state = new_state()
-    for request in range(3):
-        state.admit(request, spec)
-    return Stepper(host, state, Controllers(sync, queues))
+    for request in range(2):
+        state.admit(request, Steering(decode=(Steer(SITE, V),)))
+    state.hold("other", Steering(decode=(Steer(SITE, W),)))
+    actions = [Override(0, "other"), SetScale(0.5, request=0), SetScale(0.25, request=0), Override(1, "other"), ClearOverride(1)]
+    assert all(isinstance(outcome, Applied) for outcome in apply_all(state, actions))
+    assert (routed := state.routing(0))
+    assert (routed.name, state.scale_of(0), state.routing(1)) == ("other", 0.25, None)
 
 
-def without_cache(host: TorchHost, tokens: Tensor, add: Callable[[int], Tensor | None]) -> Tensor:
-    """Logits at the last position by plain hooks, ``add(position)`` being what every row gets there."""
-
-    def hook(_module: object, _args: object, out: Tensor) -> Tensor:
-        rows = [torch.zeros(16).double() if (v := add(position)) is None else v for position in range(out.shape[1])]
-        return out + torch.stack(rows)
-
-    handle = host.model.get_submodule("model.layers.0").register_forward_hook(hook)
-    try:
-        with torch.no_grad():
-            return host.logits(tokens)[:, -1]
-    finally:
-        handle.remove()
-
-
-def test_actions_of_one_step_apply_in_order(host):
-    """An override, then its scale: the request goes on with the other row at that scale, from the same token on."""
-    own, other = Steering(decode=(Steer(SITE, V),)), Steering(decode=(Steer(SITE, W),))
-
-    def run(*actions: Action) -> Stepper:
-        found = stepper(host, Script({1: actions}), spec=own)
-        found.state.hold("other", other)
-        return found.run(4)
-
-    both = run(Override(0, "other"), SetScale(0.5, request=0), SetScale(0.25, request=0), Override(1, "other"), ClearOverride(1))
-    plain, prompt = run(), PROMPTS.shape[1]
-    for n in range(4):
-        wanted = without_cache(host, both.tokens[:, : prompt + n], lambda p: None if p < prompt else V if p <= prompt else 0.25 * W)
-        assert (both.logits[n][0] - wanted[0]).abs().max() < 1e-10
-        assert torch.equal(both.logits[n][1:], plain.logits[n][1:])
-    assert next(entry["action"] for entry in both.controllers.ledger.recent) == "Override(request=0, config='other')"
-
-
-def test_a_bad_action_is_counted_with_its_reason_and_the_others_apply(host):
-    script = Script({0: [SetScale(float("nan")), Override(0, "nowhere"), SetTier((Steer(SITE, V),)), Override(99, None)]})
-    found = stepper(host, script).run(1)
-    ledger = found.controllers.snapshot()
+def test_a_bad_action_is_counted_with_its_reason_and_the_others_apply():
+    state = new_state()
+    state.admit(0, None)
+    actions = [SetScale(float("nan")), Override(0, "nowhere"), SetTier((Steer(SITE, V),)), Override(99, None)]
+    controllers = Controllers([Doing(lambda _view: actions, "script")])
+    controllers.after_step(StepView(0), state)
+    ledger = controllers.snapshot()
     assert ledger["sources"] == {"script": {"rejected": 3, "applied": 1}}
     reasons = [entry.get("rejected", "") for entry in ledger["recent"]]
     assert [bool(reason) for reason in reasons] == [True, True, False, True]
     assert "finite" in reasons[0]
     assert "cannot be routed to 'nowhere'" in reasons[1]
+    assert ledger["recent"][1]["action"] == "Override(request=0, config='nowhere')"
     assert "request 99 is not running: it still waits, or has ended" in reasons[3]
-    assert set(found.state.tier) == {SITE}
+    assert set(state.tier) == {SITE}
 
 
-def test_a_controller_that_raises_is_explained_and_the_rest_goes_on(host):
-    class Broken:
-        name = "broken"
+def test_a_controller_that_raises_is_explained_and_the_rest_goes_on():
+    def breaks(_view: StepView) -> Sequence[Action]:
+        raise KeyError("no such thing")
 
-        def on_step(self, view: StepView) -> Sequence[Action]:
-            raise KeyError("no such thing")
+    def breaks_half_way(_view: StepView) -> Iterator[Action]:
+        yield SetScale(0.5)
+        raise ValueError("half way")
 
-    class Half(Broken):
-        name = "half"
-
-        def on_step(self, view: StepView) -> Sequence[Action]:
-            def actions():
-                yield SetScale(0.5)
-                raise ValueError("half way")
-
-            return actions()  # pyright: ignore[reportReturnType]
-
-    found = stepper(host, Broken(), Half(), Script({0: [SetTier((Steer(SITE, V),))]})).run(2)
-    sources = found.controllers.snapshot()["sources"]
+    half: Any = breaks_half_way
+    tier = Doing(lambda view: [SetTier((Steer(SITE, V),))] if view.step == 0 else None, "script")
+    controllers, state = Controllers([Doing(breaks, "broken"), Doing(half, "half"), tier]), new_state()
+    for step in range(2):
+        controllers.after_step(StepView(step), state)
+    sources = controllers.snapshot()["sources"]
     assert sources == {"broken": {"failed": 2}, "half": {"failed": 2}, "script": {"applied": 1}}
-    assert found.state.gain == 1.0  # of a controller that failed, nothing is done
-    assert any("KeyError: 'no such thing'" in entry.get("failed", "") for entry in found.controllers.ledger.recent)
-    assert len(found.logits) == 2
+    assert state.gain == 1.0  # of a controller that failed, nothing is done
+    assert any("KeyError: 'no such thing'" in entry.get("failed", "") for entry in controllers.ledger.recent)
 
 
 def test_a_full_queue_drops_what_is_new_and_says_so():
@@ -170,7 +115,7 @@ def test_submitting_is_safe_from_many_threads():
 
 def test_names_tell_sources_apart():
     with pytest.raises(ValueError, match="two controllers are called 'script'"):
-        Controllers([Script({}), Script({})])
+        Controllers([Doing(lambda _view: None, "script")] * 2)
 
 
 def test_an_override_fails_closed_with_its_monitor():
@@ -244,10 +189,10 @@ def test_a_scale_goes_with_the_override_or_tier_that_is_rejected(batch, why, fir
     assert (state.tier, state.gain) == ({}, 1.0)  # what was cleared does not come back
 
 
-def test_sites_that_are_taken_back_between_steps_are_explained_and_end_no_step(host):
-    script = Script({})
-    found = stepper(host, script)
-    object.__setattr__(script, "wants", None)
-    found.run(1)
-    assert found.controllers.ledger.counts["script"]["failed"] >= 1
-    assert "what it wants is no set of sites" in str(found.controllers.snapshot()["recent"])
+def test_sites_that_are_taken_back_between_steps_are_explained_and_end_no_step():
+    taken_back = Doing(lambda _view: None, "script")
+    controllers = Controllers([taken_back])
+    object.__setattr__(taken_back, "wants", None)
+    assert controllers.wants(lambda _site: None) == frozenset()
+    assert controllers.ledger.counts["script"]["failed"] == 1
+    assert "what it wants is no set of sites" in str(controllers.snapshot()["recent"])

@@ -42,9 +42,13 @@ class Model:
         seen = self.host.capture((*SITES, *QUARANTINES), self.tokens, self.attention)
         self.shapes = {site: tuple(value.shape[2:]) for site, value in seen.items()}
 
-    def state(self, **given) -> SteeringState:
+    def state(self, *specs: Steering | None, **given) -> SteeringState:
+        """A state that has admitted requests with these specs, numbered from 0."""
         sites = {"adapter_sites": QUARANTINES, "dtype": torch.float64}
-        return SteeringState(lambda site: self.shapes[site], **(sites | given))
+        state = SteeringState(lambda site: self.shapes[site], **(sites | given))
+        for request, spec in enumerate(specs):
+            state.admit(request, spec)
+        return state
 
     def vector(self, site: Site, seed: int, scale: float = 1.0) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -157,16 +161,13 @@ def test_neighbors_keep_every_bit(model, dtype):
     """Those on which nothing acts, in a batch in which everything acts on another."""
     h = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     h[0, 0, :4] = torch.tensor([-0.0, 0.0, float("inf"), float("nan")])
-    state = model.state(dtype=dtype)
-    state.admit(0, None)
-    state.admit(2, None)
     own = (Steer(MID, model.vector(MID, 4)),)
     everything = Steering(
         base=(Steer(MID, model.vector(MID, 1)),),
         clamps=(Clamp(MID, model.vector(MID, 2), value=3.0),),
         monitors=(Monitor(MID, model.vector(MID, 3), gate_rows=True, quarantine="close", adds=own),),
     )
-    state.admit(1, everything)
+    state = model.state(None, everything, None, dtype=dtype)
     assert state.begin(Layout.of(PIECES))
     out = state.at(MID, h)
     assert out.dtype == dtype
@@ -177,9 +178,8 @@ def test_neighbors_keep_every_bit(model, dtype):
 
 
 def test_nothing_to_do_gives_back_the_very_tensor(model):
-    state, h = model.state(), torch.randn(3, 6, 16)
-    for request in range(3):
-        state.admit(request, Steering(monitors=(Monitor(MID, model.vector(MID, 1), gates=()),)) if request == 1 else None)
+    h = torch.randn(3, 6, 16)
+    state = model.state(None, Steering(monitors=(Monitor(MID, model.vector(MID, 1), gates=()),)), None)
     state.hold("other", Steering(base=(Steer(LATE, model.vector(LATE, 1)),)))
     assert state.sites() == {MID, LATE}
     assert state.begin(Layout.of(PIECES))  # something is watched
@@ -193,15 +193,12 @@ def test_nothing_to_do_gives_back_the_very_tensor(model):
 
 def test_clamps_act_last_in_order_and_in_their_phase(model):
     u, w, v = (model.vector(LATE, seed) for seed in (1, 2, 3))
-    state = model.state()
     clamps = (
         Clamp(LATE, u, low=-0.1, high=0.2),
         Clamp(LATE, w, value=0.5, strength=0.7, phase="decode"),
         Clamp(LATE, v, low=1.0, phase="prefill"),
     )
-    state.admit(0, Steering(base=(Steer(LATE, v),), clamps=clamps))
-    state.admit(1, None)
-    state.admit(2, Steering(clamps=clamps[:1]))
+    state = model.state(Steering(base=(Steer(LATE, v),), clamps=clamps), None, Steering(clamps=clamps[:1]))
 
     def clamped(token: Tensor, row: int, _column: int, generated: bool) -> Tensor:
         token = token + v if row == 0 else token
@@ -226,10 +223,8 @@ def test_dynamic_steering_is_of_generated_tokens_alone(model):
         lambda state: state.set_monitor(Monitor(EARLY, probe, adds=(Steer(MID, model.vector(MID, 7)),)), request=0),
         lambda state: state.set_monitor(Monitor(EARLY, probe, quarantine="close")),
     ):
-        state = model.state()
         own = Steering(base=(Steer(EARLY, model.vector(EARLY, 1)),))
-        for request in range(3):
-            state.admit(request, own if request == 0 else None)
+        state = model.state(own, None, None)
         state.hold("own", own)
         state.hold("other", Steering(decode=(Steer(LATE, model.vector(LATE, 2)),)))
         before, contents = model.run(state)[0], [state.fingerprint(r, decode=False) for r in range(3)]
@@ -275,10 +270,8 @@ def test_a_monitor_gates_what_its_formula_says_and_its_own_site_reads_what_came_
     monitor = Monitor(
         EARLY, probe, 0.3, 0.8, gates=(EARLY, LATE), gate_rows=True, adds=(Steer(MID, extra, 2.0),), mode="attenuate", depth=0.6
     )
-    state = model.state()
-    state.admit(0, Steering(base=(Steer(EARLY, static),), monitors=(monitor,)))
-    state.admit(1, None)
-    state.admit(2, Steering(base=(Steer(EARLY, static),)))
+    steered = Steering(base=(Steer(EARLY, static),))
+    state = model.state(replace(steered, monitors=(monitor,)), None, steered)
     state.set_tier([Steer(LATE, dvec), Steer(MID, extra)])
     scores: dict[int, float] = {}
 
@@ -315,9 +308,7 @@ def test_a_saturated_monitor_is_a_switch_to_the_last_bit(model, threshold, mode)
     on = (threshold < 0) == (mode == "add")
 
     def logits(spec: Steering, tier: bool) -> Tensor:
-        state = model.state()
-        for request in range(3):
-            state.admit(request, spec)
+        state = model.state(spec, spec, spec)
         state.set_tier([Steer(MID, model.vector(MID, 3))] if tier else [])
         return model.run(state)[0]
 
@@ -331,11 +322,11 @@ def test_a_monitor_opens_and_closes_the_quarantine(model):
     full, probe = model.plain({}), model.vector(EARLY, 1)
     everywhere = {"quarantined": QUARANTINES, "prompt": True}
     for quarantine, threshold, out in (("close", -1e6, True), ("close", 1e6, False), ("open", -1e6, False), ("open", 1e6, True)):
-        state, first = model.state(), Site(0, "resid_pre")
+        first = Site(0, "resid_pre")
         model.shapes[first] = model.shapes[EARLY]
-        state.admit(0, Steering(monitors=(Monitor(first, probe, threshold, quarantine=quarantine, **everywhere),)))
-        state.admit(1, None)
-        state.admit(2, Steering(monitors=(Monitor(EARLY, probe, threshold, quarantine=quarantine),)))  # behind it, generated tokens
+        every = Steering(monitors=(Monitor(first, probe, threshold, quarantine=quarantine, **everywhere),))
+        state = model.state(every, None, Steering(monitors=(Monitor(EARLY, probe, threshold, quarantine=quarantine),)))
+        # of request 2 behind the monitor, generated tokens
         logits = model.run(state)[0]
         assert torch.equal(logits[0], deployed[0] if out else full[0])
         assert torch.equal(logits[1, :5], full[1, :5])
@@ -345,9 +336,8 @@ def test_a_monitor_opens_and_closes_the_quarantine(model):
 
 
 def test_a_half_open_quarantine_is_the_product(model):
-    probe, state = model.vector(EARLY, 1), model.state()
-    for request in range(3):
-        state.admit(request, Steering(monitors=(Monitor(EARLY, probe, 0.2, 0.5, quarantine="close"),)))
+    probe = model.vector(EARLY, 1)
+    state = model.state(*[Steering(monitors=(Monitor(EARLY, probe, 0.2, 0.5, quarantine="close"),))] * 3)
     gates: dict[str, Tensor] = {}
 
     def watch(h: Tensor) -> Tensor:
@@ -451,8 +441,8 @@ def test_equal_content_is_equal_action(seeds, first, second, watched):
 
 
 def test_content_is_empty_where_nothing_acts_and_follows_all_that_does(model):
-    state, v = model.state(), model.vector(MID, 1)
-    state.admit(0, Steering(monitors=(Monitor(MID, v, gates=()),)))
+    v = model.vector(MID, 1)
+    state = model.state(Steering(monitors=(Monitor(MID, v, gates=()),)))
     assert state.fingerprint(0, decode=False) == state.fingerprint(0, decode=True) == b""
     seen = {b""}
     for act in (
@@ -547,10 +537,9 @@ def test_what_an_owner_held_goes_with_its_last_request(model):
 
 
 def test_an_override_a_scale_and_a_monitor_outlive_preemption(model):
-    state, own = model.state(), Steering(base=(Steer(MID, model.vector(MID, 1)),))
+    own = Steering(base=(Steer(MID, model.vector(MID, 1)),))
+    state = model.state(own, own, own)
     state.hold("other", Steering(base=(Steer(LATE, model.vector(LATE, 2)),)))
-    for request in range(3):
-        state.admit(request, own)
     state.override(0, "other")
     state.set_scale(0.5, request=0)
     state.set_monitor(Monitor(MID, model.vector(MID, 3), gate_rows=True), request=0)
@@ -751,10 +740,9 @@ def test_a_monitor_that_was_checked_is_compiled_for_the_model_that_admits_it(mod
 
 def test_a_tier_for_which_there_is_no_memory_stays_as_it_was(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two sites that are new in it, the first one has its table already."""
-    state, v, zeros, calls = model.state(), model.vector(MID, 1), torch.zeros, count()
+    v, zeros, calls = model.vector(MID, 1), torch.zeros, count()
+    state = model.state(None, *(Steering(decode=(Steer(MID, model.vector(MID, seed)),)) for seed in (1, 2)))
     state.set_global("base", [Steer(MID, v)])
-    for request in range(3):
-        state.admit(request, None if request == 0 else Steering(decode=(Steer(MID, model.vector(MID, request)),)))
     before, _ = model.run(state)
 
     def without_memory(*given: Any, **others: Any) -> Tensor:
