@@ -408,32 +408,26 @@ class Planner:
 
     def _assign(self) -> None:
         """Assign a slot to each way of gating; a second monitor of a piece that gates the same sites gets another slot."""
-        gating: dict[tuple[object, ...], list] = {}
-        quarantining: dict[tuple[object, ...], list] = {}
+        gating, quarantining = dict[tuple, list](), dict[tuple, list]()
         for i, acting in enumerate(self.acting):
             prompt, generated = self.cells.phases[i]
-            for slots in (gating, quarantining):
-                seen: dict[tuple[object, ...], int] = {}
-                for watch in acting.watches:
-                    monitor = watch.monitor
-                    if slots is gating:
-                        reach = (monitor.site, repr(monitor.gates), monitor.gate_rows)
-                        cells, factor = generated, monitor.factor
-                    elif monitor.quarantine is not None:
-                        reach = (monitor.site, repr(sorted(watch.quarantined)))
-                        cells = range(prompt.start, generated.stop) if monitor.prompt else generated
-                        factor = QUARANTINE[monitor.quarantine]
-                    else:
-                        continue
+            seen: dict[tuple, int] = {}
+            for watch in acting.watches:
+                monitor = watch.monitor
+                reach: tuple = monitor.site, repr(monitor.gates), monitor.gate_rows
+                ways = [(gating, reach, generated, monitor.factor)]
+                if monitor.quarantine is not None:
+                    cells = range(prompt.start, generated.stop) if monitor.prompt else generated
+                    reach = monitor.site, repr(sorted(watch.quarantined))
+                    ways.append((quarantining, reach, cells, QUARANTINE[monitor.quarantine]))
+                for slots, reach, cells, factor in ways:
                     seen[reach] = seen.get(reach, 0) + 1
                     if cells:
                         slots.setdefault((*reach, seen[reach]), []).append((i, watch, cells, factor))
-        number = 0
-        for slots, into in ((gating, self.gating), (quarantining, self.quarantining)):
-            # by what they gate and not by who comes first: a request's factors are then multiplied in one order in every batch
-            for _, members in sorted(slots.items()):
-                into.append(Slot(number, members))
-                number += 1
+        # by what they gate and not by who comes first: a request's factors are then multiplied in one order in every batch
+        ordered = [members for slots in (gating, quarantining) for _, members in sorted(slots.items())]
+        numbered = [Slot(number, members) for number, members in enumerate(ordered)]
+        self.gating, self.quarantining = numbered[: len(gating)], numbered[len(gating) :]
 
     def _gates(self, site: Site, pieces: Iterable[int], rows: bool) -> tuple[int, ...]:
         """Return the slots that gate, at ``site``, a term of the generated tokens of ``pieces``."""
