@@ -140,7 +140,7 @@ def test_every_site_is_captured_patched_and_steered_as_by_hand(family: str, host
 
 
 def test_what_is_captured_can_be_patched_in_and_makes_the_other_run() -> None:
-    """Self-identity, and a whole stream replaced: the corrupt run with the clean one's block inputs is the clean run."""
+    """A whole stream replaced: the corrupt run with the clean one's block inputs is the clean run."""
     made, close = make("Qwen3")
     engine = Engine(made)
     clean, corrupt = prompts(2, seed=3, shortest=9, longest=9)
@@ -148,12 +148,9 @@ def test_what_is_captured_can_be_patched_in_and_makes_the_other_run() -> None:
     (kept,) = engine.generate([Request(clean, greedy(1), capture=(Capture(site, TokenSelection("prompt")),))], progress=False)
     rows = kept.captured[site].rows
     patches = tuple(Patch(site, i, rows[i]) for i in range(len(clean)))
-    plain, replaced, itself = engine.generate(
-        [Request(clean, greedy(1)), Request(corrupt, greedy(1), patch=patches), Request(clean, greedy(1), patch=patches)],
-        progress=False,
-    )
-    torch.testing.assert_close(table(replaced), table(plain), rtol=0, atol=close)
-    torch.testing.assert_close(table(itself), table(plain), rtol=0, atol=close)
+    requests = [Request(clean, greedy(1)), Request(corrupt, greedy(1), patch=patches)]
+    plain, replaced = map(table, engine.generate(requests, progress=False))
+    torch.testing.assert_close(replaced, plain, rtol=0, atol=close)
 
 
 EXACT: dict[str, dict[str, int]] = {
@@ -290,23 +287,6 @@ def test_not_a_number_stays_where_it_arose() -> None:
     assert "not finite" in failed.error
     for result, other in zip(found, truth, strict=True):
         torch.testing.assert_close(table(result), other, rtol=0, atol=1e-5)
-
-
-def test_hooks_are_there_while_they_are_needed_and_nothing_is_left() -> None:
-    made, _ = make("Qwen3", adapters=True)
-    before = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in made.model.modules()]
-    engine = Engine(made)
-    engine.generate([Request(prompts(1)[0], greedy(), capture=(Capture(Site(0, "z")),))], progress=False)
-    number = engine.submit(Request(prompts(1)[0], greedy(), capture=(Capture(Site(1, "resid_pre")),)))
-    engine.step()
-    engine.cancel(number)
-    (result,) = engine.step()
-    assert result.finish == "cancelled"
-    assert result.ids
-    engine.submit(Request(prompts(1)[0], greedy(), patch=(Patch(Site(1, "q"), 0, torch.zeros(16)),)))
-    engine.step()
-    engine.close()
-    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in made.model.modules()] == before
 
 
 def test_other_weights_or_switches_are_another_model() -> None:

@@ -210,47 +210,6 @@ def test_a_quarantine_that_is_shut_on_every_token_is_deleted_and_one_that_is_ope
     assert float((generated - deleted).abs().max()) > 0.01
 
 
-def test_neighbors_of_a_gated_request_keep_every_bit_and_so_does_a_shadow() -> None:
-    """In exact mode: beside steering, gates and patches, and under a monitor that watches and gates nothing."""
-    host, _ = with_quarantine(torch.float32)
-    plain = table(Engine(host, exact=True).generate([Request(PROMPT, greedy())], progress=False)[0])
-    loud = Steering(
-        decode=(Steer(SITE, VECTOR, 9.0),), monitors=(Monitor(Site(0, "z"), VECTOR, quarantine="open", gate_rows=True),)
-    )
-    shadow = Steering(monitors=(Monitor(SITE, VECTOR, gates=()),))
-    engine = Engine(host, exact=True)
-    requests = [Request(PROMPT, greedy(), steering=loud), Request(PROMPT, greedy()), Request(PROMPT, greedy(), steering=shadow)]
-    steered, beside, watched = map(table, engine.generate(requests, progress=False))
-    assert torch.equal(beside, plain)
-    assert torch.equal(watched, plain)
-    assert float((steered - plain).abs().max()) > 1e-2
-
-
-def test_an_override_survives_preemption_and_nothing_survives_the_request() -> None:
-    host = tiny("Qwen3")
-    engine = Engine(host, controllers=Controllers([Acts({1: [Override(0, "on")]})]), steering_rows=3)
-    engine.steering.hold("on", Steering(decode=(Steer(SITE, VECTOR),)), owner="server")
-    spec = Steering(decode=(Steer(SITE, VECTOR.flip(0)),))
-    number = engine.submit(Request(PROMPT, greedy(8), steering=spec))
-    for _ in range(4):
-        engine.step()
-    engine.preempt(number)
-    mine = finish(engine)[number]
-    assert mine.preemptions == 1
-
-    def both(h: Tensor) -> Tensor:
-        new = h.clone()
-        end = len(PROMPT) + 1
-        new[:, len(PROMPT) : end] += VECTOR.flip(0)
-        new[:, end:] += VECTOR
-        return new
-
-    close(table(mine), by_hand(host, PROMPT, 8, {SITE: both}))
-    engine.steering.drop("on")
-    assert engine.steering.snapshot()["rows"]["used"] == 0
-    assert not engine.steering.sites()
-
-
 def test_steered_tokens_are_found_again_by_those_alone_that_were_steered_alike() -> None:
     """A conversation goes on: its prompt now holds what was generated under dynamic steering, whose blocks are not for others."""
     host = tiny("Qwen3")
@@ -327,19 +286,6 @@ def test_a_request_keeps_its_vector_also_where_its_conversation_holds_the_rule_w
     (later,) = engine.generate([Request(PROMPT, greedy(3), conversation="c")], progress=False)
     for result, vector in ((found[second], -3 * VECTOR), (found[first], VECTOR), (later, -3 * VECTOR)):
         close(table(result), by_hand(host, PROMPT, 3, {SITE: adding(vector, len(PROMPT))}))
-
-
-def test_a_rule_for_a_conversation_adds_the_vector_that_its_name_had_at_submission() -> None:
-    """Registered anew while the request waits; later requests of the conversation are steered by neither vector."""
-    host = tiny("Qwen3")
-    engine = Engine(host, rows=1, vectors={"calm": VECTOR})
-    rules = (Rule("rest_of_conversation", add=(Steer(SITE, "calm"),)),)
-    engine.submit(Request(OTHER, greedy(2)))
-    waiting = engine.submit(Request(PROMPT, greedy(3), rules=rules, conversation="c"))
-    engine.steering.register("calm", -2 * VECTOR)
-    close(table(finish(engine)[waiting]), by_hand(host, PROMPT, 3, {SITE: adding(VECTOR, len(PROMPT))}))
-    (later,) = engine.generate([Request(PROMPT, greedy(3), conversation="c")], progress=False)
-    close(table(later), by_hand(host, PROMPT, 3, {}))
 
 
 def policy(name: str = "policy", **given: Any) -> ProbeController:
@@ -420,26 +366,6 @@ def test_a_policy_that_would_route_to_what_is_not_held_refuses_the_requests_that
     engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR),)))
     engine.check(watched)
     engine.steering.set_monitor(monitor)
-
-
-def test_a_run_that_a_waiting_request_will_read_outlives_eviction() -> None:
-    """A store with room for about two runs: others are written while the reader waits for its row, and it has read by then."""
-    host = tiny("Qwen3")
-    keep = (Capture(SITE), Capture(Site(0, "resid_pre")))
-    with RunStore(budget=6_000) as store:
-        engine = Engine(host, rows=1, store=store)
-        engine.generate([Request(PROMPT, greedy(2), capture=keep, run="source")], progress=False)
-        writers = [Request(PROMPT, greedy(2), capture=keep, run=f"other {i}") for i in range(5)]
-        reader = Request(OTHER, greedy(3), patch=(Patch(SITE, 1, FromRun("source", 1)),))
-        *_, read = engine.generate([*writers, reader], progress=False)
-        assert read.finish == "length", read.error
-        assert "source" not in store.runs()
-        source = host.capture([SITE], torch.tensor([PROMPT]))[SITE][0, 1]
-
-        def put(h: Tensor) -> Tensor:
-            return h.index_copy(1, torch.tensor([1]), source.expand(1, 1, -1))
-
-        close(table(read), by_hand(host, OTHER, 3, {SITE: put}))
 
 
 def test_a_patch_with_itself_or_of_no_share_changes_no_bit() -> None:

@@ -13,8 +13,8 @@ from engines import Doing, finish, followed, right, tiny
 from families import VOCAB
 
 from mi_route2.engine import engine as engine_module
-from mi_route2.engine.cache import Prefixes, Saved, Slots
-from mi_route2.engine.controllers import Controllers, StepView
+from mi_route2.engine.cache import Slots
+from mi_route2.engine.controllers import Controllers
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Capture, Request
 from mi_route2.engine.rules import Probe, Rule
@@ -123,26 +123,6 @@ def test_a_controller_that_wants_what_is_not_there_is_explained_and_ends_nobody(
     assert seen
     assert all(one == {SITE} for one in seen)
     assert "outside the model" in str(engine.controllers.snapshot()["recent"])
-
-
-def test_a_request_that_is_withdrawn_leaves_no_half_run_behind() -> None:
-    """``generate`` raises in its second step: the run that was begun is not there, and its name is free."""
-    host, store = tiny(), RunStore()
-    engine = Engine(host, store=store, chunk=4)
-    weight = next(host.model.parameters())
-    asked = Request(PROMPT, ASK, capture=(Capture(SITE),), run="clean")
-
-    def write(_view: StepView) -> None:
-        with torch.no_grad():
-            weight.mul_(1.0)
-
-    engine.controllers.sync.append(Doing(write))
-    with pytest.raises(RuntimeError, match="changed while"):
-        engine.generate([asked], progress=False)
-    assert store.runs() == []
-    engine.controllers.sync.pop()
-    assert engine.generate([asked], progress=False)[0].finish == "length"
-    assert store.runs() == ["clean"]
 
 
 @pytest.mark.parametrize("grows", [False, True])
@@ -629,15 +609,6 @@ def test_what_the_cache_counts_is_what_it_keeps() -> None:
     engine.generate([Request(PROMPT[::-1], ASK)], progress=False)
     kept = {one.data.untyped_storage().data_ptr(): one.data.untyped_storage().nbytes() for one in engine.prefixes.blocks()}
     assert sum(kept.values()) == engine.prefixes.bytes <= engine.prefixes.budget
-
-
-def test_the_least_recently_used_end_of_a_chain_leaves_first() -> None:
-    block = Saved(torch.zeros(1, 2, 1, 4, 1))
-    held = Prefixes(4, 4 * block.data.nbytes)
-    first, second = [b"stem", b"a1", b"a2"], [b"stem", b"b1", b"b2"]
-    for chain in (first, second):
-        held.keep(chain, "", lambda _i: block)
-    assert [len(held.find(chain, "")) for chain in (first, second)] == [2, 3]
 
 
 def test_a_capture_of_which_no_token_came_is_named() -> None:

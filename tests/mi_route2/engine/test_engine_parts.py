@@ -297,6 +297,10 @@ def test_prefixes_hold_what_they_may_and_lose_the_oldest() -> None:
     assert (len(held), held.bytes) == (3, 3 * block.data.nbytes)
     held.clear()
     assert (len(held), held.bytes) == (0, 0)
+    held.budget += block.data.nbytes
+    for chain in ([b"stem", b"a1", b"a2"], [b"stem", b"b1", b"b2"]):
+        held.keep(chain, "", lambda _: block)
+    assert (len(held.find([b"stem", b"a1", b"a2"], "")), len(held)) == (2, 4)  # of the older chain its end has left
 
 
 @settings(deadline=None)
@@ -383,9 +387,10 @@ def test_draws_have_the_distribution_and_belong_to_the_request() -> None:
 
 def test_a_row_that_is_not_a_number_says_so_and_others_do_not() -> None:
     rows = LOGITS.clone()
-    rows[1, 3] = torch.nan
-    _, values = choose(rows, [Sampling(), Sampling(), Sampling(temperature=1.0), *[Sampling()] * 2], [0.5] * 5)
-    assert values.isnan().tolist() == [False, True, False, False, False]
+    rows[1, 3], rows[2, 3], rows[3, 3] = torch.nan, torch.inf, -torch.inf
+    for temperature in (0.0, 1.0):
+        _, values = choose(rows, [Sampling(temperature=temperature)] * 5, [0.5] * 5)
+        assert values.isfinite().tolist() == [True, False, False, True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -87,14 +87,6 @@ def test_the_score_of_a_prompts_last_token_is_left_out_where_it_is_told_so():
     assert controller.on_step(seen(1, 3.0, position=5, prompt=5)) == [Override(0, "c"), SetScale(1.0, 0)]
 
 
-def test_hysteresis_keeps_it_from_flapping():
-    scores = [0.0, 1.1, 0.9, 1.1, 0.9, 1.1, 0.3]
-    flips = [
-        sum(bool(answer) for answer in fed(ProbeController("c", 1.0, h, monitor=WATCH, smoothing=1.0), scores)) for h in (0.0, 0.5)
-    ]
-    assert flips == [6, 2]
-
-
 def test_a_gain_that_is_set_to_0_takes_back_what_it_did():
     """At the next token, read or not; a request that the controller has not engaged is left alone."""
     back = [ClearOverride(0), SetScale(1.0, 0)]

@@ -102,17 +102,6 @@ def test_only_what_the_selection_names_is_kept(side: Any, choice: dict[str, Any]
             assert gap(store, run, site, values[site][row][real][kept]) == 0.0
 
 
-def test_a_recorded_run_outlives_the_process_that_made_it(tmp_path: Path) -> None:
-    host, (tokens, attention) = host_of("torch"), make_tokens(4)
-    with RunStore(0, tmp_path) as store:
-        record(host, SOME, tokens, attention, store=store, runs=ROWS, weights="w")
-    values = host.capture(SOME, tokens, attention)
-    with RunStore(0, tmp_path) as store:
-        for row, run in enumerate(ROWS):
-            for site in SOME:
-                assert gap(store, run, site, values[site][row][attention[row]]) == 0.0
-
-
 # ---- wrong use leaves nothing
 
 
@@ -137,15 +126,9 @@ def test_wrong_use_is_one_sentence_and_leaves_nothing() -> None:
     refused(ValueError, "row of run 'row 0' has no real token", attention=torch.zeros_like(make_tokens(4)[1]))
     refused(ValueError, "a prompt of 7 tokens but 4", prompt_lengths=[2, 2, 2, 7])
     refused(ValueError, "hash of the weights", weights="")
+    never = TokenSelection(positions=[1, 6, 8])
+    refused(ValueError, "the row of run 'row 1' has 7 tokens, so no position 8: give 0 to 6", selection=never)
     refused(KeyError, "no adapter at 'blocks.0.mlp.up'", sites=[Site(0, "kept_a", "mlp.up")])
-
-
-def test_an_explicit_position_that_never_came_is_an_error() -> None:
-    refused(
-        ValueError,
-        "the row of run 'row 1' has 7 tokens, so no position 8: give 0 to 6",
-        selection=TokenSelection(positions=[1, 6, 8]),
-    )
 
 
 class Deaf(TorchHost):

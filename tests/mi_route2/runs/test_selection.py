@@ -68,10 +68,6 @@ def test_the_order_of_asking_makes_no_difference() -> None:
     assert TokenSelection(positions=[5, 1]).rows(list(range(9)), 0, 9) == [1, 5]
 
 
-def test_a_position_may_lie_in_what_is_generated() -> None:
-    assert TokenSelection(positions=[1, 4]).rows([0], 4, 2) == [0]
-
-
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
