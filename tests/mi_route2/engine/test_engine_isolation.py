@@ -381,77 +381,54 @@ def store_with(host: Host) -> RunStore:
     return store
 
 
-WRONG: dict[str, tuple[Callable[[], Request], str]] = {
-    "two patches in one place": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, "zeros"),) * 2), "two patches are at"),
-    "a source of another shape": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, torch.zeros(3)),)), "has shape"),
-    "a share of another shape": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, "zeros", torch.ones(3)),)), "has shape"),
-    "an unknown vector to patch": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, "nowhere"),)), "no vector 'nowhere'"),
-    "an unknown run": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("gone", 2)),)), "no run 'gone'"),
-    "a position that a run has not": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("there", 99)),)), "position 99"),
-    "a site that a run has not": (
-        lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("there", 2, Site(0, "z"))),)),
-        "has no rows at blocks.0.z",
-    ),
-    "a run of other weights": (
-        lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("foreign", 0)),)),
-        "captured with weights",
-    ),
-    "a run that is there": (lambda: Request(PROMPT, ASK, capture=(Capture(SITE),), run="there"), "there is already a run 'there'"),
-    "a quarantine that is not there": (
-        lambda: Request(PROMPT, ASK, steering=Steering(monitors=(Monitor(SITE, VECTORS[0], quarantine="close"),))),
-        "a quarantine that does not exist",
-    ),
+def patched(source: Any, alpha: Any = 1.0) -> dict[str, Any]:
+    return {"patch": (Patch(SITE, 2, source, alpha),)}
+
+
+CLOSING = Steering(monitors=(Monitor(SITE, VECTORS[0], quarantine="close"),))
+NOWHERE, SHORT = (Rule("rest_of_request", add=(Steer(SITE, vector),)) for vector in ("nowhere", [1.0]))
+CAPTURE, BEHIND = (Capture(SITE),), (Capture(SITE, TokenSelection(positions=(40,))),)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "two patches in one place": ({"patch": (Patch(SITE, 2, "zeros"),) * 2}, "two patches are at"),
+    "a source of another shape": (patched(torch.zeros(3)), "has shape"),
+    "a share of another shape": (patched("zeros", torch.ones(3)), "has shape"),
+    "an unknown vector to patch": (patched("nowhere"), "no vector 'nowhere'"),
+    "an unknown run": (patched(FromRun("gone", 2)), "no run 'gone'"),
+    "a position that a run has not": (patched(FromRun("there", 99)), "position 99"),
+    "a site that a run has not": (patched(FromRun("there", 2, Site(0, "z"))), "has no rows at blocks.0.z"),
+    "a run of other weights": (patched(FromRun("foreign", 0)), "captured with weights"),
+    "a run that is there": ({"capture": CAPTURE, "run": "there"}, "there is already a run 'there'"),
+    "a quarantine that is not there": ({"steering": CLOSING}, "a quarantine that does not exist"),
     "a rule for no conversation": (
-        lambda: Request(PROMPT, ASK, rules=(Rule("rest_of_conversation", attenuate=0.5),)),
+        {"rules": (Rule("rest_of_conversation", attenuate=0.5),)},
         "for the rest of the conversation needs a conversation",
     ),
-    "a rule with an unknown vector": (
-        lambda: Request(PROMPT, ASK, rules=(Rule("rest_of_request", add=(Steer(SITE, "nowhere"),)),)),
-        "no vector is registered as 'nowhere'",
-    ),
-    "a rule of another shape": (
-        lambda: Request(PROMPT, ASK, rules=(Rule("rest_of_request", add=(Steer(SITE, [1.0]),)),)),
-        "has 1 numbers, but the site has 16",
-    ),
-    "a stop token that is none": (
-        lambda: Request(PROMPT, Sampling(stop_tokens=(3, VOCAB))),
-        f"token {VOCAB} is outside the vocabulary",
-    ),
-    "a run without a name": (lambda: Request(PROMPT, ASK, capture=(Capture(SITE),), run=""), "'' cannot name a run"),
-    "a name that no run may have": (lambda: Request(PROMPT, ASK, capture=(Capture(SITE),), run="a\nb"), "cannot name a run"),
-    "no prompt": (lambda: Request((), Sampling()), "the prompt is empty"),
-    "a token that is none": (
-        lambda: Request((3, VOCAB)),
-        rf"token {VOCAB} is outside the vocabulary: its ids are 0..{VOCAB - 1}",
-    ),
-    "too many tokens": (lambda: Request((3,) * 60, Sampling(max_new=6)), "need 65 positions, but the context has 64"),
-    "a patch behind the end": (
-        lambda: Request((3, 4), Sampling(max_new=2), patch=(Patch(Site(0, "z"), 3, torch.zeros(16)),)),
-        r"computes 0\.\.2",
-    ),
-    "a capture behind the end": (
-        lambda: Request((3, 4), capture=(Capture(SITE, TokenSelection(positions=(40,))),)),
-        r"computes 0\.\.16",
-    ),
-    "two captures": (lambda: Request((3, 4), capture=(Capture(SITE),) * 2), "two captures name"),
-    "a stop text without a tokenizer": (lambda: Request((3, 4), Sampling(stop=("x",))), "stop texts need a tokenizer"),
-    "a layer that is not there": (
-        lambda: Request((3, 4), capture=(Capture(Site(7, "z")),)),
-        r"outside the model: its layers are 0\.\.1",
-    ),
-    "too many patches": (lambda: Request((3, 4), patch=(Patch(SITE, 1, "zeros"),) * 9), "limit of 8"),
-    "truth values for tokens": (lambda: Request((True, False), ASK), "token ids"),  # pyright: ignore[reportArgumentType]
+    "a rule with an unknown vector": ({"rules": (NOWHERE,)}, "no vector is registered as 'nowhere'"),
+    "a rule of another shape": ({"rules": (SHORT,)}, "has 1 numbers, but the site has 16"),
+    "a stop token that is none": ({"sampling": Sampling(stop_tokens=(3, VOCAB))}, f"token {VOCAB} is outside the vocabulary"),
+    "a run without a name": ({"capture": CAPTURE, "run": ""}, "'' cannot name a run"),
+    "a name that no run may have": ({"capture": CAPTURE, "run": "a\nb"}, "cannot name a run"),
+    "no prompt": ({"prompt": ()}, "the prompt is empty"),
+    "a token that is none": ({"prompt": (3, VOCAB)}, f"token {VOCAB} is outside the vocabulary: its ids are 0..{VOCAB - 1}"),
+    "too many tokens": ({"prompt": (3,) * 60, "sampling": Sampling(max_new=6)}, "need 65 positions, but the context has 64"),
+    "a patch behind the end": ({"prompt": (3, 4), "sampling": Sampling(max_new=1), **patched("zeros")}, r"computes 0\.\.1$"),
+    "a capture behind the end": ({"prompt": (3, 4), "capture": BEHIND}, r"computes 0\.\.4$"),
+    "two captures": ({"capture": CAPTURE * 2}, "two captures name"),
+    "a stop text without a tokenizer": ({"sampling": Sampling(stop=("x",))}, "stop texts need a tokenizer"),
+    "a layer that is not there": ({"capture": (Capture(Site(7, "z")),)}, r"outside the model: its layers are 0\.\.1"),
+    "too many patches": ({"patch": (Patch(SITE, 1, "zeros"),) * 9}, "limit of 8"),
+    "truth values for tokens": ({"prompt": (True, False)}, "token ids"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_can_never_be_met_is_refused_at_submission(what: str) -> None:
-    make, says = WRONG[what]
+    fields, says = WRONG[what]
     host = tiny()
     engine = Engine(host, store=store_with(host), patch_slots=8)
     for told in (engine.submit, engine.check):
         with pytest.raises((ValueError, KeyError), match=says):
-            told(make())
+            told(Request(**({"prompt": PROMPT, "sampling": ASK} | fields)))
     assert not engine.busy
     assert (engine.steering.requests, engine.steering.snapshot()["rows"]["used"]) == ((), 0)
 
