@@ -375,7 +375,10 @@ class Engine:
             turn = self._residents.plan(self.scheduler)
             for one in turn.admitted:
                 self._shares[one.request.priority].served(one.request.owner, one.id, one.turn)
-            self._drop_failed()
+            for one, reason in self._residents.failed:
+                self._residents.leave(one)
+                self._hand_out(one, "error", reason)
+            self._residents.failed.clear()
             if turn.pieces:
                 self._run(turn.pieces)
             elif self.scheduler.waiting and not self.scheduler.running and not turn.preempted:
@@ -739,12 +742,6 @@ class Engine:
         if one.text is not None:
             one.text.push(token)
         return (one.text is not None and one.text.stopped) or token in one.sampling.stop_tokens
-
-    def _drop_failed(self) -> None:
-        for one, reason in self._residents.failed:
-            self._residents.leave(one)
-            self._hand_out(one, "error", reason)
-        self._residents.failed.clear()
 
     def _end(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
         """End a request and release its resources."""

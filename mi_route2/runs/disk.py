@@ -210,7 +210,7 @@ class Disk:
                 os.close(sync)
         except OSError as error:
             raise unwritten(self._shards, error, f"give the store another folder (nothing of run {run!r} is kept)") from error
-        with self._transaction() as db:
+        with self._explained(), self._db as db:
             db.execute("DELETE FROM gone WHERE run = ?", (run,))
             db.execute("INSERT INTO runs VALUES (?, ?, ?, ?)", (run, about.weights, text, _sealed(run, text)))
             db.executemany("INSERT INTO shards VALUES (?, ?, ?)", sorted({(s.shard, run, s.size) for s in stored}))
@@ -352,11 +352,6 @@ class Disk:
     def _ask(self, query: str, *values: str | int) -> list[tuple]:
         with self._explained():
             return self._db.execute(query, values).fetchall()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._explained(), self._db:
-            yield self._db
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -37,11 +37,6 @@ class Layout:
     positions: Int[Tensor, "b t"]
 
     @property
-    def requests(self) -> tuple[int, ...]:
-        """The request of each row."""
-        return tuple(piece.request for piece in self.pieces)
-
-    @property
     def single(self) -> bool:
         """True if every row is one token, so that nothing is padded."""
         return self.positions.shape[1] == 1
