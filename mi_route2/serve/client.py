@@ -22,8 +22,8 @@ from torch import Tensor
 from mi_route2.patching.grid import Cell, Grid
 from mi_route2.patching.question import Span
 from mi_route2.patching.targets import Target
-from mi_route2.serve.api.schema import packed, unpacked
 from mi_route2.sites import Site
+from mi_route2.tensor_files import pack, unpack
 
 ENDS = "[DONE]"
 Progress = Callable[[list[Cell], int], object]
@@ -47,7 +47,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.is_complex() or value.dtype == torch.bool:
             raise ValueError(f"a vector is of real numbers, not of {value.dtype}: give one of them")
-        return packed(value if value.is_floating_point() else value.double())
+        return pack(value if value.is_floating_point() else value.double())
     if isinstance(value, Site | Target):
         return str(value)
     if isinstance(value, Span):
@@ -176,7 +176,7 @@ class _Requests:
 
     @staticmethod
     def _values(answer: Mapping[str, Any]) -> tuple[list[int], Tensor]:
-        return answer["values"]["positions"], unpacked(answer["values"]["rows"])
+        return answer["values"]["positions"], unpack(answer["values"]["rows"])
 
 
 class PatchStudy(_Requests):
