@@ -8,7 +8,7 @@ Nothing here touches the engine but ``Owner``, whose thread runs it.
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,8 +30,8 @@ from mi_route2.serve.api.schema import (
     Names,
     ScaleIn,
     SetSteering,
+    SteeringIn,
     ThresholdIn,
-    packed,
     site_of,
     steering_of,
     vector_of,
@@ -41,12 +41,14 @@ from mi_route2.serve.models import CLOSED, Readable, Served
 from mi_route2.serve.options import Limits
 from mi_route2.serve.state import Server, TheClient, TheServer, called
 from mi_route2.sites import Site
-from mi_route2.steering.specs import TIERS, ZEROS, Vector
+from mi_route2.steering.specs import TIERS, ZEROS, Steering, Vector, looker
+from mi_route2.tensor_files import pack
 
 PAGE = Path(__file__).parent / "page"
 KEPT, KEPT_BYTES = 256, 64 << 20
 """Vectors and configurations of one key, and the bytes of its vectors."""
 _POLICY = "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+_HEADERS = {"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"}
 
 
 def create_app(
@@ -107,28 +109,13 @@ def create_app(
     return app
 
 
-_ERROR = {
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error"],
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "required": ["message", "type", "param", "code"],
-                        "properties": {
-                            "message": {"type": "string"},
-                            "type": {"type": "string"},
-                            "param": {"type": ["string", "null"]},
-                            "code": {"type": ["string", "null"]},
-                        },
-                    }
-                },
-            }
-        }
-    }
-}
+def _object(**properties: Any) -> dict[str, Any]:
+    """Return the JSON schema of an object that has all of these properties."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL))
 _REASONS = {
     400: "The request cannot be run; the sentence says what to change.",
     401: "No key, a wrong key, or not the admin's.",
@@ -140,7 +127,9 @@ _REASONS = {
     429: "Too much at once; send it again after the seconds in Retry-After.",
     503: "The engine has ended, or is about to.",
 }
-ERRORS: dict[int | str, dict[str, Any]] = {status: {"description": why, **_ERROR} for status, why in _REASONS.items()}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": why, "content": {"application/json": {"schema": _ERROR}}} for status, why in _REASONS.items()
+}
 
 
 def _plain(request: Request, error: HTTPException) -> Json:
@@ -216,19 +205,11 @@ async def _set_own(body: SetSteering, given: dict[str, Vector], names: Names, se
         )
 
     def change(engine: Engine) -> None:
-        before = {trial.inside(name): engine.steering.vectors.get(trial.inside(name)) for name in given}
-        for name, vector in given.items():
-            engine.steering.register(trial.inside(name), vector)
-        try:
-            if body.name is not None:
-                engine.steering.check(steering_of(body, trial))
-        except BaseException:
-            for name, vector in before.items():
-                if vector is None:
-                    engine.steering.unregister(name)
-                else:
-                    engine.steering.register(name, vector)
-            raise
+        added = {trial.inside(name): vector for name, vector in given.items()}
+        if body.name is not None:  # before anything is registered
+            engine.steering.check(steering_of(body, trial).resolved(looker(engine.steering.vectors | added)))
+        for name, vector in added.items():
+            engine.steering.register(name, vector)
 
     await called(server, client, change)
     names.vectors, names.configurations = vectors, configurations
@@ -247,13 +228,7 @@ def _numbers(given: Any, names: Names, name: str) -> Any:
 
 
 def _steers(body: SetSteering) -> bool:
-    return bool(
-        body.steering_vectors
-        or body.prefill_steering_vectors
-        or body.decode_steering_vectors
-        or body.steering_clamps
-        or body.monitors
-    )
+    return any(getattr(body, field) for field in SteeringIn.model_fields)
 
 
 async def _set_global(body: SetSteering, server: Server, client: Client) -> Response:
@@ -261,7 +236,7 @@ async def _set_global(body: SetSteering, server: Server, client: Client) -> Resp
         raise ApiError(400, "scope 'global' takes steering vectors and monitors: leave name, vectors and steering_clamps out")
     names = server.names(client)
 
-    def change(engine: Engine) -> dict[str, list[str]]:
+    def change(engine: Engine) -> Steering:
         steering = steering_of(body, names)
         engine.steering.check(steering)
         if any(one.prompt for one in steering.monitors):
@@ -271,12 +246,12 @@ async def _set_global(body: SetSteering, server: Server, client: Client) -> Resp
                 engine.steering.set_global(tier, getattr(steering, tier))
         for one in steering.monitors:
             engine.steering.set_monitor(one)
-        tiers = {tier: sorted({str(entry.site) for entry in getattr(steering, tier)}) for tier in TIERS if getattr(steering, tier)}
-        return {**tiers, **({"monitors": [one.name for one in steering.monitors]} if steering.monitors else {})}
+        return steering
 
-    changed: dict[str, list[str]] = await called(server, client, change)
-    monitors = sorted({*server.globals.get("monitors", ()), *changed.pop("monitors", ())})
-    server.globals |= changed | ({"monitors": monitors} if monitors else {})
+    steering: Steering = await called(server, client, change)
+    acting = {tier: {str(entry.site) for entry in getattr(steering, tier)} for tier in TIERS}
+    acting["monitors"] = {*server.globals.get("monitors", ()), *(one.name for one in steering.monitors)}
+    server.globals |= {what: sorted(named) for what, named in acting.items() if named}
     return Json({"global": server.globals})
 
 
@@ -297,12 +272,8 @@ async def clear_steering(body: ClearSteering, server: TheServer, client: TheClie
         await called(server, client, clear)
         server.globals = {}
         return Json({"global": {}})
-    if body.name is not None:
-        names.configuration(body.name) if body.name in names.configurations else _unknown(names, body.name)
-    for name in body.vectors:
-        if name not in names.vectors:
-            known = ", ".join(sorted(names.vectors)) or "none"
-            raise ApiError(404, f"no vector of yours is registered as {name!r}; there are: {known}", code="unknown_name")
+    _demand("configuration is held", () if body.name is None else (body.name,), names.configurations)
+    _demand("vector of yours is registered", body.vectors, names.vectors)
     every = body.name is None and not body.vectors
     async with names.changing:
         dropped = list(names.vectors) if every else body.vectors
@@ -318,9 +289,11 @@ async def clear_steering(body: ClearSteering, server: TheServer, client: TheClie
     return Json(_registered(names))
 
 
-def _unknown(names: Names, name: str) -> None:
-    known = ", ".join(sorted(names.configurations)) or "none"
-    raise ApiError(404, f"no configuration is held as {name!r}; there are: {known}", code="unknown_name")
+def _demand(what: str, wanted: Iterable[str], known: Collection[str]) -> None:
+    for name in wanted:
+        if name not in known:
+            there = ", ".join(sorted(known)) or "none"
+            raise ApiError(404, f"no {what} as {name!r}; there are: {there}", code="unknown_name")
 
 
 def _registered(names: Names) -> dict[str, Any]:
@@ -448,7 +421,7 @@ def _told(server: Server, run: str, site: Site | None) -> dict[str, Any]:
             )
         positions = server.store.positions(run, site)
         rows = server.store.rows(run, site, positions)
-    return {**about, "values": {"site": str(site), "positions": positions, "rows": packed(rows)}}
+    return {**about, "values": {"site": str(site), "positions": positions, "rows": pack(rows)}}
 
 
 @routes.delete("/v1/runs/{run}", tags=["runs"])
@@ -475,12 +448,11 @@ def _pages(app: FastAPI) -> None:
     async def index() -> Response:
         if not (PAGE / "index.html").is_file():
             raise ApiError(404, "this installation has no page: see /docs for the interface")
-        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"})
+        return FileResponse(PAGE / "index.html", headers=_HEADERS)
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        headers = {"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"}
-        return HTMLResponse(reference(app.openapi()), headers=headers)
+        return HTMLResponse(reference(app.openapi()), headers=_HEADERS)
 
     @app.get("/plotly.min.js", include_in_schema=False)
     async def plotly() -> Response:

@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -326,14 +326,19 @@ class Front:
             body = b""
             if scope["method"] not in ("GET", "HEAD", "OPTIONS"):  # these need no key, and what they bring is not read
                 self._keys.client(headers.get("authorization"))
-                body = await self._timely(self._body(headers, receive))
+                body = await self._body(headers, receive)
         except ApiError as error:
             notes["error"] = error.reason
             await answer(error)(scope, receive, sending)
         else:
             notes.update(_prompts(body) if prompts else {})
+            read = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def again() -> Message:
+                return read.pop() if read else await receive()
+
             try:
-                await self._app(scope, self._again(body, receive), sending)
+                await self._app(scope, again, sending)
             except _UnreadError:
                 notes["error"] = "not_read"
         finally:
@@ -355,13 +360,6 @@ class Front:
                 400, "a page of another origin may not use this server: open the page that it serves", code="wrong_origin"
             )
 
-    async def _timely(self, body: Awaitable[bytes]) -> bytes:
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                return await body
-        except TimeoutError as error:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s: send it at once", code="timeout") from error
-
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         large = ApiError(
             413, f"the body is larger than {self._limit} bytes: send less, or raise the server's --max-body", code="too_large"
@@ -369,29 +367,18 @@ class Front:
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._limit:
             raise large
-        body = bytearray()  # counted too, because the header may be missing or wrong
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return bytes(body)
-            body += message.get("body", b"")
-            if len(body) > self._limit:
-                raise large
-            if not message.get("more_body", False):
-                return bytes(body)
-
-    @staticmethod
-    def _again(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
-        given = False
-
-        async def replay() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        return replay
+        body, more = bytearray(), True  # counted too, because the header may be missing or wrong
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while more:
+                    message = await receive()
+                    body += message.get("body", b"")
+                    if len(body) > self._limit:
+                        raise large
+                    more = message.get("more_body", False)  # not given by a disconnect
+        except TimeoutError as error:
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s: send it at once", code="timeout") from error
+        return bytes(body)
 
 
 def noted(request: Request, error: ApiError) -> ApiError:

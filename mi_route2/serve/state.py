@@ -55,7 +55,7 @@ class Server:
         self.open: dict[int, Open] = {}
         self.writing: dict[str, int] = {}
         """Runs that are being written, and the bytes that they may take."""
-        self.sweeping: dict[str, int] = {}
+        self.sweeping = Counter[str]()
         self.entering = Counter[str]()
         """Requests of each key that are being submitted."""
         self._names: dict[str, Names] = {}

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
@@ -72,20 +71,7 @@ class Packed(Body):
         wanted = math.prod(self.shape) * dtype.itemsize
         if len(raw) != wanted:
             raise ValueError(f"the data of a vector has {len(raw)} bytes, but {self.dtype} of shape {self.shape} has {wanted}")
-        return torch.from_numpy(np.frombuffer(raw, np.uint8).copy()).view(dtype).reshape(self.shape)
-
-
-def packed(tensor: Tensor) -> dict[str, Any]:
-    """Return a tensor as JSON, in the form that ``Packed`` reads."""
-    plain = tensor.detach().cpu().contiguous()
-    raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {"dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape), "data": base64.b64encode(raw).decode()}
-
-
-def unpacked(data: Mapping[str, Any]) -> Tensor:
-    """Return the tensor that ``packed`` wrote, of any number of axes."""
-    raw = np.frombuffer(base64.b64decode(data["data"]), np.uint8).copy()
-    return torch.from_numpy(raw).view(getattr(torch, data["dtype"])).reshape(data["shape"])
+        return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(self.shape)
 
 
 NumberRow = Annotated[list[Number], Field(min_length=1, max_length=NUMBERS, fail_fast=True)]
@@ -236,12 +222,16 @@ class StreamOptions(Body):
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-def _without_null(given: Any) -> Any:
-    """Return an object without fields that are null, by which OpenAI's clients mean that they are not given."""
-    return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+class WithoutNull(BaseModel):
+    """An object in which null stands for a field that is not given, as OpenAI's clients mean it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
-class Generation(Interventions):
+class Generation(WithoutNull, Interventions):
     """Fields common to completions and chat completions."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
@@ -257,11 +247,6 @@ class Generation(Interventions):
     frequency_penalty: Literal[0] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, given: Any) -> Any:
-        return _without_null(given)
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> "Generation":
@@ -305,18 +290,13 @@ class TextPart(Body):
     text: Text
 
 
-class Message(BaseModel):
+class Message(WithoutNull):  # an answer's message, which may be sent back, has `refusal`
     """A message of a conversation."""
 
     model_config = ConfigDict(extra="forbid")
     role: Annotated[str, Field(min_length=1, max_length=32)]
     content: Text | Annotated[list[TextPart], Field(max_length=64)]
     name: Annotated[str, Field(max_length=64)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, given: Any) -> Any:
-        return _without_null(given)  # an answer's message, which may be sent back, has `refusal`
 
     def plain(self) -> dict[str, str]:
         """Return the message as a chat template reads it."""
@@ -522,9 +502,12 @@ def vector_of(given: Any, names: Names) -> Tensor | str:
     return names.vector(given) if isinstance(given, str) else numbers_of(given)
 
 
+def _steer(site: str, given: Scaled | AddIn, names: Names) -> Steer:
+    return Steer(site_of(site), vector_of(given.vector, names), given.scale)
+
+
 def _tier(entries: Mapping[str, Any], names: Names) -> tuple[Steer, ...]:
-    pairs = [(site_of(site), one if isinstance(one, Scaled) else Scaled(vector=one)) for site, one in entries.items()]
-    return tuple(Steer(site, vector_of(one.vector, names), one.scale) for site, one in pairs)
+    return tuple(_steer(site, one if isinstance(one, Scaled) else Scaled(vector=one), names) for site, one in entries.items())
 
 
 def _some(sites: Sequence[str] | None) -> tuple[Site, ...] | None:
@@ -547,7 +530,7 @@ def monitor_of(given: MonitorIn, names: Names) -> Monitor:
         vector_of(given.probe, names),
         gates=_some(given.gates),
         quarantined=_some(given.quarantined),
-        adds=tuple(Steer(site_of(one.site), vector_of(one.vector, names), one.scale) for one in given.adds),
+        adds=tuple(_steer(one.site, one, names) for one in given.adds),
         name=given.name,
         **plain,
     )

@@ -1,6 +1,7 @@
 """Routes of the study page: tokenization, alignment, patch sweeps cell by cell, one patched answer, and the runs of studies."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
@@ -108,10 +109,14 @@ def _differs(clean: Sequence[int] | None, corrupt: Sequence[int], sources: Mappi
 # Sweeps
 
 
+PLAIN = ("corrupt", "sites", "metric", "alpha", "heads", "together", "at", "replicas")
+"""Fields of a sweep's body that are arguments of ``patching.prepare`` as they are."""
+
+
 @routes.post("/v1/patch_sweep", responses=EITHER)
 async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, request: Request) -> Response:
     """Patch every selected site at every position, and score each; whole, or cell by cell as a stream."""
-    running = server.sweeping.get(client.owner, 0)
+    running = server.sweeping[client.owner]
     if running >= server.limits.sweeps:
         raise ApiError(
             429,
@@ -119,18 +124,17 @@ async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, reque
             code="too_many_sweeps",
             headers={"Retry-After": "2"},
         )
-    server.sweeping[client.owner] = running + 1
+    place = Counter([client.owner])
+    server.sweeping += place
     try:
         job = await _prepared(body, server, client)
     except BaseException:
-        _ended(server, client)
+        server.sweeping -= place
         raise
 
-    left: list[Client] = [client]
-
     def free() -> None:
-        while left:
-            _ended(server, left.pop())
+        server.sweeping -= place
+        place.clear()  # it is given back once
 
     def ended() -> None:
         job.cancel()
@@ -146,12 +150,6 @@ async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, reque
         return Json(_summary(job, server))
     finally:
         ended()
-
-
-def _ended(server: Server, client: Client) -> None:
-    server.sweeping[client.owner] -= 1
-    if not server.sweeping[client.owner]:
-        del server.sweeping[client.owner]
 
 
 async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
@@ -174,21 +172,14 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
     if body.positions is not None:
         positions = [Span(one.text, one.occurrence) if isinstance(one, SpanIn) else one for one in body.positions]
     try:
-        job = await server.owner.sweep(
+        return await server.owner.sweep(
             deadline=server.limits.deadline,
             clean=clean,
-            corrupt=body.corrupt,
-            sites=body.sites,
             positions=positions,
-            **tokens,
-            metric=body.metric,
-            alpha=body.alpha,
-            heads=body.heads,
-            together=body.together,
-            at=body.at,
-            replicas=body.replicas,
             tokenizer=server.threaded,
             most=server.limits.cells,
+            **tokens,
+            **{name: getattr(body, name) for name in PLAIN},
         )
     except TooManyCellsError as error:
         raise ApiError(413, str(error)) from error
@@ -206,7 +197,6 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
         elif refused.message.startswith("position"):
             refused.param = "positions"
         raise refused from error
-    return job
 
 
 async def _refuse_bytes(body: SweepIn, length: int, stored: str | None, server: Server, client: Client) -> None:
@@ -357,7 +347,7 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
             asked = EngineRequest(tuple(prompt), sampling, **shared, **given)
         except Exception as error:
             raise refusal(error) from error
-        (choice,) = await submitted([(0, list(prompt), asked)], server, client)
+        (choice,) = await submitted([asked], server, client)
         server.metrics.prompted.inc(len(prompt))
         try:
             async with cancelled_with(request, [choice.stream]):

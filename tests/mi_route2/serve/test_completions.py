@@ -19,11 +19,11 @@ from mi_route2.engine import Capture, Engine, Request, Sampling, Token
 from mi_route2.engine.text import GrowingText
 from mi_route2.patching.patches import Patch
 from mi_route2.serve.api.openai import Wording
-from mi_route2.serve.api.schema import packed, unpacked
 from mi_route2.serve.client import PatchStudy
 from mi_route2.serve.models import Readable
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
+from mi_route2.tensor_files import pack, unpack
 from studies.environments.micro.served import MicroTokenizer
 
 pytestmark = pytest.mark.process
@@ -87,7 +87,7 @@ BODIES: list[dict[str, Any]] = [
     {"steering_vectors": {SITE: {"vector": VECTOR.tolist(), "scale": 2.0}}, "monitors": [MONITOR], "readings": True},
     {"decode_steering_vectors": {SITE: "push"}, "norms": [SITE], "stop": "#", "ignore_eos": True},
     {"patch": [{"site": SITE, "position": 3, "source": "zeros"}], "capture": [SITE], "n": 3},
-    {"steering": [{"when": "always", "scope": "rest_of_request", "apply": {"add": [{"site": SITE, "vector": packed(VECTOR)}]}}]},
+    {"steering": [{"when": "always", "scope": "rest_of_request", "apply": {"add": [{"site": SITE, "vector": pack(VECTOR)}]}}]},
     {
         "steering_clamps": [{"site": SITE, "vector": "push", "value": 0.5}],
         "adapters": "deployed",
@@ -148,7 +148,7 @@ def test_interventions_are_those_of_the_engine(client: openai.OpenAI, engine: En
     site, values = Site.parse(SITE), torch.randn(16, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
     found: Any = client.completions.create(
         model="micro", prompt=PROMPT, max_tokens=6, temperature=0, extra_body={
-            "patch": [{"site": SITE, "position": 2, "source": packed(values), "alpha": 0.5}],
+            "patch": [{"site": SITE, "position": 2, "source": pack(values), "alpha": 0.5}],
             "prefill_steering_vectors": {SITE: {"vector": "push", "scale": -1.0}},
             "monitors": [{"site": SITE, "probe": VECTOR.tolist(), "threshold": 0.5, "quarantine": "close", "name": "m"}],
             "capture": [{"site": "blocks.1.z", "positions": [4, 6]}], "readings": True, "norms": [SITE], "ignore_eos": True,
@@ -167,7 +167,7 @@ def test_interventions_are_those_of_the_engine(client: openai.OpenAI, engine: En
     assert extra["norms"] == {str(i): {SITE: one[site]} for i, one in truth.norms.items()}
     captured = extra["captured"]["blocks.1.z"]
     assert captured["positions"] == [4, 6]
-    assert torch.equal(unpacked(captured["rows"]), truth.captured[z].rows)
+    assert torch.equal(unpack(captured["rows"]), truth.captured[z].rows)
 
 
 @pytest.mark.parametrize("mode", ["full", "deployed", "reference"])
@@ -426,12 +426,10 @@ class Bytes(MicroTokenizer):
 def test_the_bytes_of_a_character_are_at_its_place_in_the_text(together: int) -> None:
     text = "aé€b😀c"
     tokens, served = [Token(one, -1.0) for one in text.encode()], replace(random_micro(), tokenizer=Bytes())
-    words, places = Wording("cmpl", "text_completion", False), GrowingText(served.tokenizer, (), [97])
-    words.server, words.wants = SimpleNamespace(served=served), True  # pyright: ignore[reportAttributeAccessIssue]
+    places, shown = GrowingText(served.tokenizer, (), [97]), SimpleNamespace(served=served)
+    words, chat = (Wording(shown, chat, True) for chat in (False, True))  # pyright: ignore[reportArgumentType]
     told = [words.logprobs(tokens[start : start + together], places)["text_offset"] for start in range(0, 12, together)]
     assert [at for some in told for at in some] == [i for i, character in enumerate(text) for _ in character.encode()]
-    chat = Wording("chatcmpl", "chat.completion", True)
-    chat.server, chat.wants = words.server, True
     own = [one["bytes"] for one in chat.logprobs(tokens, places)["content"]]
     assert own == [[one] if one < 128 else None for one in text.encode()]  # not those of a replacement character
 
@@ -574,5 +572,5 @@ def test_no_more_of_a_prompt_is_cached_than_it_has(client: openai.OpenAI) -> Non
 def test_numbers_travel_without_loss() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         value = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
-        assert torch.equal(unpacked(packed(value)), value)
+        assert torch.equal(unpack(pack(value)), value)
     assert np.frombuffer(b"\0\0\x80?", "<f4")[0] == 1.0
