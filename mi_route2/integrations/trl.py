@@ -358,8 +358,10 @@ class RoutedGRPOTrainer(GRPOTrainer):
             if pairs is not None:
                 raise ValueError("a route has its own pairs: leave out pairs=, or give the rule alone (MaskSpec or EraseSpec)")
             return route
-        if isinstance(route, OpenSpec) or (isinstance(route, MaskSpec) and not route.needs_direction):
-            return OpenRoute(route) if isinstance(route, OpenSpec) else MaskRoute(route, None)
+        if isinstance(route, OpenSpec):
+            return OpenRoute(route)
+        if isinstance(route, MaskSpec) and not route.needs_direction:
+            return MaskRoute(route, None)
         if pairs is None:
             raise ValueError("this rule compares with the direction of contrast pairs: pass pairs=")
         batch = pairs if isinstance(pairs, PairBatch) else self.encode_pairs(pairs)

@@ -390,7 +390,7 @@ async def get_run(
     run: str, server: TheServer, client: TheClient, site: Annotated[str | None, Query(max_length=128)] = None
 ) -> Response:
     """Return the description of a run, and the values of one site if it is named."""
-    name = _run(run, server, client)
+    name = server.demand_run(run, client)
     try:
         about = await asyncio.to_thread(_told, server, name, None if site is None else site_of(site))
     except (KeyError, ValueError) as error:
@@ -427,17 +427,12 @@ def _told(server: Server, run: str, site: Site | None) -> dict[str, Any]:
 @routes.delete("/v1/runs/{run}", tags=["runs"])
 async def delete_run(run: str, server: TheServer, client: TheClient) -> Response:
     """Drop a run."""
-    name = _run(run, server, client)
+    name = server.demand_run(run, client)
     try:
         server.store.drop(name)
     except KeyError as error:  # evicted since
         raise ApiError(404, refusal(error, server.names(client).prefix).message, code="unknown_run") from error
     return Json({"run": run, "dropped": True})
-
-
-def _run(run: str, server: Server, client: Client) -> str:
-    server.demand_run(run, client)
-    return server.names(client).inside(run)
 
 
 # The page

@@ -235,18 +235,15 @@ class Keys:
         kind, _, key = (authorization or "").partition(" ")
         # digests have one length, without which a comparison takes a time that depends on it; a long header is cut
         given = self._digest(key.strip()[: LONGEST + 1])
-        sender = None
-        for digest, client in self._clients:  # all of them, so that the time says nothing
-            if hmac.compare_digest(digest, given):
-                sender = client
-        if sender is None or kind.lower() != "bearer":
+        senders = [client for digest, client in self._clients if hmac.compare_digest(digest, given)]  # all, or the time would tell
+        if not senders or kind.lower() != "bearer":
             raise ApiError(
                 401,
                 "this server needs a key: send the header 'Authorization: Bearer KEY' (api_key of OpenAI's client)",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return sender
+        return senders[0]
 
     def _digest(self, key: str) -> bytes:
         return hmac.new(self._secret, key.encode("utf-8", "replace"), hashlib.sha256).digest()
@@ -304,7 +301,6 @@ class Front:
             return await self._app(scope, receive, send)
         began, status, notes = time.monotonic(), 500, {}
         scope["mi_route2"] = notes
-        prompts = getattr(scope["app"].state, "log_prompts", False) if "app" in scope else False
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -331,7 +327,8 @@ class Front:
             notes["error"] = error.reason
             await answer(error)(scope, receive, sending)
         else:
-            notes.update(_prompts(body) if prompts else {})
+            if getattr(scope["app"].state, "log_prompts", False):
+                notes.update(_prompts(body))
             read = [{"type": "http.request", "body": body, "more_body": False}]
 
             async def again() -> Message:

@@ -11,7 +11,7 @@ tensor, an array or a list of numbers may stand wherever the interface takes a v
 import json
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -26,6 +26,7 @@ from mi_route2.sites import Site
 from mi_route2.tensor_files import pack, unpack
 
 ENDS = "[DONE]"
+Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
 Progress = Callable[[list[Cell], int], object]
 """Function of the cells that have just come, and the number of all cells."""
 
@@ -150,15 +151,20 @@ class _Gathered:
         return self.grid
 
 
-class _Requests:
-    """Bodies of the requests, which both clients send."""
+class _Requests(Generic[Http]):
+    """Connections of a client, and the bodies of its requests, which are those of the other one too."""
 
-    def __init__(self, base_url: str, key: str | None, timeout: float):
+    _kind: type[Http]
+
+    def __init__(
+        self, base_url: str = "http://127.0.0.1:8000", key: str | None = None, *, timeout: float = 600.0, transport: Any = None
+    ):
         self.base_url = base_url.rstrip("/")
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ValueError("the key has characters that no header can have: give it as the server has it, in one line of ASCII")
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._timeout = httpx.Timeout(timeout, connect=10.0)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        patience = httpx.Timeout(timeout, connect=10.0)
+        self._http = self._kind(base_url=self.base_url, headers=headers, timeout=patience, transport=transport)
 
     @staticmethod
     def _sweep(clean: Any, corrupt: Any, sites: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +185,7 @@ class _Requests:
         return answer["values"]["positions"], unpack(answer["values"]["rows"])
 
 
-class PatchStudy(_Requests):
+class PatchStudy(_Requests[httpx.Client]):
     """Client of a server; see the module. It is a context that closes its connections.
 
     Args:
@@ -196,16 +202,7 @@ class PatchStudy(_Requests):
         ...     grid = study.sweep(clean, corrupt, answer=" Mary", foil=" John")
     """
 
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8000",
-        key: str | None = None,
-        *,
-        timeout: float = 600.0,
-        transport: httpx.BaseTransport | None = None,
-    ):
-        super().__init__(base_url, key, timeout)
-        self._http = httpx.Client(base_url=self.base_url, headers=self._headers, timeout=self._timeout, transport=transport)
+    _kind = httpx.Client
 
     def __enter__(self) -> "PatchStudy":
         return self
@@ -312,19 +309,10 @@ class PatchStudy(_Requests):
         self._call("DELETE", _run(run))
 
 
-class AsyncPatchStudy(_Requests):
+class AsyncPatchStudy(_Requests[httpx.AsyncClient]):
     """``PatchStudy`` with coroutines: the same arguments, results and errors."""
 
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8000",
-        key: str | None = None,
-        *,
-        timeout: float = 600.0,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ):
-        super().__init__(base_url, key, timeout)
-        self._http = httpx.AsyncClient(base_url=self.base_url, headers=self._headers, timeout=self._timeout, transport=transport)
+    _kind = httpx.AsyncClient
 
     async def __aenter__(self) -> "AsyncPatchStudy":
         return self

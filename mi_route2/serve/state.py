@@ -115,11 +115,11 @@ class Server:
             sizes["vectors", owner] = names.nbytes
         return sizes
 
-    def demand_run(self, run: str, client: Client) -> None:
-        """Raise ``ApiError`` 404 if the client has no such run, with the reason if it had one."""
+    def demand_run(self, run: str, client: Client) -> str:
+        """Return the store's name of a run; ``ApiError`` 404 if the client has no such one, with the reason if it had."""
         prefix = self.names(client).prefix
         if run and prefix + run in self.store:
-            return
+            return prefix + run
         names, why = self.runs(client), self.store.why_gone(prefix + run) if run else None
         told = f"you have no run {run!r}" if why is None else why.replace(prefix, "")
         some = ", ".join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")

@@ -303,31 +303,24 @@ async def submitted(made: Sequence[EngineRequest], server: Server, client: Clien
     for run in runs:
         _reserve(run, run_bytes, server, client)
     server.entering[client.owner] += len(made)  # before the first await, in which other requests of the key may come
+    choices: list[Choice] = []
     try:
-        return await _entered(made, server, client)
-    except BaseException:
+        for index, request in enumerate(made):
+            stream = await server.owner.submit(request)
+            server.open[stream.number] = Open(client.owner, stream)
+            growing, places = (GrowingText(server.readable, stop, request.prompt) for stop in (request.sampling.stop, ()))
+            choices.append(Choice(index, request, stream, growing, places))
+    except BaseException as error:
+        for one in choices:
+            one.stream.cancel()
+        closed(choices, server)
         for run in runs:
             server.writing.pop(run, None)
+        if isinstance(error, Exception):
+            raise refusal(error, server.names(client).prefix) from error
         raise
     finally:
         server.entering[client.owner] -= len(made)
-
-
-async def _entered(made: Sequence[EngineRequest], server: Server, client: Client) -> list[Choice]:
-    choices: list[Choice] = []
-    for index, request in enumerate(made):
-        try:
-            stream = await server.owner.submit(request)
-        except BaseException as error:
-            for one in choices:
-                one.stream.cancel()
-            closed(choices, server)
-            if isinstance(error, Exception):
-                raise refusal(error, server.names(client).prefix) from error
-            raise
-        server.open[stream.number] = Open(client.owner, stream)
-        growing, places = (GrowingText(server.readable, stop, request.prompt) for stop in (request.sampling.stop, ()))
-        choices.append(Choice(index, request, stream, growing, places))
     return choices
 
 

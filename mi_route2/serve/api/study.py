@@ -156,8 +156,7 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
     clean: Any = body.clean
     stored = None
     if isinstance(clean, StoredIn):
-        server.demand_run(clean.run, client)
-        stored = server.names(client).inside(clean.run)
+        stored = server.demand_run(clean.run, client)
         clean = _stored(stored, server.store, body.sites)
     length = 0
     for name in ("clean", "corrupt"):
