@@ -10,6 +10,7 @@ import asyncio
 import importlib.util
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,7 +106,7 @@ def create_app(
     app.add_exception_handler(RequestValidationError, lambda request, error: answer(noted(request, invalid(error))))  # pyright: ignore
     app.add_exception_handler(HTTPException, _plain)  # pyright: ignore[reportArgumentType]
     app.add_exception_handler(Exception, _failed)
-    app.add_middleware(Front, limit=limits.max_body, local=not keys, done=server.metrics.done, keys=keys)
+    app.add_middleware(Front, limit=limits.max_body, done=server.metrics.done, keys=keys)
     return app
 
 
@@ -187,7 +188,7 @@ async def set_steering(body: SetSteering, server: TheServer, client: TheClient) 
         return await _set_global(body, server, client)
     names = server.names(client)
     given = {name: Vector(_numbers(one, names, name)) for name, one in body.vectors.items()}
-    if body.name is None and _steers(body):
+    if body.name is None and any(getattr(body, field) for field in SteeringIn.model_fields):
         raise ApiError(400, "steering needs a name under which it is held: give name, or scope 'global' to steer every request")
     async with names.changing:
         return await _set_own(body, given, names, server, client)
@@ -196,7 +197,7 @@ async def set_steering(body: SetSteering, server: TheServer, client: TheClient) 
 async def _set_own(body: SetSteering, given: dict[str, Vector], names: Names, server: Server, client: Client) -> Response:
     vectors = {**names.vectors, **given}
     configurations = {**names.configurations, **({} if body.name is None else {body.name: body})}
-    trial = Names(names.prefix, names.shared, vectors, configurations)
+    trial = replace(names, vectors=vectors, configurations=configurations)
     if len(vectors) > KEPT or len(configurations) > KEPT or trial.nbytes > KEPT_BYTES:
         raise ApiError(
             400,
@@ -225,10 +226,6 @@ def _numbers(given: Any, names: Names, name: str) -> Any:
         return vector_of(given, names)
     except ValueError as error:
         raise ApiError(400, f"the vector {name!r}: {error}", param=f"vectors.{name}") from error
-
-
-def _steers(body: SetSteering) -> bool:
-    return any(getattr(body, field) for field in SteeringIn.model_fields)
 
 
 async def _set_global(body: SetSteering, server: Server, client: Client) -> Response:
@@ -323,7 +320,7 @@ async def dynamic(server: TheServer, client: TheClient) -> Response:
     """Return the current state of steering: queue, rows, counts of actions, times, and the key's requests (an admin sees all)."""
     state: dict[str, Any] = await called(server, client, lambda engine: engine.steering.snapshot())
     snapshot: dict[str, Any] = server.owner.snapshot
-    mine = {number for number, one in server.open.items() if client.admin or one.owner == client.owner}
+    mine = {number for number, owner in server.open.items() if client.admin or owner == client.owner}
     requests = {number: one for number, one in state["requests"].items() if number in mine}
     rows = dict(state["rows"])
     queue = {name: snapshot.get(name, 0) for name in ("running", "waiting", "sweeps", "steps", "tokens")}
@@ -351,7 +348,7 @@ def _seen(request: Mapping[str, Any]) -> dict[str, Any]:
 @routes.post("/v1/streams/{number}/scale", tags=["steering"])
 async def scale(number: int, body: ScaleIn, server: TheServer, client: TheClient) -> Response:
     """Scale the steering vectors of a running request, from its next token on."""
-    server.find(number, client)
+    server.demand_open(number, client)
 
     await _tuned(server, client, number, lambda engine: engine.steering.set_scale(body.scale, request=number))
     return Json({"request": number, "scale": body.scale})
@@ -360,7 +357,7 @@ async def scale(number: int, body: ScaleIn, server: TheServer, client: TheClient
 @routes.post("/v1/streams/{number}/threshold", tags=["steering"])
 async def threshold(number: int, body: ThresholdIn, server: TheServer, client: TheClient) -> Response:
     """Move the threshold of a running request's monitor, from its next token on."""
-    server.find(number, client)
+    server.demand_open(number, client)
     if body.monitor == CLOSED:
         raise ApiError(404, f"request {number} has no monitor {CLOSED!r}: name one that it was sent with", code="unknown_name")
     await _tuned(server, client, number, lambda engine: engine.steering.set_threshold(number, body.monitor, body.threshold))

@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +37,19 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 log = logging.getLogger("mi_route2.serve")
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer other than success: a status, and one sentence that says what to change."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.message, self.code, self.param, self.headers = status, message, code, param, dict(headers or {})
+    status: int
+    message: str
+    _: KW_ONLY
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def reason(self) -> str:
@@ -117,7 +116,7 @@ def refusal(error: Exception, prefix: str = "") -> ApiError:
     """Return the answer to an error of the engine, without its ``prefix`` of the client's names, and without names of others."""
     if isinstance(error, ApiError):
         return error
-    message = _OTHERS.sub("", sentence(error).replace(prefix, "") if prefix else sentence(error))
+    message = _OTHERS.sub("", sentence(error).replace(prefix, ""))
     if isinstance(error, UnknownNameError) or message.startswith(("no vector is registered as", "no vector '")):
         return ApiError(404, message, code="unknown_name")
     if isinstance(error, QueueFullError):
@@ -206,7 +205,7 @@ class Keys:
             owner = hmac.new(key.encode(), b"mi-route2 owner", hashlib.sha256).hexdigest()[:16]
             if any(client.owner == owner for _, client in self._clients):
                 raise ValueError("a key is given twice: give each client its own")
-            self._clients.append((self._digest(key), Client(owner, self._derived(key), admin)))
+            self._clients.append((self._digest(key), Client(owner, self._digest(f"salt {key}").hex(), admin)))
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -247,9 +246,6 @@ class Keys:
 
     def _digest(self, key: str) -> bytes:
         return hmac.new(self._secret, key.encode("utf-8", "replace"), hashlib.sha256).digest()
-
-    def _derived(self, key: str) -> str:
-        return hmac.new(self._secret, b"salt " + key.encode(), hashlib.sha256).hexdigest()
 
 
 def needs_admin(client: Client) -> None:
@@ -292,8 +288,8 @@ class Front:
     It writes one line of the log per request, without what was sent unless the app's state says ``log_prompts``.
     """
 
-    def __init__(self, app: ASGIApp, *, limit: int, local: bool, done: Callable[[str, int, float, str | None], None], keys: Keys):
-        self._app, self._limit, self._local, self._done, self._keys = app, limit, local, done, keys
+    def __init__(self, app: ASGIApp, *, limit: int, done: Callable[[str, int, float, str | None], None], keys: Keys):
+        self._app, self._limit, self._done, self._keys = app, limit, done, keys
         self._number = secrets.token_hex(8).encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -349,7 +345,7 @@ class Front:
     def _check(self, headers: Headers) -> None:
         host = headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        if self._local and name.strip("[]").lower() not in LOOPBACK:
+        if not self._keys and name.strip("[]").lower() not in LOOPBACK:
             raise ApiError(400, "a server without keys answers to the names of this machine only: use localhost", code="wrong_host")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:

@@ -214,9 +214,9 @@ class PatchStudy(_Requests[httpx.Client]):
         """Close the connections."""
         self._http.close()
 
-    def _call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+    def _call(self, method: str, path: str, body: Any = None, **query: str) -> Any:
         try:
-            response = self._http.request(method, path, json=body, params={k: v for k, v in query.items() if v is not None})
+            response = self._http.request(method, path, json=body, params=query)
         except httpx.TransportError as error:
             raise _unreachable(self.base_url, error) from error
         return _json(response)
@@ -324,9 +324,9 @@ class AsyncPatchStudy(_Requests[httpx.AsyncClient]):
         """Close the connections."""
         await self._http.aclose()
 
-    async def _call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+    async def _call(self, method: str, path: str, body: Any = None, **query: str) -> Any:
         try:
-            response = await self._http.request(method, path, json=body, params={k: v for k, v in query.items() if v is not None})
+            response = await self._http.request(method, path, json=body, params=query)
         except httpx.TransportError as error:
             raise _unreachable(self.base_url, error) from error
         return _json(response)

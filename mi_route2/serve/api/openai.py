@@ -31,7 +31,7 @@ from mi_route2.serve.api.schema import (
 from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, outline, refusal
 from mi_route2.serve.models import CLOSED
 from mi_route2.serve.owner import Stream
-from mi_route2.serve.state import Open, Server, TheClient, TheServer, called
+from mi_route2.serve.state import Server, TheClient, TheServer, called
 from mi_route2.tensor_files import pack
 
 routes = APIRouter()
@@ -179,16 +179,7 @@ def _requests(
         asked = [(prompt, longest) for prompt, longest in zip(prompts, most, strict=True) for _ in range(body.n)]
         samplings = [sampling_of(body, served, longest, index, body.top) for index, (_, longest) in enumerate(asked)]
         # once for all choices, because a body may have thousands of patches and vectors of millions of numbers
-        shared = request_of(
-            body,
-            prompts[0],
-            samplings[0],
-            names,
-            owner=client.owner,
-            salt=client.salt,
-            closing=closing,
-            deadline=server.limits.deadline,
-        )
+        shared = request_of(body, prompts[0], samplings[0], names, closing, server.limits.deadline)
         return [
             replace(shared, prompt=tuple(prompt), sampling=sampling) for (prompt, _), sampling in zip(asked, samplings, strict=True)
         ]
@@ -291,7 +282,7 @@ async def submitted(made: Sequence[EngineRequest], server: Server, client: Clien
             f"{len(made)} completions are more than the {server.per_key} requests that a key may have here: ask for fewer",
             param="n",
         )
-    running = sum(one.owner == client.owner for one in server.open.values()) + server.entering[client.owner]
+    running = sum(owner == client.owner for owner in server.open.values()) + server.entering[client.owner]
     if running + len(made) > server.per_key:
         raise ApiError(
             429,
@@ -307,7 +298,7 @@ async def submitted(made: Sequence[EngineRequest], server: Server, client: Clien
     try:
         for index, request in enumerate(made):
             stream = await server.owner.submit(request)
-            server.open[stream.number] = Open(client.owner, stream)
+            server.open[stream.number] = client.owner
             growing, places = (GrowingText(server.readable, stop, request.prompt) for stop in (request.sampling.stop, ()))
             choices.append(Choice(index, request, stream, growing, places))
     except BaseException as error:

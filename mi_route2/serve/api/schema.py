@@ -273,11 +273,8 @@ class Completion(Generation):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as texts, or as token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # pyright: ignore[reportReturnType]
-        return self.prompt  # pyright: ignore[reportReturnType]
+        one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
+        return [self.prompt] if one else self.prompt  # pyright: ignore[reportReturnType]
 
     @property
     def top(self) -> int | None:
@@ -430,17 +427,21 @@ class UnknownNameError(KeyError):
 
 @dataclass
 class Names:
-    """Named vectors and held configurations of one key.
+    """Named vectors and held configurations of one key; ``shared`` are vectors that all may use."""
 
-    ``prefix`` precedes its names in the engine, whose names are common to all keys; ``shared`` are vectors that all may use.
-    """
-
-    prefix: str
+    owner: str
+    salt: str
+    """Of its prefix cache."""
     shared: Mapping[str, Tensor]
     vectors: dict[str, Vector] = field(default_factory=dict)
     configurations: dict[str, SteeringIn] = field(default_factory=dict)
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while they change, so that what several requests add is counted together."""
+
+    @property
+    def prefix(self) -> str:
+        """What precedes its names in the engine, whose names are common to all keys."""
+        return f"{self.owner}/"
 
     @property
     def nbytes(self) -> int:
@@ -632,15 +633,7 @@ def _acting(request: Request) -> Iterator[Site]:
 
 
 def request_of(
-    body: Interventions,
-    prompt: Sequence[int],
-    sampling: Sampling,
-    names: Names,
-    *,
-    owner: str,
-    salt: str,
-    closing: Monitor | None,
-    deadline: float | None,
+    body: Interventions, prompt: Sequence[int], sampling: Sampling, names: Names, closing: Monitor | None, deadline: float
 ) -> Request:
     """Return the engine's request of one choice.
 
@@ -651,7 +644,6 @@ def request_of(
     steering = steering_of(body, names, *(() if closing is None else (closing,)))
     if body.hold is not None:
         steering = joined(steering_of(names.configuration(body.hold), names), steering)
-    asked = [one for one in (body.deadline, deadline) if one is not None]
     request = Request(
         tuple(prompt),
         sampling,
@@ -662,11 +654,11 @@ def request_of(
         priority=body.priority,
         rules=rules_of(body.steering, names) if body.steering else (),
         conversation=None if body.conversation_id is None else names.inside(body.conversation_id),
-        owner=owner,
+        owner=names.owner,
         readings=body.readings,
         norms=tuple(map(site_of, body.norms)),
-        deadline=min(asked, default=None),
-        salt=salt,
+        deadline=min(body.deadline or deadline, deadline),
+        salt=names.salt,
     )
     refuse_closed(closing, _acting(request))
     return request

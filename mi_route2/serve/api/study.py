@@ -20,7 +20,6 @@ from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, CleanRun, Span, align, one_token
 from mi_route2.patching.sweep import TooManyCellsError
 from mi_route2.patching.targets import Target, choose, entries
-from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn, refuse_closed
@@ -153,11 +152,7 @@ async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, reque
 
 
 async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
-    clean: Any = body.clean
-    stored = None
-    if isinstance(clean, StoredIn):
-        stored = server.demand_run(clean.run, client)
-        clean = _stored(stored, server.store, body.sites)
+    stored = server.demand_run(body.clean.run, client) if isinstance(body.clean, StoredIn) else None
     length = 0
     for name in ("clean", "corrupt"):
         if isinstance(prompt := getattr(body, name), StoredIn):
@@ -173,7 +168,7 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
     try:
         return await server.owner.sweep(
             deadline=server.limits.deadline,
-            clean=clean,
+            clean=body.clean if stored is None else lambda engine: CleanRun.stored(engine.host, server.store, stored, body.sites),
             positions=positions,
             tokenizer=server.threaded,
             most=server.limits.cells,
@@ -231,10 +226,6 @@ async def _refuse_bytes(body: SweepIn, length: int, stored: str | None, server: 
             param="sites",
             code="too_large",
         )
-
-
-def _stored(run: str, store: RunStore, sites: Any) -> Callable[[Engine], CleanRun]:
-    return lambda engine: CleanRun.stored(engine.host, store, run, sites)
 
 
 def _token(given: int | str | None, server: Server, name: str) -> int | None:
