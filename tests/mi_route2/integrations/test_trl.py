@@ -1137,22 +1137,14 @@ def test_an_optimizer_of_ones_own_holds_the_adapters(tmp_path: Path) -> None:
 def test_adapters_of_peft_in_the_model_are_refused(how: str, tmp_path: Path) -> None:
     """As a model has them that was loaded from a folder that PEFT, or this trainer, wrote."""
     model: Any = make_family("Llama", torch.float32)
-    lora, given = peft.LoraConfig(target_modules=["q_proj"]), []
+    lora, make = peft.LoraConfig(target_modules=["q_proj"]), functools.partial(make_trainer, tmp_path, OpenSpec(), model=model)
     if how == "injected":
         model.add_adapter(lora)
     else:
-        given = [None, tokenizer(), None, None, (None, None), None, lora]
+        given = (Dataset.from_dict({"prompt": TEXTS}), None, tokenizer(), None, None, (None, None), None, lora)
+        make = functools.partial(RoutedGRPOTrainer, model, reward, config(tmp_path), *given, adapters=LORA, route=OpenSpec())
     with pytest.raises(ValueError, match="give a plain model"):
-        RoutedGRPOTrainer(
-            model,
-            reward,
-            config(tmp_path),
-            Dataset.from_dict({"prompt": TEXTS}),
-            *given,
-            **({} if given else {"processing_class": tokenizer()}),
-            adapters=LORA,
-            route=OpenSpec(),
-        )
+        make()
 
 
 def test_sharded_adapters_are_refused(tmp_path: Path) -> None:

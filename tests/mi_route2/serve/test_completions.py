@@ -29,6 +29,7 @@ pytestmark = pytest.mark.process
 
 VECTOR = torch.randn(16, generator=torch.Generator().manual_seed(5))
 MONITOR = {"site": SITE, "probe": "probe", "name": "watch", "gates": []}
+CLAMP = {"site": SITE, "vector": "push", "value": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +87,7 @@ BODIES: list[dict[str, Any]] = [
     {"decode_steering_vectors": {SITE: "push"}, "norms": [SITE], "stop": "#", "ignore_eos": True},
     {"patch": [{"site": SITE, "position": 3, "source": "zeros"}], "capture": [SITE], "n": 3},
     {"steering": [{"when": "always", "scope": "rest_of_request", "apply": {"add": [{"site": SITE, "vector": pack(VECTOR)}]}}]},
-    {
-        "steering_clamps": [{"site": SITE, "vector": "push", "value": 0.5}],
-        "adapters": "deployed",
-        "monitors": [MONITOR],
-        "readings": True,
-    },
+    {"steering_clamps": [CLAMP], "adapters": "deployed", "monitors": [MONITOR], "readings": True},
 ]
 
 

@@ -53,7 +53,7 @@ def server() -> Iterator[Running]:
 def test_one_key_sweeps_as_often_as_the_limit_says_and_another_key_still_may(server: Running, alice: PatchStudy) -> None:
     held = threading.Event()
     server.server.owner._post(lambda: held.wait(30))  # the engine's thread is busy, so that the first sweep cannot end
-    body = {"clean": PROMPT, "corrupt": OTHER, "answer": " +", "foil": " *"}
+    body = {**PAIR, "answer": " +", "foil": " *"}
     first = threading.Thread(target=partial(alice.sweep, PROMPT, OTHER, " +", " *"))
     first.start()
     until(lambda: server.server.sweeping)
@@ -272,29 +272,22 @@ def test_one_wrong_number_in_each_of_many_vectors_is_one_fault(server: Running) 
     assert time.perf_counter() - began < 5
 
 
+PAIR, LARGE = {"clean": PROMPT, "corrupt": OTHER}, {"prompt": PROMPT, "max_tokens": 40, "n": 16}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        (
-            "patch_sweep",
-            {"clean": PROMPT, "corrupt": OTHER, "positions": [f"t{i}" for i in range(65)]},
-            422,
-            "positions name 65 texts",
-        ),
-        ("patch_sweep", {"clean": PROMPT, "corrupt": OTHER, "sites": [f"x{i}" for i in range(513)]}, 422, "at most 512"),
+        ("patch_sweep", {**PAIR, "positions": [f"t{i}" for i in range(65)]}, 422, "positions name 65 texts"),
+        ("patch_sweep", {**PAIR, "sites": [f"x{i}" for i in range(513)]}, 422, "at most 512"),
         (
             "completions",
-            {"prompt": PROMPT, "max_tokens": 40, "n": 16, "logprob_token_ids": [5] * 3200},
+            {**LARGE, "logprob_token_ids": [5] * 3200},
             413,
-            "the log-probabilities, readings and norms of this request may take",
+            "the log-probabilities, readings and norms of this request",
         ),
         ("completions", {"prompt": [PROMPT * 100, PROMPT * 3000], "max_tokens": 1}, 400, "tokens, but the context has 512"),
-        (
-            "steering/set",
-            {"name": "n", "steering_vectors": {SITE: 5}},
-            422,
-            "this is a name, a list of numbers, or {dtype, shape, data}",
-        ),
+        ("steering/set", {"name": "n", "steering_vectors": {SITE: 5}}, 422, "a list of numbers, or {dtype, shape, data}"),
     ],
 )
 def test_what_is_too_much_is_refused_before_it_is_made(server: Running, path: str, body: Any, status: int, said: str) -> None:
@@ -384,7 +377,7 @@ def test_a_sweep_that_would_hold_many_bytes_is_refused_before_it_runs() -> None:
     need = 4 * length * 16 * (2 * (2 + 1 + 3 * 2) + 2)
     for limit, status in ((need, 200), (need - 1, 413)):
         with running(random_micro(context=512), limits=Limits(sweep_bytes=limit)) as small:
-            body = {"clean": PROMPT, "corrupt": OTHER, "answer": " +", "foil": " *", "sites": kinds}
+            body = {**PAIR, "answer": " +", "foil": " *", "sites": kinds}
             response = small.http.post("/v1/patch_sweep", json=body)
             assert response.status_code == status
             if status == 413:
@@ -419,8 +412,8 @@ def test_one_keys_many_patches_keep_nobody_waiting() -> None:
             assert next(lines).startswith("data: ")
             given = {**body, "prompt": PROMPT, "max_tokens": 1, "patch": many[:1]}
             assert server.http.post("/v1/completions", json=given, headers=bearer(BOB)).status_code == 200
-            (running_on,) = server.server.open.values()
-            assert running_on.stream.result is None
+            (running_on,) = server.server.owner._streams.values()
+            assert running_on.result is None
 
 
 def test_a_sweep_of_all_positions_together_counts_their_values() -> None:

@@ -187,13 +187,8 @@ def test_cells_appear_forward_by_forward(seen: Seen) -> None:
 def test_the_keyboard_moves_in_the_grid_and_enter_asks_the_patched_model(seen: Seen, served: Served) -> None:
     page = swept(seen)
     page.locator(".cell[tabindex='0']").focus()
-    for key, site, position in (
-        ("ArrowRight", 1, 1),
-        ("ArrowDown", 0, 1),
-        ("ArrowRight", 0, 2),
-        ("ArrowLeft", 0, 1),
-        ("ArrowRight", 0, 2),
-    ):
+    moves = (("ArrowRight", 1, 1), ("ArrowDown", 0, 1), ("ArrowRight", 0, 2), ("ArrowLeft", 0, 1), ("ArrowRight", 0, 2))
+    for key, site, position in moves:
         page.keyboard.press(key)
         expect(cell(page, f"blocks.{site}.resid_pre", position)).to_be_focused()
     expect(page.locator("#tip")).to_contain_text("recovered 1.000")

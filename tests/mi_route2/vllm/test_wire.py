@@ -47,18 +47,8 @@ def salt(request: Request, **vectors: Vector) -> str | None:
 
 
 def test_interventions_survive_the_wire() -> None:
-    monitor = Monitor(
-        MID,
-        V,
-        0.25,
-        3.0,
-        "attenuate",
-        gates=(MID, LATER),
-        gate_rows=True,
-        adds=(Steer(LATER, V.double() / 3, 2.0),),
-        depth=0.5,
-        name="m",
-    )
+    adds = (Steer(LATER, V.double() / 3, 2.0),)
+    monitor = Monitor(MID, V, 0.25, 3.0, "attenuate", gates=(MID, LATER), gate_rows=True, adds=adds, depth=0.5, name="m")
     steering = Steering(
         base=(Steer(MID, V, 0.1),),
         prefill=(Steer(LATER, "named"),),
