@@ -26,7 +26,7 @@ from mi_route2.sites import Site
 from mi_route2.tensor_files import pack, unpack
 
 ENDS = "[DONE]"
-Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
+_Http = TypeVar("_Http", httpx.Client, httpx.AsyncClient)
 Progress = Callable[[list[Cell], int], object]
 """Function of the cells that have just come, and the number of all cells."""
 
@@ -151,10 +151,10 @@ class _Gathered:
         return self.grid
 
 
-class _Requests(Generic[Http]):
+class _Requests(Generic[_Http]):
     """Connections of a client, and the bodies of its requests, which are those of the other one too."""
 
-    _kind: type[Http]
+    _kind: type[_Http]
 
     def __init__(
         self, base_url: str = "http://127.0.0.1:8000", key: str | None = None, *, timeout: float = 600.0, transport: Any = None
