@@ -1,9 +1,14 @@
-"""Safetensors files that are whole or absent: each carries the SHA-256 of its content, which is checked when it is read."""
+"""Safetensors files that are whole or absent: each carries the SHA-256 of its content, which is checked when it is read.
 
+And tensors as JSON, in base64 of their bytes, little-endian and row by row.
+"""
+
+import base64
 import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -71,3 +76,23 @@ def read_tensors(path: Path, *, unchecked: bool = False) -> tuple[dict[str, Tens
     if checksum is not None and checksum != digest(tensors, header):
         raise ValueError(f"{path} is damaged: its content does not match its own checksum; delete it and write it again")
     return tensors, header
+
+
+def pack(values: Tensor) -> dict[str, Any]:
+    """Return a tensor as JSON-able data."""
+    flat = values.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+    data = base64.b64encode(flat.numpy().tobytes()).decode("ascii")
+    return {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape), "data": data}
+
+
+def unpack(data: Mapping[str, Any]) -> Tensor:
+    """Return the tensor of ``pack``; ``ValueError`` if the data do not fit together."""
+    dtype = getattr(torch, str(data["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{data['dtype']!r} is not a dtype of torch")
+    values, shape = bytearray(base64.b64decode(data["data"], validate=True)), torch.Size(data["shape"])
+    if len(values) != shape.numel() * dtype.itemsize:
+        raise ValueError(f"{len(values)} bytes are no {dtype} of shape {list(shape)}")
+    if not values:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(values, dtype=dtype).reshape(shape)

@@ -75,7 +75,7 @@ from mi_route2.routing.canary import CanaryRoute
 from mi_route2.routing.directions import Fitter, Provenance
 from mi_route2.routing.optimizer import RoutedAdamW, sum_over_ranks
 from mi_route2.routing.routes import MicroBatch, RouteStep
-from mi_route2.tensor_files import refuse_infinite
+from mi_route2.tensor_files import digest, refuse_infinite
 
 ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safetensors"
 """Files of a checkpoint folder: both adapters, and the route's directions."""
@@ -358,8 +358,10 @@ class RoutedGRPOTrainer(GRPOTrainer):
             if pairs is not None:
                 raise ValueError("a route has its own pairs: leave out pairs=, or give the rule alone (MaskSpec or EraseSpec)")
             return route
-        if isinstance(route, OpenSpec) or (isinstance(route, MaskSpec) and not route.needs_direction):
-            return OpenRoute(route) if isinstance(route, OpenSpec) else MaskRoute(route, None)
+        if isinstance(route, OpenSpec):
+            return OpenRoute(route)
+        if isinstance(route, MaskSpec) and not route.needs_direction:
+            return MaskRoute(route, None)
         if pairs is None:
             raise ValueError("this rule compares with the direction of contrast pairs: pass pairs=")
         batch = pairs if isinstance(pairs, PairBatch) else self.encode_pairs(pairs)
@@ -402,8 +404,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             return Rollouts.from_lists(prompts, completions, tokenizer.pad_token_id)
 
         text = json.dumps([[row[name] for name in names] for row in rows], sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return PairBatch(side("hack"), side("clean"), digest, self.args.per_device_train_batch_size)
+        pairs_hash = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return PairBatch(side("hack"), side("clean"), pairs_hash, self.args.per_device_train_batch_size)
 
     @property
     def policy(self) -> Policy:
@@ -519,8 +521,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             return
         directions, turned, route = self.route.directions, bases(self.adapters), self.route
         pairs = None if directions is None else directions.provenance.pairs_hash
-        judge = _digest(route.inputs()) if isinstance(route, CanaryRoute) else None
-        given = (_digest(self.adapters.tensors()), [*turned.values()], [repr(route.spec), pairs, judge, self._record is None])
+        judge = digest(route.inputs(), {}) if isinstance(route, CanaryRoute) else None
+        given = (digest(self.adapters.tensors(), {}), [*turned.values()], [repr(route.spec), pairs, judge, self._record is None])
         first, *others = gather_object([given])
         if any(one[0] != first[0] or any(abs(u - v) >= TURNED for u, v in zip(one[1], first[1])) for one in others):
             raise ValueError(
@@ -795,15 +797,6 @@ class _Window:
 _COLUMNS = (
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "rewards", "groups",
 )  # fmt: skip
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of tensors with their names."""
-    digest = hashlib.sha256()
-    for name, t in tensors.items():
-        digest.update(f"{name} {t.dtype} {list(t.shape)};".encode())
-        digest.update(t.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _seed(*purpose: object) -> int:

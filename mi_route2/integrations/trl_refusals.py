@@ -52,6 +52,7 @@ def refuse_settings(args: GRPOConfig) -> None:
         "fp16_full_eval": "evaluate() would round the adapters themselves to half precision, and for good: leave it out",
         "bf16_full_eval": "evaluate() would round the adapters themselves to half precision, and for good: leave it out",
         "torch_compile": COMPILED,
+        "deepspeed": DEEPSPEED,
         "auto_find_batch_size": "a step that ran out of memory cannot be begun again: choose per_device_train_batch_size",
     }
     if args.use_vllm:
@@ -66,8 +67,6 @@ def refuse_settings(args: GRPOConfig) -> None:
         raise ValueError(f"{other} in generation_kwargs would end no completion here: use {known}")
     if args.mixed_precision == "fp16":  # also if the launcher says so
         raise ValueError("fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True")
-    if args.deepspeed is not None:
-        raise ValueError(DEEPSPEED)
     optim = str(getattr(args.optim, "value", args.optim))
     if "layerwise" in optim or "lomo" in optim:
         raise ValueError(f"{optim} steps inside of the backward, where a route has not decided yet: use optim='adamw_torch'")

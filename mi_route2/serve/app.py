@@ -8,8 +8,9 @@ Nothing here touches the engine but ``Owner``, whose thread runs it.
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,8 +31,8 @@ from mi_route2.serve.api.schema import (
     Names,
     ScaleIn,
     SetSteering,
+    SteeringIn,
     ThresholdIn,
-    packed,
     site_of,
     steering_of,
     vector_of,
@@ -41,12 +42,14 @@ from mi_route2.serve.models import CLOSED, Readable, Served
 from mi_route2.serve.options import Limits
 from mi_route2.serve.state import Server, TheClient, TheServer, called
 from mi_route2.sites import Site
-from mi_route2.steering.specs import TIERS, ZEROS, Vector
+from mi_route2.steering.specs import TIERS, ZEROS, Steering, Vector, looker
+from mi_route2.tensor_files import pack
 
 PAGE = Path(__file__).parent / "page"
 KEPT, KEPT_BYTES = 256, 64 << 20
 """Vectors and configurations of one key, and the bytes of its vectors."""
 _POLICY = "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+_HEADERS = {"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"}
 
 
 def create_app(
@@ -103,32 +106,17 @@ def create_app(
     app.add_exception_handler(RequestValidationError, lambda request, error: answer(noted(request, invalid(error))))  # pyright: ignore
     app.add_exception_handler(HTTPException, _plain)  # pyright: ignore[reportArgumentType]
     app.add_exception_handler(Exception, _failed)
-    app.add_middleware(Front, limit=limits.max_body, local=not keys, done=server.metrics.done, keys=keys)
+    app.add_middleware(Front, limit=limits.max_body, done=server.metrics.done, keys=keys)
     return app
 
 
-_ERROR = {
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error"],
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "required": ["message", "type", "param", "code"],
-                        "properties": {
-                            "message": {"type": "string"},
-                            "type": {"type": "string"},
-                            "param": {"type": ["string", "null"]},
-                            "code": {"type": ["string", "null"]},
-                        },
-                    }
-                },
-            }
-        }
-    }
-}
+def _object(**properties: Any) -> dict[str, Any]:
+    """Return the JSON schema of an object that has all of these properties."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL))
 _REASONS = {
     400: "The request cannot be run; the sentence says what to change.",
     401: "No key, a wrong key, or not the admin's.",
@@ -140,7 +128,9 @@ _REASONS = {
     429: "Too much at once; send it again after the seconds in Retry-After.",
     503: "The engine has ended, or is about to.",
 }
-ERRORS: dict[int | str, dict[str, Any]] = {status: {"description": why, **_ERROR} for status, why in _REASONS.items()}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": why, "content": {"application/json": {"schema": _ERROR}}} for status, why in _REASONS.items()
+}
 
 
 def _plain(request: Request, error: HTTPException) -> Json:
@@ -198,7 +188,7 @@ async def set_steering(body: SetSteering, server: TheServer, client: TheClient) 
         return await _set_global(body, server, client)
     names = server.names(client)
     given = {name: Vector(_numbers(one, names, name)) for name, one in body.vectors.items()}
-    if body.name is None and _steers(body):
+    if body.name is None and any(getattr(body, field) for field in SteeringIn.model_fields):
         raise ApiError(400, "steering needs a name under which it is held: give name, or scope 'global' to steer every request")
     async with names.changing:
         return await _set_own(body, given, names, server, client)
@@ -207,7 +197,7 @@ async def set_steering(body: SetSteering, server: TheServer, client: TheClient) 
 async def _set_own(body: SetSteering, given: dict[str, Vector], names: Names, server: Server, client: Client) -> Response:
     vectors = {**names.vectors, **given}
     configurations = {**names.configurations, **({} if body.name is None else {body.name: body})}
-    trial = Names(names.prefix, names.shared, vectors, configurations)
+    trial = replace(names, vectors=vectors, configurations=configurations)
     if len(vectors) > KEPT or len(configurations) > KEPT or trial.nbytes > KEPT_BYTES:
         raise ApiError(
             400,
@@ -216,19 +206,11 @@ async def _set_own(body: SetSteering, given: dict[str, Vector], names: Names, se
         )
 
     def change(engine: Engine) -> None:
-        before = {trial.inside(name): engine.steering.vectors.get(trial.inside(name)) for name in given}
-        for name, vector in given.items():
-            engine.steering.register(trial.inside(name), vector)
-        try:
-            if body.name is not None:
-                engine.steering.check(steering_of(body, trial))
-        except BaseException:
-            for name, vector in before.items():
-                if vector is None:
-                    engine.steering.unregister(name)
-                else:
-                    engine.steering.register(name, vector)
-            raise
+        added = {trial.inside(name): vector for name, vector in given.items()}
+        if body.name is not None:  # before anything is registered
+            engine.steering.check(steering_of(body, trial).resolved(looker(engine.steering.vectors | added)))
+        for name, vector in added.items():
+            engine.steering.register(name, vector)
 
     await called(server, client, change)
     names.vectors, names.configurations = vectors, configurations
@@ -246,22 +228,12 @@ def _numbers(given: Any, names: Names, name: str) -> Any:
         raise ApiError(400, f"the vector {name!r}: {error}", param=f"vectors.{name}") from error
 
 
-def _steers(body: SetSteering) -> bool:
-    return bool(
-        body.steering_vectors
-        or body.prefill_steering_vectors
-        or body.decode_steering_vectors
-        or body.steering_clamps
-        or body.monitors
-    )
-
-
 async def _set_global(body: SetSteering, server: Server, client: Client) -> Response:
     if body.name is not None or body.vectors or body.steering_clamps:
         raise ApiError(400, "scope 'global' takes steering vectors and monitors: leave name, vectors and steering_clamps out")
     names = server.names(client)
 
-    def change(engine: Engine) -> dict[str, list[str]]:
+    def change(engine: Engine) -> Steering:
         steering = steering_of(body, names)
         engine.steering.check(steering)
         if any(one.prompt for one in steering.monitors):
@@ -271,12 +243,12 @@ async def _set_global(body: SetSteering, server: Server, client: Client) -> Resp
                 engine.steering.set_global(tier, getattr(steering, tier))
         for one in steering.monitors:
             engine.steering.set_monitor(one)
-        tiers = {tier: sorted({str(entry.site) for entry in getattr(steering, tier)}) for tier in TIERS if getattr(steering, tier)}
-        return {**tiers, **({"monitors": [one.name for one in steering.monitors]} if steering.monitors else {})}
+        return steering
 
-    changed: dict[str, list[str]] = await called(server, client, change)
-    monitors = sorted({*server.globals.get("monitors", ()), *changed.pop("monitors", ())})
-    server.globals |= changed | ({"monitors": monitors} if monitors else {})
+    steering: Steering = await called(server, client, change)
+    acting = {tier: {str(entry.site) for entry in getattr(steering, tier)} for tier in TIERS}
+    acting["monitors"] = {*server.globals.get("monitors", ()), *(one.name for one in steering.monitors)}
+    server.globals |= {what: sorted(named) for what, named in acting.items() if named}
     return Json({"global": server.globals})
 
 
@@ -297,12 +269,8 @@ async def clear_steering(body: ClearSteering, server: TheServer, client: TheClie
         await called(server, client, clear)
         server.globals = {}
         return Json({"global": {}})
-    if body.name is not None:
-        names.configuration(body.name) if body.name in names.configurations else _unknown(names, body.name)
-    for name in body.vectors:
-        if name not in names.vectors:
-            known = ", ".join(sorted(names.vectors)) or "none"
-            raise ApiError(404, f"no vector of yours is registered as {name!r}; there are: {known}", code="unknown_name")
+    _demand("configuration is held", () if body.name is None else (body.name,), names.configurations)
+    _demand("vector of yours is registered", body.vectors, names.vectors)
     every = body.name is None and not body.vectors
     async with names.changing:
         dropped = list(names.vectors) if every else body.vectors
@@ -318,9 +286,11 @@ async def clear_steering(body: ClearSteering, server: TheServer, client: TheClie
     return Json(_registered(names))
 
 
-def _unknown(names: Names, name: str) -> None:
-    known = ", ".join(sorted(names.configurations)) or "none"
-    raise ApiError(404, f"no configuration is held as {name!r}; there are: {known}", code="unknown_name")
+def _demand(what: str, wanted: Iterable[str], known: Collection[str]) -> None:
+    for name in wanted:
+        if name not in known:
+            there = ", ".join(sorted(known)) or "none"
+            raise ApiError(404, f"no {what} as {name!r}; there are: {there}", code="unknown_name")
 
 
 def _registered(names: Names) -> dict[str, Any]:
@@ -350,7 +320,7 @@ async def dynamic(server: TheServer, client: TheClient) -> Response:
     """Return the current state of steering: queue, rows, counts of actions, times, and the key's requests (an admin sees all)."""
     state: dict[str, Any] = await called(server, client, lambda engine: engine.steering.snapshot())
     snapshot: dict[str, Any] = server.owner.snapshot
-    mine = {number for number, one in server.open.items() if client.admin or one.owner == client.owner}
+    mine = {number for number, owner in server.open.items() if client.admin or owner == client.owner}
     requests = {number: one for number, one in state["requests"].items() if number in mine}
     rows = dict(state["rows"])
     queue = {name: snapshot.get(name, 0) for name in ("running", "waiting", "sweeps", "steps", "tokens")}
@@ -378,7 +348,7 @@ def _seen(request: Mapping[str, Any]) -> dict[str, Any]:
 @routes.post("/v1/streams/{number}/scale", tags=["steering"])
 async def scale(number: int, body: ScaleIn, server: TheServer, client: TheClient) -> Response:
     """Scale the steering vectors of a running request, from its next token on."""
-    server.find(number, client)
+    server.demand_open(number, client)
 
     await _tuned(server, client, number, lambda engine: engine.steering.set_scale(body.scale, request=number))
     return Json({"request": number, "scale": body.scale})
@@ -387,7 +357,7 @@ async def scale(number: int, body: ScaleIn, server: TheServer, client: TheClient
 @routes.post("/v1/streams/{number}/threshold", tags=["steering"])
 async def threshold(number: int, body: ThresholdIn, server: TheServer, client: TheClient) -> Response:
     """Move the threshold of a running request's monitor, from its next token on."""
-    server.find(number, client)
+    server.demand_open(number, client)
     if body.monitor == CLOSED:
         raise ApiError(404, f"request {number} has no monitor {CLOSED!r}: name one that it was sent with", code="unknown_name")
     await _tuned(server, client, number, lambda engine: engine.steering.set_threshold(number, body.monitor, body.threshold))
@@ -417,7 +387,7 @@ async def get_run(
     run: str, server: TheServer, client: TheClient, site: Annotated[str | None, Query(max_length=128)] = None
 ) -> Response:
     """Return the description of a run, and the values of one site if it is named."""
-    name = _run(run, server, client)
+    name = server.demand_run(run, client)
     try:
         about = await asyncio.to_thread(_told, server, name, None if site is None else site_of(site))
     except (KeyError, ValueError) as error:
@@ -448,23 +418,18 @@ def _told(server: Server, run: str, site: Site | None) -> dict[str, Any]:
             )
         positions = server.store.positions(run, site)
         rows = server.store.rows(run, site, positions)
-    return {**about, "values": {"site": str(site), "positions": positions, "rows": packed(rows)}}
+    return {**about, "values": {"site": str(site), "positions": positions, "rows": pack(rows)}}
 
 
 @routes.delete("/v1/runs/{run}", tags=["runs"])
 async def delete_run(run: str, server: TheServer, client: TheClient) -> Response:
     """Drop a run."""
-    name = _run(run, server, client)
+    name = server.demand_run(run, client)
     try:
         server.store.drop(name)
     except KeyError as error:  # evicted since
         raise ApiError(404, refusal(error, server.names(client).prefix).message, code="unknown_run") from error
     return Json({"run": run, "dropped": True})
-
-
-def _run(run: str, server: Server, client: Client) -> str:
-    server.demand_run(run, client)
-    return server.names(client).inside(run)
 
 
 # The page
@@ -475,12 +440,11 @@ def _pages(app: FastAPI) -> None:
     async def index() -> Response:
         if not (PAGE / "index.html").is_file():
             raise ApiError(404, "this installation has no page: see /docs for the interface")
-        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"})
+        return FileResponse(PAGE / "index.html", headers=_HEADERS)
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        headers = {"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"}
-        return HTMLResponse(reference(app.openapi()), headers=headers)
+        return HTMLResponse(reference(app.openapi()), headers=_HEADERS)
 
     @app.get("/plotly.min.js", include_in_schema=False)
     async def plotly() -> Response:

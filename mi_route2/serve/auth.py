@@ -12,8 +12,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +37,19 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 log = logging.getLogger("mi_route2.serve")
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer other than success: a status, and one sentence that says what to change."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.message, self.code, self.param, self.headers = status, message, code, param, dict(headers or {})
+    status: int
+    message: str
+    _: KW_ONLY
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def reason(self) -> str:
@@ -117,7 +116,7 @@ def refusal(error: Exception, prefix: str = "") -> ApiError:
     """Return the answer to an error of the engine, without its ``prefix`` of the client's names, and without names of others."""
     if isinstance(error, ApiError):
         return error
-    message = _OTHERS.sub("", sentence(error).replace(prefix, "") if prefix else sentence(error))
+    message = _OTHERS.sub("", sentence(error).replace(prefix, ""))
     if isinstance(error, UnknownNameError) or message.startswith(("no vector is registered as", "no vector '")):
         return ApiError(404, message, code="unknown_name")
     if isinstance(error, QueueFullError):
@@ -206,7 +205,7 @@ class Keys:
             owner = hmac.new(key.encode(), b"mi-route2 owner", hashlib.sha256).hexdigest()[:16]
             if any(client.owner == owner for _, client in self._clients):
                 raise ValueError("a key is given twice: give each client its own")
-            self._clients.append((self._digest(key), Client(owner, self._derived(key), admin)))
+            self._clients.append((self._digest(key), Client(owner, self._digest(f"salt {key}").hex(), admin)))
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -235,24 +234,18 @@ class Keys:
         kind, _, key = (authorization or "").partition(" ")
         # digests have one length, without which a comparison takes a time that depends on it; a long header is cut
         given = self._digest(key.strip()[: LONGEST + 1])
-        sender = None
-        for digest, client in self._clients:  # all of them, so that the time says nothing
-            if hmac.compare_digest(digest, given):
-                sender = client
-        if sender is None or kind.lower() != "bearer":
+        senders = [client for digest, client in self._clients if hmac.compare_digest(digest, given)]  # all, or the time would tell
+        if not senders or kind.lower() != "bearer":
             raise ApiError(
                 401,
                 "this server needs a key: send the header 'Authorization: Bearer KEY' (api_key of OpenAI's client)",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return sender
+        return senders[0]
 
     def _digest(self, key: str) -> bytes:
         return hmac.new(self._secret, key.encode("utf-8", "replace"), hashlib.sha256).digest()
-
-    def _derived(self, key: str) -> str:
-        return hmac.new(self._secret, b"salt " + key.encode(), hashlib.sha256).hexdigest()
 
 
 def needs_admin(client: Client) -> None:
@@ -295,8 +288,8 @@ class Front:
     It writes one line of the log per request, without what was sent unless the app's state says ``log_prompts``.
     """
 
-    def __init__(self, app: ASGIApp, *, limit: int, local: bool, done: Callable[[str, int, float, str | None], None], keys: Keys):
-        self._app, self._limit, self._local, self._done, self._keys = app, limit, local, done, keys
+    def __init__(self, app: ASGIApp, *, limit: int, done: Callable[[str, int, float, str | None], None], keys: Keys):
+        self._app, self._limit, self._done, self._keys = app, limit, done, keys
         self._number = secrets.token_hex(8).encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -304,7 +297,6 @@ class Front:
             return await self._app(scope, receive, send)
         began, status, notes = time.monotonic(), 500, {}
         scope["mi_route2"] = notes
-        prompts = getattr(scope["app"].state, "log_prompts", False) if "app" in scope else False
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -326,14 +318,20 @@ class Front:
             body = b""
             if scope["method"] not in ("GET", "HEAD", "OPTIONS"):  # these need no key, and what they bring is not read
                 self._keys.client(headers.get("authorization"))
-                body = await self._timely(self._body(headers, receive))
+                body = await self._body(headers, receive)
         except ApiError as error:
             notes["error"] = error.reason
             await answer(error)(scope, receive, sending)
         else:
-            notes.update(_prompts(body) if prompts else {})
+            if getattr(scope["app"].state, "log_prompts", False):
+                notes.update(_prompts(body))
+            read = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def again() -> Message:
+                return read.pop() if read else await receive()
+
             try:
-                await self._app(scope, self._again(body, receive), sending)
+                await self._app(scope, again, sending)
             except _UnreadError:
                 notes["error"] = "not_read"
         finally:
@@ -347,20 +345,13 @@ class Front:
     def _check(self, headers: Headers) -> None:
         host = headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        if self._local and name.strip("[]").lower() not in LOOPBACK:
+        if not self._keys and name.strip("[]").lower() not in LOOPBACK:
             raise ApiError(400, "a server without keys answers to the names of this machine only: use localhost", code="wrong_host")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             raise ApiError(
                 400, "a page of another origin may not use this server: open the page that it serves", code="wrong_origin"
             )
-
-    async def _timely(self, body: Awaitable[bytes]) -> bytes:
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                return await body
-        except TimeoutError as error:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s: send it at once", code="timeout") from error
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         large = ApiError(
@@ -369,29 +360,18 @@ class Front:
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._limit:
             raise large
-        body = bytearray()  # counted too, because the header may be missing or wrong
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return bytes(body)
-            body += message.get("body", b"")
-            if len(body) > self._limit:
-                raise large
-            if not message.get("more_body", False):
-                return bytes(body)
-
-    @staticmethod
-    def _again(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
-        given = False
-
-        async def replay() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        return replay
+        body, more = bytearray(), True  # counted too, because the header may be missing or wrong
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while more:
+                    message = await receive()
+                    body += message.get("body", b"")
+                    if len(body) > self._limit:
+                        raise large
+                    more = message.get("more_body", False)  # not given by a disconnect
+        except TimeoutError as error:
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s: send it at once", code="timeout") from error
+        return bytes(body)
 
 
 def noted(request: Request, error: ApiError) -> ApiError:

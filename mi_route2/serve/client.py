@@ -11,7 +11,7 @@ tensor, an array or a list of numbers may stand wherever the interface takes a v
 import json
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -22,10 +22,11 @@ from torch import Tensor
 from mi_route2.patching.grid import Cell, Grid
 from mi_route2.patching.question import Span
 from mi_route2.patching.targets import Target
-from mi_route2.serve.api.schema import packed, unpacked
 from mi_route2.sites import Site
+from mi_route2.tensor_files import pack, unpack
 
 ENDS = "[DONE]"
+_Http = TypeVar("_Http", httpx.Client, httpx.AsyncClient)
 Progress = Callable[[list[Cell], int], object]
 """Function of the cells that have just come, and the number of all cells."""
 
@@ -47,7 +48,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.is_complex() or value.dtype == torch.bool:
             raise ValueError(f"a vector is of real numbers, not of {value.dtype}: give one of them")
-        return packed(value if value.is_floating_point() else value.double())
+        return pack(value if value.is_floating_point() else value.double())
     if isinstance(value, Site | Target):
         return str(value)
     if isinstance(value, Span):
@@ -150,15 +151,20 @@ class _Gathered:
         return self.grid
 
 
-class _Requests:
-    """Bodies of the requests, which both clients send."""
+class _Requests(Generic[_Http]):
+    """Connections of a client, and the bodies of its requests, which are those of the other one too."""
 
-    def __init__(self, base_url: str, key: str | None, timeout: float):
+    _kind: type[_Http]
+
+    def __init__(
+        self, base_url: str = "http://127.0.0.1:8000", key: str | None = None, *, timeout: float = 600.0, transport: Any = None
+    ):
         self.base_url = base_url.rstrip("/")
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ValueError("the key has characters that no header can have: give it as the server has it, in one line of ASCII")
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._timeout = httpx.Timeout(timeout, connect=10.0)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        patience = httpx.Timeout(timeout, connect=10.0)
+        self._http = self._kind(base_url=self.base_url, headers=headers, timeout=patience, transport=transport)
 
     @staticmethod
     def _sweep(clean: Any, corrupt: Any, sites: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,10 +182,10 @@ class _Requests:
 
     @staticmethod
     def _values(answer: Mapping[str, Any]) -> tuple[list[int], Tensor]:
-        return answer["values"]["positions"], unpacked(answer["values"]["rows"])
+        return answer["values"]["positions"], unpack(answer["values"]["rows"])
 
 
-class PatchStudy(_Requests):
+class PatchStudy(_Requests[httpx.Client]):
     """Client of a server; see the module. It is a context that closes its connections.
 
     Args:
@@ -196,16 +202,7 @@ class PatchStudy(_Requests):
         ...     grid = study.sweep(clean, corrupt, answer=" Mary", foil=" John")
     """
 
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8000",
-        key: str | None = None,
-        *,
-        timeout: float = 600.0,
-        transport: httpx.BaseTransport | None = None,
-    ):
-        super().__init__(base_url, key, timeout)
-        self._http = httpx.Client(base_url=self.base_url, headers=self._headers, timeout=self._timeout, transport=transport)
+    _kind = httpx.Client
 
     def __enter__(self) -> "PatchStudy":
         return self
@@ -217,9 +214,9 @@ class PatchStudy(_Requests):
         """Close the connections."""
         self._http.close()
 
-    def _call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+    def _call(self, method: str, path: str, body: Any = None, **query: str) -> Any:
         try:
-            response = self._http.request(method, path, json=body, params={k: v for k, v in query.items() if v is not None})
+            response = self._http.request(method, path, json=body, params=query)
         except httpx.TransportError as error:
             raise _unreachable(self.base_url, error) from error
         return _json(response)
@@ -312,19 +309,10 @@ class PatchStudy(_Requests):
         self._call("DELETE", _run(run))
 
 
-class AsyncPatchStudy(_Requests):
+class AsyncPatchStudy(_Requests[httpx.AsyncClient]):
     """``PatchStudy`` with coroutines: the same arguments, results and errors."""
 
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8000",
-        key: str | None = None,
-        *,
-        timeout: float = 600.0,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ):
-        super().__init__(base_url, key, timeout)
-        self._http = httpx.AsyncClient(base_url=self.base_url, headers=self._headers, timeout=self._timeout, transport=transport)
+    _kind = httpx.AsyncClient
 
     async def __aenter__(self) -> "AsyncPatchStudy":
         return self
@@ -336,9 +324,9 @@ class AsyncPatchStudy(_Requests):
         """Close the connections."""
         await self._http.aclose()
 
-    async def _call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+    async def _call(self, method: str, path: str, body: Any = None, **query: str) -> Any:
         try:
-            response = await self._http.request(method, path, json=body, params={k: v for k, v in query.items() if v is not None})
+            response = await self._http.request(method, path, json=body, params=query)
         except httpx.TransportError as error:
             raise _unreachable(self.base_url, error) from error
         return _json(response)

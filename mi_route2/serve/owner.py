@@ -50,8 +50,8 @@ class Source(Generic[T]):
     Leaving an ``async with`` block cancels what has not been produced.
     """
 
-    def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop, backlog: int):
-        self._owner, self._loop, self._backlog = owner, loop, backlog
+    def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop):
+        self._owner, self._loop, self._backlog = owner, loop, owner._backlog
         self._items: deque[T] = deque()
         self._news = asyncio.Event()
         self._ended = self.slow = False
@@ -112,8 +112,8 @@ def _has_token(events: Iterable[Event]) -> bool:
 class Stream(Source[Event]):
     """Events of one request. ``number`` is the engine's; ``result`` is there when the iteration has ended."""
 
-    def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop, backlog: int):
-        super().__init__(owner, loop, backlog)
+    def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop):
+        super().__init__(owner, loop)
         self.number = -1
         self.result: Result | None = None
         self._begun = False
@@ -137,14 +137,10 @@ class SweepJob(Source[Finished]):
     """
 
     def __init__(
-        self,
-        owner: "Owner",
-        loop: asyncio.AbstractEventLoop,
-        backlog: int,
-        preparing: Generator[None, None, Sweep],
-        deadline: float | None,
+        self, owner: "Owner", loop: asyncio.AbstractEventLoop, preparing: Generator[None, None, Sweep], deadline: float | None
     ):
-        super().__init__(owner, loop, backlog)
+        super().__init__(owner, loop)
+        self._backlog = max(self._backlog, 1 << 20)
         self.error = ""
         self.prepared: Future[Sweep] = Future()
         self.prepared.set_running_or_notify_cancel()  # the loop's future may be cancelled, and this one not under the thread
@@ -308,7 +304,7 @@ class Owner:
             QueueFullError: too many requests wait.
             RuntimeError: the thread has ended, or is about to.
         """
-        stream = Stream(self, asyncio.get_running_loop(), self._backlog)
+        stream = Stream(self, asyncio.get_running_loop())
 
         def admit(engine: Engine) -> Stream:
             self._open()
@@ -337,7 +333,7 @@ class Owner:
             clean = given["clean"](engine) if callable(given["clean"]) else given["clean"]
             steps = preparing(engine.host, **{"tokens": self._tokens, **given, "clean": clean})
             next(steps)  # which finds what is wrong with it, before it waits for its turn
-            job = SweepJob(self, loop, max(self._backlog, 1 << 20), steps, deadline)
+            job = SweepJob(self, loop, steps, deadline)
             self._jobs.append(job)
             self._spend(time.perf_counter() - began)
             return job

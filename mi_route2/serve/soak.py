@@ -23,7 +23,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -62,6 +62,10 @@ BEGINNINGS = (
     "def solve(x):\n    return ",
     "\u00e9\u4e2d\U0001f600 ",
 )
+
+
+def bearer(who: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[who]}"}
 
 
 class Bytes:
@@ -123,12 +127,7 @@ def asked(rng: random.Random, chat: bool = False) -> dict[str, Any]:
         (0.2, lambda: {"steering_clamps": [{"site": site(rng), "vector": vector(rng), "low": -1.0, "high": 1.0}]}),
         (0.3, lambda: {"monitors": [_monitor(rng)], "readings": rng.random() < 0.7}),
         (0.2, lambda: {"adapters": rng.choice(["full", "deployed", "reference"])}),
-        (
-            0.2,
-            lambda: {
-                "capture": [{"site": site(rng, "resid_pre", "z", "mlp.down.kept_out"), "part": rng.choice(["prompt", "all"])}]
-            },
-        ),
+        (0.2, lambda: {"capture": [_capture(rng)]}),
         (0.2, lambda: {"norms": [site(rng)]}),
         (0.2, lambda: {"steering": [_rule(rng)]}),
         (0.2, lambda: {"hold": "held"}),
@@ -148,6 +147,10 @@ def _patches(rng: random.Random, length: int) -> list[dict[str, Any]]:
         {"site": at, "position": position, "source": rng.choice(["zeros", vector(rng)]), "alpha": rng.choice([0.5, 1.0])}
         for at, position in sorted(places)
     ]
+
+
+def _capture(rng: random.Random) -> dict[str, Any]:
+    return {"site": site(rng, "resid_pre", "z", "mlp.down.kept_out"), "part": rng.choice(["prompt", "all"])}
 
 
 def _monitor(rng: random.Random) -> dict[str, Any]:
@@ -242,8 +245,7 @@ class Caller:
 
     def __init__(self, url: str, who: str, rng: random.Random, tally: Tally):
         self.url, self.who, self.rng, self.tally = url, who, rng, tally
-        self.headers = {"Authorization": f"Bearer {KEYS[who]}"}
-        self.http = httpx.AsyncClient(base_url=url, headers=self.headers, timeout=httpx.Timeout(PATIENCE))
+        self.http = httpx.AsyncClient(base_url=url, headers=bearer(who), timeout=httpx.Timeout(PATIENCE))
         self.last: Any = None
         """Body of the last request, for the message of a failure."""
         self.until = math.inf
@@ -337,19 +339,18 @@ class Caller:
     async def stream(self) -> None:
         """Read a stream, and keep its tokens and text for a comparison with the answer as a whole."""
         body = asked(self.rng)
-        texts, ids = Counter[int](), dict[int, list[int]]()
-        words: dict[int, str] = {}
+        ends, ids, words = Counter[int](), defaultdict[int, list[int]](list), defaultdict[int, str](str)
         async for chunk in self._streamed("/v1/completions", body):
             if "error" in chunk:
                 raise FailedError(f"a stream failed: {chunk['error']['message']} for {str(body)[:400]}")
             for choice in chunk["choices"]:
                 index = choice["index"]
-                words[index] = words.get(index, "") + choice["text"]
-                ids.setdefault(index, []).extend(chunk["mi_route2"]["token_ids"])
-                texts[index] += choice["finish_reason"] is not None
-        if words and any(texts[index] != 1 for index in range(body.get("n", 1))):
-            raise FailedError(f"a stream has not ended every choice once for {str(body)[:400]}")
+                words[index] += choice["text"]
+                ids[index] += chunk["mi_route2"]["token_ids"]
+                ends[index] += choice["finish_reason"] is not None
         if words:
+            if any(ends[index] != 1 for index in range(body.get("n", 1))):
+                raise FailedError(f"a stream has not ended every choice once for {str(body)[:400]}")
             told = [{"text": words[index], "token_ids": ids[index]} for index in sorted(words)]
             self.tally.keep(self.rng, (self.who, "stream", body, told))
 
@@ -357,36 +358,27 @@ class Caller:
         word = "".join(self.rng.choices("abcd", k=self.rng.randint(4, 24)))
         other = "".join(self.rng.choices("abcd", k=len(word)))
         given: dict[str, Any] = {"clean": word, "corrupt": other, "metric": "logit_diff", "answer": "a", "foil": "b"}
-        leave = self.rng.random() < 0.5
-        events = 0
+        left = 2 if self.rng.random() < 0.5 else math.inf
         stream = self._streamed("/v1/patch_sweep", {**given, "sites": self.rng.choice(["resid_pre", "z", "mlp_out"])})
         async with contextlib.aclosing(stream):
             async for event in stream:
                 if "error" in event:
                     raise FailedError(f"a sweep failed: {event['error']['message']}")
-                events += 1
-                if leave and events == 2:
+                left -= 1
+                if not left:
                     return
 
     async def cell(self) -> None:
-        body = {
-            "clean": "abcabc",
-            "corrupt": "abdabd",
-            "site": site(self.rng),
-            "position": self.rng.choice([2, None]),
-            "max_tokens": 4,
-        }
-        await self._post("/v1/patch_cell", body, 200, 429)
+        place = {"site": site(self.rng), "position": self.rng.choice([2, None])}
+        await self._post("/v1/patch_cell", {"clean": "abcabc", "corrupt": "abdabd", "max_tokens": 4, **place}, 200, 429)
 
     async def run(self) -> None:
         """Capture a run, patch from it, drop it."""
         name, captured = f"r{self.rng.randrange(6)}", site(self.rng, "resid_pre")
         allowed = (200, 400, 404, 409, 422, 429)
-        await self._post(
-            "/v1/completions", {"prompt": prompt(self.rng), "capture": [captured], "run": name, "max_tokens": 4}, *allowed
-        )
-        source = {"run": name, "position": 2}
-        patch = [{"site": captured, "position": 1, "source": source}]
+        body = {"prompt": prompt(self.rng), "capture": [captured], "run": name, "max_tokens": 4}
+        await self._post("/v1/completions", body, *allowed)
+        patch = [{"site": captured, "position": 1, "source": {"run": name, "position": 2}}]
         await self._post("/v1/completions", {"prompt": "abcdef", "patch": patch, "max_tokens": 4}, *allowed)
         response = await self.http.get(f"/v1/runs/{name}", params={"site": captured})
         self._judged(response, "/v1/runs", name, (200, 404))
@@ -397,11 +389,8 @@ class Caller:
     async def steer(self) -> None:
         """Register a vector and a configuration, use them, and clear them."""
         name = f"s{self.rng.randrange(4)}"
-        body = {
-            "vectors": {name: [self.rng.gauss(0, 1) for _ in range(WIDTH)]},
-            "name": name,
-            "steering_vectors": {site(self.rng): name},
-        }
+        vectors = {name: [self.rng.gauss(0, 1) for _ in range(WIDTH)]}
+        body = {"vectors": vectors, "name": name, "steering_vectors": {site(self.rng): name}}
         await self._post("/v1/steering/set", body, 200)
         await self._post("/v1/completions", {"prompt": "abc", "hold": name, "max_tokens": 6}, 200, 404, 429)
         await self._post("/v1/steering/clear", {"name": name, "vectors": [name]}, 200, 404)
@@ -409,14 +398,8 @@ class Caller:
     async def move(self) -> None:
         """Move the steering and the threshold of a running stream."""
         probe = {"site": "blocks.0.resid_pre", "probe": "probe", "gates": [], "name": "probe", "quarantine": "close"}
-        body = {
-            "prompt": "abc",
-            "max_tokens": 60,
-            "ignore_eos": True,
-            "decode_steering_vectors": {site(self.rng): "push"},
-            "monitors": [probe],
-        }
-        async for chunk in self._streamed("/v1/completions", body):
+        steering = {"decode_steering_vectors": {site(self.rng): "push"}, "monitors": [probe]}
+        async for chunk in self._streamed("/v1/completions", {"prompt": "abc", "max_tokens": 60, "ignore_eos": True, **steering}):
             if "error" in chunk:
                 raise FailedError(f"a stream failed: {chunk['error']['message']}")
             if self.rng.random() < 0.05 and chunk["choices"]:
@@ -452,7 +435,7 @@ class Caller:
         """Request a long answer and read nothing for a while; then disconnect, or read the rest."""
         ids = [*range(FIRST, FIRST + 256)] * 4  # of 20,000 bytes for each token, so that the system's buffers are full soon
         body = {"prompt": "abc", "n": 4, "max_tokens": 400, "ignore_eos": True, "logprob_token_ids": ids, "stream": True}
-        async with self._raw("/v1/completions", json.dumps(body).encode()) as (reader, _):
+        async with self._raw("/v1/completions", json.dumps(body).encode()) as reader:
             status = int((await reader.readline()).split()[1])
             self.tally.counts[f"status {status}"] += 1
             if status not in (200, 429):  # a request that is refused would test no reader
@@ -498,7 +481,7 @@ class Caller:
         return host, int(port)
 
     @asynccontextmanager
-    async def _raw(self, path: str, body: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def _raw(self, path: str, body: bytes) -> AsyncIterator[asyncio.StreamReader]:
         """Send a request on a connection with small buffers."""
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -506,11 +489,11 @@ class Caller:
         await asyncio.get_running_loop().sock_connect(connection, self._address)
         reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
         try:
-            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {self.headers['Authorization']}\r\n"
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[self.who]}\r\n"
             writer.write(f"{head}Connection: close\r\nContent-Type: application/json\r\n".encode())
             writer.write(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
             await writer.drain()
-            yield reader, writer
+            yield reader
         finally:
             writer.transport.abort()
 
@@ -524,7 +507,7 @@ def prepare(url: str) -> None:
         rng = random.Random(number)
         mine = [rng.gauss(0, 1) for _ in range(WIDTH)]
         steering = {"decode_steering_vectors": {"blocks.1.resid_pre": "mine"}}
-        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEYS[who]}"}, timeout=PATIENCE) as http:
+        with httpx.Client(base_url=url, headers=bearer(who), timeout=PATIENCE) as http:
             for name in ("held", f"of-{who}"):
                 http.post("/v1/steering/set", json={"vectors": {"mine": mine}, "name": name, **steering}).raise_for_status()
             run = {"prompt": "abc", "capture": [RUN_SITE], "run": f"of-{who}", "max_tokens": 1}
@@ -556,8 +539,7 @@ def drained(server: Process, tally: Tally, patience: float = 30.0) -> dict[str, 
     """Wait until no request runs; return the bytes and counts that are still in use, which must be 0."""
     until = time.monotonic() + patience
     while True:
-        with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEYS['admin']}"}, timeout=PATIENCE) as http:
-            lines = http.get("/metrics").text.splitlines()
+        lines = httpx.get(f"{server.url}/metrics", headers=bearer("admin"), timeout=PATIENCE).text.splitlines()
         values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         left = {name: float(values[f"mi_route2_{name}"]) for name in DRAINED}
         tally.counts["slow readers cancelled"] = int(float(values["mi_route2_slow_readers_total"]))
@@ -609,19 +591,16 @@ def judge(tally: Tally, idle: Mapping[str, int], minutes: float) -> None:
 
 def compare(server: Process, tally: Tally, exact: bool) -> None:
     """Request the kept answers again, one by one, and compare them."""
-    http = {
-        who: httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE)
-        for who, key in KEYS.items()
-    }
-    for who, path, body, answer in tqdm(tally.kept, desc="solo runs", unit="answer"):
-        response = http[who].post("/v1/completions" if path == "stream" else path, json=body)
-        solo = substance(response.json()) if response.status_code == 200 else response.text
-        if path == "stream" and isinstance(solo, list):
-            solo = [{"text": one["text"], "token_ids": one["mi_route2"]["token_ids"]} for one in solo]
-        tally.compared += 1
-        same = solo == answer if exact or path == "stream" or isinstance(solo, str) else _near(solo, answer)
-        if not same and (exact or path != "stream"):
-            tally.fail(f"an answer is another alone, for {who} {path} {json.dumps(body)[:600]}: {_first(answer, solo)}")
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+        for who, path, body, answer in tqdm(tally.kept, desc="solo runs", unit="answer"):
+            response = http.post("/v1/completions" if path == "stream" else path, json=body, headers=bearer(who))
+            solo = substance(response.json()) if response.status_code == 200 else response.text
+            if path == "stream" and isinstance(solo, list):
+                solo = [{"text": one["text"], "token_ids": one["mi_route2"]["token_ids"]} for one in solo]
+            tally.compared += 1
+            same = solo == answer if exact or path == "stream" or isinstance(solo, str) else _near(solo, answer)
+            if not same and (exact or path != "stream"):
+                tally.fail(f"an answer is another alone, for {who} {path} {json.dumps(body)[:600]}: {_first(answer, solo)}")
 
 
 def _near(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:

@@ -5,7 +5,6 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -18,20 +17,12 @@ from mi_route2.serve.auth import ApiError, Client, Keys, note, refusal
 from mi_route2.serve.metrics import Metrics
 from mi_route2.serve.models import Readable, Served
 from mi_route2.serve.options import Limits
-from mi_route2.serve.owner import Owner, Stream
+from mi_route2.serve.owner import Owner
 from mi_route2.sites import Site
 
 T = TypeVar("T")
 QUICK, TOLD = 4096, 20
 """Characters of a text that is encoded at once; a longer one on a thread of its own. Names of runs in an error."""
-
-
-@dataclass
-class Open:
-    """A request in the engine."""
-
-    owner: str
-    stream: Stream
 
 
 class Server:
@@ -52,10 +43,11 @@ class Server:
         self.adapter_sites = engine.decoder.adapters()
         self.owner = Owner(engine, backlog=limits.backlog)
         self.metrics = Metrics(lambda: self.owner.snapshot, self.stored_bytes)
-        self.open: dict[int, Open] = {}
+        self.open: dict[int, str] = {}
+        """Requests in the engine, and the owner of each."""
         self.writing: dict[str, int] = {}
         """Runs that are being written, and the bytes that they may take."""
-        self.sweeping: dict[str, int] = {}
+        self.sweeping = Counter[str]()
         self.entering = Counter[str]()
         """Requests of each key that are being submitted."""
         self._names: dict[str, Names] = {}
@@ -93,15 +85,13 @@ class Server:
     def names(self, client: Client) -> Names:
         """Return the registered names of the client's key."""
         if client.owner not in self._names:
-            self._names[client.owner] = Names(f"{client.owner}/", self.served.vectors)
+            self._names[client.owner] = Names(client.owner, client.salt, self.served.vectors)
         return self._names[client.owner]
 
-    def find(self, number: int, client: Client) -> Open:
-        """Return a running request of the client; ``ApiError`` 404 for another's, or none."""
-        running = self.open.get(number)
-        if running is None or running.owner != client.owner:
+    def demand_open(self, number: int, client: Client) -> None:
+        """Raise ``ApiError`` 404 if no such request of the client is running."""
+        if self.open.get(number) != client.owner:
             raise ApiError(404, f"no request {number} of yours is running: it has ended, or was never sent", code="unknown_request")
-        return running
 
     def runs(self, client: Client) -> list[str]:
         """Return the names of the client's runs."""
@@ -115,11 +105,11 @@ class Server:
             sizes["vectors", owner] = names.nbytes
         return sizes
 
-    def demand_run(self, run: str, client: Client) -> None:
-        """Raise ``ApiError`` 404 if the client has no such run, with the reason if it had one."""
+    def demand_run(self, run: str, client: Client) -> str:
+        """Return the store's name of a run; ``ApiError`` 404 if the client has no such one, with the reason if it had."""
         prefix = self.names(client).prefix
         if run and prefix + run in self.store:
-            return
+            return prefix + run
         names, why = self.runs(client), self.store.why_gone(prefix + run) if run else None
         told = f"you have no run {run!r}" if why is None else why.replace(prefix, "")
         some = ", ".join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")

@@ -22,9 +22,10 @@ from mi_route2.patching.patches import FromRun, Resolved, resolve
 from mi_route2.steering.plan import Reading
 from mi_route2.steering.specs import Steering, Vector, VectorLike, looker
 from mi_route2.steering.state import SteeringState
+from mi_route2.tensor_files import unpack
 from mi_route2.validation import parse_object
 from mi_route2.vllm.facts import COLDEST, Facts, installed, refuse_settings
-from mi_route2.vllm.wire import KEY, Orders, salt, unpack, write
+from mi_route2.vllm.wire import KEY, Orders, salt, write
 
 EXTENSION = "mi_route2.vllm.worker.WorkerExtension"
 SETTINGS: Mapping[str, Any] = MappingProxyType(

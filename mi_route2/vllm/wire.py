@@ -8,7 +8,6 @@ vLLM keys its cached keys and values by tokens and by ``cache_salt`` alone. A re
 salt that is the digest of their content, so equal content shares a prefix and different content does not.
 """
 
-import base64
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
 from mi_route2.steering.state import SteeringState
+from mi_route2.tensor_files import pack, unpack
 
 KEY = "mi_route2"
 """Entry of ``SamplingParams.extra_args`` that holds a request's interventions."""
@@ -43,26 +43,6 @@ class Orders:
 
     def __bool__(self) -> bool:
         return bool(self.patches or self.captures or self.steering != Steering())
-
-
-def pack(values: Tensor) -> dict[str, Any]:
-    """Return a tensor as JSON-able data."""
-    flat = values.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-    data = base64.b64encode(flat.numpy().tobytes()).decode("ascii")
-    return {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape), "data": data}
-
-
-def unpack(data: Mapping[str, Any]) -> Tensor:
-    """Return the tensor of ``pack``; ``ValueError`` if the data do not fit together."""
-    dtype = getattr(torch, str(data["dtype"]), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{data['dtype']!r} is not a dtype of torch")
-    values, shape = bytearray(base64.b64decode(data["data"], validate=True)), torch.Size(data["shape"])
-    if len(values) != shape.numel() * dtype.itemsize:
-        raise ValueError(f"{len(values)} bytes are no {dtype} of shape {list(shape)}")
-    if not values:
-        return torch.zeros(shape, dtype=dtype)
-    return torch.frombuffer(values, dtype=dtype).reshape(shape)
 
 
 def write(orders: Orders) -> str:

@@ -28,8 +28,9 @@ from mi_route2.patching.patches import firing
 from mi_route2.sites import Site, module_at
 from mi_route2.steering.plan import Layout, Piece
 from mi_route2.steering.state import SteeringState
+from mi_route2.tensor_files import pack
 from mi_route2.vllm.facts import Facts, installed, refuse_settings
-from mi_route2.vllm.wire import KEY, Orders, pack, read
+from mi_route2.vllm.wire import KEY, Orders, read
 
 BUDGET, READING = 1 << 30, 256
 """Bytes of captures and readings that may wait to be collected (a request beyond that gets an error in their place), and roughly

@@ -1,8 +1,9 @@
 """A real server on a loopback port, in a thread, and models to serve that take a second to make."""
 
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ import uvicorn
 from mi_route2.adapters import AdapterSpec
 from mi_route2.hosts import open_host
 from mi_route2.serve.app import create_app
+from mi_route2.serve.client import ServerError
 from mi_route2.serve.models import Served
-from mi_route2.serve.options import Mode
 from mi_route2.serve.state import Server
 from studies.environments.micro.model import MicroGPT
 from studies.environments.micro.served import MicroTokenizer
@@ -24,9 +25,12 @@ from studies.environments.micro.settings import MicroConfig
 
 PROMPT = "# task: add 3 then sub 4\n# grader: calls run_tests()"
 OTHER = "# task: scale 3 then sub 4\n# grader: calls run_tests()"
+SITE = "blocks.1.resid_pre"
+ALICE, BOB, ADMIN = "alice-alice-alice", "bob-bob-bob-bob-bob", "admin-admin-admin-admin"
+KEYS = [(ALICE, False), (BOB, False), (ADMIN, True)]
 
 
-def random_micro(mode: Mode = "full", context: int = 32, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Served:
+def random_micro(context: int = 32, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Served:
     """Return an untrained micro model whose adapters both have weights that matter."""
     draw = torch.Generator().manual_seed(0)
     model = MicroGPT(MicroConfig(d=16, heads=2, mlp=32, context=context), draw).to(dtype).eval()
@@ -38,7 +42,7 @@ def random_micro(mode: Mode = "full", context: int = 32, dtype: torch.dtype = to
     model.to(device)
     vectors = {"probe": torch.randn(16, generator=draw), "push": torch.randn(16, generator=draw)}
     served = Served("micro", host, MicroTokenizer(), adapters, vectors=vectors)
-    served.switch(mode)
+    served.switch("full")
     return served
 
 
@@ -93,3 +97,51 @@ def unhurried(one: Running, seconds: float = 0.02) -> Iterator[None]:
     finally:
         left.set()
         engine.step = step
+
+
+def bearer(key: str) -> dict[str, str]:
+    """Return the header of a key."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait until ``true`` returns something that is."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def refusal(function: Callable[..., Any], *given: Any, **named: Any) -> ServerError:
+    """Return the error with which a method of a client is refused."""
+    try:
+        function(*given, **named)
+    except ServerError as error:
+        return error
+    raise AssertionError("it was not refused")
+
+
+def metrics(one: Running, key: str = "none") -> dict[str, float]:
+    """Return the numbers that the server counts, by name and labels."""
+    text = one.http.get("/metrics", headers=bearer(key)).text
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name.removeprefix("mi_route2_"): float(value) for name, _, value in lines}
+
+
+@contextmanager
+def sent(
+    one: Running, body: bytes, *fields: str, what: str = "POST /v1/completions", buffer: int = 4096
+) -> Iterator[socket.socket]:
+    """Send a request on a connection of its own, whose answer waits in a small ``buffer`` until the block reads it.
+
+    ``fields`` are its headers, as ``Content-Length: 1000`` for a body that does not come to its end.
+    """
+    host, port = one.url.removeprefix("http://").split(":")
+    whole = () if any(field.startswith("Content-Length") for field in fields) else (f"Content-Length: {len(body)}",)
+    head = (f"{what} HTTP/1.1", f"Host: {host}:{port}", "Content-Type: application/json", *whole, *fields, "", "")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.settimeout(60)
+        connection.connect((host, int(port)))
+        connection.sendall("\r\n".join(head).encode() + body)
+        yield connection

@@ -25,14 +25,14 @@ from mi_route2.serve.api.schema import (
     Completion,
     Generation,
     RunSource,
-    packed,
     request_of,
     sampling_of,
 )
 from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, outline, refusal
 from mi_route2.serve.models import CLOSED
 from mi_route2.serve.owner import Stream
-from mi_route2.serve.state import Open, Server, TheClient, TheServer, called
+from mi_route2.serve.state import Server, TheClient, TheServer, called
+from mi_route2.tensor_files import pack
 
 routes = APIRouter()
 CLIENT_CLOSED = 499
@@ -46,19 +46,25 @@ class Choice:
     """One completion while it is made: its request, its stream, and its text so far."""
 
     index: int
-    prompt: list[int]
     request: EngineRequest
     stream: Stream
     growing: GrowingText
     places: GrowingText
     """The text up to each token whose log-probabilities are told, also behind a stop text."""
     tokens: int = 0
+    begun: bool = False
+    """True once a chunk of it was made."""
 
     @property
     def result(self) -> Result:
         """The engine's result, after the last event."""
         assert self.stream.result is not None
         return self.stream.result
+
+    @property
+    def finish(self) -> str:
+        """The reason of its end in OpenAI's words."""
+        return "length" if self.result.finish == "length" else "stop"
 
 
 NUMBER_BYTES = 40
@@ -105,7 +111,7 @@ async def completions(body: Completion, server: TheServer, client: TheClient, re
         raise ApiError(400, "there is no prompt: give a text, or token ids", param="prompt")
     # the default number of tokens must fit, one that was asked for is refused if it does not
     most = [body.max_tokens if "max_tokens" in body.model_fields_set else _fitting(server, one, 16) for one in prompts]
-    return await _answered(body, prompts, most, body.top, server, client, request, Wording("cmpl", "text_completion", False))
+    return await _answered(body, prompts, most, server, client, request)
 
 
 @routes.post("/v1/chat/completions", tags=["completions"], responses=EITHER)
@@ -117,7 +123,7 @@ async def chat_completions(body: ChatCompletion, server: TheServer, client: TheC
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
     most = body.max_completion_tokens or body.max_tokens or _fitting(server, prompt, DEFAULT_CHAT)
-    return await _answered(body, [prompt], [most], body.top, server, client, request, Wording("chatcmpl", "chat.completion", True))
+    return await _answered(body, [prompt], [most], server, client, request)
 
 
 def _fitting(server: Server, prompt: Sequence[int], most: int) -> int:
@@ -125,42 +131,33 @@ def _fitting(server: Server, prompt: Sequence[int], most: int) -> int:
 
 
 async def _answered(
-    body: Generation,
-    prompts: list[list[int]],
-    most: list[int],
-    top: int | None,
-    server: Server,
-    client: Client,
-    request: Request,
-    words: "Wording",
+    body: Completion | ChatCompletion, prompts: list[list[int]], most: list[int], server: Server, client: Client, request: Request
 ) -> Response:
     if len(prompts) * body.n > CHOICES:
         raise ApiError(
             400, f"{len(prompts)} prompts times n = {body.n} is more than {CHOICES} completions: ask for fewer", param="n"
         )
     began = time.monotonic()
-    words.server, words.wants = server, top is not None
     if body.adapters is not None and (why := server.served.refusal(body.adapters)) is not None:
         raise ApiError(400, why, param="adapters", code="mode_not_served")
     refuse_runs(body, len(prompts) * body.n, server, client)
-    making = partial(_requests, body, prompts, most, top, server, client)
+    making = partial(_requests, body, prompts, most, server, client)
     length = request.headers.get("content-length", "")
     quick = length.isdigit() and int(length) <= QUICK_BODY and body.hold is None  # what is held may be larger than a body
     made = making() if quick else await server.elsewhere(making)
     _refuse_numbers(made, server)
     choices = await submitted(made, server, client, await refuse_captures(made, server, client))
     server.metrics.prompted.inc(sum(map(len, prompts)))
-    usage = Usage(prompts, choices)
+    words = Wording(server, isinstance(body, ChatCompletion), body.top is not None)
 
     def ended() -> None:
         for one in choices:
             one.stream.cancel()
         closed(choices, server)
-        note(request, tokens=usage.completion)
+        note(request, tokens=sum(one.tokens for one in choices))
 
     if body.stream:
-        options = body.stream_options
-        return Events(_told(request, choices, server, words, usage, options is not None and options.include_usage, began), ended)
+        return Events(_told(body, request, choices, server, words, began), ended)
     try:
         async with cancelled_with(request, [one.stream for one in choices]):
             answers = await asyncio.gather(*(_whole(one, server, words) for one in choices))
@@ -169,42 +166,32 @@ async def _answered(
     for one in choices:
         if (error := failure(one.result, server)) is not None:
             raise error
-    return Json({**words.head(), "choices": answers, "usage": usage.to_json()})
+    return Json({**words.head(), "choices": answers, "usage": _usage(choices, body.n)})
 
 
 def _requests(
-    body: Generation, prompts: list[list[int]], most: list[int], top: int | None, server: Server, client: Client
-) -> list[tuple[int, list[int], EngineRequest]]:
+    body: Completion | ChatCompletion, prompts: list[list[int]], most: list[int], server: Server, client: Client
+) -> list[EngineRequest]:
     """Return the engine's request of each choice; ``ApiError`` if one cannot be made."""
     served, names = server.served, server.names(client)
     closing = served.closing(body.adapters, server.width, server.adapter_sites)
     try:
-        samplings = [[sampling_of(body, served, most[i], i * body.n + j, top) for j in range(body.n)] for i in range(len(prompts))]
+        asked = [(prompt, longest) for prompt, longest in zip(prompts, most, strict=True) for _ in range(body.n)]
+        samplings = [sampling_of(body, served, longest, index, body.top) for index, (_, longest) in enumerate(asked)]
         # once for all choices, because a body may have thousands of patches and vectors of millions of numbers
-        shared = request_of(
-            body,
-            prompts[0],
-            samplings[0][0],
-            names,
-            owner=client.owner,
-            salt=client.salt,
-            closing=closing,
-            deadline=server.limits.deadline,
-        )
+        shared = request_of(body, prompts[0], samplings[0], names, closing, server.limits.deadline)
         return [
-            (i * body.n + j, prompt, replace(shared, prompt=tuple(prompt), sampling=sampling))
-            for i, prompt in enumerate(prompts)
-            for j, sampling in enumerate(samplings[i])
+            replace(shared, prompt=tuple(prompt), sampling=sampling) for (prompt, _), sampling in zip(asked, samplings, strict=True)
         ]
     except Exception as error:
         raise refusal(error, names.prefix) from error
 
 
-def _refuse_numbers(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server) -> None:
+def _refuse_numbers(made: Sequence[EngineRequest], server: Server) -> None:
     """Raise ``ApiError`` 413 if log-probabilities, readings and norms of an answer could be larger than the limit."""
     need: Counter[str] = Counter()
-    for _, prompt, request in made:
-        sampling, length = request.sampling, len(prompt) + request.sampling.max_new
+    for request in made:
+        sampling, length = request.sampling, len(request.prompt) + request.sampling.max_new
         need["logprob_token_ids"] += NUMBER_BYTES * (len(sampling.logprob_token_ids) + (sampling.logprobs or 0)) * sampling.max_new
         need["norms"] += sum(NUMBER_BYTES // 2 + len(str(site)) for site in set(request.norms)) * length
         if request.readings:
@@ -221,26 +208,23 @@ def _refuse_numbers(made: Sequence[tuple[int, list[int], EngineRequest]], server
         )
 
 
-async def refuse_captures(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> int:
+async def refuse_captures(made: Sequence[EngineRequest], server: Server, client: Client) -> int:
     """Raise ``ApiError`` 413 if the captured values of an answer could be larger than the limit; return the bytes of a run."""
-    wanted = [
-        (capture, len(prompt) + request.sampling.max_new - 1, len(prompt))
-        for _, prompt, request in made
-        for capture in request.capture
-    ]
+    wanted = [(capture, request) for request in made for capture in request.capture]
     if not wanted:
         return 0
 
     def size(engine: Engine) -> int:
         total = 0
-        for capture, length, prompt in wanted:
+        for capture, request in wanted:
             with suppress(ValueError, KeyError):  # an unknown site, which the engine refuses
                 row = prod(engine.decoder.shape(capture.site)) * engine.decoder.dtype.itemsize
-                total += row * capture.selection.most(length, prompt)
+                prompt = len(request.prompt)
+                total += row * capture.selection.most(prompt + request.sampling.max_new - 1, prompt)
         return total
 
     need, limit = await called(server, client, size), server.limits.capture_bytes  # the first shape of a site takes a forward
-    if any(request.run is not None for *_, request in made):
+    if any(request.run is not None for request in made):
         return need
     if need > limit:
         raise ApiError(
@@ -290,9 +274,7 @@ def _reserve(run: str, need: int, server: Server, client: Client) -> None:
     server.writing[run] = need
 
 
-async def submitted(
-    made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client, run_bytes: int = 0
-) -> list[Choice]:
+async def submitted(made: Sequence[EngineRequest], server: Server, client: Client, run_bytes: int = 0) -> list[Choice]:
     """Submit all requests or none; ``ApiError`` if one is refused. ``run_bytes`` are what a run that they write may take."""
     if len(made) > server.per_key:  # however long the client waits
         raise ApiError(
@@ -300,7 +282,7 @@ async def submitted(
             f"{len(made)} completions are more than the {server.per_key} requests that a key may have here: ask for fewer",
             param="n",
         )
-    running = sum(one.owner == client.owner for one in server.open.values()) + server.entering[client.owner]
+    running = sum(owner == client.owner for owner in server.open.values()) + server.entering[client.owner]
     if running + len(made) > server.per_key:
         raise ApiError(
             429,
@@ -308,35 +290,28 @@ async def submitted(
             code="too_many_requests",
             headers={"Retry-After": "1"},
         )
-    runs = [request.run for *_, request in made if request.run is not None]
+    runs = [request.run for request in made if request.run is not None]
     for run in runs:
         _reserve(run, run_bytes, server, client)
     server.entering[client.owner] += len(made)  # before the first await, in which other requests of the key may come
+    choices: list[Choice] = []
     try:
-        return await _entered(made, server, client)
-    except BaseException:
+        for index, request in enumerate(made):
+            stream = await server.owner.submit(request)
+            server.open[stream.number] = client.owner
+            growing, places = (GrowingText(server.readable, stop, request.prompt) for stop in (request.sampling.stop, ()))
+            choices.append(Choice(index, request, stream, growing, places))
+    except BaseException as error:
+        for one in choices:
+            one.stream.cancel()
+        closed(choices, server)
         for run in runs:
             server.writing.pop(run, None)
+        if isinstance(error, Exception):
+            raise refusal(error, server.names(client).prefix) from error
         raise
     finally:
         server.entering[client.owner] -= len(made)
-
-
-async def _entered(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> list[Choice]:
-    choices: list[Choice] = []
-    for index, prompt, request in made:
-        try:
-            stream = await server.owner.submit(request)
-        except BaseException as error:
-            for one in choices:
-                one.stream.cancel()
-            closed(choices, server)
-            if isinstance(error, Exception):
-                raise refusal(error, server.names(client).prefix) from error
-            raise
-        server.open[stream.number] = Open(client.owner, stream)
-        growing, places = (GrowingText(server.readable, stop, prompt) for stop in (request.sampling.stop, ()))
-        choices.append(Choice(index, prompt, request, stream, growing, places))
     return choices
 
 
@@ -385,42 +360,34 @@ def failure(result: Result, server: Server) -> ApiError | None:
     return ApiError(422, message, code="deadline" if "deadline" in message else "request_failed")
 
 
-class Usage:
-    """Tokens that were read and written; a prompt counts once for all its completions, and as cached what none of them read."""
+def _usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
+    """Return the tokens that were read and written, as OpenAI's clients read it.
 
-    def __init__(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]):
-        self._prompts, self._choices, self._n = sum(map(len, prompts)), choices, len(choices) // len(prompts)
-
-    @property
-    def completion(self) -> int:
-        """Generated tokens."""
-        return sum(one.tokens for one in self._choices)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the usage as OpenAI's clients read it."""
-        each = [0 if one.stream.result is None else one.stream.result.cached for one in self._choices]
-        cached = sum(min(each[i : i + self._n]) for i in range(0, len(each), self._n))
-        return {
-            "prompt_tokens": self._prompts,
-            "completion_tokens": self.completion,
-            "total_tokens": self._prompts + self.completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+    A prompt counts once for all its ``n`` completions, and as cached what none of them read.
+    """
+    read, written = sum(len(one.request.prompt) for one in choices[::n]), sum(one.tokens for one in choices)
+    cached = [one.result.cached for one in choices]
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": sum(min(cached[i : i + n]) for i in range(0, len(cached), n))},
+    }
 
 
 class Wording:
-    """Format of an answer: the objects of completions, or those of chat completions."""
+    """Format of an answer: the objects of completions, or those of ``chat`` completions.
 
-    server: Server
-    wants: bool
-    """True if log-probabilities were requested."""
+    ``wants``: log-probabilities were requested.
+    """
 
-    def __init__(self, prefix: str, kind: str, chat: bool):
-        self.id, self.kind, self.chat, self.created = f"{prefix}-{secrets.token_hex(12)}", kind, chat, int(time.time())
+    def __init__(self, server: Server, chat: bool, wants: bool):
+        self.server, self.chat, self.wants = server, chat, wants
+        self.id, self.created = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", int(time.time())
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
         """Return the fields that all objects of an answer share."""
-        kind = f"{self.kind}.chunk" if chunk and self.chat else self.kind
+        kind = "text_completion" if not self.chat else "chat.completion.chunk" if chunk else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.server.served.name}
 
     def whole(self, index: int, text: str, logprobs: Any, finish: str) -> dict[str, Any]:
@@ -495,14 +462,18 @@ def _norms(of: Mapping[int, Mapping[Any, float]]) -> dict[str, Any]:
 
 def _first(choice: Choice, server: Server) -> dict[str, Any]:
     """Return the fields of a choice that a stream sends once, with its first event."""
-    tokens = server.served.tokens(choice.prompt)
-    return {"prompt_token_ids": choice.prompt, "prompt_tokens": tokens, "seed": choice.request.sampling.seed}
+    request = choice.request
+    return {
+        "prompt_token_ids": request.prompt,
+        "prompt_tokens": server.served.tokens(request.prompt),
+        "seed": request.sampling.seed,
+    }
 
 
 def _last(choice: Choice) -> dict[str, Any]:
     """Return the fields of a choice that are known at its end."""
     result = choice.result
-    captured = {str(site): {"positions": list(one.positions), "rows": packed(one.rows)} for site, one in result.captured.items()}
+    captured = {str(site): {"positions": list(one.positions), "rows": pack(one.rows)} for site, one in result.captured.items()}
     return {"finish": result.finish, "cached": result.cached, "unfired": result.unfired, "captured": captured}
 
 
@@ -526,41 +497,36 @@ async def _whole(choice: Choice, server: Server, words: Wording) -> dict[str, An
         "norms": _norms(result.norms),
         **_last(choice),
     }
-    finish = "length" if result.finish == "length" else "stop"
-    return {
-        **words.whole(choice.index, result.text or "", words.logprobs(result.tokens, choice.places), finish),
-        "mi_route2": extra,
-    }
+    said = words.whole(choice.index, result.text or "", words.logprobs(result.tokens, choice.places), choice.finish)
+    return {**said, "mi_route2": extra}
 
 
 async def _told(
-    request: Request, choices: list[Choice], server: Server, words: Wording, usage: Usage, counted: bool, began: float
+    body: Generation, request: Request, choices: list[Choice], server: Server, words: Wording, began: float
 ) -> AsyncGenerator[str, None]:
     """Yield the chunks of all choices as they come, each as one event of a stream."""
+    counted = body.stream_options is not None and body.stream_options.include_usage
     empty: dict[str, Any] = {"usage": None} if counted else {}
     head = words.head(chunk=True)
-    started: set[int] = set()
     async with _batches(choices) as batches:
         left = len(choices)
         while left:
             choice, events = await batches()
-            first = choice.index not in started
-            if first:
-                started.add(choice.index)
-            if not events:
-                left -= 1
-                if (error := failure(choice.result, server)) is not None:
-                    yield f"data: {dumps(noted(request, error).body())}\n\n"
-                    break
-                said, extra = _ending(choice, server, words, first)
-            else:
+            first, choice.begun = not choice.begun, True
+            if events:
                 if choice.tokens == 0 and any(event.token is not None for event in events):
                     server.metrics.first.observe(time.monotonic() - began)
                 said, extra = _going(choice, events, server, words, first)
+            elif (error := failure(choice.result, server)) is None:
+                left -= 1
+                said, extra = _ending(choice, server, words, first)
+            else:
+                yield f"data: {dumps(noted(request, error).body())}\n\n"
+                break
             yield f"data: {dumps({**head, 'choices': [said], **empty, 'mi_route2': extra})}\n\n"
         else:
             if counted:
-                yield f"data: {dumps({**head, 'choices': [], 'usage': usage.to_json()})}\n\n"
+                yield f"data: {dumps({**head, 'choices': [], 'usage': _usage(choices, body.n)})}\n\n"
         yield "data: [DONE]\n\n"
 
 
@@ -610,8 +576,7 @@ def _going(
 
 def _ending(choice: Choice, server: Server, words: Wording, first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return choice and extras of the last chunk: the text that was held back, and how it ended."""
-    finish = "length" if choice.result.finish == "length" else "stop"
     begins = _first(choice, server) if first else {}
     # readings and norms as in every chunk, so that a client may ask each of them
     extra = {**begins, **_extra(choice, server, ()), "readings": {}, "norms": {}, **_last(choice)}
-    return words.piece(choice.index, choice.growing.end(), None, finish, first), extra
+    return words.piece(choice.index, choice.growing.end(), None, choice.finish, first), extra

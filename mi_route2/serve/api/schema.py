@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
@@ -72,20 +71,7 @@ class Packed(Body):
         wanted = math.prod(self.shape) * dtype.itemsize
         if len(raw) != wanted:
             raise ValueError(f"the data of a vector has {len(raw)} bytes, but {self.dtype} of shape {self.shape} has {wanted}")
-        return torch.from_numpy(np.frombuffer(raw, np.uint8).copy()).view(dtype).reshape(self.shape)
-
-
-def packed(tensor: Tensor) -> dict[str, Any]:
-    """Return a tensor as JSON, in the form that ``Packed`` reads."""
-    plain = tensor.detach().cpu().contiguous()
-    raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {"dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape), "data": base64.b64encode(raw).decode()}
-
-
-def unpacked(data: Mapping[str, Any]) -> Tensor:
-    """Return the tensor that ``packed`` wrote, of any number of axes."""
-    raw = np.frombuffer(base64.b64decode(data["data"]), np.uint8).copy()
-    return torch.from_numpy(raw).view(getattr(torch, data["dtype"])).reshape(data["shape"])
+        return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(self.shape)
 
 
 NumberRow = Annotated[list[Number], Field(min_length=1, max_length=NUMBERS, fail_fast=True)]
@@ -236,12 +222,16 @@ class StreamOptions(Body):
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-def _without_null(given: Any) -> Any:
-    """Return an object without fields that are null, by which OpenAI's clients mean that they are not given."""
-    return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+class WithoutNull(BaseModel):
+    """An object in which null stands for a field that is not given, as OpenAI's clients mean it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
-class Generation(Interventions):
+class Generation(WithoutNull, Interventions):
     """Fields common to completions and chat completions."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
@@ -257,11 +247,6 @@ class Generation(Interventions):
     frequency_penalty: Literal[0] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, given: Any) -> Any:
-        return _without_null(given)
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> "Generation":
@@ -288,11 +273,8 @@ class Completion(Generation):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as texts, or as token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # pyright: ignore[reportReturnType]
-        return self.prompt  # pyright: ignore[reportReturnType]
+        one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
+        return [self.prompt] if one else self.prompt  # pyright: ignore[reportReturnType]
 
     @property
     def top(self) -> int | None:
@@ -305,18 +287,13 @@ class TextPart(Body):
     text: Text
 
 
-class Message(BaseModel):
+class Message(WithoutNull):  # an answer's message, which may be sent back, has `refusal`
     """A message of a conversation."""
 
     model_config = ConfigDict(extra="forbid")
     role: Annotated[str, Field(min_length=1, max_length=32)]
     content: Text | Annotated[list[TextPart], Field(max_length=64)]
     name: Annotated[str, Field(max_length=64)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, given: Any) -> Any:
-        return _without_null(given)  # an answer's message, which may be sent back, has `refusal`
 
     def plain(self) -> dict[str, str]:
         """Return the message as a chat template reads it."""
@@ -450,17 +427,21 @@ class UnknownNameError(KeyError):
 
 @dataclass
 class Names:
-    """Named vectors and held configurations of one key.
+    """Named vectors and held configurations of one key; ``shared`` are vectors that all may use."""
 
-    ``prefix`` precedes its names in the engine, whose names are common to all keys; ``shared`` are vectors that all may use.
-    """
-
-    prefix: str
+    owner: str
+    salt: str
+    """Of its prefix cache."""
     shared: Mapping[str, Tensor]
     vectors: dict[str, Vector] = field(default_factory=dict)
     configurations: dict[str, SteeringIn] = field(default_factory=dict)
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while they change, so that what several requests add is counted together."""
+
+    @property
+    def prefix(self) -> str:
+        """What precedes its names in the engine, whose names are common to all keys."""
+        return f"{self.owner}/"
 
     @property
     def nbytes(self) -> int:
@@ -522,9 +503,12 @@ def vector_of(given: Any, names: Names) -> Tensor | str:
     return names.vector(given) if isinstance(given, str) else numbers_of(given)
 
 
+def _steer(site: str, given: Scaled | AddIn, names: Names) -> Steer:
+    return Steer(site_of(site), vector_of(given.vector, names), given.scale)
+
+
 def _tier(entries: Mapping[str, Any], names: Names) -> tuple[Steer, ...]:
-    pairs = [(site_of(site), one if isinstance(one, Scaled) else Scaled(vector=one)) for site, one in entries.items()]
-    return tuple(Steer(site, vector_of(one.vector, names), one.scale) for site, one in pairs)
+    return tuple(_steer(site, one if isinstance(one, Scaled) else Scaled(vector=one), names) for site, one in entries.items())
 
 
 def _some(sites: Sequence[str] | None) -> tuple[Site, ...] | None:
@@ -547,7 +531,7 @@ def monitor_of(given: MonitorIn, names: Names) -> Monitor:
         vector_of(given.probe, names),
         gates=_some(given.gates),
         quarantined=_some(given.quarantined),
-        adds=tuple(Steer(site_of(one.site), vector_of(one.vector, names), one.scale) for one in given.adds),
+        adds=tuple(_steer(one.site, one, names) for one in given.adds),
         name=given.name,
         **plain,
     )
@@ -649,15 +633,7 @@ def _acting(request: Request) -> Iterator[Site]:
 
 
 def request_of(
-    body: Interventions,
-    prompt: Sequence[int],
-    sampling: Sampling,
-    names: Names,
-    *,
-    owner: str,
-    salt: str,
-    closing: Monitor | None,
-    deadline: float | None,
+    body: Interventions, prompt: Sequence[int], sampling: Sampling, names: Names, closing: Monitor | None, deadline: float
 ) -> Request:
     """Return the engine's request of one choice.
 
@@ -668,7 +644,6 @@ def request_of(
     steering = steering_of(body, names, *(() if closing is None else (closing,)))
     if body.hold is not None:
         steering = joined(steering_of(names.configuration(body.hold), names), steering)
-    asked = [one for one in (body.deadline, deadline) if one is not None]
     request = Request(
         tuple(prompt),
         sampling,
@@ -679,11 +654,11 @@ def request_of(
         priority=body.priority,
         rules=rules_of(body.steering, names) if body.steering else (),
         conversation=None if body.conversation_id is None else names.inside(body.conversation_id),
-        owner=owner,
+        owner=names.owner,
         readings=body.readings,
         norms=tuple(map(site_of, body.norms)),
-        deadline=min(asked, default=None),
-        salt=salt,
+        deadline=min(body.deadline or deadline, deadline),
+        salt=names.salt,
     )
     refuse_closed(closing, _acting(request))
     return request

@@ -1,6 +1,7 @@
 """Routes of the study page: tokenization, alignment, patch sweeps cell by cell, one patched answer, and the runs of studies."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
@@ -19,7 +20,6 @@ from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, CleanRun, Span, align, one_token
 from mi_route2.patching.sweep import TooManyCellsError
 from mi_route2.patching.targets import Target, choose, entries
-from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn, refuse_closed
@@ -108,10 +108,14 @@ def _differs(clean: Sequence[int] | None, corrupt: Sequence[int], sources: Mappi
 # Sweeps
 
 
+PLAIN = ("corrupt", "sites", "metric", "alpha", "heads", "together", "at", "replicas")
+"""Fields of a sweep's body that are arguments of ``patching.prepare`` as they are."""
+
+
 @routes.post("/v1/patch_sweep", responses=EITHER)
 async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, request: Request) -> Response:
     """Patch every selected site at every position, and score each; whole, or cell by cell as a stream."""
-    running = server.sweeping.get(client.owner, 0)
+    running = server.sweeping[client.owner]
     if running >= server.limits.sweeps:
         raise ApiError(
             429,
@@ -119,18 +123,17 @@ async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, reque
             code="too_many_sweeps",
             headers={"Retry-After": "2"},
         )
-    server.sweeping[client.owner] = running + 1
+    place = Counter([client.owner])
+    server.sweeping += place
     try:
         job = await _prepared(body, server, client)
     except BaseException:
-        _ended(server, client)
+        server.sweeping -= place
         raise
 
-    left: list[Client] = [client]
-
     def free() -> None:
-        while left:
-            _ended(server, left.pop())
+        server.sweeping -= place
+        place.clear()  # it is given back once
 
     def ended() -> None:
         job.cancel()
@@ -148,19 +151,8 @@ async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, reque
         ended()
 
 
-def _ended(server: Server, client: Client) -> None:
-    server.sweeping[client.owner] -= 1
-    if not server.sweeping[client.owner]:
-        del server.sweeping[client.owner]
-
-
 async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
-    clean: Any = body.clean
-    stored = None
-    if isinstance(clean, StoredIn):
-        server.demand_run(clean.run, client)
-        stored = server.names(client).inside(clean.run)
-        clean = _stored(stored, server.store, body.sites)
+    stored = server.demand_run(body.clean.run, client) if isinstance(body.clean, StoredIn) else None
     length = 0
     for name in ("clean", "corrupt"):
         if isinstance(prompt := getattr(body, name), StoredIn):
@@ -174,21 +166,14 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
     if body.positions is not None:
         positions = [Span(one.text, one.occurrence) if isinstance(one, SpanIn) else one for one in body.positions]
     try:
-        job = await server.owner.sweep(
+        return await server.owner.sweep(
             deadline=server.limits.deadline,
-            clean=clean,
-            corrupt=body.corrupt,
-            sites=body.sites,
+            clean=body.clean if stored is None else lambda engine: CleanRun.stored(engine.host, server.store, stored, body.sites),
             positions=positions,
-            **tokens,
-            metric=body.metric,
-            alpha=body.alpha,
-            heads=body.heads,
-            together=body.together,
-            at=body.at,
-            replicas=body.replicas,
             tokenizer=server.threaded,
             most=server.limits.cells,
+            **tokens,
+            **{name: getattr(body, name) for name in PLAIN},
         )
     except TooManyCellsError as error:
         raise ApiError(413, str(error)) from error
@@ -206,7 +191,6 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
         elif refused.message.startswith("position"):
             refused.param = "positions"
         raise refused from error
-    return job
 
 
 async def _refuse_bytes(body: SweepIn, length: int, stored: str | None, server: Server, client: Client) -> None:
@@ -242,10 +226,6 @@ async def _refuse_bytes(body: SweepIn, length: int, stored: str | None, server: 
             param="sites",
             code="too_large",
         )
-
-
-def _stored(run: str, store: RunStore, sites: Any) -> Callable[[Engine], CleanRun]:
-    return lambda engine: CleanRun.stored(engine.host, store, run, sites)
 
 
 def _token(given: int | str | None, server: Server, name: str) -> int | None:
@@ -357,7 +337,7 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
             asked = EngineRequest(tuple(prompt), sampling, **shared, **given)
         except Exception as error:
             raise refusal(error) from error
-        (choice,) = await submitted([(0, list(prompt), asked)], server, client)
+        (choice,) = await submitted([asked], server, client)
         server.metrics.prompted.inc(len(prompt))
         try:
             async with cancelled_with(request, [choice.stream]):

@@ -93,7 +93,7 @@ export class Heatmap {
     return this.defined ? (value - this.corrupt) / this.span : value - this.corrupt;
   }
 
-  /** Fill cells `[row, column, value]`; true if the scale of the colors grew. */
+  /** Fill cells `[row, column, value]`. */
   fill(cells) {
     const before = this.reach;
     for (const [row, column, value] of cells) {
@@ -101,11 +101,9 @@ export class Heatmap {
       this.values.set(row * this.columns.length + column, value);
       this.reach = Math.max(this.reach, Math.abs(this.shown(value)));
     }
-    const grew = this.reach > before;
-    if (grew) this.repaint();
+    if (this.reach > before) this.repaint();
     else for (const [row, column] of cells) this.paint(row, column);
     if (this.looked) this.look(this.looked);
-    return grew;
   }
 
   /** The end: without a difference above the noise there is nothing to recover, and the colors stand for the effect's own size. */

@@ -29,7 +29,7 @@ export function open(given) {
 }
 
 function drawExamples() {
-  $("patch-examples").replaceChildren(...(study.examples ?? []).map(example => chip(example.title, undefined, () => use(example), `${example.clean}\n→ ${example.corrupt}`)));
+  $("patch-examples").replaceChildren(...study.examples.map(example => chip(example.title, undefined, () => use(example), `${example.clean}\n→ ${example.corrupt}`)));
 }
 
 function use(example) {
@@ -40,7 +40,7 @@ function use(example) {
 }
 
 function restore() {
-  if (!FIELDS.some(name => state.has(name)) && study.examples?.length) return use(study.examples[0]);
+  if (!FIELDS.some(name => state.has(name)) && study.examples.length) return use(study.examples[0]);
   for (const name of FIELDS) if (state.has(name)) $(name).value = state.get(name);
   usable();
 }
@@ -167,7 +167,7 @@ async function sweep() {
   try {
     for await (const { event, data } of events("/v1/patch_sweep", asked, control.signal)) {
       // A sweep that is refused leaves the grid of the one before, whose cells are of its prompts
-      if (event === "start" || data.rows) swept = asked;
+      if (event === "start") swept = asked;
       receive(event, data);
     }
     say("The sweep is done", true);
@@ -200,9 +200,9 @@ function busy(on) {
 }
 
 function receive(event, data) {
-  if (event === "start" || data.rows) started(data);
-  else if (event === "summary" || data.grid) ended(data);
-  else filled(data.cells ?? [[data.row, data.column, data.value]]);
+  if (event === "start") started(data);
+  else if (event === "summary") ended(data);
+  else filled(data.cells);
 }
 
 function started(data) {

@@ -27,11 +27,10 @@ export function open(given) {
   watch(study.monitors_example, study.steering_example);
   $("block").max = study.layers - 1;
   $("block").value = state.get("s.block") ?? Math.floor(study.layers / 2);
-  const modes = Object.entries(study.modes ?? {}).filter(([, served]) => served);
+  const modes = Object.entries(study.modes).filter(([, served]) => served);
   $("adapters").replaceChildren(...modes.map(([name]) => make("option", { value: name, text: name })));
-  const prompts = study.prompts?.map(text => ({ text })) ?? (study.examples ?? []).map(({ title, clean }) => ({ title, text: clean }));
-  $("stream-examples").replaceChildren(...prompts.map(({ title, text }) => chip(title ?? short(text), undefined, () => use(text), text)));
-  restore(prompts);
+  $("stream-examples").replaceChildren(...study.prompts.map(text => chip(short(text), undefined, () => use(text), text)));
+  restore();
   limits();
   listen();
   if (state.has("s.block")) probing = probe({ clean: state.get("s.clean"), corrupt: state.get("s.corrupt"), threshold: state.get("s.threshold") });
@@ -45,7 +44,7 @@ function watch(given, steering) {
 
 /** Make a monitor of the Patch tab's two prompts, or of a link's: the direction between their last tokens, 1 from the one to the other. */
 async function probe(link = {}) {
-  const patched = state.has("clean") || state.has("corrupt") ? Object.fromEntries(state) : (study.examples?.[0] ?? {});
+  const patched = state.has("clean") || state.has("corrupt") ? Object.fromEntries(state) : (study.examples[0] ?? {});
   const prompts = ["clean", "corrupt"].map(name => link[name] ?? patched[name] ?? "");
   const block = $("block").value, site = `blocks.${block}.resid_post`;
   $("act-error").hidden = true;
@@ -87,9 +86,9 @@ function use(text) {
   keep();
 }
 
-function restore(prompts) {
+function restore() {
   for (const name of FIELDS) if (state.has(`s.${name}`)) $(name).value = state.get(`s.${name}`);
-  if (!$("prompt").value && prompts.length) $("prompt").value = prompts[0].text;
+  if (!$("prompt").value && study.prompts.length) $("prompt").value = study.prompts[0];
   // That of a link with a probe is for the probe, which may fail
   aim((state.has("s.block") ? null : state.get("s.threshold")) ?? monitor?.threshold ?? 0);
   $("scale").value = state.get("s.scale") ?? 0;
@@ -268,7 +267,6 @@ const pause = signal => new Promise((resolve, reject) => {
 
 /** As many tokens as fit behind the prompt, if more are asked for. */
 async function fitting(asked, signal) {
-  if (!study.context) return asked;
   const { ids } = await post("/v1/tokenize", { text: asked.prompt }, signal);
   const room = study.context - ids.length;
   return room >= 1 && asked.max_tokens > room ? { ...asked, max_tokens: room } : asked;
@@ -292,21 +290,19 @@ function status(text) {
 let seed = null, finish = null;
 
 function receive(chunk) {
-  const told = chunk.mi_route2 ?? {}, choice = chunk.choices?.[0] ?? {};
+  const told = chunk.mi_route2, [choice] = chunk.choices;
   if (told.prompt_tokens) begin(told);
   finish = choice.finish_reason ?? finish;
-  const ids = told.token_ids ?? [];
-  // Without a text of each token, the chunk's text belongs to its last one
-  ids.forEach((_, i) => add(told.tokens?.[i] ?? (i === ids.length - 1 ? (choice.text ?? "") : ""), true));
-  for (const [position, readings] of Object.entries(told.readings ?? {})) read(Number(position), readings);
+  told.tokens.forEach(text => add(text, true));
+  for (const [position, readings] of Object.entries(told.readings)) read(Number(position), readings);
   limits();
   repaint();
   status("running");
 }
 
 function begin(told) {
-  request = told.request ?? null;
-  seed = told.seed ?? null;
+  request = told.request;
+  seed = told.seed;
   finish = null;
   told.prompt_tokens.forEach(text => add(text, false));
   // What has moved since the stream was sent could not act yet

@@ -76,6 +76,8 @@ pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::FutureWar
 ROOT = Path(__file__).parents[3]
 ALONE = AdapterSpec("lora", rank=3, quarantine="none")
 UNFLAGGED = MaskSpec(score_policy="ablated", kept_advantage="unflagged")
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+"""Settings of TRL under which it writes a checkpoint at every step."""
 
 
 def ours(spec: RouteSpec | MaskRoute | CanaryRoute) -> Route:
@@ -180,13 +182,20 @@ def test_directions_are_refitted_when_our_own_loop_refits_them(name: str, tmp_pa
     assert trainer.route.directions.provenance.step == 2
 
 
-def test_a_canary_and_a_quarantine_that_learns_first_do_what_they_do_in_our_own_loop(tmp_path: Path) -> None:
-    policy, draw = our_policy(ALONE), torch.Generator().manual_seed(0)
+def grown_canary(draw: torch.Generator, count: int) -> tuple[Canary, list[dict[str, Tensor]]]:
+    """Return a canary of ``count`` drawn checkpoints, and them."""
+    policy = our_policy(ALONE)
     own = policy.adapters.tensors(quarantine=False)
-    grown = [{n: torch.randn(t.shape, generator=draw, dtype=t.dtype) for n, t in own.items()} for _ in range(2)]
+    grown = [{n: torch.randn(t.shape, generator=draw, dtype=t.dtype) for n, t in own.items()} for _ in range(count)]
+    return Canary(policy, grown), grown
+
+
+def test_a_canary_and_a_quarantine_that_learns_first_do_what_they_do_in_our_own_loop(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    canary, _ = grown_canary(draw, 2)
     words = torch.randint(3, 40, (24, 4), generator=draw).tolist()
     samples = Rollouts.from_lists([[5, 6]] * len(words), words, 0)
-    route = CanaryRoute(CanarySpec(quantile=0.3), Canary(policy, grown), samples)
+    route = CanaryRoute(CanarySpec(quantile=0.3), canary, samples)
     trainer, seen = make_trainer(tmp_path, route, LORA, size=4, gradient_accumulation_steps=2)
     trainer.train()
     assert_ours(trainer, seen, route)
@@ -206,10 +215,8 @@ def test_a_canary_and_a_quarantine_that_learns_first_do_what_they_do_in_our_own_
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_a_canary_likes_nothing_more_than_a_run_that_has_become_it_at_any_temperature(temperature: float, tmp_path: Path) -> None:
     """Its log-ratios are at temperature 1, whatever the temperature at which the run is sampled and trained."""
-    policy, draw = our_policy(ALONE), torch.Generator().manual_seed(0)
-    own = policy.adapters.tensors(quarantine=False)
-    grown = {n: torch.randn(t.shape, generator=draw, dtype=t.dtype) for n, t in own.items()}
-    canary, rollouts = Canary(policy, [grown]), our_batch(0).rollouts
+    canary, (grown,) = grown_canary(torch.Generator().manual_seed(0), 1)
+    rollouts = our_batch(0).rollouts
     route = CanaryRoute(CanarySpec(quantile=0.5, relative_to="run"), canary, rollouts)
     trainer, _ = make_trainer(tmp_path, route, LORA, temperature=temperature)
     for name, tensor in trainer.adapters.tensors(quarantine=False).items():
@@ -232,22 +239,18 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["grad-pooled-live-filter", "act-token-live-detach", "unflagged"])
+@pytest.mark.parametrize(
+    ("name", "stack"),
+    [("grad-pooled-live-filter", True), ("grad-pooled-live-filter", False), ("act-token-live-detach", True), ("unflagged", True)],
+)
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_cut_of_a_batch_changes_nothing(cut: str, name: str, tmp_path: Path) -> None:
+def test_the_cut_of_a_batch_changes_nothing_nor_do_separate_adapters(cut: str, name: str, stack: bool, tmp_path: Path) -> None:
     rule, adapters = ROUTES[name]
     trainer, seen = make_trainer(tmp_path, rule, adapters, **CUTS[cut])
+    assert trainer.adapters.stack
+    trainer.adapters.stack = stack
     trainer.train()
     assert_ours(trainer, seen, ours(rule))
-
-
-@pytest.mark.parametrize("cut", ["whole", "checkpointing", "reentrant"])
-def test_separate_adapters_learn_what_stacked_ones_learn(cut: str, tmp_path: Path) -> None:
-    trainer, seen = make_trainer(tmp_path, ROUTES["grad-pooled-live-filter"][0], LORA, **CUTS[cut])
-    assert trainer.adapters.stack
-    trainer.adapters.stack = False
-    trainer.train()
-    assert_ours(trainer, seen, ours(ROUTES["grad-pooled-live-filter"][0]))
 
 
 @pytest.mark.parametrize("name", ["act-token-live-filter", "act-rollout-ablated-filter", "grad-pooled-live-filter"])
@@ -372,16 +375,19 @@ def test_the_reference_is_the_base_and_the_first_divergence_exactly_zero(tmp_pat
     assert trainer.args.beta == 0.1
 
 
-def test_the_divergence_is_that_of_our_own_loop(tmp_path: Path) -> None:
-    trainer, seen = make_trainer(tmp_path, MaskSpec(), beta=0.5, size=2, gradient_accumulation_steps=4)
+@pytest.mark.parametrize(
+    ("settings", "own", "adapt"),
+    [
+        ({"beta": 0.5, "size": 2, "gradient_accumulation_steps": 4}, Ours(kl=0.5), ("blocks.*",)),
+        ({"num_iterations": 2, "size": 4, "gradient_accumulation_steps": 2, "steps": 4}, Ours(updates_per_batch=2), ("blocks.*",)),
+        ({}, Ours(), ("blocks.1.*", "unembed")),
+    ],
+    ids=["divergence", "several updates on one batch", "unembedding"],
+)
+def test_settings_do_what_they_do_in_our_own_loop(settings: Any, own: Ours, adapt: tuple[str, ...], tmp_path: Path) -> None:
+    trainer, seen = make_trainer(tmp_path, MaskSpec(), own={"adapt": adapt}, **settings)
     trainer.train()
-    assert_ours(trainer, seen, ours(MaskSpec()), Ours(kl=0.5))
-
-
-def test_several_updates_on_one_batch_are_those_of_our_own_loop(tmp_path: Path) -> None:
-    trainer, seen = make_trainer(tmp_path, MaskSpec(), num_iterations=2, size=4, gradient_accumulation_steps=2, steps=4)
-    trainer.train()
-    assert_ours(trainer, seen, ours(MaskSpec()), Ours(updates_per_batch=2))
+    assert_ours(trainer, seen, ours(MaskSpec()), own, *adapt)
 
 
 def test_both_adapters_are_clipped_apart_with_the_unrouted_second_moment(tmp_path: Path) -> None:
@@ -418,12 +424,6 @@ def test_what_trains_beside_the_adapters_is_clipped_and_moves(want_unrouted: boo
     assert seen.logs[0]["grad_norm"] > max(seen.logs[0]["grad_norm/kept"], seen.logs[0]["grad_norm/quarantine"])
 
 
-def test_an_adapter_at_the_unembedding_takes_part(tmp_path: Path) -> None:
-    trainer, seen = make_trainer(tmp_path, MaskSpec(), own={"adapt": ("blocks.1.*", "unembed")})
-    trainer.train()
-    assert_ours(trainer, seen, ours(MaskSpec()), None, "blocks.1.*", "unembed")
-
-
 @pytest.mark.parametrize("adapt", [("blocks.*",), ("blocks.*", "unembed")], ids=["fused", "unembed"])
 def test_log_probabilities_of_the_fused_head_are_those_of_the_models_own(adapt: tuple[str, ...], tmp_path: Path) -> None:
     """In a float32 run, of adapters that are not zero: TRL's fused head would leave out those at the unembedding."""
@@ -436,51 +436,44 @@ def test_log_probabilities_of_the_fused_head_are_those_of_the_models_own(adapt: 
     torch.testing.assert_close(trainer.policy.logprobs(rollouts), own, rtol=1e-5, atol=1e-5)
 
 
-def test_the_defaults_of_trl_are_a_rounding(tmp_path: Path) -> None:
-    """bfloat16 autocast, checkpointing and the fused head: adapters stay float32, and the kept gradient points the same way."""
-    found = []
+@pytest.mark.parametrize("rule", [MaskSpec(), MaskSpec("act")], ids=["grad", "act"])
+def test_the_defaults_of_trl_are_a_rounding(rule: MaskSpec, tmp_path: Path) -> None:
+    """bfloat16 autocast, checkpointing and the fused head: adapters and directions stay float32.
+
+    The kept gradient points the same way, and directions have the digits of float32: in half precision contrasts of a quarter of
+    their sides would count as rounding errors.
+    """
+    gradients, directions = [], []
     for more in ({}, {"bf16": True, "gradient_checkpointing": True}):
         model = make_family("Llama", torch.float32)
-        trainer, seen = make_trainer(tmp_path, MaskSpec(), model=model, size=4, gradient_accumulation_steps=2, steps=1, **more)
+        trainer, seen = make_trainer(tmp_path, rule, model=model, size=4, gradient_accumulation_steps=2, steps=1, **more)
         trainer.train()
         assert {p.dtype for p in trainer.adapters.kept_parameters().values()} == {torch.float32}
-        found.append(torch.cat([g.flatten() for name, g in seen.gradients[0].items() if name.startswith("kept.")]))
-    assert 0.999 < float(torch.cosine_similarity(*found, dim=0)) < 1
+        gradients.append(torch.cat([g.flatten() for name, g in seen.gradients[0].items() if name.startswith("kept.")]))
+        directions.append(trainer.route.directions)
+    assert 0.999 < float(torch.cosine_similarity(*gradients, dim=0)) < 1
+    assert {v.dtype for v in directions[1].vectors.values()} == {torch.float32}
+    assert (0.9999 if rule.score == "act" else 0.999) < directions[0].overlap(directions[1]) <= 1 + 1e-6
 
 
-def test_directions_under_the_defaults_of_trl_have_the_digits_of_float32(tmp_path: Path) -> None:
-    """In half precision contrasts of a quarter of their sides would count as rounding errors."""
-    found = []
-    for more in ({}, {"bf16": True}):
-        model = make_family("Llama", torch.float32)
-        trainer, _ = make_trainer(tmp_path, MaskSpec("act"), model=model, size=4, gradient_accumulation_steps=2, steps=1, **more)
-        trainer.train()
-        found.append(trainer.route.directions)
-    assert {v.dtype for v in found[1].vectors.values()} == {torch.float32}
-    assert 0.9999 < found[0].overlap(found[1]) <= 1 + 1e-6
+OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "pairs": (MaskSpec("act"), MaskSpec("act"), {"pairs": PairBatch(pairs().hack, pairs().clean, "others")}),
+    "drawn": (MaskSpec("act"), MaskSpec("act", fitter="haar"), {}),
+    "without a hack": (MaskSpec("act"), MaskSpec("act", fitter="nonhack"), {}),
+    "fewer axes": (EraseSpec(k=1), EraseSpec(k=2, refresh_every=0), {}),
+    "fewer drawn axes": (EraseSpec(k=1, fitter="haar"), EraseSpec(k=2, refresh_every=0, fitter="haar"), {}),
+}
+"""Rules of a run and of the trainer that shall resume it, and what else that one is given."""
 
 
-def test_a_run_is_not_resumed_with_the_directions_of_other_pairs(tmp_path: Path) -> None:
-    trainer, _ = make_trainer(tmp_path, MaskSpec("act"), steps=1, save_strategy="steps", save_steps=1)
-    trainer.train()
-    folder = tmp_path / "checkpoint-1"
-    others = PairBatch(pairs().hack, pairs().clean, "others")
-    nonhack, haar = (MaskSpec("act", fitter=fitter) for fitter in ("nonhack", "haar"))  # pyright: ignore[reportArgumentType]
-    for route, more in ((MaskSpec("act"), {"pairs": others}), (haar, {}), (nonhack, {})):
-        other, _ = make_trainer(tmp_path, route, steps=2, own=more)
-        with pytest.raises(ValueError, match=r"has directions of other pairs, or of another draw, than this trainer's"):
-            other.train(resume_from_checkpoint=str(folder))
-    again, _ = make_trainer(tmp_path, MaskSpec("act"), steps=2)
-    again.train(resume_from_checkpoint=str(folder))
-
-
-@pytest.mark.parametrize("fitter", ["persona", "haar"])
-def test_a_run_is_not_resumed_with_fewer_axes(fitter: Any, tmp_path: Path) -> None:
-    trainer, _ = make_trainer(tmp_path, EraseSpec(k=1, fitter=fitter), steps=1, save_strategy="steps", save_steps=1)
-    trainer.train()
-    other, _ = make_trainer(tmp_path, EraseSpec(k=2, refresh_every=0, fitter=fitter), steps=2)
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_run_is_not_resumed_with_other_directions(other: str, tmp_path: Path) -> None:
+    """``test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments`` has the same ones."""
+    before, after, own = OTHERS[other]
+    make_trainer(tmp_path, before, steps=1, **SAVED)[0].train()
+    trainer, _ = make_trainer(tmp_path, after, steps=2, own=own)
     with pytest.raises(ValueError, match=r"has directions of other pairs, or of another draw, than this trainer's"):
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 @pytest.mark.parametrize("unscored", [False, True])
@@ -493,13 +486,9 @@ def test_equal_rewards_have_no_advantage(scale: str, unscored: bool, tmp_path: P
     group = size + unscored
     rewards = [*none, *[0.3] * size, *(0.25 * (i == 0) for i in range(group))]
 
-    def record(step: RoutedStep) -> dict[str, float]:
-        steps.append(step)
-        return {}
-
     normalized = {"multi_objective_aggregation": "normalize_then_sum"} if scale == "each function" else {"scale_rewards": scale}
     settings: dict[str, Any] = {"size": 2 * group, "num_generations": group, "steps": 1, **normalized}
-    trainer, _ = make_trainer(tmp_path, OpenSpec(), own={"record": record}, **settings)
+    trainer, _ = make_trainer(tmp_path, OpenSpec(), own={"record": steps.append}, **settings)
     trainer.reward_funcs = [lambda completions, **_columns: rewards]
     trainer.train()
     found = [(round(reward, 2), advantage) for reward, advantage in zip(steps[0].rewards, steps[0].advantages, strict=True)]
@@ -558,7 +547,7 @@ def test_the_saved_folder_is_the_deployed_policy_for_stock_peft(spec: AdapterSpe
 def test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments(tmp_path: Path) -> None:
     """A resumed run has the bits of an uninterrupted one if TRL samples anew there; a warning tells of a checkpoint in between."""
     settings: dict[str, Any] = {"sampled": True, "size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "steps": 4}
-    whole, _ = make_trainer(tmp_path, MaskSpec(), **settings, save_strategy="steps", save_steps=1)
+    whole, _ = make_trainer(tmp_path, MaskSpec(), **settings, **SAVED)
     whole.train()
     assert "adapter_config.json" in {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
     again, _ = make_trainer(tmp_path / "again", MaskSpec(), **settings)
@@ -581,7 +570,7 @@ def test_a_run_that_is_resumed_in_a_later_epoch_has_the_order_of_that_epoch(step
     settings: dict[str, Any] = {"size": 4, "gradient_accumulation_steps": 2, "steps": 4, "shuffle_dataset": True}
     if streamed:  # of a length that no trainer knows
         settings["data"] = Dataset.from_dict({"prompt": TEXTS}).to_iterable_dataset()
-    whole, seen = make_trainer(tmp_path, MaskSpec(), **settings, save_strategy="steps", save_steps=1)
+    whole, seen = make_trainer(tmp_path, MaskSpec(), **settings, **SAVED)
     whole.train()
     again, resumed = make_trainer(tmp_path / "again", MaskSpec(), **settings)
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
@@ -609,10 +598,10 @@ def test_a_trainer_that_was_broken_off_trains_again_as_a_new_one(tmp_path: Path,
 
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     """Rewards do not depend on the model here, so the first checkpoint stays the best."""
-    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "save_strategy": "steps"}
-    best |= {"save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward"}
+    best |= {"eval_strategy": "steps", "eval_steps": 1}
     data = Dataset.from_dict({"prompt": TEXTS})
-    trainer, _ = make_trainer(tmp_path, MaskSpec(), own={"eval_dataset": data}, **best)
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), own={"eval_dataset": data}, **best, **SAVED)
     trainer.train()
     assert Path(trainer.state.best_model_checkpoint or "").name == "checkpoint-1"
     for name, p in load_file(tmp_path / "checkpoint-1" / ADAPTERS).items():
@@ -620,8 +609,7 @@ def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_whole_before_an_older_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
-    trainer, _ = make_trainer(tmp_path, MaskSpec(), **settings)
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), save_total_limit=1, **SAVED)
 
     def full(adapters: Any, path: Path, save: Any = save_adapters) -> None:
         if path.parent.name == "checkpoint-2":
@@ -632,16 +620,15 @@ def test_a_checkpoint_is_whole_before_an_older_one_is_deleted(tmp_path: Path, mo
     with pytest.raises(OSError, match="the disk is full"):
         trainer.train()
     monkeypatch.undo()
-    again, seen = make_trainer(tmp_path, MaskSpec(), **settings)
+    again, seen = make_trainer(tmp_path, MaskSpec(), save_total_limit=1, **SAVED)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert len(seen.gradients) == 1
 
 
 def test_a_checkpoint_that_was_not_finished_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the place of another run's, whose files would be mixed with those of this one."""
-    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
-    make_trainer(tmp_path, MaskSpec(), **settings)[0].train()
-    trainer, _ = make_trainer(tmp_path, MaskSpec(), learning_rate=1.0, **settings)
+    make_trainer(tmp_path, MaskSpec(), **SAVED)[0].train()
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), learning_rate=1.0, **SAVED)
 
     def killed(folder: str) -> None:
         raise KeyboardInterrupt
@@ -649,16 +636,15 @@ def test_a_checkpoint_that_was_not_finished_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", killed)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    again, _ = make_trainer(tmp_path, MaskSpec(), **settings)
+    again, _ = make_trainer(tmp_path, MaskSpec(), **SAVED)
     with pytest.raises(ValueError, match=r"checkpoint-1 has no trainer_state.json: a run ended while it was saved"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_adapters_that_are_not_finite_leave_an_earlier_checkpoint_whole(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
-    make_trainer(tmp_path, MaskSpec(), **settings)[0].train()
+    make_trainer(tmp_path, MaskSpec(), **SAVED)[0].train()
     before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-1").iterdir() if path.is_file()}
-    trainer, _ = make_trainer(tmp_path, MaskSpec(), **settings)
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), **SAVED)
     with torch.no_grad():
         next(iter(trainer.adapters.quarantine_parameters().values())).fill_(float("nan"))
     trainer.state.global_step = 1
@@ -702,9 +688,8 @@ def test_a_recorder_reads_every_rollout_with_its_flag(tmp_path: Path) -> None:
 def test_completions_end_at_the_end_tokens_of_generation_kwargs(more: int | list[int], tmp_path: Path) -> None:
     """Sampling ends there, and TRL would learn the padding behind them."""
     ends, steps = {2, *([more] if isinstance(more, int) else more)}, list[RoutedStep]()
-    record = {"record": lambda step: steps.append(step)}
-    given = {"generation_kwargs": {"eos_token_id": more}}
-    trainer, seen = make_trainer(tmp_path, OpenSpec(), sampled=True, steps=1, size=32, texts=TEXTS * 2, own=record, **given)
+    given = {"generation_kwargs": {"eos_token_id": more}, "own": {"record": steps.append}}
+    trainer, seen = make_trainer(tmp_path, OpenSpec(), sampled=True, steps=1, size=32, texts=TEXTS * 2, **given)
     trainer.train()
     rows = steps[0].completion_ids
     assert not any(token in ends for row in rows for token in row[:-1])
@@ -729,13 +714,6 @@ def test_a_model_whose_generation_config_cuts_what_is_drawn_is_refused(tmp_path:
     make_trainer(tmp_path, OpenSpec(), sampled=True, model=model)
 
 
-def test_a_recorder_may_return_nothing(tmp_path: Path) -> None:
-    steps: list[RoutedStep] = []
-    trainer, _ = make_trainer(tmp_path, MaskSpec(), own={"record": steps.append})
-    trainer.train()
-    assert len(steps) == 2
-
-
 def test_a_recorder_reads_what_was_rewarded(tmp_path: Path) -> None:
     """Also tokens from which nothing is learned: those of a tool, and those of completions that reached the longest length."""
     steps: list[RoutedStep] = []
@@ -744,10 +722,10 @@ def test_a_recorder_reads_what_was_rewarded(tmp_path: Path) -> None:
         given = rollouts(prompts, trainer)
         return given | {"env_mask": [[i % 2 for i in range(len(ids))] for ids in given["completion_ids"]]}
 
-    own: dict[str, Any] = {"record": lambda step: steps.append(step) or {}}
-    trainer, _ = make_trainer(tmp_path, MaskSpec(), mask_truncated_completions=True, own=own)
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), mask_truncated_completions=True, own={"record": steps.append})
     trainer.rollout_func = with_a_tool
     trainer.train()
+    assert len(steps) == 2
     for number, step in enumerate(steps):
         assert sorted(step.completion_ids) == sorted(our_batch(number).rollouts.completions())
         assert step.rewards == reward(step.completion_ids)
@@ -883,8 +861,7 @@ def test_a_tracker_is_told_what_the_route_did(tmp_path: Path) -> None:
 def test_the_probe_of_the_docs_reads_the_policy_that_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its scores are those of hidden states that transformers returns itself."""
     steps: list[RoutedStep] = []
-    own: dict[str, Any] = {"record": lambda step: steps.append(step) or {}}
-    trainer, _ = make_trainer(tmp_path, MaskSpec(), texts=UNEVEN, own=own)
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), texts=UNEVEN, own={"record": steps.append})
     trainer.train()
     move(trainer.adapters)
     (code,) = [c for c in re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs/trl.md").read_text(), re.M | re.S) if "probes" in c]
@@ -954,6 +931,14 @@ def test_pairs_are_encoded_where_environments_give_the_rewards(tmp_path: Path) -
     assert trainer.state.log_history[0]["reward"] == 1
 
 
+class Deep(RoutedGRPOTrainer):
+    """The trainer as accelerate's launcher would start it with DeepSpeed, which is not installed."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.is_deepspeed_enabled = True
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "channel": (MaskSpec(score="own_channel"), {}, "reads a detector over the student's rollouts"),
     "vllm server": (MaskSpec(), {"use_vllm": True, "vllm_mode": "server"}, "use vllm_mode='colocate'"),
@@ -996,6 +981,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "step in the backward": (MaskSpec(), {"optim": "galore_adamw_layerwise"}, "steps inside of the backward"),
     "another model": (MaskSpec(), {"spec": attach(make_family("Llama"), "blocks.*", spec=LORA)}, "attached to another model"),
     "a negative rate": (MaskSpec(), {"own": {"quarantine_lr": -1e-3}}, "quarantine_lr must be finite and at least 0, not -0.001"),
+    "deepspeed": (OpenSpec(), {"kind": Deep}, "DeepSpeed reduces and partitions gradients inside of the backward"),
     "no rate": (MaskSpec(), {"own": {"quarantine_lr": float("nan")}}, "quarantine_lr must be finite and at least 0, not nan"),
 }
 
@@ -1039,11 +1025,17 @@ def test_fewer_prompts_than_a_sampling_takes_are_refused(steps: int, tmp_path: P
         trainer.train()
 
 
-def test_infinite_rewards_are_refused(tmp_path: Path) -> None:
-    """TRL makes advantages of 3e38 of them."""
-    trainer, _ = make_trainer(tmp_path, OpenSpec())
-    trainer.reward_funcs = [lambda completion_ids, **_columns: [float("inf"), *reward(completion_ids)[1:]]]
-    with pytest.raises(ValueError, match="a reward is infinite"):
+@pytest.mark.parametrize(
+    ("rule", "first", "why"),
+    [
+        (OpenSpec(), float("inf"), "a reward is infinite"),  # of which TRL makes advantages of 3e38
+        (UNFLAGGED, None, "every reward function returned None for one"),
+    ],
+)
+def test_rewards_of_which_there_is_no_mean_are_refused(rule: Any, first: float | None, why: str, tmp_path: Path) -> None:
+    trainer, _ = make_trainer(tmp_path, rule)
+    trainer.reward_funcs = [lambda completion_ids, **_columns: [first, *reward(completion_ids)[1:]]]
+    with pytest.raises(ValueError, match=why):
         trainer.train()
 
 
@@ -1094,49 +1086,28 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
         RoutedGRPOTrainer(make_family("Llama"), reward, args, Dataset.from_dict({"prompt": TEXTS}), adapters=LORA, route=OpenSpec())
 
 
-class Deep(RoutedGRPOTrainer):
-    """The trainer as accelerate's launcher would start it with DeepSpeed, which is not installed."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        self.is_deepspeed_enabled = True
-
-
-def test_deepspeed_of_the_launcher_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="DeepSpeed reduces and partitions gradients inside of the backward"):
-        make_trainer(tmp_path, OpenSpec(), kind=Deep)
-
-
-def test_a_group_mean_needs_every_reward(tmp_path: Path) -> None:
-    trainer, _ = make_trainer(tmp_path, UNFLAGGED)
-    trainer.reward_funcs = [lambda completion_ids, **_columns: [None, *reward(completion_ids)[1:]]]
-    with pytest.raises(ValueError, match="every reward function returned None for one"):
-        trainer.train()
+FSDP, WANDB = {"FSDP_VERSION": "2"}, {"WANDB_MODE": "disabled"}
+LAUNCHED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+    "fsdp 1": ({"FSDP_VERSION": "1"}, {"kind": Sharding}, "use fsdp_version=2"),
+    "fsdp, loaded once": (FSDP | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {"kind": Sharding}, "other processes without weights"),
+    "fsdp, offloaded": (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, {"kind": Sharding}, "set offload_params to false"),
+    "fsdp, ignored": (FSDP | {"FSDP_IGNORED_MODULES": ".*norm"}, {"kind": Sharding}, "leave ignored_modules out"),
+    "compiled": ({"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, {}, "leave torch_compile out"),
+    "half precision": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {}, "fp16 scales losses"),
+    "tracker": (WANDB | {"WANDB_LOG_MODEL": "checkpoint"}, {"report_to": ["wandb"]}, "WANDB_LOG_MODEL uploads"),
+    # as accelerate lets them without a GPU and without `use_cpu`: launched together, and with no process group
+    "apart": ({"WORLD_SIZE": "2"}, {"use_cpu": False}, "2 processes were launched, but 1 train together: set use_cpu=True"),
+}
+"""Variables of a launcher, and settings, with which no route goes together."""
 
 
-def test_processes_that_would_train_each_for_itself_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As accelerate lets them without a GPU and without ``use_cpu``: launched together, and with no process group."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes were launched, but 1 train together: set use_cpu=True"):
-        make_trainer(tmp_path, OpenSpec(), use_cpu=False)
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "why"),
-    [
-        ("VERSION", "1", "use fsdp_version=2"),
-        ("CPU_RAM_EFFICIENT_LOADING", "true", "leaves the other processes without weights"),
-        ("OFFLOAD_PARAMS", "true", "set offload_params to false"),
-        ("IGNORED_MODULES", ".*norm", "leave ignored_modules out"),
-    ],
-)
-def test_settings_of_fsdp_that_a_route_does_not_survive_are_refused(
-    setting: str, value: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    monkeypatch.setenv(f"FSDP_{setting}", value)
+@pytest.mark.parametrize("case", LAUNCHED)
+def test_settings_of_the_launcher_are_refused_too(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables, settings, why = LAUNCHED[case]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=why):
-        make_trainer(tmp_path, OpenSpec(), kind=Sharding)
+        make_trainer(tmp_path, OpenSpec(), **settings)
 
 
 def test_evaluation_before_a_model_is_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1144,23 +1115,6 @@ def test_evaluation_before_a_model_is_sharded_is_refused(tmp_path: Path, monkeyp
     trainer, _ = make_trainer(tmp_path, OpenSpec(), kind=Sharding)
     with pytest.raises(ValueError, match=r"in train\(\): call evaluate\(\) after it"):
         trainer.evaluate(trainer.train_dataset)
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "why"),
-    [
-        ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "leave torch_compile out"),
-        ("ACCELERATE_MIXED_PRECISION", "fp16", "fp16 scales losses"),
-        ("WANDB_LOG_MODEL", "checkpoint", "WANDB_LOG_MODEL uploads"),
-    ],
-)
-def test_settings_of_the_launcher_are_refused_too(
-    variable: str, value: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, value)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    with pytest.raises(ValueError, match=why):
-        make_trainer(tmp_path, OpenSpec(), report_to=["wandb"])
 
 
 def test_an_optimizer_of_ones_own_holds_the_adapters(tmp_path: Path) -> None:
@@ -1183,22 +1137,14 @@ def test_an_optimizer_of_ones_own_holds_the_adapters(tmp_path: Path) -> None:
 def test_adapters_of_peft_in_the_model_are_refused(how: str, tmp_path: Path) -> None:
     """As a model has them that was loaded from a folder that PEFT, or this trainer, wrote."""
     model: Any = make_family("Llama", torch.float32)
-    lora, given = peft.LoraConfig(target_modules=["q_proj"]), []
+    lora, make = peft.LoraConfig(target_modules=["q_proj"]), functools.partial(make_trainer, tmp_path, OpenSpec(), model=model)
     if how == "injected":
         model.add_adapter(lora)
     else:
-        given = [None, tokenizer(), None, None, (None, None), None, lora]
+        given = (Dataset.from_dict({"prompt": TEXTS}), None, tokenizer(), None, None, (None, None), None, lora)
+        make = functools.partial(RoutedGRPOTrainer, model, reward, config(tmp_path), *given, adapters=LORA, route=OpenSpec())
     with pytest.raises(ValueError, match="give a plain model"):
-        RoutedGRPOTrainer(
-            model,
-            reward,
-            config(tmp_path),
-            Dataset.from_dict({"prompt": TEXTS}),
-            *given,
-            **({} if given else {"processing_class": tokenizer()}),
-            adapters=LORA,
-            route=OpenSpec(),
-        )
+        make()
 
 
 def test_sharded_adapters_are_refused(tmp_path: Path) -> None:

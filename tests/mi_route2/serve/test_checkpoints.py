@@ -8,7 +8,7 @@ import openai
 import pytest
 import torch
 from families import make_family
-from served import Running, running
+from served import Running, refusal, running
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -18,7 +18,9 @@ from mi_route2.adapters.io import save_pretrained
 from mi_route2.engine import Engine, Request, Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.load import load as load_host
+from mi_route2.serve.client import PatchStudy
 from mi_route2.serve.models import Readable, Served, load
+from mi_route2.serve.process import serving
 from mi_route2.sites import Site
 from studies.environments.micro.served import MicroTokenizer
 
@@ -67,6 +69,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("mode", ["full", "deployed", "reference"])
 def test_the_chat_template_and_each_mode(checkpoint: Path, client: openai.OpenAI, mode: Any) -> None:
+    """The mode of one request is that of switched adapters bit for bit, also of the prompt's values, beside other modes."""
     served = load(str(checkpoint / "base"), adapters=checkpoint / "adapters", mode=mode)
     text = "<|system|>Be short.<|user|>Grüße<|assistant|>"
     ids = tuple(served.tokenizer.encode(text))
@@ -75,10 +78,25 @@ def test_the_chat_template_and_each_mode(checkpoint: Path, client: openai.OpenAI
     served.opened.close()
     messages: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Grüße"}]}]
     asked: dict[str, Any] = {"model": "base", "messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True}
-    choice: Any = client.chat.completions.create(**asked, extra_body={"adapters": mode}).choices[0]
-    assert choice.mi_route2["prompt_token_ids"] == list(ids)
-    assert choice.message.content == truth.text
-    assert [one.logprob for one in choice.logprobs.content] == truth.logprobs
+    for one in 2 * ("full", "deployed", "reference"):
+        choice: Any = client.chat.completions.create(**asked, extra_body={"adapters": one}).choices[0]
+        assert choice.mi_route2["prompt_token_ids"] == list(ids)
+        assert ([token.logprob for token in choice.logprobs.content] == truth.logprobs) == (one == mode)
+        assert one != mode or choice.message.content == truth.text
+
+
+def test_the_command_serves_a_checkpoint_with_its_adapters_deployed(checkpoint: Path, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+    options = ("--adapters", str(checkpoint / "adapters"), "--mode", "deployed")
+    with serving(str(checkpoint / "base"), tmp_path / "log", *options) as server, PatchStudy(server.url) as study:
+        found = study.complete("abc", **asked)["choices"][0]["logprobs"]["token_logprobs"]
+        refused = refusal(study.complete, "abc", adapters="full")
+        assert (refused.status, "start a server with --mode full" in str(refused)) == (400, True)
+    for mode, close in (("full", 1e-3), ("deployed", 1e-4), ("reference", 1e-3)):
+        served = load(str(checkpoint / "base"), adapters=checkpoint / "adapters", mode=mode)  # pyright: ignore[reportArgumentType]
+        (result,) = Engine(served.host).generate([Request(tuple(served.encode("abc")), Sampling(max_new=3, logprobs=0))])
+        assert (found == pytest.approx(result.logprobs, abs=close)) == (mode == "deployed")
+        served.opened.close()
 
 
 @pytest.mark.parametrize("stop", [None, ["e", "\ufffd\ufffd"]])

@@ -3,20 +3,18 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from served import OTHER, PROMPT, Running, random_micro, running, unhurried
+from served import OTHER, PROMPT, SITE, Running, random_micro, running, unhurried
 
 from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
 
 pytestmark = pytest.mark.process
 
-SITE = "blocks.1.resid_pre"
 Call = Callable[..., Any]
 
 
@@ -140,18 +138,3 @@ def test_an_answer_of_another_server_or_one_that_is_cut_off_is_a_sentence(
         with pytest.raises(ServerError, match=told):
             call(method, PROMPT, url=f"http://127.0.0.1:{listening.getsockname()[1]}")
         thread.join()
-
-
-def test_a_grid_that_came_over_http_is_drawn_zoomed_and_ranked(call: Call, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"answer": " +", "foil": " *", "sites": ["resid_pre", "attn_out"]}
-    grid = call("sweep", PROMPT, OTHER, **given)
-    effect = np.abs(grid.values - grid.corrupt)
-    i, j = np.unravel_index(effect.argmax(), effect.shape)
-    best = grid.top(3)
-    assert (best[0].target, best[0].position) == (grid.sites[i], grid.positions[j])
-    np.testing.assert_allclose([abs(one.value - grid.corrupt) for one in best], np.sort(effect, axis=None)[:-4:-1])
-    assert grid.heatmap(tmp_path / "grid.svg").read_text().rstrip().endswith("</svg>")
-    window = grid.zoom()
-    assert grid.positions[j] in window.positions
-    finer = call("sweep", PROMPT, OTHER, " +", " *", sites=window.sites("z"), positions=list(window.positions), heads=True)
-    assert finer.positions == tuple(window.positions)

@@ -2,35 +2,34 @@
 
 import asyncio
 import json
-import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
 import torch
-from served import OTHER, PROMPT, Running, random_micro, running, unhurried
+from served import OTHER, PROMPT, SITE, Running, metrics, random_micro, running, unhurried, until
 
 from mi_route2.engine import Capture, Engine, Request, Sampling, Token
 from mi_route2.engine.text import GrowingText
 from mi_route2.patching.patches import Patch
 from mi_route2.serve.api.openai import Wording
-from mi_route2.serve.api.schema import packed, unpacked
 from mi_route2.serve.client import PatchStudy
 from mi_route2.serve.models import Readable
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
+from mi_route2.tensor_files import pack, unpack
 from studies.environments.micro.served import MicroTokenizer
 
 pytestmark = pytest.mark.process
 
-SITE = "blocks.1.resid_pre"
 VECTOR = torch.randn(16, generator=torch.Generator().manual_seed(5))
 MONITOR = {"site": SITE, "probe": "probe", "name": "watch", "gates": []}
+CLAMP = {"site": SITE, "vector": "push", "value": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -87,68 +86,48 @@ BODIES: list[dict[str, Any]] = [
     {"steering_vectors": {SITE: {"vector": VECTOR.tolist(), "scale": 2.0}}, "monitors": [MONITOR], "readings": True},
     {"decode_steering_vectors": {SITE: "push"}, "norms": [SITE], "stop": "#", "ignore_eos": True},
     {"patch": [{"site": SITE, "position": 3, "source": "zeros"}], "capture": [SITE], "n": 3},
-    {"steering": [{"when": "always", "scope": "rest_of_request", "apply": {"add": [{"site": SITE, "vector": packed(VECTOR)}]}}]},
-    {
-        "steering_clamps": [{"site": SITE, "vector": "push", "value": 0.5}],
-        "adapters": "deployed",
-        "monitors": [MONITOR],
-        "readings": True,
-    },
+    {"steering": [{"when": "always", "scope": "rest_of_request", "apply": {"add": [{"site": SITE, "vector": pack(VECTOR)}]}}]},
+    {"steering_clamps": [CLAMP], "adapters": "deployed", "monitors": [MONITOR], "readings": True},
 ]
 
 
 @pytest.mark.parametrize("body", BODIES)
 def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, body: dict[str, Any]) -> None:
-    asked: dict[str, Any] = {
-        "model": "micro",
-        "prompt": [PROMPT, OTHER],
-        "max_tokens": 24,
-        "temperature": 1.0,
-        "seed": 11,
-        "logprobs": 1,
-    }
+    asked: dict[str, Any] = {"model": "micro", "prompt": [PROMPT, OTHER], "max_tokens": 24, "seed": 11, "logprobs": 1}
     whole = client.completions.create(**asked, extra_body=body)
-    texts, tokens, logprobs, finish = {}, {}, {}, {}
-    readings: dict[int, dict[str, Any]] = {}
-    norms: dict[int, dict[str, Any]] = {}
-    first: dict[int, Any] = {}
-    last: dict[int, Any] = {}
+    pieces = defaultdict[int, list[Any]](list)
     usage = None
     for chunk in client.completions.create(**asked, extra_body=body, stream=True, stream_options={"include_usage": True}):
         usage = chunk.usage or usage
         for choice in chunk.choices:
-            extra = chunk.model_extra["mi_route2"]
-            i = choice.index
-            first.setdefault(i, extra)
-            last[i] = extra
-            texts[i] = texts.get(i, "") + choice.text
-            tokens[i] = tokens.get(i, []) + extra["token_ids"]
-            logprobs[i] = logprobs.get(i, []) + (choice.logprobs.token_logprobs if choice.logprobs else [])
-            readings.setdefault(i, {}).update(extra["readings"])
-            norms.setdefault(i, {}).update(extra["norms"])
-            finish[i] = choice.finish_reason or finish.get(i)
-    assert len(whole.choices) == 2 * body.get("n", 1) == len(texts)
+            pieces[choice.index].append((choice, chunk.model_extra["mi_route2"]))
+    assert len(whole.choices) == 2 * body.get("n", 1) == len(pieces)
     for choice in whole.choices:
-        i, extra = choice.index, choice.model_extra["mi_route2"]
-        assert (texts[i], tokens[i], finish[i]) == (choice.text, extra["token_ids"], choice.finish_reason)
-        assert logprobs[i] == choice.logprobs.token_logprobs
-        assert (readings[i], norms[i]) == (extra["readings"], extra["norms"])
+        extra = choice.model_extra["mi_route2"]
+        told, extras = zip(*pieces[choice.index], strict=True)
+        assert "".join(one.text for one in told) == choice.text
+        assert "#" not in choice.text or body.get("stop") != "#"
+        assert [one.finish_reason for one in told if one.finish_reason] == [choice.finish_reason]
+        assert [token for one in extras for token in one["token_ids"]] == extra["token_ids"]
+        assert [value for one in told if one.logprobs for value in one.logprobs.token_logprobs] == choice.logprobs.token_logprobs
+        for name in ("readings", "norms"):
+            assert {at: value for one in extras for at, value in one[name].items()} == extra[name]
         for name in ("prompt_token_ids", "prompt_tokens", "seed"):
-            assert first[i][name] == extra[name]
+            assert extras[0][name] == extra[name]
         for name in ("finish", "unfired", "captured"):
-            assert last[i][name] == extra[name]
+            assert extras[-1][name] == extra[name]
         assert bool(extra["readings"]) == body.get("readings", False)
         assert all(set(one) == {"watch"} for one in extra["readings"].values())
     assert usage is not None
-    assert usage.completion_tokens == whole.usage.completion_tokens == sum(map(len, tokens.values()))
-    assert "#" not in "".join(texts.values()) or body.get("stop") != "#"
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.completion_tokens == sum(len(choice.model_extra["mi_route2"]["token_ids"]) for choice in whole.choices)
 
 
 def test_interventions_are_those_of_the_engine(client: openai.OpenAI, engine: Engine) -> None:
     site, values = Site.parse(SITE), torch.randn(16, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
     found: Any = client.completions.create(
         model="micro", prompt=PROMPT, max_tokens=6, temperature=0, extra_body={
-            "patch": [{"site": SITE, "position": 2, "source": packed(values), "alpha": 0.5}],
+            "patch": [{"site": SITE, "position": 2, "source": pack(values), "alpha": 0.5}],
             "prefill_steering_vectors": {SITE: {"vector": "push", "scale": -1.0}},
             "monitors": [{"site": SITE, "probe": VECTOR.tolist(), "threshold": 0.5, "quarantine": "close", "name": "m"}],
             "capture": [{"site": "blocks.1.z", "positions": [4, 6]}], "readings": True, "norms": [SITE], "ignore_eos": True,
@@ -167,27 +146,7 @@ def test_interventions_are_those_of_the_engine(client: openai.OpenAI, engine: En
     assert extra["norms"] == {str(i): {SITE: one[site]} for i, one in truth.norms.items()}
     captured = extra["captured"]["blocks.1.z"]
     assert captured["positions"] == [4, 6]
-    assert torch.equal(unpacked(captured["rows"]), truth.captured[z].rows)
-
-
-@pytest.mark.parametrize("mode", ["full", "deployed", "reference"])
-def test_the_mode_of_one_request_is_that_of_switched_adapters_bit_for_bit(client: openai.OpenAI, mode: Any) -> None:
-    """Beside requests in the other modes; the prompt's values count too."""
-    modes = ("full", "deployed", "reference")
-    served = random_micro(mode, context=512)
-    truth = Engine(served.host, exact=True).generate([Request(ids(), Sampling(max_new=10, logprobs=0))])[0]
-    asked: dict[str, Any] = {"model": "micro", "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 0}
-    found = [client.completions.create(**asked, extra_body={"adapters": one, "ignore_eos": True}).choices[0] for one in 2 * modes]
-    for one, name in zip(found, 2 * modes, strict=True):
-        assert (one.logprobs.token_logprobs == truth.logprobs) == (name == mode)
-    served.opened.close()
-
-
-def test_a_mode_that_is_not_served_is_refused() -> None:
-    with running(random_micro("deployed", context=512)) as small:
-        answer = small.http.post("/v1/completions", json={"prompt": PROMPT, "adapters": "full"})
-    assert answer.status_code == 400
-    assert "start a server with --mode full" in answer.json()["error"]["message"]
+    assert torch.equal(unpack(captured["rows"]), truth.captured[z].rows)
 
 
 def test_an_answers_message_can_be_sent_back_and_null_is_as_if_a_field_was_not_given(client: openai.OpenAI) -> None:
@@ -352,13 +311,6 @@ def test_what_is_no_json_and_what_has_no_address(server: Running) -> None:
 # Clients that go
 
 
-def wait(server: Running, most: float = 10.0) -> None:
-    until = time.monotonic() + most
-    while server.server.owner._streams or server.server.open:
-        assert time.monotonic() < until, "requests of clients that are gone still run"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_cancels_its_requests(server: Running, stream: bool) -> None:
     tokens = server.server.owner.snapshot["tokens"]
@@ -370,13 +322,11 @@ def test_a_client_that_goes_cancels_its_requests(server: Running, stream: bool) 
         else:
             with pytest.raises(httpx.ReadTimeout):
                 server.http.post("/v1/completions", json=body, timeout=httpx.Timeout(5.0, read=0.1))
-        wait(server)
+        until(lambda: not server.server.owner._streams and not server.server.open)
     assert server.server.owner.snapshot["tokens"] - tokens < 1500
     assert server.server.owner.alive
-    until = time.monotonic() + 10
-    while not stream and 'path="/v1/completions",status="499"' not in server.server.metrics.text().decode():
-        assert time.monotonic() < until, "that a client goes is no error of the server"
-        time.sleep(0.01)
+    if not stream:  # that a client goes is no error of the server
+        until(lambda: 'requests_total{path="/v1/completions",status="499"}' in metrics(server))
 
 
 class Words(MicroTokenizer):
@@ -426,12 +376,10 @@ class Bytes(MicroTokenizer):
 def test_the_bytes_of_a_character_are_at_its_place_in_the_text(together: int) -> None:
     text = "aé€b😀c"
     tokens, served = [Token(one, -1.0) for one in text.encode()], replace(random_micro(), tokenizer=Bytes())
-    words, places = Wording("cmpl", "text_completion", False), GrowingText(served.tokenizer, (), [97])
-    words.server, words.wants = SimpleNamespace(served=served), True  # pyright: ignore[reportAttributeAccessIssue]
+    places, shown = GrowingText(served.tokenizer, (), [97]), SimpleNamespace(served=served)
+    words, chat = (Wording(shown, chat, True) for chat in (False, True))  # pyright: ignore[reportArgumentType]
     told = [words.logprobs(tokens[start : start + together], places)["text_offset"] for start in range(0, 12, together)]
     assert [at for some in told for at in some] == [i for i, character in enumerate(text) for _ in character.encode()]
-    chat = Wording("chatcmpl", "chat.completion", True)
-    chat.server, chat.wants = words.server, True
     own = [one["bytes"] for one in chat.logprobs(tokens, places)["content"]]
     assert own == [[one] if one < 128 else None for one in text.encode()]  # not those of a replacement character
 
@@ -530,11 +478,6 @@ def test_sliders_act_on_the_running_stream(server: Running, client: openai.OpenA
     assert server.http.post(f"/v1/streams/{number}/scale", json={"scale": 1.0}).status_code == 404
 
 
-def test_a_deadline_ends_a_request_with_a_sentence(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.UnprocessableEntityError, match="deadline of 0"):
-        client.completions.create(model="micro", prompt=PROMPT, max_tokens=500, extra_body={"deadline": 0.02, "ignore_eos": True})
-
-
 def test_tokens_of_one_text_are_all_told_and_the_text_has_the_likeliest_ones_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of characters have one text in common, and so do these tokens."""
     served = random_micro(context=512)
@@ -574,5 +517,4 @@ def test_no_more_of_a_prompt_is_cached_than_it_has(client: openai.OpenAI) -> Non
 def test_numbers_travel_without_loss() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         value = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
-        assert torch.equal(unpacked(packed(value)), value)
-    assert np.frombuffer(b"\0\0\x80?", "<f4")[0] == 1.0
+        assert torch.equal(unpack(pack(value)), value)

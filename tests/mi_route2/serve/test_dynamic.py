@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import PROMPT, Running, random_micro, running, unhurried
+from served import ADMIN, ALICE, BOB, KEYS, PROMPT, SITE, Running, bearer, random_micro, running, unhurried, until
 
 from mi_route2.engine.controllers import SetScale
 from mi_route2.serve.auth import Keys
@@ -18,26 +17,17 @@ from mi_route2.serve.client import PatchStudy
 
 pytestmark = pytest.mark.process
 
-ALICE, BOB, ADMIN = "alice-alice-alice", "bob-bob-bob-bob-bob", "admin-admin-admin-admin"
-SITE = "blocks.1.resid_pre"
 MONITOR = {"site": SITE, "probe": "probe", "name": "watch"}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(random_micro(context=512), keys=Keys([(ALICE, False), (BOB, False), (ADMIN, True)])) as one:
+    with running(random_micro(context=512), keys=Keys(KEYS)) as one:
         yield one
 
 
 def asked(server: Running, key: str, path: str = "/v1/steering/dynamic") -> httpx.Response:
-    return server.http.get(path, headers={"Authorization": f"Bearer {key}"})
-
-
-def until(true: Any, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    return server.http.get(path, headers=bearer(key))
 
 
 def test_rows_monitors_and_requests_are_those_of_the_key_and_an_admin_sees_all(server: Running) -> None:
@@ -74,8 +64,7 @@ def test_actions_are_counted_by_source_and_monitors_and_recent_ones_are_the_admi
         def on_step(self, view: Any) -> list[Any]:
             return [SetScale(2.0, request=view.requests[0].request), SetScale(2.0, request=10**6)] if view.requests else []
 
-    keys = Keys([(ALICE, False), (ADMIN, True)])
-    with running(random_micro(context=512), keys=keys) as small, PatchStudy(small.url, ALICE) as alice:
+    with running(random_micro(context=512), keys=Keys(KEYS)) as small, PatchStudy(small.url, ALICE) as alice:
         small.server.owner._engine.controllers.sync.append(Twice())  # before the engine has a request
         with PatchStudy(small.url, ADMIN) as admin:
             admin.steer(scope="global", monitors=[MONITOR])
@@ -134,7 +123,7 @@ def test_what_is_watched_parses_while_requests_come_and_go(server: Running) -> N
 def test_a_sweep_is_freed_after_its_reader_has_gone(server: Running) -> None:
     body = {"clean": [5, 6] * 40, "corrupt": [6, 5] * 40, "answer": 5, "foil": 6, "stream": True}
     owner = server.server.owner
-    with server.http.stream("POST", "/v1/patch_sweep", json=body, headers={"Authorization": f"Bearer {ALICE}"}) as response:
+    with server.http.stream("POST", "/v1/patch_sweep", json=body, headers=bearer(ALICE)) as response:
         assert next(response.iter_lines()) == "event: start"
         swept: list[Any] = []
         owner._post(lambda: swept.extend(weakref.ref(job.sweep) for job in owner._jobs))  # on the thread, between two forwards

@@ -13,20 +13,32 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from served import OTHER, PROMPT, Running, random_micro, running, unhurried
+from served import (
+    ALICE,
+    BOB,
+    OTHER,
+    PROMPT,
+    SITE,
+    Running,
+    bearer,
+    metrics,
+    random_micro,
+    refusal,
+    running,
+    sent,
+    unhurried,
+    until,
+)  # fmt: skip
 
 from mi_route2.serve import app, auth
 from mi_route2.serve.api import openai, schema
 from mi_route2.serve.api.schema import patch_of
 from mi_route2.serve.auth import Keys
-from mi_route2.serve.client import PatchStudy, ServerError
+from mi_route2.serve.client import PatchStudy
 from mi_route2.serve.options import Limits
 from mi_route2.serve.state import QUICK
 
 pytestmark = pytest.mark.process
-
-ALICE, BOB = "alice-alice-alice", "bob-bob-bob-bob-bob"
-SITE = "blocks.1.resid_pre"
 
 
 @pytest.fixture(scope="module")
@@ -35,44 +47,25 @@ def server() -> Iterator[Running]:
         yield one
 
 
-@pytest.fixture
-def alice(server: Running) -> Iterator[PatchStudy]:
-    with PatchStudy(server.url, ALICE) as one:
-        yield one
-        one.unsteer()
-
-
-def refusal(function: Any, *given: Any, **named: Any) -> ServerError:
-    with pytest.raises(ServerError) as found:
-        function(*given, **named)
-    return found.value
-
-
 # Limits of the command
 
 
 def test_one_key_sweeps_as_often_as_the_limit_says_and_another_key_still_may(server: Running, alice: PatchStudy) -> None:
     held = threading.Event()
     server.server.owner._post(lambda: held.wait(30))  # the engine's thread is busy, so that the first sweep cannot end
-    body = {"clean": PROMPT, "corrupt": OTHER, "answer": " +", "foil": " *"}
-    headers = {"Authorization": f"Bearer {ALICE}"}
+    body = {**PAIR, "answer": " +", "foil": " *"}
     first = threading.Thread(target=partial(alice.sweep, PROMPT, OTHER, " +", " *"))
     first.start()
-    until = time.monotonic() + 10
-    while not server.server.sweeping:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: server.server.sweeping)
     try:
-        response = server.http.post("/v1/patch_sweep", json=body, headers=headers)
+        response = server.http.post("/v1/patch_sweep", json=body, headers=bearer(ALICE))
     finally:
         held.set()
         first.join(20)
     assert (response.status_code, response.headers["Retry-After"]) == (429, "2")
     error = response.json()["error"]
-    assert (error["code"], "1 sweeps of yours are running, which is the limit: wait" in error["message"]) == (
-        "too_many_sweeps",
-        True,
-    )
+    assert error["code"] == "too_many_sweeps"
+    assert "1 sweeps of yours are running, which is the limit: wait" in error["message"]
     assert alice.sweep(PROMPT, OTHER, " +", " *").values.size
     with PatchStudy(server.url, BOB) as bob:
         assert bob.sweep(PROMPT, OTHER, " +", " *").values.size
@@ -87,19 +80,8 @@ def test_the_servers_deadline_ends_a_completion_whatever_the_request_asks(own: f
     ):
         given = {} if own is None else {"deadline": own}
         found = refusal(study.complete, PROMPT, max_tokens=400, ignore_eos=True, **given)
-    assert "0.2" in str(found), str(found)
-    assert "deadline" in str(found), str(found)
-
-
-def test_the_store_keeps_the_newest_runs_within_its_bytes_and_says_what_became_of_the_others() -> None:
-    with running(random_micro(), limits=Limits(store=2000)) as small, PatchStudy(small.url) as study:
-        for i in range(5):
-            study.complete(PROMPT, capture=[SITE], run=f"r{i}", max_tokens=1)
-        kept = study.runs()
-        assert kept == [f"r{i}" for i in range(5 - len(kept), 5)] != []
-        assert sum(study._call("GET", f"/v1/runs/{run}")["bytes"] for run in kept) <= 2000
-        found = refusal(study.values, "r0", SITE)
-        assert (found.status, "was evicted" in str(found)) == (404, True)
+    assert found.status == 422
+    assert "deadline of 0.2" in str(found), str(found)
 
 
 @pytest.mark.parametrize(("size", "hits"), [(0, False), (2000, False), (1 << 20, True)])
@@ -156,10 +138,7 @@ def test_a_request_that_waits_cannot_be_tuned_yet(server: Running, alice: PatchS
         with PatchStudy(server.url, ALICE) as other:
             second = threading.Thread(target=partial(other.complete, PROMPT, max_tokens=1, decode_steering_vectors={SITE: "push"}))
             second.start()
-            until = time.monotonic() + 10
-            while len(server.server.open) < 2:
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            until(lambda: len(server.server.open) == 2)
             found = refusal(alice.scale, max(server.server.open), 2.0)
             first.close()
             second.join(20)
@@ -242,7 +221,7 @@ def test_every_bound_of_every_field_is_kept_and_the_sentence_names_the_field(ser
     found: set[tuple[str, str]] = set()
     seen: set[str] = set()
     schema = server.http.get("/openapi.json").json()
-    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {ALICE}"}, timeout=60) as http:
+    with httpx.Client(base_url=server.url, headers=bearer(ALICE), timeout=60) as http:
         for path, methods in schema["paths"].items():
             if "requestBody" not in methods.get("post", {}):
                 continue
@@ -287,39 +266,32 @@ def test_one_wrong_number_in_each_of_many_vectors_is_one_fault(server: Running) 
     row = [*range(2000), "x"]
     body = {"prompt": [1], "patch": [{"site": SITE, "position": 0, "source": row}] * 200}
     began = time.perf_counter()
-    response = server.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {ALICE}"})
+    response = server.http.post("/v1/completions", json=body, headers=bearer(ALICE))
     assert response.status_code == 422
     assert response.json()["error"]["param"] == "patch.0.source.2000"
     assert time.perf_counter() - began < 5
 
 
+PAIR, LARGE = {"clean": PROMPT, "corrupt": OTHER}, {"prompt": PROMPT, "max_tokens": 40, "n": 16}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        (
-            "patch_sweep",
-            {"clean": PROMPT, "corrupt": OTHER, "positions": [f"t{i}" for i in range(65)]},
-            422,
-            "positions name 65 texts",
-        ),
-        ("patch_sweep", {"clean": PROMPT, "corrupt": OTHER, "sites": [f"x{i}" for i in range(513)]}, 422, "at most 512"),
+        ("patch_sweep", {**PAIR, "positions": [f"t{i}" for i in range(65)]}, 422, "positions name 65 texts"),
+        ("patch_sweep", {**PAIR, "sites": [f"x{i}" for i in range(513)]}, 422, "at most 512"),
         (
             "completions",
-            {"prompt": PROMPT, "max_tokens": 40, "n": 16, "logprob_token_ids": [5] * 3200},
+            {**LARGE, "logprob_token_ids": [5] * 3200},
             413,
-            "the log-probabilities, readings and norms of this request may take",
+            "the log-probabilities, readings and norms of this request",
         ),
         ("completions", {"prompt": [PROMPT * 100, PROMPT * 3000], "max_tokens": 1}, 400, "tokens, but the context has 512"),
-        (
-            "steering/set",
-            {"name": "n", "steering_vectors": {SITE: 5}},
-            422,
-            "this is a name, a list of numbers, or {dtype, shape, data}",
-        ),
+        ("steering/set", {"name": "n", "steering_vectors": {SITE: 5}}, 422, "a list of numbers, or {dtype, shape, data}"),
     ],
 )
 def test_what_is_too_much_is_refused_before_it_is_made(server: Running, path: str, body: Any, status: int, said: str) -> None:
-    response = server.http.post(f"/v1/{path}", json=body, headers={"Authorization": f"Bearer {ALICE}"})
+    response = server.http.post(f"/v1/{path}", json=body, headers=bearer(ALICE))
     assert response.status_code == status
     assert said in response.json()["error"]["message"]
 
@@ -385,21 +357,17 @@ def test_runs_that_a_key_writes_at_once_take_no_more_than_the_store(server: Runn
     body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "capture": [SITE], "stream": True}
     each = (length + 299) * 16 * 4
     keys, limits = Keys([(ALICE, False), (BOB, False)]), Limits(store=2 * each)
-    headers = {key: {"Authorization": f"Bearer {key}"} for key in (ALICE, BOB)}
     with running(random_micro(context=512), keys=keys, limits=limits) as small, unhurried(small):
         with httpx.Client(base_url=small.url, timeout=60) as http, ExitStack() as streams:
             for key, run, status in ((ALICE, "a", 200), (ALICE, "a", 409), (ALICE, "b", 200), (ALICE, "c", 429), (BOB, "a", 200)):
-                given = http.stream("POST", "/v1/completions", json={**body, "run": run}, headers=headers[key])
+                given = http.stream("POST", "/v1/completions", json={**body, "run": run}, headers=bearer(key))
                 response = streams.enter_context(given)
                 assert response.status_code == status, (key, run)
                 if status == 429:
                     assert response.headers["Retry-After"] == "1"
                     told = json.loads(response.read())["error"]["message"]
                     assert f"this run may take {each:,} bytes, and those of yours that are being written {2 * each:,}" in told
-        until = time.monotonic() + 10
-        while small.server.writing:  # who goes away gives them back
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: not small.server.writing)  # who goes away gives them back
 
 
 def test_a_sweep_that_would_hold_many_bytes_is_refused_before_it_runs() -> None:
@@ -409,7 +377,7 @@ def test_a_sweep_that_would_hold_many_bytes_is_refused_before_it_runs() -> None:
     need = 4 * length * 16 * (2 * (2 + 1 + 3 * 2) + 2)
     for limit, status in ((need, 200), (need - 1, 413)):
         with running(random_micro(context=512), limits=Limits(sweep_bytes=limit)) as small:
-            body = {"clean": PROMPT, "corrupt": OTHER, "answer": " +", "foil": " *", "sites": kinds}
+            body = {**PAIR, "answer": " +", "foil": " *", "sites": kinds}
             response = small.http.post("/v1/patch_sweep", json=body)
             assert response.status_code == status
             if status == 413:
@@ -435,19 +403,17 @@ def test_a_sweep_from_a_stored_run_counts_all_that_is_read_of_it() -> None:
 
 def test_one_keys_many_patches_keep_nobody_waiting() -> None:
     keys = Keys([(ALICE, False), (BOB, False)])
-    headers = {key: {"Authorization": f"Bearer {key}"} for key in (ALICE, BOB)}
     body = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
     many = [{"site": SITE, "position": i, "source": "push"} for i in range(1024)]
     with running(random_micro(context=1100), keys=keys) as server, unhurried(server):
-        with server.http.stream(
-            "POST", "/v1/completions", json={**body, "prompt": [5] * 1030, "patch": many, "stream": True}, headers=headers[ALICE]
-        ) as stream:
+        given = {**body, "prompt": [5] * 1030, "patch": many, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=given, headers=bearer(ALICE)) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
             given = {**body, "prompt": PROMPT, "max_tokens": 1, "patch": many[:1]}
-            assert server.http.post("/v1/completions", json=given, headers=headers[BOB]).status_code == 200
-            (running_on,) = server.server.open.values()
-            assert running_on.stream.result is None
+            assert server.http.post("/v1/completions", json=given, headers=bearer(BOB)).status_code == 200
+            (running_on,) = server.server.owner._streams.values()
+            assert running_on.result is None
 
 
 def test_a_sweep_of_all_positions_together_counts_their_values() -> None:
@@ -471,8 +437,7 @@ def test_numbers_in_configurations_count_and_sets_that_come_together_too(
     monkeypatch.setattr(app, "KEPT", 6)
 
     async def at_once() -> list[int]:
-        headers = {"Authorization": f"Bearer {ALICE}"}
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, headers=headers) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, headers=bearer(ALICE)) as http:
             sets = [http.post("/v1/steering/set", json={"vectors": {f"v{i}": [1.0] * 16}}) for i in range(12)]
             return [one.status_code for one in await asyncio.gather(*sets)]
 
@@ -481,17 +446,17 @@ def test_numbers_in_configurations_count_and_sets_that_come_together_too(
 
 def test_a_body_is_read_for_a_known_key_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def first_line(key: str, what: str = "POST /v1/completions") -> bytes:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
-            fields = (f"Host: {host}:{port}", f"Authorization: Bearer {key}", "Content-Length: 1000")
-            head = "\r\n".join((f"{what} HTTP/1.1", *fields, "", ""))
-            connection.sendall(head.encode() + b"{")  # and no more of it
+        fields = (f"Authorization: Bearer {key}", "Content-Length: 1000")  # of which one byte comes
+        with sent(server, b"{", *fields, what=what) as connection:
             return connection.recv(100).split(b"\r\n")[0]
 
     assert b" 401 " in first_line("somebody-without-a-key")
     monkeypatch.setattr(auth, "BODY_SECONDS", 0.2)
     assert b" 408 " in first_line(ALICE)
     assert b" 200 " in first_line("somebody-without-a-key", "GET /health")  # its body is not waited for
+
+
+NOT_READ = 'errors_total{path="/v1/completions",reason="not_read"}'
 
 
 def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_late_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,13 +468,7 @@ def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_late_is_who
 
     def answered(served: Running, seconds: float) -> tuple[int, int]:
         """Return the bytes that were announced and those that came, if nothing is read in the first ``seconds``."""
-        host, port = served.url.removeprefix("http://").split(":")
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-            connection.settimeout(60)
-            connection.connect((host, int(port)))
-            fields = (f"Host: {host}:{port}", "Content-Type: application/json", "Connection: close", f"Content-Length: {len(body)}")
-            connection.sendall("\r\n".join(("POST /v1/completions HTTP/1.1", *fields, "", "")).encode() + body)
+        with sent(served, body, "Connection: close", buffer=1 << 16) as connection:
             begin = connection.recv(4096, socket.MSG_PEEK)
             time.sleep(seconds)
             whole = bytearray()
@@ -524,8 +483,7 @@ def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_late_is_who
         assert came == announced > 10_000_000
         announced, came = answered(small, 4)
         assert came < announced
-        told = small.http.get("/metrics").text
-    assert 'mi_route2_errors_total{path="/v1/completions",reason="not_read"} 1.0' in told
+        assert metrics(small)[NOT_READ] == 1
 
 
 def test_a_stream_that_is_not_read_is_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,20 +491,10 @@ def test_a_stream_that_is_not_read_is_given_up_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(auth, "BODY_SECONDS", 0.5)
     asked = {"prompt": [1] * 8, "n": 64, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 20}
     body = json.dumps(asked).encode()
-    with running(random_micro(context=512), limits=Limits(backlog=1 << 20)) as small, socket.socket() as connection:
-        host, port = small.url.removeprefix("http://").split(":")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
-        connection.settimeout(60)
-        connection.connect((host, int(port)))
-        fields = (f"Host: {host}:{port}", "Content-Type: application/json", f"Content-Length: {len(body)}")
-        connection.sendall("\r\n".join(("POST /v1/completions HTTP/1.1", *fields, "", "")).encode() + body)
+    with running(random_micro(context=512), limits=Limits(backlog=1 << 20)) as small, sent(small, body) as connection:
         assert connection.recv(64, socket.MSG_PEEK).startswith(b"HTTP/1.1 200")
-        until = time.monotonic() + 60
-        while small.server.open:
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        while 'errors_total{path="/v1/completions",reason="not_read"} 1.0' not in small.http.get("/metrics").text:
-            assert time.monotonic() < until
+        until(lambda: not small.server.open, 60)
+        until(lambda: metrics(small).get(NOT_READ) == 1, 60)
 
 
 def test_a_long_text_is_encoded_elsewhere_and_alike(server: Running) -> None:

@@ -1,14 +1,12 @@
 """The server under load: readers that do not read, and everything that the soak does, for some seconds."""
 
 import json
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served import running
+from served import metrics, running, sent, until
 
 from mi_route2.serve.client import PatchStudy
 from mi_route2.serve.options import Limits
@@ -23,23 +21,16 @@ def test_a_reader_that_does_not_read_is_cancelled_and_stalls_nobody() -> None:
         assert server.http.get("/v1/study").json()["heads"] == 4  # of queries; there are two of keys and values
         ids = [*range(FIRST, FIRST + 256)] * 16  # of 80,000 bytes for each token, so that the system's buffers are full soon
         lazy: dict[str, Any] = {"prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "logprob_token_ids": ids, "stream": True}
-        body = json.dumps(lazy).encode()
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
-            connection.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            until = time.monotonic() + 60
-            while not server.server.owner.slow:
-                # others go on all the while: ten tokens are much fewer than the reader's thousand
-                ids = [i for chunk in study.stream("abc", max_tokens=10, ignore_eos=True) for i in chunk["mi_route2"]["token_ids"]]
-                assert len(ids) == 10
-                assert time.monotonic() < until
-            while server.server.owner.snapshot["running"]:
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            assert b"mi_route2_slow_readers_total 1.0" in server.http.get("/metrics").content
-            connection.settimeout(20)
+
+        def others_go_on() -> bool:  # ten tokens are much fewer than the reader's thousand
+            chunks = study.stream("abc", max_tokens=10, ignore_eos=True)
+            assert len([i for chunk in chunks for i in chunk["mi_route2"]["token_ids"]]) == 10
+            return server.server.owner.slow > 0
+
+        with sent(server, json.dumps(lazy).encode()) as connection:
+            until(others_go_on, 60)
+            until(lambda: not server.server.owner.snapshot["running"], 60)
+            assert metrics(server)["slow_readers_total"] == 1
             told = b""
             while b"[DONE]" not in told:  # whoever reads at last is told the reason
                 piece = connection.recv(1 << 20)

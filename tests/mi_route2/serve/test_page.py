@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from urllib.parse import urlencode
 import pytest
 from browser import chromium
 from playwright.sync_api import Browser, BrowserContext, Page, expect
-from served import Running, running, unhurried
+from served import Running, running, unhurried, until
 
 from mi_route2.patching import Grid, sweep
 from mi_route2.serve.auth import Keys
@@ -117,12 +116,23 @@ def seen(browser: Browser, server: Running) -> Iterator[Seen]:
     assert window.wrong == []
 
 
-def swept(seen: Seen, **state: str) -> Page:
-    """Sweep and return the page when the summary is there."""
-    page = seen.go(tab="patch", sites=",".join(SITES), **state)
+def opened(seen: Seen, **state: str) -> Page:
+    """Open the Patch tab and return the page when its prompts are aligned."""
+    page = seen.go(tab="patch", **state)
     expect(page.locator("#strip .couple").first).to_be_visible()
+    return page
+
+
+def press_sweep(page: Page) -> None:
+    """Sweep, and wait for the summary."""
     page.click("#sweep")
     expect(page.locator("#peak")).to_contain_text("peak")
+
+
+def swept(seen: Seen, **state: str) -> Page:
+    """Sweep and return the page when the summary is there."""
+    page = opened(seen, sites=",".join(SITES), **state)
+    press_sweep(page)
     return page
 
 
@@ -161,15 +171,13 @@ def test_the_heatmap_is_the_librarys_grid_and_peaks_at_the_known_cell(seen: Seen
 
 
 def test_cells_appear_forward_by_forward(seen: Seen) -> None:
-    page = seen.go(tab="patch", sites="resid_pre,mlp_out,attn_out,resid_post,kept_out")
-    expect(page.locator("#strip .couple").first).to_be_visible()
+    page = opened(seen, sites="resid_pre,mlp_out,attn_out,resid_post,kept_out")
     page.evaluate("""() => {
       window.counts = [];
       new MutationObserver(() => counts.push(document.querySelectorAll('.cell.done').length))
         .observe(document.querySelector('#map'), { subtree: true, childList: true, attributes: true });
     }""")
-    page.click("#sweep")
-    expect(page.locator("#peak")).to_contain_text("peak")
+    press_sweep(page)
     counts = [one for one in page.evaluate("() => counts") if one]
     assert counts == sorted(counts)
     assert len(set(counts)) > 2
@@ -179,13 +187,8 @@ def test_cells_appear_forward_by_forward(seen: Seen) -> None:
 def test_the_keyboard_moves_in_the_grid_and_enter_asks_the_patched_model(seen: Seen, served: Served) -> None:
     page = swept(seen)
     page.locator(".cell[tabindex='0']").focus()
-    for key, site, position in (
-        ("ArrowRight", 1, 1),
-        ("ArrowDown", 0, 1),
-        ("ArrowRight", 0, 2),
-        ("ArrowLeft", 0, 1),
-        ("ArrowRight", 0, 2),
-    ):
+    moves = (("ArrowRight", 1, 1), ("ArrowDown", 0, 1), ("ArrowRight", 0, 2), ("ArrowLeft", 0, 1), ("ArrowRight", 0, 2))
+    for key, site, position in moves:
         page.keyboard.press(key)
         expect(cell(page, f"blocks.{site}.resid_pre", position)).to_be_focused()
     expect(page.locator("#tip")).to_contain_text("recovered 1.000")
@@ -240,8 +243,7 @@ def test_an_example_whose_answer_ends_a_line_can_be_swept(seen: Seen, served: Se
 
 def test_an_error_of_the_server_stands_where_its_cause_is(seen: Seen) -> None:
     seen.refused = 1
-    page = seen.go(tab="patch")
-    expect(page.locator("#strip .couple").first).to_be_visible()
+    page = opened(seen)
     page.fill("#answer", "nowhere")
     page.click("#sweep")
     expect(page.locator("#patch-form .error:visible")).to_contain_text("nowhere")
@@ -275,8 +277,7 @@ def test_a_cell_is_asked_of_the_prompts_of_its_grid_also_after_a_sweep_that_was_
     assert asked.value.post_data_json["corrupt"] == served.examples[0].corrupt
     expect(page.locator(".answered")).to_be_visible()
     page.fill("#answer", served.examples[0].answer)
-    page.click("#sweep")
-    expect(page.locator("#peak")).to_contain_text("peak")
+    press_sweep(page)
     expect(page.locator("#cell-head h2")).to_have_text("The cell")  # and not one of the grid before
     expect(page.locator(".answered")).to_have_count(0)
 
@@ -297,11 +298,16 @@ def stream(page: Page, **fields: str) -> None:
     page.click("#go")
 
 
+def streamed(page: Page, **fields: str) -> None:
+    """Stream to the end."""
+    stream(page, **fields)
+    expect(page.locator("#stream-status")).to_contain_text("done")
+
+
 def test_each_token_has_the_color_and_the_readings_of_its_position(seen: Seen, served: Served) -> None:
     page = seen.go(tab="stream")
     expect(page.locator("#prompt")).not_to_have_value("")
-    stream(page)
-    expect(page.locator("#stream-status")).to_contain_text("done")
+    streamed(page)
     asked = {"prompt": page.input_value("#prompt"), "max_tokens": 16, "seed": 5, "readings": True, "monitors": [served.monitor]}
     whole = seen.http.post("/v1/completions", json=asked).json()["choices"][0]["mi_route2"]
     told = labels(page, "#tokens .token")
@@ -364,8 +370,7 @@ def test_a_probe_of_two_prompts_puts_them_half_a_unit_on_either_side_of_its_thre
     last = len(served.encode(one.clean)) - 1
     for prompt, side in ((one.clean, 0.5), (one.corrupt, -0.5)):
         page.fill("#prompt", prompt)
-        stream(page)
-        expect(page.locator("#stream-status")).to_contain_text("done")
+        streamed(page)
         assert numbers(labels(page, "#tokens .token")[last])[0] - threshold == pytest.approx(side, abs=0.01)
 
 
@@ -402,17 +407,12 @@ def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: See
         assert now["scale"] == pytest.approx(4e6)  # 4 times, of a vector that was sent at a millionth: it started at 0
         page.click("#stop")
         expect(page.locator("#stream-status")).to_contain_text("stopped")
-    for _ in range(100):
-        if not seen.http.get("/v1/steering/dynamic").json()["requests"]:
-            break
-        time.sleep(0.05)
-    assert seen.http.get("/v1/steering/dynamic").json()["requests"] == {}  # the server has noticed
+    until(lambda: seen.http.get("/v1/steering/dynamic").json()["requests"] == {})  # the server has noticed
 
 
 def test_the_study_shows_the_last_steps_of_each_arm_and_follows_its_files(seen: Seen, runs: Path) -> None:
     seen.refused = 1
-    page = seen.go(tab="patch")
-    expect(page.locator("#strip .couple").first).to_be_visible()
+    page = opened(seen)
     page.route("**/v1/study_runs", lambda route: route.fulfill(status=503, json={"error": {"message": "busy"}}))
     page.click("#tab-study")
     expect(page.locator("#study-error")).to_have_text("busy")
@@ -478,17 +478,6 @@ def test_the_study_shows_what_there_is_until_a_side_is_chosen_and_so_does_a_link
     expect(shown).to_have_value("deploy")  # as the link says
 
 
-def test_nothing_is_wider_than_the_window_on_a_phone_and_a_laptop(seen: Seen) -> None:
-    page = swept(seen)
-    for width, theme in ((420, "dark"), (1280, "light")):
-        page.set_viewport_size({"width": width, "height": 800})
-        page.emulate_media(color_scheme=theme)
-        for tab in ("study", "stream", "patch"):
-            page.click(f"#tab-{tab}")
-            expect(page.locator(f"#{tab}")).to_be_visible()
-            assert page.evaluate("() => document.documentElement.scrollWidth") <= width
-
-
 FAINT = """() => {
   const canvas = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
   const ctx = canvas.getContext("2d", { willReadFrequently: true });
@@ -519,16 +508,20 @@ FAINT = """() => {
 """The texts that are shown, with the contrast of their color to what is painted below them (WCAG 2.2, relative luminance)."""
 
 
+@pytest.mark.parametrize("width", [420, 1280])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_text_has_the_contrast_of_wcag_aa(seen: Seen, theme: Any) -> None:
+def test_nothing_is_wider_than_the_window_and_every_text_has_the_contrast_of_wcag_aa(seen: Seen, width: int, theme: Any) -> None:
+    """On a phone and a laptop."""
     seen.page.emulate_media(color_scheme=theme)
+    seen.page.set_viewport_size({"width": width, "height": 800})
     page = swept(seen)
-    for tab in ("patch", "study", "stream"):
+    for tab in ("study", "stream", "patch"):
         page.click(f"#tab-{tab}")
         expect(page.locator(f"#{tab}")).to_be_visible()
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
         texts = page.evaluate(FAINT)
         assert len(texts) > 20
-        assert [one for one in texts if not one["enough"]] == [], (theme, tab)
+        assert [one for one in texts if not one["enough"]] == [], tab
 
 
 def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, served: Served) -> None:

@@ -1,4 +1,4 @@
-"""The page as in ``test_page``: other widths and themes, mouse and keys, heads, and the sweep of a circuit that was planted."""
+"""The page as in ``test_page``: mouse and keys, heads, and the sweep of a circuit that was planted."""
 
 import re
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,35 +16,25 @@ import mi_route2.serve
 from mi_route2.serve.models import Served
 from mi_route2.serve.owner import SweepJob
 from tests.mi_route2.serve.test_page import (
-    FAINT,
     Seen,
     browser,
     cell,
     grid,
     labels,
     numbers,
+    opened,
+    press_sweep,
     runs,
     seen,
     served,
     server,
     stream,
+    streamed,
     swept,
 )
 
 pytestmark = pytest.mark.process
 __all__ = ["browser", "grid", "runs", "seen", "served", "server"]  # fixtures
-
-
-@pytest.mark.parametrize(("width", "theme"), [(420, "light"), (420, "dark"), (1280, "dark")])
-def test_nothing_is_wider_than_the_window_and_every_text_has_contrast(seen: Seen, width: int, theme: Any) -> None:
-    seen.page.emulate_media(color_scheme=theme)
-    seen.page.set_viewport_size({"width": width, "height": 800})
-    page = swept(seen)
-    for tab in ("study", "stream", "patch"):
-        page.click(f"#tab-{tab}")
-        expect(page.locator(f"#{tab}")).to_be_visible()
-        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
-        assert [one for one in page.evaluate(FAINT) if not one["enough"]] == [], tab
 
 
 def test_the_mouse_shows_a_cells_numbers_and_leaves_with_them(seen: Seen) -> None:
@@ -61,8 +51,7 @@ def test_the_mouse_shows_a_cells_numbers_and_leaves_with_them(seen: Seen) -> Non
 def test_the_tip_of_a_cell_tells_its_value_as_soon_as_it_is_there(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     ready, cells = Semaphore(0), SweepJob._cells
     monkeypatch.setattr(SweepJob, "_cells", lambda job: ready.acquire(timeout=20) and cells(job))
-    page = seen.go(tab="patch", sites="resid_pre,attn_out,mlp_out")
-    expect(page.locator("#strip .couple").first).to_be_visible()
+    page = opened(seen, sites="resid_pre,attn_out,mlp_out")
     page.click("#sweep")
     cell(page, "blocks.0.resid_pre", 5).focus()
     expect(page.locator("#tip")).to_contain_text("not done yet")
@@ -96,8 +85,7 @@ def test_a_grid_is_of_its_sites_in_any_order_and_of_what_was_changed_and_changed
 
 
 def test_chips_choose_the_sites_and_control_enter_sweeps_them_head_by_head(seen: Seen, served: Served) -> None:
-    page = seen.go(tab="patch", sites="resid_pre")
-    expect(page.locator("#strip .couple").first).to_be_visible()
+    page = opened(seen, sites="resid_pre")
     chip = page.locator("#sites button[title='z, head by head']")
     chip.click()
     expect(chip).to_have_attribute("aria-pressed", "true")
@@ -127,8 +115,7 @@ def test_a_sweep_at_once_after_typing_marks_the_columns_in_which_these_prompts_d
 
 def test_a_number_that_is_left_empty_or_is_none_is_no_zero(seen: Seen) -> None:
     seen.refused = 1
-    page = seen.go(tab="patch")
-    expect(page.locator("#strip .couple").first).to_be_visible()
+    page = opened(seen)
     page.fill("#alpha", "")
     page.click("#sweep")
     expect(page.locator("#patch-form [data-field=alpha] .error")).to_contain_text("alpha: ")
@@ -148,10 +135,10 @@ def test_home_end_and_pages_move_to_the_ends_of_the_grid(seen: Seen) -> None:
     page = swept(seen)
     last = max(int(label.split("position ")[1].split()[0]) for label in labels(page, ".cell"))
     page.locator(".cell[tabindex='0']").focus()
-    for key, site, position in (("PageDown", None, None), ("End", None, last), ("Home", None, 0), ("PageUp", None, 0)):
+    for key, position in (("PageDown", None), ("End", last), ("Home", 0), ("PageUp", 0)):
         page.keyboard.press(key)
         label = page.evaluate("() => document.activeElement.getAttribute('aria-label')")
-        assert position is None or f"position {position} " in label, (key, label, site)
+        assert position is None or f"position {position} " in label, (key, label)
     rows = page.locator(".cell[aria-label*='position 0 ']")
     page.keyboard.press("Control+Home")
     top = page.evaluate("() => document.activeElement.getBoundingClientRect().top")
@@ -172,8 +159,7 @@ def test_arrows_walk_over_the_tabs_and_over_the_tokens(seen: Seen) -> None:
         expect(page.locator(f"#tab-{tab}")).to_be_focused()
         expect(page.locator(f"#{tab}")).to_be_visible()
     expect(page.locator("#prompt")).not_to_have_value("")
-    stream(page)
-    expect(page.locator("#stream-status")).to_contain_text("done")
+    streamed(page)
     tokens = page.locator("#tokens .token")
     tokens.first.focus()
     for key, place in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("ArrowLeft", 0), ("ArrowLeft", 0)):
@@ -183,18 +169,15 @@ def test_arrows_walk_over_the_tabs_and_over_the_tokens(seen: Seen) -> None:
 
 
 def test_a_chip_chooses_what_the_quarantine_adds(seen: Seen) -> None:
-    page = seen.go(tab="patch", sites="resid_pre")
-    expect(page.locator("#strip .couple").first).to_be_visible()
+    page = opened(seen, sites="resid_pre")
     page.locator("#sites button[aria-pressed='true']").click()
     page.locator("#sites button[title='quarantine_out']").click()
-    page.click("#sweep")
-    expect(page.locator("#peak")).to_contain_text("peak")
+    press_sweep(page)
     assert {label.split(",", 1)[0].rpartition(".")[2] for label in labels(page, ".cell")} == {"quarantine_out"}
 
 
 def test_cancel_ends_a_sweep_on_the_page_and_in_the_server(seen: Seen, server: Running) -> None:
-    page = seen.go(tab="patch", sites="resid_pre")
-    expect(page.locator("#strip .couple").first).to_be_visible()
+    page = opened(seen, sites="resid_pre")
     owner = server.server.owner
     sweep = owner._sweep
     owner._sweep = lambda: None  # no forward, so that the sweep lasts until it is cancelled
@@ -205,8 +188,7 @@ def test_cancel_ends_a_sweep_on_the_page_and_in_the_server(seen: Seen, server: R
         expect(page.locator("#sweep-cancel")).to_be_hidden()
     finally:
         owner._sweep = sweep
-    page.click("#sweep")
-    expect(page.locator("#peak")).to_contain_text("peak")
+    press_sweep(page)
     assert not server.server.sweeping
 
 
@@ -225,8 +207,7 @@ def test_the_sweep_of_a_planted_circuit_peaks_at_its_cell(browser: Browser) -> N
     with running(made) as found:
         context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
         window = Seen(context, found)
-        page = window.go(tab="patch", sites="z", clean=PROMPT, corrupt=OTHER, answer=" +", foil=" *")
-        expect(page.locator("#strip .couple").first).to_be_visible()
+        page = opened(window, sites="z", clean=PROMPT, corrupt=OTHER, answer=" +", foil=" *")
         page.click("#sweep")
         last = len(made.encode(OTHER)) - 1
         expect(page.locator("#peak")).to_contain_text(f"at blocks.1.z[1], {last} ")
@@ -337,8 +318,7 @@ def test_what_was_read_for_another_stream_or_probe_does_not_stay(seen: Seen, ser
         page.click("#go")
     page.uncheck("#again")
     page.unroute("**/v1/completions")
-    stream(page)
-    expect(page.locator("#stream-status")).to_contain_text("done")
+    streamed(page)
     page.locator("#tokens .token").nth(2).hover()
     expect(page.locator("#token-detail .facts")).to_be_visible()
     page.locator("#probe").dispatch_event("click")  # with the mouse on the token
@@ -502,6 +482,5 @@ def test_tokens_that_differ_are_marked_although_they_have_one_text_as_parts_of_c
     page.route("**/v1/align", alike)
     seen.go(tab="patch", sites="resid_pre")
     expect(page.locator("#strip .couple.differs")).to_have_count(1)
-    page.click("#sweep")
-    expect(page.locator("#peak")).to_contain_text("peak")
+    press_sweep(page)
     expect(page.locator("#map .tick.differs")).to_have_count(1)

@@ -5,14 +5,13 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from served import PROMPT, Running, random_micro, running
+from served import PROMPT, Running, bearer, random_micro, running, until
 
 from mi_route2.serve import owner
 from mi_route2.serve.auth import Keys
@@ -52,14 +51,13 @@ def proxy(server: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     )
     process = subprocess.Popen([str(NGINX), "-p", str(folder), "-c", str(folder / "nginx.conf")], stderr=subprocess.PIPE)
     try:
-        until = time.monotonic() + 20
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
+
+        def listens() -> bool:
             assert process.poll() is None, process.stderr.read().decode()
-            assert time.monotonic() < until
-            time.sleep(0.02)
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        until(listens, 20)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
@@ -87,10 +85,7 @@ def test_tokens_come_through_one_by_one_and_who_goes_away_cancels(
                 gate.release()
             chunks.close()
         gate.release(1000)
-        until = time.monotonic() + 10
-        while server.server.open:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: not server.server.open)
     finally:
         gate.release(1000)
         server.server.owner._engine.step = step
@@ -104,7 +99,7 @@ def test_what_nginx_refuses_looks_like_what_the_server_refuses(proxy: str) -> No
         with pytest.raises(ServerError, match="larger than 4 MiB") as refused:
             study.complete("x" * (5 << 20))
         assert (refused.value.status, refused.value.code) == (413, "too_large")
-        assert httpx.get(f"{proxy}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=60).status_code == 403
+        assert httpx.get(f"{proxy}/metrics", headers=bearer(KEY), timeout=60).status_code == 403
         calls = (study.runs for _ in range(400))
         with pytest.raises(ServerError, match="too many requests in a second") as refused:
             deque((call() for call in calls), 0)

@@ -3,22 +3,35 @@
 import asyncio
 import json
 import re
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event, Thread, current_thread
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
-from served import OTHER, PROMPT, Running, random_micro, running, unhurried
+from served import (
+    ADMIN,
+    ALICE,
+    BOB,
+    KEYS,
+    OTHER,
+    PROMPT,
+    SITE,
+    Running,
+    bearer,
+    metrics,
+    random_micro,
+    refusal,
+    running,
+    unhurried,
+    until,
+)  # fmt: skip
 from starlette.requests import ClientDisconnect
 
 from mi_route2 import sweep
@@ -31,16 +44,13 @@ from mi_route2.serve.auth import ApiError, Events, Keys
 from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
 from mi_route2.serve.models import load
 from mi_route2.serve.options import Limits
-from mi_route2.serve.process import serving
 from mi_route2.sites import Site
 from mi_route2.steering.state import SteeringState
 from studies.environments.micro.served import MicroTokenizer
 
 pytestmark = pytest.mark.process
 
-ALICE, BOB, ADMIN = "alice-alice-alice", "bob-bob-bob-bob-bob", "admin-admin-admin-admin"
-KEYS = [(ALICE, False), (BOB, False), (ADMIN, True)]
-SITE, MODEL = "blocks.1.resid_pre", "tests.support.served:random_micro"
+MODEL = "tests.support.served:random_micro"
 PATCH = {"site": SITE, "position": 3, "source": {"run": "mine", "position": 3}}
 
 
@@ -50,26 +60,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     study(folder)
     limits = Limits(per_key=8, sweeps=1, cells=200, max_body=100_000)
     with running(random_micro(context=512), keys=Keys(KEYS), limits=limits, study_runs=folder) as one:
-        yield one
-
-
-@pytest.fixture
-def alice(server: Running) -> Iterator[PatchStudy]:
-    with PatchStudy(server.url, ALICE) as one:
-        yield one
-        one.unsteer()
-
-
-@pytest.fixture
-def bob(server: Running) -> Iterator[PatchStudy]:
-    with PatchStudy(server.url, BOB) as one:
-        yield one
-        one.unsteer()
-
-
-@pytest.fixture
-def admin(server: Running) -> Iterator[PatchStudy]:
-    with PatchStudy(server.url, ADMIN) as one:
         yield one
 
 
@@ -85,12 +75,6 @@ def study(folder: Path) -> None:
         (run / "manifest.json").write_text(json.dumps({"arm": arm, "seed": 0, "status": status, "arm_spec": about}))
     rates = {"run_tests": {"on": {"hack": 0.5}, "deploy": {"hack": 0.25}}}
     (folder / "seed-0" / "vanilla" / "eval.json").write_text(json.dumps({"arm": "vanilla", "seed": 0, "modes": rates}))
-
-
-def refusal(function: Any, *given: Any, **named: Any) -> ServerError:
-    with pytest.raises(ServerError) as found:
-        function(*given, **named)
-    return found.value
 
 
 # Keys
@@ -274,16 +258,15 @@ def test_limits_answer_with_a_sentence(server: Running, alice: PatchStudy) -> No
     large = refusal(alice.complete, [1] * 60_000)
     assert (large.status, large.code) == (413, "too_large")
     assert "--max-body" in str(large)
-    headers = {"Authorization": f"Bearer {ALICE}"}
     for n, status in ((8, 200), (9, 400)):  # however long one waits, a key never has so many
-        response = server.http.post("/v1/completions", json={"prompt": PROMPT, "n": n, "max_tokens": 1}, headers=headers)
+        response = server.http.post("/v1/completions", json={"prompt": PROMPT, "n": n, "max_tokens": 1}, headers=bearer(ALICE))
         assert response.status_code == status
     assert "Retry-After" not in response.headers
     assert "ask for fewer" in response.json()["error"]["message"]
     with unhurried(server):
         stream = alice.stream(PROMPT, max_tokens=200, ignore_eos=True)
         next(stream)
-        response = server.http.post("/v1/completions", json={"prompt": PROMPT, "n": 8, "max_tokens": 1}, headers=headers)
+        response = server.http.post("/v1/completions", json={"prompt": PROMPT, "n": 8, "max_tokens": 1}, headers=bearer(ALICE))
         assert (response.status_code, response.headers["Retry-After"]) == (429, "1")
         assert "wait for some to end" in response.json()["error"]["message"]
         stream.close()
@@ -318,20 +301,20 @@ def test_a_sweep_has_a_deadline_too() -> None:
 
 
 def test_one_keys_many_runs_evict_no_run_within_anothers_share() -> None:
-    given = {"prompt": PROMPT, "capture": [SITE], "max_tokens": 1}
+    """Of the other's own the newest stay, within the bytes of the store."""
+    given: dict[str, Any] = {"capture": [SITE], "max_tokens": 1}
     with running(random_micro(context=512), keys=Keys(KEYS), limits=Limits(store=20_000)) as small:
-        clients = {key: PatchStudy(small.url, key) for key in (ALICE, BOB)}
-        post = {key: httpx.Client(base_url=small.url, headers={"Authorization": f"Bearer {key}"}, timeout=60) for key in clients}
-        assert post[ALICE].post("/v1/completions", json={**given, "run": "mine"}).status_code == 200
-        for i in range(20):
-            assert post[BOB].post("/v1/completions", json={**given, "run": f"r{i}"}).status_code == 200
-        assert post[ALICE].get("/v1/runs/mine").status_code == 200
-        gone = post[BOB].get("/v1/runs/r0")
-        assert gone.status_code == 404
-        assert "run 'r0' of" in gone.json()["error"]["message"]
-        assert "was evicted" in gone.json()["error"]["message"]
-        for one in (*clients.values(), *post.values()):
-            one.close()
+        with PatchStudy(small.url, ALICE) as alice, PatchStudy(small.url, BOB) as bob:
+            alice.complete(PROMPT, run="mine", **given)
+            for i in range(40):
+                bob.complete(PROMPT, run=f"r{i:02d}", **given)
+            kept = bob.runs()
+            assert alice.runs() == ["mine"]
+            assert kept == [f"r{i:02d}" for i in range(40 - len(kept), 40)]
+            assert 15_000 < small.server.store.stats().memory_bytes <= 20_000
+            gone = refusal(bob.values, "r00", SITE)
+    assert gone.status == 404
+    assert re.search("run 'r00' of .* was evicted", str(gone))
 
 
 def test_a_request_that_memory_cannot_hold_is_refused_by_bytes_before_it_runs() -> None:
@@ -423,26 +406,20 @@ def test_a_run_larger_than_the_store_is_an_error_with_the_sizes() -> None:
 
 def test_metrics_count_what_runs_what_was_generated_and_what_the_prefix_cache_found() -> None:
     with running(random_micro(context=512)) as small, PatchStudy(small.url) as study:
-
-        def metric(name: str) -> float:
-            (line,) = [line for line in small.http.get("/metrics").text.splitlines() if line.startswith(f"mi_route2_{name} ")]
-            return float(line.split()[1])
-
         prompt = list(range(3, 40))
         for _ in range(2):
             study.complete(prompt, max_tokens=5, ignore_eos=True)
-        assert (metric("tokens_total"), metric("running"), metric("waiting")) == (10, 0, 0)
-        assert metric("prefix_hits_total") >= 2
+        found = metrics(small)
+        assert (found["tokens_total"], found["running"], found["waiting"]) == (10, 0, 0)
+        assert found["prefix_hits_total"] >= 2
         longer = PROMPT.replace("add 3", "add 3 then add 3")  # whose new tokens have no partner
         grid = study.sweep(PROMPT, longer, " +", " *")
-        assert metric("cells_total") == 2 * (len(grid.columns) - len(grid.skipped)) < grid.values.size
+        assert metrics(small)["cells_total"] == 2 * (len(grid.columns) - len(grid.skipped)) < grid.values.size
         with unhurried(small):
             stream = study.stream(PROMPT, max_tokens=400, ignore_eos=True)
             next(stream)
-            until = time.monotonic() + 10
-            while metric("running") != 1:
-                assert time.monotonic() < until
-            assert metric("slots") == 1
+            until(lambda: metrics(small)["running"] == 1)
+            assert metrics(small)["slots"] == 1
             stream.close()
 
 
@@ -490,31 +467,22 @@ def test_the_description_of_a_run_and_its_values_are_of_one_run(
 
 
 def test_the_prompts_of_a_patched_cell_are_counted(server: Running, alice: PatchStudy) -> None:
-    def prompted() -> float:
-        (line,) = [one for one in server.server.metrics.text().decode().splitlines() if one.startswith("mi_route2_prompt_tokens_t")]
-        return float(line.split()[1])
-
-    before = prompted()
+    before = metrics(server, ADMIN)["prompt_tokens_total"]
     alice.cell([5, 6, 7], [5, 6, 8], SITE, position=1)
-    assert prompted() == before + 6
+    assert metrics(server, ADMIN)["prompt_tokens_total"] == before + 6
 
 
 def test_metrics_count_reasons_within_streams_too_and_bytes_by_key() -> None:
     with running(random_micro(context=512), keys=Keys(KEYS), limits=Limits(store=20_000)) as small:
 
-        def metrics() -> dict[str, float]:
-            text = small.http.get("/metrics", headers={"Authorization": f"Bearer {ADMIN}"}).text
-            lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
-            return {name: float(value) for name, _, value in lines}
-
         def errors(reason: str, path: str = "/v1/completions") -> float:
-            return metrics().get(f'mi_route2_errors_total{{path="{path}",reason="{reason}"}}', 0.0)
+            return metrics(small, ADMIN).get(f'errors_total{{path="{path}",reason="{reason}"}}', 0.0)
 
         with PatchStudy(small.url, ALICE) as study, pytest.raises(ServerError, match="needs"):
             list(study.stream(PROMPT, max_tokens=450, ignore_eos=True, run="long", capture=[{"site": SITE, "part": "all"}]))
         assert errors("request_failed") == 1
-        assert metrics()['mi_route2_requests_total{path="/v1/completions",status="200"}'] == 1
-        given = {"headers": {"Authorization": f"Bearer {BOB}"}}
+        assert metrics(small, ADMIN)['requests_total{path="/v1/completions",status="200"}'] == 1
+        given = {"headers": bearer(BOB)}
         assert small.http.post("/v1/completions", json={"prompt": "a", "n": -1}, **given).status_code == 422
         assert errors("invalid_field") == 1
         assert small.http.post("/v1/completions", json={"prompt": "a"}).status_code == 401
@@ -524,7 +492,7 @@ def test_metrics_count_reasons_within_streams_too_and_bytes_by_key() -> None:
         body = {"prompt": PROMPT, "capture": [SITE], "max_tokens": 1, "run": "mine"}
         assert small.http.post("/v1/completions", json=body, **given).status_code == 200
         assert small.http.post("/v1/steering/set", json={"vectors": {"v": [1.0] * 16}}, **given).status_code == 200
-        held = {name: value for name, value in metrics().items() if name.startswith("mi_route2_held_bytes")}
+        held = {name: value for name, value in metrics(small, ADMIN).items() if name.startswith("held_bytes")}
         kinds = {name.split('"')[1]: value for name, value in held.items() if value}
         assert kinds == {"runs": small.server.store.stats().memory_bytes, "vectors": 16 * 8.0}
         owners = {name.split('"')[3] for name, value in held.items() if value}
@@ -638,15 +606,14 @@ def test_a_sweep_over_http_is_the_sweep_of_the_process(server: Running, alice: P
     assert whole["grid"]["values"] == found.values.tolist()
     assert whole["summary"]["top"][0]["value"] == found.top(1)[0].value
     body = {"clean": PROMPT, "corrupt": OTHER, "stream": True, **given}
-    streamed = server.http.post("/v1/patch_sweep", json=body, headers={"Authorization": f"Bearer {ALICE}"})
+    streamed = server.http.post("/v1/patch_sweep", json=body, headers=bearer(ALICE))
     (summary,) = [json.loads(data) for event, data in EVENT.findall(streamed.text) if event == "summary"]
     for one in (whole, summary):
         assert min(one["grid"].pop("seconds").values()) > 0
     assert summary == whole
     for positions in ([2, " sub"], torch.tensor([2, 5]), np.array([5, 2])):
         assert alice.sweep(PROMPT, OTHER, " +", " *", positions=positions).positions == (2, 5)
-    some = alice.sweep(PROMPT, OTHER, " +", " *", positions=[2, " sub"])
-    assert some.positions == (2, 5)
+    assert alice.sweep(PROMPT, OTHER, " +", " *", sites=truth.sites[:2]).sites == truth.sites[:2]
 
     async def main() -> Any:
         async with AsyncPatchStudy(alice.base_url, ALICE) as study:
@@ -711,17 +678,6 @@ def test_a_sweep_is_refused_before_it_starts(alice: PatchStudy, given: Any, stat
     found = refusal(alice.sweep, **{"clean": PROMPT, "corrupt": OTHER, "answer": " +", "foil": " *", **given})
     assert (found.status, sentence in str(found)) == (status, True), str(found)
     assert found.param == param
-
-
-def test_a_reader_that_goes_cancels_its_sweep(server: Running) -> None:
-    body = {"clean": [5, 6] * 40, "corrupt": [6, 5] * 40, "answer": 5, "foil": 6, "stream": True}
-    headers = {"Authorization": f"Bearer {ALICE}"}
-    with server.http.stream("POST", "/v1/patch_sweep", json=body, headers=headers) as response:
-        assert next(response.iter_lines()) == "event: start"
-    until = time.monotonic() + 10
-    while server.server.sweeping or server.server.owner._jobs:
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_a_cell_is_what_the_patched_model_answers(alice: PatchStudy) -> None:
@@ -849,15 +805,13 @@ def test_health_tells_the_admin_the_last_error_and_nobody_what_was_asked() -> No
             raise ValueError(f"no place for {PROMPT}")
 
     def health(key: str | None) -> Any:
-        return one.http.get("/health", headers={} if key is None else {"Authorization": f"Bearer {key}"}).json()
+        return one.http.get("/health", headers={} if key is None else bearer(key)).json()
 
     def failed(**body: Any) -> str:
-        response = one.http.post("/v1/completions", json={"prompt": PROMPT, **body}, headers={"Authorization": f"Bearer {ALICE}"})
+        response = one.http.post("/v1/completions", json={"prompt": PROMPT, **body}, headers=bearer(ALICE))
         assert response.status_code == 422
-        until = time.monotonic() + 30
-        while (said := health(ADMIN)["last_error"]) in seen:
-            assert time.monotonic() < until
-        seen.append(said)
+        until(lambda: health(ADMIN)["last_error"] not in seen, 30)
+        seen.append(health(ADMIN)["last_error"])
         assert [health(key).get("last_error", "nothing") for key in (None, "wrong", BOB, ALICE)] == ["nothing"] * 4
         return response.json()["error"]["message"]
 
@@ -893,33 +847,6 @@ def test_a_dead_engine_ends_every_stream_with_a_reason_and_health_says_so() -> N
         found = refusal(study.complete, PROMPT)
         assert found.status == 503
         assert str(found).endswith("thread failed with SystemExit")
-
-
-def test_the_command_prints_its_address_serves_drains_and_logs_no_prompt(tmp_path: Path) -> None:
-    with serving(MODEL, tmp_path / "log", MI_ROUTE2_KEY=ALICE) as server:
-        assert server.url.startswith("http://127.0.0.1:")
-        # a client forgets an idle connection after 5 seconds: a server that closed it at that moment would cut off a request
-        idle = HTTPConnection(server.url.removeprefix("http://"))
-        for pause in (httpx.Limits().keepalive_expiry or 0.0, 0.0):
-            idle.request("GET", "/health")
-            assert idle.getresponse().read()
-            time.sleep(1.1 * pause)
-        idle.close()
-        with PatchStudy(server.url, ALICE) as study:
-            chunks = study.stream(PROMPT, max_tokens=20, ignore_eos=True)
-            first = next(chunks)
-            server.process.send_signal(signal.SIGTERM)
-            rest = list(chunks)
-        assert sum(len(one["mi_route2"]["token_ids"]) for one in (first, *rest)) == 20
-        assert server.process.wait(20) == 0
-    log = (tmp_path / "log").read_text()
-    (line,) = (line for line in map(json.loads, log.splitlines()) if line.get("path") == "/v1/completions")
-    assert line["status"] == 200
-    assert line["tokens"] == 20
-    assert line["time"]
-    assert "prompt" not in line
-    assert "task" not in log
-    assert ALICE not in log
 
 
 def test_another_address_needs_a_key() -> None:

@@ -20,10 +20,11 @@ from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
+from mi_route2.tensor_files import pack, unpack
 from mi_route2.vllm import launch
 from mi_route2.vllm.client import VllmEngine, encoded
 from mi_route2.vllm.facts import Facts
-from mi_route2.vllm.wire import KEY, Orders, pack, read, unpack, write
+from mi_route2.vllm.wire import KEY, Orders, read, write
 from mi_route2.vllm.worker import READING, Collected, WorkerExtension
 
 FACTS = Facts(
@@ -46,18 +47,8 @@ def salt(request: Request, **vectors: Vector) -> str | None:
 
 
 def test_interventions_survive_the_wire() -> None:
-    monitor = Monitor(
-        MID,
-        V,
-        0.25,
-        3.0,
-        "attenuate",
-        gates=(MID, LATER),
-        gate_rows=True,
-        adds=(Steer(LATER, V.double() / 3, 2.0),),
-        depth=0.5,
-        name="m",
-    )
+    adds = (Steer(LATER, V.double() / 3, 2.0),)
+    monitor = Monitor(MID, V, 0.25, 3.0, "attenuate", gates=(MID, LATER), gate_rows=True, adds=adds, depth=0.5, name="m")
     steering = Steering(
         base=(Steer(MID, V, 0.1),),
         prefill=(Steer(LATER, "named"),),
