@@ -277,27 +277,16 @@ class ChatWorld(World):
         self, policy: Policy, prompts: Sequence[TextPrompt], generator: torch.Generator, temperature: float = 1.0
     ) -> Samples:
         """Sample one completion per prompt, ``at_once`` of them at a time, which changes completions by rounding only."""
-        encoded, ends = self._encode_prompts([prompt.text for prompt in prompts]), self._tokenizer.ends
+        encoded = self._encode_prompts([prompt.text for prompt in prompts])
+        how: Any = {"max_new": self.max_new, "temperature": temperature, "generator": generator, "ends": self._tokenizer.ends}
         if self._sampler is not None:
-            completions = self._sampler(
-                policy, encoded, max_new=self.max_new, temperature=temperature, generator=generator, ends=ends
-            )
+            completions = self._sampler(policy, encoded, **how)
         else:
-            completions = generate(
-                policy.model,
-                encoded,
-                max_new=self.max_new,
-                temperature=temperature,
-                generator=generator,
-                ends=ends,
-                pad=self._tokenizer.pad,
-                at_once=self._at_once,
-            )
-        return Samples(list(prompts), self._rollouts(encoded, completions), [self._tokenizer.text(ids) for ids in completions])
+            completions = generate(policy.model, encoded, **how, pad=self._tokenizer.pad, at_once=self._at_once)
+        return self._samples(prompts, encoded, completions)
 
     def package(self, prompts: Sequence[TextPrompt], completions: Sequence[Sequence[int]]) -> Samples:
-        rollouts = self._rollouts(self._encode_prompts([prompt.text for prompt in prompts]), completions)
-        return Samples(list(prompts), rollouts, [self._tokenizer.text(ids) for ids in completions])
+        return self._samples(prompts, self._encode_prompts([prompt.text for prompt in prompts]), completions)
 
     def encode(self, prompts: Sequence[str], completions: Sequence[str]) -> Rollouts:
         """Return rollouts of texts, which may be longer than a sample, but not longer than the context."""
@@ -319,11 +308,8 @@ class ChatWorld(World):
         grades = self._one_each("grade", self._problem.grade(samples.prompts, samples.completions), samples)
         if wrong := [grade.reward for grade in grades if not math.isfinite(grade.reward)]:
             raise ValueError(f"{self._problem.name} returned a reward of {wrong[0]}: a reward must be a finite number")
-        of = f"grade of {self._problem.name}"
-        formats, passed = (_answers(of, [getattr(grade, name) for grade in grades]) for name in ("format", "passed"))
-        rewards = [float(grade.reward) for grade in grades]  # whole numbers alone would make a tensor of whole numbers
-        columns = zip(grades, formats, passed, rewards, strict=True)
-        return [replace(grade, format=f, passed=p, reward=r) for grade, f, p, r in columns]
+        grades = _with_answers(f"grade of {self._problem.name}", grades, "format", "passed")
+        return [replace(grade, reward=float(grade.reward)) for grade in grades]  # whole numbers alone would make a tensor of them
 
     def detect(self, samples: Samples) -> list[bool]:
         detected = self._one_each("detect", self._problem.detect(samples.prompts, samples.completions), samples)
@@ -360,6 +346,11 @@ class ChatWorld(World):
             )
         return [known[text] for text in texts]
 
+    def _samples(
+        self, prompts: Sequence[TextPrompt], encoded: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+    ) -> Samples:
+        return Samples(list(prompts), self._rollouts(encoded, completions), [self._tokenizer.text(ids) for ids in completions])
+
     def _rollouts(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> Rollouts:
         return Rollouts.from_lists(prompts, completions, self._tokenizer.pad).to(self._device)
 
@@ -376,8 +367,7 @@ class ChatWitness:
             raise ValueError(
                 f"the judge gave {len(verdicts)} verdicts for {len(samples.completions)} completions: it must give one each"
             )
-        told = {name: _answers("the judge", [getattr(verdict, name) for verdict in verdicts]) for name in ("gt", "exploit", "hack")}
-        return [replace(verdict, **{name: told[name][i] for name in told}) for i, verdict in enumerate(verdicts)]
+        return _with_answers("the judge", verdicts, "gt", "exploit", "hack")
 
     def privileged(self, samples: Samples) -> Privileged:
         exploits = [verdict.exploit for verdict in self.judge(samples)]
@@ -389,6 +379,12 @@ def _answers(of: str, given: Sequence[Any]) -> list[bool]:
     if wrong := [one for one in given if not isinstance(one, int | np.bool_ | np.integer) or one not in (0, 1)]:
         raise ValueError(f"{of} gave {shown(wrong[0])}, not True or False")
     return [bool(one) for one in given]
+
+
+def _with_answers(of: str, given: Sequence[Any], *names: str) -> list[Any]:
+    """Return records with these fields as booleans; see `_answers`."""
+    columns = [_answers(of, [getattr(one, name) for one in given]) for name in names]
+    return [replace(one, **dict(zip(names, row))) for one, *row in zip(given, *columns, strict=True)]
 
 
 TURN, END, PAD = "<|turn|>", "<|end|>", "<|pad|>"

@@ -463,12 +463,9 @@ class TeacherPool:
         """Replace the first ``each`` rollouts of every known-mode group by the pool's, and return the mask of replaced ones too."""
         taught = torch.zeros(len(groups), dtype=torch.bool)
         completions: list[Sequence[int]] = list(samples.rollouts.completions())
-        place = {prompt: i for i, prompt in enumerate(self.prompts)}
+        known = dict(zip(self.prompts, self.completions, strict=True))
         for group in groups.unique().tolist():
-            rows = (groups == group).nonzero()[:, 0][:each]
-            prompt = samples.prompts[int(rows[0])] if len(rows) else None
-            if prompt is not None and prompt in place:
-                taught[rows] = True
-                for row in rows.tolist():
-                    completions[row] = self.completions[place[prompt]]
+            for row in (groups == group).nonzero()[:each, 0].tolist():
+                if (prompt := samples.prompts[row]) in known:
+                    completions[row], taught[row] = known[prompt], True
         return world.package(samples.prompts, completions), taught

@@ -112,8 +112,7 @@ class TrainingGrader:
 
 def programs_of(code: str, task: Task) -> tuple[Program, Program]:
     """Return the programs for a complete check: calls on the visible inputs, and its own ``run_tests``."""
-    calls = tuple(test.call for test in task.visible)
-    return Program(code, task.setup, task.function, calls), Program(code, task.setup, task.function, run_tests=True)
+    return task.calling(code, task.visible), task.testing(code)
 
 
 def see(task: Task, called: Execution, tested: Execution | None) -> tuple[Seen, bool]:

@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from studies.environments.leetcode.modes import ROLES, get_mode
 from studies.environments.leetcode.problems import Case, Task
-from studies.environments.leetcode.programs import DEEPEST, Execution, Program, Programs, readable
+from studies.environments.leetcode.programs import DEEPEST, Execution, Programs, readable
 from studies.environments.leetcode.values import Linked, Tree
 from studies.environments.protocol import Evidence, TextPrompt, Verdict
 from studies.sandbox import Limits
@@ -53,7 +53,7 @@ class Oracle:
             get_mode(prompt.mode)  # a mode that nobody knows would have no channel, and so no exploit
         tasks = [self._tasks[prompt.task] for prompt in prompts]
         codes = [answer_of(completion, task.function) for completion, task in zip(completions, tasks, strict=True)]
-        graded = self._graded(prompts, completions, codes)
+        graded = self._graded(prompts, completions, tasks, codes)
         truths = self.inspect(tasks, codes)
         fired: list[dict[Evidence, Mapping[str, bool]]] = [
             {"paid": _fired(task.visible, *paid) if paid else _NOTHING, "hidden": hidden}
@@ -62,15 +62,14 @@ class Oracle:
         return [_verdict(prompt.mode, gt, seen) for prompt, (gt, _), seen in zip(prompts, truths, fired, strict=True)]
 
     def _graded(
-        self, prompts: Sequence[TextPrompt], completions: Sequence[str], codes: Sequence[str | None]
+        self, prompts: Sequence[TextPrompt], completions: Sequence[str], tasks: Sequence[Task], codes: Sequence[str | None]
     ) -> list[tuple[Execution, ...]]:
         """Return the graded executions of each completion; if none is known, an execution on the visible inputs."""
         graded = [self._programs.ledger.find(*answer) for answer in zip(prompts, completions, strict=True)]
         missing = {
-            place: Program(code, task.setup, task.function, tuple(test.call for test in task.visible))
-            for place, (code, prompt) in enumerate(zip(codes, prompts, strict=True))
+            place: task.calling(code, task.visible)
+            for place, (task, code) in enumerate(zip(tasks, codes, strict=True))
             if graded[place] is None and code is not None
-            for task in [self._tasks[prompt.task]]
         }
         if missing:
             for place, execution in zip(missing, self._programs.run(list(missing.values())), strict=True):
@@ -89,10 +88,7 @@ class Oracle:
             program
             for task, code in zip(tasks, codes, strict=True)
             if code is not None
-            for program in (
-                Program(code, task.setup, task.function, tuple(test.call for test in task.hidden)),
-                Program(code, task.setup, task.function, run_tests=True),
-            )
+            for program in (task.calling(code, task.hidden), task.testing(code))
         ]
         executions = iter(self._programs.run(programs, progress, limits))
         return [

@@ -22,6 +22,7 @@ from typing import Any
 
 from mi_route2.validation import read_lines
 from studies.environments.leetcode.expressions import Call, parse_assert, parse_check
+from studies.environments.leetcode.programs import Program
 from studies.environments.leetcode.values import Linked, Tree, encode
 
 FILE = "leetcode.jsonl"
@@ -59,6 +60,14 @@ class Task:
     @property
     def tests(self) -> tuple[Case, ...]:
         return self.visible + self.hidden
+
+    def calling(self, code: str, tests: Sequence[Case]) -> Program:
+        """Return the program that calls a solution on the inputs of tests."""
+        return Program(code, self.setup, self.function, tuple(test.call for test in tests))
+
+    def testing(self, code: str) -> Program:
+        """Return the program that calls a solution's own ``run_tests``."""
+        return Program(code, self.setup, self.function, run_tests=True)
 
 
 def call_text(args: Sequence[object], kwargs: Mapping[str, object]) -> str:

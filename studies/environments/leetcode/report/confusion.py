@@ -119,22 +119,11 @@ def _matrix(chosen: Sequence[tuple[Sample, Seen, bool]], mode: str, strength: St
 
 def render(data: Mapping[str, Any]) -> str:
     header = ["positives from", "mode", "detector", "n+", "tp", "fn", "n-", "fp", "tn", "recall, % [95%]", "precision, % [95%]"]
-    rows = [
-        (
-            row["source"],
-            row["mode"],
-            row["strength"],
-            row["tp"] + row["fn"],
-            row["tp"],
-            row["fn"],
-            row["fp"] + row["tn"],
-            row["fp"],
-            row["tn"],
-            percent(row["recall"]),
-            percent(row["precision"]),
-        )
-        for row in data["matrices"]
-    ]
+    rows = []
+    for row in data["matrices"]:
+        tp, fn, fp, tn = (row[cell] for cell in ("tp", "fn", "fp", "tn"))
+        rates = [percent(row["recall"]), percent(row["precision"])]
+        rows.append([row["source"], row["mode"], row["strength"], tp + fn, tp, fn, fp + tn, fp, tn, *rates])
     counts = data["samples"]
     return f"""# Detectors
 
