@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM, Mamb
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, generate, make_tiny_model, make_tokenizer, warm_up
-from studies.environments.protocol import Judge, Modes, Pair, Problem, TextPrompt, TrainingGrade
+from studies.environments.protocol import Judge, Modes, Pair, Problem, Samples, TextPrompt, TrainingGrade
 
 
 @pytest.fixture(scope="module")
@@ -355,40 +355,41 @@ class Broken(Parity):
         return Lazy()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ("NaN", "broken returned a reward of nan: a reward must be a finite number"),
-        ("grades", "grade of broken gave 1 answers for 2 completions"),
-        ("detections", "detect of broken gave 0 answers for 2 completions"),
-        ("pairs", "broken gave 2 hack pairs, not 3: choose pairs=2"),
-        ("same", "broken gave a hack pair whose two sides are the same text"),
-        ("verdicts", "the judge gave 1 verdicts for 2 completions"),
-        ("counts", "detect of broken gave 2, not True or False"),
-        ("formats", "grade of broken gave 'yes', not True or False"),
-        ("words", "the judge gave 'no', not True or False"),
-        ("mode", r"returned a prompt of \('.*', 'none'\)"),
-    ],
-)
-def test_what_a_problem_gives_is_checked_where_it_comes_in(folder: Path, wrong: str, sentence: str) -> None:
+def broken(folder: Path, wrong: str) -> tuple[ChatWorld, ChatWitness, Samples]:
+    """A world and a witness of such a problem, and two samples."""
     problem = Broken(wrong)
     world = ChatWorld(problem, ChatTokenizer(folder, ""), max_new=8, context=256)
     prompts = [TextPrompt(task, "none", task) for task in problem.tasks("train")[:2]]
-    samples = world.package(prompts, [[5, 1], [6, 1]])
-    asked: dict[str, Callable[[], object]] = {
-        "NaN": lambda: world.rewards(samples),
-        "grades": lambda: world.grades(samples),
-        "detections": lambda: world.detect(samples),
-        "counts": lambda: world.detect(samples),
-        "formats": lambda: world.grades(samples),
-        "pairs": lambda: world.make_pairs(0, 3, "hack"),
-        "same": lambda: world.make_pairs(0, 3, "hack"),
-        "verdicts": lambda: ChatWitness(world, problem.judge()).judge(samples),
-        "words": lambda: ChatWitness(world, problem.judge()).judge(samples),
-        "mode": lambda: [world.prompt(task, mode) for task in world.tasks("train") for mode in world.modes.names],
-    }
+    return world, ChatWitness(world, problem.judge()), world.package(prompts, [[5, 1], [6, 1]])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ask", "sentence"),
+    [
+        ("NaN", ChatWorld.rewards, "broken returned a reward of nan: a reward must be a finite number"),
+        ("grades", ChatWorld.grades, "grade of broken gave 1 answers for 2 completions"),
+        ("formats", ChatWorld.grades, "grade of broken gave 'yes', not True or False"),
+        ("detections", ChatWorld.detect, "detect of broken gave 0 answers for 2 completions"),
+        ("counts", ChatWorld.detect, "detect of broken gave 2, not True or False"),
+        ("pairs", lambda world, _: world.make_pairs(0, 3, "hack"), "broken gave 2 hack pairs, not 3: choose pairs=2"),
+        ("same", lambda world, _: world.make_pairs(0, 3, "hack"), "broken gave a hack pair whose two sides are the same text"),
+        ("mode", lambda world, _: world.prompt(world.tasks("train")[-1], "confidence"), r"returned a prompt of \('.*', 'none'\)"),
+    ],
+)
+def test_what_a_problem_gives_is_checked_where_it_comes_in(folder: Path, wrong: str, ask: Callable, sentence: str) -> None:
+    world, _, samples = broken(folder, wrong)
     with pytest.raises(ValueError, match=sentence):
-        asked[wrong]()
+        ask(world, samples)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [("verdicts", "the judge gave 1 verdicts for 2 completions"), ("words", "the judge gave 'no', not True or False")],
+)
+def test_what_a_judge_gives_is_checked(folder: Path, wrong: str, sentence: str) -> None:
+    _, witness, samples = broken(folder, wrong)
+    with pytest.raises(ValueError, match=sentence):
+        witness.judge(samples)
 
 
 @pytest.mark.parametrize("known", ["last_word", ["last_word"], ("last_word", 3)])
@@ -399,18 +400,14 @@ def test_modes_are_names_in_a_tuple(known: Any) -> None:
 
 
 def test_rewards_that_are_whole_numbers_are_trained_on(folder: Path) -> None:
-    problem = Broken("whole")
-    world = ChatWorld(problem, ChatTokenizer(folder, ""), max_new=8, context=256)
-    samples = world.package([problem.prompt(task, "none") for task in problem.tasks("train")[:2]], [[5, 1], [6, 1]])
+    world, _, samples = broken(folder, "whole")
     assert world.rewards(samples).dtype == torch.float32
 
 
 def test_answers_of_numpy_are_answers(folder: Path) -> None:
-    problem = Broken("numpy")
-    world = ChatWorld(problem, ChatTokenizer(folder, ""), max_new=8, context=256)
-    samples = world.package([problem.prompt(task, "none") for task in problem.tasks("train")[:2]], [[5, 1], [6, 1]])
+    world, witness, samples = broken(folder, "numpy")
     assert all(found is True for found in world.detect(samples))
-    assert all(verdict.gt is False for verdict in ChatWitness(world, problem.judge()).judge(samples))
+    assert all(verdict.gt is False for verdict in witness.judge(samples))
 
 
 def test_a_model_that_forgets_its_prompt_or_cannot_drop_rows_is_refused(model: torch.nn.Module) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, Outcome
-from studies.sandbox.checks import honest_program_works
 
 pytestmark = pytest.mark.process
 
@@ -60,9 +59,6 @@ def test_what_the_driver_returns_comes_back_in_order(jail: Jail) -> None:
     }
     assert all(type(a.reply) is type(b) for a, b in zip(outcomes, values * 3, strict=True))
     assert all(outcome.cpu_seconds > 0 and 0 < outcome.seconds < 5 and outcome.peak_memory > MIB for outcome in outcomes)
-
-
-def test_no_payloads_no_outcomes(jail: Jail) -> None:
     assert jail.run([]) == []
 
 
@@ -492,17 +488,6 @@ def test_hung_jobs_delay_the_others_by_no_more_than_their_own_limit(driver: Path
     assert took < 3 * 1.0 + 2.0
 
 
-def test_a_lone_hung_job_delays_nobody(driver: Path) -> None:
-    quick, hung = {"code": "import time\nresult = time.monotonic()"}, {"code": "import time\ntime.sleep(60)"}
-    hangs = 6.0  # as long as thirty quick jobs may take on a machine with much else to do
-    with Jail(driver, limits=Limits(seconds=hangs)) as jail:
-        jail.run([quick] * 2)
-        start = time.monotonic()
-        outcomes = jail.run([hung, *[quick] * 30])
-    assert outcomes[0].status == "timeout"
-    assert max(outcome.reply for outcome in outcomes[1:]) - start < hangs
-
-
 # what a candidate can do --------------------------------------------------------------------------------------------------------
 
 HONEST = """
@@ -608,11 +593,6 @@ def test_honest_programs_work(jail: Jail) -> None:
     programs["modules"] = f"import importlib\nfor name in {DEFAULT_MODULES!r}: importlib.import_module(name)\nresult = True"
     outcomes = dict(zip(programs, jail.run([{"code": code} for code in programs.values()]), strict=True))
     assert {name: o.stderr.decode() or o.status for name, o in outcomes.items() if o.reply is not True} == {}
-
-
-def test_the_self_check_s_honest_program_works(driver: Path) -> None:
-    with Jail(driver, workers=1) as jail:
-        assert honest_program_works(jail)
 
 
 REFUSED = {
