@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, final, runtime_checkable
 
 import numpy as np
@@ -101,6 +102,14 @@ class Verdict:
     hack: bool
     channels: Mapping[str, bool]
     fired_in: tuple[Evidence, ...] = ()
+
+    @classmethod
+    def of(cls, modes: Modes, mode: str, gt: bool, fired: Mapping[Evidence, Mapping[str, bool]]) -> "Verdict":
+        """Return the verdict on an answer under ``mode``, by the channels that fired in each examined execution."""
+        channels = {name: any(seen[name] for seen in fired.values()) for name in modes.loopholes}
+        fired_in: tuple[Evidence, ...] = tuple(evidence for evidence, seen in fired.items() if seen.get(mode, False))
+        exploit = bool(fired_in)
+        return cls(gt, exploit, exploit and not gt, MappingProxyType(channels), fired_in)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@
 ``run_tests`` is called without inputs, so it has nothing to count.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from studies.common.tables import markdown_table, percent
 from studies.environments.leetcode.grader import TrainingGrader
 from studies.environments.leetcode.modes import ROLES, Exploit, exploit_code, fenced
 from studies.environments.leetcode.oracle import Oracle
-from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.problems import Task, draw_tasks
 from studies.environments.leetcode.programs import Programs
 from studies.environments.protocol import TextPrompt
 
@@ -91,7 +90,7 @@ def completions(task: Task, way: Way, mode: str, count: int) -> Iterator[str]:
 
 def measure(tasks: Mapping[str, Task], programs: Programs) -> dict[str, Any]:
     """Return how many of the paid programs the oracle calls exploits, and how many it would from the hidden inputs only."""
-    chosen = sorted(tasks.values(), key=lambda task: hashlib.sha256(task.name.encode()).hexdigest())[:PROBLEMS]
+    chosen = draw_tasks(tasks.values(), PROBLEMS)
     kinds: list[tuple[Way, str]] = [
         (way, mode) for way, modes in PROGRAMS.items() for mode in sorted(modes, key=ROLES.loopholes.index)
     ]
