@@ -237,22 +237,20 @@ REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System ro
 FORGETS = TURNS.replace("in messages", "in messages if m['role'] == 'user'")
 
 
-@pytest.mark.parametrize("template", [REFUSES, FORGETS])
-def test_a_template_without_a_system_s_message_has_it_before_the_question(variant: Callable[..., Path], template: str) -> None:
-    tokenizer = ChatTokenizer(variant(template), "Be short.")
-    asked = tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?"))
-    assert asked.startswith("<|turn|>user\nBe short.\n\nIs 3 odd?<|end|>\n<|turn|>assistant")
-
-
-def test_a_template_that_has_one_is_used_as_it_is(variant: Callable[..., Path]) -> None:
-    tokenizer = ChatTokenizer(variant(TURNS), "Be short.")
-    asked = tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?"))
-    assert asked.startswith("<|turn|>system\nBe short.<|end|>\n<|turn|>user\nIs 3 odd?<|end|>\n")
-
-
-def test_a_tokenizer_without_a_template_is_given_plain_text(variant: Callable[..., Path]) -> None:
-    tokenizer = ChatTokenizer(variant(files={"chat_template.jinja": None}), "Be short.")
-    assert tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?")) == "Be short.\n\nIs 3 odd?\n\n"
+@pytest.mark.parametrize(
+    ("template", "asked"),
+    [
+        (TURNS, "<|turn|>system\nBe short.<|end|>\n<|turn|>user\nIs 3 odd?<|end|>\n<|turn|>assistant"),
+        (REFUSES, "<|turn|>user\nBe short.\n\nIs 3 odd?<|end|>\n<|turn|>assistant"),
+        (FORGETS, "<|turn|>user\nBe short.\n\nIs 3 odd?<|end|>\n<|turn|>assistant"),
+        (None, "Be short.\n\nIs 3 odd?\n\n"),
+    ],
+)
+def test_a_system_s_message_is_where_the_template_has_it_or_before_the_question(
+    variant: Callable[..., Path], template: str | None, asked: str
+) -> None:
+    tokenizer = ChatTokenizer(variant(files={"chat_template.jinja": template}), "Be short.")
+    assert tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?")) == asked
 
 
 def test_a_plain_prompt_has_no_end_token_though_the_tokenizer_writes_one(variant: Callable[..., Path]) -> None:
