@@ -158,31 +158,18 @@ def test_an_interrupt_of_the_whole_terminal_leaves_nothing(home: Path) -> None:
     assert folders(home) == []
 
 
-def server_of(folder: Path) -> int:
-    """The server of this process that works in a folder: the parent of the child whose current folder lies in it."""
-    for pid in descendants(os.getpid()):
-        try:
-            status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            inside = any(os.readlink(f"/proc/{pid}/{name}").startswith(str(folder)) for name in ("cwd", "root"))
-        except OSError:
-            continue
-        if inside:
-            return int(status[1])
-    raise AssertionError(f"nobody works in {folder}")
-
-
-def kill_server_of_sleeper(home: Path, times: int) -> None:
+def kill_server_of_sleeper(jail: Jail, home: Path, times: int) -> None:
     for _ in range(times):
-        eventually(lambda: busy(home))
-        (folder,) = busy(home)
-        os.kill(server_of(folder), signal.SIGKILL)
+        (folder,) = eventually(lambda: busy(home))
+        (server,) = [worker.pid for worker in jail._pool.workers if worker._home == folder]
+        os.kill(server, signal.SIGKILL)
         eventually(lambda folder=folder: not folder.exists())
 
 
 def test_a_killed_server_is_replaced_and_its_job_repeated(home: Path) -> None:
     once = {"code": "import time\nopen('here', 'w').close()\ntime.sleep(0.8)\nresult = 'again'"}
     with Jail(DRIVER) as jail:
-        killer = later(lambda: kill_server_of_sleeper(home, 1))
+        killer = later(lambda: kill_server_of_sleeper(jail, home, 1))
         outcomes = jail.run([QUICK, once, *[QUICK] * 8])
         killer.join()
         assert [outcome.reply for outcome in outcomes] == [1, "again", *[1] * 8]
@@ -192,7 +179,7 @@ def test_a_killed_server_is_replaced_and_its_job_repeated(home: Path) -> None:
 
 def test_a_job_that_costs_two_servers_is_reported_and_no_other_suffers(home: Path) -> None:
     with Jail(DRIVER, limits=Limits(seconds=30.0)) as jail:
-        killer = later(lambda: kill_server_of_sleeper(home, 2))
+        killer = later(lambda: kill_server_of_sleeper(jail, home, 2))
         outcomes = jail.run([QUICK, SLEEP, *[QUICK] * 8])
         killer.join()
     assert [(outcome.status, outcome.reply) for outcome in outcomes] == [("replied", 1), ("signalled", None), *[("replied", 1)] * 8]
