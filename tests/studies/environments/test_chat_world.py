@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_said(world: ChatWorld, folder: Path, tmp_path: Pat
 def test_a_model_that_one_has_is_warmed_up_in_its_own_type_and_left_as_it_is(folder: Path, tmp_path: Path) -> None:
     start = tmp_path / "start"
     AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(start)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("tokenizer.json", "tokenizer_config.json", TEMPLATE):
         shutil.copy(folder / name, start / name)
     before = {path.name: path.read_bytes() for path in start.iterdir()}
     losses = [warm_up(Parity(), start, tmp_path / f"{n}", steps=n, max_new=16, lr=3e-3, progress=False) for n in (1, 40)]
@@ -213,17 +213,15 @@ def test_a_tokenizer_keeps_every_text() -> None:
 
 @pytest.fixture
 def variant(folder: Path, tmp_path: Path) -> Callable[..., Path]:
-    """The checkpoint with another chat template, other words in its tokenizer's config, or other files."""
+    """The checkpoint with other words in its tokenizer's config, or other files."""
 
-    def make(template: str | None = None, files: dict[str, str | None] | None = None, **config: Any) -> Path:
+    def make(files: dict[str, str | None], **config: Any) -> Path:
         made = tmp_path / "variant"
         shutil.copytree(folder, made)
-        if template is not None:
-            (made / "chat_template.jinja").write_text(template)
         if config:
             path = made / "tokenizer_config.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | config))
-        for name, text in (files or {}).items():
+        for name, text in files.items():
             (made / name).unlink(missing_ok=True)
             if text is not None:
                 (made / name).write_text(text)
@@ -232,6 +230,7 @@ def variant(folder: Path, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+TEMPLATE = "chat_template.jinja"
 TURNS = "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n{% endfor %}<|turn|>assistant\n"
 REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TURNS
 FORGETS = TURNS.replace("in messages", "in messages if m['role'] == 'user'")
@@ -249,13 +248,13 @@ FORGETS = TURNS.replace("in messages", "in messages if m['role'] == 'user'")
 def test_a_system_s_message_is_where_the_template_has_it_or_before_the_question(
     variant: Callable[..., Path], template: str | None, asked: str
 ) -> None:
-    tokenizer = ChatTokenizer(variant(files={"chat_template.jinja": template}), "Be short.")
+    tokenizer = ChatTokenizer(variant({TEMPLATE: template}), "Be short.")
     assert tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?")) == asked
 
 
 def test_a_plain_prompt_has_no_end_token_though_the_tokenizer_writes_one(variant: Callable[..., Path]) -> None:
     """A model would take what comes after an end for another text."""
-    made = variant(files={"chat_template.jinja": None})
+    made = variant({TEMPLATE: None})
     described = json.loads((made / "tokenizer.json").read_text())
     piece, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|end|>", "type_id": 0}}
     described["post_processor"] = {
@@ -271,30 +270,29 @@ def test_a_plain_prompt_has_no_end_token_though_the_tokenizer_writes_one(variant
 
 def test_what_is_missing_is_taken_from_elsewhere(variant: Callable[..., Path]) -> None:
     """No padding token, and an end that the generation config alone knows."""
-    tokenizer = ChatTokenizer(
-        variant(pad_token=None, eos_token=None, files={"generation_config.json": '{"eos_token_id": [2, 1]}'}), ""
-    )
+    made = variant({"generation_config.json": '{"eos_token_id": [2, 1]}'}, pad_token=None, eos_token=None)
+    tokenizer = ChatTokenizer(made, "")
     assert (tokenizer.ends, tokenizer.pad) == ((2, 1), 2)
 
 
 @pytest.mark.parametrize(
-    ("template", "config", "files", "sentence"),
+    ("file", "text", "config", "sentence"),
     [
-        ("{% for m in", {}, {}, "the chat template of this tokenizer cannot be used"),
-        ("{{ nothing.there }}", {}, {}, "the chat template of this tokenizer cannot be used"),
-        ("Hello.", {}, {}, "does not write the user's message"),
-        (None, {}, {"tokenizer.json": "{}"}, "has no tokenizer that can be read"),
-        (None, {}, {"tokenizer.json": None}, "has no tokenizer that can be read"),
-        (None, {"eos_token": None}, {"generation_config.json": None}, "has no end token"),
-        (None, {}, {"generation_config.json": "{"}, "generation_config.json cannot be read"),
-        (None, {}, {"generation_config.json": '{"eos_token_id": "x"}'}, "generation_config.json cannot be read"),
+        (TEMPLATE, "{% for m in", {}, "the chat template of this tokenizer cannot be used"),
+        (TEMPLATE, "{{ nothing.there }}", {}, "the chat template of this tokenizer cannot be used"),
+        (TEMPLATE, "Hello.", {}, "does not write the user's message"),
+        ("tokenizer.json", "{}", {}, "has no tokenizer that can be read"),
+        ("tokenizer.json", None, {}, "has no tokenizer that can be read"),
+        ("generation_config.json", None, {"eos_token": None}, "has no end token"),
+        ("generation_config.json", "{", {}, "generation_config.json cannot be read"),
+        ("generation_config.json", '{"eos_token_id": "x"}', {}, "generation_config.json cannot be read"),
     ],
 )
 def test_a_tokenizer_that_cannot_ask_is_refused(
-    variant: Callable[..., Path], template: str | None, config: dict[str, Any], files: dict[str, str | None], sentence: str
+    variant: Callable[..., Path], file: str, text: str | None, config: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence) as caught:
-        ChatTokenizer(variant(template, files, **config), "Be short.")
+        ChatTokenizer(variant({file: text}, **config), "Be short.")
     assert len(str(caught.value).splitlines()) == 1
 
 
