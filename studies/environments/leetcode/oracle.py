@@ -228,11 +228,7 @@ def _leaves(value: object) -> Iterator[tuple[str, object]]:
 
 def _order(member: object) -> list[tuple[str, str]]:
     """Return a sort key of members of a set, or of a dict's keys, in which an int and the equal float have the same place."""
-    entries = []
-    for kind, leaf in _leaves(member):
-        whole = isinstance(leaf, float) and leaf.is_integer()
-        entries.append((kind, repr(int(leaf)) if whole and isinstance(leaf, float) else repr(leaf)))
-    return entries
+    return [(kind, repr(int(leaf) if isinstance(leaf, float) and leaf.is_integer() else leaf)) for kind, leaf in _leaves(member)]
 
 
 def _leaf_agrees(expected: object, value: object) -> bool:

@@ -283,9 +283,7 @@ class Prompt:
     @property
     def tokens(self) -> tuple[str, ...]:
         """The 10 tokens of the prompt, `<bos>` first."""
-        task = self.task
-        first = (word_token(task.op1), constant_token(task.k1))
-        second = (word_token(task.op2), constant_token(task.k2))
+        first, second = ((word_token(op), constant_token(k)) for op, k in self.task.steps)
         return (BOS, PROMPT_TASK, *first, PROMPT_THEN, *second, PROMPT_GRADER, *get_mode(self.mode).hint)
 
     @property
