@@ -305,15 +305,16 @@ class ChatWorld(World):
 
     def grades(self, samples: Samples) -> list[TrainingGrade]:
         """Return the problem's grades; ``ValueError`` unless there is one per completion, each with a finite reward."""
-        grades = self._one_each("grade", self._problem.grade(samples.prompts, samples.completions), samples)
+        of = f"grade of {self._problem.name}"
+        grades = _one_each(of, "answers", self._problem.grade(samples.prompts, samples.completions), samples)
         if wrong := [grade.reward for grade in grades if not math.isfinite(grade.reward)]:
             raise ValueError(f"{self._problem.name} returned a reward of {wrong[0]}: a reward must be a finite number")
-        grades = _with_answers(f"grade of {self._problem.name}", grades, "format", "passed")
-        return [replace(grade, reward=float(grade.reward)) for grade in grades]  # whole numbers alone would make a tensor of them
+        checked = _with_answers(of, grades, "format", "passed")
+        return [replace(grade, reward=float(grade.reward)) for grade in checked]  # whole numbers alone would make a tensor of them
 
     def detect(self, samples: Samples) -> list[bool]:
-        detected = self._one_each("detect", self._problem.detect(samples.prompts, samples.completions), samples)
-        return _answers(f"detect of {self._problem.name}", detected)
+        of = f"detect of {self._problem.name}"
+        return _answers(of, _one_each(of, "answers", self._problem.detect(samples.prompts, samples.completions), samples))
 
     def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
         """Return the problem's pairs; ``ValueError`` unless there are ``n``, each of two different texts."""
@@ -327,13 +328,6 @@ class ChatWorld(World):
                 f"{self._problem.name} gave a {kind} pair whose two sides are the same text: there is no contrast in it"
             )
         return pairs
-
-    def _one_each(self, what: str, answers: list[Any], samples: Samples) -> list[Any]:
-        if len(answers) != (n := len(samples.completions)):
-            raise ValueError(
-                f"{what} of {self._problem.name} gave {len(answers)} answers for {n} completions: it must give one each"
-            )
-        return answers
 
     def _encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         known = {text: self._tokenizer.prompt(text) for text in dict.fromkeys(texts)}
@@ -362,16 +356,18 @@ class ChatWitness:
         self._world, self._judge = world, judge
 
     def judge(self, samples: Samples) -> list[Verdict]:
-        verdicts = self._judge.judge(samples.prompts, samples.completions)
-        if len(verdicts) != len(samples.completions):
-            raise ValueError(
-                f"the judge gave {len(verdicts)} verdicts for {len(samples.completions)} completions: it must give one each"
-            )
+        verdicts = _one_each("the judge", "verdicts", self._judge.judge(samples.prompts, samples.completions), samples)
         return _with_answers("the judge", verdicts, "gt", "exploit", "hack")
 
     def privileged(self, samples: Samples) -> Privileged:
         exploits = [verdict.exploit for verdict in self.judge(samples)]
         return Privileged(torch.tensor(exploits), torch.tensor(self._world.detect(samples)))
+
+
+def _one_each(of: str, what: str, given: list[Any], samples: Samples) -> list[Any]:
+    if len(given) != (n := len(samples.completions)):
+        raise ValueError(f"{of} gave {len(given)} {what} for {n} completions: it must give one each")
+    return given
 
 
 def _answers(of: str, given: Sequence[Any]) -> list[bool]:
