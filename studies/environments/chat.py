@@ -309,8 +309,8 @@ class ChatWorld(World):
         grades = _one_each(of, "answers", self._problem.grade(samples.prompts, samples.completions), samples)
         if wrong := [grade.reward for grade in grades if not math.isfinite(grade.reward)]:
             raise ValueError(f"{self._problem.name} returned a reward of {wrong[0]}: a reward must be a finite number")
-        checked = _with_answers(of, grades, "format", "passed")
-        return [replace(grade, reward=float(grade.reward)) for grade in checked]  # whole numbers alone would make a tensor of them
+        rewards = [float(grade.reward) for grade in grades]  # whole numbers alone would make a tensor of whole numbers
+        return _with_answers(of, grades, "format", "passed", reward=rewards)
 
     def detect(self, samples: Samples) -> list[bool]:
         of = f"detect of {self._problem.name}"
@@ -377,10 +377,10 @@ def _answers(of: str, given: Sequence[Any]) -> list[bool]:
     return [bool(one) for one in given]
 
 
-def _with_answers(of: str, given: Sequence[Any], *names: str) -> list[Any]:
-    """Return records with these fields as booleans; see `_answers`."""
-    columns = [_answers(of, [getattr(one, name) for one in given]) for name in names]
-    return [replace(one, **dict(zip(names, row))) for one, *row in zip(given, *columns, strict=True)]
+def _with_answers(of: str, given: Sequence[Any], *names: str, **columns: Sequence[Any]) -> list[Any]:
+    """Return records with these fields as booleans, see `_answers`, and the columns as other fields."""
+    columns |= {name: _answers(of, [getattr(one, name) for one in given]) for name in names}
+    return [replace(one, **{name: column[i] for name, column in columns.items()}) for i, one in enumerate(given)]
 
 
 TURN, END, PAD = "<|turn|>", "<|end|>", "<|pad|>"
