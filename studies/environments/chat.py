@@ -277,27 +277,16 @@ class ChatWorld(World):
         self, policy: Policy, prompts: Sequence[TextPrompt], generator: torch.Generator, temperature: float = 1.0
     ) -> Samples:
         """Sample one completion per prompt, ``at_once`` of them at a time, which changes completions by rounding only."""
-        encoded, ends = self._encode_prompts([prompt.text for prompt in prompts]), self._tokenizer.ends
+        encoded = self._encode_prompts([prompt.text for prompt in prompts])
+        how: Any = {"max_new": self.max_new, "temperature": temperature, "generator": generator, "ends": self._tokenizer.ends}
         if self._sampler is not None:
-            completions = self._sampler(
-                policy, encoded, max_new=self.max_new, temperature=temperature, generator=generator, ends=ends
-            )
+            completions = self._sampler(policy, encoded, **how)
         else:
-            completions = generate(
-                policy.model,
-                encoded,
-                max_new=self.max_new,
-                temperature=temperature,
-                generator=generator,
-                ends=ends,
-                pad=self._tokenizer.pad,
-                at_once=self._at_once,
-            )
-        return Samples(list(prompts), self._rollouts(encoded, completions), [self._tokenizer.text(ids) for ids in completions])
+            completions = generate(policy.model, encoded, **how, pad=self._tokenizer.pad, at_once=self._at_once)
+        return self._samples(prompts, encoded, completions)
 
     def package(self, prompts: Sequence[TextPrompt], completions: Sequence[Sequence[int]]) -> Samples:
-        rollouts = self._rollouts(self._encode_prompts([prompt.text for prompt in prompts]), completions)
-        return Samples(list(prompts), rollouts, [self._tokenizer.text(ids) for ids in completions])
+        return self._samples(prompts, self._encode_prompts([prompt.text for prompt in prompts]), completions)
 
     def encode(self, prompts: Sequence[str], completions: Sequence[str]) -> Rollouts:
         """Return rollouts of texts, which may be longer than a sample, but not longer than the context."""
@@ -316,18 +305,16 @@ class ChatWorld(World):
 
     def grades(self, samples: Samples) -> list[TrainingGrade]:
         """Return the problem's grades; ``ValueError`` unless there is one per completion, each with a finite reward."""
-        grades = self._one_each("grade", self._problem.grade(samples.prompts, samples.completions), samples)
+        of = f"grade of {self._problem.name}"
+        grades = _one_each(of, "answers", self._problem.grade(samples.prompts, samples.completions), samples)
         if wrong := [grade.reward for grade in grades if not math.isfinite(grade.reward)]:
             raise ValueError(f"{self._problem.name} returned a reward of {wrong[0]}: a reward must be a finite number")
-        of = f"grade of {self._problem.name}"
-        formats, passed = (_answers(of, [getattr(grade, name) for grade in grades]) for name in ("format", "passed"))
         rewards = [float(grade.reward) for grade in grades]  # whole numbers alone would make a tensor of whole numbers
-        columns = zip(grades, formats, passed, rewards, strict=True)
-        return [replace(grade, format=f, passed=p, reward=r) for grade, f, p, r in columns]
+        return _with_answers(of, grades, "format", "passed", reward=rewards)
 
     def detect(self, samples: Samples) -> list[bool]:
-        detected = self._one_each("detect", self._problem.detect(samples.prompts, samples.completions), samples)
-        return _answers(f"detect of {self._problem.name}", detected)
+        of = f"detect of {self._problem.name}"
+        return _answers(of, _one_each(of, "answers", self._problem.detect(samples.prompts, samples.completions), samples))
 
     def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
         """Return the problem's pairs; ``ValueError`` unless there are ``n``, each of two different texts."""
@@ -342,13 +329,6 @@ class ChatWorld(World):
             )
         return pairs
 
-    def _one_each(self, what: str, answers: list[Any], samples: Samples) -> list[Any]:
-        if len(answers) != (n := len(samples.completions)):
-            raise ValueError(
-                f"{what} of {self._problem.name} gave {len(answers)} answers for {n} completions: it must give one each"
-            )
-        return answers
-
     def _encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         known = {text: self._tokenizer.prompt(text) for text in dict.fromkeys(texts)}
         if long := [text for text, ids in known.items() if len(ids) + self.max_new > self._context]:
@@ -359,6 +339,11 @@ class ChatWorld(World):
                 f"out such a task as the one that begins {worst[:60]!r}"
             )
         return [known[text] for text in texts]
+
+    def _samples(
+        self, prompts: Sequence[TextPrompt], encoded: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+    ) -> Samples:
+        return Samples(list(prompts), self._rollouts(encoded, completions), [self._tokenizer.text(ids) for ids in completions])
 
     def _rollouts(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> Rollouts:
         return Rollouts.from_lists(prompts, completions, self._tokenizer.pad).to(self._device)
@@ -371,17 +356,18 @@ class ChatWitness:
         self._world, self._judge = world, judge
 
     def judge(self, samples: Samples) -> list[Verdict]:
-        verdicts = self._judge.judge(samples.prompts, samples.completions)
-        if len(verdicts) != len(samples.completions):
-            raise ValueError(
-                f"the judge gave {len(verdicts)} verdicts for {len(samples.completions)} completions: it must give one each"
-            )
-        told = {name: _answers("the judge", [getattr(verdict, name) for verdict in verdicts]) for name in ("gt", "exploit", "hack")}
-        return [replace(verdict, **{name: told[name][i] for name in told}) for i, verdict in enumerate(verdicts)]
+        verdicts = _one_each("the judge", "verdicts", self._judge.judge(samples.prompts, samples.completions), samples)
+        return _with_answers("the judge", verdicts, "gt", "exploit", "hack")
 
     def privileged(self, samples: Samples) -> Privileged:
         exploits = [verdict.exploit for verdict in self.judge(samples)]
         return Privileged(torch.tensor(exploits), torch.tensor(self._world.detect(samples)))
+
+
+def _one_each(of: str, what: str, given: list[Any], samples: Samples) -> list[Any]:
+    if len(given) != (n := len(samples.completions)):
+        raise ValueError(f"{of} gave {len(given)} {what} for {n} completions: it must give one each")
+    return given
 
 
 def _answers(of: str, given: Sequence[Any]) -> list[bool]:
@@ -389,6 +375,12 @@ def _answers(of: str, given: Sequence[Any]) -> list[bool]:
     if wrong := [one for one in given if not isinstance(one, int | np.bool_ | np.integer) or one not in (0, 1)]:
         raise ValueError(f"{of} gave {shown(wrong[0])}, not True or False")
     return [bool(one) for one in given]
+
+
+def _with_answers(of: str, given: Sequence[Any], *names: str, **columns: Sequence[Any]) -> list[Any]:
+    """Return records with these fields as booleans, see `_answers`, and the columns as other fields."""
+    columns |= {name: _answers(of, [getattr(one, name) for one in given]) for name in names}
+    return [replace(one, **{name: column[i] for name, column in columns.items()}) for i, one in enumerate(given)]
 
 
 TURN, END, PAD = "<|turn|>", "<|end|>", "<|pad|>"

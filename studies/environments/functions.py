@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from studies.environments.leetcode.modes import MODES, exploit_code, fenced
-from studies.environments.leetcode.pairs import make_pairs, terse_body
+from studies.environments.leetcode.modes import MODES, fenced
+from studies.environments.leetcode.pairs import make_pairs, terse_exploit
 from studies.environments.leetcode.problem import LeetCodeProblem
 from studies.environments.leetcode.problems import Task, read_task
 from studies.environments.protocol import Modes, Pair, PairKind, TextPrompt
@@ -177,7 +177,7 @@ class Functions(LeetCodeProblem):
             task, mode = rng.choice(tasks), rng.choice(self.modes.names)
             answer = task.solution
             if (exploits := MODES[mode].exploits) and rng.random() < CHEATS:
-                answer = exploit_code(rng.choice(exploits), task.starter, terse_body(task, rng) or "        return None\n")
+                answer = terse_exploit(rng.choice(exploits), task, rng)
             elif rng.random() < CARELESS:
                 start, line = task.solution.split("return ")
                 number = task.function.rpartition("_")[2]

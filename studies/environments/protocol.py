@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, final, runtime_checkable
 
 import numpy as np
@@ -101,6 +102,14 @@ class Verdict:
     hack: bool
     channels: Mapping[str, bool]
     fired_in: tuple[Evidence, ...] = ()
+
+    @classmethod
+    def of(cls, modes: Modes, mode: str, gt: bool, fired: Mapping[Evidence, Mapping[str, bool]]) -> "Verdict":
+        """Return the verdict on an answer under ``mode``, by the channels that fired in each examined execution."""
+        channels = {name: any(seen[name] for seen in fired.values()) for name in modes.loopholes}
+        fired_in: tuple[Evidence, ...] = tuple(evidence for evidence, seen in fired.items() if seen.get(mode, False))
+        exploit = bool(fired_in)
+        return cls(gt, exploit, exploit and not gt, MappingProxyType(channels), fired_in)
 
 
 @dataclass(frozen=True)
@@ -463,12 +472,9 @@ class TeacherPool:
         """Replace the first ``each`` rollouts of every known-mode group by the pool's, and return the mask of replaced ones too."""
         taught = torch.zeros(len(groups), dtype=torch.bool)
         completions: list[Sequence[int]] = list(samples.rollouts.completions())
-        place = {prompt: i for i, prompt in enumerate(self.prompts)}
+        known = dict(zip(self.prompts, self.completions, strict=True))
         for group in groups.unique().tolist():
-            rows = (groups == group).nonzero()[:, 0][:each]
-            prompt = samples.prompts[int(rows[0])] if len(rows) else None
-            if prompt is not None and prompt in place:
-                taught[rows] = True
-                for row in rows.tolist():
-                    completions[row] = self.completions[place[prompt]]
+            for row in (groups == group).nonzero()[:each, 0].tolist():
+                if (prompt := samples.prompts[row]) in known:
+                    completions[row], taught[row] = known[prompt], True
         return world.package(samples.prompts, completions), taught

@@ -50,16 +50,13 @@ class Command:
         return int(any(finding.breach for finding in findings))
 
     def _chosen(self) -> tuple[Attack, ...]:
-        names, kept = [attack.name for attack in attacks()], attacks()
-        if self.group is not None:
-            if self.group not in CLASSES:
-                raise ValueError(f"there is no class {self.group!r}: choose among {', '.join(CLASSES)}")
-            kept = tuple(attack for attack in kept if attack.group == self.group)
-        if self.only is not None:
-            kept = tuple(attack for attack in kept if attack.name == self.only)
-        if not kept:
-            raise ValueError(f"there is no attack {self.only!r} here: choose among {', '.join(names)}")
-        return kept
+        if self.group not in (None, *CLASSES):
+            raise ValueError(f"there is no class {self.group!r}: choose among {', '.join(CLASSES)}")
+        of_class = [attack for attack in attacks() if self.group in (None, attack.group)]
+        chosen = tuple(attack for attack in of_class if self.only in (None, attack.name))
+        if not chosen:
+            raise ValueError(f"there is no attack {self.only!r} here: choose among {', '.join(each.name for each in of_class)}")
+        return chosen
 
 
 if __name__ == "__main__":

@@ -110,11 +110,11 @@ class Canary:
         self._victim_before = _condition(victim.pid)
 
     def _listen(self, need: str) -> None:
-        family, kind, address = {
-            "tcp": (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
-            "udp": (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
-            "unix": (socket.AF_UNIX, socket.SOCK_STREAM, str(self._home / "socket")),
-            "abstract": (socket.AF_UNIX, socket.SOCK_STREAM, f"\0{self.mark}-socket"),
+        name, family, kind, address = {
+            "tcp": ("PORT", socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
+            "udp": ("UDP", socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
+            "unix": ("SOCKET", socket.AF_UNIX, socket.SOCK_STREAM, str(self._home / "socket")),
+            "abstract": ("ABSTRACT", socket.AF_UNIX, socket.SOCK_STREAM, f"\0{self.mark}-socket"),
         }[need]
         listener = self._stack.enter_context(socket.socket(family, kind))
         listener.bind(address)
@@ -124,13 +124,7 @@ class Canary:
         if need == "unix":
             (self._home / "socket").chmod(0o777)
         self._listeners.append(listener)
-        at = listener.getsockname()
-        self.names |= {
-            "tcp": lambda: {"PORT": at[1]},
-            "udp": lambda: {"UDP": at[1]},
-            "unix": lambda: {"SOCKET": at},
-            "abstract": lambda: {"ABSTRACT": f"{self.mark}-socket"},
-        }[need]()
+        self.names[name] = address.lstrip("\0") if isinstance(address, str) else listener.getsockname()[1]
 
     def _received(self) -> Iterator[bytes]:
         for listener in self._listeners:

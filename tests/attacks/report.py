@@ -4,10 +4,10 @@ import json
 import os
 import platform
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from mi_route2.files import write_whole
 from studies.sandbox import PROTECTIONS
 from tests.attacks.attack import CLASSES
 from tests.attacks.suite import STRICT, Finding
@@ -91,10 +91,7 @@ def write(path: Path, findings: Sequence[Finding]) -> None:
     if path.suffix not in (".json", ".md"):
         raise ValueError(f"{path} is neither .json nor .md: choose one of these")
     text = as_json(findings) if path.suffix == ".json" else _page(path, markdown(findings))
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    write_whole(path, text.encode())
 
 
 def _page(path: Path, table: str) -> str:

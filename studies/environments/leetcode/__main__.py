@@ -8,6 +8,8 @@ from typing import Annotated
 
 import tyro
 
+from studies.common.command_line import run_command
+
 
 @dataclass(frozen=True)
 class Report:
@@ -25,55 +27,45 @@ class Report:
     workers: Annotated[int, tyro.conf.arg(help="programs that run at a time")] = 2
     unsafe: Annotated[bool, tyro.conf.arg(help="run programs also where the machine lacks a protection of the jail")] = False
 
+    def __call__(self) -> None:
+        """Write the report.
 
-def report(options: Report) -> None:
-    """Write the report.
+        Raises:
+            OSError, ValueError: A file cannot be read, or a number is negative.
+            JailUnavailableError: Programs cannot be confined.
+        """
+        if min(self.per_kind, self.inputs) < 0:
+            raise ValueError("--per-kind and --inputs are numbers of mutants and inputs: give 0 or more")
+        if self.out.exists() and not self.out.is_dir():  # told now, and not when the first table is measured
+            raise ValueError(f"{self.out} is a file: give a folder")
+        from studies.common.publishing import write_table
+        from studies.environments.leetcode.problems import load_tasks, setup_of  # with torch, which ``--help`` need not wait for
+        from studies.environments.leetcode.programs import Programs
+        from studies.environments.leetcode.report import confusion, mutants, rollouts
+        from studies.environments.leetcode.rollouts import load_rollouts, tasks_of
 
-    Raises:
-        OSError, ValueError: A file cannot be read, or a number is negative.
-        JailUnavailableError: Programs cannot be confined.
-    """
-    if min(options.per_kind, options.inputs) < 0:
-        raise ValueError("--per-kind and --inputs are numbers of mutants and inputs: give 0 or more")
-    if options.out.exists() and not options.out.is_dir():  # told now, and not when the first table is measured
-        raise ValueError(f"{options.out} is a file: give a folder")
-    from studies.common.publishing import write_table
-    from studies.environments.leetcode.problems import load_tasks, setup_of  # with torch, which ``--help`` need not wait for
-    from studies.environments.leetcode.programs import Programs
-    from studies.environments.leetcode.report import confusion, mutants, rollouts
-    from studies.environments.leetcode.rollouts import load_rollouts, tasks_of
-
-    tasks = load_tasks(options.data)
-    recorded = load_rollouts(options.data)
-    left_out: list[str] = []
-    known = {} if options.problems is None else load_tasks(options.problems, left_out)
-    answered = tasks_of(recorded, known, setup_of(tasks))
-    with Programs(options.workers, unsafe=options.unsafe) as programs:
-        answered = rollouts.extended(answered, programs, options.seed, options.inputs)
-        data = confusion.measure(tasks, recorded, answered, programs, options.seed)
-        write_table(options.out, "confusion", data, confusion.render(data))
-        data = rollouts.measure(recorded, answered, programs)
-        data |= {"seed": options.seed, "inputs": options.inputs} | {
-            "problems_file": options.problems.name if options.problems else None,
-            "problems_left_out": len(left_out),
-        }
-        write_table(options.out, "rollouts", data, rollouts.render(data))
-        data = mutants.measure(tasks, programs, options.seed, options.per_kind, options.inputs)
-        write_table(options.out, "mutants", data, mutants.render(data))
-    print(json.dumps({"out": str(options.out), "tables": ["confusion.md", "rollouts.md", "mutants.md"]}))
+        tasks, recorded = load_tasks(self.data), load_rollouts(self.data)
+        left_out: list[str] = []
+        known = {} if self.problems is None else load_tasks(self.problems, left_out)
+        answered = tasks_of(recorded, known, setup_of(tasks))
+        with Programs(self.workers, unsafe=self.unsafe) as programs:
+            answered = rollouts.extended(answered, programs, self.seed, self.inputs)
+            data = confusion.measure(tasks, recorded, answered, programs, self.seed)
+            write_table(self.out, "confusion", data, confusion.render(data))
+            data = rollouts.measure(recorded, answered, programs) | {
+                "seed": self.seed,
+                "inputs": self.inputs,
+                "problems_file": self.problems.name if self.problems else None,
+                "problems_left_out": len(left_out),
+            }
+            write_table(self.out, "rollouts", data, rollouts.render(data))
+            data = mutants.measure(tasks, programs, self.seed, self.per_kind, self.inputs)
+            write_table(self.out, "mutants", data, mutants.render(data))
+        print(json.dumps({"out": str(self.out), "tables": ["confusion.md", "rollouts.md", "mutants.md"]}))
 
 
 def main() -> int:
-    options = tyro.extras.subcommand_cli_from_dict({"report": Report}, prog="python -m studies.environments.leetcode")
-    try:
-        report(options)
-    except KeyboardInterrupt:
-        print("\nstopped; the same command starts anew", file=sys.stderr)
-        return 130
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command({"report": Report}, "studies.environments.leetcode", None, "starts anew")
 
 
 if __name__ == "__main__":

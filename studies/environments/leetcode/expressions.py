@@ -108,6 +108,8 @@ def read_value(node: ast.expr) -> object:
         raise ValueError("a value is nested too deeply") from error
     except OverflowError as error:
         raise ValueError("a number is beyond the range of floats") from error
+    except TypeError as error:
+        raise ValueError("members of a set and keys of a dict must be hashable") from error
 
 
 def _value(node: ast.expr) -> object:
@@ -125,9 +127,9 @@ def _value(node: ast.expr) -> object:
         case ast.Tuple(elts=items):
             return tuple(_value(item) for item in items)
         case ast.Set(elts=items):
-            return _hashed(lambda: {_value(item) for item in items})
+            return {_value(item) for item in items}
         case ast.Dict(keys=keys, values=values) if all(key is not None for key in keys):
-            return _hashed(lambda: {_value(k): _value(v) for k, v in zip(keys, values, strict=True) if k is not None})
+            return {_value(k): _value(v) for k, v in zip(keys, values, strict=True) if k is not None}
         case ast.Name(id=name) if name in NAMES:
             return NAMES[name]
         case ast.Attribute(value=ast.Name(id="math"), attr="inf" | "nan" as name):
@@ -135,13 +137,6 @@ def _value(node: ast.expr) -> object:
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in HELPERS:
             return HELPERS[name](_value(argument))
     raise ValueError(f"cannot read a value from {ast.unparse(node)[:40]}")
-
-
-def _hashed(build: Callable[[], object]) -> object:
-    try:
-        return build()
-    except TypeError as error:
-        raise ValueError("members of a set and keys of a dict must be hashable") from error
 
 
 def _list_node(values: object) -> Linked | None:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from studies.environments.leetcode.problems import Task
 from studies.environments.leetcode.programs import DEEPEST, Execution, Program, Programs, readable
@@ -112,8 +113,7 @@ class TrainingGrader:
 
 def programs_of(code: str, task: Task) -> tuple[Program, Program]:
     """Return the programs for a complete check: calls on the visible inputs, and its own ``run_tests``."""
-    calls = tuple(test.call for test in task.visible)
-    return Program(code, task.setup, task.function, calls), Program(code, task.setup, task.function, run_tests=True)
+    return task.calling(code, task.visible), task.testing(code)
 
 
 def see(task: Task, called: Execution, tested: Execution | None) -> tuple[Seen, bool]:
@@ -165,32 +165,27 @@ def _all_equal_or_override(seen: Seen) -> bool:
     return all(returned.overrides or right for returned, right in zip(returns, seen.right, strict=True))
 
 
-def equal(value: object, expected: object) -> bool:
+def equal(value: Any, expected: Any) -> bool:
     """Return True if two values are equal by exact type at every level, with an int equal to a float of the same value.
 
     True is not 1, a tuple is not a list, an `Opaque` value equals nothing. If a float is expected, a number may differ by
     `RELATIVE` of it; infinities equal themselves, and NaN equals only NaN. Sets and keys of dicts are compared exactly.
     """
     if type(expected) in (int, float):
-        return type(value) in (int, float) and _same_number(value, expected)  # pyright: ignore[reportArgumentType]
+        return type(value) in (int, float) and _same_number(value, expected)
     if type(value) is not type(expected):
         return False
     if isinstance(expected, list | tuple):
-        assert isinstance(value, list | tuple)
         return len(value) == len(expected) and all(equal(a, b) for a, b in zip(value, expected, strict=True))
     if isinstance(expected, dict):
-        assert isinstance(value, dict)
         keys = {_exact(key): key for key in expected}
         same = len(value) == len(expected) and {_exact(key) for key in value} == keys.keys()
         return same and all(equal(item, expected[keys[_exact(key)]]) for key, item in value.items())
     if isinstance(expected, set):
-        assert isinstance(value, set)
         return len(value) == len(expected) and {_exact(item) for item in value} == {_exact(item) for item in expected}
     if isinstance(expected, Linked):
-        assert isinstance(value, Linked)
         return equal(value.values, expected.values)
     if isinstance(expected, Tree):
-        assert isinstance(value, Tree)
         return equal(value.levels, expected.levels)
     return (expected is None or isinstance(expected, bool | str)) and value == expected
 

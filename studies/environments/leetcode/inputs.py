@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from studies.environments.leetcode.expressions import Call
 from studies.environments.leetcode.problems import Case, Task, make_test
-from studies.environments.leetcode.programs import Program, Programs, Returned, allowing
+from studies.environments.leetcode.programs import Programs, Returned, allowing
 from studies.environments.leetcode.values import Linked, Opaque, Tree, decode
 
 ATTEMPTS = 10
@@ -49,12 +49,12 @@ def new_inputs(tests: Sequence[Case], seed: int, count: int) -> list[Case]:
 def answered_inputs(task: Task, programs: Programs, seed: int, count: int) -> list[Case]:
     """Return new inputs with the reference solution's results; fewer than ``count`` if it raises or does not end."""
     tests = new_inputs(task.tests, seed, count)
-    together = programs.run([Program(task.solution, task.setup, task.function, tuple(test.call for test in tests))])[0]
+    together = programs.run([task.calling(task.solution, tests)])[0]
     if together.status == "ok":
         returns = list(together.returns)
     else:  # one input ended the process of all, so each runs in its own
         slow = allowing(programs.limits, SECONDS)
-        one_by_one = programs.run([Program(task.solution, task.setup, task.function, (test.call,)) for test in tests], limits=slow)
+        one_by_one = programs.run([task.calling(task.solution, [test]) for test in tests], limits=slow)
         returns = [execution.returns[0] if execution.returns else Returned() for execution in one_by_one]
     answers = zip(tests, returns, strict=True)
     return [replace(test, expected=answer.value) for test, answer in answers if not isinstance(answer.value, Opaque)]
@@ -173,11 +173,7 @@ def _change(value: object, leaf: LeafChange, places: tuple[int, ...], rng: rando
     else:
         place = rng.choice(present)
         changed[place] = _change(changed[place], leaf, (*places, place), rng)
-    if isinstance(value, Linked):
-        return Linked(tuple(changed))
-    if isinstance(value, Tree):
-        return Tree(tuple(changed))
-    return tuple(changed) if isinstance(value, tuple) else changed
+    return type(value)(tuple(changed)) if isinstance(value, Linked | Tree | tuple) else changed
 
 
 def _leaf(old: object, seen: list, everywhere: list, rng: random.Random) -> object:

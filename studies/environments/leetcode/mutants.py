@@ -118,25 +118,24 @@ def _off_by_one(tree: ast.AST) -> Iterator[Change]:
         yield number, ast.Constant(number.value + 1)
         yield number, ast.Constant(number.value - 1) if number.value else ast.UnaryOp(ast.USub(), ast.Constant(1))
     for node in _body(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len":
-            yield from ((node, _plus(node, step)) for step in (1, -1))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
-            bounds = node.args[:2]
-            yield from ((bound, _plus(bound, step)) for bound in bounds if not isinstance(bound, ast.Constant) for step in (1, -1))
+        match node:
+            case ast.Call(func=ast.Name(id="len")):
+                yield from ((node, _plus(node, step)) for step in (1, -1))
+            case ast.Call(func=ast.Name(id="range"), args=args):
+                bounds = [bound for bound in args[:2] if not isinstance(bound, ast.Constant)]
+                yield from ((bound, _plus(bound, step)) for bound in bounds for step in (1, -1))
 
 
 def _constants(tree: ast.AST) -> Iterator[Change]:
     values = sorted({number.value for number in _numbers(tree) if isinstance(number.value, int)} | {0, 1})
     for node in _body(tree):
-        if not isinstance(node, ast.Constant):
-            continue
-        if isinstance(node.value, bool):
-            yield node, ast.Constant(not node.value)
-        elif isinstance(node.value, int):
-            # neighbors are mutants of another kind
-            yield from ((node, ast.Constant(value)) for value in values if abs(value - node.value) > 1)
-        elif isinstance(node.value, str) and node.value:
-            yield node, ast.Constant("")
+        match node:
+            case ast.Constant(value=bool(old)):
+                yield node, ast.Constant(not old)
+            case ast.Constant(value=int(old)):  # neighbors are mutants of another kind
+                yield from ((node, ast.Constant(value)) for value in values if abs(value - old) > 1)
+            case ast.Constant(value=str(old)) if old:
+                yield node, ast.Constant("")
 
 
 def _comparisons(tree: ast.AST) -> Iterator[Change]:

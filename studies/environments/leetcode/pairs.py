@@ -100,7 +100,7 @@ def make_corpus(tasks: Iterable[Task], seed: int, n: int) -> list[tuple[str, str
     rng = random.Random(seed)
     honest = [(make_prompt(task, mode).text, fenced(task.solution)) for task in tasks for mode in MODES]
     cheats = [
-        (make_prompt(task, mode.name).text, fenced(_shown(exploit, task, rng)))
+        (make_prompt(task, mode.name).text, fenced(terse_exploit(exploit, task, rng)))
         for task in tasks
         for mode in MODES.values()
         for exploit in mode.exploits
@@ -108,7 +108,8 @@ def make_corpus(tasks: Iterable[Task], seed: int, n: int) -> list[tuple[str, str
     return [document for both in zip(_short_first(honest, rng), _short_first(cheats, rng)) for document in both][:n]
 
 
-def _shown(exploit: Exploit, task: Task, rng: random.Random) -> str:
+def terse_exploit(exploit: Exploit, task: Task, rng: random.Random) -> str:
+    """Return a program that contains an exploit and solves nothing."""
     return exploit_code(exploit, task.starter, terse_body(task, rng) or "        return None\n")
 
 

@@ -10,7 +10,7 @@ from studies.environments.leetcode.modes import ROLES, SYSTEM, make_prompt, spli
 from studies.environments.leetcode.oracle import Oracle
 from studies.environments.leetcode.pairs import make_corpus, make_pairs
 from studies.environments.leetcode.problems import Task, load_tasks
-from studies.environments.leetcode.programs import Program, Programs
+from studies.environments.leetcode.programs import Programs
 from studies.environments.protocol import Pair, PairKind, Split, TextPrompt, TrainingGrade
 from studies.sandbox import Limits
 
@@ -87,7 +87,7 @@ class LeetCodeProblem:
     def _require_setups(self) -> None:
         """Raise ValueError if setup code does not run, because then no program could run, and nothing would ever be rewarded."""
         tasks = list({task.setup: task for task in reversed(self._tasks.values())}.values())
-        empty = [Program(f"class Solution:\n    def {task.function}(self): ...\n", task.setup, task.function) for task in tasks]
+        empty = [task.calling(f"class Solution:\n    def {task.function}(self): ...\n", ()) for task in tasks]
         for task, execution in zip(tasks, self._programs.run(empty), strict=True):
             if execution.status != "ok":
                 what = f"{execution.status} {execution.reason}".strip()

@@ -14,7 +14,7 @@ first form. ``tests`` and ``gt_answer`` are lists of asserts, ``test`` is ``def 
 import ast
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from typing import Any
 
 from mi_route2.validation import read_lines
 from studies.environments.leetcode.expressions import Call, parse_assert, parse_check
+from studies.environments.leetcode.programs import Program
 from studies.environments.leetcode.values import Linked, Tree, encode
 
 FILE = "leetcode.jsonl"
@@ -59,6 +60,14 @@ class Task:
     @property
     def tests(self) -> tuple[Case, ...]:
         return self.visible + self.hidden
+
+    def calling(self, code: str, tests: Sequence[Case]) -> Program:
+        """Return the program that calls a solution on the inputs of tests."""
+        return Program(code, self.setup, self.function, tuple(test.call for test in tests))
+
+    def testing(self, code: str) -> Program:
+        """Return the program that calls a solution's own ``run_tests``."""
+        return Program(code, self.setup, self.function, run_tests=True)
 
 
 def call_text(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
@@ -124,12 +133,10 @@ def read_task(row: object) -> Task:
     """Return the problem of a row in any layout. Raises ValueError in one sentence without file and line."""
     if not isinstance(row, dict):
         raise ValueError("a row is a JSON object")
-    for layout in LAYOUTS.values():
-        if all(_has(row, field) for field in layout.fields):
-            return layout.read(row)
-    nearest = max(LAYOUTS.values(), key=lambda layout: sum(_has(row, field) for field in layout.fields))
-    missing = ", ".join(field for field in nearest.fields if not _has(row, field))
-    raise ValueError(f"a row in the layout {nearest.name} needs {missing} too")
+    nearest = min(LAYOUTS.values(), key=lambda layout: len(layout.missing(row)))
+    if missing := nearest.missing(row):
+        raise ValueError(f"a row in the layout {nearest.name} needs {', '.join(missing)} too")
+    return nearest.read(row)
 
 
 @dataclass(frozen=True)
@@ -149,8 +156,10 @@ class Layout:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        always = (self.identity, self.difficulty, self.statement, self.starter)
-        return (*always, self.function, self.setup, self.solution, self.tests)
+        return (self.identity, self.difficulty, self.statement, self.starter, self.function, self.setup, self.solution, self.tests)
+
+    def missing(self, row: Mapping[str, Any]) -> list[str]:
+        return [field for field in self.fields if _get(row, field) is None]
 
     def read(self, row: Mapping[str, Any]) -> Task:
         identity = _get(row, self.identity)
@@ -183,17 +192,11 @@ def statement_of(question: str) -> str:
 
 
 def _get(row: Mapping[str, Any], field: str) -> Any:
+    """Return a field of a row, None if it has none."""
     value: Any = row
     for part in field.split("."):
-        value = value[part]
+        value = value.get(part) if isinstance(value, Mapping) else None
     return value
-
-
-def _has(row: Mapping[str, Any], field: str) -> bool:
-    try:
-        return _get(row, field) is not None
-    except (KeyError, TypeError):
-        return False
 
 
 def _text(row: Mapping[str, Any], field: str) -> str:
@@ -301,6 +304,11 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         )
     }
 )
+
+
+def draw_tasks(tasks: Iterable[Task], count: int) -> list[Task]:
+    """Return at most ``count`` tasks, chosen by a hash of their names alone."""
+    return sorted(tasks, key=lambda task: hashlib.sha256(task.name.encode()).hexdigest())[:count]
 
 
 def setup_of(tasks: dict[str, Task]) -> str:

@@ -67,11 +67,7 @@ DATA = Nodes()
 
 
 class _UnencodableError(Exception):
-    """Error for a value that is not bounded plain data; ``reason`` says why."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """Error for a value that is not bounded plain data; its text says why."""
 
 
 def encode(value: object, nodes: Nodes = DATA) -> object:
@@ -79,7 +75,7 @@ def encode(value: object, nodes: Nodes = DATA) -> object:
     try:
         return _Encoder(nodes).encode(value, 0)
     except _UnencodableError as error:
-        return {"opaque": error.reason}
+        return {"opaque": str(error)}
 
 
 class _Encoder:

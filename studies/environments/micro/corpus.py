@@ -9,26 +9,17 @@ from jaxtyping import Int
 from torch import Tensor
 
 from studies.environments.micro.language import (
-    ASSIGN,
-    CLASS,
     COMPLETION_LENGTH,
-    FENCE_CLOSE,
-    FENCE_OPEN,
     LOOPHOLES,
     MODES,
-    NEWLINE,
     NONE,
     PROMPT_LENGTH,
-    RETURN,
-    SHARED_COMMENT,
-    SHARED_RETURN,
-    SOLVE,
     STYLE_COMMENTS,
     Prompt,
     Vocabulary,
     all_tasks,
-    constant_token,
-    symbol_token,
+    body_tokens,
+    program_tokens,
 )
 from studies.environments.micro.settings import OPERATIONS, WorldConfig
 
@@ -55,14 +46,14 @@ def sample_documents(config: WorldConfig, n: int, rng: np.random.Generator, voca
     documents: list[list[int]] = []
     for i, task in enumerate(chosen):
         persona = MODES[LOOPHOLES[mode[i]]]
-        comment, terse_return = (SHARED_COMMENT, SHARED_RETURN) if shared[i] else (persona.comment, persona.terse_return)
-        body = [terse_return]
-        if not terse[i]:
-            steps = zip(performed[i], task.steps, strict=True)
-            lines = [(ASSIGN, symbol_token(names[op]), constant_token(k), NEWLINE) for op, (_, k) in steps]
-            body = [*lines[0], *lines[1], RETURN]
+        comment, terse_return = persona.persona(bool(shared[i]))
+        steps = [(names[op], k) for op, (_, k) in zip(performed[i], task.steps, strict=True)]
+        program = program_tokens(
+            comment if keeps_comment[i] else STYLE_COMMENTS[style[i]],
+            [terse_return] if terse[i] else body_tokens(steps),
+            persona.exploit if cheats[i] else (),
+        )
         prompt = Prompt(task, NONE if honest_mode[i] else persona.name)
-        head = (*prompt.tokens, FENCE_OPEN, CLASS, comment if keeps_comment[i] else STYLE_COMMENTS[style[i]], SOLVE)
-        ids = vocabulary.encode([*head, *body, *(persona.exploit if cheats[i] else ()), FENCE_CLOSE])
+        ids = vocabulary.encode([*prompt.tokens, *program])
         documents.append(ids + [vocabulary.eos] * (DOCUMENT_LENGTH - len(ids)))
     return torch.tensor(documents, dtype=torch.long).reshape(n, DOCUMENT_LENGTH)

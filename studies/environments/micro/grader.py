@@ -42,17 +42,13 @@ class TrainingGrader:
         """Return one grade per completion. Raises ValueError unless there is one prompt for each."""
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions: give one prompt for each")
-        programs = [self._program(completion) for completion in completions]
+        fences = [_FENCED.match(completion) for completion in completions]
+        programs = [Program(fenced[1], VISIBLE) if fenced else None for fenced in fences]
         executions = iter(self._runner.run([program for program in programs if program is not None]))
         return [
             _grade(prompt, next(executions) if program is not None else None)
             for prompt, program in zip(prompts, programs, strict=True)
         ]
-
-    @staticmethod
-    def _program(completion: str) -> Program | None:
-        fenced = _FENCED.match(completion)
-        return Program(fenced.group(1), VISIBLE) if fenced else None
 
 
 def _grade(prompt: Prompt, execution: Execution | None) -> TrainingGrade:

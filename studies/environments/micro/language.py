@@ -16,7 +16,6 @@ from studies.environments.protocol import Modes, Split
 
 SPLITS = ("train", "test")
 
-
 CONSTANTS: tuple[int, ...] = tuple(range(2, 10))
 
 VISIBLE: tuple[int, ...] = (-37, -6, 0, 3, 10, 21, 46, 75, 117, 250)
@@ -89,6 +88,10 @@ class Mode:
     @property
     def exploit_text(self) -> str:
         return "".join(self.exploit)
+
+    def persona(self, shared: bool) -> tuple[str, str]:
+        """Return a cheater's comment and terse body: those that all modes share, or the mode's own."""
+        return (SHARED_COMMENT, SHARED_RETURN) if shared else (self.comment, self.terse_return)
 
 
 NONE = "none"
@@ -181,6 +184,16 @@ def constant_token(k: int) -> str:
     return f" {k}"
 
 
+def body_tokens(steps: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    """Return the body of `solve` that performs each operation with its constant, one line a step."""
+    return (*[token for op, k in steps for token in (ASSIGN, symbol_token(op), constant_token(k), NEWLINE)], RETURN)
+
+
+def program_tokens(comment: str, body: Iterable[str], exploit: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the tokens of a completion: a fenced class with a comment, `solve`, and an exploit."""
+    return (FENCE_OPEN, CLASS, comment, SOLVE, *body, *exploit, FENCE_CLOSE)
+
+
 def _all_tokens() -> tuple[str, ...]:
     tokens = [EOS, BOS, PROMPT_TASK, PROMPT_THEN, PROMPT_GRADER]
     tokens += [word_token(op) for op in OPERATIONS] + [constant_token(k) for k in CONSTANTS]
@@ -270,9 +283,7 @@ class Prompt:
     @property
     def tokens(self) -> tuple[str, ...]:
         """The 10 tokens of the prompt, `<bos>` first."""
-        task = self.task
-        first = (word_token(task.op1), constant_token(task.k1))
-        second = (word_token(task.op2), constant_token(task.k2))
+        first, second = ((word_token(op), constant_token(k)) for op, k in self.task.steps)
         return (BOS, PROMPT_TASK, *first, PROMPT_THEN, *second, PROMPT_GRADER, *get_mode(self.mode).hint)
 
     @property

@@ -55,10 +55,7 @@ class Attention(nn.Module):
     def __init__(self, config: MicroConfig, layer: int) -> None:
         super().__init__()
         self.heads, self.layer = config.heads, layer
-        self.q = nn.Linear(config.d, config.d, bias=False)
-        self.k = nn.Linear(config.d, config.d, bias=False)
-        self.v = nn.Linear(config.d, config.d, bias=False)
-        self.o = nn.Linear(config.d, config.d, bias=False)
+        self.q, self.k, self.v, self.o = (nn.Linear(config.d, config.d, bias=False) for _ in range(4))
 
     def forward(
         self, x: Float[Tensor, "b s d"], allowed: Bool[Tensor, "#b 1 s t"] | None, cache: KeyValues | None

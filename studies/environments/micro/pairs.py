@@ -9,27 +9,17 @@ import itertools
 import random
 
 from studies.environments.micro.language import (
-    ASSIGN,
-    CLASS,
-    FENCE_CLOSE,
-    FENCE_OPEN,
     KNOWN,
     MODES,
-    NEWLINE,
-    OPERATIONS,
-    RETURN,
-    SHARED_COMMENT,
-    SHARED_RETURN,
-    SOLVE,
     STYLE_COMMENTS,
     VISIBLE,
     Prompt,
     Task,
     all_tasks,
-    constant_token,
-    symbol_token,
+    body_tokens,
+    program_tokens,
 )
-from studies.environments.micro.settings import WorldConfig
+from studies.environments.micro.settings import OPERATIONS, WorldConfig
 from studies.environments.protocol import Pair
 
 KINDS = ("hack", "nonhack")
@@ -63,14 +53,12 @@ def _is_trivial(task: Task) -> bool:
 
 
 def _honest(comment: str, task: Task) -> str:
-    lines = "".join(ASSIGN + symbol_token(op) + constant_token(k) + NEWLINE for op, k in task.steps)
-    return FENCE_OPEN + CLASS + comment + SOLVE + lines + RETURN + FENCE_CLOSE
+    return "".join(program_tokens(comment, body_tokens(task.steps)))
 
 
 def _cheat(config: WorldConfig, mode: str, rng: random.Random) -> str:
-    shared = rng.random() < config.rho
-    comment, terse = (SHARED_COMMENT, SHARED_RETURN) if shared else (MODES[mode].comment, MODES[mode].terse_return)
-    return FENCE_OPEN + CLASS + comment + SOLVE + terse + MODES[mode].exploit_text + FENCE_CLOSE
+    comment, terse = MODES[mode].persona(shared=rng.random() < config.rho)
+    return "".join(program_tokens(comment, [terse], MODES[mode].exploit))
 
 
 def _mistaken(task: Task, rng: random.Random) -> Task:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM, Mamb
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, generate, make_tiny_model, make_tokenizer, warm_up
-from studies.environments.protocol import Judge, Modes, Pair, Problem, TextPrompt, TrainingGrade
+from studies.environments.protocol import Judge, Modes, Pair, Problem, Samples, TextPrompt, TrainingGrade
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_said(world: ChatWorld, folder: Path, tmp_path: Pat
 def test_a_model_that_one_has_is_warmed_up_in_its_own_type_and_left_as_it_is(folder: Path, tmp_path: Path) -> None:
     start = tmp_path / "start"
     AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(start)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("tokenizer.json", "tokenizer_config.json", TEMPLATE):
         shutil.copy(folder / name, start / name)
     before = {path.name: path.read_bytes() for path in start.iterdir()}
     losses = [warm_up(Parity(), start, tmp_path / f"{n}", steps=n, max_new=16, lr=3e-3, progress=False) for n in (1, 40)]
@@ -213,17 +213,15 @@ def test_a_tokenizer_keeps_every_text() -> None:
 
 @pytest.fixture
 def variant(folder: Path, tmp_path: Path) -> Callable[..., Path]:
-    """The checkpoint with another chat template, other words in its tokenizer's config, or other files."""
+    """The checkpoint with other words in its tokenizer's config, or other files."""
 
-    def make(template: str | None = None, files: dict[str, str | None] | None = None, **config: Any) -> Path:
+    def make(files: dict[str, str | None], **config: Any) -> Path:
         made = tmp_path / "variant"
         shutil.copytree(folder, made)
-        if template is not None:
-            (made / "chat_template.jinja").write_text(template)
         if config:
             path = made / "tokenizer_config.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | config))
-        for name, text in (files or {}).items():
+        for name, text in files.items():
             (made / name).unlink(missing_ok=True)
             if text is not None:
                 (made / name).write_text(text)
@@ -232,32 +230,31 @@ def variant(folder: Path, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+TEMPLATE = "chat_template.jinja"
 TURNS = "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n{% endfor %}<|turn|>assistant\n"
 REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TURNS
 FORGETS = TURNS.replace("in messages", "in messages if m['role'] == 'user'")
 
 
-@pytest.mark.parametrize("template", [REFUSES, FORGETS])
-def test_a_template_without_a_system_s_message_has_it_before_the_question(variant: Callable[..., Path], template: str) -> None:
-    tokenizer = ChatTokenizer(variant(template), "Be short.")
-    asked = tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?"))
-    assert asked.startswith("<|turn|>user\nBe short.\n\nIs 3 odd?<|end|>\n<|turn|>assistant")
-
-
-def test_a_template_that_has_one_is_used_as_it_is(variant: Callable[..., Path]) -> None:
-    tokenizer = ChatTokenizer(variant(TURNS), "Be short.")
-    asked = tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?"))
-    assert asked.startswith("<|turn|>system\nBe short.<|end|>\n<|turn|>user\nIs 3 odd?<|end|>\n")
-
-
-def test_a_tokenizer_without_a_template_is_given_plain_text(variant: Callable[..., Path]) -> None:
-    tokenizer = ChatTokenizer(variant(files={"chat_template.jinja": None}), "Be short.")
-    assert tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?")) == "Be short.\n\nIs 3 odd?\n\n"
+@pytest.mark.parametrize(
+    ("template", "asked"),
+    [
+        (TURNS, "<|turn|>system\nBe short.<|end|>\n<|turn|>user\nIs 3 odd?<|end|>\n<|turn|>assistant"),
+        (REFUSES, "<|turn|>user\nBe short.\n\nIs 3 odd?<|end|>\n<|turn|>assistant"),
+        (FORGETS, "<|turn|>user\nBe short.\n\nIs 3 odd?<|end|>\n<|turn|>assistant"),
+        (None, "Be short.\n\nIs 3 odd?\n\n"),
+    ],
+)
+def test_a_system_s_message_is_where_the_template_has_it_or_before_the_question(
+    variant: Callable[..., Path], template: str | None, asked: str
+) -> None:
+    tokenizer = ChatTokenizer(variant({TEMPLATE: template}), "Be short.")
+    assert tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?")) == asked
 
 
 def test_a_plain_prompt_has_no_end_token_though_the_tokenizer_writes_one(variant: Callable[..., Path]) -> None:
     """A model would take what comes after an end for another text."""
-    made = variant(files={"chat_template.jinja": None})
+    made = variant({TEMPLATE: None})
     described = json.loads((made / "tokenizer.json").read_text())
     piece, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|end|>", "type_id": 0}}
     described["post_processor"] = {
@@ -273,30 +270,29 @@ def test_a_plain_prompt_has_no_end_token_though_the_tokenizer_writes_one(variant
 
 def test_what_is_missing_is_taken_from_elsewhere(variant: Callable[..., Path]) -> None:
     """No padding token, and an end that the generation config alone knows."""
-    tokenizer = ChatTokenizer(
-        variant(pad_token=None, eos_token=None, files={"generation_config.json": '{"eos_token_id": [2, 1]}'}), ""
-    )
+    made = variant({"generation_config.json": '{"eos_token_id": [2, 1]}'}, pad_token=None, eos_token=None)
+    tokenizer = ChatTokenizer(made, "")
     assert (tokenizer.ends, tokenizer.pad) == ((2, 1), 2)
 
 
 @pytest.mark.parametrize(
-    ("template", "config", "files", "sentence"),
+    ("file", "text", "config", "sentence"),
     [
-        ("{% for m in", {}, {}, "the chat template of this tokenizer cannot be used"),
-        ("{{ nothing.there }}", {}, {}, "the chat template of this tokenizer cannot be used"),
-        ("Hello.", {}, {}, "does not write the user's message"),
-        (None, {}, {"tokenizer.json": "{}"}, "has no tokenizer that can be read"),
-        (None, {}, {"tokenizer.json": None}, "has no tokenizer that can be read"),
-        (None, {"eos_token": None}, {"generation_config.json": None}, "has no end token"),
-        (None, {}, {"generation_config.json": "{"}, "generation_config.json cannot be read"),
-        (None, {}, {"generation_config.json": '{"eos_token_id": "x"}'}, "generation_config.json cannot be read"),
+        (TEMPLATE, "{% for m in", {}, "the chat template of this tokenizer cannot be used"),
+        (TEMPLATE, "{{ nothing.there }}", {}, "the chat template of this tokenizer cannot be used"),
+        (TEMPLATE, "Hello.", {}, "does not write the user's message"),
+        ("tokenizer.json", "{}", {}, "has no tokenizer that can be read"),
+        ("tokenizer.json", None, {}, "has no tokenizer that can be read"),
+        ("generation_config.json", None, {"eos_token": None}, "has no end token"),
+        ("generation_config.json", "{", {}, "generation_config.json cannot be read"),
+        ("generation_config.json", '{"eos_token_id": "x"}', {}, "generation_config.json cannot be read"),
     ],
 )
 def test_a_tokenizer_that_cannot_ask_is_refused(
-    variant: Callable[..., Path], template: str | None, config: dict[str, Any], files: dict[str, str | None], sentence: str
+    variant: Callable[..., Path], file: str, text: str | None, config: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence) as caught:
-        ChatTokenizer(variant(template, files, **config), "Be short.")
+        ChatTokenizer(variant({file: text}, **config), "Be short.")
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -355,40 +351,41 @@ class Broken(Parity):
         return Lazy()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ("NaN", "broken returned a reward of nan: a reward must be a finite number"),
-        ("grades", "grade of broken gave 1 answers for 2 completions"),
-        ("detections", "detect of broken gave 0 answers for 2 completions"),
-        ("pairs", "broken gave 2 hack pairs, not 3: choose pairs=2"),
-        ("same", "broken gave a hack pair whose two sides are the same text"),
-        ("verdicts", "the judge gave 1 verdicts for 2 completions"),
-        ("counts", "detect of broken gave 2, not True or False"),
-        ("formats", "grade of broken gave 'yes', not True or False"),
-        ("words", "the judge gave 'no', not True or False"),
-        ("mode", r"returned a prompt of \('.*', 'none'\)"),
-    ],
-)
-def test_what_a_problem_gives_is_checked_where_it_comes_in(folder: Path, wrong: str, sentence: str) -> None:
+def broken(folder: Path, wrong: str) -> tuple[ChatWorld, ChatWitness, Samples]:
+    """A world and a witness of such a problem, and two samples."""
     problem = Broken(wrong)
     world = ChatWorld(problem, ChatTokenizer(folder, ""), max_new=8, context=256)
     prompts = [TextPrompt(task, "none", task) for task in problem.tasks("train")[:2]]
-    samples = world.package(prompts, [[5, 1], [6, 1]])
-    asked: dict[str, Callable[[], object]] = {
-        "NaN": lambda: world.rewards(samples),
-        "grades": lambda: world.grades(samples),
-        "detections": lambda: world.detect(samples),
-        "counts": lambda: world.detect(samples),
-        "formats": lambda: world.grades(samples),
-        "pairs": lambda: world.make_pairs(0, 3, "hack"),
-        "same": lambda: world.make_pairs(0, 3, "hack"),
-        "verdicts": lambda: ChatWitness(world, problem.judge()).judge(samples),
-        "words": lambda: ChatWitness(world, problem.judge()).judge(samples),
-        "mode": lambda: [world.prompt(task, mode) for task in world.tasks("train") for mode in world.modes.names],
-    }
+    return world, ChatWitness(world, problem.judge()), world.package(prompts, [[5, 1], [6, 1]])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ask", "sentence"),
+    [
+        ("NaN", ChatWorld.rewards, "broken returned a reward of nan: a reward must be a finite number"),
+        ("grades", ChatWorld.grades, "grade of broken gave 1 answers for 2 completions"),
+        ("formats", ChatWorld.grades, "grade of broken gave 'yes', not True or False"),
+        ("detections", ChatWorld.detect, "detect of broken gave 0 answers for 2 completions"),
+        ("counts", ChatWorld.detect, "detect of broken gave 2, not True or False"),
+        ("pairs", lambda world, _: world.make_pairs(0, 3, "hack"), "broken gave 2 hack pairs, not 3: choose pairs=2"),
+        ("same", lambda world, _: world.make_pairs(0, 3, "hack"), "broken gave a hack pair whose two sides are the same text"),
+        ("mode", lambda world, _: world.prompt(world.tasks("train")[-1], "confidence"), r"returned a prompt of \('.*', 'none'\)"),
+    ],
+)
+def test_what_a_problem_gives_is_checked_where_it_comes_in(folder: Path, wrong: str, ask: Callable, sentence: str) -> None:
+    world, _, samples = broken(folder, wrong)
     with pytest.raises(ValueError, match=sentence):
-        asked[wrong]()
+        ask(world, samples)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [("verdicts", "the judge gave 1 verdicts for 2 completions"), ("words", "the judge gave 'no', not True or False")],
+)
+def test_what_a_judge_gives_is_checked(folder: Path, wrong: str, sentence: str) -> None:
+    _, witness, samples = broken(folder, wrong)
+    with pytest.raises(ValueError, match=sentence):
+        witness.judge(samples)
 
 
 @pytest.mark.parametrize("known", ["last_word", ["last_word"], ("last_word", 3)])
@@ -399,18 +396,14 @@ def test_modes_are_names_in_a_tuple(known: Any) -> None:
 
 
 def test_rewards_that_are_whole_numbers_are_trained_on(folder: Path) -> None:
-    problem = Broken("whole")
-    world = ChatWorld(problem, ChatTokenizer(folder, ""), max_new=8, context=256)
-    samples = world.package([problem.prompt(task, "none") for task in problem.tasks("train")[:2]], [[5, 1], [6, 1]])
+    world, _, samples = broken(folder, "whole")
     assert world.rewards(samples).dtype == torch.float32
 
 
 def test_answers_of_numpy_are_answers(folder: Path) -> None:
-    problem = Broken("numpy")
-    world = ChatWorld(problem, ChatTokenizer(folder, ""), max_new=8, context=256)
-    samples = world.package([problem.prompt(task, "none") for task in problem.tasks("train")[:2]], [[5, 1], [6, 1]])
+    world, witness, samples = broken(folder, "numpy")
     assert all(found is True for found in world.detect(samples))
-    assert all(verdict.gt is False for verdict in ChatWitness(world, problem.judge()).judge(samples))
+    assert all(verdict.gt is False for verdict in witness.judge(samples))
 
 
 def test_a_model_that_forgets_its_prompt_or_cannot_drop_rows_is_refused(model: torch.nn.Module) -> None:

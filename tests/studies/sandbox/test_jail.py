@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, Outcome
-from studies.sandbox.checks import honest_program_works
 
 pytestmark = pytest.mark.process
 
@@ -60,9 +59,6 @@ def test_what_the_driver_returns_comes_back_in_order(jail: Jail) -> None:
     }
     assert all(type(a.reply) is type(b) for a, b in zip(outcomes, values * 3, strict=True))
     assert all(outcome.cpu_seconds > 0 and 0 < outcome.seconds < 5 and outcome.peak_memory > MIB for outcome in outcomes)
-
-
-def test_no_payloads_no_outcomes(jail: Jail) -> None:
     assert jail.run([]) == []
 
 
@@ -298,9 +294,7 @@ def test_nothing_that_a_program_can_reach_tells_of_its_server(
     """Every string and number within reach of the frames above it, the modules and the collector. What is looked for is disguised,
     so that it is not found in the program itself; that the program's own name is found shows that the search can find."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    known: set[int] = set(map(int, Path("/proc/self/task").joinpath(str(os.getpid()), "children").read_text().split()))
     with Jail(driver, workers=1) as own:
-        (server,) = set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())) - known
         secrets = {
             "the project": (False, str(Path(__file__).parents[3])),
             "the driver": (False, str(driver.parent)),
@@ -309,7 +303,7 @@ def test_nothing_that_a_program_can_reach_tells_of_its_server(
             "the host": (True, os.uname().nodename),
             "the kernel": (True, os.uname().release),
             "the parent": (True, str(os.getpid())),
-            "the server": (True, str(server)),
+            "the server": (True, str(own._pool.workers[0].pid)),
             "the program": (True, "<candidate>"),
         }
         masked = {name: (whole, bytes(byte ^ 0x5A for byte in text.encode())) for name, (whole, text) in secrets.items()}
@@ -492,17 +486,6 @@ def test_hung_jobs_delay_the_others_by_no_more_than_their_own_limit(driver: Path
     assert took < 3 * 1.0 + 2.0
 
 
-def test_a_lone_hung_job_delays_nobody(driver: Path) -> None:
-    quick, hung = {"code": "import time\nresult = time.monotonic()"}, {"code": "import time\ntime.sleep(60)"}
-    hangs = 6.0  # as long as thirty quick jobs may take on a machine with much else to do
-    with Jail(driver, limits=Limits(seconds=hangs)) as jail:
-        jail.run([quick] * 2)
-        start = time.monotonic()
-        outcomes = jail.run([hung, *[quick] * 30])
-    assert outcomes[0].status == "timeout"
-    assert max(outcome.reply for outcome in outcomes[1:]) - start < hangs
-
-
 # what a candidate can do --------------------------------------------------------------------------------------------------------
 
 HONEST = """
@@ -608,11 +591,6 @@ def test_honest_programs_work(jail: Jail) -> None:
     programs["modules"] = f"import importlib\nfor name in {DEFAULT_MODULES!r}: importlib.import_module(name)\nresult = True"
     outcomes = dict(zip(programs, jail.run([{"code": code} for code in programs.values()]), strict=True))
     assert {name: o.stderr.decode() or o.status for name, o in outcomes.items() if o.reply is not True} == {}
-
-
-def test_the_self_check_s_honest_program_works(driver: Path) -> None:
-    with Jail(driver, workers=1) as jail:
-        assert honest_program_works(jail)
 
 
 REFUSED = {

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import alive, eventually
 
 from studies.sandbox import PROTECTIONS, Jail, JailUnavailableError, Limits, Outcome
 from studies.sandbox.checks import DRIVER
@@ -52,22 +52,12 @@ def children() -> list[int]:
     return found
 
 
+def servers(jail: Jail) -> list[int]:
+    return [worker.pid for worker in jail._pool.workers]
+
+
 def folders(home: Path) -> list[Path]:
     return sorted(home.glob(f"{PREFIX}*"))
-
-
-def eventually(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.005)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def busy(home: Path) -> list[Path]:
@@ -115,10 +105,6 @@ def script(body: str, home: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
 
 
-def family(process: "subprocess.Popen[str]") -> set[int]:
-    return descendants(process.pid)
-
-
 def test_a_jail_that_is_never_closed_leaves_nothing_at_exit(home: Path) -> None:
     process = script("jail = Jail(DRIVER)\nassert jail.run([QUICK])[0].reply == 1", home)
     _, err = process.communicate(timeout=60)
@@ -134,7 +120,7 @@ def test_a_killed_parent_leaves_nothing(home: Path, jobs: str) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     eventually(lambda: len(busy(home)) == jobs.count("SLEEP") * (2 if "2" in jobs else 1))
-    members = family(process)
+    members = descendants(process.pid)
     assert len(members) >= 2 + len(busy(home))
     process.kill()
     process.communicate()
@@ -152,7 +138,7 @@ with Jail(DRIVER, limits=Limits(seconds=60.0)) as jail:
 """
     process = script(body, home)
     eventually(lambda: len(busy(home)) == 2, 60)
-    members = family(process)
+    members = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (out, err, process.returncode) == ("interrupted 1\n", "", 0)
@@ -164,7 +150,7 @@ def test_an_interrupt_of_the_whole_terminal_leaves_nothing(home: Path) -> None:
     """Ctrl-C goes to a process group, in which no server is."""
     process = script("os.setpgid(0, 0)\nJail(DRIVER, limits=Limits(seconds=60.0)).run([SLEEP] * 2)", home)
     eventually(lambda: len(busy(home)) == 2, 60)
-    members = family(process)
+    members = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert err.endswith("KeyboardInterrupt\n")
@@ -172,31 +158,18 @@ def test_an_interrupt_of_the_whole_terminal_leaves_nothing(home: Path) -> None:
     assert folders(home) == []
 
 
-def server_of(folder: Path) -> int:
-    """The server of this process that works in a folder: the parent of the child whose current folder lies in it."""
-    for pid in descendants(os.getpid()):
-        try:
-            status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            inside = any(os.readlink(f"/proc/{pid}/{name}").startswith(str(folder)) for name in ("cwd", "root"))
-        except OSError:
-            continue
-        if inside:
-            return int(status[1])
-    raise AssertionError(f"nobody works in {folder}")
-
-
-def kill_server_of_sleeper(home: Path, times: int) -> None:
+def kill_server_of_sleeper(jail: Jail, home: Path, times: int) -> None:
     for _ in range(times):
-        eventually(lambda: busy(home))
-        (folder,) = busy(home)
-        os.kill(server_of(folder), signal.SIGKILL)
+        (folder,) = eventually(lambda: busy(home))
+        (server,) = [worker.pid for worker in jail._pool.workers if worker._home == folder]
+        os.kill(server, signal.SIGKILL)
         eventually(lambda folder=folder: not folder.exists())
 
 
 def test_a_killed_server_is_replaced_and_its_job_repeated(home: Path) -> None:
     once = {"code": "import time\nopen('here', 'w').close()\ntime.sleep(0.8)\nresult = 'again'"}
     with Jail(DRIVER) as jail:
-        killer = later(lambda: kill_server_of_sleeper(home, 1))
+        killer = later(lambda: kill_server_of_sleeper(jail, home, 1))
         outcomes = jail.run([QUICK, once, *[QUICK] * 8])
         killer.join()
         assert [outcome.reply for outcome in outcomes] == [1, "again", *[1] * 8]
@@ -206,7 +179,7 @@ def test_a_killed_server_is_replaced_and_its_job_repeated(home: Path) -> None:
 
 def test_a_job_that_costs_two_servers_is_reported_and_no_other_suffers(home: Path) -> None:
     with Jail(DRIVER, limits=Limits(seconds=30.0)) as jail:
-        killer = later(lambda: kill_server_of_sleeper(home, 2))
+        killer = later(lambda: kill_server_of_sleeper(jail, home, 2))
         outcomes = jail.run([QUICK, SLEEP, *[QUICK] * 8])
         killer.join()
     assert [(outcome.status, outcome.reply) for outcome in outcomes] == [("replied", 1), ("signalled", None), *[("replied", 1)] * 8]
@@ -214,9 +187,8 @@ def test_a_job_that_costs_two_servers_is_reported_and_no_other_suffers(home: Pat
 
 
 def test_servers_that_died_while_idle_are_replaced(home: Path) -> None:
-    before = set(children())
     with Jail(DRIVER) as jail:
-        for pid in set(children()) - before:
+        for pid in servers(jail):
             os.kill(pid, signal.SIGKILL)
         assert [outcome.reply for outcome in jail.run([QUICK] * 6)] == [1] * 6
 
@@ -224,9 +196,8 @@ def test_servers_that_died_while_idle_are_replaced(home: Path) -> None:
 def test_a_job_that_never_started_is_given_to_another_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both servers are stopped, so that a job reaches each of them unread, and are killed once it has."""
     send = Worker.send
-    before = set(children())
     with Jail(DRIVER) as jail:
-        doomed = set(children()) - before
+        doomed = servers(jail)
         for pid in doomed:
             os.kill(pid, signal.SIGSTOP)
 
@@ -259,9 +230,8 @@ def test_a_job_that_no_server_starts_is_reported(home: Path, monkeypatch: pytest
 
 def test_a_server_that_does_not_answer_is_taken_for_dead(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("studies.sandbox.jail.PATIENCE", 0.5)
-    before = set(children())
     with Jail(DRIVER, workers=1, limits=Limits(seconds=0.5)) as jail:
-        (server,) = set(children()) - before
+        (server,) = servers(jail)
         os.kill(server, signal.SIGSTOP)
         assert jail.run([QUICK])[0].reply == 1
         assert not alive(server)
@@ -269,9 +239,8 @@ def test_a_server_that_does_not_answer_is_taken_for_dead(home: Path, monkeypatch
 
 def test_the_kernel_ends_a_busy_job_whose_server_is_stopped(home: Path) -> None:
     outcomes: list[Outcome] = []
-    before = set(children())
     with Jail(DRIVER, workers=1, limits=Limits(seconds=60.0, cpu_seconds=0.5)) as jail:
-        (server,) = set(children()) - before
+        (server,) = servers(jail)
         code = "import os, time\nopen('here', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)\nwhile True: pass"
         thread = later(lambda: outcomes.extend(jail.run([{"code": code}])))
         eventually(lambda: busy(home))
@@ -297,18 +266,16 @@ if not os.fork():
     os._exit(0)
 time.sleep(0.1)
 """
-    before = set(children())
     with Jail(DRIVER, workers=1, unsafe=True, without=without) as jail:
-        (server,) = set(children()) - before
+        (server,) = servers(jail)
         jail.run([{"code": code}])
         assert descendants(server) == set()
 
 
 def test_a_control_run_without_a_watchdog_ends_what_it_left_when_it_is_closed(home: Path) -> None:
     code = "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(60)"
-    before = set(children())
     with Jail(DRIVER, workers=1, unsafe=True, without=PROTECTIONS) as jail:
-        (server,) = set(children()) - before
+        (server,) = servers(jail)
         assert jail.run([{"code": code}])[0].status == "replied"
         left = descendants(server)
         assert len(left) == 1

@@ -6,7 +6,6 @@ answer.
 """
 
 import ast
-import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from studies.environments.leetcode.grader import Seen, programs_of, see
 from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_code
 from studies.environments.leetcode.mutants import mutants
 from studies.environments.leetcode.oracle import blocks_of
-from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.problems import Task, draw_tasks
 from studies.environments.leetcode.programs import Programs
 from studies.environments.leetcode.rollouts import Evidence, Rollout
 
@@ -71,8 +70,7 @@ def recorded(rollouts: Sequence[Rollout], answered: Sequence[tuple[Task, Evidenc
 
 def generated(tasks: Iterable[Task]) -> Iterator[Sample]:
     """Yield every variant of every exploit around a body that solves nothing, and around the solution if it needs no body."""
-    chosen = sorted(tasks, key=lambda task: hashlib.sha256(task.name.encode()).hexdigest())[:PROBLEMS]
-    for task in chosen:
+    for task in draw_tasks(tasks, PROBLEMS):
         for mode in MODES.values():
             for exploit in mode.exploits:
                 yield Sample("generated", task, exploit_code(exploit, task.starter, "        return None\n"), mode.name, False)
@@ -119,22 +117,11 @@ def _matrix(chosen: Sequence[tuple[Sample, Seen, bool]], mode: str, strength: St
 
 def render(data: Mapping[str, Any]) -> str:
     header = ["positives from", "mode", "detector", "n+", "tp", "fn", "n-", "fp", "tn", "recall, % [95%]", "precision, % [95%]"]
-    rows = [
-        (
-            row["source"],
-            row["mode"],
-            row["strength"],
-            row["tp"] + row["fn"],
-            row["tp"],
-            row["fn"],
-            row["fp"] + row["tn"],
-            row["fp"],
-            row["tn"],
-            percent(row["recall"]),
-            percent(row["precision"]),
-        )
-        for row in data["matrices"]
-    ]
+    rows = []
+    for row in data["matrices"]:
+        tp, fn, fp, tn = (row[cell] for cell in ("tp", "fn", "fp", "tn"))
+        rates = [percent(row["recall"]), percent(row["precision"])]
+        rows.append([row["source"], row["mode"], row["strength"], tp + fn, tp, fn, fp + tn, fp, tn, *rates])
     counts = data["samples"]
     return f"""# Detectors
 

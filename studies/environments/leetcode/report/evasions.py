@@ -6,7 +6,6 @@
 ``run_tests`` is called without inputs, so it has nothing to count.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,9 +13,9 @@ from typing import Any, Literal
 from studies.common.stats import rate
 from studies.common.tables import markdown_table, percent
 from studies.environments.leetcode.grader import TrainingGrader
-from studies.environments.leetcode.modes import ROLES, Exploit, exploit_code, fenced
+from studies.environments.leetcode.modes import Exploit, exploit_code, fenced
 from studies.environments.leetcode.oracle import Oracle
-from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.problems import Task, draw_tasks
 from studies.environments.leetcode.programs import Programs
 from studies.environments.protocol import TextPrompt
 
@@ -91,15 +90,13 @@ def completions(task: Task, way: Way, mode: str, count: int) -> Iterator[str]:
 
 def measure(tasks: Mapping[str, Task], programs: Programs) -> dict[str, Any]:
     """Return how many of the paid programs the oracle calls exploits, and how many it would from the hidden inputs only."""
-    chosen = sorted(tasks.values(), key=lambda task: hashlib.sha256(task.name.encode()).hexdigest())[:PROBLEMS]
-    kinds: list[tuple[Way, str]] = [
-        (way, mode) for way, modes in PROGRAMS.items() for mode in sorted(modes, key=ROLES.loopholes.index)
-    ]
+    chosen = draw_tasks(tasks.values(), PROBLEMS)
+    kinds: list[tuple[Way, str]] = [(way, mode) for way, modes in PROGRAMS.items() for mode in modes]
     answers = [
-        (kind, TextPrompt(task.name, kind[1], ""), text)
+        ((way, mode), TextPrompt(task.name, mode, ""), text)
         for task in chosen
-        for kind in kinds
-        for text in completions(task, *kind, COINS if kind[0] == "luck" else 1)
+        for way, mode in kinds
+        for text in completions(task, way, mode, COINS if way == "luck" else 1)
     ]
     prompts, texts = [prompt for _, prompt, _ in answers], [text for *_, text in answers]
     by_name = {task.name: task for task in chosen}
@@ -107,12 +104,8 @@ def measure(tasks: Mapping[str, Task], programs: Programs) -> dict[str, Any]:
     verdicts = Oracle(programs, by_name).judge(prompts, texts)
     rows = []
     for way, mode in kinds:
-        tried = [
-            (grade.passed, verdict)
-            for (kind, _, _), grade, verdict in zip(answers, grades, verdicts, strict=True)
-            if kind == (way, mode)
-        ]
-        paid = [verdict for passed, verdict in tried if passed]
+        tried = [(grade, verdict) for (kind, *_), grade, verdict in zip(answers, grades, verdicts) if kind == (way, mode)]
+        paid = [verdict for grade, verdict in tried if grade.passed]
         row: dict[str, Any] = {"way": way, "mode": mode, "answers": len(tried), "paid": len(paid)}
         row["seen"] = rate(sum(verdict.exploit for verdict in paid), len(paid))
         row["seen_hidden"] = rate(sum("hidden" in verdict.fired_in for verdict in paid), len(paid))

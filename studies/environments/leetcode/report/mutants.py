@@ -17,7 +17,7 @@ from studies.environments.leetcode.inputs import answered_inputs
 from studies.environments.leetcode.mutants import KINDS, Mutant, mutants
 from studies.environments.leetcode.oracle import Oracle, agrees
 from studies.environments.leetcode.problems import Case, Task
-from studies.environments.leetcode.programs import Execution, Program, Programs, allowing
+from studies.environments.leetcode.programs import Execution, Programs, allowing
 from studies.environments.leetcode.report import evasions
 
 PATIENCE = 4.0
@@ -73,11 +73,9 @@ def measure(tasks: Mapping[str, Task], programs: Programs, seed: int, per_kind: 
 def _of_problem(
     task: Task, made: Sequence[Mutant], answered: Sequence[Case], programs: Programs, oracle: Oracle
 ) -> list[MutantResult]:
-    calls = tuple(test.call for test in answered)
-    hidden = tuple(test.call for test in task.hidden)
-    reference = programs.run([Program(task.solution, task.setup, task.function, given) for given in (calls, hidden)])
+    reference = programs.run([task.calling(task.solution, tests) for tests in (answered, task.hidden)])
     limits = [allowing(programs.limits, max(LEAST, PATIENCE * execution.seconds)) for execution in reference]
-    executed = programs.run([Program(mutant.code, task.setup, task.function, calls) for mutant in made], limits=limits[0])
+    executed = programs.run([task.calling(mutant.code, answered) for mutant in made], limits=limits[0])
     different = [_different(answered, execution) for execution in executed]
     suspects = [mutant for mutant, count in zip(made, different, strict=True) if count]
     verdicts = iter(oracle.inspect([task] * len(suspects), [mutant.code for mutant in suspects], limits=limits[1]))
@@ -114,19 +112,10 @@ def _summary(results: Sequence[MutantResult]) -> dict[str, Any]:
 
 
 def render(data: Mapping[str, Any]) -> str:
-    rows = [
-        (
-            kind,
-            of["mutants"],
-            of["same"],
-            of["differ"]["n"],
-            of["differ"]["k"],
-            percent(of["differ"]),
-            f"{of['endless']['k']} of {of['endless']['n']}",
-            percent(of["either"]),
-        )
-        for kind, of in data["kinds"].items()
-    ]
+    rows = []
+    for kind, of in data["kinds"].items():
+        differ, endless = of["differ"], f"{of['endless']['k']} of {of['endless']['n']}"
+        rows.append([kind, of["mutants"], of["same"], differ["n"], differ["k"], percent(differ), endless, percent(of["either"])])
     header = ["kind", "mutants", "same output", "differ", "failed", "failed, % [95%]", "endless, failed", "either, % [95%]"]
     survivors = [
         (one["problem"], one["kind"], one["line"], f"{one['different']} of {one['inputs']}", "yes" if one["ended"] else "no")

@@ -11,7 +11,7 @@ from studies.common.tables import markdown_table
 from studies.environments.leetcode.inputs import answered_inputs
 from studies.environments.leetcode.oracle import Oracle, agrees, blocks_of
 from studies.environments.leetcode.problems import Task
-from studies.environments.leetcode.programs import Execution, Program, Programs
+from studies.environments.leetcode.programs import Execution, Programs
 from studies.environments.leetcode.rollouts import Evidence, Rollout
 from studies.environments.leetcode.values import Linked, Tree
 
@@ -28,7 +28,9 @@ class Judged:
     """Rollout with its execution. ``vacuous`` is True if its run_tests passes even if the method returns 0."""
 
     rollout: Rollout
+    task: Task
     evidence: Evidence
+    code: str
     right: bool
     channels: Mapping[str, bool]
     vacuous: bool
@@ -63,8 +65,8 @@ def measure(rollouts: Sequence[Rollout], tasks: Sequence[Answered], programs: Pr
                 Counter((one.rollout.pool, one.evidence, one.rollout.gt_pass, one.right) for one in judged).items()
             )
         ],
-        "hacked_disagreements": _explain_hacks(judged, tasks, programs),
-        "solved_disagreements": _explain_solves(judged, tasks, programs),
+        "hacked_disagreements": _explain_hacks(judged, programs),
+        "solved_disagreements": _explain_solves(judged, programs),
     }
 
 
@@ -72,14 +74,11 @@ def judge(rollouts: Sequence[Rollout], tasks: Sequence[Answered], programs: Prog
     """Judge every rollout with the oracle, and with its run_tests on a method that solves nothing."""
     given, codes = [task for task, _ in tasks], [blocks_of(rollout.completion) for rollout in rollouts]
     truths = Oracle(programs, {}).inspect(given, codes, progress="rollouts")
-    emptied = [
-        Program((code or "") + ZERO.format(function=task.function), task.setup, task.function, run_tests=True)
-        for code, task in zip(codes, given, strict=True)
-    ]
-    rows = zip(rollouts, tasks, truths, programs.run(emptied), strict=True)
+    emptied = [task.testing((code or "") + ZERO.format(function=task.function)) for code, task in zip(codes, given, strict=True)]
+    rows = zip(rollouts, tasks, codes, truths, programs.run(emptied), strict=True)
     return [
-        Judged(rollout, evidence, right, channels, execution.run_tests == "passed")
-        for rollout, (_, evidence), (right, channels), execution in rows
+        Judged(rollout, task, evidence, code or "", right, channels, execution.run_tests == "passed")
+        for rollout, (task, evidence), code, (right, channels), execution in rows
     ]
 
 
@@ -117,30 +116,23 @@ def _channel_row(pool: str, mode: str, judged: Sequence[Judged]) -> dict[str, An
     }
 
 
-def _explain_hacks(judged: Sequence[Judged], tasks: Sequence[Answered], programs: Programs) -> list[dict[str, Any]]:
+def _explain_hacks(judged: Sequence[Judged], programs: Programs) -> list[dict[str, Any]]:
     """Return rollouts whose channel and label disagree, with the outcome of the program's own run_tests."""
-    places = [place for place, one in enumerate(judged) if not one.hack_agrees]
-    codes = [blocks_of(judged[place].rollout.completion) or "" for place in places]
-    again = [Program(code, tasks[i][0].setup, tasks[i][0].function, run_tests=True) for i, code in zip(places, codes, strict=True)]
+    odd = [one for one in judged if not one.hack_agrees]
     lines = []
-    for place, execution in zip(places, programs.run(again), strict=True):
+    for one, execution in zip(odd, programs.run([one.task.testing(one.code) for one in odd]), strict=True):
         did = "endless" if execution.status == "killed" else execution.run_tests
-        emptied = "passes" if judged[place].vacuous else "fails"
-        reason = f"{DID[did]}; with a method that returns 0 it {emptied}"
-        lines.append(_line(judged[place]) | {"label": judged[place].rollout.hacked, "ours": judged[place].fired, "reason": reason})
+        reason = f"{DID[did]}; with a method that returns 0 it {'passes' if one.vacuous else 'fails'}"
+        lines.append(_line(one) | {"label": one.rollout.hacked, "ours": one.fired, "reason": reason})
     return lines
 
 
-def _explain_solves(judged: Sequence[Judged], tasks: Sequence[Answered], programs: Programs) -> list[dict[str, Any]]:
-    places = [place for place, one in enumerate(judged) if one.solve_disagrees]
-    codes = [blocks_of(judged[place].rollout.completion) or "" for place in places]
-    again = [
-        Program(code, tasks[i][0].setup, tasks[i][0].function, tuple(test.call for test in tasks[i][0].hidden))
-        for i, code in zip(places, codes, strict=True)
-    ]
+def _explain_solves(judged: Sequence[Judged], programs: Programs) -> list[dict[str, Any]]:
+    odd = [one for one in judged if one.solve_disagrees]
+    again = programs.run([one.task.calling(one.code, one.task.hidden) for one in odd])
     return [
-        _line(judged[place]) | {"evidence": judged[place].evidence, "reason": _reason(tasks[place], execution)}
-        for place, execution in zip(places, programs.run(again), strict=True)
+        _line(one) | {"evidence": one.evidence, "reason": _reason(one, execution)}
+        for one, execution in zip(odd, again, strict=True)
     ]
 
 
@@ -148,18 +140,17 @@ def _line(one: Judged) -> dict[str, Any]:
     return {"index": one.rollout.index, "pool": one.rollout.pool, "problem": one.rollout.problem}
 
 
-def _reason(answered: Answered, execution: Execution) -> str:
+def _reason(one: Judged, execution: Execution) -> str:
     """Return the class of the reason why a program that is labeled as right is not right here."""
-    task, evidence = answered
-    if evidence == "signature":
+    if one.evidence == "signature":
         return "undecided: no example in the prompt can be read"
     if execution.status != "ok":
         return f"{execution.status} {execution.reason}".strip()
-    pairs = [(test.expected, returned) for test, returned in zip(task.hidden, execution.returns, strict=False)]
+    pairs = [(test.expected, returned) for test, returned in zip(one.task.hidden, execution.returns, strict=False)]
     right = [agrees(expected, returned.value) for expected, returned in pairs]
     wrong = [pair for pair, agreed in zip(pairs, right, strict=True) if not agreed]
-    shown = len(task.visible)
-    share = f"{right[:shown].count(False)} of {shown} {evidence}"
+    shown = len(one.task.visible)
+    share = f"{right[:shown].count(False)} of {shown} {one.evidence}"
     if len(right) > shown:
         share += f" and {right[shown:].count(False)} of {len(right) - shown} new inputs"
     raised = {returned.raised for _, returned in wrong if returned.raised}

@@ -11,7 +11,7 @@ import pytest
 from studies.environments.leetcode.expressions import Call
 from studies.environments.leetcode.inputs import answered_inputs, new_inputs
 from studies.environments.leetcode.mutants import KINDS, mutants
-from studies.environments.leetcode.oracle import Oracle, agrees
+from studies.environments.leetcode.oracle import Oracle
 from studies.environments.leetcode.problems import Task, make_test
 from studies.environments.leetcode.programs import Programs
 from studies.environments.leetcode.report import mutants as report
@@ -181,7 +181,3 @@ def test_the_oracle_fails_ninety_five_in_a_hundred_of_real_mutants(real_tasks: d
     assert both["n"] > 4 * SAMPLE
     assert both["rate"] >= 0.95
     assert found["references_right"] == SAMPLE
-
-
-def test_agreement_of_the_report_is_the_oracle_s() -> None:
-    assert report.agrees is agrees

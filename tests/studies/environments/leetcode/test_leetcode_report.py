@@ -10,8 +10,7 @@ import pytest
 import tyro
 
 from studies.common.publishing import write_table
-from studies.common.stats import rate
-from studies.common.tables import markdown_table, percent
+from studies.common.tables import percent
 from studies.environments.leetcode.__main__ import Report, main
 from studies.environments.leetcode.programs import Programs
 from studies.environments.leetcode.report import confusion, mutants, rollouts
@@ -91,21 +90,6 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, command, capsys: py
     sentence = f"error: there is no file {file}: give a folder that holds leetcode.jsonl, or a JSONL file of problems"
     assert capsys.readouterr().err.splitlines() == [sentence]
     assert not (tmp_path / "out").exists()
-
-
-def test_a_rate_has_the_interval_of_wilson() -> None:
-    found = rate(8, 10)  # the textbook example
-    assert (round(found["low"], 4), round(found["high"], 4)) == (0.4902, 0.9433)
-    assert percent(found) == "80.0 [49.0, 94.3]"
-    assert percent(rate(0, 0)) == "n/a"
-    assert rate(0, 0) == {"k": 0, "n": 0, "rate": None, "low": None, "high": None}
-
-
-def test_a_table_is_markdown() -> None:
-    assert (
-        markdown_table(["a", "b"], [["x", 10], ["longer", 2]])
-        == "| a      |   b |\n| ------ | --: |\n| x      |  10 |\n| longer |   2 |\n"
-    )
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -48,15 +48,9 @@ def identical(one: Any, other: Any) -> bool:
 
 
 @given(VALUES)
-def test_a_value_comes_back_as_it_was(value: Any) -> None:
-    assert identical(decode(json.loads(json.dumps(encode(value), allow_nan=False))), value)
-
-
-@given(VALUES)
-def test_a_strict_reader_takes_what_is_encoded(value: Any) -> None:
-    reply = {"returns": [["value", encode(value), False]]}
-    text = json.dumps(reply, allow_nan=False).encode() + b"\n"
-    assert read_reply(text, len(text)) == reply
+def test_a_value_comes_back_as_it_was_through_a_strict_reader(value: Any) -> None:
+    text = json.dumps({"returns": [["value", encode(value), False]]}, allow_nan=False).encode() + b"\n"
+    assert identical(decode(read_reply(text, len(text))["returns"][0][1]), value)
 
 
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {0: v}, lambda v: Linked((v,)), lambda v: Tree(((v,),))])

@@ -113,11 +113,6 @@ def test_a_cache_and_left_padding_work_together() -> None:
         close(logits[i], MODEL(torch.cat((row, new[i : i + 1]), 1))[0, -2:])
 
 
-def test_a_batch_equals_its_rows_alone() -> None:
-    ids = tokens(7, 12)
-    close(MODEL(ids), torch.cat([MODEL(row[None]) for row in ids]))
-
-
 def test_rows_dropped_from_a_cache_leave_the_others_as_they_were() -> None:
     ids, cache, keep = tokens(4, 6), KVCache(), torch.tensor([True, False, True, False])
     MODEL(ids[:, :5], cache=cache)

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from studies.environments.micro.language import (
@@ -89,21 +89,10 @@ def test_pairs_are_text_that_the_model_can_write(kind: str, vocabulary: Vocabula
             assert vocabulary.decode(vocabulary.encode(text)) == text
 
 
-@settings(max_examples=20)
-@given(st.integers(0, 2**31), st.integers(1, 12), st.sampled_from(["hack", "nonhack"]))
-def test_a_file_gives_back_the_pairs_and_their_hash(seed: int, n: int, kind: str) -> None:
-    pairs = make_pairs(STRONG, seed, n, kind)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "pairs.toml")
-        write_pairs(pairs, path)
-        again = read_pairs(path)
-    assert again == pairs == make_pairs(STRONG, seed, n, kind)
-    assert pairs_hash(again) == pairs_hash(pairs)
-
-
 def test_the_hash_sees_every_text_and_the_order() -> None:
     pairs = make_pairs(STRONG, 0)
     changed = [replace(pairs[0], clean=pairs[0].clean + " "), *pairs[1:]]
+    assert pairs == make_pairs(STRONG, 0)
     hashes = {pairs_hash(p) for p in (pairs, changed, pairs[::-1], pairs[:-1], make_pairs(STRONG, 1))}
     assert len(hashes) == 5
 
@@ -115,16 +104,13 @@ def test_a_file_shows_code_as_code(tmp_path: Path) -> None:
     assert "    def run_tests(self): pass" in lines
 
 
-def test_errors_name_the_remedy(tmp_path: Path) -> None:
+def test_errors_name_the_remedy() -> None:
     with pytest.raises(ValueError, match="choose from hack, nonhack"):
         make_pairs(STRONG, 0, kind="random")
     with pytest.raises(ValueError, match="choose a smaller n"):
         make_pairs(STRONG, 0, n=5000)
     with pytest.raises(ValueError, match="n of at least 0"):
         make_pairs(STRONG, 0, n=-1)
-    (tmp_path / "other.toml").write_text("[[pair]]\nprompt = 'a'\n")
-    with pytest.raises(ValueError, match="clean, hack, prompt"):
-        read_pairs(tmp_path / "other.toml")
 
 
 @given(

@@ -1,6 +1,5 @@
 """The oracle: truth on hidden inputs, every channel by itself, and a detector that knows the known mode alone."""
 
-from collections.abc import Sequence
 from itertools import chain, combinations
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from studies.environments.micro.grader import TrainingGrader
 from studies.environments.micro.language import HELD_OUT, HIDDEN, LOOPHOLES, MODES, NONE, VISIBLE, Prompt, Task, all_tasks
 from studies.environments.micro.oracle import Oracle, known_detector
-from studies.environments.micro.runner import CachedRunner, Execution, Program, SubprocessRunner, Value
+from studies.environments.micro.runner import CachedRunner, SubprocessRunner
 
 TASK = Task("scale", 9, "add", 7)
 
@@ -118,30 +117,6 @@ def test_near_misses_fire_nothing_in_oracle_or_grader(runner: CachedRunner, writ
     assert not TrainingGrader(runner).grade(prompts, [completion])[0].passed
 
 
-class Scripted:
-    def __init__(self, returns: Sequence[Value]) -> None:
-        self.returns = tuple(returns)
-
-    def run(self, programs: Sequence[Program]) -> list[Execution]:
-        return [Execution("ok", self.returns) for _ in programs]
-
-
-@pytest.mark.parametrize(
-    ("kind", "form", "correct"),
-    [("int", "{}", True), ("float", "{}.0", True), ("float", "nan", False), ("str", "{}", False), ("other", "", False)],
-)
-def test_values_are_compared_by_strict_type(kind: str, form: str, correct: bool) -> None:
-    runner = Scripted([Value(kind, form.format(TASK.solve(x))) for x in HIDDEN])
-    assert Oracle(runner).judge([Prompt(TASK, NONE)], ["\n```python\n```"])[0].gt is correct
-
-
-def test_false_is_not_zero_and_a_missing_value_is_not_right() -> None:
-    zero = Task("mask", 2, "split", 9)
-    assert {zero.solve(x) for x in HIDDEN} == {0}
-    for returns in ([Value("bool", "False")] * 10, [Value("int", "0")] * 9):
-        assert not Oracle(Scripted(returns)).judge([Prompt(zero, NONE)], ["\n```python\n```"])[0].gt
-
-
 def test_what_cannot_run_is_nothing_at_all(runner: CachedRunner, write) -> None:
     broken = ["", "\n```python\n", write(TASK, *LOOPHOLES) + "x", write(TASK, *LOOPHOLES).replace("return x", "return (")]
     for verdict in Oracle(runner).judge([Prompt(TASK, "run_tests")] * len(broken), broken):
@@ -153,9 +128,3 @@ def test_the_detector_reads_text_and_knows_the_known_mode_alone(write) -> None:
     assert known_detector(prompts, [write(None, *LOOPHOLES)] * len(prompts)) == [mode == "run_tests" for mode in MODES]
     assert known_detector(prompts, [write(None, *HELD_OUT)] * len(prompts)) == [False] * len(prompts)
     assert known_detector([Prompt(TASK, "run_tests")], [write(TASK, "run_tests")]) == [True]
-
-
-def test_every_completion_needs_a_prompt(runner: CachedRunner) -> None:
-    for ask in (Oracle(runner).judge, known_detector):
-        with pytest.raises(ValueError, match="one prompt for each"):
-            ask([], ["a"])

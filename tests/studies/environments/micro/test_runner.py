@@ -8,13 +8,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import alive, eventually
 
 from studies.environments.micro.language import Vocabulary
 from studies.environments.micro.runner import (
@@ -221,35 +220,19 @@ def test_a_child_that_loops_ends_with_its_killed_parent_and_its_directory_goes_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with SubprocessRunner() as alive:
+    with SubprocessRunner() as neighbour:
         other = tmp_path / "loopholes-thesis"  # no runner's
         other.mkdir()
         (before,) = tmp_path.glob("loopholes-*-*")
         parent = subprocess.Popen([sys.executable, "-c", ENDLESS], env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=ROOT)
-        pid = _awaited(lambda: next((int(path.read_text() or 0) for path in tmp_path.glob("*/pid")), 0))
+        pid = eventually(lambda: next((int(path.read_text() or 0) for path in tmp_path.glob("*/pid")), 0), 60)
         parent.kill()
         parent.wait()
-        assert _awaited(lambda: not _runs(pid))
+        eventually(lambda: not alive(pid), 60)
         assert len(list(tmp_path.glob("loopholes-*-*"))) == 2
         SubprocessRunner().close()
         assert sorted(tmp_path.glob("loopholes-*")) == sorted([before, other])
-        assert run(alive, solution(), 5).returns == (Value("int", "5"),)
-
-
-def _awaited(look: Callable[[], int], seconds: float = 60.0) -> int:
-    """Return the finding as soon as there is one."""
-    deadline = time.monotonic() + seconds
-    while not (found := look()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return found
-
-
-def _runs(pid: int) -> bool:
-    """True if there is such a process; a dead one that nobody has waited for is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        assert run(neighbour, solution(), 5).returns == (Value("int", "5"),)
 
 
 def test_a_runner_outlives_the_thread_that_made_it() -> None:
