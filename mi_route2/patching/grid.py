@@ -421,9 +421,8 @@ def to_html(grid: Grid) -> str:
         text = "" if np.isnan(shown[row, column]) else f"{shown[row, column]:.2f}"
         return f'<td style="{style}" title="{site}, {token}: {value}, recovered {recovered}">{text}</td>'
 
-    heads = "".join(
-        f"<th>{html.escape('all' if grid.together else _tick(grid.positions[c], grid.labels[c]))}</th>" for c in columns
-    )
+    ticks = _ticks(grid)
+    heads = "".join(f"<th>{html.escape(ticks[column])}</th>" for column in columns)
     lines = "".join(
         f"<tr><th>{html.escape(str(grid.sites[row]))}</th>{''.join(cell(row, column) for column in columns)}</tr>"
         for row in reversed(rows)  # upwards, as in the heatmap
@@ -458,11 +457,10 @@ def to_plotly(grid: Grid) -> "Figure":
         "<br>recovered %{customdata[3]}<extra></extra>",
         hoverongaps=False,
     )
-    # Two tokens may have the same text, and an axis of texts would merge them into one column
-    ticks = ["all"] if grid.together else [_plain(_tick(p, label)) for p, label in zip(grid.positions, grid.labels)]
     figure = Figure(heat)
     figure.update_layout(title=_plain(_title(grid)), template="plotly_white")
-    figure.update_xaxes(title="token of the corrupt prompt", tickvals=[*columns], ticktext=ticks)
+    # Two tokens may have the same text, and an axis of texts would merge them into one column
+    figure.update_xaxes(title="token of the corrupt prompt", tickvals=[*columns], ticktext=[*map(_plain, _ticks(grid))])
     figure.update_yaxes(tickvals=[*rows], ticktext=[str(target) for target in grid.sites])
     return figure
 
@@ -478,7 +476,7 @@ def draw(grid: Grid, path: Path) -> Path:
 
     shown, what, reach = _colored(grid)
     rows, columns = shown.shape
-    ticks = ["all"] if grid.together else [_tick(p, label) for p, label in zip(grid.positions, grid.labels)]
+    ticks = _ticks(grid)
     margin = _MARGIN + _LETTER * max(0, max(map(len, ticks)) - _SHORT)
     height, width = min(_TALLEST, margin + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns))
     with style():
@@ -497,6 +495,8 @@ def draw(grid: Grid, path: Path) -> Path:
         return save_figure(figure, path)
 
 
-def _tick(position: int, label: str) -> str:
-    """Return a token and its position on one line."""
-    return f"{label!r}"[1:-1] + f"  {position}"
+def _ticks(grid: Grid) -> list[str]:
+    """Return the name of every column: its token and position on one line."""
+    if grid.together:
+        return ["all"]
+    return [f"{label!r}"[1:-1] + f"  {position}" for position, label in zip(grid.positions, grid.labels)]
