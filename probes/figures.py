@@ -27,7 +27,9 @@ def transfer_figure(result: TransferResult, level: Unit = "rollout") -> Figure:
             axes.set_title(_title(mode, rows))
             axes.set_ylim(0, 1.02)
             axes.set_xticks(range(len(layers)), layers, rotation=30, ha="right")
-        _finish(figure, panels, f"AUROC per {level}")
+        axes = next(iter(panels.values()))[0]
+        axes.set_ylabel(f"AUROC per {level}")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
@@ -96,10 +98,3 @@ def _look(index: int) -> dict:
 
 def _title(mode: str, rows: list[TransferRow]) -> str:
     return f"{mode} ({'known' if rows[0].known else 'held out'}, n={rows[0].n})"
-
-
-def _finish(figure: Figure, panels: dict[str, tuple[Axes, list[TransferRow]]], label: str) -> None:
-    axes = next(iter(panels.values()))[0]
-    axes.set_ylabel(label)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)

@@ -20,7 +20,7 @@ from mi_route2.adapters.gradients import Pairs, exact, rounding, wide
 from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing.directions import Features, FullGradientReader, untouched
+from mi_route2.routing.directions import Features, FullGradientReader, backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +65,7 @@ class Fingerprint:
             raise ValueError("both adapters are off, so that no gradient reaches them: leave adapters.reference()")
         (b, s), reader = rollouts.tokens.shape, FullGradientReader()
         tape = Tape(b, s, kept=LearnNothing(), quarantine=LearnNothing(), outputs=reader, real=rollouts.attention)
-        with untouched(policy.model.parameters()), torch.enable_grad(), policy.adapters.recording(tape):
-            (-policy.logprobs(rollouts).sum()).backward()
-        tape.assert_fired(self.left, backward=True)
+        backward(policy, rollouts, tape, self.left)
         return self._projected(reader.features)
 
     @exact()

@@ -11,17 +11,15 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-from torch import Tensor
 
-from mi_route2.checks import Mask, checked
+from mi_route2.checks import checked
 from probes.affine import AffineProbe
-from probes.probe import Labels, Unit, examples, require_both_classes, require_squares, require_width
+from probes.probe import ExampleStore, Unit
 
 
 @checked
-class LdaFitter:
+class LdaFitter(ExampleStore):
     """Fitter of an LDA probe; it stores the examples (float64, CPU) until `fit`.
 
     `shrinkage` is "auto", a number in [0, 1], or None.
@@ -30,16 +28,8 @@ class LdaFitter:
     def __init__(self, shrinkage: float | Literal["auto"] | None = "auto", unit: Unit = "rollout") -> None:
         if shrinkage not in ("auto", None) and not 0 <= shrinkage <= 1:
             raise ValueError(f"Shrinkage {shrinkage} is not 'auto', None or a number in [0, 1].")
+        super().__init__(unit)
         self._shrinkage = shrinkage
-        self._unit: Unit = unit
-        self._batches: list[tuple[Tensor, Tensor]] = []
-
-    @checked
-    def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
-        """Add a batch. ValueError for non-finite activations inside the mask, or another width."""
-        x, y = examples(h, mask, hack, self._unit)
-        require_width(x, self._batches[0][0].shape[1] if self._batches else x.shape[1])
-        self._batches.append((x, y))
 
     def fit(self) -> AffineProbe:
         """Return the fitted probe.
@@ -48,12 +38,9 @@ class LdaFitter:
             ValueError: Without both classes, if they differ where the covariance is singular, or for activations below 1e-150 or
                 above 1e150.
         """
-        y = torch.cat([y for _, y in self._batches]) if self._batches else torch.zeros(0, dtype=torch.bool)
-        require_both_classes(y)
-        x = torch.cat([x for x, _ in self._batches])
-        require_squares(x)
+        x, y = self._stored()
         lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=self._shrinkage, priors=[0.5, 0.5])
-        lda.fit(x.numpy(), y.numpy())
+        lda.fit(x, y)
         apart = lda.means_[1] - lda.means_[0]
         # A least-squares solution has no part along a feature without variance, which may be the one that separates best.
         left = np.linalg.norm(lda.covariance_ @ lda.coef_[0] - apart)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mi_route2.checks import Mask, checked
 from probes.affine import AffineProbe
-from probes.probe import Labels, Unit, examples, require_width, unit_vector
+from probes.probe import Labels, Unit, examples, require_both_classes, require_width, unit_vector
 
 
 @checked
@@ -40,9 +40,9 @@ class MeanDifferenceFitter:
 
     def fit(self) -> AffineProbe:
         """Return the fitted probe. ValueError without both classes, or if their means coincide."""
-        if self._sums is None or self._sizes is None or bool((self._counts == 0).any()):
-            clean, hack = self._counts.tolist()
-            raise ValueError(f"A probe needs hack and clean examples; it has {hack} and {clean}.")
+        require_both_classes(*self._counts.tolist())
+        assert self._sums is not None
+        assert self._sizes is not None
         clean, hack = self._sums / self._counts[:, None]
         apart = hack - clean
         # Sums round by their length and by the size of what they add, which may cancel: what they differ by is no direction.

@@ -9,6 +9,7 @@ fitter is mutable and learns; the probe that it returns is frozen and scores. Th
 
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
@@ -105,16 +106,36 @@ def examples(h: Float[Tensor, "b s d"], mask: Mask, hack: Labels, unit: Unit) ->
     return x, y.to("cpu", copy=True)  # the caller may write the next batch's labels into its own
 
 
-def require_both_classes(y: Bool[Tensor, " n"]) -> None:
+class ExampleStore:
+    """Base of fitters that store the examples (float64, CPU) until `fit`."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit = unit
+        self._batches: list[tuple[Tensor, Tensor]] = []
+
+    @checked
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
+        """Add a batch. ValueError for non-finite activations inside the mask, or another width."""
+        x, y = examples(h, mask, hack, self._unit)
+        require_width(x, self._batches[0][0].shape[1] if self._batches else x.shape[1])
+        self._batches.append((x, y))
+
+    def _stored(self) -> tuple[Float[np.ndarray, "n d"], Bool[np.ndarray, " n"]]:
+        """Return all examples and labels. ValueError without both classes, or where variances would vanish or overflow."""
+        y = torch.cat([y for _, y in self._batches]) if self._batches else torch.zeros(0, dtype=torch.bool)
+        require_both_classes(int((~y).sum()), int(y.sum()))
+        x = torch.cat([x for x, _ in self._batches])
+        if (size := float(x.abs().max())) and not 1e-150 < size < 1e150:
+            raise ValueError(
+                f"The largest activation is {size:.0e}, whose square no float64 holds: give activations in another unit."
+            )
+        return x.numpy(), y.numpy()
+
+
+def require_both_classes(clean: int, hack: int) -> None:
     """Raise ValueError unless there are hack and clean examples."""
-    if y.numel() == 0 or bool(y.all()) or not bool(y.any()):
-        raise ValueError(f"A probe needs hack and clean examples; it has {int(y.sum())} and {int((~y).sum())}.")
-
-
-def require_squares(x: Float[Tensor, "n d"]) -> None:
-    """Raise ValueError if variances would vanish or overflow in float64, unless all activations are 0."""
-    if (size := float(x.abs().max())) and not 1e-150 < size < 1e150:
-        raise ValueError(f"The largest activation is {size:.0e}, whose square no float64 holds: give activations in another unit.")
+    if not clean or not hack:
+        raise ValueError(f"A probe needs hack and clean examples; it has {hack} and {clean}.")
 
 
 def require_width(h: Float[Tensor, "*n d"], width: int) -> None:

@@ -275,7 +275,16 @@ class Grid:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values; skipped positions and an undefined ``recovered`` are ``None``."""
-        return describe(self)
+        cells = {name: getattr(self, name) for name in ("argmax", "argmin", "argabs")}
+        return {
+            **_said(self),
+            "metric": self.metric,
+            "noise_floor": self.noise_floor,
+            "values": _rows(self.values),
+            "recovered": _rows(self.recovered) if self.defined else None,
+            "summary": self.alignment.summary,
+            **{name: {"site": str(cell.target), "position": cell.position, "value": cell.value} for name, cell in cells.items()},
+        }
 
     @staticmethod
     @checked
@@ -294,35 +303,31 @@ class Grid:
     @checked
     def save(self, path: Path | str) -> None:
         """Write one safetensors file atomically: the values, and everything else as JSON in its header, with a checksum."""
-        write(self, Path(path))
+        header = {"format": FORMAT, "grid": json.dumps(_said(self))}
+        write_tensors(Path(path), {"values": torch.from_numpy(self.to_numpy())}, header)
 
     @staticmethod
     @checked
     def load(path: Path | str) -> "Grid":
-        """Load a file that ``save`` wrote; ``ValueError`` for a damaged file or another kind of file."""
-        return read(Path(path))
+        """Load a file that ``save`` wrote; ``FileNotFoundError``, or ``ValueError`` for a damaged file or another kind of file."""
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is not a file: give one that Grid.save wrote")
+        tensors, header = read_tensors(path)
+        if header.get("format") != FORMAT:
+            raise ValueError(f"{path} has the format {header.get('format')!r}: this version reads {FORMAT!r}")
+        try:
+            return _grid(parse_object(header["grid"]), tensors["values"].numpy())
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is not a complete grid ({error}): sweep and save it again") from error
 
 
 FORMAT = "mi-route2 patch sweep 1"
 _NUMBERS = ("at", "alpha", "clean", "corrupt", "resolution", "layers", "together", "kind", "forwards")
 
 
-def describe(grid: Grid) -> dict[str, Any]:
-    """Return a grid as JSON values; see ``Grid.to_json``."""
-
-    def rows(values: np.ndarray) -> list[list[float | None]]:
-        return [[None if np.isnan(value) else value for value in row] for row in values.tolist()]
-
-    cells = {name: getattr(grid, name) for name in ("argmax", "argmin", "argabs")}
-    return {
-        **_said(grid),
-        "metric": grid.metric,
-        "noise_floor": grid.noise_floor,
-        "values": rows(grid.values),
-        "recovered": rows(grid.recovered) if grid.defined else None,
-        "summary": grid.alignment.summary,
-        **{name: {"site": str(cell.target), "position": cell.position, "value": cell.value} for name, cell in cells.items()},
-    }
+def _rows(values: np.ndarray) -> list[list[float | None]]:
+    return [[None if np.isnan(value) else value for value in row] for row in values.tolist()]
 
 
 def _said(grid: Grid) -> dict[str, Any]:
@@ -339,25 +344,6 @@ def _said(grid: Grid) -> dict[str, Any]:
         "skipped": [asdict(skip) for skip in grid.skipped],
         "alignment": asdict(grid.alignment),
     }
-
-
-def write(grid: Grid, path: Path) -> None:
-    """Write ``grid`` to ``path``; ``OSError`` if that is not possible."""
-    header = {"format": FORMAT, "grid": json.dumps(_said(grid))}
-    write_tensors(path, {"values": torch.from_numpy(grid.to_numpy())}, header)
-
-
-def read(path: Path) -> Grid:
-    """Read the grid in ``path``; ``FileNotFoundError`` if there is no file, ``ValueError`` if it is not a grid."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file: give one that Grid.save wrote")
-    tensors, header = read_tensors(path)
-    if header.get("format") != FORMAT:
-        raise ValueError(f"{path} has the format {header.get('format')!r}: this version reads {FORMAT!r}")
-    try:
-        return _grid(parse_object(header["grid"]), tensors["values"].numpy())
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not a complete grid ({error}): sweep and save it again") from error
 
 
 def _grid(said: dict[str, Any], values: np.ndarray) -> Grid:
@@ -435,9 +421,8 @@ def to_html(grid: Grid) -> str:
         text = "" if np.isnan(shown[row, column]) else f"{shown[row, column]:.2f}"
         return f'<td style="{style}" title="{site}, {token}: {value}, recovered {recovered}">{text}</td>'
 
-    heads = "".join(
-        f"<th>{html.escape('all' if grid.together else _tick(grid.positions[c], grid.labels[c]))}</th>" for c in columns
-    )
+    ticks = _ticks(grid)
+    heads = "".join(f"<th>{html.escape(ticks[column])}</th>" for column in columns)
     lines = "".join(
         f"<tr><th>{html.escape(str(grid.sites[row]))}</th>{''.join(cell(row, column) for column in columns)}</tr>"
         for row in reversed(rows)  # upwards, as in the heatmap
@@ -472,11 +457,10 @@ def to_plotly(grid: Grid) -> "Figure":
         "<br>recovered %{customdata[3]}<extra></extra>",
         hoverongaps=False,
     )
-    # Two tokens may have the same text, and an axis of texts would merge them into one column
-    ticks = ["all"] if grid.together else [_plain(_tick(p, label)) for p, label in zip(grid.positions, grid.labels)]
     figure = Figure(heat)
     figure.update_layout(title=_plain(_title(grid)), template="plotly_white")
-    figure.update_xaxes(title="token of the corrupt prompt", tickvals=[*columns], ticktext=ticks)
+    # Two tokens may have the same text, and an axis of texts would merge them into one column
+    figure.update_xaxes(title="token of the corrupt prompt", tickvals=[*columns], ticktext=[*map(_plain, _ticks(grid))])
     figure.update_yaxes(tickvals=[*rows], ticktext=[str(target) for target in grid.sites])
     return figure
 
@@ -492,7 +476,7 @@ def draw(grid: Grid, path: Path) -> Path:
 
     shown, what, reach = _colored(grid)
     rows, columns = shown.shape
-    ticks = ["all"] if grid.together else [_tick(p, label) for p, label in zip(grid.positions, grid.labels)]
+    ticks = _ticks(grid)
     margin = _MARGIN + _LETTER * max(0, max(map(len, ticks)) - _SHORT)
     height, width = min(_TALLEST, margin + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns))
     with style():
@@ -511,6 +495,8 @@ def draw(grid: Grid, path: Path) -> Path:
         return save_figure(figure, path)
 
 
-def _tick(position: int, label: str) -> str:
-    """Return a token and its position on one line."""
-    return f"{label!r}"[1:-1] + f"  {position}"
+def _ticks(grid: Grid) -> list[str]:
+    """Return the name of every column: its token and position on one line."""
+    if grid.together:
+        return ["all"]
+    return [f"{label!r}"[1:-1] + f"  {position}" for position, label in zip(grid.positions, grid.labels)]

@@ -9,6 +9,7 @@ values.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from time import perf_counter
 from typing import Any
 
@@ -20,8 +21,8 @@ from mi_route2.checks import checked
 from mi_route2.hosts.base import Edit, Host, one_after_another
 from mi_route2.patching.forwards import PatchedRow, Whole, plan, with_idle, writing
 from mi_route2.patching.grid import Grid
-from mi_route2.patching.question import CleanRun, Given, Metric, Positions, ask, places, refuse_dropout, refuse_foreign, widened
-from mi_route2.patching.sweep import REPLICAS, Pair, record
+from mi_route2.patching.question import CleanRun, Given, Metric, Positions, ask, places, widened
+from mi_route2.patching.sweep import REPLICAS, Pair, record, refuse_few
 from mi_route2.patching.targets import Choice, Target, choose
 from mi_route2.sites import Site, precedes
 from mi_route2.steering.specs import patch
@@ -54,11 +55,8 @@ def attribute(
         ValueError: As in ``sweep``, or the metric has no gradient.
         KeyError: As in ``sweep``.
     """
-    began = perf_counter()
-    refuse_dropout(host)
-    asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
-    question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
-    refuse_foreign(host, question, alpha)
+    began, alpha = perf_counter(), float(alpha)
+    question = ask(host, clean, corrupt, positions, metric, answer, foil, at, alpha=alpha, tokenizer=tokenizer, together=together)
     chosen = choose(host, sites)
     sites_used = list(dict.fromkeys(target.site for target in chosen))
     pair = record(Whole(host), question, sites_used)
@@ -69,13 +67,13 @@ def attribute(
         here, source = pair.values(target)
         slope = slopes[target.site] if target.head is None else slopes[target.site][:, target.head]
         # The difference of half-precision numbers would lose the digits that the gradient is multiplied with.
-        step = widened(patch(here, source, float(alpha))) - widened(here)
+        step = widened(patch(here, source, alpha)) - widened(here)
         change = (step * widened(slope)).flatten(1).sum(1)
         for position, columns in question.columns:
             values[target, position] = pair.scores[1] + float(change[list(columns)].sum())
     seconds = {"prepare": prepared - began, "cells": perf_counter() - prepared}
     layers = len(host.layers())
-    return pair.grid(targets, values, layers=layers, alpha=float(alpha), kind="attribution", forwards="whole", seconds=seconds)
+    return pair.grid(targets, values, layers=layers, alpha=alpha, kind="attribution", forwards="whole", seconds=seconds)
 
 
 def gradients(host: Host, pair: Pair, sites: list[Site]) -> dict[Site, Tensor]:
@@ -142,12 +140,8 @@ def paths(
         ValueError: A sender does not come before every receiver, or all of ``received`` comes after the scored position.
     """
     began, alpha = perf_counter(), float(alpha)
-    refuse_dropout(host)
-    if replicas < REPLICAS:
-        raise ValueError(f"{replicas} replicas of the corrupt run do not measure its noise: run at least {REPLICAS}")
-    asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
-    question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
-    refuse_foreign(host, question, alpha)
+    refuse_few(replicas)
+    question = ask(host, clean, corrupt, positions, metric, answer, foil, at, alpha=alpha, tokenizer=tokenizer, together=together)
     given, into = choose(host, senders), choose(host, receivers)
     _refuse_backwards(given, into)
     running = Whole(host)
@@ -157,7 +151,7 @@ def paths(
     columns = [p for p in places(received, question.corrupt) if p <= question.at]  # nothing after the scored position runs
     if not columns:
         raise ValueError(f"nothing can be received: every position comes after position {question.at}, which is scored")
-    rows = with_idle(_rows(pair, targets, float(alpha)), replicas, (0, 0))
+    rows = with_idle(_rows(pair, targets, alpha), replicas, (0, 0))
     values, spread, prepared = {}, [], perf_counter()
     with tqdm(total=len(rows), desc="patching paths", unit="cell", leave=False, disable=None if progress else True) as bar:
         for group in plan([row.place for row in rows], running.costs(), batch):
@@ -170,8 +164,8 @@ def paths(
                     values[row.target, None if together else row.positions[0]] = score
             bar.update(len(some))
     seconds = {"prepare": prepared - began, "cells": perf_counter() - prepared}
-    said: dict[str, Any] = {"kind": "path", "replicas": spread, "forwards": "whole", "seconds": seconds}
-    return pair.grid(targets, values, layers=len(host.layers()), alpha=float(alpha), **said)
+    more: dict[str, Any] = {"kind": "path", "forwards": "whole", "seconds": seconds}
+    return pair.grid(targets, values, spread, layers=len(host.layers()), alpha=alpha, **more)
 
 
 def _rows(pair: Pair, targets: Sequence[Target], alpha: float) -> list[PatchedRow]:
@@ -203,7 +197,8 @@ class _Base:
     def run(self, running: Whole, rows: Sequence[PatchedRow], columns: Sequence[int]) -> Tensor:
         """Return the logits of run 2, with the receivers set at ``columns``."""
         taken = self._receive(running, rows)
-        return running.under({site: self._setting(site, value, columns) for site, value in taken.items()}, len(rows))
+        heads = {site: [target.head for target in self.into if target.site == site] for site in taken}
+        return running.under({site: partial(_set, heads[site], value, columns) for site, value in taken.items()}, len(rows))
 
     def _receive(self, running: Whole, rows: Sequence[PatchedRow]) -> dict[Site, Tensor]:
         """Return the values ``[n s ...]`` at the receivers' sites in run 1."""
@@ -218,9 +213,6 @@ class _Base:
             edits.setdefault(site, []).append(write)
         running.under({site: partial(one_after_another, some) for site, some in edits.items()}, len(rows))
         return taken
-
-    def _setting(self, site: Site, value: Tensor, columns: Sequence[int]) -> Edit:
-        return partial(_set, [target.head for target in self.into if target.site == site], value, columns)
 
 
 def sublayer_output(site: Site) -> Site | None:
@@ -256,7 +248,6 @@ def _set(heads: Sequence[int | None], taken: Tensor, columns: Sequence[int], val
 
 
 def _refuse_backwards(senders: Sequence[Target], receivers: Sequence[Target]) -> None:
-    for sender in senders:
-        for receiver in receivers:
-            if not precedes(sender.site, receiver.site):
-                raise ValueError(f"no path leads from {sender} to {receiver}: a sender must come before its receivers")
+    for sender, receiver in product(senders, receivers):
+        if not precedes(sender.site, receiver.site):
+            raise ValueError(f"no path leads from {sender} to {receiver}: a sender must come before its receivers")

@@ -513,18 +513,21 @@ class Question:
 
 
 def ask(
+    host: Host,
     clean: Given | CleanRun,
     corrupt: Given,
+    positions: Positions,
+    metric: Metric,
+    answer: int | str | None,
+    foil: int | str | None,
+    at: int | None,
     *,
-    positions: Positions = None,
-    metric: Metric = "logit_diff",
-    answer: int | str | None = None,
-    foil: int | str | None = None,
-    at: int | None = None,
-    tokenizer: Any = None,
-    together: bool = False,
+    alpha: float,
+    tokenizer: Any,
+    together: bool,
 ) -> Question:
-    """Check the arguments of ``sweep`` and return its question; ``ValueError`` for arguments that do not fit."""
+    """Check the arguments of ``sweep`` and return its question; ``ValueError`` for what does not fit, or not this model."""
+    refuse_dropout(host)
     one = clean if isinstance(clean, CleanRun) else read(clean, tokenizer, "clean")
     other = read(corrupt, tokenizer, "corrupt")
     length = one.length if isinstance(one, CleanRun) else len(one.tokens)
@@ -547,7 +550,9 @@ def ask(
     grader = Grader.of(metric, one_token(answer, tokenizer, "answer"), one_token(foil, tokenizer, "foil"))
     chosen = places(positions, other)
     sources, skipped = _partners(chosen, alignment, scored, clean_at)
-    return Question(other, one, alignment, scored, clean_at, chosen, sources, skipped, grader, together)
+    question = Question(other, one, alignment, scored, clean_at, chosen, sources, skipped, grader, together)
+    _refuse_foreign(host, question, alpha)
+    return question
 
 
 def _partners(chosen: tuple[int, ...], alignment: Alignment, at: int, clean_at: int) -> tuple[dict[int, int], tuple[Skip, ...]]:
@@ -566,7 +571,7 @@ def _partners(chosen: tuple[int, ...], alignment: Alignment, at: int, clean_at: 
     return sources, tuple(skipped)
 
 
-def refuse_foreign(host: Host, question: Question, alpha: float) -> None:
+def _refuse_foreign(host: Host, question: Question, alpha: float) -> None:
     """Raise ``ValueError`` for prompts that the model cannot read, a clean run of other weights, or an ``alpha`` not finite."""
     if not math.isfinite(alpha):
         raise ValueError(f"alpha={alpha} is not a finite number: 1 replaces a value, 0 leaves it unchanged")

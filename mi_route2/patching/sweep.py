@@ -30,7 +30,7 @@ from mi_route2.patching.forwards import (
     with_idle,
 )
 from mi_route2.patching.grid import Cell, Grid
-from mi_route2.patching.question import CleanRun, Given, Metric, Positions, Question, ask, refuse_dropout, refuse_foreign
+from mi_route2.patching.question import CleanRun, Given, Metric, Positions, Question, ask
 from mi_route2.patching.targets import Choice, Target, choose, seen_by, split
 from mi_route2.sites import Site
 from mi_route2.steering.specs import patch
@@ -65,16 +65,13 @@ class Pair:
         self,
         targets: Sequence[Target],
         values: Mapping[tuple[Target, int | None], float],
-        *,
-        layers: int,
-        alpha: float,
-        kind: str = "patch",
         replicas: Sequence[float] = (),
-        forwards: str = "",
-        seconds: Mapping[str, float] | None = None,
-        flops: Mapping[str, float] | None = None,
+        **more: Any,
     ) -> Grid:
-        """Return a grid with a value for every target and patchable position; ``ValueError`` for a value that is not finite."""
+        """Return a grid with a value for every target and patchable position; ``ValueError`` for a value that is not finite.
+
+        ``more`` are the fields of the grid that neither the question nor its runs know, such as ``alpha``.
+        """
         question, (clean, corrupt) = self.question, self.scores
         columns = (None,) if question.together else question.positions
         table = np.full((len(targets), len(columns)), np.nan)
@@ -93,7 +90,6 @@ class Pair:
             labels=tuple(question.corrupt.labels[position] for position in question.positions),
             grader=question.grader,
             at=question.at,
-            alpha=alpha,
             values=table,
             clean=clean,
             corrupt=corrupt,
@@ -101,12 +97,8 @@ class Pair:
             resolution=torch.finfo(logits.dtype).eps * max(1.0, abs(clean), abs(corrupt)),
             skipped=question.skipped,
             alignment=question.alignment,
-            layers=layers,
             together=question.together,
-            kind=kind,
-            forwards=forwards,
-            seconds=dict(seconds or {}),
-            flops=dict(flops or {}),
+            **more,
         )
 
 
@@ -164,6 +156,12 @@ def _captured(run: CleanRun, corrupt: SiteRecord, sources: Sequence[int]) -> Sit
 
 
 REPLICAS = 3
+
+
+def refuse_few(replicas: int) -> None:
+    """Raise ``ValueError`` for fewer replicas than a noise floor needs."""
+    if replicas < REPLICAS:
+        raise ValueError(f"{replicas} replicas of the corrupt run do not measure its noise: run at least {REPLICAS}")
 
 
 @dataclass(frozen=True)
@@ -292,9 +290,9 @@ class Sweep:
         return self.pair.grid(
             self.targets,
             {(cell.target, cell.position): cell.value for finished in done for cell in finished.cells},
+            [score for finished in done for score in finished.replicas],
             layers=self.layers,
             alpha=self.alpha,
-            replicas=[score for finished in done for score in finished.replicas],
             forwards=self.forwards.name,
             seconds={"prepare": self.seconds, "cells": seconds},
             flops=self.flops(),
@@ -354,14 +352,10 @@ def preparing(
     ``most`` limits the cells, or the values that are patched together: ``TooManyCellsError`` before anything is run for more.
     """
     began, alpha = perf_counter(), float(alpha)
-    if replicas < REPLICAS:
-        raise ValueError(f"{replicas} replicas of the corrupt run do not measure its noise: run at least {REPLICAS}")
+    refuse_few(replicas)
     if tokens is not None and tokens < 1:
         raise ValueError(f"forwards of {tokens} tokens are not possible: give at least 1, or leave tokens out")
-    refuse_dropout(host)
-    asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
-    question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
-    refuse_foreign(host, question, alpha)
+    question = ask(host, clean, corrupt, positions, metric, answer, foil, at, alpha=alpha, tokenizer=tokenizer, together=together)
     chosen, running, state = choose(host, sites), forwards(host, how), ModelState(host)
     _refuse_cells(len(chosen) * len(question.sources), most)  # a cell of all positions together has as many values
     before = state.current  # of before the first pause, in which others may change the model: ``run`` then refuses to go on

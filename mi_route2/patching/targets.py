@@ -61,28 +61,19 @@ def choose(host: Host, sites: Choice) -> tuple[Target, ...]:
 
 def _meant(host: Host, one: Site | Target | str, known: list[Site]) -> list[Target]:
     if isinstance(one, str):
-        return _named(host, one, known)
+        name, head = match.groups() if (match := _TARGET.fullmatch(one)) else (one, None)
+        return [Target(site, None if head is None else int(head)) for site in host.find(name, known)]
     target = Target(one) if isinstance(one, Site) else one
     host.address(target.site)  # raises an error if the host has no such site
     return [target]
 
 
-def _named(host: Host, name: str, known: list[Site]) -> list[Target]:
-    plain, head = (name, None) if not (match := _TARGET.fullmatch(name)) else (match[1], match[2])
-    return [Target(site, None if head is None else int(head)) for site in host.find(plain, known)]
-
-
 def split(targets: Iterable[Target], counts: dict[Site, int]) -> tuple[Target, ...]:
     """Replace every target whose site has heads by its heads, without repetition; ``ValueError`` if no site has heads."""
-    expanded = dict.fromkeys(
-        head
-        for target in targets
-        for head in (
-            [Target(target.site, i) for i in range(counts[target.site])]
-            if target.head is None and target.site.point in HEADED
-            else [target]
-        )
-    )
+    expanded: dict[Target, None] = {}
+    for target in targets:
+        whole = target.head is None and target.site.point in HEADED
+        expanded |= dict.fromkeys([Target(target.site, i) for i in range(counts[target.site])] if whole else [target])
     if all(target.head is None for target in expanded):
         raise ValueError(f"heads=True, but none of the sites has heads: choose among {', '.join(sorted(HEADED))}")
     return tuple(expanded)

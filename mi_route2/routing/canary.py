@@ -521,15 +521,11 @@ class CanaryRoute(OneCall):
         adapters = policy if isinstance(policy, Adapters) else policy.adapters
         parameters, snapshots = adapters.quarantine_parameters(), {}
         for name, tensor in tensors.items():
-            kind, _, rest = name.partition(".")
-            if kind == "snapshot":
-                number, _, parameter = rest.partition(".")
+            if name.startswith("snapshot."):
+                _, number, parameter = name.split(".", 2)
                 snapshots.setdefault(int(number), {})[parameter] = tensor.to(parameters[parameter], copy=True)
         self.snapshots, self.monitor = [snapshots[number] for number in sorted(snapshots)], None
         if "threshold" in tensors:
             device, given = next(iter(parameters.values())).device, (tensors.get(name) for name in ("center", "spread"))
             center, spread = (None if tensor is None else tensor.to(device, copy=True) for tensor in given)
             self.monitor = CanaryMonitor(_unbound, self.spec.top, center, spread, float(tensors["threshold"]))
-
-    def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
-        return {}

@@ -158,17 +158,30 @@ class Joined:
         return torch.cat([piece.magnitude() for piece in self.pieces])
 
 
-class GradientReader:
-    """Gate that passes no gradient and stores each rollout's gradient of the scored factor.
+class _Storing:
+    """Sums of gradients by site; with ``directions``, a whole sum is replaced by its comparison with the site's.
 
-    With ``directions``, only its comparison is kept, so that the memory does not grow with the model.
+    So the memory does not grow with the model.
     """
-
-    detach = False
 
     def __init__(self, directions: Mapping[str, Tensor] | None = None) -> None:
         self.features: dict[str, FactorGradient | Written | Compared] = {}
         self._directions = directions
+
+    def _store(self, site: str, gradient: FactorGradient | Written, last: bool) -> None:
+        before = self.features.get(site)
+        assert not isinstance(before, Compared)
+        whole = added(before, gradient)
+        self.features[site] = Compared.of(whole, self._directions[site]) if last and self._directions is not None else whole
+
+
+class GradientReader(_Storing):
+    """Gate that passes no gradient and stores each rollout's of the scored factor, or its comparison with ``directions``."""
+
+    detach = False
+
+    def __init__(self, directions: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(directions)
         self._left: Counter[str] = Counter()
 
     def called(self, site: str, point: Hooks) -> None:
@@ -177,34 +190,17 @@ class GradientReader:
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> None:
         if factor in SCORED:
             self._left[site] -= 1
-            store(self.features, site, compact(pair, scored=True), None if self._left[site] else self._directions)
+            self._store(site, compact(pair, scored=True), last=not self._left[site])
 
     def mask(self, site: str) -> Tensor:
         raise RuntimeError(f"a gate that only reads has no mask (requested at {site})")
 
 
-class FullGradientReader:
-    """Reader of full-weight gradients: the pair (x, dL/dy) of each site; with ``directions``, only its comparison."""
-
-    def __init__(self, directions: Mapping[str, Tensor] | None = None) -> None:
-        self.features: dict[str, FactorGradient | Written | Compared] = {}
-        self._directions = directions
+class FullGradientReader(_Storing):
+    """Reader of full-weight gradients: the pair (x, dL/dy) of each site, or its comparison with ``directions``."""
 
     def read(self, site: str, pair: FactorGradient, last: bool) -> None:
-        store(self.features, site, pair, self._directions if last else None)
-
-
-def store(
-    features: dict[str, FactorGradient | Written | Compared],
-    site: str,
-    gradient: FactorGradient | Written,
-    directions: Mapping[str, Tensor] | None,
-) -> None:
-    """Add a gradient to the site's; with ``directions``, replace the sum by its comparison with the site's."""
-    before = features.get(site)
-    assert not isinstance(before, Compared)
-    whole = added(before, gradient)
-    features[site] = whole if directions is None else Compared.of(whole, directions[site])
+        self._store(site, pair, last)
 
 
 def floors(features: Features, kind: FeatureKind) -> dict[str, Tensor]:
@@ -239,10 +235,15 @@ def collect(
             return acts.features
         grad, full = GradientReader(directions), FullGradientReader(directions)
         tape = Tape(b, s, kept=LearnNothing(), outputs=full, real=real) if kind == "full" else Tape(b, s, kept=grad, real=real)
-        with untouched(policy.model.parameters()), torch.enable_grad(), policy.adapters.recording(tape):
-            (-policy.logprobs(rollouts).sum()).backward()
-        tape.assert_fired(policy.adapters.sites, backward=True)
+        backward(policy, rollouts, tape, policy.adapters.sites)
         return full.features if kind == "full" else grad.features
+
+
+def backward(policy: Policy, rollouts: Rollouts, tape: Tape, sites: Iterable[str]) -> None:
+    """Run the backward of ``-log p`` of the rollouts under ``tape``, in which ``sites`` report; no ``.grad`` is touched."""
+    with untouched(policy.model.parameters()), torch.enable_grad(), policy.adapters.recording(tape):
+        (-policy.logprobs(rollouts).sum()).backward()
+    tape.assert_fired(sites, backward=True)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ that must be kept until then is in a ``MaskGate``, one per micro-batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import product
 from typing import Literal
 
@@ -396,20 +397,16 @@ class MaskGate:
         return cosine(feature, v, NOISE * torch.finfo(size.dtype).eps * self._largest)
 
 
+@dataclass(eq=False)
 class _MaskStep(Once):
-    def __init__(
-        self,
-        spec: MaskSpec,
-        policy: Policy,
-        micro_batches: list[MicroBatch],
-        before: Before,
-        gates: list[MaskGate],
-        idle: list[MaskGate],
-        generator: torch.Generator,
-        order: Int[Tensor, " b"],
-    ):
-        self._spec, self._policy, self.micro_batches, self._before = spec, policy, micro_batches, before
-        self._gates, self._idle, self._generator, self._order = gates, idle, generator, order
+    _spec: MaskSpec
+    _policy: Policy
+    micro_batches: list[MicroBatch]
+    _before: Before
+    _gates: list[MaskGate]
+    _idle: list[MaskGate]
+    _generator: torch.Generator
+    _order: Int[Tensor, " b"]
 
     @exact()
     def finish(self, reduce: Reduce | None = None) -> Decision:
@@ -645,8 +642,9 @@ class MaskRoute(OneCall):
         bands = [(index, False) for index in indices] if clean is None else banded(indices, clean)
         for index, is_clean in bands:
             piece = batch.rows(index)
-            (b, s), real = piece.rollouts.tokens.shape, piece.rollouts.attention
-            l1 = self.l1 * b / len(batch.rollouts)  # the penalty is a mean over rollouts, so a micro-batch adds its share
+            tape = partial(Tape, *piece.rollouts.tokens.shape, real=piece.rollouts.attention)
+            # the penalty is a mean over rollouts, so a micro-batch adds its share
+            l1 = self.l1 * len(piece.rollouts) / len(batch.rollouts)
             inputs, outputs, site_scores = self._sources(policy, piece)
             gate = MaskGate(
                 spec,
@@ -662,20 +660,16 @@ class MaskRoute(OneCall):
             )
             gates.append(gate)
             if is_clean:
-                micro_batches.append(MicroBatch(piece, Tape(b, s, kept=gate, real=real, without_quarantine=True), kept[index]))
+                micro_batches.append(MicroBatch(piece, tape(kept=gate, without_quarantine=True), kept[index]))
             elif split:
-                for_quarantine = Tape(b, s, kept=LearnNothing(gate if gate.detach else None), l1=l1, real=real)
+                for_quarantine = tape(kept=LearnNothing(gate if gate.detach else None), l1=l1)
                 micro_batches.append(MicroBatch(piece, for_quarantine, piece.advantages))
                 if flags is not None and bool(flags[index].all()) and not hooked_masks and not several_ranks():
                     idle.append(gate)  # its backward would be weighted by 0; other ranks would wait for its forward
                 else:
-                    micro_batches.append(
-                        MicroBatch(piece, Tape(b, s, kept=gate, quarantine=LearnNothing(), real=real), kept[index])
-                    )
+                    micro_batches.append(MicroBatch(piece, tape(kept=gate, quarantine=LearnNothing()), kept[index]))
             else:
-                micro_batches.append(
-                    MicroBatch(piece, Tape(b, s, kept=gate, inputs=inputs, outputs=outputs, l1=l1, real=real), kept[index])
-                )
+                micro_batches.append(MicroBatch(piece, tape(kept=gate, inputs=inputs, outputs=outputs, l1=l1), kept[index]))
         order = torch.cat([index for index, _ in bands]).argsort()
         return _MaskStep(spec, policy, micro_batches, gradients_before(policy.adapters), gates, idle, context.generator, order)
 
@@ -751,6 +745,3 @@ class MaskRoute(OneCall):
     def _compared(self, policy: Policy, rollouts: Rollouts, basis: Mapping[str, Tensor]) -> Features:
         assert self.directions is not None
         return collect(policy, rollouts, self._kind, basis, self.directions.vectors)
-
-    def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
-        return {}

@@ -258,7 +258,14 @@ def trained_gradients(*named: Mapping[str, nn.Parameter]) -> list[Tensor]:
 
 
 class OneCall:
-    """Mixin of routes: a whole step in one call."""
+    """Mixin of routes: a whole step in one call, and for routes that need no other, no scores and no report on an update."""
+
+    @checked
+    def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
+        return None
+
+    def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
+        return {}
 
     @checked
     def backward(
@@ -418,13 +425,6 @@ class OpenRoute(OneCall):
             micro_batches.append(MicroBatch(piece, Tape(b, s, kept=gate, l1=l1, real=piece.rollouts.attention), piece.advantages))
         return _OpenStep(policy, micro_batches, gradients_before(policy.adapters), kept)
 
-    @checked
-    def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
-        return None
-
-    def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
-        return {}
-
 
 @checked
 class DelayedRoute(OpenRoute):
@@ -553,10 +553,6 @@ class EraseRoute(OneCall):
             for piece in pieces(batch, context.micro)
         ]
         return _EraseStep(self, policy, micro_batches, gradients_before(policy.adapters))
-
-    @checked
-    def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
-        return None
 
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
         """Return the share of the update that still points hack-ward, which Adam's momentum and scaling let through."""

@@ -29,8 +29,16 @@ SAMPLE = [CASES[i] for i in sorted(covering(CASES))]
 METHOD_SAMPLE = [METHODS[i] for i in sorted(covering(METHODS))]
 
 
+Case = tuple[str, str, str, str]
+
+
 def case_id(case: tuple[str, ...]) -> str:
     return "-".join(case)
+
+
+def spec_of(case: Case, **changes: object) -> MaskSpec:
+    score, unit, policy, through = case
+    return MaskSpec(score=score, unit=unit, score_policy=policy, through=through, **changes)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
@@ -63,12 +71,24 @@ def mask_route(policy: Policy, spec: MaskSpec, **options: object) -> MaskRoute:
     return route
 
 
-def erase_route(policy: Policy) -> EraseRoute:
-    """An erase route on one random axis a site, refreshed once."""
+def frame(k: int, d: int, seed: int) -> Tensor:
+    """``k`` orthonormal rows ``[k d]``."""
+    draw = torch.randn(d, k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.linalg.qr(draw).Q.mT.contiguous()
+
+
+def axes(policy: Policy, k: int) -> Directions:
+    """Random orthonormal axes in the space of each scored factor."""
     flat = random_directions(policy, "grad")
-    erase = EraseRoute(EraseSpec(), FixedFitter(replace(flat, vectors={s: v[None] for s, v in flat.vectors.items()})))
-    erase.refresh(policy, 0)
-    return erase
+    vectors = {s: frame(k, v.numel(), i).view(k, *v.shape).to(v) for i, (s, v) in enumerate(flat.vectors.items())}
+    return replace(flat, vectors=vectors)
+
+
+def erase_route(policy: Policy, dispose: str = "drop", k: int = 1) -> EraseRoute:
+    """An erase route on random axes, refreshed once."""
+    route = EraseRoute(EraseSpec(dispose=dispose), FixedFitter(axes(policy, k)))  # pyright: ignore[reportArgumentType]
+    route.refresh(policy, 0)
+    return route
 
 
 def some_channels(n: int) -> Privileged:
@@ -121,6 +141,12 @@ def assert_same(own: Mapping[str, Tensor], oracle: Mapping[str, Tensor], toleran
     for name, expected in oracle.items():
         gap, size = float((own[name] - expected).abs().max()), float(expected.abs().max())
         assert gap <= tolerance * size + 1e-16, f"{name}: off by {gap:.1e} where the largest is {size:.1e}"
+
+
+def assert_same_gradients(own: Run, oracle: "Run | Oracle") -> None:
+    """``assert_same`` of both adapters."""
+    assert_same(own.kept, oracle.kept)
+    assert_same(own.quarantine, oracle.quarantine)
 
 
 def unit_cosine(features: Tensor, v: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy, Rollouts
@@ -65,6 +66,13 @@ def make_batch(n: int = 6, seed: int = 2, left: bool = False) -> TrainBatch:
     rewards = torch.randint(0, 5, (n,), generator=generator).double() / 4
     advantages = torch.randn(n, generator=generator, dtype=torch.float64)
     return TrainBatch(make_rollouts(n, seed, left), rewards, advantages, torch.arange(n) // 2, torch.zeros(n, dtype=torch.bool))
+
+
+def checkpoint_blocks(policy: Policy, reentrant: bool) -> None:
+    """Run every block under a checkpoint of torch's."""
+    policy.model.embed.requires_grad_(True)  # a reentrant one needs an input that requires grad
+    for block in policy.model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
+        block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=reentrant)
 
 
 def policy_loss(policy: Policy, batch: TrainBatch, advantages: Tensor) -> Tensor:

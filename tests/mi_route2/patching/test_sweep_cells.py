@@ -31,6 +31,7 @@ def prompt(seed: int, length: int = LENGTH) -> Tensor:
 
 
 CLEAN, CORRUPT = prompt(1), prompt(2)
+ASKED: dict[str, Any] = {"clean": CLEAN, "corrupt": CORRUPT, "answer": ANSWER, "foil": FOIL}
 
 
 class Bench:
@@ -46,8 +47,7 @@ class Bench:
         self.hand = ByHand(self.model, family, adapters)
 
     def sweep(self, **given: Any) -> Grid:
-        asked = {"clean": CLEAN, "corrupt": CORRUPT, "sites": "*", "answer": ANSWER, "foil": FOIL, "progress": False}
-        return sweep(self.host, **{**asked, **given})
+        return sweep(self.host, **{**ASKED, "sites": "*", "progress": False, **given})
 
     def by_hand(self, grid: Grid, clean: Tensor = CLEAN, corrupt: Tensor = CORRUPT) -> np.ndarray:
         """The logit difference of every cell, one forward each."""
@@ -131,7 +131,7 @@ def test_alpha_is_the_share_of_the_source(family: str, alpha: float) -> None:
 @pytest.mark.parametrize("batch", [1, 2, 7, None])
 def test_any_grouping_gives_the_same_grid(family: str, batch: int | None) -> None:
     some = ["resid_pre", "z", "resid_post", "blocks.*.attn.k.kept_a"]
-    planned = prepare(bench(family).host, clean=CLEAN, corrupt=CORRUPT, sites=some, answer=ANSWER, foil=FOIL, batch=batch)
+    planned = prepare(bench(family).host, **ASKED, sites=some, batch=batch)
     most = max(len(group.cells) for group in planned.groups)
     assert most == batch if batch else most > 7
     assert_equal(planned.grid().values, bench(family).sweep(how="whole", sites=some, shortcuts=False).values, 1e-12)
@@ -215,7 +215,7 @@ def test_what_changes_nothing_gives_the_corrupt_score(family: str, given: dict[s
 
 def test_positions_before_the_first_difference_need_no_run() -> None:
     clean = torch.cat([CORRUPT[:4], CLEAN[4:]])
-    given: Any = {"clean": clean, "corrupt": CORRUPT, "sites": ["resid_pre", "v"], "answer": ANSWER, "foil": FOIL}
+    given: Any = {**ASKED, "clean": clean, "sites": ["resid_pre", "v"]}
     planned = prepare(bench("Qwen3").host, **given)
     assert {cell.position for cell in planned.known} >= {0, 1, 2, 3}
     assert not {position for row in planned.rows for position in row.positions} & {0, 1, 2, 3}
@@ -226,8 +226,7 @@ def test_positions_before_the_first_difference_need_no_run() -> None:
 
 @pytest.mark.parametrize("how", ["resumed", "whole"])
 def test_replicas_run_among_the_cells(how: Any) -> None:
-    asked: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": ["resid_pre", "z"], "answer": ANSWER, "foil": FOIL}
-    planned = prepare(bench("GPT2").host, **asked, replicas=5, how=how, batch=6)
+    planned = prepare(bench("GPT2").host, **ASKED, sites=["resid_pre", "z"], replicas=5, how=how, batch=6)
     with_cells = [finished for finished in planned.run() if finished.replicas]
     assert sum(len(finished.replicas) for finished in with_cells) == 5
     assert len(with_cells) >= 3  # in forwards here and there
@@ -240,21 +239,18 @@ def test_replicas_run_among_the_cells(how: Any) -> None:
 
 def test_float32_noise_is_seen_and_is_small() -> None:
     host = open_host("torch", make_family("Qwen3").float())
-    some = ["resid_pre", "z", "mlp_out"]
-    grid = sweep(host, clean=CLEAN, corrupt=CORRUPT, sites=some, answer=ANSWER, foil=FOIL, shortcuts=False, alpha=0.0)
+    grid = sweep(host, **ASKED, sites=["resid_pre", "z", "mlp_out"], shortcuts=False, alpha=0.0)
     assert 1e-8 < grid.noise_floor < 1e-5
     assert np.abs(grid.effect).max() < 1e-5
-    exact = sweep(open_host("torch", make_family("Qwen3")), clean=CLEAN, corrupt=CORRUPT, sites="*", answer=ANSWER, foil=FOIL)
-    found = sweep(host, clean=CLEAN, corrupt=CORRUPT, sites="*", answer=ANSWER, foil=FOIL)
-    assert_equal(found.values, exact.values, 1e-5)
+    exact = sweep(open_host("torch", make_family("Qwen3")), **ASKED, sites="*")
+    assert_equal(sweep(host, **ASKED, sites="*").values, exact.values, 1e-5)
 
 
 def test_bfloat16_is_scored_in_a_wider_type() -> None:
-    host = open_host("torch", make_family("Qwen3").bfloat16())
-    grid = sweep(host, clean=CLEAN, corrupt=CORRUPT, sites="resid_pre", metric="logprob", answer=ANSWER)
+    models = (make_family("Qwen3").bfloat16(), make_family("Qwen3"))
+    asked: Any = {**ASKED, "foil": None, "sites": "resid_pre", "metric": "logprob"}
+    grid, expected = (sweep(open_host("torch", model), **asked) for model in models)
     assert grid.noise_floor >= torch.finfo(torch.bfloat16).eps
-    exact = open_host("torch", make_family("Qwen3"))
-    expected = sweep(exact, clean=CLEAN, corrupt=CORRUPT, sites="resid_pre", metric="logprob", answer=ANSWER)
     assert_equal(grid.values, expected.values, 0.1)
     assert (grid.values != torch.from_numpy(grid.values).bfloat16().double().numpy()).any()
 
@@ -262,8 +258,8 @@ def test_bfloat16_is_scored_in_a_wider_type() -> None:
 @pytest.mark.parametrize("family", ["Qwen3", "GPT2"])
 def test_the_last_block_attends_from_the_scored_column_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or nothing would be wrong, and a sweep a tenth slower."""
-    asked: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": "resid_pre", "answer": ANSWER, "foil": FOIL}
-    planned, seen, own = prepare(bench(family).host, **asked, positions=[0, 1, 2]), list[int](), attention._one_query
+    planned = prepare(bench(family).host, **ASKED, sites="resid_pre", positions=[0, 1, 2])
+    seen, own = list[int](), attention._one_query
 
     def counted(query: Tensor, *given: Any) -> Tensor:
         seen.append(query.shape[2])
@@ -283,7 +279,7 @@ def test_what_others_do_not_read_in_a_block_is_patched_at_every_position_of_one_
     one, last = bench(family), LENGTH - 1
     monkeypatch.setattr(forwards, "HELD", held)  # of 1: the streams of one group at a time
     some = [*(Target(Site(0, "z"), head) for head in range(2)), Target(Site(0, "mlp_out")), Target(Site(0, "q"))]
-    asked: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": some, "answer": ANSWER, "foil": FOIL, "tokens": 2 * LENGTH}
+    asked: Any = {**ASKED, "sites": some, "tokens": 2 * LENGTH}
     ran = list[tuple[int, ...]]()
     block = one.host.model.get_submodule(f"{one.host.architecture.blocks}.0")
     own = type(block).forward
@@ -319,7 +315,7 @@ def test_what_others_do_not_read_in_a_block_is_patched_at_every_position_of_one_
 
 def test_cells_come_forward_by_forward_and_can_be_left() -> None:
     one = bench("MicroGPT")
-    given: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": ["resid_pre", "z"], "answer": ANSWER, "foil": FOIL, "batch": 4}
+    given: Any = {**ASKED, "sites": ["resid_pre", "z"], "batch": 4}
     grid = one.sweep(**given)
     batches = list(cells(one.host, **given))
     assert all(0 < len(batch) <= 6 for batch in batches)
@@ -448,8 +444,7 @@ def test_a_sweep_of_a_model_that_changed_since_is_refused_at_any_forward(how: st
     host = open_host("torch", make_family("Qwen3"))
     adapters = move(host.attach("blocks.*", spec=SPECS["svd-low"], generator=torch.Generator().manual_seed(7)), 0.3)
     weight, mlp = host.model.get_parameter("model.embed_tokens.weight"), host.model.get_submodule("model.layers.0.mlp")
-    asked: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": "resid_pre", "answer": ANSWER, "foil": FOIL, "how": how, "batch": 3}
-    planned = prepare(host, **asked)
+    planned = prepare(host, **ASKED, sites="resid_pre", how=how, batch=3)
     expected = planned.grid(progress=False).values
     for change in (adapters.deployed, adapters.merged, lambda: mlp.register_forward_hook(lambda *_: None)):
         with change(), pytest.raises(RuntimeError, match="prepare it again"):
@@ -470,8 +465,7 @@ def test_a_change_between_two_forwards_of_a_sweep_is_an_error(how: str, change: 
     """Also one that torch does not count: cells behind it would be of another model than those before."""
     host = open_host("torch", make_family("Qwen3"))
     mlp: Any = host.model.get_submodule("model.layers.1.mlp")
-    asked: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": "resid_pre", "answer": ANSWER, "foil": FOIL, "how": how, "batch": 3}
-    running = prepare(host, **asked).run()
+    running = prepare(host, **ASKED, sites="resid_pre", how=how, batch=3).run()
     next(running)
     if change == "data":
         mlp.up_proj.weight.data *= 2
@@ -490,8 +484,8 @@ def test_a_clean_run_of_other_weights_is_refused_unless_its_hash_is_left_out() -
     run = CleanRun.capture(host, CLEAN, "resid_pre")
     weight = host.model.get_parameter("model.embed_tokens.weight")
     weight.data[:] = weight.data.roll(1, 0)
-    asked: Any = {"corrupt": CORRUPT, "sites": "resid_pre", "answer": ANSWER, "foil": FOIL, "progress": False}
+    asked: Any = {**ASKED, "sites": "resid_pre", "progress": False}
     with pytest.raises(ValueError, match=r"captured with weights \w{12}, but the model now has \w{12}: capture it again"):
-        sweep(host, clean=run, **asked)
-    other = sweep(host, clean=CleanRun(run.values, run.logits, run.tokens), **asked)
+        sweep(host, **{**asked, "clean": run})
+    other = sweep(host, **{**asked, "clean": CleanRun(run.values, run.logits, run.tokens)})
     assert np.isfinite(other.values).all()

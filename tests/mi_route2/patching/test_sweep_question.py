@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from mi_route2.hosts import Host, open_host
-from mi_route2.patching import Alignment, CleanRun, Span, Target, align, attribute, paths, prepare, sweep, tokens_of
+from mi_route2.patching import Alignment, CleanRun, Grid, Span, Target, align, attribute, paths, prepare, sweep, tokens_of
 from mi_route2.patching.forwards import Costs, needed, plan, spent
 from mi_route2.patching.question import Grader, one_token, places, read
 from mi_route2.patching.targets import choose
@@ -102,25 +102,20 @@ def test_positions_can_be_named_by_what_stands_there() -> None:
     assert places(["at on", 5], prompt) == (2, 3, 5)
     assert places(range(2, 4), prompt) == (2, 3)
     assert places(None, prompt) == tuple(range(6))
-    with pytest.raises(ValueError, match=r"outside the corrupt prompt, which has 0\.\.5"):
-        places([1, 6], prompt)
-    with pytest.raises(ValueError, match="positions count from 0"):
-        places(-1, prompt)
-    with pytest.raises(ValueError, match="no positions"):
-        places([], prompt)
-    with pytest.raises(ValueError, match="no occurrence 2"):
-        places(Span("the", occurrence=2), prompt)
-    with pytest.raises(ValueError, match="give the prompt as text"):
-        places("the", read([1, 2], words(), "corrupt"))
-    own = read(
-        "ab", type("Own", (), {"encode": lambda _, text: [ord(c) for c in text], "decode": lambda _, ids: chr(ids[0])})(), "x"
-    )
-    with pytest.raises(ValueError, match="does not give the characters"):
-        places("a", own)
-    with pytest.raises(ValueError, match="overlaps 'x' at character 0"):
-        tokens_of("x y", "x", [(2, 3)])
-    with pytest.raises(ValueError, match="part is empty"):
-        tokens_of("x y", "", [(2, 3)])
+    plain = {"encode": lambda _, text: [ord(c) for c in text], "decode": lambda _, ids: chr(ids[0])}
+    for chosen, among, said in (
+        ([1, 6], prompt, r"outside the corrupt prompt, which has 0\.\.5"),
+        (-1, prompt, "positions count from 0"),
+        ([], prompt, "no positions"),
+        (Span("the", occurrence=2), prompt, "no occurrence 2"),
+        ("the", read([1, 2], words(), "corrupt"), "give the prompt as text"),
+        ("a", read("ab", type("Own", (), plain)(), "x"), "does not give the characters"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            places(chosen, among)
+    for part, said in (("x", "overlaps 'x' at character 0"), ("", "part is empty")):
+        with pytest.raises(ValueError, match=said):
+            tokens_of("x y", part, [(2, 3)])
 
 
 def test_prompts_are_rows_of_ids_or_texts() -> None:
@@ -147,9 +142,14 @@ def host() -> Host:
 ASKED: dict[str, Any] = {"clean": [5, 6, 7], "corrupt": [5, 8, 9], "sites": "resid_pre", "answer": 3, "foil": 4}
 
 
-@pytest.mark.parametrize(
-    "asking", [sweep, attribute, lambda host, sites, **given: paths(host, senders=sites, receivers=Site(1, "resid_post"), **given)]
-)
+def paths_to_the_end(host: Host, sites: Any, **given: Any) -> Grid:
+    return paths(host, senders=sites, receivers=Site(1, "resid_post"), **given)
+
+
+every_way = pytest.mark.parametrize("asking", [sweep, attribute, paths_to_the_end])
+
+
+@every_way
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
@@ -231,9 +231,7 @@ def test_what_cannot_be_run_is_said() -> None:
 
 
 @pytest.mark.parametrize("metric", ["kl", "logprob", "logit_diff"])
-@pytest.mark.parametrize(
-    "asking", [sweep, attribute, lambda host, sites, **given: paths(host, senders=sites, receivers=Site(1, "resid_post"), **given)]
-)
+@every_way
 def test_a_clean_run_without_numbers_is_compared_by_no_metric(asking: Any, metric: str) -> None:
     """Its divergence from itself, and from every patched run, would be 0 if tokens whose chance is NaN were left out."""
     tokens = {"kl": {"answer": None, "foil": None}, "logprob": {"foil": None}}.get(metric, {})

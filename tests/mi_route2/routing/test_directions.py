@@ -165,7 +165,6 @@ def test_refresh_changes_a_persona_direction_once_the_policy_has_moved(kind: str
     route = MaskRoute(MaskSpec(score=kind, refresh_every=5), persona(policy, kind))  # pyright: ignore[reportArgumentType]
     assert route.refresh(policy, 0) is None
     first = route.directions
-    assert first is not None
     with torch.no_grad():
         for p in policy.adapters.kept_parameters().values():
             p += 0.5 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=p.dtype)
@@ -174,7 +173,6 @@ def test_refresh_changes_a_persona_direction_once_the_policy_has_moved(kind: str
         assert route.directions is first
     overlap = route.refresh(policy, 5)
     assert route.directions is not first
-    assert route.directions is not None
     assert route.directions.provenance.step == 5
     cosines = [float((v * route.directions.vectors[s]).sum()) for s, v in first.vectors.items()]
     assert overlap == pytest.approx(sum(cosines) / len(cosines), abs=1e-12)
@@ -224,7 +222,6 @@ def test_controls_survive_refresh(control: str, route_kind: str) -> None:
         fitter = HaarFitter(fitter, seed=3)
     route = MaskRoute(MaskSpec(refresh_every=1), fitter) if route_kind == "mask" else EraseRoute(EraseSpec(refresh_every=1), fitter)
     route.refresh(policy, 0)
-    assert route.directions is not None
     before = {s: v.clone() for s, v in route.directions.vectors.items()}
     with torch.no_grad():
         for p in policy.adapters.kept_parameters().values():

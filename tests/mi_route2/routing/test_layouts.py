@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,25 +12,23 @@ from mask_oracle import (
     METHOD_SAMPLE,
     METHODS,
     SAMPLE,
-    FixedFitter,
+    Case,
     assert_same,
+    assert_same_gradients,
     case_id,
     context,
+    erase_route,
     mask_route,
     plain_loss,
-    random_directions,
     run,
 )
-from tiny_policy import SPECS, VOCAB, make_batch, make_policy
+from mask_oracle import spec_of as spec_of_case
+from tiny_policy import SPECS, VOCAB, checkpoint_blocks, make_batch, make_policy
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import (
-    Directions,
-    EraseRoute,
-    EraseSpec,
     MaskRoute,
     MaskSpec,
     OpenRoute,
@@ -40,19 +39,13 @@ from mi_route2.routing import (
 )
 from mi_route2.routing.mask import MaskGate
 
-Case = tuple[str, str, str, str]
 N = 7
-
-
-def spec_of(case: Case, **changes: object) -> MaskSpec:
-    score, unit, policy, through = case
-    return MaskSpec(score=score, unit=unit, score_policy=policy, through=through, reinforced_only=False, **changes)  # pyright: ignore
+spec_of = partial(spec_of_case, reinforced_only=False)
 
 
 def assert_same_step(policy: Policy, route: Route, one: TrainBatch, other: TrainBatch, micro: int | None = None) -> None:
     whole, cut = run(policy, route, one), run(policy, route, other, micro)
-    assert_same(cut.kept, whole.kept)
-    assert_same(cut.quarantine, whole.quarantine)
+    assert_same_gradients(cut, whole)
     for name in ("flags", "scores"):
         before, after = getattr(whole.decision, name), getattr(cut.decision, name)
         assert (before is None) == (after is None)
@@ -78,24 +71,13 @@ def test_accumulated_equals_one_batch_under_two_advantages(micro: int) -> None:
     assert_same_step(policy, route, batch, batch, micro)
 
 
-def axes(policy: Policy, k: int = 2) -> Directions:
-    """Random orthonormal axes in the space of the scored factors."""
-    generator, flat = torch.Generator().manual_seed(4), random_directions(policy, "grad")
-    vectors = {}
-    for site, v in flat.vectors.items():
-        draw = torch.randn(v.numel(), k, generator=generator, dtype=torch.float64)
-        vectors[site] = torch.linalg.qr(draw).Q.mT.reshape(k, *v.shape)
-    return Directions(vectors, flat.provenance)
-
-
 @pytest.mark.parametrize("micro", [2, 3])
 @pytest.mark.parametrize("kind", ["absorb", "absorb with L1", "erase", "additive"])
 def test_accumulated_equals_one_batch_without_a_mask(kind: str, micro: int) -> None:
     policy = make_policy(SPECS["svd-shared" if kind == "additive" else "svd"])
     route: Route = OpenRoute(OpenSpec(), l1=0.5 if kind == "absorb with L1" else 0.0)
     if kind in ("erase", "additive"):
-        route = EraseRoute(EraseSpec(dispose="quarantine" if kind == "additive" else "drop"), FixedFitter(axes(policy)))
-        route.refresh(policy, 0)
+        route = erase_route(policy, "quarantine" if kind == "additive" else "drop", k=2)
     batch = make_batch(N)
     assert_same_step(policy, route, batch, batch, micro)
     extra = run(policy, route, batch).decision.extra
@@ -241,8 +223,7 @@ def test_a_model_that_flattens_tokens_is_routed_by_rollouts(case: Case) -> None:
     plain, flat = make_policy(SPECS["lora"]), make_policy(SPECS["lora"])
     flatten(flat)
     one, other = run(plain, mask_route(plain, spec), batch), run(flat, mask_route(flat, spec), batch)
-    assert_same(other.kept, one.kept)
-    assert_same(other.quarantine, one.quarantine)
+    assert_same_gradients(other, one)
     assert torch.equal(other.decision.flags, one.decision.flags)
 
 
@@ -262,12 +243,9 @@ def test_gradient_checkpointing_changes_nothing(case: Case, reentrant: bool) -> 
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
     route = mask_route(policy, spec_of(case))
     plain = run(policy, route, batch)
-    policy.model.embed.requires_grad_(True)  # pyright: ignore  # a reentrant checkpoint needs an input that requires grad
-    for block in policy.model.blocks:  # pyright: ignore
-        block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=reentrant)
+    checkpoint_blocks(policy, reentrant)
     own = run(policy, route, batch)
-    assert_same(own.kept, plain.kept)
-    assert_same(own.quarantine, plain.quarantine)
+    assert_same_gradients(own, plain)
     assert torch.equal(own.decision.flags, plain.decision.flags)
 
 
@@ -303,8 +281,7 @@ def test_a_part_that_was_not_run_is_an_error(kind: str) -> None:
     two = MaskSpec(score="full", score_policy="ablated", kept_advantage="unflagged")
     route: Route = mask_route(policy, two if kind == "two advantages" else MaskSpec())
     if kind in ("open", "erase"):
-        route = OpenRoute(OpenSpec()) if kind == "open" else EraseRoute(EraseSpec(), FixedFitter(axes(policy)))
-        route.refresh(policy, 0)
+        route = OpenRoute(OpenSpec()) if kind == "open" else erase_route(policy)
     for skipped in range(len(route.begin(policy, batch, context(route.spec, N, micro=4)).micro_batches)):
         step = route.begin(policy, batch, context(route.spec, N, micro=4))
         for i, micro_batch in enumerate(step.micro_batches):

@@ -13,8 +13,10 @@ from mask_oracle import (
     CASES,
     METHOD_SAMPLE,
     SAMPLE,
+    Case,
     FixedFitter,
     assert_same,
+    assert_same_gradients,
     case_id,
     context,
     mask_route,
@@ -22,10 +24,10 @@ from mask_oracle import (
     plain_loss,
     random_directions,
     run,
+    spec_of,
 )
-from tiny_policy import SPECS, make_batch, make_policy, named_policy, per_rollout_gradients
+from tiny_policy import SPECS, checkpoint_blocks, make_batch, make_policy, named_policy, per_rollout_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from mi_route2.adapters.gradients import Written
@@ -35,12 +37,6 @@ from mi_route2.routing.mask import cosine, shuffled
 from mi_route2.specs import LEGAL, PRIVILEGED, Score, ScorePolicy, Through, Unit
 
 N = 8
-Case = tuple[str, str, str, str]
-
-
-def spec_of(case: Case, **changes: object) -> MaskSpec:
-    score, unit, policy, through = case
-    return MaskSpec(score=score, unit=unit, score_policy=policy, through=through, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def plain_gradient(policy: Policy, batch: TrainBatch, adapter: str) -> dict[str, torch.Tensor]:
@@ -87,8 +83,7 @@ def test_every_legal_combination_equals_the_written_out_policy(name: str, case: 
     spec = mixed(policy, spec_of(case, reinforced_only=False), batch)
     route = mask_route(policy, spec)
     own, expected = run(policy, route, batch), oracle(policy, spec, route.directions, batch)
-    assert_same(own.kept, expected.kept)
-    assert_same(own.quarantine, expected.quarantine)
+    assert_same_gradients(own, expected)
     assert torch.equal(own.decision.flags, summarized(expected.flags, spec, batch.rollouts.predictors))
     if spec.needs_direction:
         assert torch.allclose(own.decision.scores, averaged(expected.scores, batch), rtol=0, atol=1e-10)
@@ -151,8 +146,7 @@ def test_settings_combine(
     policy, batch = make_policy(SPECS["svd"], seed=seed), make_batch(6, seed=seed, left=left)
     route = mask_route(policy, spec)
     own, expected = run(policy, route, batch, micro), oracle(policy, spec, route.directions, batch)
-    assert_same(own.kept, expected.kept)
-    assert_same(own.quarantine, expected.quarantine)
+    assert_same_gradients(own, expected)
 
 
 @pytest.mark.parametrize("through", ["filter", "detach"])
@@ -166,8 +160,7 @@ def test_the_unflagged_advantage_is_two_losses(name: str, quarantine: str, throu
     route = mask_route(policy, spec)
     own, expected = run(policy, route, batch), oracle(policy, spec, route.directions, batch)
     assert 0 < int(own.decision.flags.sum()) < N
-    assert_same(own.kept, expected.kept)
-    assert_same(own.quarantine, expected.quarantine)
+    assert_same_gradients(own, expected)
     assert bool(own.quarantine) == (quarantine != "none")
 
 
@@ -232,9 +225,7 @@ def test_a_hook_at_a_mask_that_comes_too_late_is_an_error_if_it_overrules_a_flag
 def test_a_hook_that_waits_for_a_mask_and_sees_none_is_an_error(score: str, when: str) -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
     if when == "off before it is replayed":  # by a checkpoint whose forward has no gradients
-        policy.model.embed.requires_grad_(True)  # pyright: ignore
-        for block in policy.model.blocks:  # pyright: ignore
-            block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=True)
+        checkpoint_blocks(policy, reentrant=True)
     rule = MaskSpec(score=score, reinforced_only=False) if score != "open" else MaskSpec()  # pyright: ignore[reportArgumentType]
     route = OpenRoute(OpenSpec()) if score == "open" else mask_route(policy, rule)
     (micro_batch,) = (step := route.begin(policy, batch, context(rule, N))).micro_batches
@@ -447,21 +438,3 @@ def test_the_unrouted_gradient_is_the_plain_one(case: Case, name: str) -> None:
     route = mask_route(policy, spec_of(case, negative_scale=0.3), want_unrouted=True)
     own = run(policy, route, batch, micro=4)
     assert_same(own.decision.unrouted, plain_gradient(policy, batch, "kept"))
-
-
-def _once(policy: Policy, route: MaskRoute) -> object:
-    batch = make_batch(6)
-    step = route.begin(policy, batch, context(route.spec, 6))
-    for micro_batch in step.micro_batches:
-        with policy.adapters.recording(micro_batch.tape):
-            plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
-    step.finish()
-    return step
-
-
-@pytest.mark.parametrize("case", CASES[::4], ids=case_id)
-def test_finish_twice_is_an_error(case: Case) -> None:
-    policy = make_policy(SPECS["svd"])
-    step = _once(policy, mask_route(policy, spec_of(case)))
-    with pytest.raises(RuntimeError, match="already called"):
-        step.finish()  # pyright: ignore[reportAttributeAccessIssue]

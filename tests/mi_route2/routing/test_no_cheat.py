@@ -6,12 +6,11 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
-from mask_oracle import CASES, METHODS, FixedFitter, case_id, mask_route, random_directions, run
+from mask_oracle import CASES, METHODS, case_id, erase_route, mask_route, run, spec_of
 from tiny_policy import SPECS, make_batch, make_policy
 
 from mi_route2.rollouts import Rollouts
 from mi_route2.routing import (
-    EraseRoute,
     EraseSpec,
     MaskSpec,
     OpenRoute,
@@ -23,8 +22,6 @@ from mi_route2.routing import (
     group_advantages,
 )
 from mi_route2.routing.routes import MicroBatch
-
-Case = tuple[str, str, str, str]
 
 
 def reachable(kind: type, seen: dict[str, set[type]] | None = None) -> dict[str, set[type]]:
@@ -52,18 +49,15 @@ def test_what_reaches_the_loss_and_the_route_has_no_oracle_field() -> None:
     assert {f.name for f in fields(Privileged)} == {"own_channel", "known_channel"}
 
 
-def routes() -> dict[str, tuple[str, Callable[[object], Route]]]:
-    erase = random_directions(make_policy(SPECS["svd"]), "grad")
-    stacked = replace(erase, vectors={site: v[None] for site, v in erase.vectors.items()})
-
+def routes() -> dict[str, Callable[[object], Route]]:
     def of(spec: MaskSpec) -> Callable[[object], Route]:
         return lambda policy: mask_route(policy, spec)  # pyright: ignore[reportArgumentType]
 
-    out = {case_id(c): of(MaskSpec(c[0], c[1], c[3], c[2])) for c in METHODS if c[3] == "filter"}  # pyright: ignore[reportArgumentType]
+    out = {case_id(c): of(spec_of(c)) for c in METHODS if c[3] == "filter"}
     out["no mask"] = of(MaskSpec(score="none"))
     out["open"] = lambda policy: OpenRoute(OpenSpec())
-    out["erase"] = lambda policy: EraseRoute(EraseSpec(), FixedFitter(stacked))
-    return {name: (name, make) for name, make in out.items()}
+    out["erase"] = erase_route
+    return out
 
 
 ROUTES = routes()
@@ -72,7 +66,7 @@ ROUTES = routes()
 @pytest.mark.parametrize("name", ROUTES)
 def test_a_method_that_is_shown_verdicts_refuses_whatever_they_say(name: str) -> None:
     policy, batch = make_policy(SPECS["svd"]), make_batch(6)
-    route = ROUTES[name][1](policy)
+    route = ROUTES[name](policy)
     route.refresh(policy, 0)
     assert not route.spec.privileged
     for verdicts in (torch.zeros(6).bool(), torch.ones(6).bool()):
@@ -94,9 +88,8 @@ def test_a_bound_needs_verdicts_and_reads_its_own(score: str) -> None:
 
 
 def test_only_channel_scores_are_privileged() -> None:
-    for score, unit, policy, through in CASES:
-        spec = MaskSpec(score, unit, through, policy)  # pyright: ignore[reportArgumentType]
-        assert spec.privileged == score.endswith("_channel")
+    for case in CASES:
+        assert spec_of(case).privileged == case[0].endswith("_channel")
     assert not EraseSpec().privileged
     assert not OpenSpec().privileged
 
@@ -106,7 +99,7 @@ def test_rewards_reach_a_method_through_its_advantages_alone() -> None:
     policy, batch = make_policy(SPECS["svd"]), make_batch(6)
     scrambled = replace(batch, rewards=batch.rewards.flip(0) + 7, groups=torch.zeros(6, dtype=torch.long), teacher=~batch.teacher)
     for case in METHODS:
-        route = mask_route(policy, MaskSpec(case[0], case[1], case[3], case[2]))  # pyright: ignore[reportArgumentType]
+        route = mask_route(policy, spec_of(case))
         one, other = run(policy, route, batch), run(policy, route, scrambled)
         assert all(torch.equal(g, other.kept[n]) for n, g in one.kept.items())
         assert all(torch.equal(g, other.quarantine[n]) for n, g in one.quarantine.items())

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TypeVar
 
 import pytest
 import torch
-from mask_oracle import CASES, case_id, context, erase_route, mask_route, plain_loss, run
-from tiny_policy import SPECS, make_batch, make_policy
+from mask_oracle import CASES, Case, case_id, context, erase_route, mask_route, plain_loss, run
+from mask_oracle import spec_of as spec_of_case
+from tiny_policy import SPECS, checkpoint_blocks, make_batch, make_policy
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.rollouts import Policy
@@ -32,13 +33,8 @@ from mi_route2.routing.routes import Route
 
 N = 6
 T = TypeVar("T")
-Case = tuple[str, str, str, str]
-
-
-def spec_of(case: Case, **more: object) -> MaskSpec:
-    score, unit, policy, through = case
-    return MaskSpec(score, unit, through, policy, reinforced_only=False, **more)  # pyright: ignore[reportArgumentType]
-
+PAIRS = PairBatch(make_batch(4, seed=8).rollouts, make_batch(4, seed=9).rollouts, "h")
+spec_of = partial(spec_of_case, reinforced_only=False)
 
 ROUTES: Mapping[str, Callable[[Policy], Route]] = {
     "open": lambda policy: OpenRoute(OpenSpec(), l1=0.5),
@@ -125,16 +121,17 @@ def test_gradients_that_are_switched_off_are_one_sentence() -> None:
         OpenRoute(OpenSpec()).backward(policy, make_batch(N), loss, context(OpenSpec(), N))
 
 
-@pytest.mark.parametrize("kind", ["act", "grad", "full"])
-def test_a_route_from_pairs_fits_what_it_scores(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["act", "grad", "full", "erase"])
+def test_a_route_from_pairs_fits_what_it_scores_or_erases(kind: str) -> None:
     policy = make_policy(SPECS["lora"])
-    pairs = PairBatch(make_batch(4, seed=8).rollouts, make_batch(4, seed=9).rollouts, "h")
-    spec = MaskSpec(kind)  # pyright: ignore[reportArgumentType]
-    short, long = MaskRoute.from_pairs(pairs, spec), MaskRoute(spec, PersonaFitter("persona", kind, pairs))  # pyright: ignore
+    if kind == "erase":
+        spec = EraseSpec(k=2)
+        short, long = EraseRoute.from_pairs(PAIRS, spec), EraseRoute(spec, TopKFitter("grad", PAIRS, k=2))
+    else:
+        spec = MaskSpec(kind)  # pyright: ignore[reportArgumentType]
+        short, long = MaskRoute.from_pairs(PAIRS, spec), MaskRoute(spec, PersonaFitter("persona", kind, PAIRS))  # pyright: ignore
     for route in (short, long):
         route.refresh(policy, 0)
-    assert short.directions is not None
-    assert long.directions is not None
     assert short.directions.provenance == long.directions.provenance
     assert all(torch.equal(v, long.directions.vectors[site]) for site, v in short.directions.vectors.items())
 
@@ -145,24 +142,20 @@ def test_a_route_of_a_second_policy_reads_in_its_own_basis() -> None:
         for i, module in enumerate(second.adapters.sites.values()):
             noise = torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(i), dtype=module.weight.dtype)
             module.weight.add_(noise)
-    pairs = PairBatch(make_batch(4, seed=8).rollouts, make_batch(4, seed=9).rollouts, "h")
-    used, fresh = (MaskRoute.from_pairs(pairs, MaskSpec("act", refresh_every=1)) for _ in range(2))
+    used, fresh = (MaskRoute.from_pairs(PAIRS, MaskSpec("act", refresh_every=1)) for _ in range(2))
     rollouts = make_batch(N).rollouts
     used.refresh(first, 0)
     used.score(first, rollouts)
     for route in (used, fresh):
         route.refresh(second, 1)
     scores, expected = used.score(second, rollouts), fresh.score(second, rollouts)
-    assert scores is not None
-    assert expected is not None
     assert torch.equal(scores, expected)
 
 
 def test_coordinates_of_base_weights_that_were_written_are_not_used_again() -> None:
     """A fitter and a route that are used before and after give the scores of new ones; directions of before are refused."""
     policy, rollouts = make_policy(SPECS["lora"]), make_batch(N).rollouts
-    pairs = PairBatch(make_batch(4, seed=8).rollouts, make_batch(4, seed=9).rollouts, "h")
-    used = MaskRoute.from_pairs(pairs, MaskSpec("act"))
+    used = MaskRoute.from_pairs(PAIRS, MaskSpec("act"))
     used.refresh(policy, 0)
     used.score(policy, rollouts)
     with torch.no_grad():
@@ -170,12 +163,10 @@ def test_coordinates_of_base_weights_that_were_written_are_not_used_again() -> N
             module.weight.add_(torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     with pytest.raises(ValueError, match="the directions belong to base weights"):
         used.score(policy, rollouts)
-    used.directions, fresh = None, MaskRoute.from_pairs(pairs, MaskSpec("act"))
+    used.directions, fresh = None, MaskRoute.from_pairs(PAIRS, MaskSpec("act"))
     for route in (used, fresh):
         route.refresh(policy, 1)
     scores, expected = used.score(policy, rollouts), fresh.score(policy, rollouts)
-    assert scores is not None
-    assert expected is not None
     assert torch.equal(scores, expected)
 
 
@@ -187,31 +178,17 @@ def test_unrouted_gradients_under_names_are_refused_by_the_optimizer() -> None:
     optimizer = RoutedAdamW([{"params": list(kept.values())}], lr=0.1)
     with pytest.raises(ValueError, match="unrouted maps parameters to gradients"):
         optimizer.step(unrouted=decision.unrouted)  # pyright: ignore[reportArgumentType]
-    assert decision.unrouted is not None
     optimizer.step(unrouted={kept[name]: gradient for name, gradient in decision.unrouted.items()})
 
 
-def test_an_erase_route_from_pairs_fits_their_leading_axes() -> None:
-    policy, spec = make_policy(SPECS["lora"]), EraseSpec(k=2)
-    pairs = PairBatch(make_batch(4, seed=8).rollouts, make_batch(4, seed=9).rollouts, "h")
-    short, long = EraseRoute.from_pairs(pairs, spec), EraseRoute(spec, TopKFitter("grad", pairs, k=2))
-    for route in (short, long):
-        route.refresh(policy, 0)
-    assert short.directions is not None
-    assert long.directions is not None
-    assert short.directions.provenance == long.directions.provenance
-    assert all(torch.equal(v, long.directions.vectors[site]) for site, v in short.directions.vectors.items())
-    with pytest.raises(ValueError, match="is a control: use EraseRoute"):
-        EraseRoute.from_pairs(pairs, EraseSpec(fitter="haar"))
-
-
-@pytest.mark.parametrize(("spec", "sentence"), [
-    (MaskSpec("none"), "compares with no direction"), (MaskSpec(fitter="haar"), "is a control: use MaskRoute"),
+@pytest.mark.parametrize(("kind", "spec", "sentence"), [
+    (MaskRoute, MaskSpec("none"), "compares with no direction"),
+    (MaskRoute, MaskSpec(fitter="haar"), "is a control: use MaskRoute"),
+    (EraseRoute, EraseSpec(fitter="haar"), "is a control: use EraseRoute"),
 ])  # fmt: skip
-def test_a_rule_without_a_persona_direction_has_no_pairs(spec: MaskSpec, sentence: str) -> None:
-    rollouts = make_batch(4).rollouts
+def test_a_rule_without_a_persona_direction_has_no_pairs(kind: type, spec: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        MaskRoute.from_pairs(PairBatch(rollouts, rollouts, "h"), spec)
+        kind.from_pairs(PAIRS, spec)
 
 
 # ---- past every route
@@ -260,9 +237,7 @@ def test_a_term_of_the_loss_from_a_forward_before_the_tape_is_refused(name: str,
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_backward_that_no_route_decides_is_refused_under_checkpointing(reentrant: bool) -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
-    policy.model.embed.requires_grad_(True)  # pyright: ignore
-    for block in policy.model.blocks:  # pyright: ignore
-        block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=reentrant)
+    checkpoint_blocks(policy, reentrant)
     with pytest.raises(RuntimeError, match=PAST):
         plain_loss(policy, batch, batch.advantages).backward()
     with policy.adapters.unrouted():
@@ -293,9 +268,7 @@ def test_a_step_without_the_quarantine_that_is_there_is_refused(name: str) -> No
     with policy.adapters.full():
         route.backward(policy, batch, loss, context(route.spec, N))
     policy.model.zero_grad(set_to_none=True)
-    policy.model.embed.requires_grad_(True)  # pyright: ignore
-    for block in policy.model.blocks:  # pyright: ignore
-        block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=True)
+    checkpoint_blocks(policy, reentrant=True)
     for off in (False, True):  # on again when a checkpoint, whose forward has no gradients, replays it
         (micro_batch,) = (step := route.begin(policy, batch, context(route.spec, N))).micro_batches
         with policy.adapters.recording(micro_batch.tape):
@@ -389,8 +362,7 @@ def test_directions_and_scores_leave_the_gradients_of_other_parameters(kind: str
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
     weight: torch.nn.Parameter = policy.model.embed.weight  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
     weight.requires_grad_(True)
-    pairs = PairBatch(make_batch(4, seed=7).rollouts, make_batch(4, seed=8).rollouts, "drawn")
-    route = MaskRoute.from_pairs(pairs, MaskSpec(kind, score_policy="ablated"))  # pyright: ignore[reportArgumentType]
+    route = MaskRoute.from_pairs(PAIRS, MaskSpec(kind, score_policy="ablated"))  # pyright: ignore[reportArgumentType]
     weight.grad = before = None if held is None else torch.full_like(weight, held)
     route.refresh(policy, 0)
     route.score(policy, batch.rollouts)

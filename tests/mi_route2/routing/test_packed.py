@@ -8,7 +8,7 @@ import torch
 from families import FAMILIES, TRANSFORMERS, VOCAB, make_family, move, move_all
 from hypothesis import given
 from hypothesis import strategies as st
-from mask_oracle import CASES, FixedFitter, assert_same, case_id, mask_route, random_directions, run
+from mask_oracle import CASES, assert_same_gradients, case_id, erase_route, mask_route, run, spec_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BloomConfig, BloomForCausalLM, Gemma3ForCausalLM
@@ -17,8 +17,7 @@ from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.adapters.gradients import Diagonal, Packed, Packing, Pairs, Written, added, compact
 from mi_route2.adapters.tape import Tape
 from mi_route2.rollouts import Policy, Rollouts, packed_forward
-from mi_route2.routing import EraseRoute, EraseSpec, MaskRoute, MaskSpec, OpenRoute, OpenSpec, Route, TrainBatch
-from mi_route2.routing.directions import Directions
+from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, OpenSpec, Route, TrainBatch
 
 LENGTHS = (1, 2, 30, 3, 9, 1, 5)
 """Tokens of the completions: a long tail."""
@@ -49,8 +48,7 @@ def packed(policy: Policy) -> Policy:
 
 def assert_same_step(policy: Policy, route: Route, batch: TrainBatch, micro: int | None = None) -> None:
     whole, one_row = run(policy, route, batch), run(packed(policy), route, batch, micro)
-    assert_same(one_row.kept, whole.kept)
-    assert_same(one_row.quarantine, whole.quarantine)
+    assert_same_gradients(one_row, whole)
     assert any(bool(g.any()) for g in whole.kept.values())
     for name in ("flags", "scores"):
         before, after = getattr(whole.decision, name), getattr(one_row.decision, name)
@@ -63,10 +61,8 @@ def assert_same_step(policy: Policy, route: Route, batch: TrainBatch, micro: int
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_a_packed_step_is_the_padded_one(case: tuple[str, str, str, str]) -> None:
-    score, unit, policy_of_score, through = case
     policy = make_policy()
-    spec = MaskSpec(score=score, unit=unit, score_policy=policy_of_score, through=through, tau=0.02)  # pyright: ignore
-    assert_same_step(policy, mask_route(policy, spec), make_batch())
+    assert_same_step(policy, mask_route(policy, spec_of(case, tau=0.02)), make_batch())
 
 
 def test_packed_adapters_of_every_kind_micro_batches_left_padding_and_penalties() -> None:
@@ -78,10 +74,7 @@ def test_packed_adapters_of_every_kind_micro_batches_left_padding_and_penalties(
     two = MaskSpec(score="full", score_policy="ablated", kept_advantage="unflagged", negative_scale=0.3)
     assert_same_step(policy, mask_route(policy, two, l1=0.5), make_batch(left=True), micro=3)
     assert_same_step(policy, OpenRoute(OpenSpec(), l1=0.5), make_batch(left=True), micro=2)
-    flat = random_directions(policy, "grad")
-    erase = EraseRoute(EraseSpec(), FixedFitter(Directions({k: v[None] for k, v in flat.vectors.items()}, flat.provenance)))
-    erase.refresh(policy, 0)
-    assert_same_step(policy, erase, make_batch())
+    assert_same_step(policy, erase_route(policy), make_batch())
     by_token = torch.rand(make_batch().rollouts.tokens.shape, generator=torch.Generator().manual_seed(2)) > 0.5
     for through in ("filter", "detach"):
         assert_same_step(policy, MaskRoute.from_flags(by_token, through=through), make_batch())
@@ -94,8 +87,7 @@ def test_packed_checkpointing_is_the_same() -> None:
     for block in policy.model.model.layers:  # pyright: ignore
         block.forward = lambda *a, f=block.forward, **k: checkpoint(f, *a, use_reentrant=False, **k)
     one_row = run(packed(policy), route, batch)
-    assert_same(one_row.kept, plain.kept)
-    assert_same(one_row.quarantine, plain.quarantine)
+    assert_same_gradients(one_row, plain)
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

@@ -3,23 +3,27 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from mask_oracle import (
     CASES,
     SAMPLE,
+    Case,
     FixedFitter,
     assert_same,
     case_id,
     context,
+    erase_route,
     mask_route,
     plain_loss,
     random_directions,
     run,
     unit_cosine,
 )
-from tiny_policy import SPECS, VOCAB, make_batch, make_policy, per_rollout_gradients
+from mask_oracle import spec_of as spec_of_case
+from tiny_policy import SPECS, VOCAB, checkpoint_blocks, make_batch, make_policy, per_rollout_gradients
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from written_out import written_out
@@ -46,14 +50,9 @@ from mi_route2.routing import (
 from mi_route2.routing.directions import collect
 from mi_route2.routing.mask import token_scores
 
-Case = tuple[str, str, str, str]
 N = 6
+spec_of = partial(spec_of_case, reinforced_only=False)
 LIVE = [case for case in CASES if case[2] == "live" and case[0] in ("act", "grad", "full")]
-
-
-def spec_of(case: Case, **changes: object) -> MaskSpec:
-    score, unit, policy, through = case
-    return MaskSpec(score=score, unit=unit, score_policy=policy, through=through, reinforced_only=False, **changes)  # pyright: ignore
 
 
 # ---- rounding is no feature
@@ -277,43 +276,31 @@ def test_two_backwards_under_one_tape_are_refused(case: Case, forwards: str) -> 
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
     route = mask_route(policy, spec_of(case))
     step = route.begin(policy, batch, context(route.spec, N))
-
-    def two() -> None:
-        with policy.adapters.recording(step.micro_batches[0].tape):
-            for i, loss in enumerate(losses(policy, batch)):
-                (losses(policy, batch)[i] if i and forwards == "a forward each" else loss).backward(retain_graph=True)
-
-    with pytest.raises(RuntimeError, match="one forward and one backward per tape"):
-        two()
+    with policy.adapters.recording(step.micro_batches[0].tape):
+        first, second = losses(policy, batch)
+        first.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="one forward and one backward per tape"):
+            (losses(policy, batch)[1] if forwards == "a forward each" else second).backward()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_two_backwards_are_refused_under_checkpointing_too(reentrant: bool) -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
-    policy.model.embed.requires_grad_(True)  # pyright: ignore
-    for block in policy.model.blocks:  # pyright: ignore
-        block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=reentrant)
+    checkpoint_blocks(policy, reentrant)
     step = mask_route(policy, MaskSpec(unit="rollout")).begin(policy, batch, context(MaskSpec(), N))
-
-    def two() -> None:
-        with policy.adapters.recording(step.micro_batches[0].tape):
-            for loss in losses(policy, batch):
-                loss.backward(retain_graph=True)
-
-    with pytest.raises(RuntimeError, match="one forward and one backward per tape"):
-        two()
+    with policy.adapters.recording(step.micro_batches[0].tape):
+        first, second = losses(policy, batch)
+        first.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="one forward and one backward per tape"):
+            second.backward()
 
 
 # ---- finish
 
 
 def open_routes(policy: Policy) -> dict[str, Route]:
-    flat = random_directions(policy, "grad")
-    erase = EraseRoute(EraseSpec(), FixedFitter(replace(flat, vectors={s: v[None] for s, v in flat.vectors.items()})))
-    erase.refresh(policy, 0)
-    return {"open": OpenRoute(OpenSpec()), "erase": erase, "mask": mask_route(policy, MaskSpec()), "early": MaskRoute.from_flags(
-        torch.zeros(N, dtype=torch.bool)
-    )}  # fmt: skip
+    early = MaskRoute.from_flags(torch.zeros(N, dtype=torch.bool))
+    return {"open": OpenRoute(OpenSpec()), "erase": erase_route(policy), "mask": mask_route(policy, MaskSpec()), "early": early}
 
 
 @pytest.mark.parametrize("kind", ["open", "erase", "mask", "early"])
@@ -621,22 +608,14 @@ def two_steps(
 def test_gradients_from_before_the_step_are_not_reduced_or_erased_again(kind: str, reduce: bool) -> None:
     """They would be summed over ranks a second time, and lose their component; without them a step is what its oracle says."""
     policy = make_policy(SPECS["svd"])
-    flat = random_directions(policy, "grad")
-    erase = EraseRoute(EraseSpec(), FixedFitter(replace(flat, vectors={s: v[None] for s, v in flat.vectors.items()})))
-    routes: dict[str, Route] = {
-        "erase": erase,
-        "open": OpenRoute(OpenSpec()),
-        "live": MaskRoute(MaskSpec(), FixedFitter(flat)),
-        "early": MaskRoute.from_flags(torch.arange(N) % 2 == 0),
-    }
-    route = routes[kind]
-    route.refresh(policy, 0)
+    flags = torch.arange(N) % 2 == 0
+    route = MaskRoute.from_flags(flags) if kind == "early" else open_routes(policy)["mask" if kind == "live" else kind]
     halves = make_batch(N, seed=1), make_batch(N, seed=2)
     with pytest.raises(RuntimeError, match=r"already had gradients when this step began.*call zero_grad\(\) before begin\(\)"):
         two_steps(policy, route, cleared=False, reduce=reduce, halves=halves)
     expected = {n: (2 if reduce else 1) * g for n, g in run(policy, OpenRoute(OpenSpec()), halves[1]).kept.items()}
     if kind == "erase":
-        for site, v in flat.vectors.items():
+        for site, (v,) in route.directions.vectors.items():
             name = next(n for n in expected if policy.adapters.kept_parameters()[n] is policy.adapters.scored(site))
             expected[name] = expected[name] - max(float((expected[name] * v).sum()), 0.0) * v
     elif kind != "open":
