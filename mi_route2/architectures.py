@@ -242,9 +242,8 @@ _NEOX_POINTS = {
     "z": At("attention.dense", "input"),
     "mlp_out": At("post_mlp_dropout"),
 }
-_NEOX_CONFIG = {"attention_bias": True}
-_NATIVE_LINEARS = {f"attn.{name}": LinearAt(f"attn.{name}") for name in "qkvo"}
-_NATIVE_POINTS = {
+_PLAIN_LINEARS = {f"attn.{name}": LinearAt(f"attn.{name}") for name in "qkvo"}
+_PLAIN_POINTS = {
     **_LLAMA_POINTS,
     "resid_mid": At("ln2", "input"),
     "attn_in": At("ln1"),
@@ -253,7 +252,6 @@ _NATIVE_POINTS = {
     "mlp_in": At("ln2"),
 }
 _ATTENTION_ONLY = "its blocks are attention alone, so there is no MLP: use resid_pre, attn_out or resid_post"
-_WITHOUT_MLP: dict[str, str] = dict.fromkeys(("resid_mid", "mlp_in", "mlp_out"), _ATTENTION_ONLY)
 
 
 def _llama_like(name: str, **changes: object) -> Architecture:
@@ -261,10 +259,32 @@ def _llama_like(name: str, **changes: object) -> Architecture:
     return Architecture(name, (f"{name}ForCausalLM",), "model.layers", _LLAMA_LINEARS, **given)  # pyright: ignore[reportArgumentType]
 
 
-def _native(which: str, mlp: Mapping[str, LinearAt], *, gated_mlp: bool) -> Architecture:
-    name, linears = f"TransformerLens native{which}", {**_NATIVE_LINEARS, **mlp}
-    requires = {"attn_only": False, "gated_mlp": gated_mlp}
-    return Architecture(name, ("NativeModel",), "layers", linears, _NATIVE_POINTS, unembed="head", requires=requires)
+def _neox(name: str, resid_mid: At | str, bridged: str, *, parallel: bool) -> Architecture:
+    return Architecture(
+        name,
+        ("GPTNeoXForCausalLM",),
+        "gpt_neox.layers",
+        _NEOX_LINEARS,
+        {**_NEOX_POINTS, "resid_mid": resid_mid},
+        bridge_points={"resid_mid": bridged},
+        bridge_config={"attention_bias": True},
+        requires={"use_parallel_residual": parallel},
+    )
+
+
+def _native(
+    which: str, mlp: Mapping[str, LinearAt], missing: Mapping[str, str] = MappingProxyType({}), **requires: bool
+) -> Architecture:
+    return Architecture(
+        f"TransformerLens native{which}",
+        ("NativeModel",),
+        "layers",
+        {**_PLAIN_LINEARS, **mlp},
+        {**_PLAIN_POINTS, **missing},
+        unembed="head",
+        bridge_points=missing,
+        requires=requires,
+    )
 
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -303,58 +323,25 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 bridge_config={"scale_attn_weights": True},
                 exact_eager=True,
             ),
-            Architecture(
-                "GPTNeoX",
-                ("GPTNeoXForCausalLM",),
-                "gpt_neox.layers",
-                _NEOX_LINEARS,
-                {**_NEOX_POINTS, "resid_mid": _PARALLEL},
-                bridge_points={"resid_mid": _PARALLEL},
-                bridge_config=_NEOX_CONFIG,
-                requires={"use_parallel_residual": True},
-            ),
-            Architecture(
-                "GPTNeoX (sequential)",
-                ("GPTNeoXForCausalLM",),
-                "gpt_neox.layers",
-                _NEOX_LINEARS,
-                {**_NEOX_POINTS, "resid_mid": At("post_attention_layernorm", "input")},
-                bridge_points={"resid_mid": _BRIDGED_PARALLEL},
-                bridge_config=_NEOX_CONFIG,
-                requires={"use_parallel_residual": False},
-            ),
+            _neox("GPTNeoX", _PARALLEL, _PARALLEL, parallel=True),
+            _neox("GPTNeoX (sequential)", _LLAMA_POINTS["resid_mid"], _BRIDGED_PARALLEL, parallel=False),
             Architecture(
                 "MicroGPT",
                 ("MicroGPT",),
                 "blocks",
-                {name: LinearAt(name) for name in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down")},
-                {
-                    **_LLAMA_POINTS,
-                    "resid_mid": At("ln2", "input"),
-                    "attn_in": At("ln1"),
-                    "attn_out": At("attn"),
-                    "z": At("attn.o", "input"),
-                    "mlp_in": At("ln2"),
-                },
+                {**_PLAIN_LINEARS, "mlp.up": LinearAt("mlp.up"), "mlp.down": LinearAt("mlp.down")},
+                _PLAIN_POINTS,
                 unembed="unembed",
                 positions=False,
             ),
-            _native("", {"mlp.up": LinearAt("mlp.fc_in"), "mlp.down": LinearAt("mlp.fc_out")}, gated_mlp=False),
+            _native("", {"mlp.up": LinearAt("mlp.fc_in"), "mlp.down": LinearAt("mlp.fc_out")}, attn_only=False, gated_mlp=False),
             _native(
                 ", gated",
                 {"mlp.gate": LinearAt("mlp.gate"), "mlp.up": LinearAt("mlp.in"), "mlp.down": LinearAt("mlp.out")},
+                attn_only=False,
                 gated_mlp=True,
             ),
-            Architecture(
-                "TransformerLens native, attention alone",
-                ("NativeModel",),
-                "layers",
-                _NATIVE_LINEARS,
-                {**_NATIVE_POINTS, **_WITHOUT_MLP},
-                unembed="head",
-                bridge_points=_WITHOUT_MLP,
-                requires={"attn_only": True},
-            ),
+            _native(", attention alone", {}, dict.fromkeys(("resid_mid", "mlp_in", "mlp_out"), _ATTENTION_ONLY), attn_only=True),
         )
     }
 )  # fmt: skip

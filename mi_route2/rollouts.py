@@ -11,7 +11,7 @@ of the completion: activations are pooled and log-probabilities are read at thes
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,8 +80,7 @@ class Rollouts:
             raise ValueError(
                 f"logits are {list(logits.shape)} and the tokens {list(self.tokens.shape)}: give the logits of these rollouts"
             )
-        logits = logits[:, :-1]
-        logits = logits.to(torch.float32) if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        logits = logits[:, :-1].to(wide(logits.dtype))
         tokens = self.tokens.clone() if self.tokens.is_inference() else self.tokens  # of inference mode no backward saves them
         chosen = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
         chosen = torch.nn.functional.pad(chosen, (0, 1))
@@ -157,9 +156,9 @@ def demand_tokens(model: nn.Module, tokens: Tensor, attention: Tensor | None = N
     if tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"token ids are {tokens.dtype}, which no embedding takes: give .long() of them")
     size = vocabulary(model)
-    if size is not None and bool(((tokens < 0) | (tokens >= size)).any()):
-        wrong = tokens[(tokens < 0) | (tokens >= size)][0].item()
-        raise ValueError(f"{wrong} is not a token of this model, which padding must be too: the vocabulary is 0..{size - 1}")
+    if size is not None and bool((wrong := (tokens < 0) | (tokens >= size)).any()):
+        one = tokens[wrong][0].item()
+        raise ValueError(f"{one} is not a token of this model, which padding must be too: the vocabulary is 0..{size - 1}")
     plain = getattr(model, "original_model", model)  # a bridge has no row
     row = architecture_of(plain)
     if row is None or row.table is None or tokens.shape[1] <= (learned := getattr(config_of(plain), row.table)):
@@ -302,15 +301,15 @@ def packed_forward(model: nn.Module) -> Forward:
         >>> policy = Policy(model, adapters, forward=packed_forward(model))
     """
     demand_causal(model)
-    with still(model):  # dropout would tell them apart
-        single, behind, others = (_packed_logits(model, before, last) for before, last in (([], 1), ([7, 6, 5], 1), ([1, 2, 3], 5)))
-    if (
-        single is None
-        or behind is None
-        or others is None
-        or _differ(single, behind, _SEES, 16)
-        or _differ(behind[:-1], others[:-1], _SEES, 1)  # the last one's own token is another
-    ):
+    try:
+        with still(model):  # dropout would tell them apart
+            ends = ([], 1), ([7, 6, 5], 1), ([1, 2, 3], 5)
+            single, behind, others = (_packed_logits(model, before, last) for before, last in ends)
+    except (TypeError, AttributeError):
+        apart = False  # it takes no such row
+    else:  # of the others the last token is another, and so are its logits
+        apart = not (_differ(single, behind, _SEES, 16) or _differ(behind[:-1], others[:-1], _SEES, 1))
+    if not apart:
         raise ValueError(
             f"{type(model).__name__} does not keep the rollouts of one row apart by their positions, so they would attend to each "
             "other, or is not causal: use the padded forward, call_with_mask"
@@ -327,15 +326,12 @@ def packed_forward(model: nn.Module) -> Forward:
 
 
 @torch.no_grad()
-def _packed_logits(model: nn.Module, before: list[int], last: int) -> Tensor | None:
-    """Return the logits of a rollout that ends in ``last``, behind another, ``before``; ``None`` if the model takes no such row."""
+def _packed_logits(model: nn.Module, before: list[int], last: int) -> Tensor:
+    """Return the logits of a rollout that ends in ``last``, behind another, ``before``."""
     device = next(model.parameters()).device
     tokens = torch.tensor([[*before, 4, 3, 2, last]], device=device)
     places = torch.tensor([[*range(len(before)), 0, 1, 2, 3]], device=device)
-    try:
-        return model(tokens, position_ids=places, use_cache=False).logits[0, len(before) :]
-    except (TypeError, AttributeError):
-        return None
+    return model(tokens, position_ids=places, use_cache=False).logits[0, len(before) :]
 
 
 @checked
@@ -485,19 +481,8 @@ class TrainBatch:
     @checked
     def rows(self, index: Shaped[Tensor, " n"]) -> "TrainBatch":
         """Return the rollouts at ``index``."""
-
-        def take(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t[index]
-
-        return TrainBatch(
-            self.rollouts.rows(index),
-            self.rewards[index],
-            self.advantages[index],
-            self.groups[index],
-            self.teacher[index],
-            take(self.old_logprobs),
-            take(self.reference_logprobs),
-        )
+        rollouts = self.rollouts.rows(index)
+        return replace(self, rollouts=rollouts, **{name: t[index] for name, t in vars(self).items() if isinstance(t, Tensor)})
 
 
 @checked

@@ -201,10 +201,11 @@ def refuse_shared(model: nn.Module, architecture: Architecture) -> None:
     points = {at.path for at in architecture.points.values() if not isinstance(at, str) and not at.linear}
     suffixes = sorted((points | {at.path for at in architecture.linears.values()}) - {""})
     paths = [f"{block}.{suffix}" for block in block_paths(model, architecture) for suffix in suffixes]
-    _refuse_shared(model, ((path, _part(model, path)) for path in (*paths, architecture.unembed)))
+    _refuse_shared(model, ((path, part_at(model, path)) for path in (*paths, architecture.unembed)))
 
 
-def _part(model: nn.Module, path: str) -> nn.Module | None:
+def part_at(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at ``path``; ``None`` if there is none."""
     try:
         return model.get_submodule(path)
     except AttributeError:  # a booted bridge has other paths

@@ -156,8 +156,7 @@ class MaskSpec:
                 f"score={self.score!r}, unit={self.unit!r}, score_policy={self.score_policy!r}, through={self.through!r} "
                 f"is refused: {why}"
             )
-        early = self.unit == "pooled" and (self.score, self.score_policy) in BEFORE_THE_LOSS
-        if self.kept_advantage == "unflagged" and not early:
+        if self.kept_advantage == "unflagged" and self.decided_at != "begin":
             raise ValueError(
                 "kept_advantage='unflagged' needs one flag per rollout before the loss: use unit='pooled' with "
                 "score_policy='ablated', or a channel score"

@@ -6,7 +6,6 @@ The deployed form contains no quarantine in any of these formats.
 import copy
 import dataclasses
 import glob
-import hashlib
 import json
 import re
 import warnings
@@ -23,11 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters, attach
-from mi_route2.adapters.linear import Kept, LoRA, Quarantine, SVDKept, refuse_more
+from mi_route2.adapters.linear import Branch, Kept, LoRA, Quarantine, SVDKept, refuse_more
 from mi_route2.adapters.weights import sharded_modules
 from mi_route2.architectures import Architecture, LinearAt, architecture_of, heads
 from mi_route2.checks import checked
-from mi_route2.files import parse_json, whole_folder
+from mi_route2.files import parse_json, sha256, whole_folder
 from mi_route2.sites import fused_rows
 from mi_route2.specs import AdapterSpec
 from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
@@ -62,20 +61,21 @@ def save_adapters(adapters: Adapters, path: Path | str, which: Which = "full") -
     Examples:
         >>> save_adapters(adapters, folder / "checkpoint.safetensors")
     """
-    tensors = adapters.tensors(quarantine=_which(which) == "full")
+    write_tensors(Path(path), *_content(adapters, which))
+
+
+def _content(adapters: Adapters, which: Which) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the header of a file; ``ValueError`` if a value is not finite."""
+    tensors = adapters.tensors(quarantine=which == "full")
     refuse_infinite(tensors)
-    write_tensors(Path(path), tensors, _metadata(adapters, which))
+    header = {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec)), "base_hash": adapters.file_hash()}
+    return tensors, header | ({BASES: json.dumps(written)} if (written := bases(adapters)) else {})
 
 
 def _which(which: str) -> str:
     if which not in ("full", "deployed"):
         raise ValueError(f"which={which!r} is neither 'full' nor 'deployed'")
     return which
-
-
-def _metadata(adapters: Adapters, which: str) -> dict[str, str]:
-    header = {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec)), "base_hash": adapters.file_hash()}
-    return header | ({BASES: json.dumps(written)} if (written := bases(adapters)) else {})
 
 
 @checked
@@ -183,14 +183,12 @@ def save_pretrained(adapters: Adapters, folder: Path | str, which: Which = "depl
     Examples:
         >>> save_pretrained(adapters, folder / "adapters")
     """
-    tensors = adapters.tensors(quarantine=_which(which) == "full")
-    refuse_infinite(tensors)
-    metadata = _metadata(adapters, which)
+    tensors, metadata = _content(adapters, which)
     with whole_folder(folder, overwrite=overwrite) as partial:
         write_tensors(partial / TENSORS, tensors, metadata)
         base = str(getattr(getattr(adapters.model, "config", None), "_name_or_path", ""))
         config = {**metadata, "spec": asdict(adapters.spec), "sites": list(adapters.sites), "base": base}
-        config["sha256"] = _sha256(partial / TENSORS)
+        config["sha256"] = sha256(partial / TENSORS)
         config[BASES] = bases(adapters)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -198,11 +196,6 @@ def save_pretrained(adapters: Adapters, folder: Path | str, which: Which = "depl
 def bases(adapters: Adapters) -> dict[str, float]:
     """Return a fingerprint of the singular vectors of each ``dS``, which a weight with equal singular values does not determine."""
     return {site: branch.kept.basis() for site, branch in adapters.sites.items() if isinstance(branch.kept, SVDKept)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @checked
@@ -279,7 +272,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has the unknown format {known!r}: this version reads {FORMAT!r}")
     if differing := sorted((config.keys() ^ set(_CONFIG_KEYS)) - ({BASES} if known == _NARROW else set())):
         raise ValueError(f"{path} must have exactly the keys {', '.join(_CONFIG_KEYS)}, but differs in {', '.join(differing)}")
-    if _sha256(tensors) != config["sha256"]:
+    if sha256(tensors) != config["sha256"]:
         raise ValueError(f"{tensors} is damaged: its checksum is not the one in {CONFIG}; copy the whole folder again")
     _refuse_other_config(path, config, tensors)
     return config
@@ -327,35 +320,24 @@ def factors(kept: Kept, quarantine: Quarantine | None = None) -> tuple[Float[Ten
     return kept.Vh[moved].to(dS.dtype), kept.U[:, moved].to(dS.dtype) * dS[moved]
 
 
-@dataclass(frozen=True)
-class PlacedBranch:
-    """Adapters of one logical Linear, on ``rows`` of a module's outputs (``None``: all)."""
-
-    site: str
-    kept: Kept
-    quarantine: Quarantine | None
-    rows: Tensor | None
-
-
 @dataclass
 class AdaptedModule:
-    """Module of the torch tree with ``width`` outputs, and the adapters on its outputs."""
+    """Module of the torch tree with ``width`` outputs, and the adapters on rows of its outputs (``None``: all)."""
 
     width: int
     transposed: bool
-    branches: list[PlacedBranch] = field(default_factory=list)
+    branches: list[tuple[Branch, Tensor | None]] = field(default_factory=list)
 
     def block(self, full: bool = False) -> tuple[Float[Tensor, "r d_in"], Float[Tensor, "width r"]]:
         """Return ``A`` and ``B`` of all branches together, without the quarantines unless ``full``."""
-        pairs = [factors(branch.kept, branch.quarantine if full else None) for branch in self.branches]
-        if self.branches[0].rows is None:
+        pairs = [factors(branch.kept, branch.quarantine if full else None) for branch, _ in self.branches]
+        if self.branches[0][1] is None:
             return pairs[0]
         A = torch.cat([a for a, _ in pairs])
-        B = A.new_zeros(self.width, A.shape[0])
-        start = 0
-        for branch, (a, b) in zip(self.branches, pairs):
-            assert branch.rows is not None
-            B[branch.rows.to(B.device), start : start + a.shape[0]] = b
+        B, start = A.new_zeros(self.width, A.shape[0]), 0
+        for (_, rows), (a, b) in zip(self.branches, pairs):
+            assert rows is not None
+            B[rows.to(B.device), start : start + a.shape[0]] = b
             start += a.shape[0]
         return A, B
 
@@ -373,18 +355,14 @@ def places(adapters: Adapters) -> dict[str, AdaptedModule]:
     """Return every adapted module by its path in the Hugging Face (or plain torch) tree, independent of the host."""
     model = _torch_model(adapters.model)
     row = architecture_of(model)
-    by_path: dict[str, AdaptedModule] = {}
     if row is None:  # the Linears of a torch model without a row are named by their paths
-        for path, module in adapters.modules.items():
-            branches = [PlacedBranch(branch.site, branch.kept, branch.quarantine, rows) for branch, rows in module.branches]
-            by_path[path] = AdaptedModule(module.out_features, False, branches)
-        return by_path
+        return {path: AdaptedModule(module.out_features, False, module.branches) for path, module in adapters.modules.items()}
+    by_path: dict[str, AdaptedModule] = {}
     for site, branch in adapters.sites.items():
         path, at = _path(row, site)
         width = branch.shape[0] * (at.fused[1] if at.fused else 1)
         place = by_path.setdefault(path, AdaptedModule(width, at.transposed))
-        rows = fused_rows(at, width, heads(model, "q") if at.fused else 1)
-        place.branches.append(PlacedBranch(site, branch.kept, branch.quarantine, rows))
+        place.branches.append((branch, fused_rows(at, width, heads(model, "q") if at.fused else 1)))
     return by_path
 
 
@@ -395,10 +373,6 @@ def _path(row: Architecture, site: str) -> tuple[str, LinearAt]:
     assert layer is not None, site
     at = row.linears[layer[2]]
     return f"{row.blocks}.{layer[1]}.{at.path}", at
-
-
-def _refuse_infinite(adapters: Adapters, full: bool = False) -> None:
-    refuse_infinite(adapters.tensors(quarantine=full))
 
 
 def _names(paths: Iterable[Path]) -> set[str]:
@@ -445,8 +419,8 @@ def export_peft(adapters: Adapters, folder: Path | str, *, which: Which = "deplo
     Examples:
         >>> export_peft(adapters, folder / "lora")
     """
-    full = _which(which) == "full"
-    _refuse_infinite(adapters, full)
+    full = which == "full"
+    refuse_infinite(adapters.tensors(quarantine=full))
     by_path = places(adapters)
     tensors, ranks = {}, {}
     for path, place in by_path.items():
@@ -532,7 +506,7 @@ def export_merged(adapters: Adapters, folder: Path | str, *, tokenizer: Any = No
     Examples:
         >>> export_merged(adapters, folder / "merged")
     """
-    _refuse_infinite(adapters)
+    refuse_infinite(adapters.tensors(quarantine=False))
     model: Any = adapters.model
     if sharded_modules(model):
         raise ValueError(

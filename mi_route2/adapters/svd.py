@@ -168,20 +168,15 @@ def _whole_or_leading(weight: Tensor, cache_dir: Path | None, rank: int | None) 
     leading = rank if rank is not None and min(weight.shape) >= max(_EXACT_BELOW, _SHARE * rank) else None
     if cache_dir is None:
         return _exact_svd(weight) if leading is None else _seeded_svd(weight, leading, weight_hash(weight))
-    key = weight_hash(weight)
+    key = made = weight_hash(weight)
     path = cache_dir / f"svd-{key[:32]}.safetensors"
-    svd = _cached(path, key)
-    if svd is not None:
-        return svd
-    if leading is None:
-        svd = _exact_svd(weight)
-        _keep(path, key, svd)
-        return svd
-    path = cache_dir / f"svd-{key[:32]}-rank{leading}.safetensors"
-    made = f"{key} rank {leading} oversampling {_OVERSAMPLING} iterations {_ITERATIONS}"  # the result depends on all of these
     svd = _cached(path, made)
+    if svd is None and leading is not None:
+        path = cache_dir / f"svd-{key[:32]}-rank{leading}.safetensors"
+        made = f"{key} rank {leading} oversampling {_OVERSAMPLING} iterations {_ITERATIONS}"  # the result depends on all of these
+        svd = _cached(path, made)
     if svd is None:
-        svd = _seeded_svd(weight, leading, key)
+        svd = _exact_svd(weight) if leading is None else _seeded_svd(weight, leading, key)
         _keep(path, made, svd)
     return svd
 

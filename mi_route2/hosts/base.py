@@ -41,7 +41,7 @@ from mi_route2.architectures import (
     architecture_of,
 )
 from mi_route2.checks import Mask, as_mask, checked
-from mi_route2.rollouts import Policy, demand_causal, demand_tokens
+from mi_route2.rollouts import Policy, demand_causal, demand_own_angles, demand_tokens, positions, right_padded
 from mi_route2.sites import Site, Slot, demand_site, nearest, no_adapter, refuse_shared, slots
 
 Edit = Callable[[Tensor], Tensor | None]
@@ -261,12 +261,7 @@ class Host(ABC):
         if not chosen:
             if name in POINTS:
                 self.address(Site(0, name))  # raises an error that says why this architecture lacks the point
-            adapted = [site.slot for site in known if site.linear]
-            if (
-                name.rpartition(".")[2] in ADAPTER_POINTS
-                and not adapted
-                and not any(isinstance(m, Branch) for m in self.model.modules())
-            ):
+            if name.rpartition(".")[2] in ADAPTER_POINTS and not any(isinstance(m, Branch) for m in self.model.modules()):
                 raise no_adapter(name, ())
             names = dict.fromkeys([*(site.point for site in known), *(one for site in known for one in self.hook_names(site))])
             raise KeyError(f"no site matches {name!r}: the nearest are {nearest(name, [*names])}")
@@ -365,6 +360,25 @@ def known_architecture(model: nn.Module) -> Architecture:
 def split_heads(site: Site, value: Tensor, count: int) -> Tensor:
     """Reshape ``[b s h*dh]`` to ``[b s h dh]`` if the point has a head axis."""
     return value.unflatten(-1, (count, -1)) if site.point in HEADED and value.ndim == 3 else value
+
+
+def forward_keywords(
+    model: nn.Module, row: Architecture, attention: Bool[Tensor, "b s"] | None, refuse_left: Callable[[Tensor], None]
+) -> dict[str, Any]:
+    """Return a model's keyword arguments; the mask is passed only if padding stands left of a real token.
+
+    Raises:
+        ValueError: ``refuse_left`` does for such padding, or the rotary angles or a sliding window would depend on padding.
+    """
+    extra: dict[str, Any] = {"use_cache": False} if row.positions else {}
+    if attention is not None:
+        demand_own_angles(model, attention)
+    if attention is None or right_padded(attention):
+        return extra
+    refuse_left(attention)
+    if row.positions:
+        extra["position_ids"] = positions(model, attention)
+    return extra | {"attention_mask": attention.long()}
 
 
 class _Reentrant(AbstractContextManager[None]):

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mi_route2.adapters.linear import Branch
-from mi_route2.architectures import Architecture, config_of
+from mi_route2.architectures import Architecture, config_of, heads
 from mi_route2.hosts.base import Host, KeyValues
 from mi_route2.sites import Site, module_at, refuse_shared
 
@@ -64,7 +64,8 @@ class Decoder:
         if (why := self._unmaskable()) is not None:
             raise ValueError(why)
         self.layers = len(self._blocks)
-        self.heads, self.width = _sizes(config)
+        self.heads = heads(model, "k")
+        self.width = int(getattr(config, "head_dim", None) or _first(config, "hidden_size", "n_embd", "d") // heads(model, "q"))
         self.context = int(_first(config, "max_position_embeddings", "n_positions", "context"))
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
@@ -278,13 +279,6 @@ def _refuse_windows(config: Any) -> None:
 
 def _first(config: object, *names: str) -> Any:
     for name in names:
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
+        if (value := getattr(config, name, None)) is not None:
+            return value
     raise ValueError(f"the model's config has none of {', '.join(names)}")
-
-
-def _sizes(config: object) -> tuple[int, int]:
-    """Return the number of key-value heads, and the size of a head."""
-    heads = int(_first(config, "num_attention_heads", "n_head", "heads"))
-    width = getattr(config, "head_dim", None) or int(_first(config, "hidden_size", "n_embd", "d")) // heads
-    return int(getattr(config, "num_key_value_heads", None) or heads), int(width)

@@ -19,8 +19,17 @@ from torch.utils.hooks import RemovableHandle
 from mi_route2.adapters.linear import Branch
 from mi_route2.adapters.tape import in_backward
 from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, HEADED, Architecture, heads
-from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, known_architecture, split_heads, whole_stream
-from mi_route2.rollouts import demand_own_angles, positions
+from mi_route2.hosts.base import (
+    Edit,
+    Entering,
+    Fired,
+    Host,
+    answered,
+    forward_keywords,
+    known_architecture,
+    split_heads,
+    whole_stream,
+)
 from mi_route2.sites import Site, block_paths, module_at, no_adapter, refuse_booted, slot_at
 
 
@@ -93,23 +102,10 @@ class TorchHost(Host):
         return out if isinstance(out, Tensor) else out.logits
 
     def keywords(self, attention: Bool[Tensor, "b s"] | None) -> dict[str, Any]:
-        """Return the model's keyword arguments; the mask is passed only if padding stands left of a real token.
+        """Return the model's keyword arguments, as ``forward_keywords``; eager attention in float64 would return NaN."""
+        return forward_keywords(self.model, self.architecture, attention, self._refuse_nan)
 
-        Raises:
-            ValueError: The model would return NaN under such padding (eager attention in float64), or its rotary angles would
-                depend on the padding.
-        """
-        extra: dict[str, Any] = {"use_cache": False} if self.architecture.positions else {}
-        if attention is not None:
-            demand_own_angles(self.model, attention)
-        if attention is None or bool((attention[:, 1:] <= attention[:, :-1]).all()):
-            return extra
-        if self.architecture.positions:
-            extra["position_ids"] = positions(self.model, attention)
-            self._refuse_nan()
-        return extra | {"attention_mask": attention.long()}
-
-    def _refuse_nan(self) -> None:
+    def _refuse_nan(self, _attention: Tensor) -> None:
         eager = getattr(getattr(self.model, "config", None), "_attn_implementation", None) == "eager"
         if eager and not self.architecture.exact_eager and next(self.model.parameters()).dtype == torch.float64:
             raise ValueError(

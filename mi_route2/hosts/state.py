@@ -89,7 +89,7 @@ class ModelState:
         before, seen = self.current, bool(self._written_to)
         self._host.settle()
         model = self._host.model
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        named = dict(chain(model.named_parameters(), model.named_buffers()))
         self._modules, self._tensors = list(model.modules()), list(named.values())
         self._attributes = list(map(vars, self._modules))
         self._written = [t for t in self._tensors if not t.is_inference()]
@@ -98,7 +98,7 @@ class ModelState:
         self._scaled = [vars(m) for m in self._modules if isinstance(vars(m).get(SCALES), dict)]
         self._boards = list({id(m.board): m.board for m in self._modules if isinstance(m, RoutedLinear)}.values())
         self._classes = list(dict.fromkeys(map(type, self._modules)))
-        functions = any(not _of_bridge(hook) for hook in forward_hooks(self._modules))
+        functions = any(not of_libraries(hook, (_OF_BRIDGE,)) for hook in forward_hooks(self._modules))
         known = KNOWN | {_package(type(plain_model(self._host)))}
         foreign = any(_package(kind) not in known or _given_forward(kind) for kind in self._classes)
         self.opaque = functions or foreign or any("forward" in vars(m) for m in self._modules)
@@ -164,14 +164,13 @@ def forward_hooks(modules: Iterable[nn.Module]) -> Iterator[object]:
     yield from (*every_module._global_forward_hooks.values(), *every_module._global_forward_pre_hooks.values())
 
 
-def of_libraries(hook: object) -> bool:
+_OF_BRIDGE = "transformer_lens.model_bridge."
+"""Module of hooks that a bridge has put on its own modules (hooks that users add are functions of ``hook_points``)."""
+
+
+def of_libraries(hook: object, libraries: tuple[str, ...] = (_OF_BRIDGE, "transformers.")) -> bool:
     """Return whether a library has put the hook on its own modules: a bridge, or transformers at the first cached run."""
-    return str(getattr(hook, "__module__", "")).startswith(("transformer_lens.model_bridge.", "transformers."))
-
-
-def _of_bridge(hook: object) -> bool:
-    """Return whether a bridge has put the hook on its own modules (hooks that users add are functions of ``hook_points``)."""
-    return str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge.")
+    return str(getattr(hook, "__module__", "")).startswith(libraries)
 
 
 def _given_forward(kind: type[nn.Module]) -> bool:

@@ -32,12 +32,11 @@ from transformer_lens.model_bridge.sources.native.model import NativeModel
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.linear import Branch, RoutedLinear
 from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, BRIDGE_LINEARS, BRIDGE_POINTS, WRAPPED, Architecture, config_of
-from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, known_architecture, whole_stream
+from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, forward_keywords, known_architecture, whole_stream
 from mi_route2.hosts.decoder import DECODERS
 from mi_route2.hosts.huggingface import Replays
 from mi_route2.hosts.state import of_libraries
-from mi_route2.rollouts import demand_own_angles, positions
-from mi_route2.sites import Site, Slot, matching, no_adapter
+from mi_route2.sites import Site, Slot, matching, no_adapter, part_at
 
 ROUTE = "route"
 ROUTE_POINTS = ("hook_kept_a", "hook_kept", "hook_quarantine", "hook_mask")
@@ -231,18 +230,11 @@ def refuse_uncalled(bridge: TransformerBridge, places: Iterable[Place], run: Cal
         hooks.enter_context(torch.no_grad())
         run()
     for place in chosen:
-        if _component(bridge, place.path) is not place.component or id(place.wrapped) not in called:
+        if part_at(bridge, place.path) is not place.component or id(place.wrapped) not in called:
             raise ValueError(
                 f"the model does not call the component at {place.path}, because it or its parent was replaced or wraps another "
                 "module, so adapters there would never act: replace the module in the model, and boot a bridge around that"
             )
-
-
-def _component(bridge: TransformerBridge, path: str) -> nn.Module | None:
-    try:
-        return bridge.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def _bypass(flag: str, site: str) -> str:
@@ -455,16 +447,8 @@ class BridgeHost(Host):
         return logits
 
     def keywords(self, attention: Bool[Tensor, "b s"] | None) -> dict[str, Any]:
-        """Return the bridge's keyword arguments; the mask is passed only if padding stands left of a real token."""
-        extra: dict[str, Any] = {"use_cache": False} if self.architecture.positions else {}
-        if attention is not None:
-            demand_own_angles(wrapped_model(self.bridge), attention)
-        if attention is None or bool((attention[:, 1:] <= attention[:, :-1]).all()):
-            return extra
-        refuse_left_padding(self.bridge, attention)
-        if self.architecture.positions:
-            extra["position_ids"] = positions(wrapped_model(self.bridge), attention)
-        return extra | {"attention_mask": attention.long()}
+        """Return the bridge's keyword arguments, as ``forward_keywords``."""
+        return forward_keywords(wrapped_model(self.bridge), self.architecture, attention, partial(refuse_left_padding, self.bridge))
 
     def address(self, site: Site) -> str:
         """Return the TransformerLens hook name, ``blocks.3.ln2.hook_in`` or ``blocks.3.mlp.out.route.hook_kept_a``."""

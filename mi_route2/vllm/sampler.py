@@ -52,7 +52,8 @@ def lora_settings(adapters: Adapters) -> dict[str, Any]:
     """
     ranks = {
         path: sum(
-            branch.kept.rank + (branch.quarantine.rank if isinstance(branch.quarantine, LoRA) else 0) for branch in place.branches
+            branch.kept.rank + (branch.quarantine.rank if isinstance(branch.quarantine, LoRA) else 0)
+            for branch, _ in place.branches
         )
         for path, place in places(adapters).items()
     }

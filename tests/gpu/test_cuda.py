@@ -2,12 +2,12 @@
 zeros, the base model, an unchanged forward; what is equal up to rounding is held to the tolerance of its type."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from gpu import DEVICE, NEEDS
+from gpu import DEVICE, NEEDS, on_device
 from mask_oracle import CASES, METHODS, FixedFitter, case_id, mask_route, oracle, random_directions, run, some_channels
 from tiny_policy import SPECS, make_batch, make_model, make_policy, per_rollout_gradients
 from torch import Tensor
@@ -28,7 +28,6 @@ from mi_route2.routing import (
     Privileged,
     StepContext,
     TopKFitter,
-    TrainBatch,
     group_advantages,
 )
 from mi_route2.routing.canary import Canary, CanaryRoute
@@ -44,13 +43,7 @@ N = 8
 
 
 def moved_rollouts(rollouts: Rollouts) -> Rollouts:
-    return Rollouts(*(getattr(rollouts, f.name).to(DEVICE) for f in fields(rollouts)))
-
-
-def moved(batch: TrainBatch) -> TrainBatch:
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    on = {n: t.to(DEVICE, torch.float32 if t.is_floating_point() else t.dtype) for n, t in tensors.items() if isinstance(t, Tensor)}
-    return replace(batch, **on, rollouts=moved_rollouts(batch.rollouts))
+    return rollouts.to(torch.device(DEVICE))
 
 
 def cuda_policy(spec: AdapterSpec, dtype: torch.dtype) -> Policy:
@@ -87,7 +80,7 @@ def spec(request: pytest.FixtureRequest) -> AdapterSpec:
 
 
 def test_parameters_are_float32_on_the_device_and_reference_is_the_base(spec: AdapterSpec, dtype: torch.dtype) -> None:
-    policy, tokens = cuda_policy(spec, dtype), moved(make_batch(N)).rollouts.tokens
+    policy, tokens = cuda_policy(spec, dtype), on_device(make_batch(N)).rollouts.tokens
     parameters = [*policy.adapters.kept_parameters().values(), *policy.adapters.quarantine_parameters().values()]
     assert all(p.dtype == torch.float32 and p.device.type == torch.device(DEVICE).type for p in parameters)
     base = make_model(dtype).to(DEVICE)(tokens)
@@ -113,7 +106,7 @@ def test_the_same_generator_draws_the_same_factors_on_every_device(dtype: torch.
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_routed_gradients_equal_the_written_out_policy(case: Case, dtype: torch.dtype) -> None:
     """Against the float64 oracle with the very flags that the device decided on: rounding may turn a score near tau."""
-    policy, batch = cuda_policy(SPECS["lora"], dtype), moved(make_batch(N))
+    policy, batch = cuda_policy(SPECS["lora"], dtype), on_device(make_batch(N))
     mask = spec_of(case, reinforced_only=False, negative_scale=0.3)
     route = mask_route(policy, mask)
     own = run(policy, route, batch)
@@ -133,7 +126,7 @@ def test_routed_gradients_equal_the_written_out_policy(case: Case, dtype: torch.
 
 @pytest.mark.parametrize("case", METHODS, ids=case_id)
 def test_flagged_only_is_exactly_zero_and_the_forward_is_unchanged(case: Case, dtype: torch.dtype) -> None:
-    policy, batch = cuda_policy(SPECS["lora"], dtype), moved(make_batch(N))
+    policy, batch = cuda_policy(SPECS["lora"], dtype), on_device(make_batch(N))
     route = mask_route(policy, spec_of(case, tau=-2.0, reinforced_only=False))
     own = run(policy, route, batch)
     assert own.decision.flags.all()
@@ -149,7 +142,7 @@ def test_flagged_only_is_exactly_zero_and_the_forward_is_unchanged(case: Case, d
 
 @pytest.mark.parametrize("case", METHODS, ids=case_id)
 def test_nothing_flagged_is_the_plain_gradient(case: Case, spec: AdapterSpec, dtype: torch.dtype) -> None:
-    policy, batch = cuda_policy(spec, dtype), moved(make_batch(N))
+    policy, batch = cuda_policy(spec, dtype), on_device(make_batch(N))
     own = run(policy, mask_route(policy, spec_of(case, tau=2.0)), batch)
     plain = {n: g.sum(0) for n, g in per_rollout_gradients(make_policy(spec), make_batch(N)).items()}
     assert_close(own.kept, {n.removeprefix("kept."): g for n, g in plain.items() if n.startswith("kept.")}, dtype)
@@ -159,7 +152,7 @@ def test_nothing_flagged_is_the_plain_gradient(case: Case, spec: AdapterSpec, dt
 @pytest.mark.parametrize("micro", [3])
 @pytest.mark.parametrize("case", METHODS, ids=case_id)
 def test_accumulated_equals_one_batch(case: Case, micro: int) -> None:
-    policy, batch = cuda_policy(SPECS["svd"], torch.float32), moved(make_batch(N))
+    policy, batch = cuda_policy(SPECS["svd"], torch.float32), on_device(make_batch(N))
     mask = spec_of(case, tau=0.0 if case[0] != "act" else -2.0)
     route = mask_route(policy, mask)
     one, cut = run(policy, route, batch), run(policy, route, batch, micro)
@@ -170,7 +163,7 @@ def test_accumulated_equals_one_batch(case: Case, micro: int) -> None:
 
 
 def test_two_advantages_and_privileged_flags_on_the_device(dtype: torch.dtype) -> None:
-    policy, batch = cuda_policy(SPECS["svd"], dtype), moved(make_batch(N))
+    policy, batch = cuda_policy(SPECS["svd"], dtype), on_device(make_batch(N))
     mask = MaskSpec(score="own_channel", kept_advantage="unflagged", negative_scale=0.3, reinforced_only=False)
     own = run(policy, mask_route(policy, mask), batch)
     expected = oracle(make_policy(SPECS["svd"]), mask, None, make_batch(N))
@@ -181,7 +174,7 @@ def test_two_advantages_and_privileged_flags_on_the_device(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("generator_device", ["cpu", DEVICE])
 def test_shuffled_flags_with_a_generator_on_either_device(generator_device: str) -> None:
-    policy, batch = cuda_policy(SPECS["svd"], torch.float32), moved(make_batch(N))
+    policy, batch = cuda_policy(SPECS["svd"], torch.float32), on_device(make_batch(N))
     route = mask_route(policy, MaskSpec(score="own_channel", shuffle=True, reinforced_only=False))
     own, known = (t.to(DEVICE) for t in (some_channels(N).own_channel, some_channels(N).known_channel))
     generator = torch.Generator(device=generator_device).manual_seed(0)
@@ -199,7 +192,7 @@ def test_group_advantages_stay_on_the_device_and_have_the_bits_of_the_cpu() -> N
 
 
 def test_verdicts_pairs_and_a_canary_of_the_cpu_are_taken_beside_a_model_of_the_device() -> None:
-    batch, sides = moved(make_batch(N)), [make_batch(4, seed=s).rollouts for s in (21, 22)]
+    batch, sides = on_device(make_batch(N)), [make_batch(4, seed=s).rollouts for s in (21, 22)]
     policy = cuda_policy(SPECS["svd"], torch.float32)
     channels = some_channels(N)
     route = mask_route(policy, MaskSpec(score="own_channel", reinforced_only=False))
@@ -224,7 +217,7 @@ def test_verdicts_pairs_and_a_canary_of_the_cpu_are_taken_beside_a_model_of_the_
 def test_directions_of_a_file_are_erased_and_refitted_on_the_device(fold: bool, tmp_path: Path) -> None:
     """A file is read to the CPU."""
     pairs = PairBatch(*(moved_rollouts(make_batch(4, seed=s).rollouts) for s in (21, 22)), "h")
-    batch, found = moved(make_batch(N)), []
+    batch, found = on_device(make_batch(N)), []
     for read in (False, True):
         policy = cuda_policy(replace(SPECS["svd-shared"], fold=fold), torch.float32)
         route = EraseRoute(EraseSpec(dispose="quarantine"), TopKFitter("grad", pairs))
@@ -281,7 +274,7 @@ def test_adapters_do_not_depend_on_torchs_default_device(spec: AdapterSpec) -> N
 @pytest.mark.parametrize("kind", ["act", "grad", "full"])
 def test_directions_fit_save_load_and_route(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """A file is read to the CPU; the route takes it from there."""
-    policy, batch = cuda_policy(SPECS["lora"], dtype), moved(make_batch(N))
+    policy, batch = cuda_policy(SPECS["lora"], dtype), on_device(make_batch(N))
     sides = [make_batch(4, seed=s).rollouts for s in (21, 22)]
     fitter = PersonaFitter("p", kind, PairBatch(*map(moved_rollouts, sides), "h"))  # pyright: ignore
     own = fitter.fit(policy, 0)
@@ -309,7 +302,7 @@ def test_directions_fit_save_load_and_route(kind: str, dtype: torch.dtype, tmp_p
 
 
 def test_erase_and_the_optimizer_step_on_the_device(dtype: torch.dtype) -> None:
-    policy, batch = cuda_policy(SPECS["svd-shared"], dtype), moved(make_batch(N))
+    policy, batch = cuda_policy(SPECS["svd-shared"], dtype), on_device(make_batch(N))
     pairs = PairBatch(*(moved_rollouts(make_batch(4, seed=s).rollouts) for s in (21, 22)), "h")
     route = EraseRoute(EraseSpec(dispose="quarantine"), TopKFitter("grad", pairs))
     route.refresh(policy, 0)
@@ -339,7 +332,7 @@ def test_files_and_the_svd_cache_move_between_devices(spec: AdapterSpec, tmp_pat
 
 
 def test_merged_generates_what_unmerged_does(spec: AdapterSpec, dtype: torch.dtype) -> None:
-    policy, tokens = cuda_policy(spec, dtype), moved(make_batch(N)).rollouts.tokens
+    policy, tokens = cuda_policy(spec, dtype), on_device(make_batch(N)).rollouts.tokens
     plain = policy.model(tokens).float()
     with policy.adapters.merged():
         merged = policy.model(tokens).float()

@@ -5,23 +5,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, LAYERS, TRANSFORMERS, Side, make_batch, make_family, make_policy, make_tokens
-from gpu import DEVICE, NEEDS
+from families import FAMILIES, LAYERS, TRANSFORMERS, Side, alone, make_batch, make_family, make_policy, make_tokens
+from gpu import DEVICE, NEEDS, on_device
 from mask_oracle import Run, mask_route, plain_loss, run
 from torch import Tensor, nn
 
 from mi_route2.architectures import POINTS
 from mi_route2.hosts import Host, open_host
 from mi_route2.hosts.huggingface import TorchHost
-from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import MaskSpec, TrainBatch
+from mi_route2.rollouts import Policy
+from mi_route2.routing import MaskSpec
 from mi_route2.sites import Site
 
 pytestmark = [pytest.mark.gpu, NEEDS]
@@ -45,15 +44,6 @@ def hosted(host: str, name: str, dtype: torch.dtype, beside: str = "torch", spec
     """The family on a host, with the attention that ``beside`` can have too. No test leaves anything on it."""
     attn = "eager" if "transformer_lens" in (host, beside) and name in EAGER else "sdpa"
     return make_policy(name, spec, host=lambda model: open_host(host, model.to(DEVICE)), dtype=dtype, attn=attn)
-
-
-def on_device(batch: TrainBatch) -> TrainBatch:
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    moved = {
-        n: t.to(DEVICE, torch.float32 if t.is_floating_point() else t.dtype) for n, t in tensors.items() if isinstance(t, Tensor)
-    }
-    rollouts = Rollouts(*(getattr(batch.rollouts, f.name).to(DEVICE) for f in fields(batch.rollouts)))
-    return replace(batch, **moved, rollouts=rollouts)
 
 
 def tokens_on_device(n: int = 4, side: Side = "right") -> tuple[Tensor, Tensor]:
@@ -252,18 +242,12 @@ def test_a_padded_batch_gives_what_each_row_gives_alone(name: str, host: str, si
     batch = on_device(make_batch(4, side))
     parameters = list((policy.adapters.kept_parameters() | policy.adapters.quarantine_parameters()).values())
     whole = torch.autograd.grad(plain_loss(policy, batch, batch.advantages), parameters)
-    alone = [torch.zeros_like(g) for g in whole]
+    apart = [torch.zeros_like(g) for g in whole]
     for b in range(4):
-        one = cut(batch.rows(torch.tensor([b], device=DEVICE)))
-        for total, gradient in zip(alone, torch.autograd.grad(plain_loss(policy, one, one.advantages), parameters)):
+        one = alone(batch, b)
+        for total, gradient in zip(apart, torch.autograd.grad(plain_loss(policy, one, one.advantages), parameters)):
             total += gradient
-    assert max(error(own, expected) for own, expected in zip(whole, alone)) < LEARNT[dtype]
-
-
-def cut(batch: TrainBatch) -> TrainBatch:
-    """A single rollout without its padding."""
-    real = batch.rollouts.attention[0]
-    return replace(batch, rollouts=Rollouts(*(getattr(batch.rollouts, f.name)[:, real] for f in fields(batch.rollouts))))
+    assert max(error(own, expected) for own, expected in zip(whole, apart)) < LEARNT[dtype]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a second device")

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from mi_route2 import models
+from mi_route2.files import sha256
 from mi_route2.models import smollm2_folder
 
 
@@ -46,7 +47,7 @@ def test_a_converted_folder_whose_bytes_changed_is_made_anew(tmp_path: Path, mon
         to.mkdir(exist_ok=True)
         (to / "config.json").write_text("{}")
         (to / "extra").unlink(missing_ok=True)
-        sums = {"config.json": models._sha256(to / "config.json")}
+        sums = {"config.json": sha256(to / "config.json")}
         (to / "sha256.json").write_text(json.dumps(sums))
 
     monkeypatch.setattr(models, "_gguf", lambda: tmp_path)

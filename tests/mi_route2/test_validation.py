@@ -15,7 +15,6 @@ from timing import at_most
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.files import parse_json
-from mi_route2.hosts.base import known_architecture
 from mi_route2.routing import EraseSpec, MaskSpec
 from mi_route2.validation import AtLeastOne, Positive, read_lines, read_record, replace_fields, validated
 from studies.environments.micro.settings import MicroConfig, WarmStartConfig, WorldConfig
@@ -111,7 +110,6 @@ def test_a_wrong_value_is_one_sentence(what: str) -> None:
 
 FILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "not a number": (lambda raw: raw | {"kl": math.nan}, "holds NaN, which is not a finite number"),
-    "too large a number": (lambda raw: json.dumps(raw).replace('"kl": 0.0', '"kl": 1e999'), "1e999, which is not a finite number"),
     "half a step": (lambda raw: raw | {"steps": 50.5}, "steps must be a whole number of at least 1, not 50.5"),
     "no betas": (lambda raw: raw | {"betas": []}, "betas.0 is missing"),
     "a word for words": (lambda raw: raw | {"adapt": "blocks"}, "adapt must be a tuple of one or more texts, not 'blocks'"),
@@ -130,11 +128,6 @@ FILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no object": (lambda _: [], "this is not a JSON object but []"),
     "null": (lambda _: None, "this is not a JSON object but None"),
     "no JSON": (lambda _: "{", "this is not JSON ("),
-    "no UTF-8": (lambda _: b"\xff{}", "this is not UTF-8 (byte 1)"),
-    "brackets": (lambda _: "[" * 100_000, "this JSON is nested too deeply"),
-    "brackets of objects": (lambda _: '{"a":' * 100_000, "this JSON is nested too deeply"),
-    "a key twice": (lambda raw: json.dumps(raw)[:-1] + ', "kl": 0.1}', "this JSON has the key 'kl' twice in one object"),
-    "half a character": (lambda raw: json.dumps(raw | {"adapt": ["\ud800"]}), "holds half a character (\\ud800)"),
 }
 
 
@@ -142,8 +135,7 @@ FILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_a_damaged_settings_file_is_one_sentence_that_names_it(tmp_path: Path, what: str) -> None:
     change, part = FILES[what]
     content = change(PRESETS["strong"].as_dict())
-    data = content if isinstance(content, bytes) else (content if isinstance(content, str) else json.dumps(content)).encode()
-    (tmp_path / "settings.json").write_bytes(data)
+    (tmp_path / "settings.json").write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError) as caught:
         Settings.read(tmp_path / "settings.json")
     assert part in str(caught.value)
@@ -240,7 +232,7 @@ REFUSED = [
     (b"{oops", "this is not JSON (Expecting property name enclosed in double quotes, character 2)"),
     (b"\xe9", "this is not UTF-8 (byte 1)"),
     (b"\xef\xbb\xbf1", "this is not JSON (Unexpected UTF-8 BOM (decode using utf-8-sig), character 1)"),
-    (b"[" * 100_000, "this JSON is nested too deeply: use fewer levels"),
+    *((level * 100_000, "this JSON is nested too deeply: use fewer levels") for level in (b"[", b'{"a":')),
     (b'{"a": 1, "b": {"a": 2, "a": 2}}', "this JSON has the key 'a' twice in one object: remove one of them"),
     (b'["\\uD83D\\ude00", "\\ud83d x"]', r"this JSON holds half a character (\ud83d): write the whole pair of escapes"),
     (b'{"\\udead": 1}', r"this JSON holds half a character (\udead): write the whole pair of escapes"),
@@ -292,12 +284,3 @@ def test_a_row_that_its_reader_refuses_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("1\n3\n")
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: 3 is too many"):
         read_lines(tmp_path / "rows.jsonl", read)
-
-
-def test_an_unknown_architecture_is_answered_with_each_known_one_once() -> None:
-    import torch
-
-    with pytest.raises(ValueError, match="is no known architecture: choose among") as caught:
-        known_architecture(torch.nn.Linear(1, 1))
-    names = str(caught.value).partition("choose among ")[2].partition(", or add")[0].split(", ")
-    assert len(names) == len(set(names)) > 5

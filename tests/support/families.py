@@ -7,6 +7,7 @@ model, NaN for float64 under left padding, and the only one that Gemma2 has (tor
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -194,6 +195,13 @@ def make_batch(n: int = 4, side: Side = "right", seed: int = 2) -> TrainBatch:
     rewards = torch.randint(0, 5, (n,), generator=generator).double() / 4
     advantages = torch.randn(n, generator=generator, dtype=torch.float64)
     return TrainBatch(make_rollouts(n, side, seed), rewards, advantages, torch.arange(n) // 2, torch.zeros(n, dtype=torch.bool))
+
+
+def alone(batch: TrainBatch, b: int) -> TrainBatch:
+    """One rollout of a batch, without its padding."""
+    one = batch.rows(torch.tensor([b]))
+    real = one.rollouts.attention[0]
+    return replace(one, rollouts=Rollouts(*(mask[:, real] for mask in vars(one.rollouts).values())))
 
 
 def make_policy(

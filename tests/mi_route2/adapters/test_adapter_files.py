@@ -73,71 +73,45 @@ def test_save_and_load_round_trip(spec: AdapterSpec, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "a.safetensors"]
 
 
-def test_a_deployed_file_fits_a_model_without_a_quarantine(tmp_path: Path) -> None:
-    policy = make_policy(SPECS["lora"])
-    save_adapters(policy.adapters, tmp_path / "d.safetensors", "deployed")
-    bare = make_policy(replace(SPECS["lora"], quarantine="none"), scale=0.0)
-    load_adapters(bare.adapters, tmp_path / "d.safetensors")
-    with policy.adapters.deployed():
-        assert torch.equal(bare.model(TOKENS), policy.model(TOKENS))
+NAME = "kept.blocks.1.mlp.down.dS"
+MISFITS: dict[str, tuple[Callable[[dict[str, torch.Tensor], dict[str, str]], object], str]] = {
+    "missing": (lambda tensors, _: tensors.pop(NAME), "lacks 1 adapter tensors"),
+    "foreign": (lambda tensors, _: tensors.update({"kept.blocks.7.mlp.down.dS": torch.ones(16)}), "the model does not have"),
+    "shape": (lambda tensors, _: tensors.update({NAME: tensors[NAME][:15].clone()}), r"has shape \(15,\)"),
+    "nan": (lambda tensors, _: tensors[NAME][3:4].fill_(torch.nan), "not finite"),
+    "inf": (lambda tensors, _: tensors[NAME][3:4].fill_(torch.inf), "not finite"),
+    "deployed with quarantine": (lambda _, meta: meta.update(which="deployed"), "the model does not have"),
+    "undeclared": (lambda _, meta: meta.clear(), "not an adapter file"),
+    "format": (lambda _, meta: meta.update(format="mi-route2 adapters 9"), "not an adapter file"),
+    "type": (
+        lambda tensors, _: tensors.update({NAME: tensors[NAME].float()}),
+        r"down\.dS is torch\.float32 in .*a\.safetensors, but torch\.float64 in the model",
+    ),
+    "integers": (lambda tensors, _: tensors.update({NAME: tensors[NAME].long()}), r"is torch\.int64 in"),
+    "which": (lambda _, meta: meta.update(which="some"), "which='some' is neither"),
+    "header": (lambda _, meta: meta.update(note="mine"), "unknown entry 'note'"),
+    "no which": (lambda _, meta: meta.pop("which"), "has no entry 'which' in its header"),
+    "no spec": (lambda _, meta: meta.pop("spec"), "has no entry 'spec' in its header"),
+    "no base_hash": (lambda _, meta: meta.pop("base_hash"), "has no entry 'base_hash' in its header"),
+}
+BROKEN: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda data: data[:-9],
+    "garbage": lambda _: b"\x00" * 100,
+    "empty": lambda _: b"",
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ("missing", "lacks 1 adapter tensors"),
-        ("foreign", "the model does not have"),
-        ("shape", r"has shape \(15,\)"),
-        ("nan", "not finite"),
-        ("inf", "not finite"),
-        ("truncated", "not a complete safetensors file"),
-        ("garbage", "not a complete safetensors file"),
-        ("empty", "not a complete safetensors file"),
-        ("deployed with quarantine", "the model does not have"),
-        ("undeclared", "not an adapter file"),
-        ("format", "not an adapter file"),
-        ("type", r"down\.dS is torch\.float32 in .*a\.safetensors, but torch\.float64 in the model"),
-        ("integers", r"is torch\.int64 in"),
-        ("which", "which='some' is neither"),
-        ("header", "unknown entry 'note'"),
-        ("no which", "has no entry 'which' in its header"),
-        ("no spec", "has no entry 'spec' in its header"),
-        ("no base_hash", "has no entry 'base_hash' in its header"),
-    ],
-)
-def test_a_file_that_does_not_fit_changes_nothing(change: str, sentence: str, tmp_path: Path) -> None:
-    path, policy = tmp_path / "a.safetensors", make_policy(SPECS["svd"])
-    save_adapters(policy.adapters, path)
-    tensors, meta = read_tensors(path)
-    name = "kept.blocks.1.mlp.down.dS"
-    if change == "missing":
-        del tensors[name]
-    elif change == "foreign":
-        tensors["kept.blocks.7.mlp.down.dS"] = tensors[name].clone()
-    elif change == "shape":
-        tensors[name] = tensors[name][:15].clone()
-    elif change in ("nan", "inf"):
-        tensors[name][3] = float(change)
-    elif change == "deployed with quarantine":
-        meta["which"] = "deployed"
-    elif change == "undeclared":
-        meta = {}
-    elif change == "format":
-        meta["format"] = "mi-route2 adapters 9"
-    elif change == "type":
-        tensors[name] = tensors[name].float()
-    elif change == "integers":
-        tensors[name] = tensors[name].long()
-    elif change == "which":
-        meta["which"] = "some"
-    elif change == "header":
-        meta["note"] = "mine"
-    elif change.startswith("no "):
-        del meta[change.removeprefix("no ")]
-    write_tensors(path, tensors, meta)
-    if change in ("truncated", "garbage", "empty"):
-        data = path.read_bytes()
-        path.write_bytes({"truncated": data[:-9], "garbage": b"\x00" * 100, "empty": b""}[change])
+@pytest.mark.parametrize("change", [*MISFITS, *BROKEN])
+def test_a_file_that_does_not_fit_changes_nothing(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_adapters(make_policy(SPECS["svd"]).adapters, path)
+    if change in BROKEN:
+        sentence = "not a complete safetensors file"
+        path.write_bytes(BROKEN[change](path.read_bytes()))
+    else:
+        (apply, sentence), (tensors, meta) = MISFITS[change], read_tensors(path)
+        apply(tensors, meta)
+        write_tensors(path, tensors, meta)
     target = make_policy(SPECS["svd"], seed=8)
     before = {n: t.clone() for n, t in target.adapters.tensors().items()}
     with pytest.raises(ValueError, match=sentence):

@@ -241,17 +241,13 @@ def test_low_precision_models_train_float32_parameters(spec: AdapterSpec, dtype:
     for policy in (low, exact):
         with policy.adapters.unrouted():
             policy_loss(policy, batch, batch.advantages).backward()
-    for own, oracle in zip(parameters(low), parameters(exact)):
+    for own, oracle in zip(trainable(low.adapters), trainable(exact.adapters)):
         assert own.dtype == torch.float32
         assert own.grad is not None
         assert own.grad.dtype == torch.float32
         assert torch.isfinite(own.grad).all()
         gap = (own.grad - oracle.grad).norm() / oracle.grad.norm()  # pyright: ignore
         assert gap < (0.15 if dtype == torch.bfloat16 else 1e-4), gap
-
-
-def parameters(policy: Policy) -> list[nn.Parameter]:
-    return [*policy.adapters.kept_parameters().values(), *policy.adapters.quarantine_parameters().values()]
 
 
 # ---- attach, detach, select
@@ -262,19 +258,17 @@ def test_only_adapters_are_trainable_and_detach_gives_the_model_back(spec: Adapt
     model.ln_f.requires_grad_(False)
     before = {n: (p, p.requires_grad) for n, p in model.named_parameters()}
     adapters = attach(model, "blocks.*", spec=spec, generator=torch.Generator().manual_seed(0))
-    own = {id(p) for p in [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]}
-    assert {id(p) for p in model.parameters() if p.requires_grad} == own
+    assert {id(p) for p in model.parameters() if p.requires_grad} == set(map(id, trainable(adapters)))
     assert adapters.has_quarantine == bool(adapters.quarantine_parameters())
     with torch.no_grad():
-        for p in model.parameters():
-            if p.requires_grad:
-                p += 1
+        for p in trainable(adapters):
+            p += 1
     assert adapters.detach() is model
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
-    for name, (p, trainable) in before.items():
+    for name, (p, learnt) in before.items():
         assert after[name] is p
-        assert p.requires_grad == trainable, name
+        assert p.requires_grad == learnt, name
     assert torch.equal(model(TOKENS), base_logits())
     attach(model, "blocks.*", spec=spec, generator=torch.Generator().manual_seed(0))
 
@@ -477,7 +471,6 @@ def test_a_quarantine_draws_its_a_with_variance_one_over_d_in() -> None:
             lambda: attach(make_model(), "blocks.*", spec=AdapterSpec(quarantine_rank=0), generator=torch.Generator()),
             "quarantine_rank must be at least 1, not 0",
         ),
-        (lambda: attach(make_model(), "blocks.*.q", expect=3, generator=torch.Generator()), "selected 2 Linears, not 3"),
     ],
 )
 def test_bad_specs_are_refused_with_a_sentence(make: Callable[[], object], sentence: str) -> None:
@@ -485,7 +478,7 @@ def test_bad_specs_are_refused_with_a_sentence(make: Callable[[], object], sente
         make()
 
 
-def test_select_counts_orders_and_names_the_nearest() -> None:
+def test_select_orders_and_counts_once() -> None:
     model = make_model()
     assert list(select(model, "blocks.*.attn.q", "blocks.0.mlp.*", expect=4)) == [
         "blocks.0.attn.q",
@@ -494,12 +487,6 @@ def test_select_counts_orders_and_names_the_nearest() -> None:
         "blocks.1.attn.q",
     ]
     assert len(select(model, "blocks.*", "*.q", expect=12)) == 12
-    with pytest.raises(KeyError, match=r"'blocks\.\*\.attn\.query'.*blocks\.0\.attn\.q"):
-        select(model, "blocks.*.attn.q", "blocks.*.attn.query")
-    with pytest.raises(ValueError, match="at least one pattern"):
-        select(model)
-    with pytest.raises(ValueError, match="not 5"):
-        select(model, "blocks.*.attn.q", expect=5)
     with pytest.raises(KeyError, match=r"has no nn\.Linear"):
         select(nn.Sequential(nn.GELU()), "*")
 

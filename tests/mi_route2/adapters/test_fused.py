@@ -70,18 +70,14 @@ def taken_apart(name: str) -> tuple[nn.Module, dict[str, Slot]]:
         for path in (fused, *own):
             module: Any = model.get_submodule(f"{block}.{path}")
             weight, bias = (module.weight.mT if gpt2 else module.weight).detach().clone(), module.bias
-            put(model, f"{block}.{path}", Apart(weight, bias, not gpt2) if path == fused else linear(weight, bias))
+            apart = Apart(weight, bias, not gpt2) if path == fused else linear(weight, bias)
+            model.set_submodule(f"{block}.{path}", apart)
         paths = {f"attn.{n}": f"{block}.{fused}.{n}" for n in "qkv"}
         paths |= {n: f"{block}.{path}" for n, path in zip(("attn.o", "mlp.up", "mlp.down"), own)}
         for n, path in paths.items():
             known[f"blocks.{layer}.{n}"] = Slot(f"blocks.{layer}.{n}", path, model.get_submodule(path))
     known["unembed"] = Slot("unembed", "lm_head", model.get_submodule("lm_head"))
     return model, known
-
-
-def put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, leaf = path.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
 
 
 def both(name: str, spec: str, which: str = "all", scale: float = 0.1) -> tuple[Policy, Policy]:

@@ -366,12 +366,6 @@ RULES = {
 }
 
 
-def overruled_step(policy: Policy, rule: MaskSpec, batch: TrainBatch, masks: dict[str, Tensor], host: BridgeHost) -> Any:
-    names = {host.address(Site.parse(f"{site}.kept_a")).replace("hook_kept_a", "hook_mask"): site for site in masks}
-    with host.bridge.hooks(fwd_hooks=[(name, lambda keep, hook: masks[names[hook.name]]) for name in names]):
-        return run(policy, mask_route(policy, rule), batch)
-
-
 @pytest.mark.parametrize("when", RULES)
 @settings(max_examples=4)
 @given(bits=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=4, max_size=4), sites=st.sampled_from(["one", "all"]))
@@ -385,7 +379,9 @@ def test_a_hook_on_the_mask_decides_what_the_kept_adapter_learns(when: str, bits
     path = {site: host.address(Site.parse(f"{site}.kept_a")).replace("hook_kept_a", "hook_mask") for site in policy.adapters.sites}
     chosen = list(path)[3:4] if sites == "one" else list(path)
     masks = {site: torch.tensor(bits, dtype=torch.float64) for site in chosen}
-    found = overruled_step(policy, rule, batch, masks, host)
+    hooks = [(path[site], lambda keep, hook, mask=mask: mask) for site, mask in masks.items()]
+    with host.bridge.hooks(fwd_hooks=hooks):
+        found = run(policy, mask_route(policy, rule), batch)
     weights = {site: masks.get(site, own_masks[path[site]]) for site in path}
     assert_same(found.kept, brute_force(host, policy, batch, weights))
     assert_same(found.quarantine, plain.quarantine)
@@ -413,28 +409,6 @@ def test_the_mask_fires_once_a_module_when_the_docs_say() -> None:
         expected = "forward" if not late else "finish" if live_gradient and unit == "pooled" else "backward"
         assert seen == [expected] * len(policy.adapters.sites), rule
         seen.clear()
-
-
-def test_a_hook_on_a_token_mask_decides_token_by_token() -> None:
-    """The oracle multiplies outer products of what plain hooks saw: ``dB = sum m dy a^T``, ``dA = sum m (B^T dy) x^T``."""
-    _, _, host, policy = pair("Mistral")
-    batch = make_batch()
-    mask = torch.rand(batch.rollouts.tokens.shape, generator=generator(3), dtype=torch.float64).round()
-    where, seen = "blocks.1.attn.k", {}
-
-    def keep(key: str) -> Callable[..., None]:
-        return lambda value, hook: seen.update({key: value.flatten(0, 1)})
-
-    with host.bridge.hooks(
-        fwd_hooks=[(f"{where}.route.hook_kept_a", keep("a")), (f"{where}.hook_in", keep("x"))],
-        bwd_hooks=[(f"{where}.route.hook_kept", keep("dy"))],
-    ):
-        with policy.adapters.unrouted():
-            plain_loss(policy, batch, batch.advantages).backward()
-    found = overruled_step(policy, MaskSpec(score="act", unit="token", reinforced_only=False), batch, {where: mask}, host)
-    kept, m = policy.adapters.sites[where].kept, mask.flatten()[:, None]
-    assert largest(found.kept[f"{where}.B"], (m * seen["dy"]).mT @ seen["a"]) < 1e-12
-    assert largest(found.kept[f"{where}.A"], (m * (seen["dy"] @ kept.B)).mT @ seen["x"]) < 1e-12
 
 
 # --- padding --------------------------------------------------------------------------------------------------------------------
@@ -550,11 +524,7 @@ def test_detach_leaves_the_bridge_as_it_was(name: str) -> None:
     host, _ = own(name, None)
     tokens, _ = make_tokens()
     bridge = host.bridge
-    before = (
-        bridge(tokens),
-        {key: (point, point.name) for key, point in bridge.hook_dict.items()},
-        list(dict(bridge.named_modules())),
-    )
+    before = bridge(tokens), points_of(bridge), list(dict(bridge.named_modules()))
     for _ in range(2):
         adapters = move(host.attach("blocks.*", spec=SPECS["lora"], generator=generator()))
         assert not any(p.requires_grad for p in bridge.parameters() if not any(p is q for q in all_parameters(adapters)))
