@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
 Pairs = Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")]
 ReportTo = Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKER_NAMES)}")]
-Device = Annotated[
-    Literal["cpu", "cuda"],
-    tyro.conf.arg(help="of a micro model; cuda is meant for a large one, such as strong-8m"),
-]
+Device = Annotated[Literal["cpu", "cuda"], tyro.conf.arg(help="of a micro model; cuda is meant for a large one, such as strong-8m")]
 Live = Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")]
 
 
@@ -48,10 +45,7 @@ class Run:
 
     preset: Annotated[str, tyro.conf.arg(help=f"one of {', '.join(PRESETS)}")] = "strong"
     seeds: Seeds = "3"
-    arms: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(help=f"any of {', '.join(ARMS)}; or 'all'"),
-    ] = MAIN
+    arms: Annotated[tuple[str, ...], tyro.conf.arg(help=f"any of {', '.join(ARMS)}; or 'all'")] = MAIN
     workers: Annotated[int, tyro.conf.arg(help="processes of this machine, one thread each")] = 2
     out: Annotated[Path, tyro.conf.arg(help="where run folders are kept")] = Path("runs")
     pairs: Annotated[Path | None, tyro.conf.arg(help="persona pairs of your own (TOML), in place of the world's")] = None

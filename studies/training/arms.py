@@ -95,7 +95,7 @@ class Arm:
     def __post_init__(self) -> None:
         if self.recall < 1 and not self.route.privileged:
             raise ValueError(f"recall is that of a detector, and the route of {self.name!r} reads none: leave recall out")
-        if self.monitor is not None and (not isinstance(self.route, OpenSpec) or self.monitor.score not in ("act", "grad", "full")):
+        if self.monitor is not None and not (isinstance(self.route, OpenSpec) and self.monitor.needs_direction):
             raise ValueError(
                 f"the monitor of {self.name!r} is a probe's whose route is open: leave monitor out, or name one of its scores"
             )
