@@ -220,11 +220,14 @@ def hash_of(log: Path, length: int) -> "hashlib._Hash":
 
 
 def cut(log: Path, length: int) -> None:
-    """Cut a log back to ``length`` bytes."""
+    """Cut a log back to ``length`` bytes; ``OSError`` in one sentence if that cannot be done."""
     if log.exists():
-        with log.open("r+b") as file:
-            file.truncate(length)
-            os.fsync(file.fileno())
+        try:
+            with log.open("r+b") as file:
+                file.truncate(length)
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(f"could not cut {log} back to its checkpoint: {error.strerror}") from error
 
 
 def _named(adapters: Adapters) -> dict[str, torch.nn.Parameter]:

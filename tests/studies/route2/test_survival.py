@@ -114,9 +114,8 @@ def test_a_full_disk_leaves_nothing_half_written_and_a_resume_ends_alike(
     before = {path.name: path.read_bytes() for path in stopped.folder.iterdir()}
     with monkeypatch.context() as patched:
         fill_up(patched, victim)
-        with pytest.raises(OSError, match="No space left on device") as caught:
+        with pytest.raises(OSError, match=rf"^could not (cut|append to|write) .*{victim}.*: No space left on device$"):
             run_on(stopped)
-    assert len(str(caught.value).splitlines()) == 1
     left = {path.name: path.read_bytes() for path in stopped.folder.iterdir()}
     assert not [name for name in left if name.startswith(".")]
     if victim in (METRICS, ROLLOUTS):  # cut back to the checkpoint, and no further
