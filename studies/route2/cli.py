@@ -438,15 +438,8 @@ class Evidence(_Named):
 
     def _run(self, preset: str, seeds: str, arms: tuple[str, ...]) -> Run:
         """Return the runs of one preset of the file, or of a chat model in the world of that name."""
-        common: dict[str, Any] = {
-            "seeds": seeds,
-            "arms": arms,
-            "workers": self.workers,
-            "device": self.device,
-            "out": self._folder,
-            "report": False,
-            "live": self.live,
-        }
+        common: dict[str, Any] = {"seeds": seeds, "arms": arms, "workers": self.workers, "device": self.device}
+        common |= {"out": self._folder, "report": False, "live": self.live}
         if preset in PRESETS:
             if self.model is not None or self.config is not None or self.precision != "float32":
                 raise ValueError(f"{self.predictions} is of the preset {preset}: leave out --model, --config and --precision")
@@ -490,20 +483,9 @@ class Arms:
 
 
 COMMANDS = {
-    "run": Run,
-    "full": Full,
-    "tiny-model": TinyModel,
-    "report": Report,
-    "plot": Plot,
-    "leakage": Leakage,
-    "show": Show,
-    "probes": Probes,
-    "publish": Publish,
-    "watch": Watch,
-    "evidence": Evidence,
-    "course": Course,
-    "arms": Arms,
-}
+    "run": Run, "full": Full, "tiny-model": TinyModel, "report": Report, "plot": Plot, "leakage": Leakage, "show": Show,
+    "probes": Probes, "publish": Publish, "watch": Watch, "evidence": Evidence, "course": Course, "arms": Arms,
+}  # fmt: skip
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_study import tiny_job
+from tiny_study import predictions_file, tiny_job
 from torch import Tensor
 
 import studies.route2.course as course_module
@@ -165,21 +165,8 @@ def made(tmp_path: Path, cache: Path, arms: tuple[Arm, ...]) -> list[Job]:
 def test_the_report_counts_what_was_seen(tmp_path: Path, cache: Path) -> None:
     arms = ("vanilla", "sees-known", "sees-known-quarantine-fast")
     jobs = made(tmp_path, cache, tuple(ARMS[name] for name in arms))
-    text = f"""
-seeds = [0, 1]
-alpha = 0.9
-arms = {list(arms)}
-presets.strong = "{jobs[0].settings.digest}"
-[[comparison]]
-preset = "strong"
-name = "less is learned"
-plus = ["sees-known-quarantine-fast"]
-minus = ["sees-known"]
-metric = "kept_missed"
-expect = "less"
-"""
-    file = tmp_path / "predictions.toml"
-    file.write_text(text)
+    presets = {"strong": jobs[0].settings.digest}
+    file = predictions_file(tmp_path, presets, "sees-known-quarantine-fast", "sees-known", "kept_missed", arms=[*arms])
     (report := tmp_path / "fronts.png").touch()
     with pytest.raises(ValueError, match="has a report of `evidence`, and a course would replace its outcomes"):
         write_courses(jobs, 1, tmp_path, Predictions.read(file))
@@ -234,16 +221,11 @@ def test_stops_of_a_filter_are_told_in_spans() -> None:
 
 
 def test_what_no_course_can_follow_or_judge_is_told_before_anything_is_trained(tmp_path: Path) -> None:
-    def refused(arms: list[str], metric: str, match: str, name: str = "predictions.toml") -> None:
-        file = tmp_path / name
-        comparison = (
-            f'[[comparison]]\npreset = "strong"\nname = "c"\nplus = ["{arms[0]}"]\nminus = ["{arms[1]}"]\nmetric = "{metric}"'
-        )
-        file.write_text(f'seeds = [0, 1]\nalpha = 0.9\narms = {arms}\npresets.strong = ""\n{comparison}\nexpect = "less"\n')
-        with pytest.raises(ValueError, match=match):
-            read_course_predictions(file)
-
-    refused(["vanilla", "preventative-2"], "kept_missed", "preventative-2 is steered while it trains")
-    refused(["vanilla", "canary-run-weak"], "kept_missed", "the canaries of canary-run-weak are of another preset")
-    refused(["vanilla", "absorb"], "leakage", "a report has no leakage; choose from deploy_exploit_held, ")
-    refused(["vanilla", "absorb"], "kept_missed", "rename it", "other.toml")
+    for other, metric, name, said in (
+        ("preventative-2", "kept_missed", "predictions.toml", "preventative-2 is steered while it trains"),
+        ("canary-run-weak", "kept_missed", "predictions.toml", "the canaries of canary-run-weak are of another preset"),
+        ("absorb", "leakage", "predictions.toml", "a report has no leakage; choose from deploy_exploit_held, "),
+        ("absorb", "kept_missed", "other.toml", "rename it"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read_course_predictions(predictions_file(tmp_path, {"strong": ""}, "vanilla", other, metric, file=name))

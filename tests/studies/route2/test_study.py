@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_study import FEW, tiny_job, tiny_settings
+from tiny_study import FEW, tiny_job
 
 import studies.training.run as run_module
 from mi_route2.routing import CanarySpec, MaskRoute, MaskSpec
@@ -28,7 +28,6 @@ from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy
 from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS, Recorder, oriented, read_rows
 from studies.training.run import run_job
-from studies.training.settings import Settings
 from studies.training.worlds import open_world
 
 COMPARISONS = ("name", "about", "role", "baseline", "same_rule_filter", "ablation")
@@ -38,6 +37,11 @@ COMPARED = (METRICS, ROLLOUTS, FULL, DEPLOYED, EVAL, MANIFEST)
 def same_folder(a: Job, b: Job) -> None:
     for name in COMPARED:
         assert (a.folder / name).read_bytes() == (b.folder / name).read_bytes(), name
+
+
+def weights(job: Job) -> dict[str, torch.Tensor]:
+    """The adapters that a run ended with."""
+    return read_tensors(job.folder / FULL)[0]
 
 
 def stop_after(n: int) -> tuple[Callable[[int], None], Callable[[], bool]]:
@@ -50,9 +54,9 @@ def stop_after(n: int) -> tuple[Callable[[int], None], Callable[[], bool]]:
     return progress, lambda: count[0] >= n
 
 
-def first_of(first: str, *others: str) -> list[Any]:
-    """Return arms of which the fast suite runs the first."""
-    return [first, *(pytest.param(arm, marks=pytest.mark.study) for arm in others)]
+def first_of(first: str, second: str, *others: str) -> list[Any]:
+    """Return arms of which the fast suite runs the first two."""
+    return [first, second, *(pytest.param(arm, marks=pytest.mark.study) for arm in others)]
 
 
 def of_its_own(name: str, **schedule: Any) -> Arm:
@@ -149,37 +153,28 @@ def test_recorders_change_no_weight(tmp_path: Path, cache: Path, monkeypatch: py
     monkeypatch.setattr(Recorder, "note", lambda *a: None)
     without = tiny_job(tmp_path / "without", "route2-full", cache=cache, adapt=FEW)
     run_job(without)
-    a, b = (read_tensors(job.folder / FULL)[0] for job in (with_record, without))
+    a, b = weights(with_record), weights(without)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert (without.folder / METRICS).read_bytes() == b""
 
 
-@pytest.mark.parametrize("arm", first_of("route2-full", "route2-act", "route2-grad", "filter-full", "erase", "route2-act-token"))
-def test_a_lying_oracle_changes_no_weight_of_a_method(
+@pytest.mark.parametrize(
+    "arm", first_of("route2-full", "oracle", "route2-act", "route2-grad", "filter-full", "erase", "route2-act-token")
+)
+def test_a_lying_oracle_changes_weights_of_the_bound_alone(
     tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = tiny_job(tmp_path / "honest", arm, cache=cache, adapt=FEW)
+    honest, lied = (tiny_job(tmp_path / name, arm, cache=cache, adapt=FEW) for name in ("honest", "lied"))
     run_job(honest)
 
     def lie(self: Oracle, prompts: list[object], completions: list[str]) -> list[Verdict]:
         return [Verdict(i % 2 == 0, i % 3 == 0, i % 5 == 0, {}) for i in range(len(completions))]
 
     monkeypatch.setattr(Oracle, "judge", lie)
-    lied = tiny_job(tmp_path / "lied", arm, cache=cache, adapt=FEW)
     run_job(lied)
-    a, b = (read_tensors(job.folder / FULL)[0] for job in (honest, lied))
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_a_lying_oracle_does_change_the_bound(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above: the bound does read the oracle."""
-    honest = tiny_job(tmp_path / "honest", "oracle", cache=cache)
-    run_job(honest)
-    monkeypatch.setattr(Oracle, "judge", lambda self, p, c: [Verdict(False, True, True, {}) for _ in c])
-    lied = tiny_job(tmp_path / "lied", "oracle", cache=cache)
-    run_job(lied)
-    a, b = (read_tensors(job.folder / FULL)[0] for job in (honest, lied))
-    assert any(not torch.equal(a[name], b[name]) for name in a if name.startswith("kept."))
+    a, b = weights(honest), weights(lied)
+    assert all(torch.equal(a[name], b[name]) for name in a if name.startswith("kept.")) is (arm != "oracle")
+    assert arm == "oracle" or all(torch.equal(a[name], b[name]) for name in a)
 
 
 def shortened(arm: Arm) -> Arm:
@@ -284,16 +279,6 @@ def test_settings_that_change_the_machinery_run(
 
 
 @pytest.mark.study
-def test_micro_batches_change_only_rounding(tmp_path: Path, cache: Path) -> None:
-    a, b = (tiny_job(tmp_path / str(m), "route2-grad", cache=cache, steps=2, micro=m) for m in (None, 5))
-    run_job(a)
-    run_job(b)
-    left, right = (read_tensors(job.folder / FULL)[0] for job in (a, b))
-    for name in left:
-        assert torch.allclose(left[name], right[name], rtol=0, atol=2e-3), name  # Adam's first steps divide by tiny moments
-
-
-@pytest.mark.study
 def test_teachers_are_mixed_in_known_modes_only_and_the_metrics_are_those_of_the_rollouts(tmp_path: Path, cache: Path) -> None:
     job = tiny_job(tmp_path, "route2-grad", cache=cache, teachers_per_group=2, prompts=8, steps=2)
     run_job(job)
@@ -339,14 +324,6 @@ def test_a_live_gradients_score_is_recorded_without_the_sign_of_its_advantage(ar
     assert recorded.tolist() == ([0.5, 0.5, -0.25] if turned else scores.tolist())
 
 
-def test_a_folder_of_another_run_is_refused(tmp_path: Path, cache: Path) -> None:
-    job = tiny_job(tmp_path, "vanilla", cache=cache, steps=1)
-    run_job(job)
-    changed: Arm = replace(ARMS["vanilla"], l1=0.5)
-    with pytest.raises(ValueError, match="other settings"):
-        run_job(replace(job, arm=changed))
-
-
 @pytest.mark.study
 def test_the_pairs_file_beside_a_run_gives_the_same_run_again(tmp_path: Path, cache: Path) -> None:
     """The world's own pairs are written as a readable file; given back as ``pairs`` they train the same weights."""
@@ -357,14 +334,5 @@ def test_the_pairs_file_beside_a_run_gives_the_same_run_again(tmp_path: Path, ca
     given = replace(tiny_job(tmp_path / "given", "route2-act", cache=cache), pairs=pairs)
     run_job(given)
     assert given.identity != own.identity
-    a, b = (read_tensors(job.folder / FULL)[0] for job in (own, given))
+    a, b = weights(own), weights(given)
     assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
-    settings = tiny_settings(kl=0.5, micro=3)
-    (tmp_path / "settings.json").write_text(json.dumps(settings.as_dict()))
-    assert Settings.read(tmp_path / "settings.json") == settings
-    (tmp_path / "settings.json").write_text("{}")
-    with pytest.raises(ValueError, match="run folder"):
-        Settings.read(tmp_path / "settings.json")

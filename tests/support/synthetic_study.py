@@ -3,12 +3,11 @@
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from studies.training.settings import Settings, get_settings
 
@@ -202,27 +201,3 @@ def change_eval(root: Path, arm: str, seed: int, hack: Mapping[str, float]) -> N
         record["modes"][mode]["deploy"]["hack"] = value
     (folder / "eval.json").write_text(json.dumps(record))
     write_manifest(folder, arm, seed)
-
-
-@pytest.fixture(scope="session")
-def study() -> Callable[..., Path]:
-    """`study(root, arms=..., seeds=..., steps=...)` writes a synthetic study and returns its root."""
-    return write_study
-
-
-@pytest.fixture
-def resign() -> Callable[..., None]:
-    """`resign(folder, arm, seed, status=..., **changes)` rewrites a manifest so that its checksums hold again."""
-    return write_manifest
-
-
-@pytest.fixture
-def set_hack() -> Callable[..., None]:
-    """`set_hack(root, arm, seed, {mode: rate})` replaces measured deploy hack rates."""
-    return change_eval
-
-
-@pytest.fixture
-def rollout_rows() -> list[dict[str, Any]]:
-    """A handful of rollouts with every verdict."""
-    return rollouts(0)
