@@ -73,7 +73,7 @@ def build_mask(job: Job, world: World, spec: MaskSpec) -> MaskRoute:
     arm = job.arm
     assert arm is not None
     fitter = None
-    if spec.needs_direction:
+    if spec.score in ("act", "grad", "full"):
         kind = "nonhack" if spec.fitter == "nonhack" else "hack"
         pairs = build_pairs(job, world, kind)
         fitter = random_instead(job, spec, PersonaFitter(kind, spec.score, pairs, refreshes=kind == "hack"))
