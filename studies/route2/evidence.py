@@ -149,24 +149,18 @@ def collect(runs: RunSet) -> Evidence:
             f"{runs.root}: this report compares exploits of held-out modes, and these runs have none: "
             f"`python -m studies.route2 report {runs.root}` describes its runs"
         )
-    quality, late, modes, values = mask_quality(runs), mask_quality(runs, LATE), runs.modes.loopholes, {}
+    qualities, modes, values = {"": mask_quality(runs), "late_": mask_quality(runs, LATE)}, runs.modes.loopholes, {}
     metrics = (*REPORTED, *(f"deploy_exploit_{mode}" for mode in modes))
     for arm in runs.specs:
-        metrics_by_seed = by_seed(runs, arm)
-        values[arm] = {
-            metric: [metrics_by_seed[seed][metric] if seed in metrics_by_seed else None for seed in runs.seeds]
-            for metric in metrics
-        }
-        for key in ("auroc", "recall", "fire_clean"):
-            values[arm][key] = [quality.get((arm, seed), {}).get(key) for seed in runs.seeds]
-        if arm in WATCHED:
-            for key in ("auroc", "recall", "fire_clean"):
-                values[arm][f"late_{key}"] = [late.get((arm, seed), {}).get(key) for seed in runs.seeds]
+        measured, finished = by_seed(runs, arm), runs.of(arm)
+        row = {metric: [measured.get(seed, {}).get(metric) for seed in runs.seeds] for metric in metrics}
+        for when, quality in qualities.items():
+            for key in ("auroc", "recall", "fire_clean") if arm in WATCHED or not when else ():
+                row[f"{when}{key}"] = [quality.get((arm, seed), {}).get(key) for seed in runs.seeds]
         if arm in SIGNED:
-            values[arm]["late_flagged"] = [
-                flagged_late(runs.runs[arm, seed].metrics) if seed in metrics_by_seed else None for seed in runs.seeds
-            ]
-        values[arm]["seconds"] = [seconds(runs.runs[arm, seed].folder) if seed in metrics_by_seed else None for seed in runs.seeds]
+            row["late_flagged"] = [flagged_late(finished[seed].metrics) if seed in finished else None for seed in runs.seeds]
+        row["seconds"] = [seconds(finished[seed].folder) if seed in finished else None for seed in runs.seeds]
+        values[arm] = row
     return Evidence(named_as(runs.settings), runs.seeds, modes, provenance(runs), values)
 
 

@@ -22,6 +22,7 @@ weight of the others. ``logp`` is at temperature 1, also if rollouts are sampled
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -33,7 +34,39 @@ from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.routing.routes import chunks
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import Samples, TeacherPool, Witness, World
-from studies.training.settings import Settings
+
+
+@runtime_checkable
+class Hyperparameters(Protocol):
+    """Settings that the loop reads: those of ``settings.Settings`` that are not about a world, a warm start or an evaluation.
+
+    They are no import, so that few modules stand behind the loop.
+    """
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def prompts(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def none_fraction(self) -> float: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def updates_per_batch(self) -> int: ...
+    @property
+    def clip(self) -> float: ...
+    @property
+    def kl(self) -> float: ...
+    @property
+    def max_norm(self) -> float: ...
+    @property
+    def teachers_per_group(self) -> int: ...
+
+    def micro_batch(self, tokens: int) -> int | None:
+        """Return the number of rollouts in a micro-batch; ``None`` for all at once."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -106,7 +139,7 @@ def train(
     policy: Policy,
     route: Route,
     optimizer: RoutedAdamW,
-    settings: Settings,
+    settings: Hyperparameters,
     *,
     seed: int,
     start: int = 0,
@@ -126,7 +159,7 @@ def train(
         policy: Model with both adapters.
         route: Decides what the kept adapter learns.
         optimizer: Adam over both adapters.
-        settings: The loop's settings; it reads none that is about a warm start or an evaluation.
+        settings: The loop's settings.
         seed: Seed of every draw.
         start: First step; a resumed run has finished those before.
         none_fraction: Share of prompts in the honest mode, if it is not that of the settings.
@@ -173,7 +206,7 @@ def gather(
     teachers: TeacherPool | None,
     seed: int,
     step: int,
-    settings: Settings,
+    settings: Hyperparameters,
     none_fraction: float,
     penalty: float = 0.0,
     monitor: RewardMonitor | None = None,
@@ -222,7 +255,9 @@ def varied(batch: TrainBatch) -> Bool[Tensor, " b"]:
 
 
 @torch.no_grad()
-def with_anchors(policy: Policy, batch: TrainBatch, settings: Settings, kept_only: Bool[Tensor, " b"] | None = None) -> TrainBatch:
+def with_anchors(
+    policy: Policy, batch: TrainBatch, settings: Hyperparameters, kept_only: Bool[Tensor, " b"] | None = None
+) -> TrainBatch:
     """Add the log-probabilities that updates are clipped and penalized against, if the settings use them.
 
     The kept adapter learns from ``kept_only`` rollouts without the quarantine, so they are compared with the policy without it.
@@ -244,7 +279,13 @@ def with_anchors(policy: Policy, batch: TrainBatch, settings: Settings, kept_onl
 
 
 def update(
-    policy: Policy, route: Route, optimizer: RoutedAdamW, batch: TrainBatch, context: StepContext, settings: Settings, length: int
+    policy: Policy,
+    route: Route,
+    optimizer: RoutedAdamW,
+    batch: TrainBatch,
+    context: StepContext,
+    settings: Hyperparameters,
+    length: int,
 ) -> Update:
     """Take one optimizer step on ``batch`` under ``route``."""
     adapters, losses, seen = policy.adapters, [], []
@@ -274,7 +315,7 @@ def update(
 
 
 def objective(
-    logits: Float[Tensor, "b s v"], batch: TrainBatch, settings: Settings, length: int
+    logits: Float[Tensor, "b s v"], batch: TrainBatch, settings: Hyperparameters, length: int
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the loss of ``batch`` and its KL term (before beta), both over the fixed denominator; ``length`` is T in tokens."""
     scale = settings.prompts * settings.group * length
