@@ -160,12 +160,13 @@ def write_run(root: Path, arm: str, seed: int, steps: int, status: str = "finish
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics(arm, seed, steps)))
     with gzip.GzipFile(folder / "rollouts.jsonl.gz", "wb", mtime=0) as file:
         file.write("".join(json.dumps(row) + "\n" for row in rollouts(seed)).encode())
-    write_manifest(folder, arm, seed, status)
+    write_manifest(folder, status)
     return folder
 
 
-def write_manifest(folder: Path, arm: str, seed: int, /, status: str = "finished", **changes: Any) -> None:
+def write_manifest(folder: Path, status: str = "finished", **changes: Any) -> None:
     """The manifest of what lies in the folder now; `changes` replace its top-level keys."""
+    arm, seed = folder.name, int(folder.parent.name.removeprefix("seed-"))
     role, baseline, same_rule_filter, ablation = ARMS[arm][:4]
     spec = {"role": role, "baseline": baseline, "same_rule_filter": same_rule_filter, "ablation": ablation, "route": {}}
     names = ("eval.json", "metrics.jsonl", "rollouts.jsonl.gz")
@@ -200,4 +201,4 @@ def change_eval(root: Path, arm: str, seed: int, hack: Mapping[str, float]) -> N
     for mode, value in hack.items():
         record["modes"][mode]["deploy"]["hack"] = value
     (folder / "eval.json").write_text(json.dumps(record))
-    write_manifest(folder, arm, seed)
+    write_manifest(folder)

@@ -43,10 +43,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Job:
     return job
 
 
-def growing(finished: Job, root: Path) -> Job:
-    """The same arm in another run folder, that has not begun."""
+def growing(finished: Job, root: Path, rows: int = 0, *, end: bool = False) -> Job:
+    """The same arm in another run folder, grown so far."""
     job = tiny_job(root, "route2-full", cache=finished.cache, steps=STEPS)
     job.folder.mkdir(parents=True)
+    grow(finished, job, rows, end=end)
     return job
 
 
@@ -235,8 +236,7 @@ if __name__ == "__main__":
 
 def test_kill_9_leaves_files_that_are_read_and_gone_on_with(tmp_path: Path, finished: Job) -> None:
     """Of the parent: the tracker takes what is there and ends. Of everything, in the middle of a record: that step comes again."""
-    run = growing(finished, tmp_path)
-    grow(finished, run, 7)
+    run = growing(finished, tmp_path, 7)
     (tmp_path / "parent.py").write_text(PARENT)
     command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path), str(finished.cache), str(STEPS)]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests/support")))
@@ -273,8 +273,7 @@ def warning(why: str) -> str:
 def test_a_tracker_that_cannot_write_costs_a_warning_and_adds_what_it_lacks_later(
     tmp_path: Path, finished: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = growing(finished, tmp_path)
-    grow(finished, run, STEPS, end=True)
+    run = growing(finished, tmp_path, STEPS, end=True)
     (run.root / "tensorboard").write_text("in the way")
     track(run)
     # On a machine with much to do the command says that the tracker takes its time.
@@ -288,8 +287,7 @@ def test_a_tracker_that_cannot_write_costs_a_warning_and_adds_what_it_lacks_late
 
 
 def test_curves_of_another_run_are_left_alone(tmp_path: Path, finished: Job, capfd: pytest.CaptureFixture[str]) -> None:
-    run = growing(finished, tmp_path)
-    grow(finished, run, 3)
+    run = growing(finished, tmp_path, 3)
     track(run)
     other = replace(run, settings=replace(run.settings, kept_lr=1e-3))
     grow(finished, run, 5)
@@ -301,8 +299,7 @@ def test_curves_of_another_run_are_left_alone(tmp_path: Path, finished: Job, cap
 def test_a_tracker_that_breaks_dies_or_hangs_never_holds_up_the_run(
     tmp_path: Path, finished: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = growing(finished, tmp_path)
-    grow(finished, run, 3)
+    run = growing(finished, tmp_path, 3)
     with Tracking("tensorboard", [run]) as dying:
         os.kill(dying._process.pid or 0, signal.SIGKILL)
     monkeypatch.setattr(tracking, "PATIENCE", 0.5)
@@ -324,8 +321,7 @@ def test_a_second_tracker_waits_for_the_first_and_then_says_so(
     tmp_path: Path, finished: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As when a run is started again while the tracker of its killed parent still writes."""
-    run = growing(finished, tmp_path)
-    grow(finished, run, 3)
+    run = growing(finished, tmp_path, 3)
     with Tracking("tensorboard", [run]) as first:
         wait_until(lambda: bool(first.hear()), "it never began")
         second = Tracking("tensorboard", [run])
@@ -383,8 +379,7 @@ def test_a_run_that_is_made_again_has_fresh_curves(tmp_path: Path, finished: Job
 
 def test_a_run_that_begins_anew_while_it_is_tracked_has_fresh_curves(tmp_path: Path, finished: Job) -> None:
     """The tracker has read what an earlier start left, before the run began without a checkpoint."""
-    run = growing(finished, tmp_path)
-    grow(finished, run, 9)
+    run = growing(finished, tmp_path, 9)
     with Tracking("tensorboard", [run]):
         wait_until(lambda: (run.folder / CURVES).exists() and bool(list(place(run).glob("events*"))), "it never began")
         rows = made_again(finished, run, folder=False)

@@ -108,7 +108,7 @@ def test_the_known_mode_is_reported_and_not_in_the_headline(root: Path) -> None:
 def test_other_steps_than_vanillas_do_not_compare(root: Path) -> None:
     path = root / "seed-0/absorb/metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    write_manifest(root / "seed-0/absorb", "absorb", 0)
+    write_manifest(root / "seed-0/absorb")
     content = leakage_table(load_runs(root))
     assert _entry(content, "absorb")["leakage"]["held_out"]["seeds"][0] is None
     assert _entry(content, "base")["leakage"]["held_out"]["n"] == 2

@@ -32,7 +32,7 @@ def test_every_finished_run_is_read(root: Path) -> None:
 
 
 def test_unfinished_runs_are_listed_and_left_out(root: Path) -> None:
-    write_manifest(root / "seed-0/absorb", "absorb", 0, status="running")
+    write_manifest(root / "seed-0/absorb", status="running")
     (root / "seed-2/absorb/manifest.json").unlink()
     runs = load_runs(root)
     assert runs.unfinished == ("seed-0/absorb", "seed-2/absorb")
@@ -66,14 +66,14 @@ def test_large_files_may_stay_behind_but_those_that_are_read_may_not(root: Path)
 
 
 def test_without_checksums_a_missing_log_is_still_noticed(root: Path) -> None:
-    write_manifest(root / "seed-0/vanilla", "vanilla", 0, checksums={})
+    write_manifest(root / "seed-0/vanilla", checksums={})
     (root / "seed-0/vanilla/metrics.jsonl").unlink()
     with pytest.raises(ValueError, match=r"vanilla/metrics.jsonl is missing"):
         load_runs(root)
 
 
 def test_base_needs_no_training_log(root: Path) -> None:
-    write_manifest(root / "seed-0/base", "base", 0, checksums={})
+    write_manifest(root / "seed-0/base", checksums={})
     (root / "seed-0/base/metrics.jsonl").unlink()
     assert load_runs(root).runs["base", 0].steps == 0
 
@@ -84,23 +84,23 @@ def test_a_folder_without_runs_says_how_to_make_some(tmp_path: Path, root: Path)
     with pytest.raises(ValueError, match=r"settings.json does not hold settings of this study"):
         load_runs(tmp_path)
     for folder in sorted(root.glob("seed-*/*")):
-        write_manifest(folder, folder.name, int(folder.parent.name.removeprefix("seed-")), status="running")
+        write_manifest(folder, status="running")
     with pytest.raises(ValueError, match=r"no finished run \(unfinished: seed-0/absorb, .*studies.route2 run"):
         load_runs(root)
 
 
 def test_runs_of_different_settings_do_not_compare(root: Path) -> None:
-    write_manifest(root / "seed-2/vanilla", "vanilla", 2, settings_hash="other")
+    write_manifest(root / "seed-2/vanilla", settings_hash="other")
     with pytest.raises(ValueError, match="different settings"):
         load_runs(root)
 
 
 def test_an_arm_is_the_same_on_every_seed(root: Path) -> None:
     same = {"role": "baseline", "baseline": None, "same_rule_filter": None, "ablation": None, "route": {}}
-    write_manifest(root / "seed-2/vanilla", "vanilla", 2, arm_spec={**same, "about": "in other words"})
+    write_manifest(root / "seed-2/vanilla", arm_spec={**same, "about": "in other words"})
     assert len(load_runs(root).of("vanilla")) == 2
     for changed in ({**same, "route": {"tau": 0.1}}, {**same, "role": "control", "baseline": "base"}):
-        write_manifest(root / "seed-2/vanilla", "vanilla", 2, arm_spec=changed)
+        write_manifest(root / "seed-2/vanilla", arm_spec=changed)
         with pytest.raises(ValueError, match="vanilla is defined differently on seed 2"):
             load_runs(root)
 
@@ -114,7 +114,7 @@ def test_an_arm_is_the_same_on_every_seed(root: Path) -> None:
     ],
 )
 def test_a_wrong_manifest_is_refused(root: Path, changes: dict, sentence: str) -> None:
-    write_manifest(root / "seed-0/vanilla", "vanilla", 0, **changes)
+    write_manifest(root / "seed-0/vanilla", **changes)
     with pytest.raises(ValueError, match=sentence):
         load_runs(root)
 
@@ -134,7 +134,7 @@ def test_a_wrong_manifest_is_refused(root: Path, changes: dict, sentence: str) -
 )
 def test_a_malformed_file_is_refused(root: Path, name: str, text: str, sentence: str) -> None:
     (root / "seed-0/vanilla" / name).write_text(text)
-    write_manifest(root / "seed-0/vanilla", "vanilla", 0)
+    write_manifest(root / "seed-0/vanilla")
     with pytest.raises(ValueError, match=sentence):
         load_runs(root)
 

@@ -255,7 +255,7 @@ def test_changed_settings_do_not_replace_the_presets_results(
     with pytest.raises(ValueError, match=r"settings.json was changed: its hash is .*, but its runs have 88e860b8"):
         report(root)
     for folder in root.glob("seed-*/*"):
-        write_manifest(folder, folder.name, int(folder.parent.name.removeprefix("seed-")))
+        write_manifest(folder)
     root = root.rename(root.with_name("strong"))
     monkeypatch.chdir(root / ("seed-0" if given == ".." else ""))
     named = Path(given) if given.startswith(".") else root
@@ -272,7 +272,7 @@ def test_changed_settings_do_not_replace_the_presets_results(
 
 def test_an_arm_that_differs_between_seeds_is_refused(root: Path, tmp_path: Path) -> None:
     spec = json.loads((root / "seed-1/absorb/manifest.json").read_text())["arm_spec"]
-    write_manifest(root / "seed-1/absorb", "absorb", 1, arm_spec={**spec, "route": {"tau": 1}})
+    write_manifest(root / "seed-1/absorb", arm_spec={**spec, "route": {"tau": 1}})
     with pytest.raises(ValueError, match="absorb is defined differently on seed 1"):
         publish(root, tmp_path / "results")
 

@@ -112,7 +112,7 @@ def test_steps_weigh_by_their_rollouts_and_only_the_last_ten_count(root: Path) -
             n, hack = (8, 1.0) if i < len(rows) - 10 else (30, 0.5) if i == len(rows) - 1 else (10, 0.0)
             row["modes"][mode] = {"n": n, "hack": hack, "solve": 0.0, "exploit": hack, "reward": 0.0}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_manifest(folder, "vanilla", 0)
+    write_manifest(folder)
     runs = load_runs(root)
     assert measure(runs, runs.runs["vanilla", 0])["train_hack"] == pytest.approx(30 * 0.5 / (30 + 9 * 10))
 
@@ -249,7 +249,7 @@ def test_a_missing_arm_is_said_and_its_comparisons_are_undefined(root: Path, tmp
 
 
 def test_a_missing_seed_is_said_and_pairs_use_the_others(root: Path) -> None:
-    write_manifest(root / "seed-1/absorb", "absorb", 1, status="running")
+    write_manifest(root / "seed-1/absorb", status="running")
     runs = load_runs(root)
     content = table(runs)
     assert "Unfinished, left out: seed-1/absorb." in content["notes"]
