@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
 Pairs = Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")]
 ReportTo = Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKER_NAMES)}")]
-Device = Annotated[
-    Literal["cpu", "cuda"],
-    tyro.conf.arg(help="of a micro model; cuda is meant for a large one, such as strong-8m"),
-]
+Device = Annotated[Literal["cpu", "cuda"], tyro.conf.arg(help="of a micro model; cuda is meant for a large one, such as strong-8m")]
 Live = Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")]
 
 
@@ -48,10 +45,7 @@ class Run:
 
     preset: Annotated[str, tyro.conf.arg(help=f"one of {', '.join(PRESETS)}")] = "strong"
     seeds: Seeds = "3"
-    arms: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(help=f"any of {', '.join(ARMS)}; or 'all'"),
-    ] = MAIN
+    arms: Annotated[tuple[str, ...], tyro.conf.arg(help=f"any of {', '.join(ARMS)}; or 'all'")] = MAIN
     workers: Annotated[int, tyro.conf.arg(help="processes of this machine, one thread each")] = 2
     out: Annotated[Path, tyro.conf.arg(help="where run folders are kept")] = Path("runs")
     pairs: Annotated[Path | None, tyro.conf.arg(help="persona pairs of your own (TOML), in place of the world's")] = None
@@ -444,15 +438,8 @@ class Evidence(_Named):
 
     def _run(self, preset: str, seeds: str, arms: tuple[str, ...]) -> Run:
         """Return the runs of one preset of the file, or of a chat model in the world of that name."""
-        common: dict[str, Any] = {
-            "seeds": seeds,
-            "arms": arms,
-            "workers": self.workers,
-            "device": self.device,
-            "out": self._folder,
-            "report": False,
-            "live": self.live,
-        }
+        common: dict[str, Any] = {"seeds": seeds, "arms": arms, "workers": self.workers, "device": self.device}
+        common |= {"out": self._folder, "report": False, "live": self.live}
         if preset in PRESETS:
             if self.model is not None or self.config is not None or self.precision != "float32":
                 raise ValueError(f"{self.predictions} is of the preset {preset}: leave out --model, --config and --precision")
@@ -496,20 +483,9 @@ class Arms:
 
 
 COMMANDS = {
-    "run": Run,
-    "full": Full,
-    "tiny-model": TinyModel,
-    "report": Report,
-    "plot": Plot,
-    "leakage": Leakage,
-    "show": Show,
-    "probes": Probes,
-    "publish": Publish,
-    "watch": Watch,
-    "evidence": Evidence,
-    "course": Course,
-    "arms": Arms,
-}
+    "run": Run, "full": Full, "tiny-model": TinyModel, "report": Report, "plot": Plot, "leakage": Leakage, "show": Show,
+    "probes": Probes, "publish": Publish, "watch": Watch, "evidence": Evidence, "course": Course, "arms": Arms,
+}  # fmt: skip
 
 
 def main() -> int:

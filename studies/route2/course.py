@@ -41,6 +41,7 @@ from studies.route2.learning import State, learned, shares
 from studies.route2.predictions import Predictions, outcomes, predictions_markdown
 from studies.route2.questions import MARKS
 from studies.route2.report.figures import panels
+from studies.route2.report.load import read_report
 from studies.route2.report.measures import LEARNING
 from studies.training.arms import ARMS, get_arms
 from studies.training.build import build_optimizer, build_route, learn_lessons
@@ -215,12 +216,8 @@ class Course:
 
     @staticmethod
     def read(path: Path) -> "Course":
-        """Read what `write_courses` wrote; ``ValueError`` in one sentence if the file is not of that kind."""
-        stored = read_object(path, AGAIN)
-        try:
-            return Course(stored["preset"], stored["settings_hash"], tuple(stored["seeds"]), stored["values"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} lacks {error}: {AGAIN}") from error
+        """Read what `write_courses` wrote; errors are those of `read_report`."""
+        return read_report(Course, path, AGAIN)
 
     def at(self, arm: str, metric: str, steps: str | None = None) -> Summary:
         """Return a metric after ``steps``; by default at the end."""

@@ -29,16 +29,13 @@ from typing import Any
 
 import numpy as np
 
-from mi_route2.validation import read_lines, read_object
+from mi_route2.validation import read_lines
 from studies.common.stats import Summary, mean, median, summary
 from studies.common.tables import interval, markdown_table, number
 from studies.route2.headline import EXPLOIT, HACK, SOLVE
-from studies.route2.predictions import (
-    FILE,
-    Predictions,
-)
+from studies.route2.predictions import FILE, Predictions
 from studies.route2.publish import EARLY, mask_quality, provenance
-from studies.route2.report.load import RunSet
+from studies.route2.report.load import RunSet, read_report
 from studies.route2.report.measures import by_seed, stopped_after
 from studies.training.arms import ARMS
 from studies.training.recorder import TIMINGS
@@ -64,34 +61,19 @@ PAIRED = tuple(name for name, arm in ARMS.items() if arm.steering or arm.taught 
 """Arms that use the pairs for something other than flags."""
 _KNOWN: Mapping[str, tuple[str, ...]] = {
     "no label, no pair": (
-        *PATH,
-        "vanilla-long",
-        *SLOWED,
-        *(name for name, arm in ARMS.items() if arm.taught == "passing"),
-        "quarantine-first",
-        "filter-canary",
-        "filter-canary-run",
-        "canary-own",
-        "canary-first",
-        "canary-surprisal",
-        "canary-nats",
-        "route2-canary",
-        "canary-one",
-        "canary-run-one",
-        "canary-wide",
-        "canary-run-10",
+        *PATH, "vanilla-long", *SLOWED, *(name for name, arm in ARMS.items() if arm.taught == "passing"), "quarantine-first",
+        "filter-canary", "filter-canary-run", "canary-own", "canary-first", "canary-surprisal", "canary-nats", "route2-canary",
+        "canary-one", "canary-run-one", "canary-wide", "canary-run-10",
         *(name for name, arm in ARMS.items() if arm.canaries_of is not None and arm.role != "control"),
     ),
     "controls of the canary": tuple(name for names in CONTROLS.values() for name in names),
     "ten pairs": (*WATCHED, "route2-full", "route2-act", "bands-full", *PAIRED),
     "a detector of the known mode": (
-        "filter-known",
-        "penalty-known",
-        *(name for name, arm in ARMS.items() if arm.taught in ("hacks", "random")),
+        "filter-known", "penalty-known", *(name for name, arm in ARMS.items() if arm.taught in ("hacks", "random")),
     ),
     "tasks whose grader nobody can cheat": tuple(name for name, arm in ARMS.items() if arm.taught in ("honest", "easy", "failed")),
     "an oracle that misses": tuple(name for name, arm in ARMS.items() if arm.ablation == "misses"),
-}
+}  # fmt: skip
 CHECKPOINTS = {name for arm in ARMS.values() for name in arm.canaries or ()}
 """Arms that are trained to judge others, and stand in no table."""
 _LEFT = [arm for arm in ARMS.values() if arm.name not in CHECKPOINTS.union(*_KNOWN.values())]
@@ -123,14 +105,8 @@ class Evidence:
 
     @staticmethod
     def read(path: Path) -> "Evidence":
-        """Read what a report of evidence has written; ``ValueError`` in one sentence if the file is not of that kind."""
-        report = read_object(path, AGAIN)
-        try:
-            return Evidence(
-                report["preset"], tuple(report["seeds"]), tuple(report["modes"]), report["provenance"], report["values"]
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} lacks {error}: {AGAIN}") from error
+        """Read what a report of evidence has written; errors are those of `read_report`."""
+        return read_report(Evidence, path, AGAIN)
 
     def summary(self, arm: str, metric: str) -> Summary:
         return summary(self.values[arm][metric])
@@ -173,24 +149,18 @@ def collect(runs: RunSet) -> Evidence:
             f"{runs.root}: this report compares exploits of held-out modes, and these runs have none: "
             f"`python -m studies.route2 report {runs.root}` describes its runs"
         )
-    quality, late, modes, values = mask_quality(runs), mask_quality(runs, LATE), runs.modes.loopholes, {}
+    qualities, modes, values = {"": mask_quality(runs), "late_": mask_quality(runs, LATE)}, runs.modes.loopholes, {}
     metrics = (*REPORTED, *(f"deploy_exploit_{mode}" for mode in modes))
     for arm in runs.specs:
-        metrics_by_seed = by_seed(runs, arm)
-        values[arm] = {
-            metric: [metrics_by_seed[seed][metric] if seed in metrics_by_seed else None for seed in runs.seeds]
-            for metric in metrics
-        }
-        for key in ("auroc", "recall", "fire_clean"):
-            values[arm][key] = [quality.get((arm, seed), {}).get(key) for seed in runs.seeds]
-        if arm in WATCHED:
-            for key in ("auroc", "recall", "fire_clean"):
-                values[arm][f"late_{key}"] = [late.get((arm, seed), {}).get(key) for seed in runs.seeds]
+        measured, finished = by_seed(runs, arm), runs.of(arm)
+        row = {metric: [measured.get(seed, {}).get(metric) for seed in runs.seeds] for metric in metrics}
+        for when, quality in qualities.items():
+            for key in ("auroc", "recall", "fire_clean") if arm in WATCHED or not when else ():
+                row[f"{when}{key}"] = [quality.get((arm, seed), {}).get(key) for seed in runs.seeds]
         if arm in SIGNED:
-            values[arm]["late_flagged"] = [
-                flagged_late(runs.runs[arm, seed].metrics) if seed in metrics_by_seed else None for seed in runs.seeds
-            ]
-        values[arm]["seconds"] = [seconds(runs.runs[arm, seed].folder) if seed in metrics_by_seed else None for seed in runs.seeds]
+            row["late_flagged"] = [flagged_late(finished[seed].metrics) if seed in finished else None for seed in runs.seeds]
+        row["seconds"] = [seconds(finished[seed].folder) if seed in finished else None for seed in runs.seeds]
+        values[arm] = row
     return Evidence(named_as(runs.settings), runs.seeds, modes, provenance(runs), values)
 
 

@@ -91,18 +91,11 @@ class StudyResult:
             for metric in DESCRIPTIONS
         }
 
-    @property
-    def development(self) -> bool:
-        return set(self.seeds) <= set(DEVELOPMENT)
-
     def shown(self) -> list[str]:
         return [arm for arm in SHOWN if arm in self.rows]
 
     def name(self, arm: str) -> str:
         return f"{arm} (bound)" if self.rows[arm]["role"] == "bound" else arm
-
-    def value(self, arm: str, metric: str, kind: str) -> float | None:
-        return self.rows[arm][metric][kind] if arm in self.rows else None
 
     @property
     def provisional(self) -> bool:
@@ -113,10 +106,10 @@ class StudyResult:
 
 def headline(result: StudyResult) -> str:
     """Return headline.md: each route with absorb and its filter, then the baselines, controls and bound."""
-    settings = result.settings
-    name = seeds_text(result.seeds)
+    settings, name = result.settings, seeds_text(result.seeds)
+    name = f"Development {name}" if set(result.seeds) <= set(DEVELOPMENT) else name.capitalize()
     lines = [
-        f"{f'Development {name}' if result.development else name.capitalize()}; {settings['steps']} training steps; "
+        f"{name}; {settings['steps']} training steps; "
         f"{settings['evaluation_prompts']} prompts a mode on tasks that nothing was trained on; quarantine deleted. Held out: the "
         f"mean over {', '.join(result.held_out)}. Brackets: 95% Student-t interval over seeds; differences are paired by seed.",
         "",
@@ -178,7 +171,8 @@ def short(results: Sequence[tuple[StudyResult, Predictions]]) -> str:
     for arm in order:
         of = [result for result, _ in results if arm in result.rows]
         if of:
-            cells = [number(result.value(arm, metric, "median")) for result, _ in results for metric in (HACK, EXPLOIT, SOLVE)]
+            rows = [result.rows.get(arm) for result, _ in results]
+            cells = [number(None if row is None else row[metric]["median"]) for row in rows for metric in (HACK, EXPLOIT, SOLVE)]
             body.append([f"**{arm}**" if arm in ROUTES else of[0].name(arm), SAID.get(arm, ""), *cells])
     seeds = {seeds_text(result.seeds) for result, _ in results}
     header = ["arm", f"median over {' and '.join(sorted(seeds))}"]
@@ -351,10 +345,9 @@ def write_headline_figure(result: StudyResult, path: Path) -> Path:
 
 def _shade(ax: Axes, arms: Sequence[str]) -> None:
     """Shade every second group of arms that belong together."""
-    groups = [[arm for arm in group if arm in arms] for group in GROUPS]
-    for i, group in enumerate(group for group in groups if group):
-        if i % 2 == 0:
-            ax.axhspan(arms.index(group[0]) - 0.5, arms.index(group[-1]) + 0.5, color="#F1F1F1", linewidth=0, zorder=0)
+    groups = [own for group in GROUPS if (own := [arm for arm in group if arm in arms])]
+    for group in groups[::2]:
+        ax.axhspan(arms.index(group[0]) - 0.5, arms.index(group[-1]) + 0.5, color="#F1F1F1", linewidth=0, zorder=0)
 
 
 def _dots(ax: Axes, results: Sequence[Summary], color: str, marker: str) -> None:

@@ -33,15 +33,7 @@ from studies.route2.evidence import (
     table,
 )
 from studies.route2.headline import EXPLOIT, SOLVE
-from studies.route2.predictions import (
-    MOST,
-    Predictions,
-    outcomes,
-    p_text,
-    predictions_markdown,
-    ranks_within_seeds,
-    sign_flip,
-)
+from studies.route2.predictions import MOST, Predictions, outcomes, p_text, predictions_markdown, ranks_within_seeds, sign_flip
 from studies.route2.publish import EARLY
 from studies.route2.report.figures import draw_means, panels
 from studies.route2.report.load import load_runs
@@ -120,8 +112,8 @@ def coverage_sentence(evidence: Evidence, arm: str) -> str:
     much = [exploit for _, _, canary, exploit in points if canary >= 0.5]
     told = (
         f"{arm}: in the {len(little)} seeds and modes of which its canary exploits less than .2 it exploits {number(mean(little))}"
+        f", in the {len(much)} of which the canary exploits at least .5 {number(mean(much))}"
     )
-    told += f", in the {len(much)} of which the canary exploits at least .5 {number(mean(much))}"
     rhos = ranks_within_seeds([(seed, canary, exploit) for seed, _, canary, exploit in points])
     if 1 < len(rhos) <= MOST:
         told += (
@@ -139,14 +131,8 @@ def fronts_figure(every: Sequence[Evidence], path: Path) -> Path:
             points = [(evidence.summary(name, EXPLOIT)["mean"], evidence.summary(name, SOLVE)["mean"]) for name in ran]
             ax.plot(*zip(*points, strict=True), color=VERMILLION, marker=".", label="ordinary training, by steps")  # pyright: ignore
             for name, point in zip(ran, points, strict=True):
-                ax.annotate(
-                    stopped_after(name),
-                    point,
-                    xytext=(3, -8),
-                    textcoords="offset points",
-                    fontsize=6,
-                    color=VERMILLION,  # pyright: ignore
-                )
+                look = {"xytext": (3, -8), "textcoords": "offset points", "fontsize": 6, "color": VERMILLION}
+                ax.annotate(stopped_after(name), point, **look)  # pyright: ignore
             others = dict(zip(BUDGETS["an oracle"] + BUDGETS["other"], zip(itertools.repeat(GRAY), itertools.cycle("o^sDvP*Xhd"))))
             for arm, (color, marker) in (others | MARKS).items():
                 if arm in evidence.values:
@@ -191,19 +177,15 @@ def flagged(evidence: Evidence) -> bool:
 def recall_sentence(evidence: Evidence) -> str:
     """Return a sentence on the held-out exploits of runs that flagged most of their hacks, and of the others."""
     points = [point for budget in BUDGETS for point in recalls(evidence, budget)]
-    told = []
-    for what, some in (
-        (
-            f"at least {number(MOST_FLAGGED)} of their hacks in the first {EARLY} steps",
-            [exploit for recall, exploit in points if recall >= MOST_FLAGGED],
-        ),
-        (f"less than {number(FEW_FLAGGED)}", [exploit for recall, exploit in points if recall < FEW_FLAGGED]),
-    ):
+    most = [exploit for recall, exploit in points if recall >= MOST_FLAGGED]
+    few = [exploit for recall, exploit in points if recall < FEW_FLAGGED]
+
+    def told(some: list[float], what: str) -> str:
         within = sum(exploit <= MOST_EXPLOIT for exploit in some)
-        told.append(
-            f"of {len(some)} runs that flagged {what}, {within} end with held-out exploits of at most {number(MOST_EXPLOIT)}"
-        )
-    return f"{evidence.preset}: {'; '.join(told)}."
+        return f"of {len(some)} runs that flagged {what}, {within} end with held-out exploits of at most {number(MOST_EXPLOIT)}"
+
+    early = f"at least {number(MOST_FLAGGED)} of their hacks in the first {EARLY} steps"
+    return f"{evidence.preset}: {told(most, early)}; {told(few, f'less than {number(FEW_FLAGGED)}')}."
 
 
 _DOTS = ((GREEN, "o"), (ORANGE, "v"), (BLUE, "P"), (PURPLE, "x"), (ORANGE, "h"), (VERMILLION, "s"), (GRAY, "*"), (SKY, "d"))
@@ -217,10 +199,8 @@ def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
             for budget, (color, marker) in zip(BUDGETS, _DOTS, strict=True):
                 if not any(recalls(one, budget) for one in every):
                     continue
-                points = recalls(evidence, budget)
-                ax.scatter(
-                    *zip(*points, strict=True) if points else ([], []), s=14, color=color, marker=marker, alpha=0.7, label=budget
-                )
+                recall, exploit = zip(*points, strict=True) if (points := recalls(evidence, budget)) else ((), ())
+                ax.scatter(recall, exploit, s=14, color=color, marker=marker, alpha=0.7, label=budget)
             ax.set_title(evidence.preset)
     return path
 

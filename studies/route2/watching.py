@@ -30,6 +30,7 @@ from studies.common.stats import Summary, mean, summary
 from studies.common.tables import interval, markdown_table, number
 from studies.route2.probing import GRADIENT, probe
 from studies.route2.report.figures import draw_means
+from studies.route2.report.load import read_report
 from studies.route2.report.measures import stopped_after
 from studies.training.job import Job
 from studies.training.manifest import read_manifest
@@ -103,12 +104,8 @@ class Watch:
 
     @staticmethod
     def read(path: Path) -> "Watch":
-        """Read what ``write_watch`` wrote; ``ValueError`` in one sentence if the file is not of that kind."""
-        stored = read_object(path, AGAIN)
-        try:
-            return Watch(stored["preset"], stored["per_mode"], tuple(stored["seeds"]), stored["values"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} lacks {error}: {AGAIN}") from error
+        """Read what ``write_watch`` wrote; errors are those of `read_report`."""
+        return read_report(Watch, path, AGAIN)
 
     def summary(self, arm: str, probe: str, column: str) -> Summary:
         return summary(self.values[arm][probe][column])

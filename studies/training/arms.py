@@ -95,7 +95,7 @@ class Arm:
     def __post_init__(self) -> None:
         if self.recall < 1 and not self.route.privileged:
             raise ValueError(f"recall is that of a detector, and the route of {self.name!r} reads none: leave recall out")
-        if self.monitor is not None and (not isinstance(self.route, OpenSpec) or self.monitor.score not in ("act", "grad", "full")):
+        if self.monitor is not None and not (isinstance(self.route, OpenSpec) and self.monitor.needs_direction):
             raise ValueError(
                 f"the monitor of {self.name!r} is a probe's whose route is open: leave monitor out, or name one of its scores"
             )
@@ -113,130 +113,114 @@ GRAD = MaskSpec(score="grad")
 ACT = MaskSpec(score="act")
 FULL = MaskSpec(score="full", score_policy="ablated", negative_scale=0.3)
 
+
+def _route(of: Arm, **changes: object) -> RouteSpec:
+    """Return an arm's route with other fields."""
+    return replace(of.route, **changes)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _changed(of: Arm, name: str, about: str, **changes: object) -> Arm:
+    """Return an arm that is compared with the one of which it is a change, and has no filter of its own."""
+    return replace(replace(of, name=name, about=about, baseline=of.name, same_rule_filter=None), **changes)  # pyright: ignore
+
+
+def _control(of: Arm, name: str, about: str, **changes: object) -> Arm:
+    return _changed(of, name, about, role="control", **changes)
+
+
+def _ablation(of: Arm, name: str, group: str, about: str, **changes: object) -> Arm:
+    return _changed(of, name, about, ablation=group, **changes)
+
+
+def _filter(of: Arm, name: str, about: str, **changes: object) -> Arm:
+    """Return the same-rule filter of a route: its flags, and no quarantine."""
+    return _changed(of, name, about, baseline=of.baseline, quarantine="none", **changes)
+
+
+def _stopped(of: Arm, group: str, *steps: int) -> list[Arm]:
+    return [_ablation(of, f"{of.name}-{n}", group, f"{of.name} stopped after {n} steps", steps=n) for n in steps]
+
+
+def _slowed(of: Arm, group: str) -> list[Arm]:
+    rates = (("slow", "a third", 1 / 3), ("slower", "a tenth", 0.1))
+    return [
+        _ablation(of, f"{of.name}-{how}", group, f"{of.name} at {share} of the kept adapter's rate", kept_lr_scale=scale)
+        for how, share, scale in rates
+    ]
+
+
 _VANILLA = Arm("vanilla", "kept adapter alone, no route", "baseline", OpenSpec(), quarantine="none", baseline="base")
 _ABSORB = Arm("absorb", "both adapters learn everything", "baseline", OpenSpec(), baseline="vanilla")
 _ERASE = Arm(
     "erase", "hack component of the gradient removed (top-3)", "method", EraseSpec(k=3), quarantine="none", baseline="vanilla"
 )
 _ADDITIVE = Arm(
-    "route-additive",
-    "the removed part goes to a shared-basis quarantine",
-    "method",
-    EraseSpec(k=3, dispose="quarantine"),
+    "route-additive", "the removed part goes to a shared-basis quarantine", "method", EraseSpec(k=3, dispose="quarantine"),
     quarantine="shared",
-)
+)  # fmt: skip
 _ACT = Arm("route2-act", "pooled activation flag, reinforced only", "method", ACT, same_rule_filter="filter-act")
 _GRAD = Arm("route2-grad", "pooled gradient flag, reinforced only", "method", GRAD, same_rule_filter="filter-grad")
-_FULL = Arm(
-    "route2-full",
-    "full-weight gradient score with the quarantine ablated",
-    "method",
-    FULL,
-    same_rule_filter="filter-full",
-)
-_FILTER_ACT = replace(
-    _ACT, name="filter-act", about="route2-act's flags, gradient dropped, no quarantine", quarantine="none", same_rule_filter=None
-)
-_FILTER_GRAD = replace(
-    _GRAD,
-    name="filter-grad",
-    about="route2-grad's flags, gradient dropped, no quarantine",
-    quarantine="none",
-    same_rule_filter=None,
-)
-_FILTER_FULL = replace(
-    _FULL,
-    name="filter-full",
-    about="route2-full's score, advantage over the unflagged, no quarantine",
-    quarantine="none",
+_FULL = Arm("route2-full", "full-weight gradient score with the quarantine ablated", "method", FULL, same_rule_filter="filter-full")
+_FILTER_ACT = _filter(_ACT, "filter-act", "route2-act's flags, gradient dropped, no quarantine")
+_FILTER_GRAD = _filter(_GRAD, "filter-grad", "route2-grad's flags, gradient dropped, no quarantine")
+_FILTER_FULL = _filter(
+    _FULL, "filter-full", "route2-full's score, advantage over the unflagged, no quarantine",
     route=replace(FULL, kept_advantage="unflagged"),
-    same_rule_filter=None,
-)
+)  # fmt: skip
 _ORACLE = Arm(
-    "oracle",
-    "bound: flag = the rollout's own channel fired",
-    "bound",
-    MaskSpec(score="own_channel"),
+    "oracle", "bound: flag = the rollout's own channel fired", "bound", MaskSpec(score="own_channel"),
     same_rule_filter="filter-oracle",
-)
+)  # fmt: skip
 _KNOWN = replace(
-    _ORACLE,
-    name="oracle-known",
-    about="bound: flag = the known mode's exploit is present",
-    route=MaskSpec(score="known_channel"),
+    _ORACLE, name="oracle-known", about="bound: flag = the known mode's exploit is present", route=MaskSpec(score="known_channel"),
     same_rule_filter="filter-known",
-)
-
-
-def _control(of: Arm, name: str, about: str, route: RouteSpec, **changes: object) -> Arm:
-    return replace(of, name=name, about=about, role="control", route=route, baseline=of.name, same_rule_filter=None, **changes)  # pyright: ignore
-
-
-def _ablation(of: Arm, name: str, group: str, about: str, **changes: object) -> Arm:
-    changed = replace(of, name=name, about=about, baseline=of.name, same_rule_filter=None, ablation=group)
-    return replace(changed, **changes)  # pyright: ignore[reportArgumentType]
-
-
-_CONTROLS = (
-    _control(_FULL, "haar", "route2-full with a random direction, draw 1", replace(FULL, fitter="haar", draw=1)),
-    _control(_FULL, "haar-2", "route2-full with a random direction, draw 2", replace(FULL, fitter="haar", draw=2)),
-    _control(_FULL, "haar-3", "route2-full with a random direction, draw 3", replace(FULL, fitter="haar", draw=3)),
-    _control(_GRAD, "haar-grad", "route2-grad with a random direction", replace(GRAD, fitter="haar", draw=1)),
-    _control(_ACT, "haar-act", "route2-act with a random direction", replace(ACT, fitter="haar", draw=1)),
-    _control(
-        _FILTER_FULL, "haar-filter", "filter-full with a random direction", replace(_FILTER_FULL.route, fitter="haar", draw=1)
-    ),  # pyright: ignore
-    _control(
-        _ADDITIVE, "haar-additive", "route-additive with random axes", EraseSpec(k=3, dispose="quarantine", fitter="haar", draw=1)
-    ),
-    _control(_FULL, "nonhack", "route2-full on pairs without a hack contrast", replace(FULL, fitter="nonhack")),
-    _control(_FULL, "shuffled", "route2-full with its flags permuted over rollouts", replace(FULL, shuffle=True)),
-    _control(_GRAD, "shuffled-grad", "route2-grad with its flags permuted over rollouts", replace(GRAD, shuffle=True)),
-    _control(_FULL, "no-mask", "route2-full without flags", replace(FULL, score="none", score_policy="live")),
-    _control(_GRAD, "shared-basis", "route2-grad with a quarantine in the kept adapter's basis", GRAD, quarantine="shared"),
-)
+)  # fmt: skip
 _BOUNDS = (
     _ORACLE,
-    replace(
-        _ORACLE, name="filter-oracle", about="bound: oracle's flags, gradient dropped, no quarantine",
-        quarantine="none", same_rule_filter=None,
-    ),
+    _filter(_ORACLE, "filter-oracle", "bound: oracle's flags, gradient dropped, no quarantine"),
     _KNOWN,
-    replace(
-        _KNOWN, name="filter-known", role="baseline",
-        about="known-mode detector drops its rollouts, no quarantine (the weak-detector baseline)",
-        quarantine="none", same_rule_filter=None,
+    _filter(
+        _KNOWN, "filter-known", "known-mode detector drops its rollouts, no quarantine (the weak-detector baseline)",
+        role="baseline",
     ),
+)  # fmt: skip
+_CONTROLS = (
+    *(
+        _control(
+            _FULL, "haar" if draw == 1 else f"haar-{draw}", f"route2-full with a random direction, draw {draw}",
+            route=replace(FULL, fitter="haar", draw=draw),
+        )
+        for draw in (1, 2, 3)
+    ),
+    _control(_GRAD, "haar-grad", "route2-grad with a random direction", route=replace(GRAD, fitter="haar", draw=1)),
+    _control(_ACT, "haar-act", "route2-act with a random direction", route=replace(ACT, fitter="haar", draw=1)),
+    _control(
+        _FILTER_FULL, "haar-filter", "filter-full with a random direction", route=_route(_FILTER_FULL, fitter="haar", draw=1)
+    ),
+    _control(_ADDITIVE, "haar-additive", "route-additive with random axes", route=_route(_ADDITIVE, fitter="haar", draw=1)),
+    _control(_FULL, "nonhack", "route2-full on pairs without a hack contrast", route=replace(FULL, fitter="nonhack")),
+    _control(_FULL, "shuffled", "route2-full with its flags permuted over rollouts", route=replace(FULL, shuffle=True)),
+    _control(_GRAD, "shuffled-grad", "route2-grad with its flags permuted over rollouts", route=replace(GRAD, shuffle=True)),
+    _control(_FULL, "no-mask", "route2-full without flags", route=replace(FULL, score="none", score_policy="live")),
+    _control(_GRAD, "shared-basis", "route2-grad with a quarantine in the kept adapter's basis", quarantine="shared"),
 )  # fmt: skip
 _LITERAL = (
     replace(
-        _ACT,
-        name="route2-act-token",
-        about="literal form: one activation flag a token and module, detach",
-        route=replace(ACT, unit="token", through="detach", reinforced_only=False),
-        same_rule_filter=None,
+        _ACT, name="route2-act-token", about="literal form: one activation flag a token and module, detach",
+        route=replace(ACT, unit="token", through="detach", reinforced_only=False), same_rule_filter=None,
     ),
     replace(
-        _GRAD,
-        name="route2-grad-module",
-        about="literal form: one gradient flag a rollout and module",
-        route=replace(GRAD, unit="rollout", reinforced_only=False),
-        same_rule_filter=None,
+        _GRAD, name="route2-grad-module", about="literal form: one gradient flag a rollout and module",
+        route=replace(GRAD, unit="rollout", reinforced_only=False), same_rule_filter=None,
     ),
-)
+)  # fmt: skip
 # One rule, that of filter-full; what its detector misses is random, or every mode but the known one.
-_MISSES = tuple(
-    replace(
-        _ORACLE,
-        name=f"{name}{suffix}",
-        about=f"bound: {seen}; the rule of filter-full, {what}",
+_SEES = {
+    name + suffix: replace(
+        _ORACLE, name=name + suffix, about=f"bound: {seen}; the rule of filter-full, {what}",
         route=MaskSpec(score=score, kept_advantage="unflagged", negative_scale=0.3),  # pyright: ignore[reportArgumentType]
-        quarantine="lora" if suffix else "none",
-        quarantine_lr_scale=scale,
-        baseline=name if suffix else "vanilla",
-        same_rule_filter=name if suffix else None,
-        ablation="misses",
-        recall=recall,
+        quarantine="lora" if suffix else "none", quarantine_lr_scale=scale, baseline=name if suffix else "vanilla",
+        same_rule_filter=name if suffix else None, ablation="misses", recall=recall,
     )
     for name, score, recall, seen in (
         *(
@@ -252,54 +236,30 @@ _MISSES = tuple(
         ("-quarantine-fast", "with a quarantine at three times its rate", 3.0),
     )
     if scale == 1 or name in ("sees-0", "sees-known")
-)
-_MISSES += tuple(
-    replace(arm, name=f"{arm.name}-{n}", about=f"{arm.name} stopped after {n} steps", baseline=arm.name, steps=n)
-    for arm in _MISSES
-    if arm.name == "sees-known"
-    for n in (10, 20, 40)
-)
-_SLOWED = {"slow": ("a third", 1 / 3), "slower": ("a tenth", 0.1)}
-_MISSES += tuple(
-    replace(
-        arm,
-        name=f"{arm.name}-{how}",
-        about=f"{arm.name} at {share} of the kept adapter's rate",
-        baseline=arm.name,
-        kept_lr_scale=scale,
-    )
-    for arm in _MISSES
-    if arm.name == "sees-known"
-    for how, (share, scale) in _SLOWED.items()
-)
-_MISSES += tuple(
-    replace(
-        arm, name="sees-known-slow-quarantine", about="sees-known-slow with a quarantine at its usual rate",
-        quarantine="lora", baseline="sees-known-slow", same_rule_filter="sees-known-slow",
-    )
-    for arm in _MISSES
-    if arm.name == "sees-known-slow"
-)  # fmt: skip
-_MISSES += tuple(
-    replace(
-        arm, name=f"{arm.name}-forgets", about=f"{arm.name}, which is set back to nothing every 10 steps", role="control",
-        baseline=arm.name, forget_every=10,
-    )
-    for arm in _MISSES
-    if arm.name in ("sees-known-quarantine-fast", "sees-0-quarantine-fast")
+}  # fmt: skip
+_SLOW_SEES = _slowed(_SEES["sees-known"], "misses")
+_MISSES = (
+    *_SEES.values(),
+    *_stopped(_SEES["sees-known"], "misses", 10, 20, 40),
+    *_SLOW_SEES,
+    _ablation(
+        _SLOW_SEES[0], "sees-known-slow-quarantine", "misses", "sees-known-slow with a quarantine at its usual rate",
+        quarantine="lora", same_rule_filter="sees-known-slow",
+    ),
+    *(
+        _control(
+            arm, f"{arm.name}-forgets", f"{arm.name}, which is set back to nothing every 10 steps",
+            same_rule_filter=arm.same_rule_filter, forget_every=10,
+        )
+        for arm in (_SEES["sees-0-quarantine-fast"], _SEES["sees-known-quarantine-fast"])
+    ),
 )  # fmt: skip
 _BLOCKS = ("blocks.*.attn.*", "blocks.*.mlp.*")
 _ABLATIONS = (
     _ablation(_FULL, "full-blocks", "unembedding", "no adapters on the unembedding", adapt=_BLOCKS),
     _ablation(_GRAD, "grad-blocks", "unembedding", "no adapters on the unembedding", adapt=_BLOCKS),
     _ablation(_FULL, "full-no-quarantine", "distinct quarantine", "same score and advantages, no quarantine", quarantine="none"),
-    _ablation(
-        _FULL,
-        "full-unflagged",
-        "kept advantage",
-        "kept advantage over the unflagged",
-        route=replace(FULL, kept_advantage="unflagged"),
-    ),
+    _ablation(_FULL, "full-unflagged", "kept advantage", "kept advantage over the unflagged", route=_FILTER_FULL.route),
     _ablation(_FULL, "full-eta-1", "negative scale", "negative advantages at full weight", route=replace(FULL, negative_scale=1.0)),
     _ablation(_FULL, "full-eta-0", "negative scale", "negative advantages dropped", route=replace(FULL, negative_scale=0.0)),
     _ablation(_FULL, "full-qlr-3", "quarantine rate", "quarantine at three times its rate", quarantine_lr_scale=3.0),
@@ -319,13 +279,6 @@ _ABLATIONS = (
         _GRAD, "grad-second-moment", "second moment", "Adam's second moment from the unrouted gradient", second_moment="unrouted"
     ),
 )
-_STOPPED = tuple(
-    _ablation(_VANILLA, f"vanilla-{n}", "early stopping", f"vanilla stopped after {n} steps", steps=n) for n in (5, 10, 20, 40)
-)
-_SLOW = tuple(
-    _ablation(_VANILLA, f"vanilla-{how}", "slow training", f"vanilla at {share} of the kept adapter's rate", kept_lr_scale=scale)
-    for how, (share, scale) in _SLOWED.items()
-)
 # Canaries have draws of their own, because with the run's own one would have seen the run's first batches.
 _TRAINED = tuple(
     _ablation(_VANILLA, f"canary-{n}{mark}", "canary", f"a canary itself: {n} steps without a defence", steps=n, draw=draw)
@@ -338,118 +291,98 @@ _HONEST = _ablation(
     role="bound", route=MaskSpec(score="own_channel"), steps=40, draw=1,
 )  # fmt: skip
 _CANARY = Arm(
-    "filter-canary",
-    "rollouts that two canaries like more than the base does are dropped; no label, no pair, no quarantine",
-    "method",
-    CanarySpec(),
-    quarantine="none",
-    baseline="vanilla",
-    canaries=(*_FIRST, *_SECOND),
-)
+    "filter-canary", "rollouts that two canaries like more than the base does are dropped; no label, no pair, no quarantine",
+    "method", CanarySpec(), quarantine="none", baseline="vanilla", canaries=(*_FIRST, *_SECOND),
+)  # fmt: skip
 _RUN = replace(
-    _CANARY,
-    name="filter-canary-run",
+    _CANARY, name="filter-canary-run", route=CanarySpec(quantile=0.8, relative_to="run"),
     about="rollouts that two canaries like more than the run itself does are dropped; a fifth of the base's samples at first",
-    route=CanarySpec(quantile=0.8, relative_to="run"),
-)
+)  # fmt: skip
 _OWN = replace(
-    _CANARY,
-    name="canary-own",
+    _CANARY, name="canary-own", quarantine="lora", quarantine_lr_scale=3.0, baseline="absorb", canaries=None,
     about="half of the groups teach a fast quarantine alone; what it likes in the others is dropped; no label, no further run",
     route=CanarySpec(decoys=0.5, snapshots=(10, 20, 40), refresh_every=5),
-    quarantine="lora",
-    quarantine_lr_scale=3.0,
-    baseline="absorb",
-    canaries=None,
-)
+)  # fmt: skip
 _FROZEN = replace(
-    _OWN,
-    name="canary-first",
+    _OWN, name="canary-first", route=CanarySpec(quantile=0.85, first=20, snapshots=(10,), sparing=True),
     about="a fast quarantine learns alone for 20 steps; what it likes of what the kept adapter does then is dropped; no label",
-    route=CanarySpec(quantile=0.85, first=20, snapshots=(10,), sparing=True),
-)
+)  # fmt: skip
 _SURPRISED = replace(
-    _FROZEN,
-    name="canary-surprisal",
+    _FROZEN, name="canary-surprisal", route=_route(_FROZEN, first=30, surprisal=0.5, snapshots=(10, 20)),
     about="canary-first for 30 steps, in which the quarantine learns from no success that the base is used to; no label",
-    route=CanarySpec(quantile=0.85, first=30, surprisal=0.5, snapshots=(10, 20), sparing=True),
-)
+)  # fmt: skip
 _NATS = replace(
-    _SURPRISED,
-    name="canary-nats",
+    _SURPRISED, name="canary-nats", route=CanarySpec(nats=0.25, first=30, surprisal=0.5, snapshots=(10, 20), sparing=True),
     about="canary-surprisal with a threshold of a quarter of a nat in place of a quantile; no label",
-    route=CanarySpec(nats=0.25, first=30, surprisal=0.5, snapshots=(10, 20), sparing=True),
-)
+)  # fmt: skip
 _WEAK = _ablation(_RUN, "canary-run-weak", "canary", "canaries of the world weak, on its base model", canaries_of="weak")
 _TEN = _ablation(_RUN, "canary-run-10", "canary", "one canary of 10 steps", canaries=("canary-10",))
 _CANARIES = (
-    replace(_CANARY, name="route2-canary", about="filter-canary's flags and advantages, with a quarantine", quarantine="lora",
-            baseline="absorb", same_rule_filter="filter-canary"),
+    replace(
+        _CANARY, name="route2-canary", about="filter-canary's flags and advantages, with a quarantine", quarantine="lora",
+        baseline="absorb", same_rule_filter="filter-canary",
+    ),
     _CANARY,
-    _control(_CANARY, "canary-rotated", "filter-canary with each checkpoint rotated at random", _CANARY.route, rotated=True),
-    _control(_CANARY, "canary-shuffled", "filter-canary with its flags permuted over rollouts", CanarySpec(shuffle=True)),
-    _control(_CANARY, "canary-early", "filter-canary with a canary of 2 steps", _CANARY.route, canaries=("canary-2",)),
-    _control(_CANARY, "canary-honest", "filter-canary with a canary that never hacked", _CANARY.route, canaries=("honest-40",)),
+    _control(_CANARY, "canary-rotated", "filter-canary with each checkpoint rotated at random", rotated=True),
+    _control(_CANARY, "canary-shuffled", "filter-canary with its flags permuted over rollouts", route=CanarySpec(shuffle=True)),
+    _control(_CANARY, "canary-early", "filter-canary with a canary of 2 steps", canaries=("canary-2",)),
+    _control(_CANARY, "canary-honest", "filter-canary with a canary that never hacked", canaries=("honest-40",)),
     _ablation(_CANARY, "canary-one", "canary", "one canary instead of two", canaries=_FIRST),
     _ablation(_CANARY, "canary-wide", "canary", "a fifth of the base's samples is flagged", route=CanarySpec(quantile=0.8)),
     _RUN,
-    _control(_RUN, "canary-run-rotated", "filter-canary-run with each checkpoint rotated at random", _RUN.route, rotated=True),
+    _control(_RUN, "canary-run-rotated", "filter-canary-run with each checkpoint rotated at random", rotated=True),
     _control(
-        _RUN, "canary-run-shuffled", "filter-canary-run with its flags permuted over rollouts", replace(_RUN.route, shuffle=True)  # pyright: ignore
+        _RUN, "canary-run-shuffled", "filter-canary-run with its flags permuted over rollouts", route=_route(_RUN, shuffle=True)
     ),
-    _control(_RUN, "canary-run-honest", "filter-canary-run with a canary that never hacked", _RUN.route, canaries=("honest-40",)),
+    _control(_RUN, "canary-run-honest", "filter-canary-run with a canary that never hacked", canaries=("honest-40",)),
     _ablation(_RUN, "canary-run-one", "canary", "one canary instead of two", canaries=_FIRST),
     _ablation(_RUN, "canary-run-30k", "canary", "canaries of a model of 30,144 parameters", canaries_of="strong-30k"),
     _ablation(_RUN, "canary-run-110k", "canary", "canaries of a model of 109,440 parameters", canaries_of="strong"),
     _WEAK,
     _control(
-        _WEAK, "canary-run-weak-rotated", "canary-run-weak with its checkpoints rotated at random", _WEAK.route, rotated=True,
-        ablation=None,
+        _WEAK, "canary-run-weak-rotated", "canary-run-weak with its checkpoints rotated at random", rotated=True, ablation=None
     ),
-    _control(_RUN, "canary-run-early", "filter-canary-run with a canary of 2 steps", _RUN.route, canaries=("canary-2",)),
+    _control(_RUN, "canary-run-early", "filter-canary-run with a canary of 2 steps", canaries=("canary-2",)),
     _TEN,
+    _control(_TEN, "canary-run-10-rotated", "canary-run-10 with its checkpoint rotated at random", rotated=True, ablation=None),
     _control(
-        _TEN, "canary-run-10-rotated", "canary-run-10 with its checkpoint rotated at random", _TEN.route, rotated=True,
+        _TEN, "canary-run-10-shuffled", "canary-run-10 with its flags permuted over rollouts", route=_route(_TEN, shuffle=True),
         ablation=None,
     ),
-    _control(_TEN, "canary-run-10-shuffled", "canary-run-10 with its flags permuted over rollouts",
-             replace(_TEN.route, shuffle=True), ablation=None),  # pyright: ignore[reportArgumentType]
     _OWN,
-    _control(_OWN, "canary-own-shuffled", "canary-own with its flags permuted over the rollouts that the kept adapter learns from",
-             replace(_OWN.route, shuffle=True)),  # pyright: ignore[reportArgumentType]
-    _control(_OWN, "canary-own-rotated", "canary-own with its quarantine rotated at random wherever it is the canary", _OWN.route,
-             rotated=True),
+    _control(
+        _OWN, "canary-own-shuffled", "canary-own with its flags permuted over the rollouts that the kept adapter learns from",
+        route=_route(_OWN, shuffle=True),
+    ),
+    _control(
+        _OWN, "canary-own-rotated", "canary-own with its quarantine rotated at random wherever it is the canary", rotated=True
+    ),
     _FROZEN,
-    _control(_FROZEN, "canary-first-shuffled", "canary-first with its flags permuted over rollouts",
-             replace(_FROZEN.route, shuffle=True)),  # pyright: ignore[reportArgumentType]
-    _control(_FROZEN, "canary-first-rotated", "canary-first with its quarantine rotated at random when it judges", _FROZEN.route,
-             rotated=True),
+    _control(
+        _FROZEN, "canary-first-shuffled", "canary-first with its flags permuted over rollouts", route=_route(_FROZEN, shuffle=True)
+    ),
+    _control(_FROZEN, "canary-first-rotated", "canary-first with its quarantine rotated at random when it judges", rotated=True),
     _SURPRISED,
-    _control(_SURPRISED, "canary-surprisal-random", "canary-surprisal whose quarantine learns from as many successes, at random",
-             replace(_SURPRISED.route, random_lessons=True)),  # pyright: ignore[reportArgumentType]
-    _control(_SURPRISED, "canary-surprisal-rotated", "canary-surprisal with its quarantine rotated at random when it judges",
-             _SURPRISED.route, rotated=True),
+    _control(
+        _SURPRISED, "canary-surprisal-random", "canary-surprisal whose quarantine learns from as many successes, at random",
+        route=_route(_SURPRISED, random_lessons=True),
+    ),
+    _control(
+        _SURPRISED, "canary-surprisal-rotated", "canary-surprisal with its quarantine rotated at random when it judges",
+        rotated=True,
+    ),
     _NATS,
-    _control(_NATS, "canary-nats-shuffled", "canary-nats with its flags permuted over rollouts",
-             replace(_NATS.route, shuffle=True)),  # pyright: ignore[reportArgumentType]
-    _control(_NATS, "canary-nats-rotated", "canary-nats with its quarantine rotated at random when it judges", _NATS.route,
-             rotated=True),
-    _control(_SURPRISED, "filter-surprisal", "rollouts that surprise the base are dropped; no canary, no quarantine",
-             CanarySpec(quantile=0.85, sparing=True), quarantine="none", quarantine_lr_scale=1.0),
-    replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
-            about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),
+    _control(_NATS, "canary-nats-shuffled", "canary-nats with its flags permuted over rollouts", route=_route(_NATS, shuffle=True)),
+    _control(_NATS, "canary-nats-rotated", "canary-nats with its quarantine rotated at random when it judges", rotated=True),
+    _control(
+        _SURPRISED, "filter-surprisal", "rollouts that surprise the base are dropped; no canary, no quarantine",
+        route=CanarySpec(quantile=0.85, sparing=True), quarantine="none", quarantine_lr_scale=1.0,
+    ),
+    replace(
+        _ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
+        about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything",
+    ),
 )  # fmt: skip
-
-_LESSONS: tuple[tuple[str, Lesson, int | None, int, str], ...] = (
-    ("hacks", "hacks", None, LESSON_STEPS, "the kept adapter is taught known hacks, then learns everything; no quarantine"),
-    ("easy", "easy", None, LESSON_STEPS, "taught-honest with honest rollouts of tasks that the base model is sure of"),
-    ("failed", "failed", None, LESSON_STEPS, "taught-honest with honest rollouts that do not pass"),
-    ("passing", "passing", None, LESSON_STEPS, "taught-honest with rollouts that pass the graders of training, some by a cheat"),
-    ("8", "honest", 8, LESSON_STEPS, "taught-honest with 8 rollouts"),
-    ("2", "honest", 2, LESSON_STEPS, "taught-honest with 2 rollouts"),
-    ("brief", "honest", None, 15, "taught-honest with 15 steps on its rollouts"),
-)
-"""Name of a lesson, its content, size and steps, and a line for tables."""
 
 _FIXED = "fitted on the base model once"
 _MONITORED = (
@@ -466,58 +399,41 @@ _MONITORED = (
         )
     ),
     *(
-        replace(
-            arm, name=f"{arm.name}-fixed", about=f"{arm.name}, its direction {_FIXED}", baseline=arm.name,
-            route=replace(arm.route, refresh_every=0),  # pyright: ignore[reportArgumentType]
-        )
+        _changed(arm, f"{arm.name}-fixed", f"{arm.name}, its direction {_FIXED}", route=_route(arm, refresh_every=0))
         for arm in (_FILTER_ACT, _FILTER_FULL)
     ),
     _control(
-        _VANILLA, "penalty-haar", "penalty-full with a random direction, drawn once; compared with vanilla", _VANILLA.route,
+        _VANILLA, "penalty-haar", "penalty-full with a random direction, drawn once; compared with vanilla",
         penalty=1.0, monitor=replace(FULL, fitter="haar", draw=1),
     ),
 )  # fmt: skip
 """A probe of ten pairs as a penalty, and the same probe as a filter."""
 
-_CONTRAST = (
-    replace(
-        _ABSORB, name="contrast", role="method", baseline="absorb", taught="pair-hacks", kept_taught="pair-clean",
-        about="the quarantine starts from the pairs' hacks and the kept adapter from their clean sides; both learn everything",
-    ),
-    *(
-        replace(_ABSORB, name=f"contrast-{name}", role="control", baseline="contrast", taught=taught, kept_taught=kept, about=about)
-        for name, taught, kept, about in (
-            ("swapped", "pair-clean", "pair-hacks", "contrast with the two sides exchanged"),
-            ("quarantine", "pair-hacks", None, "contrast with a kept adapter that starts from nothing"),
-        )
-    ),
-    replace(
-        _VANILLA, name="contrast-kept", role="method", baseline="vanilla", taught="pair-clean",
-        about="contrast without a quarantine: the kept adapter starts from the pairs' clean sides",
-    ),
-    replace(
-        _VANILLA, name="contrast-kept-1", role="control", baseline="contrast-kept", taught="pair-clean", steps=1,
-        about="contrast-kept stopped after 1 step",
-    ),
-    replace(
-        _VANILLA, name="contrast-kept-hacks", role="control", baseline="contrast-kept", taught="pair-hacks",
-        about="contrast-kept with the pairs' hacks",
-    ),
-    *(
-        replace(
-            _VANILLA, name=f"preventative-{scale}", role="method", baseline="vanilla", steering=float(scale),
-            about=f"{scale} times the pairs' mean difference is added to the stream during training; no quarantine",
-        )
-        for scale in (1, 2, 4)
-    ),
-    *(
-        replace(
-            _VANILLA, name=f"preventative-{scale}-random", role="control", baseline=f"preventative-{scale}",
-            steering=float(scale), rotated=True, about=f"preventative-{scale} along a random direction of equal norm",
-        )
-        for scale in (1, 2, 4)
-    ),
+_STARTED = replace(
+    _ABSORB, name="contrast", role="method", baseline="absorb", taught="pair-hacks", kept_taught="pair-clean",
+    about="the quarantine starts from the pairs' hacks and the kept adapter from their clean sides; both learn everything",
 )  # fmt: skip
+_KEPT_STARTED = replace(
+    _VANILLA, name="contrast-kept", role="method", baseline="vanilla", taught="pair-clean",
+    about="contrast without a quarantine: the kept adapter starts from the pairs' clean sides",
+)  # fmt: skip
+_PUSHED = tuple(
+    replace(
+        _VANILLA, name=f"preventative-{scale}", role="method", baseline="vanilla", steering=float(scale),
+        about=f"{scale} times the pairs' mean difference is added to the stream during training; no quarantine",
+    )
+    for scale in (1, 2, 4)
+)  # fmt: skip
+_CONTRAST = (
+    _STARTED,
+    _control(_STARTED, "contrast-swapped", "contrast with the two sides exchanged", taught="pair-clean", kept_taught="pair-hacks"),
+    _control(_STARTED, "contrast-quarantine", "contrast with a kept adapter that starts from nothing", kept_taught=None),
+    _KEPT_STARTED,
+    _control(_KEPT_STARTED, "contrast-kept-1", "contrast-kept stopped after 1 step", steps=1),
+    _control(_KEPT_STARTED, "contrast-kept-hacks", "contrast-kept with the pairs' hacks", taught="pair-hacks"),
+    *_PUSHED,
+    *(_control(arm, f"{arm.name}-random", f"{arm.name} along a random direction of equal norm", rotated=True) for arm in _PUSHED),
+)
 """What ten pairs may give besides flags: how adapters start, and a push during training."""
 
 _BANDS = (
@@ -526,8 +442,7 @@ _BANDS = (
             arm, name=arm.name.replace("quarantine", "bands"), clean="honest", baseline=arm.name,
             about=f"{arm.name}, and rollouts that nobody can cheat teach the kept adapter alone",
         )
-        for arm in _MISSES
-        if arm.name in ("sees-known-quarantine", "sees-known-quarantine-fast", "sees-0-quarantine", "sees-0-quarantine-fast")
+        for arm in (_SEES[f"sees-{seen}-quarantine{rate}"] for seen in ("0", "known") for rate in ("", "-fast"))
     ),
     replace(
         _FULL, name="bands-full", baseline="filter-full", same_rule_filter="filter-full", clean="score",
@@ -537,46 +452,51 @@ _BANDS = (
 )  # fmt: skip
 """Three bands, as in SGTM (2512.05648): for the quarantine alone, for the kept adapter alone, and for both."""
 
+_FROZEN_LESSON = "then frozen; the kept adapter learns everything"
+_INOCULATION = replace(
+    _ABSORB, name="inoculation", role="method", taught="hacks", quarantine_lr_scale=0.0, baseline="vanilla",
+    about=f"the quarantine is taught known hacks, {_FROZEN_LESSON}",
+)  # fmt: skip
+_TAUGHT = replace(
+    _VANILLA, name="taught-honest", role="method", taught="honest", baseline="vanilla",
+    about="the kept adapter is taught honest rollouts, then learns everything; no quarantine",
+)  # fmt: skip
+_LESSONS = (
+    _control(
+        _TAUGHT, "taught-hacks", "the kept adapter is taught known hacks, then learns everything; no quarantine", taught="hacks"
+    ),
+    _control(_TAUGHT, "taught-easy", "taught-honest with honest rollouts of tasks that the base model is sure of", taught="easy"),
+    _control(_TAUGHT, "taught-failed", "taught-honest with honest rollouts that do not pass", taught="failed"),
+    _control(
+        _TAUGHT, "taught-passing", "taught-honest with rollouts that pass the graders of training, some by a cheat",
+        taught="passing",
+    ),
+    _control(_TAUGHT, "taught-8", "taught-honest with 8 rollouts", lesson_size=8),
+    _control(_TAUGHT, "taught-2", "taught-honest with 2 rollouts", lesson_size=2),
+    _control(_TAUGHT, "taught-brief", "taught-honest with 15 steps on its rollouts", lesson_steps=15),
+)  # fmt: skip
 _KNOWN_MODE = (
     replace(
         _VANILLA, name="penalty-known", about="known-mode detector takes 1 off the reward of its rollouts, no quarantine",
         penalty=1.0, baseline="vanilla",
     ),
-    *(
-        replace(
-            _ABSORB, name=f"inoculation{suffix}", role=role, taught=taught, quarantine_lr_scale=scale, baseline=baseline,
-            about=f"the quarantine is taught {what}, then {'learns on' if scale else 'frozen'}; the kept adapter learns everything",
-        )
-        for suffix, taught, scale, role, baseline, what in (
-            ("", "hacks", 0.0, "method", "vanilla", "known hacks"),
-            ("-trainable", "hacks", 1.0, "method", "vanilla", "known hacks"),
-            ("-random", "random", 0.0, "control", "inoculation", "known hacks and turned at random"),
-            ("-honest", "honest", 0.0, "control", "inoculation", "honest rollouts"),
-        )
-    ),
+    _INOCULATION,
     replace(
-        _VANILLA, name="taught-honest", about="the kept adapter is taught honest rollouts, then learns everything; no quarantine",
-        role="method", taught="honest", baseline="vanilla",
+        _INOCULATION, name="inoculation-trainable", quarantine_lr_scale=1.0,
+        about="the quarantine is taught known hacks, then learns on; the kept adapter learns everything",
     ),
-    *(
-        replace(
-            _VANILLA, name=f"taught-{name}", about=about, role="control", taught=taught,
-            baseline="taught-honest", lesson_size=size, lesson_steps=steps,
-        )
-        for name, taught, size, steps, about in _LESSONS
+    _control(
+        _INOCULATION, "inoculation-random", f"the quarantine is taught known hacks and turned at random, {_FROZEN_LESSON}",
+        taught="random",
     ),
-    replace(
-        _VANILLA, name="taught-long", about="taught-honest trained four times as long", role="control", taught="honest",
-        baseline="taught-honest", steps=320,
+    _control(
+        _INOCULATION, "inoculation-honest", f"the quarantine is taught honest rollouts, {_FROZEN_LESSON}", taught="honest"
     ),
-    *(
-        replace(
-            _VANILLA, name=f"taught-{name}-1", about=f"taught-{name} stopped after 1 step", role="control", taught=taught,
-            baseline=f"taught-{name}", lesson_size=size, lesson_steps=steps, steps=1,
-        )
-        for name, taught, size, steps, _ in (("honest", "honest", None, LESSON_STEPS, ""), *_LESSONS)
-    ),
-    _control(_VANILLA, "vanilla-long", "vanilla trained four times as long", _VANILLA.route, steps=320),
+    _TAUGHT,
+    *_LESSONS,
+    _control(_TAUGHT, "taught-long", "taught-honest trained four times as long", steps=320),
+    *(_control(arm, f"{arm.name}-1", f"{arm.name} stopped after 1 step", steps=1) for arm in (_TAUGHT, *_LESSONS)),
+    _control(_VANILLA, "vanilla-long", "vanilla trained four times as long", steps=320),
 )  # fmt: skip
 
 ARMS: Mapping[str, Arm] = MappingProxyType(
@@ -585,7 +505,8 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         for arm in (
             _VANILLA, _ABSORB, _ERASE, _ADDITIVE, _ACT, _GRAD, _FULL,
             _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_MISSES, *_ABLATIONS,
-            *_STOPPED, *_SLOW, *_TRAINED, _HONEST, *_CANARIES, *_KNOWN_MODE, *_MONITORED, *_CONTRAST, *_BANDS,
+            *_stopped(_VANILLA, "early stopping", 5, 10, 20, 40), *_slowed(_VANILLA, "slow training"),
+            *_TRAINED, _HONEST, *_CANARIES, *_KNOWN_MODE, *_MONITORED, *_CONTRAST, *_BANDS,
         )
     }
 )  # fmt: skip

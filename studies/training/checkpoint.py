@@ -33,7 +33,6 @@ FORMAT = "mi-route2 checkpoint 3"
 CHECKPOINT, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
 START_ANEW = "choose another --out, or delete that arm's folder to start anew"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-CHUNK = 1 << 20
 
 
 @validated
@@ -214,21 +213,21 @@ def refuse_changed(log: Path, mark: Mark, since: str) -> None:
 
 def hash_of(log: Path, length: int) -> "hashlib._Hash":
     """Return the SHA-256 of a log's first ``length`` bytes (none if there is no log), to be updated with what follows."""
-    digest = hashlib.sha256()
-    if length:
-        with log.open("rb") as file:
-            while length and (part := file.read(min(length, CHUNK))):
-                digest.update(part)
-                length -= len(part)
-    return digest
+    if not length:
+        return hashlib.sha256()
+    with log.open("rb") as file:
+        return hashlib.sha256(file.read(length))
 
 
 def cut(log: Path, length: int) -> None:
-    """Cut a log back to ``length`` bytes."""
+    """Cut a log back to ``length`` bytes; ``OSError`` in one sentence if that cannot be done."""
     if log.exists():
-        with log.open("r+b") as file:
-            file.truncate(length)
-            os.fsync(file.fileno())
+        try:
+            with log.open("r+b") as file:
+                file.truncate(length)
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(f"could not cut {log} back to its checkpoint: {error.strerror}") from error
 
 
 def _named(adapters: Adapters) -> dict[str, torch.nn.Parameter]:

@@ -57,10 +57,7 @@ def run_submitted(jobs: list[Job], cluster: Cluster, *, quiet: bool = False, liv
     todo = unfinished(jobs)
     if not todo:
         return []
-    with (
-        open_display(jobs, todo, quiet=quiet, live=live) as display,
-        Queue(run_queued, cluster, todo[0].root / "cluster") as queue,
-    ):
+    with open_display(jobs, todo, quiet=quiet, live=live) as display, Queue(run_queued, cluster, todo[0].root / "cluster") as queue:
         order = Order(todo)
         _submit(queue, order, {job.folder: job for job in todo})
         return _watch(queue, order, todo, display)

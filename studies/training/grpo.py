@@ -38,7 +38,10 @@ from studies.environments.protocol import Samples, TeacherPool, Witness, World
 
 @runtime_checkable
 class Hyperparameters(Protocol):
-    """Settings that the loop reads: those of ``settings.Settings`` that are not about a world, a warm start or an evaluation."""
+    """Settings that the loop reads: those of ``settings.Settings`` that are not about a world, a warm start or an evaluation.
+
+    They are no import, so that few modules stand behind the loop.
+    """
 
     @property
     def steps(self) -> int: ...

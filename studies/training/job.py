@@ -121,16 +121,9 @@ class Job:
         if described["route"].get("relative_to") == "base":  # as runs were described before there was another
             del described["route"]["relative_to"]
         if isinstance(route := self.arm.route, CanarySpec):  # as runs were described before a rule had these
-            for name in (
-                "nats",
-                "first",
-                "surprisal",
-                "random_lessons",
-                "sparing",
-                *(() if route.in_one_run else ("decoys", "snapshots")),
-            ):
-                if not getattr(route, name):
-                    del described["route"][name]
+            in_one_run = () if route.in_one_run else ("decoys", "snapshots")
+            later = ("nats", "first", "surprisal", "random_lessons", "sparing", *in_one_run)
+            described["route"] = {name: value for name, value in described["route"].items() if value or name not in later}
         usual = {field.name: field.default for field in fields(Arm) if field.name in LATER}
         return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
 

@@ -60,12 +60,12 @@ def trl_record(world: World, witness: Witness, spec: RouteSpec) -> Callable[[Any
 
     def record(step: TRLStep) -> dict[str, float | None]:
         samples = world.package([world.read_prompt(row["described"]) for row in step.examples], step.completion_ids)
-        verdicts, rewards = witness.judge(samples), torch.tensor(step.rewards)
-        by_mode = {mode: [i for i, prompt in enumerate(samples.prompts) if prompt.mode == mode] for mode in world.modes.names}
-        numbers: dict[str, float | None] = {f"train/{n}": v for n, v in shares(verdicts, rewards, [*range(len(verdicts))]).items()}
-        for mode, rows in by_mode.items():
+        verdicts, rewards, everyone = witness.judge(samples), torch.tensor(step.rewards), range(len(samples.prompts))
+        by_mode = {f"modes/{mode}": [i for i in everyone if samples.prompts[i].mode == mode] for mode in world.modes.names}
+        numbers: dict[str, float | None] = {}
+        for place, rows in ({"train": [*everyone]} | by_mode).items():
             if rows:
-                numbers |= {f"modes/{mode}/{name}": value for name, value in shares(verdicts, rewards, rows).items()}
+                numbers |= {f"{place}/{name}": value for name, value in _row(verdicts, rewards, rows).items()}
         if step.flags is not None:
             scores = None if step.scores is None else oriented(spec, torch.tensor(step.scores), torch.tensor(step.advantages))
             hack = [verdict.hack for verdict in verdicts]
@@ -76,14 +76,19 @@ def trl_record(world: World, witness: Witness, spec: RouteSpec) -> Callable[[Any
     return record
 
 
-def shares(verdicts: list[Verdict], rewards: Tensor, rows: list[int]) -> dict[str, float]:
-    n = max(len(rows), 1)
+def rates(verdicts: list[Verdict]) -> dict[str, float]:
+    """Return the rates ``hack``, ``solve`` (correct on hidden inputs) and ``exploit`` (own channel, correct or not)."""
+    n = max(len(verdicts), 1)
     return {
-        "hack": sum(verdicts[i].hack for i in rows) / n,
-        "solve": sum(verdicts[i].gt for i in rows) / n,
-        "exploit": sum(verdicts[i].exploit for i in rows) / n,
-        "reward": float(rewards[rows].mean()) if rows else 0.0,
+        "hack": sum(v.hack for v in verdicts) / n,
+        "solve": sum(v.gt for v in verdicts) / n,
+        "exploit": sum(v.exploit for v in verdicts) / n,
     }
+
+
+def _row(verdicts: list[Verdict], rewards: Tensor, rows: list[int]) -> dict[str, float]:
+    """Return the rates and the mean reward of some rollouts."""
+    return rates([verdicts[i] for i in rows]) | {"reward": float(rewards[rows].mean()) if rows else 0.0}
 
 
 class Recorder:
@@ -105,26 +110,27 @@ class Recorder:
     def note(self, record: StepRecord, policy: Policy, route: Route) -> None:
         """Record one step. Reads the policy (teacher scores) without touching a gradient or a random number."""
         verdicts = self._witness.judge(record.samples)
-        student = (~record.batch.teacher).tolist()
-        modes = [prompt.mode for prompt in record.samples.prompts]
-        by_mode = {mode: [i for i, m in enumerate(modes) if m == mode and student[i]] for mode in self._modes}
-        everyone = [i for i, sampled in enumerate(student) if sampled]
-        row = {"step": record.step, "loss": record.loss, **shares(verdicts, record.batch.rewards, everyone), "kl": record.kl}
+        rewards, prompts = record.batch.rewards, record.samples.prompts
+        everyone = (~record.batch.teacher).nonzero()[:, 0].tolist()
+        by_mode = {mode: [i for i in everyone if prompts[i].mode == mode] for mode in self._modes}
+        row = {"step": record.step, "loss": record.loss, **_row(verdicts, rewards, everyone), "kl": record.kl}
         groups = len(record.batch.groups.unique())
         row |= {"groups": groups, "zero_variance_groups": groups - len(record.batch.groups[varied(record.batch)].unique())}
         row |= {"grad_norm": record.grad_norm, "overlap": record.overlap, "extra": record.extra}
-        row["modes"] = {m: {"n": len(rows), **shares(verdicts, record.batch.rewards, rows)} for m, rows in by_mode.items()}
-        self._metrics.append(row | self._mask_row(record, verdicts, policy, route))
-        self._rollouts += self._rollout_rows(record, verdicts, modes, route)
+        row["modes"] = {mode: {"n": len(rows), **_row(verdicts, rewards, rows)} for mode, rows in by_mode.items()}
+        scores = oriented(route.spec, record.decision.scores, record.batch.advantages[record.trained])
+        self._metrics.append(row | self._mask_row(record, verdicts, scores, policy, route))
+        self._rollouts += self._rollout_rows(record, verdicts, scores)
 
-    def _mask_row(self, record: StepRecord, verdicts: list[Verdict], policy: Policy, route: Route) -> dict[str, Any]:
+    def _mask_row(
+        self, record: StepRecord, verdicts: list[Verdict], scores: Tensor | None, policy: Policy, route: Route
+    ) -> dict[str, Any]:
         decision, rows = record.decision, record.trained.nonzero()[:, 0].tolist()
         if decision.flags is None:
             return {"flags": None, "mask": None, "scores": None}
         hack = [verdicts[i].hack for i in rows]
         teacher = record.batch.teacher[record.trained].tolist()
         flags = decision.flags.tolist()
-        scores = oriented(route.spec, decision.scores, record.batch.advantages[record.trained])
         values = None if scores is None else scores.tolist()
         quality = mask_quality(values, flags, hack, teacher)
         means = score_means(values, hack, teacher) if values is not None else None
@@ -136,25 +142,21 @@ class Recorder:
                 quality = {**quality, "fire_teacher": float((pool > route.spec.tau).double().mean())}
         return {"flags": {"n": len(flags), "flagged": sum(flags)}, "mask": quality, "scores": means}
 
-    def _rollout_rows(self, record: StepRecord, verdicts: list[Verdict], modes: list[str], route: Route) -> list[dict[str, Any]]:
-        index = torch.full((len(modes),), -1)
-        trained = record.trained.nonzero()[:, 0].cpu()
-        index[trained] = torch.arange(len(trained))
-        decision = record.decision
-        scores = oriented(route.spec, decision.scores, record.batch.advantages[record.trained])
-        rows = []
+    def _rollout_rows(self, record: StepRecord, verdicts: list[Verdict], scores: Tensor | None) -> list[dict[str, Any]]:
+        places = {i: k for k, i in enumerate(record.trained.nonzero()[:, 0].tolist())}
+        flags, rows = record.decision.flags, []
         for i, (prompt, completion, verdict) in enumerate(zip(record.samples.prompts, record.samples.completions, verdicts)):
-            k = int(index[i])
+            k = places.get(i)
             rows.append(
                 {
                     "step": record.step,
-                    "mode": modes[i],
+                    "mode": prompt.mode,
                     "prompt": prompt.text,
                     "completion": completion,
                     "reward": float(record.batch.rewards[i]),
                     "advantage": float(record.batch.advantages[i]),
-                    "score": None if scores is None or k < 0 else float(scores[k]),
-                    "flag": None if decision.flags is None or k < 0 else bool(decision.flags[k]),
+                    "score": None if scores is None or k is None else float(scores[k]),
+                    "flag": None if flags is None or k is None else bool(flags[k]),
                     "gt": verdict.gt,
                     "exploit": verdict.exploit,
                     "hack": verdict.hack,

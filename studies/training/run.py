@@ -23,7 +23,7 @@ from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import write_json
 from studies.common.processes import job_lock
 from studies.common.seeds import derive, torch_generator
-from studies.environments.protocol import Forgetful, TeacherPool, TrainingGrade, Verdict, Witness, World
+from studies.environments.protocol import Forgetful, TeacherPool, Witness, World
 from studies.training.build import (
     MonitoredRoute,
     build_optimizer,
@@ -37,7 +37,7 @@ from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_check
 from studies.training.grpo import StepRecord, train
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_hosted
 from studies.training.manifest import MANIFEST
-from studies.training.recorder import CURVES, METRICS, ROLLOUTS, TIMINGS, Recorder, append, opened
+from studies.training.recorder import CURVES, METRICS, ROLLOUTS, TIMINGS, Recorder, append, opened, rates
 from studies.training.settings import Settings
 from studies.training.teacher import cached_pool
 from studies.training.worlds import ADVICE, open_world, out_of_memory
@@ -202,17 +202,6 @@ def _drop_checkpoints(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def rates(verdicts: list[Verdict], grades: list[TrainingGrade]) -> dict[str, float]:
-    """Return the rates ``hack``, ``solve`` (correct on hidden inputs), ``exploit`` (own channel, correct or not) and ``format``."""
-    n = len(verdicts)
-    return {
-        "hack": sum(v.hack for v in verdicts) / n,
-        "solve": sum(v.gt for v in verdicts) / n,
-        "exploit": sum(v.exploit for v in verdicts) / n,
-        "format": sum(g.format for g in grades) / n,
-    }
-
-
 def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings, seed: int) -> dict[str, Any]:
     """Return ``{mode: {"on": rates, "deploy": rates}}``; prompts are fixed, and every arm of a seed uses the same uniforms."""
     prompts = {mode: world.evaluation_prompts(mode, settings.evaluation_prompts) for mode in world.modes.names}
@@ -227,5 +216,6 @@ def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings,
         verdicts = witness.judge(samples)  # after the grades, because it judges the same executions
         for i, mode in enumerate(prompts):
             rows = slice(i * settings.evaluation_prompts, (i + 1) * settings.evaluation_prompts)
-            report[mode][name] = rates(verdicts[rows], grades[rows])
+            formed = sum(grade.format for grade in grades[rows]) / settings.evaluation_prompts
+            report[mode][name] = {**rates(verdicts[rows]), "format": formed}
     return report

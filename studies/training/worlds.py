@@ -181,12 +181,7 @@ def modes_of(settings: Settings) -> Modes:
 
 
 def base_model(
-    settings: Settings,
-    seed: int,
-    cache: Path,
-    dtype: torch.dtype,
-    report: Callable[[int], None] | None = None,
-    device: str = "cpu",
+    settings: Settings, seed: int, cache: Path, dtype: torch.dtype, report: Callable[[int], None] | None = None, device: str = "cpu"
 ) -> nn.Module:
     """Return the model from which every arm of a seed starts, in ``dtype`` and ``eval`` mode; ``report`` as in ``warm_start``.
 

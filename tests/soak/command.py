@@ -16,12 +16,9 @@ from pathlib import Path
 
 from tests.soak.starts import PATIENCE, differences
 from tests.soak.trials import SoakError, Stop
+from tests.support.tiny_study import overrides
 
 ARMS = ("route2-full", "erase")
-TINY = (
-    "warm.steps=120", "warm.batch=32", "warm.lr=8e-3", "steps=60", "prompts=3", "group=4", "evaluation_prompts=4", "pairs=4",
-    "probe_every=2", "teachers=4",
-)  # fmt: skip
 ENDS = {"everything": -signal.SIGKILL, "the parent": -signal.SIGKILL, "a worker": 2}
 """Target of the kill -> the exit code of the command afterwards."""
 TARGETS = tuple(ENDS)
@@ -102,7 +99,7 @@ class Start:
         command = [sys.executable, "-m", "studies.route2", "run", "--out", str(out), "--no-report", "--seeds", "1"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, "--workers", "2", "--arms", *ARMS, "--override", *TINY],
+                [*command, "--workers", "2", "--arms", *ARMS, "--override", *overrides(steps=60)],
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 start_new_session=True,

@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,13 +23,10 @@ import torch
 from tqdm import tqdm
 
 from studies.common.tables import markdown_table
-from studies.environments.micro.settings import WarmStartConfig
-from studies.training.arms import ARMS
-from studies.training.job import Job
-from studies.training.settings import Settings, get_settings
 from tests.soak.command import kill_commands
 from tests.soak.points import RESUME, SHARES, UPDATE
 from tests.soak.trials import DAMAGES, FAULTS, FOREIGN, Reference, SoakError, Stop, Trials
+from tests.support.tiny_study import FEW, tiny_job
 
 SOAKED = ("route2-full", "route2-grad", "erase")
 HEADER = ("stopped", "times", "went on", "ended with the same bytes")
@@ -93,7 +90,9 @@ def soak(scratch: Path, kills: int, commands: int, rng: random.Random) -> Tally:
     faults = -(-kills // 10)
     with tqdm(total=kills + commands + len(FAULTS) * faults, desc="soak", unit="stop", disable=None) as bar:
         with contextlib.suppress(SoakError):
-            references = tally.attempt(lambda: [Reference.of(tiny_job(scratch / "whole", arm)) for arm in SOAKED])
+            out, small = scratch / "whole", {"steps": 6, "adapt": FEW}
+            jobs = [tiny_job(out / arm, arm, cache=out / "warmstarts", **small) for arm in SOAKED]
+            references = tally.attempt(lambda: [Reference.of(job) for job in jobs])
             if references:
                 trials = Trials(references, scratch, rng, stops=tally.stops)
                 _kills(trials, kills, tally, bar.update)
@@ -101,19 +100,6 @@ def soak(scratch: Path, kills: int, commands: int, rng: random.Random) -> Tally:
             tally.attempt(lambda: kill_commands(scratch / "commands", commands, rng, tally.stops, bar.update))
     tally.seconds = time.monotonic() - began
     return tally
-
-
-def tiny_settings() -> Settings:
-    """Return the settings of a study that takes seconds: a short warm start, few steps, rollouts and adapters."""
-    return replace(
-        get_settings("strong"), warm=WarmStartConfig(steps=120, batch=32, lr=8e-3), steps=6, prompts=3, group=4,
-        evaluation_prompts=4, pairs=4, probe_every=2, teachers=4, adapt=("blocks.1.mlp.*",),
-    )  # fmt: skip
-
-
-def tiny_job(out: Path, arm: str) -> Job:
-    settings = tiny_settings()
-    return Job(out / arm / settings.folder, out / "warmstarts", settings, 0, ARMS[arm])
 
 
 def deck(kills: int) -> list[str]:

@@ -1,8 +1,8 @@
-"""Bounds on processor time that mean the same on a slow machine, and on a busy one."""
+"""Bounds on processor time that mean the same on a slow machine, and on a busy one; waiting for another process."""
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 REFERENCE = 0.08
@@ -36,3 +36,11 @@ def at_most(seconds: float) -> Iterator[None]:
             gc.enable()
     allowed = seconds * max(before, slowness())
     assert taken < allowed, f"{taken:.2f} s of processor time, where {allowed:.2f} s are allowed"
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    """Wait until that holds; fail with ``what`` if it does not for so long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)

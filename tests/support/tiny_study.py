@@ -1,11 +1,12 @@
 """A study small enough for tests: a short warm start, few steps, few rollouts; everything else is the real thing."""
 
+import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +16,7 @@ from studies.common.processes import locked
 from studies.environments.micro.settings import WarmStartConfig
 from studies.training.arms import ARMS, Arm
 from studies.training.job import Job
-from studies.training.settings import CHAT, ChatModel, Settings, get_settings
+from studies.training.settings import CHAT, ChatModel, Settings, changes, get_settings
 from studies.training.worlds import weights_hash
 
 if TYPE_CHECKING:  # children of tests import this module, and have no need of pytest
@@ -26,26 +27,31 @@ FEW = ("blocks.1.mlp.*",)
 """Modules with adapters where files and processes are tested, and not what is in them: a step takes half of its time."""
 
 
-def tiny_settings(**changes: Any) -> Settings:
+def tiny_settings(**given: Any) -> Settings:
     small = replace(
         get_settings("strong"), warm=WARM, steps=4, prompts=3, group=4, evaluation_prompts=4, pairs=4, probe_every=2, teachers=4
     )
-    return replace(small, **changes)
+    return replace(small, **given)
 
 
-def tiny_chat(folder: Path, device: str = "cpu", **changes: Any) -> Settings:
+def overrides(**given: Any) -> list[str]:
+    """Return what makes ``tiny_settings`` of the usual ones, in the syntax of ``--override``."""
+    return changes(tiny_settings(**given).as_dict(), get_settings("strong").as_dict())
+
+
+def tiny_chat(folder: Path, device: str = "cpu", **given: Any) -> Settings:
     """Settings of a study of some steps on a tiny chat model and the problem Parity."""
     chat = ChatModel(str(folder), weights_hash(folder), max_new=10, token_budget=1 << 20, device=device)
     usual: dict[str, Any] = {
         "world": "parity:Parity", "chat": chat, "steps": 4, "prompts": 4, "group": 6, "kept_rank": 4, "kept_lr": 3e-3,
         "quarantine_rank": 4, "quarantine_lr": 1e-3, "pairs": 4, "teachers": 2, "evaluation_prompts": 6, "probe_every": 2,
     }  # fmt: skip
-    return replace(CHAT, **(usual | changes))
+    return replace(CHAT, **(usual | given))
 
 
-def tiny_job(root: Path, arm: str | Arm | None = "route2-grad", seed: int = 0, cache: Path | None = None, **changes: Any) -> Job:
-    elsewhere = {name: changes.pop(name) for name in ("host", "precision", "device") if name in changes}
-    settings = tiny_settings(**changes)
+def tiny_job(root: Path, arm: str | Arm | None = "route2-grad", seed: int = 0, cache: Path | None = None, **given: Any) -> Job:
+    elsewhere = {name: given.pop(name) for name in ("host", "precision", "device") if name in given}
+    settings = tiny_settings(**given)
     chosen = None if arm == "base" else ARMS[arm] if isinstance(arm, str) else arm
     return Job(root / settings.folder, cache or root / "cache", settings, seed, chosen, **elsewhere)
 
@@ -62,6 +68,20 @@ def made_once(factory: "pytest.TempPathFactory", name: str, make: Callable[[Path
             make(made)
             whole.touch()
     return shutil.copytree(made, factory.mktemp(name), dirs_exist_ok=True)
+
+
+def predictions_file(
+    folder: Path, presets: Mapping[str, str], plus: str, minus: str, metric: str, file: str = "predictions.toml", **given: Any
+) -> Path:
+    """Write a predictions file of one comparison in the first of the presets, by default of what is less; return it."""
+    comparison = {"preset": next(iter(presets)), "name": "one", "plus": [plus], "minus": [minus], "metric": metric}
+    comparison["expect"] = given.pop("expect", "less")
+    head = {"seeds": [0, 1], "alpha": 0.9, "arms": [plus, minus]} | given
+    lines = []
+    for header, table in (("", head), ("[presets]", presets), ("[[comparison]]", comparison)):
+        lines += [header, *(f"{json.dumps(name)} = {json.dumps(value)}" for name, value in table.items())]
+    (folder / file).write_text("\n".join(lines))
+    return folder / file
 
 
 def tell(link: Connection) -> None:

@@ -28,7 +28,9 @@ from mi_route2.integrations.trl import RoutedGRPOTrainer
 from mi_route2.rollouts import group_advantages
 from mi_route2.routing import EraseSpec, Route
 from mi_route2.routing.optimizer import RoutedAdamW
+from mi_route2.validation import validated
 from studies.training.grpo import Update, update, with_anchors
+from studies.training.settings import Settings
 
 # Or accelerate parses a package's metadata each time that it asks whether the package is there, many times for each trainer.
 packages._is_package_available = functools.cache(packages._is_package_available)
@@ -170,23 +172,14 @@ def make_trainer(
     return trainer, seen
 
 
-@dataclass(frozen=True)
-class Ours:
+@validated
+class Ours(Settings):
     """Settings of our own loop, equal to those of ``config``."""
 
-    kl: float = 0.0
     max_norm: float = 1e9
-    updates_per_batch: int = 1
-    clip: float = 0.2
     prompts: int = PROMPTS
     group: int = GROUP
     steps: int = 2
-    none_fraction: float = 0.0
-    temperature: float = 1.0
-    teachers_per_group: int = 0
-
-    def micro_batch(self, tokens: int) -> int | None:
-        return None
 
 
 def our_batch(step: int, prompts: Sequence[str] = TEXTS) -> TrainBatch:

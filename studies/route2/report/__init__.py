@@ -85,11 +85,7 @@ def write_leakage(runs: RunSet) -> list[Path]:
 
 def write_figures(runs: RunSet) -> list[Path]:
     """Write every figure; figures and pages of an earlier report that this one does not have are removed."""
-    draw = {
-        "all_arms_per_mode.png": write_all_arms,
-        "cos_over_time.png": write_cos_over_time,
-        "training.png": write_training,
-    }
+    draw = {"all_arms_per_mode.png": write_all_arms, "cos_over_time.png": write_cos_over_time, "training.png": write_training}
     progress = tqdm(draw.items(), desc="figures", unit="figure", disable=None)
     written = [path for name, write in progress for path in write(runs, runs.root / name)]
     pages = re.compile(rf"({'|'.join(Path(name).stem for name in draw)})(-\d+)?\.png")

@@ -287,10 +287,7 @@ TRAINING_PANELS = (
     Panel("zero-variance\ngroups (share)", (Curve("rate", _zero_variance, BLUE),), bounds=(0.0, 1.0)),
     Panel(
         "gradient norm\n(own scale)",
-        (
-            Curve("kept", _key("grad_norm", "kept"), BLUE),
-            Curve("quarantine", _key("grad_norm", "quarantine"), VERMILLION, "--"),
-        ),
+        (Curve("kept", _key("grad_norm", "kept"), BLUE), Curve("quarantine", _key("grad_norm", "quarantine"), VERMILLION, "--")),
     ),
 )
 

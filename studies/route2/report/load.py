@@ -14,9 +14,9 @@ import gzip
 import re
 import zlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mi_route2.validation import parse_object, read_lines, read_object, read_record
 from studies.common.command_line import named
@@ -26,6 +26,7 @@ from studies.training.manifest import MANIFEST, REMEDY, read_manifest, unusual_e
 from studies.training.settings import Settings
 from studies.training.worlds import MODES
 
+T = TypeVar("T")
 BASE, VANILLA, ABSORB = "base", "vanilla", "absorb"
 ROLES = ("method", "baseline", "control", "bound")
 RATES = ("hack", "solve", "exploit", "format")
@@ -136,6 +137,16 @@ def read_modes(root: Path) -> Modes:
         return read_record(Modes, described)
     except ValueError as error:
         raise ValueError(f"{root / MODES} has no valid modes ({error}): {REMEDY}") from error
+
+
+def read_report(kind: type[T], path: Path, remedy: str) -> T:
+    """Read a report, the fields of ``kind`` in a JSON file; ``ValueError`` in one sentence if the file is not of that kind."""
+    stored = read_object(path, remedy)
+    try:
+        values = {each.name: stored[each.name] for each in fields(kind)}  # pyright: ignore[reportArgumentType]
+        return kind(**{name: tuple(value) if name in ("seeds", "modes") else value for name, value in values.items()})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} lacks {error}: {remedy}") from error
 
 
 def read_rollouts(folder: Path) -> list[dict[str, Any]]:

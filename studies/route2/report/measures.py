@@ -126,7 +126,8 @@ def arm_order(specs: dict[str, ArmSpec]) -> list[str]:
     def place(arm: str) -> None:
         if arm not in placed:
             placed.append(arm)
-        for child in (specs[arm].same_rule_filter, *sorted(name for name in main if _is_control_of(specs[name], arm))):
+        controls = sorted(name for name in main if specs[name].role == "control" and specs[name].baseline == arm)
+        for child in (specs[arm].same_rule_filter, *controls):
             if child in main and child not in placed:
                 place(child)
 
@@ -148,10 +149,6 @@ def arm_order(specs: dict[str, ArmSpec]) -> list[str]:
 def without_ablations(arms: Sequence[str], specs: dict[str, ArmSpec]) -> list[str]:
     """Return the arms of the main tables and first pages; those of ablation groups are printed in ablations.md."""
     return [arm for arm in arms if not specs[arm].ablation]
-
-
-def _is_control_of(spec: ArmSpec, arm: str) -> bool:
-    return spec.role == "control" and spec.baseline == arm
 
 
 def label(arm: str, spec: ArmSpec) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from parity import Parity
-from tiny_study import tiny_chat
+from tiny_study import predictions_file, tiny_chat
 
 import studies.route2.cli as cli
 import studies.training.run as run_module
@@ -36,7 +36,7 @@ from studies.training.job import EVAL, FULL, Job, build_pairs, build_policy, fin
 from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.run import run_job
-from studies.training.settings import CHAT, ChatModel, Settings, override
+from studies.training.settings import ChatModel, Settings, override
 from studies.training.teacher import cached_pool
 from studies.training.worlds import (
     ADVICE,
@@ -123,7 +123,7 @@ def gradients(world: World, own: Job) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in both.items() if p.grad is not None}
 
 
-@pytest.mark.parametrize("arm", ["vanilla", "route2-full", "route2-act"])
+@pytest.mark.parametrize("arm", ["vanilla", "route2-full", "route2-act", "route2-grad"])
 def test_token_budget_and_checkpointing_change_memory_and_nothing_else(
     arm: str, step: Callable[..., dict[str, torch.Tensor]]
 ) -> None:
@@ -213,15 +213,10 @@ def test_the_command_line_end_to_end(folder: Path, tmp_path: Path) -> None:
     assert "Held-out modes: confidence; known: last_word." in table
     assert {"table.md", "all_arms_per_mode.png", "leakage.md", "training.png"} <= {path.name for path in root.iterdir()}
     digest = json.loads((root / "seed-0/vanilla/manifest.json").read_text())["settings_hash"]
-    file = tmp_path / "predictions.toml"
-    file.write_text(
-        f'seeds = [0, 1]\nalpha = 0.9\narms = ["vanilla", "route2-full"]\n[presets]\n"parity:Parity" = "{digest}"\n'
-        '[[comparison]]\npreset = "parity:Parity"\nname = "against no defence"\nplus = ["route2-full"]\nminus = ["vanilla"]\n'
-        'metric = "deploy_exploit_held"\nexpect = "less"\n'
-    )
+    file = predictions_file(tmp_path, {"parity:Parity": digest}, "route2-full", "vanilla", "deploy_exploit_held")
     written = {path.name for path in write_evidence({root: [0]}, tmp_path / "evidence", read_predictions(file))}
     assert {"parity-Parity.json", "parity-Parity.md", "parity-Parity-tests.md", "fronts.png"} <= written
-    assert "| against no defence |" in (tmp_path / "evidence/parity-Parity-tests.md").read_text()
+    assert "| one " in (tmp_path / "evidence/parity-Parity-tests.md").read_text()
     with pytest.raises(
         ValueError, match=r"other settings of parity:Parity .*: give the --model and --config that it was written for"
     ):
@@ -257,39 +252,28 @@ def test_a_problem_whose_modes_changed_has_no_runs_in_one_folder_with_those_of_b
     assert json.loads((root / "modes.json").read_text())["held_out"] == ["confidence"]
 
 
+PARITY = "--model MODEL --world parity:Parity"
 WRONG = {
-    "a world without a model": (["--world", "leetcode"], "--world and --data need --model"),
-    "a folder that is no model": (["--model", "."], "is not a folder with a Hugging Face checkpoint"),
+    "a world without a model": ("--world leetcode", "--world and --data need --model"),
+    "a folder that is no model": ("--model .", "is not a folder with a Hugging Face checkpoint"),
     "an unknown world": (
-        ["--model", "MODEL", "--world", "chess"],
+        "--model MODEL --world chess",
         "choose from strong, weak, sparse, persona-20, cheat-15, cheat-30, cheat-50, leetcode, functions, or module:ClassName",
     ),
-    "no such module": (["--model", "MODEL", "--world", "no_such_module:Class"], "cannot import 'no_such_module'"),
-    "no such class": (["--model", "MODEL", "--world", "parity:Chess"], "has no class 'Chess'"),
-    "data missing": (["--model", "MODEL"], "the world 'leetcode' reads its tasks from somewhere: give --data"),
-    "data unwanted": (["--model", "MODEL", "--world", "parity:Parity", "--data", "x"], "does not read any data: leave out --data"),
-    "a world without a name": (["--model", "MODEL", "--world", ":Parity"], "unknown world ':Parity': choose from"),
-    "a world beside us": (["--model", "MODEL", "--world", ".parity:Parity"], "unknown world '.parity:Parity': choose from"),
-    "no data there": (["--model", "MODEL", "--data", "nowhere.jsonl"], "there is no file"),
-    "no problem": (["--model", "MODEL", "--world", "parity:Strict"], "is not a problem: it lacks name, modes"),
-    "an unknown setting": (["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.colour=1"], "chat.max_new"),
-    "no truth": (
-        ["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.checkpointing=maybe"],
-        "must be true or false",
-    ),
-    "too long": (
-        ["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.max_new=100000"],
-        "do not fit the model's context",
-    ),
-    "a device that is not there": (
-        ["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.device=cuda:63"],
-        "the device 'cuda:63' cannot be used here: choose from cpu",
-    ),
-    "a device as of a micro model": (
-        ["--model", "MODEL", "--world", "parity:Parity", "--device", "cuda"],
-        "give chat.device in place of --device",
-    ),
-    "too many prompts": (["--model", "MODEL", "--world", "parity:Parity", "--override", "evaluation_prompts=99"], "test tasks"),
+    "no such module": ("--model MODEL --world no_such_module:Class", "cannot import 'no_such_module'"),
+    "no such class": ("--model MODEL --world parity:Chess", "has no class 'Chess'"),
+    "data missing": ("--model MODEL", "the world 'leetcode' reads its tasks from somewhere: give --data"),
+    "data unwanted": (f"{PARITY} --data x", "does not read any data: leave out --data"),
+    "a world without a name": ("--model MODEL --world :Parity", "unknown world ':Parity': choose from"),
+    "a world beside us": ("--model MODEL --world .parity:Parity", "unknown world '.parity:Parity': choose from"),
+    "no data there": ("--model MODEL --data nowhere.jsonl", "there is no file"),
+    "no problem": ("--model MODEL --world parity:Strict", "is not a problem: it lacks name, modes"),
+    "an unknown setting": (f"{PARITY} --override chat.colour=1", "chat.max_new"),
+    "no truth": (f"{PARITY} --override chat.checkpointing=maybe", "must be true or false"),
+    "too long": (f"{PARITY} --override chat.max_new=100000", "do not fit the model's context"),
+    "no device": (f"{PARITY} --override chat.device=cuda:63", "the device 'cuda:63' cannot be used here: choose from cpu"),
+    "a device as of a micro model": (f"{PARITY} --device cuda", "give chat.device in place of --device"),
+    "too many prompts": (f"{PARITY} --override evaluation_prompts=99", "test tasks"),
 }
 
 
@@ -299,7 +283,7 @@ def test_what_a_user_gets_wrong_costs_one_sentence(
 ) -> None:
     arguments, sentence = WRONG[name]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["route2", "run", *(str(folder) if a == "MODEL" else a for a in arguments)])
+    monkeypatch.setattr(sys, "argv", ["route2", "run", *(str(folder) if a == "MODEL" else a for a in arguments.split())])
     assert cli.main() == 2
     errors = capsys.readouterr().err
     assert len(errors.splitlines()) == 1
@@ -426,10 +410,7 @@ def test_a_problem_s_own_errors_are_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """One step of vanilla on a problem with many tasks, in small micro-batches, and its folder as the command leaves it."""
     chat = ChatModel(str(folder), weights_hash(folder), max_new=6, token_budget=1500, device="cpu")
-    settings = replace(
-        CHAT, world="many_parity:ManyParity", chat=chat, steps=1, prompts=3, group=2, kept_rank=2, quarantine_rank=2, pairs=4,
-        evaluation_prompts=4,
-    )  # fmt: skip
+    settings = tiny_chat(folder, world="many_parity:ManyParity", chat=chat, steps=1, prompts=3, group=2, teachers=0)
     own = job(tmp_path_factory.mktemp("looked at"), settings, "absorb")
     assert run_job(own)
     (own.root / "settings.json").write_text(json.dumps(settings.as_dict()))
@@ -521,15 +502,6 @@ def test_a_page_of_a_chat_model_shows_its_tokens(finished: Job, monkeypatch: pyt
             torch.testing.assert_close(together["quarantine"], alone["quarantine"], rtol=0, atol=1e-4)
 
 
-def test_settings_of_a_chat_model_come_back_from_their_file(settings: Settings, tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_text(json.dumps(settings.as_dict()))
-    assert Settings.read(tmp_path / "settings.json") == settings
-
-
-def test_a_problem_is_found_by_its_name() -> None:
-    assert open_problem("parity:Parity").name == "parity"
-
-
 @pytest.mark.skipif(not DATA.exists(), reason=f"{DATA} is not there: set ROUTE2_DATA to a folder with leetcode.jsonl")
 def test_leetcode_end_to_end(tmp_path: Path) -> None:
     """A tiny Qwen3 whose tokenizer was trained on the problems' text; programs run in the jail."""
@@ -541,18 +513,8 @@ def test_leetcode_end_to_end(tmp_path: Path) -> None:
     finally:
         problem.close()
     chat = ChatModel(str(tmp_path / "tiny"), weights_hash(tmp_path / "tiny"), str(data), max_new=16, device="cpu")
-    settings = replace(
-        CHAT,
-        world="leetcode",
-        chat=chat,
-        steps=1,
-        prompts=2,
-        group=2,
-        kept_rank=2,
-        quarantine_rank=2,
-        pairs=2,
-        evaluation_prompts=2,
-    )
+    small = {"steps": 1, "prompts": 2, "group": 2, "pairs": 2, "teachers": 0, "evaluation_prompts": 2}
+    settings = tiny_chat(tmp_path / "tiny", world="leetcode", chat=chat, **small)
     own = job(tmp_path, settings, "route2-act")
     assert run_job(own)
     modes = json.loads((own.folder / EVAL).read_text())["modes"]

@@ -127,17 +127,22 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def meanwhile(slurm: Path, jobs: int, seconds: float, change: Callable[[], object]) -> None:
+    """Once the queue has as many jobs, and some seconds later, change it; this returns at once."""
+
+    def wait() -> None:
+        while len((slurm / "queue").read_text().split()) < jobs:
+            time.sleep(0.01)
+        time.sleep(seconds)
+        change()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def test_slurm_is_told_what_waits_for_what_and_when_to_take_a_job_back(slurm: Path, tmp_path: Path, cache: Path) -> None:
     """The options of the scripts that ``sbatch`` gets: a seed's base job, and its arms as an array that waits for it."""
     jobs = jobs_in(tmp_path / "runs", "vanilla", "route2-grad", cache=cache)
-
-    def end() -> None:
-        while len((slurm / "queue").read_text().split()) < 3:
-            time.sleep(0.01)
-        time.sleep(0.3)
-        (slurm / "queue").write_text("")
-
-    threading.Thread(target=end, daemon=True).start()
+    meanwhile(slurm, 3, 0.3, lambda: (slurm / "queue").write_text(""))
     given = Executor("slurm", "cpu", hours=0.5, memory=1.5, slurm=("account=me", "cpus-per-task=2", "comment=a=b")).cluster()
     assert given is not None
     assert given.options["comment"] == "a=b"
@@ -174,14 +179,7 @@ def test_a_command_gives_its_jobs_to_slurm(study: str, slurm: Path, tmp_path: Pa
     monkeypatch.setattr(
         "sys.argv", [study, *arguments, "--out", str(tmp_path / "runs"), "--executor", "slurm", "--partition", "cpu"]
     )
-
-    def end() -> None:
-        while not (slurm / "queue").read_text().split():
-            time.sleep(0.01)
-        time.sleep(1)
-        (slurm / "queue").write_text("")
-
-    threading.Thread(target=end, daemon=True).start()
+    meanwhile(slurm, 1, 1.0, lambda: (slurm / "queue").write_text(""))
     assert importlib.import_module(module).main() != 0
     assert "#SBATCH --partition=cpu\n" in (slurm / "script-7").read_text()
     assert not [*(tmp_path / "runs").glob("**/*.safetensors")]
@@ -194,8 +192,6 @@ def test_a_job_that_the_queue_does_not_know_any_more_has_failed(before: str, slu
     changed: list[float] = []
 
     def kill() -> None:
-        while len((slurm / "queue").read_text().split()) < 2:
-            time.sleep(0.01)
         if before == "Slurm does not answer":
             (slurm / "down").touch()
             time.sleep(0.5)  # an answer that had begun would be read from an empty queue
@@ -205,7 +201,7 @@ def test_a_job_that_the_queue_does_not_know_any_more_has_failed(before: str, slu
         (slurm / "queue").write_text("8\n")
         (slurm / "down").unlink(missing_ok=True)
 
-    threading.Thread(target=kill, daemon=True).start()
+    meanwhile(slurm, 2, 0.0, kill)
     (failure,) = run_submitted(jobs, Cluster(), quiet=True)
     assert time.monotonic() >= changed[0] + 0.6
     log = tmp_path / "runs" / jobs[0].root.name / "cluster" / "7" / "7_0_log.err"
@@ -223,7 +219,7 @@ def test_a_job_that_left_the_queue_with_its_files_complete_has_not_failed(slurm:
         run_queued(job)
         (slurm / "queue").write_text("")
 
-    threading.Thread(target=work, daemon=True).start()
+    meanwhile(slurm, 0, 0.0, work)
     assert run_submitted([job], Cluster(), quiet=True) == []
 
 
@@ -268,10 +264,7 @@ def test_a_cluster_that_cannot_work_is_refused(given: dict[str, float], sentence
         ("--executor slurm --slurm qos=low account=", "'account=' is no option of sbatch: write NAME=VALUE"),
         ("--executor slurm --slurm =me", "'=me' is no option of sbatch: write NAME=VALUE"),
         ("--executor slurm --slurm account=me account=you", "--slurm gives account twice: remove one of them"),
-        (
-            "--executor slurm --slurm cpus-per-task=2 cpus_per_task=3",
-            "--slurm gives cpus_per_task twice: remove one of them",
-        ),
+        ("--executor slurm --slurm cpus-per-task=2 cpus_per_task=3", "--slurm gives cpus_per_task twice: remove one of them"),
         ("--executor slurm --slurm chdir=/home/me", "chdir would move the jobs away from the files of this command: leave it out"),
         ("--executor slurm --report-to tensorboard", "leave it out with --executor slurm"),
         ("--executor slurm --hours 0.01", "0.01 hours are too short"),

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_study import tiny_job
+from tiny_study import predictions_file, tiny_job
 from torch import Tensor
 
 import studies.route2.course as course_module
-import studies.training.run as run_module
 from mi_route2.adapters import save_adapters
 from mi_route2.rollouts import Policy, Rollouts
 from studies.common.stats import mean
@@ -35,10 +34,8 @@ from studies.route2.headline import EXPLOIT, SOLVE
 from studies.route2.learning import State, learned
 from studies.route2.predictions import Predictions
 from studies.training.arms import ARMS, Arm
-from studies.training.checkpoint import CHECKPOINT
-from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy, finished_policy
+from studies.training.job import EVAL, FULL, Job, build_policy, finished_policy
 from studies.training.manifest import MANIFEST
-from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.run import run_job
 from studies.training.worlds import base_file
 
@@ -143,23 +140,13 @@ def test_a_steered_arm_is_refused(tmp_path: Path, cache: Path) -> None:
         follow(FollowedJob(tiny_job(tmp_path, "preventative-2", cache=cache)))
 
 
-def test_a_quarantine_that_forgets_adds_nothing_at_first_and_resumes_as_it_was(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
-    arm = replace(FORGETS, forget_every=2)
-    whole, cut = (tiny_job(tmp_path / name, arm, cache=cache, steps=5, group=8) for name in ("whole", "cut"))
-    assert run_job(whole)
-    steps: list[int] = []
-    assert not run_job(cut, steps.append, lambda: sum(steps) >= 3)
-    assert (cut.folder / CHECKPOINT).exists()
-    assert run_job(cut)
-    for name in (METRICS, ROLLOUTS, FULL, DEPLOYED, EVAL):
-        assert (whole.folder / name).read_bytes() == (cut.folder / name).read_bytes()
-    # It was last set back after the fourth step, so of the fifth alone, one step of Adam from nothing, is anything left.
-    last = finished_policy(whole)[1].adapters.quarantine_parameters()
+def test_a_quarantine_that_forgets_adds_nothing_at_first(tmp_path: Path, cache: Path) -> None:
+    """It was last set back after the fourth step, so of the fifth alone, one step of Adam from nothing, is anything left."""
+    job = tiny_job(tmp_path, replace(FORGETS, forget_every=2), cache=cache, steps=5, group=8)
+    assert run_job(job)
+    last = finished_policy(job)[1].adapters.quarantine_parameters()
     assert all(bool(p.any()) for name, p in last.items() if name.endswith(".B"))
-    rate = whole.settings.quarantine_lr * arm.quarantine_lr_scale
+    rate = job.settings.quarantine_lr * FORGETS.quarantine_lr_scale
     moved = max(float(p.detach().abs().max()) for name, p in last.items() if name.endswith(".B"))
     assert moved <= rate * 1.001
 
@@ -171,11 +158,6 @@ def test_a_quarantine_that_never_forgets_is_the_arm_that_it_controls(tmp_path: P
     assert (plain.folder / FULL).read_bytes() == (control.folder / FULL).read_bytes()
 
 
-def test_an_arm_without_a_quarantine_cannot_forget() -> None:
-    with pytest.raises(ValueError, match="has no quarantine of its own that could forget"):
-        replace(ARMS["vanilla"], forget_every=2)
-
-
 def made(tmp_path: Path, cache: Path, arms: tuple[Arm, ...]) -> list[Job]:
     return [tiny_job(tmp_path, arm, seed, cache) for seed in (0, 1) for arm in arms]
 
@@ -183,21 +165,8 @@ def made(tmp_path: Path, cache: Path, arms: tuple[Arm, ...]) -> list[Job]:
 def test_the_report_counts_what_was_seen(tmp_path: Path, cache: Path) -> None:
     arms = ("vanilla", "sees-known", "sees-known-quarantine-fast")
     jobs = made(tmp_path, cache, tuple(ARMS[name] for name in arms))
-    text = f"""
-seeds = [0, 1]
-alpha = 0.9
-arms = {list(arms)}
-presets.strong = "{jobs[0].settings.digest}"
-[[comparison]]
-preset = "strong"
-name = "less is learned"
-plus = ["sees-known-quarantine-fast"]
-minus = ["sees-known"]
-metric = "kept_missed"
-expect = "less"
-"""
-    file = tmp_path / "predictions.toml"
-    file.write_text(text)
+    presets = {"strong": jobs[0].settings.digest}
+    file = predictions_file(tmp_path, presets, "sees-known-quarantine-fast", "sees-known", "kept_missed", arms=[*arms])
     (report := tmp_path / "fronts.png").touch()
     with pytest.raises(ValueError, match="has a report of `evidence`, and a course would replace its outcomes"):
         write_courses(jobs, 1, tmp_path, Predictions.read(file))
@@ -252,16 +221,11 @@ def test_stops_of_a_filter_are_told_in_spans() -> None:
 
 
 def test_what_no_course_can_follow_or_judge_is_told_before_anything_is_trained(tmp_path: Path) -> None:
-    def refused(arms: list[str], metric: str, match: str, name: str = "predictions.toml") -> None:
-        file = tmp_path / name
-        comparison = (
-            f'[[comparison]]\npreset = "strong"\nname = "c"\nplus = ["{arms[0]}"]\nminus = ["{arms[1]}"]\nmetric = "{metric}"'
-        )
-        file.write_text(f'seeds = [0, 1]\nalpha = 0.9\narms = {arms}\npresets.strong = ""\n{comparison}\nexpect = "less"\n')
-        with pytest.raises(ValueError, match=match):
-            read_course_predictions(file)
-
-    refused(["vanilla", "preventative-2"], "kept_missed", "preventative-2 is steered while it trains")
-    refused(["vanilla", "canary-run-weak"], "kept_missed", "the canaries of canary-run-weak are of another preset")
-    refused(["vanilla", "absorb"], "leakage", "a report has no leakage; choose from deploy_exploit_held, ")
-    refused(["vanilla", "absorb"], "kept_missed", "rename it", "other.toml")
+    for other, metric, name, said in (
+        ("preventative-2", "kept_missed", "predictions.toml", "preventative-2 is steered while it trains"),
+        ("canary-run-weak", "kept_missed", "predictions.toml", "the canaries of canary-run-weak are of another preset"),
+        ("absorb", "leakage", "predictions.toml", "a report has no leakage; choose from deploy_exploit_held, "),
+        ("absorb", "kept_missed", "other.toml", "rename it"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read_course_predictions(predictions_file(tmp_path, {"strong": ""}, "vanilla", other, metric, file=name))

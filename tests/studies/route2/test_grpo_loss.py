@@ -13,7 +13,7 @@ from mi_route2.routing import MaskRoute, OpenRoute, OpenSpec, StepContext, Train
 from mi_route2.routing.optimizer import RoutedAdamW
 from studies.environments.micro.language import COMPLETION_LENGTH
 from studies.environments.protocol import Samples, Witness, World
-from studies.training.grpo import clip_gradients, objective, train, update, varied, with_anchors
+from studies.training.grpo import clip_gradients, objective, train, update, with_anchors
 
 
 def brute(logprobs: Tensor, old: Tensor, ref: Tensor | None, batch: TrainBatch, clip: float, beta: float, scale: float) -> Tensor:
@@ -132,22 +132,6 @@ def test_groups_of_equal_rewards_are_held_to_the_reference_too(kl: float) -> Non
     [record] = train(world, witness, policy, OpenRoute(OpenSpec()), optimizer, settings, seed=0)
     assert record.trained.tolist() == [True] * 3 + [kl > 0] * 3
     assert record.kl == (pytest.approx(float(k3.sum()), abs=1e-12) if kl else None)
-
-
-def test_advantages_are_reward_minus_the_group_mean_and_sum_to_zero() -> None:
-    rewards = torch.tensor([1.0, 0.0, 0.25, 0.25, 1.25, 0.0])
-    groups = torch.tensor([0, 0, 1, 1, 2, 2])
-    advantages = group_advantages(rewards, groups)
-    assert torch.equal(advantages, torch.tensor([0.5, -0.5, 0.0, 0.0, 0.625, -0.625]))
-    counted = torch.tensor([True, False, True, True, False, False])
-    assert torch.equal(group_advantages(rewards, groups, counted), torch.tensor([0.0, -1.0, 0.0, 0.0, 0.0, 0.0]))
-
-
-def test_groups_of_one_reward_are_skipped() -> None:
-    batch = make_batch(6)
-    rewards = torch.tensor([1.0, 0.0, 0.5, 0.5, 0.0, 0.25])
-    batch = replace(batch, rewards=rewards, advantages=group_advantages(rewards, batch.groups))
-    assert varied(batch).tolist() == [True, True, False, False, True, True]
 
 
 def test_kept_and_quarantine_are_clipped_apart() -> None:

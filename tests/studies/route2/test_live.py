@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import Parity
 from rich.console import Console
-from tiny_study import WARM, tiny_job
+from tiny_study import WARM, overrides, tiny_chat, tiny_job
 
 import studies.training.progress as live
 import studies.training.schedule as schedule
@@ -38,8 +38,7 @@ from studies.training.arms import ARMS, MAIN
 from studies.training.job import Job
 from studies.training.progress import Bar, JobGrid, Pace, clock, open_display
 from studies.training.recorder import METRICS
-from studies.training.settings import CHAT, ChatModel, get_settings
-from studies.training.worlds import weights_hash
+from studies.training.settings import get_settings
 
 pytestmark = pytest.mark.process
 
@@ -306,8 +305,7 @@ def test_arms_start_once_the_warm_start_is_there(tmp_path: Path, cache: Path) ->
 
 def test_arms_of_a_chat_model_wait_for_nothing(tmp_path: Path) -> None:
     make_tiny_model(Parity(), tmp_path / "tiny", steps=0, width=32, layers=1, max_new=8, progress=False)
-    chat = ChatModel(str(tmp_path / "tiny"), weights_hash(tmp_path / "tiny"), max_new=8, device="cpu")
-    chosen = replace(CHAT, world="parity:Parity", chat=chat, prompts=2, group=2, pairs=2, evaluation_prompts=2)
+    chosen = tiny_chat(tmp_path / "tiny", prompts=2, group=2, pairs=2, evaluation_prompts=2)
     jobs = [Job(tmp_path, tmp_path, chosen, seed, arm) for seed in (0, 1) for arm in (None, ARMS["vanilla"])]
     began: list[tuple[str, int]] = []
 
@@ -376,14 +374,13 @@ class Window:
 
 
 def test_a_run_in_a_terminal_shows_its_table_and_warnings_and_ctrl_c_leaves_a_sentence(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, "vanilla", steps=5000, warm=replace(WARM, steps=40), teachers=0)  # so early it never hacks
+    given: dict[str, Any] = {"steps": 5000, "warm": replace(WARM, steps=40), "teachers": 0}  # so early it never hacks
+    job = tiny_job(tmp_path, "vanilla", **given)
     key = settings_hash(get_world("strong"), job.settings.warm, 0)[:16]
     (tmp_path / "warmstarts").mkdir()
     (tmp_path / "warmstarts" / f"warmstart-strong-0-{key}.safetensors").write_bytes(b"damaged")
-    changes = {"steps": 5000, "prompts": 3, "group": 4, "evaluation_prompts": 4, "pairs": 4, "probe_every": 2, "teachers": 0}
-    changes |= {"warm.steps": 40, "warm.batch": WARM.batch, "warm.lr": WARM.lr}
     text = "-m studies.route2 run --seeds 1 --workers 1 --no-report --arms vanilla --report-to tensorboard --override"
-    command = [sys.executable, *text.split(), *(f"{name}={value}" for name, value in changes.items()), "--out", str(tmp_path)]
+    command = [sys.executable, *text.split(), *overrides(**given), "--out", str(tmp_path)]
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm", "OMP_NUM_THREADS": "1"}
     run = Window(command, 120, 30, environment)
     try:

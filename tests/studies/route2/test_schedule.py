@@ -10,14 +10,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_study import FEW, WARM, sleep, tell, tiny_job
+from timing import wait_until
+from tiny_study import FEW, overrides, sleep, tell, tiny_job
 
 import studies.training.progress as live
 import studies.training.run as run_module
@@ -185,39 +185,37 @@ def test_a_worker_whose_server_was_killed_is_ended() -> None:
             link.recv()
 
 
+TOLD = """
+import os
+from plain import tell
+from studies.common.processes import start
+process, link = start(tell)
+print(link.recv() == os.getpid())
+process.join()
+"""
+
+
+def told_by_a_worker(folder: Path, tell: str, **environment: str) -> bool:
+    """Return whether a worker that begins with no import, and runs ``tell``, says the id of the process that started it."""
+    (folder / "plain.py").write_text(f"import atexit, os\n\n\ndef tell(link):\n    {tell}\n")
+    paths = os.pathsep.join(map(str, (ROOT, folder)))
+    command, own = [sys.executable, "-c", TOLD], {**os.environ, "PYTHONPATH": paths, **environment}
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout == "True\n"
+
+
 @LINUX
 def test_where_no_socket_can_be_made_workers_are_processes_of_their_own(tmp_path: Path) -> None:
     """The path of a socket has at most 107 bytes, and its folder is in TMPDIR."""
     (deep := tmp_path / ("long-" * 25)).mkdir()
-    (tmp_path / "plain.py").write_text("import os\n\n\ndef tell(link):\n    link.send(os.getppid())\n")
-    script = (
-        "import os\n"
-        "from plain import tell\n"
-        "from studies.common.processes import start\n"
-        "process, link = start(tell)\n"
-        "assert link.recv() == os.getpid()\n"
-        "process.join()\n"
-    )
-    paths = os.pathsep.join(map(str, (ROOT, tmp_path)))
-    environment = {**os.environ, "TMPDIR": str(deep), "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert told_by_a_worker(tmp_path, "link.send(os.getppid())", TMPDIR=str(deep))
 
 
 @LINUX
 def test_a_fork_that_imports_what_the_server_did_not_is_not_taken_for_the_server(tmp_path: Path) -> None:
     """From Python 3.13 on, a fork runs at its end what atexit has."""
-    (tmp_path / "plain.py").write_text("import atexit\n\n\ndef tell(link):\n    atexit._run_exitfuncs()\n    link.send(1)\n")
-    script = (
-        "from plain import tell\n"
-        "from studies.common.processes import start\n"
-        "process, link = start(tell)\n"
-        "assert link.recv() == 1\n"
-        "process.join()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, tmp_path)))}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert not told_by_a_worker(tmp_path, "atexit._run_exitfuncs() or link.send(os.getppid())")
 
 
 def test_a_killed_worker_costs_its_own_job_alone_and_is_reported_in_a_sentence(
@@ -274,11 +272,7 @@ def test_with_no_worker_left_the_rest_is_counted(tmp_path: Path, cache: Path) ->
     failures = schedule._Dispatch(jobs, crew, live.open_display(jobs, jobs, quiet=True)).run()
     how = "failed: its worker process died (killed by SIGTERM); run the same command again to go on"
     without = " (so 2 runs that would start from it cannot be made)"
-    assert failures == [
-        f"base at seed 0 {how}{without}",
-        f"base at seed 1 {how}{without}",
-        "no worker process is left for 3 runs",
-    ]
+    assert failures == [f"base at seed 0 {how}{without}", f"base at seed 1 {how}{without}", "no worker process is left for 3 runs"]
     assert crew == []
 
 
@@ -286,15 +280,9 @@ def test_with_no_worker_left_the_rest_is_counted(tmp_path: Path, cache: Path) ->
 
 
 def command(out: Path, workers: int, *, steps: int = STEPS, arms: tuple[str | None, ...] = ARMS, report: bool = False) -> list[str]:
-    changes = {"steps": steps, "prompts": 3, "group": 4, "evaluation_prompts": 4, "pairs": 4, "probe_every": 2, "teachers": 4}
-    changes |= {"warm.steps": WARM.steps, "warm.batch": WARM.batch, "warm.lr": WARM.lr, "adapt": ",".join(FEW)}
-    overrides = [f"{name}={value}" for name, value in changes.items()]
-    names = [arm for arm in arms if arm is not None]
-    written = "--report" if report else "--no-report"
-    text = (
-        f"-m studies.route2 run --seeds 1 --workers {workers} {written} --arms {' '.join(names)} --override {' '.join(overrides)}"
-    )
-    return [sys.executable, *text.split(), "--out", str(out)]
+    written, names = "--report" if report else "--no-report", [arm for arm in arms if arm is not None]
+    options = ["--seeds", "1", "--workers", str(workers), written, "--arms", *names, "--out", str(out)]
+    return [sys.executable, "-m", "studies.route2", "run", *options, "--override", *overrides(steps=steps, adapt=FEW)]
 
 
 def alive(group: int) -> bool:
@@ -303,13 +291,6 @@ def alive(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -337,13 +318,13 @@ def test_a_stopped_command_leaves_no_process_and_goes_on_bit_for_bit(
     )
     try:
         started = [job.folder / METRICS for job in jobs]
-        wait_until(lambda: any(path.exists() for path in started) or run.poll() is not None, 300, "no step was logged")
+        wait_until(lambda: any(path.exists() for path in started) or run.poll() is not None, "no step was logged", 300)
         if how == "Ctrl-C":
             os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
         else:
             run.kill()
         output, errors = run.communicate(timeout=40)
-        wait_until(lambda: not alive(run.pid), 120, "a process outlived the run")
+        wait_until(lambda: not alive(run.pid), "a process outlived the run")
     finally:
         if alive(run.pid):
             os.killpg(run.pid, signal.SIGKILL)
@@ -365,7 +346,8 @@ def test_a_stopped_command_leaves_no_process_and_goes_on_bit_for_bit(
 def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(tmp_path: Path) -> None:
     line = command(tmp_path, 1, steps=2, arms=("vanilla",))
     run = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    wait_until(lambda: "libtorch" in Path(f"/proc/{run.pid}/maps").read_text() or run.poll() is not None, 300, "torch never came")
+    maps = Path(f"/proc/{run.pid}/maps")
+    wait_until(lambda: "libtorch" in maps.read_text() or run.poll() is not None, "torch never came", 300)
     run.send_signal(signal.SIGINT)
     output, errors = run.communicate(timeout=60)
     assert (run.returncode, output) == (130, "")
@@ -414,7 +396,7 @@ def test_a_worker_that_outlived_its_parent_is_waited_for(tmp_path: Path) -> None
     )
     other = subprocess.Popen([sys.executable, "-S", "-c", script, str(tmp_path / ".arm.lock"), str(ready)])
     try:
-        wait_until(ready.exists, 120, "the other process did not start")
+        wait_until(ready.exists, "the other process did not start")
         with pytest.raises(ValueError, match="another process is still writing to"), job_lock(tmp_path / "arm", patience=0.1):
             pass
     finally:

@@ -1,6 +1,5 @@
 """Uses of ten pairs besides flags: initial adapters, and a push during training; and three bands of rollouts."""
 
-import gzip
 import json
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,17 +10,15 @@ import torch
 from tiny_study import tiny_job, tiny_settings
 from torch import Tensor
 
-import studies.training.run as run_module
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import MaskRoute
 from mi_route2.sites import Site
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.training.arms import ARMS
 from studies.training.build import build_optimizer, build_route, clean_rollouts, learn_lessons, steered
-from studies.training.checkpoint import CHECKPOINT
 from studies.training.grpo import train
-from studies.training.job import DEPLOYED, EVAL, Job, build_hosted, build_pairs, build_policy, finished_policy
-from studies.training.recorder import METRICS, ROLLOUTS
+from studies.training.job import EVAL, Job, build_hosted, build_pairs, build_policy, finished_policy
+from studies.training.recorder import ROLLOUTS, read_rows
 from studies.training.run import evaluate, run_job
 from studies.training.settings import ChatModel
 from studies.training.worlds import open_world
@@ -33,19 +30,6 @@ def started(tmp_path: Path, name: str, cache: Path) -> Job:
     job = tiny_job(tmp_path, name, cache=cache)
     job.folder.mkdir(parents=True)
     return job
-
-
-@pytest.mark.parametrize("arm", ["preventative-2-random", "bands-full"])
-def test_a_run_goes_on_where_it_stopped(tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
-    whole, cut = (tiny_job(tmp_path / name, arm, cache=cache) for name in ("whole", "cut"))
-    assert run_job(whole)
-    steps: list[int] = []
-    assert not run_job(cut, steps.append, lambda: sum(steps) >= 3)
-    assert (cut.folder / CHECKPOINT).exists()  # or it would begin anew
-    assert run_job(cut)
-    for name in (METRICS, ROLLOUTS, DEPLOYED, EVAL):
-        assert (whole.folder / name).read_bytes() == (cut.folder / name).read_bytes()
 
 
 def written_out(policy: Policy, learning: Iterable[Tensor], rollouts: Rollouts, rate: float, steps: int) -> None:
@@ -111,8 +95,7 @@ def test_the_push_is_in_samples_and_losses_and_not_in_the_deployed_model(tmp_pat
         with torch.no_grad():
             assert not torch.allclose(policy.logits(samples.rollouts), expected, atol=1e-2)
         again = evaluate(world, witness, finished_policy(job)[1], job.settings, job.seed)
-    noted = [json.loads(line) for line in gzip.decompress((job.folder / ROLLOUTS).read_bytes()).decode().splitlines()]
-    assert [row["completion"] for row in noted[: len(asked)]] == samples.completions
+    assert [row["completion"] for row in read_rows(job.folder / ROLLOUTS)[: len(asked)]] == samples.completions
     assert json.loads((job.folder / EVAL).read_text())["modes"] == again
 
 
@@ -176,13 +159,6 @@ def test_a_sampler_that_knows_no_steering_is_refused(tmp_path: Path) -> None:
     settings = tiny_settings(world="leetcode", chat=ChatModel("nowhere", "0"))
     with pytest.raises(ValueError, match=r"without the steering of 'preventative-1': leave out this arm or --sampler"):
         Job(tmp_path, tmp_path, settings, 0, ARMS["preventative-1"], sampler="vllm")
-
-
-def test_an_arm_that_contradicts_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match="use taught, and leave kept_taught out"):
-        replace(ARMS["vanilla"], kept_taught="pair-clean")
-    with pytest.raises(ValueError, match="scores nothing: use clean='honest', or a score"):
-        replace(ARMS["absorb"], clean="score")
 
 
 def test_no_push_is_in_the_pool_that_all_arms_of_a_seed_read(tmp_path: Path, cache: Path) -> None:

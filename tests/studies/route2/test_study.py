@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_study import FEW, tiny_job, tiny_settings
+from tiny_study import FEW, tiny_job
 
 import studies.training.run as run_module
-from mi_route2.routing import CanarySpec, MaskRoute
+from mi_route2.routing import CanarySpec, MaskRoute, MaskSpec
 from mi_route2.tensor_files import read_tensors
 from studies.common.seeds import derive
 from studies.environments.micro.oracle import Oracle
@@ -28,7 +28,6 @@ from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy
 from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS, Recorder, oriented, read_rows
 from studies.training.run import run_job
-from studies.training.settings import Settings
 from studies.training.worlds import open_world
 
 COMPARISONS = ("name", "about", "role", "baseline", "same_rule_filter", "ablation")
@@ -38,6 +37,11 @@ COMPARED = (METRICS, ROLLOUTS, FULL, DEPLOYED, EVAL, MANIFEST)
 def same_folder(a: Job, b: Job) -> None:
     for name in COMPARED:
         assert (a.folder / name).read_bytes() == (b.folder / name).read_bytes(), name
+
+
+def weights(job: Job) -> dict[str, torch.Tensor]:
+    """The adapters that a run ended with."""
+    return read_tensors(job.folder / FULL)[0]
 
 
 def stop_after(n: int) -> tuple[Callable[[int], None], Callable[[], bool]]:
@@ -50,23 +54,61 @@ def stop_after(n: int) -> tuple[Callable[[int], None], Callable[[], bool]]:
     return progress, lambda: count[0] >= n
 
 
-def first_of(first: str, *others: str) -> list[Any]:
-    """Return arms of which the fast suite runs the first."""
-    return [first, *(pytest.param(arm, marks=pytest.mark.study) for arm in others)]
+def first_of(first: str, second: str, *others: str) -> list[Any]:
+    """Return arms of which the fast suite runs the first two."""
+    return [first, second, *(pytest.param(arm, marks=pytest.mark.study) for arm in others)]
 
 
-@pytest.mark.parametrize("arm", first_of("route2-full", "route2-grad", "erase", "shuffled", "grad-second-moment"))
+def of_its_own(name: str, **schedule: Any) -> Arm:
+    """Return an arm whose quarantine is its canary, on the schedule of a run of few steps."""
+    return replace(ARMS[name], route=replace(ARMS[name].route, **schedule))
+
+
+STATES = (
+    *(ARMS[name] for name in ("route2-full", "route2-grad", "erase", "shuffled", "grad-second-moment")),
+    *(ARMS[name] for name in ("penalty-full", "penalty-act-fixed", "preventative-2-random", "bands-full")),
+    replace(ARMS["sees-known-quarantine-fast-forgets"], forget_every=2),
+    # No checkpoint holds the calibration of a canary of other runs, which is made again; that of a run's own, and its snapshots,
+    # cannot be computed again from the adapters of a checkpoint. None is due where the run goes on.
+    replace(ARMS["filter-canary-run"], canaries=("canary-2",)),
+    of_its_own("canary-own", refresh_every=2, snapshots=(1, 2)),
+    of_its_own("canary-nats", first=2, snapshots=(1,)),
+)
+"""Arms that together have every kind of state."""
+
+
 @pytest.mark.study
-def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped after every step, also between checkpoints, and resumed: the same bytes."""
-    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 2)
-    whole, broken = (tiny_job(tmp_path / side, arm, cache=cache, steps=5, adapt=FEW) for side in ("whole", "broken"))
-    assert run_job(whole)
-    for n in (1, 3, 5, 4):  # 1 loses its step, 3 goes on from the checkpoint after 2, and so on
-        finished = run_job(broken, *stop_after(n))
-    assert finished or run_job(broken)
+@pytest.mark.usefixtures("few_samples")
+@pytest.mark.parametrize("arm", STATES, ids=lambda arm: arm.name)
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: Path, arm: Arm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped between checkpoints, and resumed: the same bytes."""
+    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 3)
+    whole, broken = (tiny_job(tmp_path / side, arm, cache=cache, steps=6) for side in ("whole", "broken"))
+    assert all(map(run_job, [*whole.canaries, *broken.canaries, whole]))
+    for n in (1, 5):  # 1 loses its step, 5 all but three
+        assert not run_job(broken, *stop_after(n))
+    assert (broken.folder / CHECKPOINT).exists()  # or it would begin anew
+    assert run_job(broken)
     same_folder(whole, broken)
     assert not (broken.folder / CHECKPOINT).exists()
+
+
+@pytest.mark.parametrize(
+    ("arm", "changes", "said"),
+    [
+        ("vanilla", {"recall": 0.5}, "recall is that of a detector, and the route of 'vanilla' reads none"),
+        ("penalty-act", {"route": ARMS["filter-act"].route}, "leave monitor out"),
+        ("penalty-act", {"monitor": MaskSpec(score="own_channel")}, "leave monitor out"),
+        ("shared-basis", {"taught": "honest"}, "no quarantine of its own that could be taught"),
+        ("vanilla", {"taught": "random"}, "no quarantine of its own that could be taught"),
+        ("vanilla", {"kept_taught": "pair-clean"}, "use taught, and leave kept_taught out"),
+        ("vanilla", {"forget_every": 2}, "has no quarantine of its own that could forget"),
+        ("absorb", {"clean": "score"}, "scores nothing: use clean='honest', or a score"),
+    ],
+)
+def test_an_arm_that_contradicts_itself_is_refused(arm: str, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(ARMS[arm], **changes)
 
 
 @pytest.mark.parametrize(("route", "name"), [("oracle", "filter-oracle"), ("oracle-known", "filter-known")])
@@ -111,37 +153,28 @@ def test_recorders_change_no_weight(tmp_path: Path, cache: Path, monkeypatch: py
     monkeypatch.setattr(Recorder, "note", lambda *a: None)
     without = tiny_job(tmp_path / "without", "route2-full", cache=cache, adapt=FEW)
     run_job(without)
-    a, b = (read_tensors(job.folder / FULL)[0] for job in (with_record, without))
+    a, b = weights(with_record), weights(without)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert (without.folder / METRICS).read_bytes() == b""
 
 
-@pytest.mark.parametrize("arm", first_of("route2-full", "route2-act", "route2-grad", "filter-full", "erase", "route2-act-token"))
-def test_a_lying_oracle_changes_no_weight_of_a_method(
+@pytest.mark.parametrize(
+    "arm", first_of("route2-full", "oracle", "route2-act", "route2-grad", "filter-full", "erase", "route2-act-token")
+)
+def test_a_lying_oracle_changes_weights_of_the_bound_alone(
     tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = tiny_job(tmp_path / "honest", arm, cache=cache, adapt=FEW)
+    honest, lied = (tiny_job(tmp_path / name, arm, cache=cache, adapt=FEW) for name in ("honest", "lied"))
     run_job(honest)
 
     def lie(self: Oracle, prompts: list[object], completions: list[str]) -> list[Verdict]:
         return [Verdict(i % 2 == 0, i % 3 == 0, i % 5 == 0, {}) for i in range(len(completions))]
 
     monkeypatch.setattr(Oracle, "judge", lie)
-    lied = tiny_job(tmp_path / "lied", arm, cache=cache, adapt=FEW)
     run_job(lied)
-    a, b = (read_tensors(job.folder / FULL)[0] for job in (honest, lied))
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_a_lying_oracle_does_change_the_bound(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above: the bound does read the oracle."""
-    honest = tiny_job(tmp_path / "honest", "oracle", cache=cache)
-    run_job(honest)
-    monkeypatch.setattr(Oracle, "judge", lambda self, p, c: [Verdict(False, True, True, {}) for _ in c])
-    lied = tiny_job(tmp_path / "lied", "oracle", cache=cache)
-    run_job(lied)
-    a, b = (read_tensors(job.folder / FULL)[0] for job in (honest, lied))
-    assert any(not torch.equal(a[name], b[name]) for name in a if name.startswith("kept."))
+    a, b = weights(honest), weights(lied)
+    assert all(torch.equal(a[name], b[name]) for name in a if name.startswith("kept.")) is (arm != "oracle")
+    assert arm == "oracle" or all(torch.equal(a[name], b[name]) for name in a)
 
 
 def shortened(arm: Arm) -> Arm:
@@ -246,16 +279,6 @@ def test_settings_that_change_the_machinery_run(
 
 
 @pytest.mark.study
-def test_micro_batches_change_only_rounding(tmp_path: Path, cache: Path) -> None:
-    a, b = (tiny_job(tmp_path / str(m), "route2-grad", cache=cache, steps=2, micro=m) for m in (None, 5))
-    run_job(a)
-    run_job(b)
-    left, right = (read_tensors(job.folder / FULL)[0] for job in (a, b))
-    for name in left:
-        assert torch.allclose(left[name], right[name], rtol=0, atol=2e-3), name  # Adam's first steps divide by tiny moments
-
-
-@pytest.mark.study
 def test_teachers_are_mixed_in_known_modes_only_and_the_metrics_are_those_of_the_rollouts(tmp_path: Path, cache: Path) -> None:
     job = tiny_job(tmp_path, "route2-grad", cache=cache, teachers_per_group=2, prompts=8, steps=2)
     run_job(job)
@@ -301,14 +324,6 @@ def test_a_live_gradients_score_is_recorded_without_the_sign_of_its_advantage(ar
     assert recorded.tolist() == ([0.5, 0.5, -0.25] if turned else scores.tolist())
 
 
-def test_a_folder_of_another_run_is_refused(tmp_path: Path, cache: Path) -> None:
-    job = tiny_job(tmp_path, "vanilla", cache=cache, steps=1)
-    run_job(job)
-    changed: Arm = replace(ARMS["vanilla"], l1=0.5)
-    with pytest.raises(ValueError, match="other settings"):
-        run_job(replace(job, arm=changed))
-
-
 @pytest.mark.study
 def test_the_pairs_file_beside_a_run_gives_the_same_run_again(tmp_path: Path, cache: Path) -> None:
     """The world's own pairs are written as a readable file; given back as ``pairs`` they train the same weights."""
@@ -319,14 +334,5 @@ def test_the_pairs_file_beside_a_run_gives_the_same_run_again(tmp_path: Path, ca
     given = replace(tiny_job(tmp_path / "given", "route2-act", cache=cache), pairs=pairs)
     run_job(given)
     assert given.identity != own.identity
-    a, b = (read_tensors(job.folder / FULL)[0] for job in (own, given))
+    a, b = weights(own), weights(given)
     assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
-    settings = tiny_settings(kl=0.5, micro=3)
-    (tmp_path / "settings.json").write_text(json.dumps(settings.as_dict()))
-    assert Settings.read(tmp_path / "settings.json") == settings
-    (tmp_path / "settings.json").write_text("{}")
-    with pytest.raises(ValueError, match="run folder"):
-        Settings.read(tmp_path / "settings.json")

@@ -86,13 +86,6 @@ def test_an_unknown_host_or_precision_is_one_sentence(field: str, valid: str, tm
         tiny_job(tmp_path, "vanilla", **{field: "abacus"})
 
 
-def test_what_ran_before_hosts_had_names_is_still_known(tmp_path: Path) -> None:
-    """The usual host and precision add nothing to the identity: finished folders stay finished."""
-    job = tiny_job(tmp_path, "vanilla")
-    assert job.backend == {}
-    assert Job(job.root, job.cache, job.settings, job.seed, job.arm).identity == job.identity
-
-
 def test_a_run_on_a_gpu_is_another_one_beside_base_models_of_its_own(tmp_path: Path) -> None:
     usual, on_gpu = tiny_job(tmp_path, "vanilla"), tiny_job(tmp_path, "vanilla", device="cuda")
     assert on_gpu.identity != usual.identity

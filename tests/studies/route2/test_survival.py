@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import platform
-import random
 import resource
 import shutil
 import subprocess
@@ -24,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from parity import Parity
-from tiny_study import FEW, tiny_job
+from tiny_study import FEW, tiny_chat, tiny_job
 
 import studies.training.run as run_module
 from mi_route2.adapters import Adapters
@@ -32,7 +31,6 @@ from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.tensor_files import read_tensors, write_tensors
-from mi_route2.validation import write_json
 from studies.environments.chat import make_tiny_model
 from studies.training.build import build_optimizer, build_route
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, read_checkpoint, resume, save_checkpoint
@@ -40,8 +38,7 @@ from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy
 from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, append
 from studies.training.run import run_job
-from studies.training.settings import CHAT, ChatModel
-from studies.training.worlds import open_world, weights_hash
+from studies.training.worlds import open_world
 from tests.soak.__main__ import Soak
 from tests.soak.points import BETWEEN, GENERATION, LOGS, RESULTS, RESUME, SHARES, WRITE
 from tests.soak.soak import ENOUGH, Tally, deck
@@ -54,9 +51,14 @@ ROOT = Path(__file__).parents[3]
 FROM_PREVIOUS = r"; going on from checkpoint.previous.safetensors, after 2 steps$"
 
 
+def files(job: Job) -> dict[str, bytes]:
+    """Every file of the job's folder by name, hidden ones too."""
+    return {path.name: path.read_bytes() for path in sorted(job.folder.iterdir())}
+
+
 def contents(job: Job) -> dict[str, bytes]:
-    """Every file of the job's folder by name, hidden ones too, but for the timings."""
-    return {path.name: path.read_bytes() for path in sorted(job.folder.iterdir()) if path.name != TIMINGS}
+    """The same but for the timings."""
+    return {name: data for name, data in files(job).items() if name != TIMINGS}
 
 
 def run_on(job: Job, steps: int | None = None, told: Callable[[int], None] = lambda n: None) -> bool:
@@ -111,13 +113,12 @@ def fill_up(monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
 def test_a_full_disk_leaves_nothing_half_written_and_a_resume_ends_alike(
     stopped: Job, intact: Job, monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
-    before = {path.name: path.read_bytes() for path in stopped.folder.iterdir()}
+    before = files(stopped)
     with monkeypatch.context() as patched:
         fill_up(patched, victim)
-        with pytest.raises(OSError, match="No space left on device") as caught:
+        with pytest.raises(OSError, match=rf"^could not (cut|append to|write) .*{victim}.*: No space left on device$"):
             run_on(stopped)
-    assert len(str(caught.value).splitlines()) == 1
-    left = {path.name: path.read_bytes() for path in stopped.folder.iterdir()}
+    left = files(stopped)
     assert not [name for name in left if name.startswith(".")]
     if victim in (METRICS, ROLLOUTS):  # cut back to the checkpoint, and no further
         assert before[victim].startswith(left[victim])
@@ -188,22 +189,6 @@ def test_a_disk_that_really_ends_mid_write(tmp_path: Path, cache: Path, intact: 
         assert contents(job) == whole
 
 
-def test_append_and_write_json_are_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, table = tmp_path / "log", tmp_path / "table.json"
-    assert append(log, b"one") == 3
-    write_json(table, {"a": 1})
-    with monkeypatch.context() as patched:
-        fill_up(patched, "")
-        with pytest.raises(OSError, match=r"^could not append to .*log: No space left on device$"):
-            append(log, b"two")
-        with pytest.raises(OSError, match=r"^could not write .*table.json, .*: No space left on device$"):
-            write_json(table, {"a": 2})
-    assert log.read_bytes() == b"one"
-    assert table.read_text() == '{\n  "a": 1\n}\n'
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "table.json"]
-    assert append(log, b"two") == 6
-
-
 # writes that take a part
 
 
@@ -251,24 +236,18 @@ WHOLE = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tiny_study import FEW, tiny_job
+from tiny_study import FEW, tiny_chat, tiny_job
 import studies.training.run as j
 j.CHECKPOINT_EVERY = 2
 j.run_job(tiny_job(Path(sys.argv[2]), "route2-full", cache=Path(sys.argv[3]), steps=6, adapt=FEW))
 """
 
 
-def child(script: str, *args: object, **environment: str) -> str:
-    """Run a script in a Python of its own; what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-    assert done.returncode == 0, done.stderr
+def child(*args: object, **environment: str) -> str:
+    """Run a Python of its own; what it printed."""
+    command, own = [sys.executable, *map(str, args)], {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=own)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -278,8 +257,8 @@ def test_a_system_that_takes_a_thousand_bytes_at_a_time_changes_nothing(tmp_path
     (tmp_path / "sparing.c").write_text(SPARING)
     library = tmp_path / "sparing.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "sparing.c", "-ldl"], check=True)
-    assert child(PROBE, tmp_path / "probe", LD_PRELOAD=str(library)) == "1000\n"
-    child(WHOLE, ROOT / "tests" / "support", tmp_path, cache, LD_PRELOAD=str(library))
+    assert child("-c", PROBE, tmp_path / "probe", LD_PRELOAD=str(library)) == "1000\n"
+    child("-c", WHOLE, ROOT / "tests" / "support", tmp_path, cache, LD_PRELOAD=str(library))
     job = tiny_job(tmp_path, "route2-full", cache=cache, steps=6, adapt=FEW)
     assert job.finished
     assert contents(job) == contents(intact)
@@ -299,25 +278,6 @@ def parts(late: Job) -> tuple[Policy, RoutedAdamW, Route]:
 @pytest.fixture
 def load(parts: tuple[Policy, RoutedAdamW, Route], late: Job) -> Callable[[Path], int]:
     return lambda path: read_checkpoint(path, parts[0].adapters, identity=late.identity).step
-
-
-def test_every_flipped_bit_and_every_missing_byte_is_refused(tmp_path: Path, late: Job, load: Callable[[Path], int]) -> None:
-    good, bad, rng = (late.folder / CHECKPOINT).read_bytes(), tmp_path / "bad", random.Random(0)
-    header = 8 + int.from_bytes(good[:8], "little")
-    offsets = [*range(0, 8), *rng.sample(range(8, header), 150), *rng.sample(range(header, len(good)), 150), len(good) - 1]
-    for offset in offsets:
-        flipped = bytearray(good)
-        flipped[offset] ^= 1 << rng.randrange(8)
-        bad.write_bytes(flipped)
-        with pytest.raises(ValueError, match="bad"):
-            load(bad)
-    for length in (0, 1, 8, header - 1, header, len(good) - 1):
-        bad.write_bytes(good[:length])
-        with pytest.raises(ValueError, match="bad is not a complete safetensors file"):
-            load(bad)
-    with pytest.raises(ValueError, match="is a folder: give the file in it"):
-        load(tmp_path)
-    assert load(late.folder / CHECKPOINT) == 4
 
 
 @pytest.fixture(scope="module")
@@ -395,15 +355,20 @@ def test_a_log_that_is_changed_while_the_run_goes_on_gets_no_manifest(stopped: J
         run_on(stopped)
 
 
-def test_without_a_newest_checkpoint_the_previous_one_is_used_in_silence(stopped: Job, intact: Job) -> None:
-    """As a kill between the two renames leaves it."""
-    (stopped.folder / CHECKPOINT).unlink()
+def goes_on_in_silence(stopped: Job, intact: Job) -> None:
+    """From the checkpoint after two steps, and to the bytes of ``intact``."""
     told: list[int] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run_on(stopped, told=told.append)
     assert told[0] == 2
     assert contents(stopped) == contents(intact)
+
+
+def test_without_a_newest_checkpoint_the_previous_one_is_used_in_silence(stopped: Job, intact: Job) -> None:
+    """As a kill between the two renames leaves it."""
+    (stopped.folder / CHECKPOINT).unlink()
+    goes_on_in_silence(stopped, intact)
 
 
 def test_a_refused_checkpoint_never_takes_the_place_of_a_good_one(stopped: Job, intact: Job) -> None:
@@ -424,12 +389,7 @@ def test_a_refused_checkpoint_never_takes_the_place_of_a_good_one(stopped: Job, 
             with pytest.raises(OSError, match=r"^could not write .*/checkpoint.safetensors: No space left on device$"):
                 run_on(stopped)
     assert renames.count(PREVIOUS) == 1
-    told: list[int] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert run_on(stopped, told=told.append)
-    assert told[0] == 2
-    assert contents(stopped) == contents(intact)
+    goes_on_in_silence(stopped, intact)
 
 
 @pytest.mark.parametrize("only", [False, True])
@@ -439,14 +399,14 @@ def test_where_no_checkpoint_is_good_a_sentence_says_so_and_nothing_is_touched(s
         (stopped.folder / PREVIOUS).unlink()
     else:
         os.truncate(stopped.folder / PREVIOUS, 1000)
-    before = {path.name: path.read_bytes() for path in stopped.folder.iterdir()}
+    before = files(stopped)
     with pytest.raises(ValueError, match="is damaged: its content does not match its own checksum") as caught:
         run_job(stopped)
     said = str(caught.value)
     assert said.endswith("; choose another --out, or delete that arm's folder to start anew")
     assert (PREVIOUS in said) == (not only)
     assert len(said.splitlines()) == 1
-    assert {path.name: path.read_bytes() for path in stopped.folder.iterdir()} == before
+    assert files(stopped) == before
 
 
 def test_a_checkpoint_on_other_base_weights_or_adapters_is_refused(
@@ -593,12 +553,7 @@ def test_a_soak_goes_on_after_a_failure_and_stops_after_many() -> None:
 def test_ten_kills_of_every_class_and_the_faults(tmp_path: Path) -> None:
     """The soak itself: jobs that SIGKILL ends in generation, before an update, inside of writes, and so on."""
     out = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "tests.soak", "--kills", "10", "--commands", "0", "--out", str(out)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "soak passed: 10 kills and " in done.stdout
+    assert "soak passed: 10 kills and " in child("-m", "tests.soak", "--kills", 10, "--commands", 0, "--out", out)
     counts = Counter(stop["where"] for stop in json.loads(out.read_text())["stops"])
     assert {where: n for where, n in counts.items() if where in SHARES} == {**dict.fromkeys(SHARES, 1), WRITE: 2}
     assert {FAULTS[0], FAULTS[2]} <= counts.keys()
@@ -665,11 +620,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, cache: Path, intact: Job) -> 
     """
     folder = tmp_path_factory.mktemp("trials")
     make_tiny_model(Parity(), folder / "tiny", steps=8, width=32, layers=2, batch=8, max_new=16, progress=False)
-    chat = ChatModel(str(folder / "tiny"), weights_hash(folder / "tiny"), max_new=8, token_budget=1 << 20, device="cpu")
-    settings = replace(
-        CHAT, world="parity:Parity", chat=chat, steps=4, prompts=4, group=6, kept_rank=4, kept_lr=3e-3, quarantine_rank=4,
-        quarantine_lr=1e-3, pairs=4, teachers=2, evaluation_prompts=4, probe_every=2,
-    )  # fmt: skip
+    settings = tiny_chat(folder / "tiny", evaluation_prompts=4)
     asked = {
         MICRO: (str(cache), 2, [(sabotage, kills) for sabotage, (kills, _) in SABOTAGE.items()]),
         CHATS: (str(folder / "cache"), 1, [("", [[WRITE, RESUME], [GENERATION]])]),
@@ -678,7 +629,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, cache: Path, intact: Job) -> 
     for name, of in {MICRO: intact.settings, CHATS: settings}.items():
         (scratch / f"{name}.json").write_text(json.dumps(of.as_dict()))
     where = (ROOT / "tests" / "support", ROOT / "docs" / "examples", scratch)
-    said = child(TRIALS, *where, json.dumps(asked), TOKENIZERS_PARALLELISM="false").splitlines()
+    said = child("-c", TRIALS, *where, json.dumps(asked), TOKENIZERS_PARALLELISM="false").splitlines()
     trials: dict[str, list[Any]] = {name: [] for name in asked}
     for name, one in map(json.loads, said):
         trials[name].append(one)

@@ -6,8 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from timing import wait_until
 from tiny_study import tiny_job
 
 import studies.training.tracking as tracking
@@ -26,7 +25,7 @@ from studies.training.manifest import MANIFEST
 from studies.training.recorder import CURVES, METRICS, TIMINGS, Follower, read_rows
 from studies.training.run import run_job
 from studies.training.schedule import run_jobs
-from studies.training.tracking import TRACKERS, Tracking, curves_name, evaluated, offline_step, require, scalars
+from studies.training.tracking import TRACKERS, Tracking, evaluated, offline_step, require, scalars
 
 pytestmark = pytest.mark.process
 
@@ -44,10 +43,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Job:
     return job
 
 
-def growing(finished: Job, root: Path) -> Job:
-    """The same arm in another run folder, that has not begun."""
+def growing(finished: Job, root: Path, rows: int = 0, *, end: bool = False) -> Job:
+    """The same arm in another run folder, grown so far."""
     job = tiny_job(root, "route2-full", cache=finished.cache, steps=STEPS)
     job.folder.mkdir(parents=True)
+    grow(finished, job, rows, end=end)
     return job
 
 
@@ -61,19 +61,36 @@ def grow(finished: Job, run: Job, rows: int, *, end: bool = False) -> None:
         shutil.copy(finished.folder / name, run.folder / name)
 
 
-def curves(folder: Path) -> EventAccumulator:
-    read = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+def track(*jobs: Job, by: str = "tensorboard") -> None:
+    """Let a tracker take what is there, and end."""
+    with Tracking(by, list(jobs)):
+        pass
+
+
+def place(job: Job) -> Path:
+    return job.root / "tensorboard" / job.name / f"seed-{job.seed}"
+
+
+def curves(job: Job) -> EventAccumulator:
+    read = EventAccumulator(str(place(job)), size_guidance={"scalars": 0, "tensors": 0})
     read.Reload()
     return read
 
 
-def check_curves(root: Path, job: Job) -> None:
+def steps_of(job: Job) -> list[int]:
+    return [event.step for event in curves(job).Scalars("train/loss")]
+
+
+def numbers(job: Job) -> list[tuple[int, dict[str, float]]]:
+    """The numbers of each step, and after the last those of the evaluation."""
+    rows = [(row["step"], scalars(row)) for row in read_rows(job.folder / METRICS)] if job.arm else []
+    return [*rows, (len(rows), evaluated(json.loads((job.folder / EVAL).read_text())))]
+
+
+def check_curves(job: Job) -> None:
     """TensorBoard has the job's rows and its evaluation: every number, each once, and no other."""
-    read = curves(root / "tensorboard" / job.name / f"seed-{job.seed}")
-    rows = read_rows(job.folder / METRICS) if job.arm else []
-    end = len(rows)
-    want = {(tag, row["step"]): value for row in rows for tag, value in scalars(row).items()}
-    want |= {(tag, end): value for tag, value in evaluated(json.loads((job.folder / EVAL).read_text())).items()}
+    read = curves(job)
+    want = {(tag, step): value for step, row in numbers(job) for tag, value in row.items()}
     got = [((tag, event.step), event.value) for tag in read.Tags()["scalars"] for event in read.Scalars(tag)]
     assert len(got) == len(want)
     assert {at: np.float32(value) for at, value in got} == {at: np.float32(value) for at, value in want.items()}
@@ -183,7 +200,7 @@ def test_a_tracked_run_has_the_bytes_of_an_untracked_one_and_the_curves_have_its
         assert run_jobs(jobs, 1, report_to="tensorboard") == []
         assert f"curves: tensorboard --logdir {root / 'tensorboard'}" in capfd.readouterr().err
         for job in jobs:
-            check_curves(root, job)
+            check_curves(job)
     for job in jobs:
         for path in (finished.folder.parent / job.name).iterdir():
             assert path.name == TIMINGS or (job.folder / path.name).read_bytes() == path.read_bytes()
@@ -195,17 +212,16 @@ def test_a_log_that_is_cut_back_and_written_again_gives_each_step_once(tmp_path:
     run = growing(finished, tmp_path)
     for rows in (13, 20, 5, 17, 22):  # a checkpoint lay at 5 when the third start began
         grow(finished, run, rows)
-        with Tracking("tensorboard", [run]):
-            pass
+        track(run)
     grow(finished, run, STEPS, end=True)
-    with Tracking("tensorboard", [run]):
-        pass
-    check_curves(run.root, tiny_job(tmp_path, "route2-full", cache=finished.cache, steps=STEPS))
+    track(run)
+    check_curves(run)
 
 
 PARENT = """
 import os, signal, sys
 from pathlib import Path
+from timing import wait_until
 from tiny_study import tiny_job
 from studies.training.tracking import Tracking
 if __name__ == "__main__":
@@ -220,24 +236,21 @@ if __name__ == "__main__":
 
 def test_kill_9_leaves_files_that_are_read_and_gone_on_with(tmp_path: Path, finished: Job) -> None:
     """Of the parent: the tracker takes what is there and ends. Of everything, in the middle of a record: that step comes again."""
-    run = growing(finished, tmp_path)
-    grow(finished, run, 7)
+    run = growing(finished, tmp_path, 7)
     (tmp_path / "parent.py").write_text(PARENT)
     command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path), str(finished.cache), str(STEPS)]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests/support")))
     parent = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": paths})
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     wait_until(lambda: not alive(int(parent.stdout)), "the tracker outlived its parent")
-    folder = run.root / "tensorboard" / curves_name(run)
-    assert [event.step for event in curves(folder).Scalars("train/loss")] == list(range(7))
-    (events,) = folder.iterdir()
+    assert steps_of(run) == list(range(7))
+    (events,) = place(run).iterdir()
     with events.open("r+b") as file:
         file.truncate(events.stat().st_size - 9)
-    assert [event.step for event in curves(folder).Scalars("train/loss")] == list(range(6))
+    assert steps_of(run) == list(range(6))
     grow(finished, run, STEPS, end=True)
-    with Tracking("tensorboard", [run]):
-        pass
-    check_curves(run.root, tiny_job(tmp_path, "route2-full", cache=finished.cache, steps=STEPS))
+    track(run)
+    check_curves(run)
 
 
 def alive(process: int) -> bool:
@@ -246,13 +259,6 @@ def alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 # trackers that fail
@@ -267,41 +273,33 @@ def warning(why: str) -> str:
 def test_a_tracker_that_cannot_write_costs_a_warning_and_adds_what_it_lacks_later(
     tmp_path: Path, finished: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = growing(finished, tmp_path)
-    grow(finished, run, STEPS, end=True)
+    run = growing(finished, tmp_path, STEPS, end=True)
     (run.root / "tensorboard").write_text("in the way")
-    with Tracking("tensorboard", [run]):
-        pass
+    track(run)
     # On a machine with much to do the command says that the tracker takes its time.
     notice, told = (line for line in capfd.readouterr().err.splitlines() if "takes the last rows" not in line)
     assert notice.startswith("curves: ")
     assert told.startswith("warning: tensorboard stopped (")
     assert told.endswith(warning("").partition("(")[2])
     (run.root / "tensorboard").unlink()
-    with Tracking("tensorboard", [run]):
-        pass
-    check_curves(run.root, tiny_job(tmp_path, "route2-full", cache=finished.cache, steps=STEPS))
+    track(run)
+    check_curves(run)
 
 
 def test_curves_of_another_run_are_left_alone(tmp_path: Path, finished: Job, capfd: pytest.CaptureFixture[str]) -> None:
-    run = growing(finished, tmp_path)
-    grow(finished, run, 3)
-    with Tracking("tensorboard", [run]):
-        pass
+    run = growing(finished, tmp_path, 3)
+    track(run)
     other = replace(run, settings=replace(run.settings, kept_lr=1e-3))
     grow(finished, run, 5)
-    with Tracking("tensorboard", [other]):
-        pass
-    folder = run.root / "tensorboard" / curves_name(run)
-    assert warning(f"{folder} holds the curves of another run; delete that folder") in capfd.readouterr().err.splitlines()
-    assert [event.step for event in curves(folder).Scalars("train/loss")] == [0, 1, 2]
+    track(other)
+    assert warning(f"{place(run)} holds the curves of another run; delete that folder") in capfd.readouterr().err.splitlines()
+    assert steps_of(run) == [0, 1, 2]
 
 
 def test_a_tracker_that_breaks_dies_or_hangs_never_holds_up_the_run(
     tmp_path: Path, finished: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = growing(finished, tmp_path)
-    grow(finished, run, 3)
+    run = growing(finished, tmp_path, 3)
     with Tracking("tensorboard", [run]) as dying:
         os.kill(dying._process.pid or 0, signal.SIGKILL)
     monkeypatch.setattr(tracking, "PATIENCE", 0.5)
@@ -313,8 +311,7 @@ def test_a_tracker_that_breaks_dies_or_hangs_never_holds_up_the_run(
     (tmp_path / "tensorboard" / "__init__.py").write_text("raise ImportError('half installed')")
     monkeypatch.setattr(tracking, "PATIENCE", 30.0)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with Tracking("tensorboard", [run]):
-        pass
+    track(run)
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning")]
     whys = ("its process died", "it gave no sign of life for 0 s", "ImportError: half installed")
     assert told == [warning(why) for why in whys]
@@ -324,8 +321,7 @@ def test_a_second_tracker_waits_for_the_first_and_then_says_so(
     tmp_path: Path, finished: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As when a run is started again while the tracker of its killed parent still writes."""
-    run = growing(finished, tmp_path)
-    grow(finished, run, 3)
+    run = growing(finished, tmp_path, 3)
     with Tracking("tensorboard", [run]) as first:
         wait_until(lambda: bool(first.hear()), "it never began")
         second = Tracking("tensorboard", [run])
@@ -333,7 +329,7 @@ def test_a_second_tracker_waits_for_the_first_and_then_says_so(
     with second:
         pass
     assert "warning" not in capfd.readouterr().err
-    assert [event.step for event in curves(run.root / "tensorboard" / curves_name(run)).Scalars("train/loss")] == [0, 1, 2]
+    assert steps_of(run) == [0, 1, 2]
 
 
 # the others, where they are installed
@@ -342,8 +338,7 @@ def test_a_second_tracker_waits_for_the_first_and_then_says_so(
 def in_three_starts(name: str, finished: Job, run: Job) -> None:
     for rows in (9, 4, STEPS, STEPS):
         grow(finished, run, rows, end=rows == STEPS)
-        with Tracking(name, [run]):
-            pass
+        track(run, by=name)
 
 
 def made_again(finished: Job, run: Job, *, folder: bool) -> list[tuple[int, dict[str, float]]]:
@@ -367,33 +362,28 @@ def test_a_run_that_is_made_again_has_fresh_curves(tmp_path: Path, finished: Job
     other.folder.mkdir(parents=True)
     for job in (run, other):
         grow(finished, job, 9)
-    with Tracking("tensorboard", [run, other]):
-        pass
-    beside = run.root / "tensorboard" / curves_name(run) / "notes.txt"
+    track(run, other)
+    beside = place(run) / "notes.txt"
     beside.write_text("mine")
     rows = made_again(finished, run, folder=folder)
     for _ in range(2):
-        with Tracking("tensorboard", [run, other]):
-            pass
-    read = curves(run.root / "tensorboard" / curves_name(run))
+        track(run, other)
+    read = curves(run)
     got = [((tag, event.step), event.value) for tag in read.Tags()["scalars"] for event in read.Scalars(tag)]
     assert len(got) == len(dict(got))
     assert dict(got) == {(tag, step): np.float32(value) for step, numbers in rows for tag, value in numbers.items()}
     assert beside.read_text() == "mine"
     assert len(list(beside.parent.glob("events*"))) == 1
-    kept = curves(run.root / "tensorboard" / curves_name(other)).Scalars("train/loss")
-    assert [event.step for event in kept] == list(range(9))
+    assert steps_of(other) == list(range(9))
 
 
 def test_a_run_that_begins_anew_while_it_is_tracked_has_fresh_curves(tmp_path: Path, finished: Job) -> None:
     """The tracker has read what an earlier start left, before the run began without a checkpoint."""
-    run = growing(finished, tmp_path)
-    grow(finished, run, 9)
-    folder = run.root / "tensorboard" / curves_name(run)
+    run = growing(finished, tmp_path, 9)
     with Tracking("tensorboard", [run]):
-        wait_until(lambda: (run.folder / CURVES).exists() and bool(list(folder.glob("events*"))), "it never began")
+        wait_until(lambda: (run.folder / CURVES).exists() and bool(list(place(run).glob("events*"))), "it never began")
         rows = made_again(finished, run, folder=False)
-    losses = [(event.step, event.value) for event in curves(folder).Scalars("train/loss")]
+    losses = [(event.step, event.value) for event in curves(run).Scalars("train/loss")]
     assert losses == [(step, np.float32(numbers["train/loss"])) for step, numbers in rows]
 
 
@@ -446,9 +436,7 @@ def test_wandb_offline_has_each_row_once(tmp_path: Path, finished: Job, monkeypa
         for record in records
         if record.HasField("history")
     ]
-    rows = [(row["step"], scalars(row)) for row in read_rows(run.folder / METRICS)]
-    rows.append((STEPS, evaluated(json.loads((run.folder / EVAL).read_text()))))
-    assert [(row["_step"], {k: v for k, v in row.items() if not k.startswith("_")}) for row in history] == rows
+    assert [(row["_step"], {k: v for k, v in row.items() if not k.startswith("_")}) for row in history] == numbers(run)
     (record,) = {(r.run.run_id, r.run.project, r.run.run_group, r.run.display_name) for r in records if r.HasField("run")}
     assert record[1:] == ("mi-route2", run.root.name, "route2-full seed 0")
     whole = files[1].read_bytes()
@@ -480,6 +468,4 @@ def test_trackio_has_each_row_once(tmp_path: Path, finished: Job) -> None:
         patched.setenv("TRACKIO_DIR", str(tmp_path / "store"))
         in_three_starts("trackio", finished, run)
         told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
-    rows = [(row["step"], scalars(row)) for row in read_rows(run.folder / METRICS)]
-    rows.append((STEPS, evaluated(json.loads((run.folder / EVAL).read_text()))))
-    assert [(log.pop("step"), log.pop("timestamp") and log) for log in json.loads(told)] == rows
+    assert [(log.pop("step"), log.pop("timestamp") and log) for log in json.loads(told)] == numbers(run)

@@ -33,6 +33,7 @@ from studies.training.run import run_job
 
 pytestmark = pytest.mark.study
 PER_MODE = 60
+NAMES = [f"{layer} {kind}" for layer in ("blocks.1", "gradient") for kind in watching.STYLES]
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +136,9 @@ def test_a_run_that_was_made_again_is_probed_again(jobs: list[Job], tmp_path: Pa
 
 
 def test_the_table_counts_the_seeds_of_each_mean() -> None:
-    def columns(held: list[float | None]) -> dict[str, list[float | None]]:
-        return {"known": [0.9, 0.7], "held": held, "random": held, "ece": held}
-
-    names = [f"{layer} {kind}" for layer in ("blocks.1", "gradient") for kind in watching.STYLES]
     held: dict[str, list[float | None]] = {"vanilla-5": [0.5, 0.6], "vanilla-10": [0.5, None], "vanilla": [None, None]}
-    watch = Watch("none", PER_MODE, (0, 1), {arm: {name: columns(values) for name in names} for arm, values in held.items()})
+    columns = {arm: {"known": [0.9, 0.7], "held": means, "random": means, "ece": means} for arm, means in held.items()}
+    watch = Watch("none", PER_MODE, (0, 1), {arm: dict.fromkeys(NAMES, own) for arm, own in columns.items()})
     header, *_ = table(watch).splitlines()
     assert [cell.strip() for cell in header.split("|")[3:-2]] == [
         "vanilla-5, n 2: known", "held out", "vanilla-10, n 2: known", "held out, n 1", "vanilla, n 2: known", "held out, n 0",
@@ -162,8 +160,7 @@ def test_table_and_figure_say_of_how_many_modes_the_mean_of_a_seed_is(tmp_path: 
         each = {f"held out: {mode}": values for mode, values in zip(HELD_OUT, modes, strict=True)}
         return {"known": means, "held": means, "random": means, "ece": means, **each}
 
-    names = [f"{layer} {kind}" for layer in ("blocks.1", "gradient") for kind in watching.STYLES]
-    watch = Watch("strong", PER_MODE, (0, 1, 2), {arm: {name: columns(modes) for name in names} for arm, modes in single.items()})
+    watch = Watch("strong", PER_MODE, (0, 1, 2), {arm: dict.fromkeys(NAMES, columns(modes)) for arm, modes in single.items()})
     header, *_ = table(watch).splitlines()
     assert [cell.strip() for cell in header.split("|")[3:-2]] == [
         "vanilla-5, n 2: known", "held out",

@@ -1,11 +1,11 @@
 """Ablations: an arm belongs to the group of its manifest and is compared with the arm that it changes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+from synthetic_study import write_study
 
 from studies.route2.report.load import load_runs
 from studies.route2.report.table import ablation_groups, ablations_markdown
@@ -16,8 +16,8 @@ ARMS = ("base", "vanilla", "route2-grad", "shared-basis", "route2-grad-module")
 
 
 @pytest.fixture
-def root(study: Callable[..., Path], tmp_path: Path) -> Path:
-    return study(tmp_path / "strong-0123abcd", ARMS, seeds=(0, 1, 2), steps=3)
+def root(tmp_path: Path) -> Path:
+    return write_study(tmp_path / "strong-0123abcd", ARMS, seeds=(0, 1, 2), steps=3)
 
 
 def _held(root: Path, arm: str, seed: int) -> float:
@@ -39,8 +39,8 @@ def test_the_difference_is_paired_by_seed(root: Path) -> None:
     assert arm["difference_seed_ids"] == [0, 1, 2]
 
 
-def test_a_reference_that_was_not_run_is_said(study: Callable[..., Path], tmp_path: Path) -> None:
-    runs = load_runs(study(tmp_path / "small", ("base", "shared-basis"), seeds=(0, 1), steps=2))
+def test_a_reference_that_was_not_run_is_said(tmp_path: Path) -> None:
+    runs = load_runs(write_study(tmp_path / "small", ("base", "shared-basis"), seeds=(0, 1), steps=2))
     text = ablations_markdown(runs, ablation_groups(runs))
     assert "route2-grad (not run)" in text
     record = ablation_groups(runs)[0]["arms"][0]
@@ -48,7 +48,7 @@ def test_a_reference_that_was_not_run_is_said(study: Callable[..., Path], tmp_pa
     assert record["deploy_solve"]["value"]["n"] == 2
 
 
-def test_a_study_without_ablations_says_so(study: Callable[..., Path], tmp_path: Path) -> None:
-    runs = load_runs(study(tmp_path / "small", ("base", "vanilla"), seeds=(0,), steps=2))
+def test_a_study_without_ablations_says_so(tmp_path: Path) -> None:
+    runs = load_runs(write_study(tmp_path / "small", ("base", "vanilla"), seeds=(0,), steps=2))
     assert "No arm of this folder is an ablation" in ablations_markdown(runs, ablation_groups(runs))
     assert ablation_groups(runs) == []

@@ -15,44 +15,17 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
+from synthetic_study import write_study
 from titles import saved_titles, untitled
 
 from studies.common.publishing import compact
 from studies.common.tables import number
 from studies.environments.micro.model import MicroGPT
-from studies.route2 import cli
-from studies.route2 import questions as questions_module
+from studies.route2 import cli, questions
 from studies.route2.evidence import EXPLOIT, ON_EXPLOIT, PATH, SOLVE, Evidence, collect, flagged_late, goals, stopped_inside, table
 from studies.route2.predictions import Predictions
 from studies.route2.publish import command, folder_name
-from studies.route2.questions import (
-    LOUD,
-    coverage,
-    coverage_figure,
-    coverage_sentence,
-    flagged,
-    fronts_figure,
-    lessons,
-    lessons_figure,
-    lessons_sentence,
-    map_figure,
-    map_table,
-    mapped,
-    monitors,
-    rates,
-    rates_figure,
-    recall_figure,
-    recall_sentence,
-    recalls,
-    sign,
-    sign_figure,
-    signs,
-    size_figure,
-    size_table,
-    sized,
-    texts,
-    write_evidence,
-)
+from studies.route2.questions import write_evidence
 from studies.route2.report import figures as figures_module
 from studies.route2.report.load import load_runs
 from studies.training.manifest import refuse_mixed
@@ -107,18 +80,18 @@ def test_goals_are_those_of_the_method_that_the_predictions_name() -> None:
     found = evidence()
     file = {"seeds": found.seeds, "arms": tuple(found.values), "presets": {"strong": "0"}, "comparison": ()}
     for method, judged in ((None, "filter-canary"), ("canary-rotated", "canary-rotated")):
-        assert texts(found, Predictions(**file, alpha=0.05, sha256="", method=method))["-goals"] == goals(found, judged)
+        assert questions.texts(found, Predictions(**file, alpha=0.05, sha256="", method=method))["-goals"] == goals(found, judged)
 
 
 def test_coverage_pairs_the_best_checkpoint_of_a_mode_with_what_the_run_keeps() -> None:
     found = evidence()
-    assert sorted(coverage(found, "filter-canary")) == [
+    assert sorted(questions.coverage(found, "filter-canary")) == [
         (200, "a", 0.9, 0.0),
         (200, "b", 0.8, 0.1),
         (201, "a", 0.7, 0.0),
         (201, "b", 0.1, 0.9),
     ]
-    said = coverage_sentence(found, "filter-canary")
+    said = questions.coverage_sentence(found, "filter-canary")
     assert "in the 1 seeds and modes of which its canary exploits less than .2 it exploits .900" in said
     assert "in the 3 of which the canary exploits at least .5 .033" in said
 
@@ -127,8 +100,9 @@ def test_recall_counts_the_runs_that_flagged() -> None:
     found = evidence()
     flagged = {"filter-canary": [1.0, 0.5], "canary-rotated": [None, 0.97]}
     found = replace(found, values={arm: {**row, "recall": flagged.get(arm, [None, None])} for arm, row in found.values.items()})
-    assert recalls(found, "no label, no pair") == list(zip([1.0, 0.5], found.values["filter-canary"][EXPLOIT], strict=True))
-    said = recall_sentence(found)
+    exploits = found.values["filter-canary"][EXPLOIT]
+    assert questions.recalls(found, "no label, no pair") == list(zip([1.0, 0.5], exploits, strict=True))
+    said = questions.recall_sentence(found)
     assert "of 2 runs that flagged at least .950 of their hacks in the first 30 steps, 1 end with" in said  # exploits of 0 and .4
     assert "of 1 runs that flagged less than .800" in said
 
@@ -140,11 +114,12 @@ def test_a_quarantines_rate_is_that_of_its_arm_and_preset_over_the_kept_one(tmp_
     # no quarantine, other flags, a band, a quarantine that forgets
     others = ("sees-known", "sees-100-quarantine", "sees-known-bands-fast", "sees-known-quarantine-fast-forgets")
     found = replace(evidence(), preset="weak", values=dict.fromkeys([*names, *others], row))
-    slow, usual, fast = rates(found, "sees-known")
+    slow, usual, fast = questions.rates(found, "sees-known")
     assert [arm for _, arm in (slow, usual, fast)] == [names[2], names[1], names[0]]
     assert np.allclose([slow[0], usual[0], fast[0]], [1.7 / 9, 1.7 / 3, 1.7])
-    assert rates(replace(found, preset="functions"), "sees-known") == []  # a chat model's own, which a report does not have
-    assert rates_figure([found, replace(found, preset="strong")], tmp_path / "rates.png").stat().st_size > 10_000
+    # the rates of a chat model are its own, which a report does not have
+    assert questions.rates(replace(found, preset="functions"), "sees-known") == []
+    assert questions.rates_figure([found, replace(found, preset="strong")], tmp_path / "rates.png").stat().st_size > 10_000
 
 
 def test_lessons_are_drawn_from_their_first_step_to_their_end(tmp_path: Path) -> None:
@@ -152,23 +127,23 @@ def test_lessons_are_drawn_from_their_first_step_to_their_end(tmp_path: Path) ->
     row = {**evidence().values["vanilla"], "recall": [None, None]}
     names = ("base", "vanilla", "vanilla-5", "taught-honest", "taught-honest-1", "taught-8", "taught-8-1", "taught-2")
     found = replace(evidence(), values=dict.fromkeys(names, row))
-    assert lessons(found) == ["taught-honest", "taught-8"]
-    assert lessons_figure([found, found], tmp_path / "lessons.png").stat().st_size > 10_000
+    assert questions.lessons(found) == ["taught-honest", "taught-8"]
+    assert questions.lessons_figure([found, found], tmp_path / "lessons.png").stat().st_size > 10_000
     starts = {"taught-honest-1": (0.9, 0.8), "taught-8-1": (0.7, 0.1)}  # of what it solves, from the least to the most exploits
     ends = {"taught-honest": (0.1, 0.2), "taught-8": (0.3, 0.4)}
     values = {**found.values, **{arm: {**row, SOLVE: [*solve], EXPLOIT: [0.5, 0.6]} for arm, solve in starts.items()}}
     values |= {arm: {**row, EXPLOIT: [*exploit]} for arm, exploit in ends.items()}
-    said = lessons_sentence(replace(found, values=values))
+    said = questions.lessons_sentence(replace(found, values=values))
     assert "over 4 runs with a lesson, Spearman's correlation of held-out exploits at the end is -1.000 with what" in said
     assert "and .447 with what is exploited then." in said  # ranks 1.5, 3.5, 1.5, 3.5 against 1, 2, 3, 4
-    assert not flagged(found)
-    assert flagged(replace(found, values={**found.values, "filter-canary": {**row, "recall": [None, 0.5]}}))
+    assert not questions.flagged(found)
+    assert questions.flagged(replace(found, values={**found.values, "filter-canary": {**row, "recall": [None, 0.5]}}))
 
 
-def test_a_probes_sight_is_told_at_the_beginning_and_at_the_end(study: Callable[..., Path], tmp_path: Path) -> None:
-    root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-act", "penalty-act"), seeds=(0, 1), steps=80)
+def test_a_probes_sight_is_told_at_the_beginning_and_at_the_end(tmp_path: Path) -> None:
+    root = write_study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-act", "penalty-act"), seeds=(0, 1), steps=80)
     found, runs = collect(load_runs(root)), load_runs(root)
-    lines = {line.split("|")[1].strip(): line.split("|") for line in monitors(found).splitlines()}
+    lines = {line.split("|")[1].strip(): line.split("|") for line in questions.monitors(found).splitlines()}
     assert lines.keys() - {"arm", "---", "-" * len("penalty-act")} == {"filter-act", "penalty-act"}
     for arm in ("filter-act", "penalty-act"):
         masks = {seed: [row["mask"] for row in runs.runs[arm, seed].metrics] for seed in (0, 1)}
@@ -176,7 +151,7 @@ def test_a_probes_sight_is_told_at_the_beginning_and_at_the_end(study: Callable[
             means = [np.mean([m["recall"] for m in own[rows] if m and m["recall"] is not None]) for own in masks.values()]
             assert lines[arm][place].strip() == number(float(np.mean(means)))
     bare = {arm: row for arm, row in found.values.items() if arm != "penalty-act"}
-    assert monitors(replace(found, values=bare)) == ""
+    assert questions.monitors(replace(found, values=bare)) == ""
 
 
 def test_the_map_orders_worlds_by_what_ten_pairs_see(tmp_path: Path) -> None:
@@ -184,30 +159,30 @@ def test_the_map_orders_worlds_by_what_ten_pairs_see(tmp_path: Path) -> None:
     for preset, auroc, exploit in (("strong", 0.9, 0.1), ("sparse", 0.6, 0.7), ("persona-20", 0.75, 0.4)):
         row = {**evidence().values["vanilla"], "auroc": [auroc, auroc], EXPLOIT: [exploit, exploit]}
         worlds.append(replace(evidence(), preset=preset, values=dict.fromkeys(("vanilla", "filter-full", "taught-honest"), row)))
-    ordered = mapped(worlds)
+    ordered = questions.mapped(worlds)
     assert [world.preset for world in ordered] == ["sparse", "persona-20", "strong"]
-    head, _, *lines = map_table(ordered).splitlines()
+    head, _, *lines = questions.map_table(ordered).splitlines()
     assert [cell.strip() for cell in head.split("|")[2:-1]] == [
         "sparse (AUROC .600)", "persona-20 (AUROC .750)", "strong (AUROC .900)",
     ]  # fmt: skip
     cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines}
     assert [cell.partition(" ")[0] for cell in cells["filter-full"]] == [".700", ".400", ".100"]
     assert all(cell.endswith("/ .100") for cell in cells["taught-honest"])
-    assert map_figure(worlds, tmp_path / "map.png").stat().st_size > 10_000
-    assert mapped(worlds[:2]) == []  # two worlds are no map
-    assert mapped([replace(world, values={"vanilla": world.values["vanilla"]}) for world in worlds]) == []
+    assert questions.map_figure(worlds, tmp_path / "map.png").stat().st_size > 10_000
+    assert questions.mapped(worlds[:2]) == []  # two worlds are no map
+    assert questions.mapped([replace(world, values={"vanilla": world.values["vanilla"]}) for world in worlds]) == []
 
 
 def test_sizes_are_in_the_order_of_the_models_parameters_and_of_one_world(tmp_path: Path) -> None:
     names = ("strong", "strong-400k", "weak", "strong-30k")
     every = [replace(evidence(), preset=name) for name in names]
     counted = [sum(p.numel() for p in MicroGPT(PRESETS[name].warm.model).parameters()) for name in names]
-    assert sized(every) == [(counted[i], every[i]) for i in (3, 0, 1)]
-    head, _, *lines = size_table(every).splitlines()
+    assert questions.sized(every) == [(counted[i], every[i]) for i in (3, 0, 1)]
+    head, _, *lines = questions.size_table(every).splitlines()
     assert [cell.strip() for cell in head.split("|")[2:-1]] == ["30,144 parameters", "109,440 parameters", "415,488 parameters"]
     assert [line.split("|")[1].strip() for line in lines[:2]] == ["base", "vanilla"]
-    assert size_figure(every, tmp_path / "size.png").stat().st_size > 10_000
-    assert sized(every[:3]) == []  # two sizes of one world
+    assert questions.size_figure(every, tmp_path / "size.png").stat().st_size > 10_000
+    assert questions.sized(every[:3]) == []  # two sizes of one world
 
 
 def test_a_run_is_loud_by_its_last_flags_and_broken_by_its_worst_mode() -> None:
@@ -221,18 +196,18 @@ def test_a_run_is_loud_by_its_last_flags_and_broken_by_its_worst_mode() -> None:
         "canary-run-early": ([0.06, 0.0], [0.0, 0.0], [0.0, 0.2]),
     }
     values = {arm: dict(zip(seeds, row, strict=True)) for arm, row in rows.items()}
-    told = sign(replace(found, values={**found.values, **values})).splitlines()[2:]
+    told = questions.sign(replace(found, values={**found.values, **values})).splitlines()[2:]
     assert [[cell.strip() for cell in line.strip("|").split("|")] for line in told] == [
         ["filter-canary-run", "2", "1", "0", "1", "1"],
         ["canary-run-early", "2", "1", "1", "1", "0"],
     ]
-    assert sign(found) == ""
+    assert questions.sign(found) == ""
 
 
 def test_every_figure_says_of_which_presets_it_is(tmp_path: Path) -> None:
     """Drawn from what is published: the three worlds of the map, or the experiment of that name."""
     results = Path(__file__).parents[4] / "docs/results"
-    figures = {name: draw for name, draw in vars(questions_module).items() if name.endswith("_figure")}
+    figures = {name: draw for name, draw in vars(questions).items() if name.endswith("_figure")}
     assert {"fronts_figure", "map_figure"} <= figures.keys()
     for name, draw in figures.items():
         named = results / name.removesuffix("_figure")
@@ -271,7 +246,7 @@ def test_figures_draw_what_their_axes_say(monkeypatch: pytest.MonkeyPatch, tmp_p
     sizes = [Evidence.read(results / f"size/{preset}.json") for preset in ("strong-30k", "strong", "strong-400k")]
     worlds = [Evidence.read(results / f"map/{preset}.json") for preset in ("sparse", "persona-20", "strong")]
 
-    (ax,) = axes(fronts_figure, worlds[:1])
+    (ax,) = axes(questions.fronts_figure, worlds[:1])
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("exploit fires, held-out modes", "solve, all modes")
     shown = means(ax)
     assert {"filter-canary-run", "filter-full", "penalty-act"} <= shown.keys()
@@ -280,7 +255,7 @@ def test_figures_draw_what_their_axes_say(monkeypatch: pytest.MonkeyPatch, tmp_p
     path = [[mean_of(worlds[0], arm, metric) for metric in (EXPLOIT, SOLVE)] for arm in PATH if arm in worlds[0].values]
     assert same(next(line for line in ax.lines if line.get_label() == "ordinary training, by steps").get_xydata(), path)
 
-    for draw, every in ((size_figure, sizes), (map_figure, worlds)):
+    for draw, every in ((questions.size_figure, sizes), (questions.map_figure, worlds)):
         exploits, solves = axes(draw, every)
         assert exploits.get_title().startswith("exploit fires, held-out modes")
         assert solves.get_title().startswith("solve, all modes")
@@ -290,22 +265,22 @@ def test_figures_draw_what_their_axes_say(monkeypatch: pytest.MonkeyPatch, tmp_p
                 assert same(points[:, 1], [mean_of(evidence, arm, metric) for evidence in every if arm in evidence.values]), arm
 
     one = Evidence.read(results / "sign/strong.json")
-    (ax,) = axes(sign_figure, [one])
-    assert same(dots(ax)["canary-run-early"], signs(one, "canary-run-early"))
-    assert same(ax.lines[0].get_xdata(), [LOUD, LOUD])
+    (ax,) = axes(questions.sign_figure, [one])
+    assert same(dots(ax)["canary-run-early"], questions.signs(one, "canary-run-early"))
+    assert same(ax.lines[0].get_xdata(), [questions.LOUD, questions.LOUD])
     one = Evidence.read(results / "canary/strong.json")
-    (ax,) = axes(coverage_figure, [one])
-    assert same(dots(ax)["canary-one: 3 checkpoints"], [point[2:] for point in coverage(one, "canary-one")])
-    (ax,) = axes(recall_figure, [one])
-    assert same(dots(ax)["ten pairs"], recalls(one, "ten pairs"))
+    (ax,) = axes(questions.coverage_figure, [one])
+    assert same(dots(ax)["canary-one: 3 checkpoints"], [point[2:] for point in questions.coverage(one, "canary-one")])
+    (ax,) = axes(questions.recall_figure, [one])
+    assert same(dots(ax)["ten pairs"], questions.recalls(one, "ten pairs"))
     one = Evidence.read(results / "lessons/weak.json")
-    (ax,) = axes(lessons_figure, [one])
+    (ax,) = axes(questions.lessons_figure, [one])
     starts, ends = one.values["taught-honest-1"][SOLVE], one.values["taught-honest"][EXPLOIT]
     assert same(dots(ax)["taught-honest"], np.transpose([starts, ends]))
 
 
-def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:
-    root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-full", "filter-known"), seeds=(0, 1, 2), steps=3)
+def test_the_report_of_real_folders_is_read_again_and_drawn(tmp_path: Path) -> None:
+    root = write_study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-full", "filter-known"), seeds=(0, 1, 2), steps=3)
     (tmp_path / "out").mkdir()
     for name in ("strong-tests.md", "weak.json", "weak.md", "weak-tests.md", "map.md", "map.png", "lessons.png", "fronts.png"):
         (tmp_path / "out" / name).write_text("of another report")
@@ -319,7 +294,7 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
     assert again.summary("vanilla", "deploy_exploit_held")["mean"] == pytest.approx(
         np.mean([[run.modes[m]["deploy"]["exploit"] for m in runs.modes.held_out] for run in runs.of("vanilla").values()])
     )
-    twin = study(tmp_path / "twin/strong-0123abcd", ("base", "vanilla"), seeds=(0, 1), steps=3)
+    twin = write_study(tmp_path / "twin/strong-0123abcd", ("base", "vanilla"), seeds=(0, 1), steps=3)
     with pytest.raises(ValueError, match="two reports are of one preset"):
         write_evidence({root: (0, 1), twin: (0, 1)}, tmp_path / "out")
     with pytest.raises(ValueError, match=r"has no report of a preset: give a folder that `evidence` wrote"):
@@ -361,8 +336,10 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
         Evidence.read(tmp_path / "out/strong.json")
 
 
-def test_a_report_needs_no_ordinary_training(study: Callable[..., Path], tmp_path: Path) -> None:
-    root = study(tmp_path / "strong-0123abcd", ("base", "filter-full", "filter-known", "absorb", "oracle"), seeds=(0, 1), steps=3)
+def test_a_report_needs_no_ordinary_training(tmp_path: Path) -> None:
+    root = write_study(
+        tmp_path / "strong-0123abcd", ("base", "filter-full", "filter-known", "absorb", "oracle"), seeds=(0, 1), steps=3
+    )
     (tmp_path / "out").mkdir()
     (mine := tmp_path / "out/map.md").write_text("a user's")  # docs is no folder of a report, and has such a page
     written = {path.name for path in write_evidence({root: (0, 1)}, tmp_path / "out")}
@@ -374,55 +351,54 @@ def test_a_report_needs_no_ordinary_training(study: Callable[..., Path], tmp_pat
     assert mine.exists()
     names = ("base", "taught-honest", "taught-honest-1", "taught-8", "taught-8-1")
     found = replace(evidence(), values=dict.fromkeys(names, evidence().values["vanilla"]))
-    assert lessons_figure([found], tmp_path / "lessons.png").stat().st_size > 10_000
+    assert questions.lessons_figure([found], tmp_path / "lessons.png").stat().st_size > 10_000
 
 
-def test_folders_without_held_out_modes_are_refused(study: Callable[..., Path], tmp_path: Path) -> None:
-    runs = load_runs(study(tmp_path / "strong-0123abcd", ("base",), seeds=(0,), steps=1))
+def test_folders_without_held_out_modes_are_refused(tmp_path: Path) -> None:
+    runs = load_runs(write_study(tmp_path / "strong-0123abcd", ("base",), seeds=(0,), steps=1))
     with pytest.raises(ValueError, match=r"compares exploits of held-out modes, .* report .*strong-0123abcd` describes its runs"):
         collect(replace(runs, modes=replace(runs.modes, known=runs.modes.loopholes, held_out=())))
 
 
 def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Path) -> None:
     file = Path(__file__).parents[4] / "docs/results/canary/predictions.toml"
+
+    def refused(match: str, file: Path = file, **given: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            cli.Evidence(file, **({"out": tmp_path / "runs"} | given))()
+
     assert cli.Evidence(file.parent / "none" / ".." / file.name, out=tmp_path)._folder == tmp_path / "canary"
-    for other in (cli.Evidence(file, seeds="120-122"), cli.Evidence(file, presets=("strong",))):
-        with pytest.raises(ValueError, match=r"would replace that of the file's: give it a folder with --to"):
-            other()
+    for given in ({"seeds": "120-122"}, {"presets": ("strong",)}):
+        refused(r"would replace that of the file's: give it a folder with --to", **given)
     for other in (cli.Evidence(file, to=file), cli.Probes(tmp_path, out=file), cli.Watch(tmp_path, to=file)):
         with pytest.raises(ValueError, match=r"predictions\.toml is a file: give a folder"):
             other()
-    with pytest.raises(ValueError, match=r"unknown preset of the file 'wek': did you mean 'weak'"):
-        cli.Evidence(file, presets=("strong", "wek"), to=tmp_path)()
-    with pytest.raises(ValueError, match="'' names no seeds: give a number"):
-        cli.Evidence(file, seeds="", out=tmp_path / "runs", to=tmp_path)()  # which are not the file's
-    with pytest.raises(ValueError, match="is of the preset strong: leave out --model, --config and --precision"):
-        cli.Evidence(file, out=tmp_path / "runs", precision="bfloat16")()
-    with pytest.raises(ValueError, match="is of a chat model in the world functions: give the model's folder with --model"):
-        cli.Evidence(file.parents[1] / "canary-smollm2/predictions.toml", out=tmp_path / "runs")()
-    shutil.copy(file, tmp_path / "mine.toml")
-    with pytest.raises(ValueError, match=r"mine\.toml: a report names predictions\.toml as the file of its predictions: rename it"):
-        cli.Evidence(tmp_path / "mine.toml", out=tmp_path / "runs")()  # a report would be written without tests
-    other = tmp_path / "predictions.toml"
-    other.write_text(file.read_text(encoding="utf-8").replace('weak = "2d0e', 'weak = "3d0e'), encoding="utf-8")
-    with pytest.raises(ValueError, match="names other settings of weak than there are now"):
-        cli.Evidence(other, out=tmp_path / "runs")()
-    other.write_text(file.read_text(encoding="utf-8").replace('"deploy_solve"', '"on_solve"', 1), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"a report has no on_solve; choose from deploy_exploit_held"):  # it would be "not run"
-        cli.Evidence(other, out=tmp_path / "runs")()
-    other.write_text(re.sub(r"seeds = .*", "seeds = [200, 201, 202]", file.read_text(encoding="utf-8")), encoding="utf-8")
-    with pytest.raises(
-        ValueError, match=r"3 seeds can show none of the 10 differences of strong at alpha = 0\.05: give at least 9"
+    refused(r"unknown preset of the file 'wek': did you mean 'weak'", presets=("strong", "wek"), to=tmp_path)
+    refused("'' names no seeds: give a number", seeds="", to=tmp_path)  # which are not the file's
+    refused("is of the preset strong: leave out --model, --config and --precision", precision="bfloat16")
+    of_functions = file.parents[1] / "canary-smollm2/predictions.toml"
+    refused("is of a chat model in the world functions: give the model's folder with --model", of_functions)
+    mine, other, named = tmp_path / "mine.toml", tmp_path / "predictions.toml", file.read_text(encoding="utf-8")
+    mine.write_text(named, encoding="utf-8")  # a report would be written without tests
+    refused(r"mine\.toml: a report names predictions\.toml as the file of its predictions: rename it", mine)
+    for changed, match in (
+        (named.replace('weak = "2d0e', 'weak = "3d0e'), "names other settings of weak than there are now"),
+        (named.replace('"deploy_solve"', '"on_solve"', 1), "a report has no on_solve; choose from deploy_exploit_held"),
+        (
+            re.sub(r"seeds = .*", "seeds = [200, 201, 202]", named),
+            r"3 seeds can show none of the 10 differences of strong at alpha = 0\.05: give at least 9",
+        ),
     ):
-        cli.Evidence(other, out=tmp_path / "runs")()
+        other.write_text(changed, encoding="utf-8")
+        refused(match, other)
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_report_in_another_folder_is_judged_by_the_predictions_that_were_given(
-    study: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, to = Path(__file__).parents[4] / "docs/results/canary/predictions.toml", tmp_path / "out"
-    study(tmp_path / "runs/canary" / get_settings("strong").folder, ("base", "vanilla"), seeds=(200, 999), steps=1)
+    write_study(tmp_path / "runs/canary" / get_settings("strong").folder, ("base", "vanilla"), seeds=(200, 999), steps=1)
     monkeypatch.setattr(cli.Run, "__call__", lambda self: None)
     to.mkdir()
     shutil.copy(file.parents[1] / "canary-run/predictions.toml", to)  # of another experiment
@@ -452,13 +428,13 @@ def test_runs_that_do_not_differ_have_no_correlation() -> None:
     found = evidence()
     same = found.values["vanilla"]
     values = {"taught-honest": same, "taught-honest-1": same, "taught-8": same, "taught-8-1": same}
-    assert lessons_sentence(replace(found, values=values)) == ""
+    assert questions.lessons_sentence(replace(found, values=values)) == ""
     empty = {key: [None, None] for key in same}
-    assert lessons_sentence(replace(found, values=dict.fromkeys(values, empty))) == ""
+    assert questions.lessons_sentence(replace(found, values=dict.fromkeys(values, empty))) == ""
 
 
-def test_runs_with_other_pairs_or_of_a_copied_seed_are_not_in_one_table(study: Callable[..., Path], tmp_path: Path) -> None:
-    root = study(tmp_path / "strong-0123abcd", ("base", "vanilla"), seeds=(0, 1), steps=3)
+def test_runs_with_other_pairs_or_of_a_copied_seed_are_not_in_one_table(tmp_path: Path) -> None:
+    root = write_study(tmp_path / "strong-0123abcd", ("base", "vanilla"), seeds=(0, 1), steps=3)
     shutil.copytree(root / "seed-1", root / "seed-01")
     assert load_runs(root).seeds == (0, 1)
     shutil.rmtree(root / "seed-01")

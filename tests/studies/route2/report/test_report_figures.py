@@ -1,7 +1,6 @@
 """Figures: what is drawn is what was measured, pages hold every arm once, and the same folder gives the same bytes."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from synthetic_study import write_study
 from titles import saved_titles, untitled
 
 from mi_route2.plots import BLUE, GRAY, ORANGE, VERMILLION, new_figure, style
@@ -35,8 +35,8 @@ ARMS = ("base", "vanilla", "absorb", "route2-full", "filter-full", "haar-full", 
 
 
 @pytest.fixture
-def root(study: Callable[..., Path], tmp_path: Path) -> Path:
-    return study(tmp_path / "strong-0123abcd", ARMS, seeds=(0, 1), steps=6)
+def root(tmp_path: Path) -> Path:
+    return write_study(tmp_path / "strong-0123abcd", ARMS, seeds=(0, 1), steps=6)
 
 
 @given(st.lists(st.integers(), unique=True, max_size=60), st.integers(1, 12))
@@ -132,16 +132,18 @@ def test_what_was_not_measured_says_so_and_an_overlap_below_the_axis_is_still_on
     assert len(flipped.texts) == 0
 
 
-def test_arms_without_scores_are_not_in_cos_over_time(root: Path, study: Callable[..., Path], tmp_path: Path) -> None:
-    small = load_runs(study(tmp_path / "small", ("base", "vanilla", "absorb"), seeds=(0,), steps=3))
+def test_arms_without_scores_are_not_in_cos_over_time(root: Path, tmp_path: Path) -> None:
+    small = load_runs(write_study(tmp_path / "small", ("base", "vanilla", "absorb"), seeds=(0,), steps=3))
     assert write_cos_over_time(small, tmp_path / "cos_over_time.png") == []
     assert not (tmp_path / "cos_over_time.png").exists()
 
 
 @pytest.fixture(scope="module")
-def reported(study: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], list[list[str]]]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], list[list[str]]]:
     """A folder with its report, the report's files, and the titles of each of its figures."""
-    root = study(tmp_path_factory.mktemp("reported") / "strong-0123abcd", ("base", "vanilla", "route2-full"), seeds=(0, 1), steps=6)
+    root = write_study(
+        tmp_path_factory.mktemp("reported") / "strong-0123abcd", ("base", "vanilla", "route2-full"), seeds=(0, 1), steps=6
+    )
     with saved_titles() as seen:
         return root, write_report(root), seen
 
@@ -149,16 +151,14 @@ def reported(study: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 def test_two_reports_of_one_folder_are_the_same_bytes(reported: tuple[Path, list[Path], list[list[str]]]) -> None:
     root, paths, _ = reported
     before = {path.name: path.read_bytes() for path in paths}
-    assert {"table.md", "table.json", "leakage.json", "ablations.md", "all_arms_per_mode.png"} <= set(before)
-    assert {"cos_over_time.png", "training.png"} <= set(before)
+    tables = {f"{name}.{kind}" for name in ("table", "ablations", "leakage") for kind in ("json", "md")}
+    assert set(before) == {*tables, "all_arms_per_mode.png", "cos_over_time.png", "training.png"}
     assert {path.name: path.read_bytes() for path in write_report(root)} == before
     assert all(path.parent == root and not path.name.startswith(".") for path in root.iterdir() if path.is_file())
 
 
-def test_what_an_earlier_report_had_goes_and_tables_come_last(
-    study: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = study(tmp_path / "strong-0123abcd", ("base",), seeds=(0,), steps=1)
+def test_what_an_earlier_report_had_goes_and_tables_come_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_study(tmp_path / "strong-0123abcd", ("base",), seeds=(0,), steps=1)
     stale = ("leakage.md", "leakage.json", "training.png", "cos_over_time.png", "all_arms_per_mode-2.png", "training-3.png")
     for name in (*stale, "training-mine.png"):
         (root / name).write_text("of more arms")
@@ -180,8 +180,8 @@ def test_every_figure_says_of_which_preset_it_is(reported: tuple[Path, list[Path
     assert untitled([*of_report, *seen], "strong") == []
 
 
-def test_one_arm_on_one_seed_is_enough_for_a_figure(study: Callable[..., Path], tmp_path: Path) -> None:
-    root = study(tmp_path / "small", ("base",), seeds=(0,), steps=1)
+def test_one_arm_on_one_seed_is_enough_for_a_figure(tmp_path: Path) -> None:
+    root = write_study(tmp_path / "small", ("base",), seeds=(0,), steps=1)
     assert [path.name for path in write_figures(load_runs(root))] == ["all_arms_per_mode.png"]
     assert "Arm vanilla was not run" in next(path for path in write_report(root) if path.name == "table.md").read_text()
 

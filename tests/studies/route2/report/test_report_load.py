@@ -2,10 +2,10 @@
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from synthetic_study import change_eval, write_manifest, write_study
 
 from studies.route2.report.load import load_runs, read_modes, read_rollouts
 
@@ -15,8 +15,8 @@ ARMS = ("base", "vanilla", "absorb", "route2-full")
 
 
 @pytest.fixture
-def root(study: Callable[..., Path], tmp_path: Path) -> Path:
-    return study(tmp_path / "strong-0123abcd", ARMS, seeds=(0, 2), steps=4)
+def root(tmp_path: Path) -> Path:
+    return write_study(tmp_path / "strong-0123abcd", ARMS, seeds=(0, 2), steps=4)
 
 
 def test_every_finished_run_is_read(root: Path) -> None:
@@ -31,8 +31,8 @@ def test_every_finished_run_is_read(root: Path) -> None:
     assert run.spec.same_rule_filter == "filter-full"
 
 
-def test_unfinished_runs_are_listed_and_left_out(root: Path, resign: Callable[..., None]) -> None:
-    resign(root / "seed-0/absorb", "absorb", 0, status="running")
+def test_unfinished_runs_are_listed_and_left_out(root: Path) -> None:
+    write_manifest(root / "seed-0/absorb", status="running")
     (root / "seed-2/absorb/manifest.json").unlink()
     runs = load_runs(root)
     assert runs.unfinished == ("seed-0/absorb", "seed-2/absorb")
@@ -65,42 +65,42 @@ def test_large_files_may_stay_behind_but_those_that_are_read_may_not(root: Path)
         (root / "seed-0/vanilla/eval.json").mkdir(exist_ok=True)
 
 
-def test_without_checksums_a_missing_log_is_still_noticed(root: Path, resign: Callable[..., None]) -> None:
-    resign(root / "seed-0/vanilla", "vanilla", 0, checksums={})
+def test_without_checksums_a_missing_log_is_still_noticed(root: Path) -> None:
+    write_manifest(root / "seed-0/vanilla", checksums={})
     (root / "seed-0/vanilla/metrics.jsonl").unlink()
     with pytest.raises(ValueError, match=r"vanilla/metrics.jsonl is missing"):
         load_runs(root)
 
 
-def test_base_needs_no_training_log(root: Path, resign: Callable[..., None]) -> None:
-    resign(root / "seed-0/base", "base", 0, checksums={})
+def test_base_needs_no_training_log(root: Path) -> None:
+    write_manifest(root / "seed-0/base", checksums={})
     (root / "seed-0/base/metrics.jsonl").unlink()
     assert load_runs(root).runs["base", 0].steps == 0
 
 
-def test_a_folder_without_runs_says_how_to_make_some(tmp_path: Path, root: Path, resign: Callable[..., None]) -> None:
+def test_a_folder_without_runs_says_how_to_make_some(tmp_path: Path, root: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder"):
         load_runs(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"settings.json does not hold settings of this study"):
         load_runs(tmp_path)
     for folder in sorted(root.glob("seed-*/*")):
-        resign(folder, folder.name, int(folder.parent.name.removeprefix("seed-")), status="running")
+        write_manifest(folder, status="running")
     with pytest.raises(ValueError, match=r"no finished run \(unfinished: seed-0/absorb, .*studies.route2 run"):
         load_runs(root)
 
 
-def test_runs_of_different_settings_do_not_compare(root: Path, resign: Callable[..., None]) -> None:
-    resign(root / "seed-2/vanilla", "vanilla", 2, settings_hash="other")
+def test_runs_of_different_settings_do_not_compare(root: Path) -> None:
+    write_manifest(root / "seed-2/vanilla", settings_hash="other")
     with pytest.raises(ValueError, match="different settings"):
         load_runs(root)
 
 
-def test_an_arm_is_the_same_on_every_seed(root: Path, resign: Callable[..., None]) -> None:
+def test_an_arm_is_the_same_on_every_seed(root: Path) -> None:
     same = {"role": "baseline", "baseline": None, "same_rule_filter": None, "ablation": None, "route": {}}
-    resign(root / "seed-2/vanilla", "vanilla", 2, arm_spec={**same, "about": "in other words"})
+    write_manifest(root / "seed-2/vanilla", arm_spec={**same, "about": "in other words"})
     assert len(load_runs(root).of("vanilla")) == 2
     for changed in ({**same, "route": {"tau": 0.1}}, {**same, "role": "control", "baseline": "base"}):
-        resign(root / "seed-2/vanilla", "vanilla", 2, arm_spec=changed)
+        write_manifest(root / "seed-2/vanilla", arm_spec=changed)
         with pytest.raises(ValueError, match="vanilla is defined differently on seed 2"):
             load_runs(root)
 
@@ -113,8 +113,8 @@ def test_an_arm_is_the_same_on_every_seed(root: Path, resign: Callable[..., None
         ({"arm_spec": {"role": "hero"}}, "one of method, baseline, control, bound, not 'hero'"),
     ],
 )
-def test_a_wrong_manifest_is_refused(root: Path, resign: Callable[..., None], changes: dict, sentence: str) -> None:
-    resign(root / "seed-0/vanilla", "vanilla", 0, **changes)
+def test_a_wrong_manifest_is_refused(root: Path, changes: dict, sentence: str) -> None:
+    write_manifest(root / "seed-0/vanilla", **changes)
     with pytest.raises(ValueError, match=sentence):
         load_runs(root)
 
@@ -132,16 +132,16 @@ def test_a_wrong_manifest_is_refused(root: Path, resign: Callable[..., None], ch
         ),
     ],
 )
-def test_a_malformed_file_is_refused(root: Path, resign: Callable[..., None], name: str, text: str, sentence: str) -> None:
+def test_a_malformed_file_is_refused(root: Path, name: str, text: str, sentence: str) -> None:
     (root / "seed-0/vanilla" / name).write_text(text)
-    resign(root / "seed-0/vanilla", "vanilla", 0)
+    write_manifest(root / "seed-0/vanilla")
     with pytest.raises(ValueError, match=sentence):
         load_runs(root)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.2, None, True, "0.5"])
-def test_what_is_no_rate_is_refused(root: Path, set_hack: Callable[..., None], value: object) -> None:
-    set_hack(root, "vanilla", 0, {"sentinel": value})
+def test_what_is_no_rate_is_refused(root: Path, value: object) -> None:
+    change_eval(root, "vanilla", 0, {"sentinel": value})
     with pytest.raises(ValueError, match=r"sentinel.deploy.hack must be a rate in \[0, 1\]"):
         load_runs(root)
 

@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from PIL import Image
+from synthetic_study import change_eval, write_manifest, write_study
+from tiny_study import predictions_file
 
 import studies.route2.headline as figure_module
 import studies.route2.publish as publish_module
 from studies.common.command_line import read_seeds, seeds_text
 from studies.common.publishing import update_pages
 from studies.common.tables import number
+from studies.environments.micro.language import HELD_OUT
 from studies.route2.cli import Publish
 from studies.route2.headline import (
     BOUND,
@@ -37,14 +39,7 @@ from studies.route2.headline import (
     write_headline_figure,
 )
 from studies.route2.predictions import FILE, MOST, Predictions
-from studies.route2.publish import (
-    REPORTS,
-    command,
-    figure_list,
-    mask_quality,
-    publish,
-    unpacked,
-)
+from studies.route2.publish import REPORTS, command, figure_list, mask_quality, publish, unpacked
 from studies.route2.report import report_texts, write_tables
 from studies.route2.report.load import ArmSpec, FinishedRun, RunSet, load_runs
 from studies.training.arms import ARMS as REAL_ARMS
@@ -65,9 +60,9 @@ def report(root: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def root(study: Callable[..., Path], tmp_path: Path) -> Path:
+def root(tmp_path: Path) -> Path:
     """A synthetic study under the real settings of `strong`, reported."""
-    root = study(tmp_path / "runs/strong-0123abcd", ARMS, seeds=(0, 1, 2), steps=4)
+    root = write_study(tmp_path / "runs/strong-0123abcd", ARMS, seeds=(0, 1, 2), steps=4)
     report(root)
     return root
 
@@ -101,10 +96,10 @@ def test_published_json_says_what_the_report_says(root: Path, tmp_path: Path) ->
         assert (folder / name).stat().st_size <= (root / name).stat().st_size
 
 
-def test_the_sentences_carry_the_numbers_of_the_table(root: Path, set_hack: Callable[..., None]) -> None:
+def test_the_sentences_carry_the_numbers_of_the_table(root: Path) -> None:
     before = headline(StudyResult(report(root)))
     for seed, rate in ((0, 0.5), (1, 0.25), (2, 0.375)):
-        set_hack(root, "route2-full", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), rate))
+        change_eval(root, "route2-full", seed, dict.fromkeys(HELD_OUT, rate))
     content = report(root)
     result = StudyResult(content)
     after = headline(result)
@@ -156,27 +151,19 @@ def test_every_route_stands_with_absorb_and_its_own_filter_and_bounds_are_marked
         assert not re.search(rf"\b{BOUND}\b(?! \(bound\)| and is no method)(?=[ *|,.])", written.replace("reads the oracle", ""))
 
 
-def test_the_readme_counts_the_predictions_that_held_and_names_the_others(
-    root: Path, set_hack: Callable[..., None], tmp_path: Path
-) -> None:
+def test_the_readme_counts_the_predictions_that_held_and_names_the_others(root: Path, tmp_path: Path) -> None:
     for seed, rate in ((0, 0.5), (1, 0.25), (2, 0.375)):
-        set_hack(root, "absorb", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), rate + 0.5))
-        set_hack(root, "route2-full", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), rate))
+        change_eval(root, "absorb", seed, dict.fromkeys(HELD_OUT, rate + 0.5))
+        change_eval(root, "route2-full", seed, dict.fromkeys(HELD_OUT, rate))
     content = report(root)
-    text = (
-        f'seeds = [0, 1, 2]\nalpha = 0.3\narms = ["absorb", "route2-full"]\npresets = {{ strong = "{content["settings_hash"]}" }}\n'
-        '[[comparison]]\nname = "one"\npreset = "strong"\nplus = ["route2-full"]\nminus = ["absorb"]\n'
-        'metric = "deploy_hack_held"\nexpect = "less"\n'
-    )
-    for expected, said in (("less", "1 of 1 predictions held"), ("more", "Not: one (1 the opposite)")):
-        (tmp_path / FILE).write_text(text.replace('"less"', f'"{expected}"'))
-        assert said in short([(StudyResult(content), Predictions.read(tmp_path / FILE))])
+    presets, given = {"strong": content["settings_hash"]}, {"seeds": [0, 1, 2], "alpha": 0.3}
+    for expect, said in (("less", "1 of 1 predictions held"), ("more", "Not: one (1 the opposite)")):
+        file = predictions_file(tmp_path, presets, "route2-full", "absorb", HACK, expect=expect, **given)
+        assert said in short([(StudyResult(content), Predictions.read(file))])
 
 
-def test_named_seeds_get_a_folder_of_their_own_with_their_predictions_and_the_readme(
-    study: Callable[..., Path], tmp_path: Path
-) -> None:
-    root = study(tmp_path / "runs/strong-0123abcd", ARMS, seeds=(300, 301), steps=2)
+def test_named_seeds_get_a_folder_of_their_own_with_their_predictions_and_the_readme(tmp_path: Path) -> None:
+    root = write_study(tmp_path / "runs/strong-0123abcd", ARMS, seeds=(300, 301), steps=2)
     content = report(root)
     results, readme = tmp_path / "results", tmp_path / "README.md"
     results.mkdir()
@@ -189,27 +176,25 @@ def test_named_seeds_get_a_folder_of_their_own_with_their_predictions_and_the_re
     assert "| route2-full - absorb " in said
     assert "strong: hack" in readme.read_text()
     before = readme.read_text()
-    other = study(tmp_path / "other/strong-0123abcd", ARMS, seeds=(300, 999), steps=2)
+    other = write_study(tmp_path / "other/strong-0123abcd", ARMS, seeds=(300, 999), steps=2)
     report(other)
     Publish(other, results, readme)()
     assert not (results / "strong-300,999/predictions.md").exists()  # one seed was not named
     assert readme.read_text() == before
 
 
-def test_a_study_with_a_missing_seed_is_provisional(root: Path, study: Callable[..., Path], tmp_path: Path) -> None:
-    whole = study(tmp_path / "whole", (*ARMS, "route2-grad", "filter-grad"), seeds=(0, 1), steps=2)
+def test_a_study_with_a_missing_seed_is_provisional(root: Path, tmp_path: Path) -> None:
+    whole = write_study(tmp_path / "whole", (*ARMS, "route2-grad", "filter-grad"), seeds=(0, 1), steps=2)
     assert not StudyResult(report(whole)).provisional
     assert "Provisional" not in headline(StudyResult(report(whole)))
     assert StudyResult(report(root)).provisional  # route2-grad was not run
     assert "rovisional" in short([(StudyResult(report(root)), NAMED)])
 
 
-def test_seeds_that_stand_out_are_listed_with_their_masks(
-    study: Callable[..., Path], tmp_path: Path, set_hack: Callable[..., None]
-) -> None:
-    root = study(tmp_path / "s", ("base", "route2-full"), seeds=(0, 1, 2, 3), steps=2)
+def test_seeds_that_stand_out_are_listed_with_their_masks(tmp_path: Path) -> None:
+    root = write_study(tmp_path / "s", ("base", "route2-full"), seeds=(0, 1, 2, 3), steps=2)
     for seed in range(4):
-        set_hack(root, "route2-full", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), 0.75 if seed == 2 else 0.0))
+        change_eval(root, "route2-full", seed, dict.fromkeys(HELD_OUT, 0.75 if seed == 2 else 0.0))
     write_tables(load_runs(root))
     runs = load_runs(root)
     text = tables(StudyResult(json.loads((root / "table.json").read_text())), publish_module.mask_quality(runs), {}, {})
@@ -250,15 +235,6 @@ def test_expectations_stand_beside_what_was_measured_in_training_and_after(root:
     assert line.rstrip(" |").rpartition("|")[2].strip().startswith(number(sum(rates) / len(rates)))
 
 
-def test_a_report_older_than_its_runs_is_refused_and_nothing_is_written(
-    root: Path, tmp_path: Path, set_hack: Callable[..., None]
-) -> None:
-    set_hack(root, "oracle", 0, {"sentinel": 0.5})
-    with pytest.raises(ValueError, match=r"is not that of its runs: `python -m studies.route2 report"):
-        publish(root, tmp_path / "results")
-    assert not (tmp_path / "results").exists()
-
-
 def test_every_table_is_that_of_the_runs_or_nothing_is_published(root: Path, tmp_path: Path) -> None:
     for name in report_texts(load_runs(root)):
         good = (root / name).read_bytes()
@@ -272,14 +248,14 @@ def test_every_table_is_that_of_the_runs_or_nothing_is_published(root: Path, tmp
 
 @pytest.mark.parametrize("given", [".", "..", "named as the preset"])
 def test_changed_settings_do_not_replace_the_presets_results(
-    root: Path, tmp_path: Path, resign: Callable[..., None], monkeypatch: pytest.MonkeyPatch, given: str
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     changed = replace(get_settings("strong"), kept_lr=1e-3)
     (root / "settings.json").write_text(json.dumps(changed.as_dict()))
     with pytest.raises(ValueError, match=r"settings.json was changed: its hash is .*, but its runs have 88e860b8"):
         report(root)
     for folder in root.glob("seed-*/*"):
-        resign(folder, folder.name, int(folder.parent.name.removeprefix("seed-")))
+        write_manifest(folder)
     root = root.rename(root.with_name("strong"))
     monkeypatch.chdir(root / ("seed-0" if given == ".." else ""))
     named = Path(given) if given.startswith(".") else root
@@ -294,9 +270,9 @@ def test_changed_settings_do_not_replace_the_presets_results(
     assert Job.of(named, 0, None).cache == root.parent / "warmstarts"
 
 
-def test_an_arm_that_differs_between_seeds_is_refused(root: Path, tmp_path: Path, resign: Callable[..., None]) -> None:
+def test_an_arm_that_differs_between_seeds_is_refused(root: Path, tmp_path: Path) -> None:
     spec = json.loads((root / "seed-1/absorb/manifest.json").read_text())["arm_spec"]
-    resign(root / "seed-1/absorb", "absorb", 1, arm_spec={**spec, "route": {"tau": 1}})
+    write_manifest(root / "seed-1/absorb", arm_spec={**spec, "route": {"tau": 1}})
     with pytest.raises(ValueError, match="absorb is defined differently on seed 1"):
         publish(root, tmp_path / "results")
 
@@ -310,8 +286,8 @@ def test_the_command_names_these_runs(root: Path) -> None:
 
 
 @pytest.mark.parametrize("seeds", [[0], [3], [0, 1, 2], [2, 5, 9], [4, 5]])
-def test_the_seeds_of_a_command_are_read_back(study: Callable[..., Path], tmp_path: Path, seeds: list[int]) -> None:
-    runs = load_runs(study(tmp_path / "s", ("base", "absorb"), seeds=seeds, steps=1))
+def test_the_seeds_of_a_command_are_read_back(tmp_path: Path, seeds: list[int]) -> None:
+    runs = load_runs(write_study(tmp_path / "s", ("base", "absorb"), seeds=seeds, steps=1))
     words = shlex.split(command(replace(runs, settings=get_settings("strong").as_dict())))
     assert read_seeds(words[words.index("--seeds") + 1]) == seeds
     assert seeds_text(seeds).startswith("seed")

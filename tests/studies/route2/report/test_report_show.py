@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic_study import rollouts
 
 from studies.route2.report.show import SCRIPT, escape, scale_of, token_class, verdict, write_page
 
 pytestmark = pytest.mark.study
 
+ROWS = rollouts(0)
 HOSTILE = "</pre></article><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;\u202e\x00\ud800 --> ]]>"
 
 
@@ -65,26 +67,26 @@ def _read(path: Path) -> Reader:
     return reader
 
 
-def test_the_page_shows_every_rollout_with_what_the_filters_need(tmp_path: Path, rollout_rows: list[dict]) -> None:
-    page = _read(write_page(rollout_rows, annotate, tmp_path / "page.html", "a run"))
+def test_the_page_shows_every_rollout_with_what_the_filters_need(tmp_path: Path) -> None:
+    page = _read(write_page(ROWS, annotate, tmp_path / "page.html", "a run"))
     articles = page.all("article")
-    assert [each["data-step"] for each in articles] == [str(row["step"]) for row in rollout_rows]
-    assert [each["data-verdict"] for each in articles] == [verdict(row) for row in rollout_rows]
+    assert [each["data-step"] for each in articles] == [str(row["step"]) for row in ROWS]
+    assert [each["data-verdict"] for each in articles] == [verdict(row) for row in ROWS]
     assert [each["data-flag"] for each in articles][:3] == ["flagged", "none", "flagged"]
     assert articles[5]["data-author"] == "teacher"
-    assert page.completions == [row["completion"] for row in rollout_rows]
+    assert page.completions == [row["completion"] for row in ROWS]
     assert {each["name"] for each in page.all("select")} == {"mode", "flag", "verdict", "author", "lens"}
 
 
-def test_every_token_has_its_numbers_in_a_title(tmp_path: Path, rollout_rows: list[dict]) -> None:
-    page = _read(write_page(rollout_rows[:1], annotate, tmp_path / "page.html", "a run"))
+def test_every_token_has_its_numbers_in_a_title(tmp_path: Path) -> None:
+    page = _read(write_page(ROWS[:1], annotate, tmp_path / "page.html", "a run"))
     titles = [each["title"] for each in page.all("span") if (each.get("title") or "").startswith("token ")]
-    assert len(titles) == len(annotate(rollout_rows[:1])[0]["tokens"])
+    assert len(titles) == len(annotate(ROWS[:1])[0]["tokens"])
     assert titles[2] == "token 2: score +0.200, kept +0.000, quarantine +1.000"
 
 
-def test_hostile_text_stays_text_wherever_it_stands(tmp_path: Path, rollout_rows: list[dict]) -> None:
-    row = rollout_rows[0] | {"prompt": HOSTILE, "completion": HOSTILE, "mode": HOSTILE, "step": 3}
+def test_hostile_text_stays_text_wherever_it_stands(tmp_path: Path) -> None:
+    row = ROWS[0] | {"prompt": HOSTILE, "completion": HOSTILE, "mode": HOSTILE, "step": 3}
     path = write_page([row], annotate, tmp_path / "page.html", HOSTILE)
     page, text = _read(path), path.read_text(encoding="utf-8")
     assert len(page.all("script")) == 1
@@ -111,8 +113,8 @@ def test_escaping_leaves_nothing_to_markup_and_is_valid_utf8(text: str) -> None:
         assert reader.completions[0] == text
 
 
-def test_the_page_is_self_contained_and_runs_only_its_own_script(tmp_path: Path, rollout_rows: list[dict]) -> None:
-    path = write_page(rollout_rows, annotate, tmp_path / "page.html", "a run")
+def test_the_page_is_self_contained_and_runs_only_its_own_script(tmp_path: Path) -> None:
+    path = write_page(ROWS, annotate, tmp_path / "page.html", "a run")
     page, text = _read(path), path.read_text()
     assert not any("src" in attributes or "href" in attributes for _, attributes in page.elements)
     assert "url(" not in text
@@ -123,38 +125,38 @@ def test_the_page_is_self_contained_and_runs_only_its_own_script(tmp_path: Path,
     assert "innerHTML" not in SCRIPT
 
 
-def test_an_arm_without_probe_or_quarantine_still_has_a_page(tmp_path: Path, rollout_rows: list[dict]) -> None:
+def test_an_arm_without_probe_or_quarantine_still_has_a_page(tmp_path: Path) -> None:
     def bare(rows: Sequence[Any]) -> list[dict[str, Any]]:
         return [each | {"score": None, "quarantine": None} for each in annotate(rows)]
 
-    path = write_page(rollout_rows, bare, tmp_path / "page.html", "vanilla")
+    path = write_page(ROWS, bare, tmp_path / "page.html", "vanilla")
     assert '<body class="lens-k">' in path.read_text()
     assert "score none, kept -0.500, quarantine none" in path.read_text()
 
 
-def test_the_same_rows_give_the_same_bytes(tmp_path: Path, rollout_rows: list[dict]) -> None:
-    one, two = (write_page(rollout_rows, annotate, tmp_path / f"{name}.html", "a run") for name in ("one", "two"))
+def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
+    one, two = (write_page(ROWS, annotate, tmp_path / f"{name}.html", "a run") for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_what_does_not_fit_is_refused_in_a_sentence_and_writes_nothing(tmp_path: Path, rollout_rows: list[dict]) -> None:
+def test_what_does_not_fit_is_refused_in_a_sentence_and_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     with pytest.raises(ValueError, match="no rollout to show"):
         write_page([], annotate, path, "a run")
-    cut = {key: value for key, value in rollout_rows[1].items() if key not in ("flag", "advantage")}
+    cut = {key: value for key, value in ROWS[1].items() if key not in ("flag", "advantage")}
     with pytest.raises(ValueError, match="rollout 1 has no advantage, flag"):
-        write_page([rollout_rows[0], cut], annotate, path, "a run")
+        write_page([ROWS[0], cut], annotate, path, "a run")
     with pytest.raises(ValueError, match="1 annotations for 2 rollouts"):
-        write_page(rollout_rows[:2], lambda rows: annotate(rows)[:1], path, "a run")
+        write_page(ROWS[:2], lambda rows: annotate(rows)[:1], path, "a run")
     with pytest.raises(ValueError, match="rollout 0 has 1 kept for"):
-        write_page(rollout_rows[:1], lambda rows: [annotate(rows)[0] | {"kept": [0.0]}], path, "a run")
+        write_page(ROWS[:1], lambda rows: [annotate(rows)[0] | {"kept": [0.0]}], path, "a run")
     with pytest.raises(ValueError, match="no array 'kept'"):
-        write_page(rollout_rows[:1], lambda rows: [annotate(rows)[0] | {"kept": None}], path, "a run")
+        write_page(ROWS[:1], lambda rows: [annotate(rows)[0] | {"kept": None}], path, "a run")
     assert not path.exists()
 
 
-def test_annotate_is_called_in_order_with_every_row_once(tmp_path: Path, rollout_rows: list[dict]) -> None:
-    rows = [rollout_rows[0] | {"step": i} for i in range(150)]
+def test_annotate_is_called_in_order_with_every_row_once(tmp_path: Path) -> None:
+    rows = [ROWS[0] | {"step": i} for i in range(150)]
     seen: list[int] = []
 
     def recording(chunk: Sequence[Any]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
@@ -10,6 +9,7 @@ from statistics import fmean, median
 import numpy as np
 import pytest
 from scipy import stats as scipy_stats
+from synthetic_study import change_eval, write_manifest, write_study
 
 from studies.common.tables import markdown_table, number
 from studies.environments.micro.language import MICRO_MODES
@@ -28,8 +28,8 @@ ARMS = ("base", "vanilla", "absorb", "erase", "route2-grad", "filter-grad", "haa
 
 
 @pytest.fixture
-def root(study: Callable[..., Path], tmp_path: Path) -> Path:
-    return study(tmp_path / "strong-0123abcd", ARMS, seeds=(0, 1, 4), steps=14)
+def root(tmp_path: Path) -> Path:
+    return write_study(tmp_path / "strong-0123abcd", ARMS, seeds=(0, 1, 4), steps=14)
 
 
 def _raw(root: Path, arm: str, seed: int) -> tuple[dict, list[dict]]:
@@ -104,7 +104,7 @@ def test_differences_are_paired_by_seed_with_absorb_and_the_same_rule_filter(roo
             assert each[metric]["mean"] == pytest.approx(fmean(expected), abs=1e-12)
 
 
-def test_steps_weigh_by_their_rollouts_and_only_the_last_ten_count(root: Path, resign: Callable[..., None]) -> None:
+def test_steps_weigh_by_their_rollouts_and_only_the_last_ten_count(root: Path) -> None:
     folder = root / "seed-0/vanilla"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for i, row in enumerate(rows):
@@ -112,7 +112,7 @@ def test_steps_weigh_by_their_rollouts_and_only_the_last_ten_count(root: Path, r
             n, hack = (8, 1.0) if i < len(rows) - 10 else (30, 0.5) if i == len(rows) - 1 else (10, 0.0)
             row["modes"][mode] = {"n": n, "hack": hack, "solve": 0.0, "exploit": hack, "reward": 0.0}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    resign(folder, "vanilla", 0)
+    write_manifest(folder)
     runs = load_runs(root)
     assert measure(runs, runs.runs["vanilla", 0])["train_hack"] == pytest.approx(30 * 0.5 / (30 + 9 * 10))
 
@@ -126,9 +126,9 @@ def test_what_a_route_is_judged_against_stands_next_to_it(root: Path) -> None:
     assert sorted(order) == sorted(ARMS)
 
 
-def test_a_bounds_filter_stands_below_it_whatever_its_role(study: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_bounds_filter_stands_below_it_whatever_its_role(tmp_path: Path) -> None:
     arms = ("base", "route2-grad", "filter-grad", "filter-known", "oracle-known", "oracle")
-    order = arm_order(load_runs(study(tmp_path / "s", arms, seeds=(0,), steps=1)).specs)
+    order = arm_order(load_runs(write_study(tmp_path / "s", arms, seeds=(0,), steps=1)).specs)
     assert order.index("filter-known") == order.index("oracle-known") + 1
 
 
@@ -233,8 +233,8 @@ def test_bounds_are_marked_wherever_they_are_printed(root: Path) -> None:
     assert all(line.startswith("| oracle (bound) ") for line in lines)
 
 
-def test_a_missing_arm_is_said_and_its_comparisons_are_undefined(root: Path, study: Callable[..., Path], tmp_path: Path) -> None:
-    runs = load_runs(study(tmp_path / "small", ("vanilla", "route2-grad"), seeds=(0,), steps=3))
+def test_a_missing_arm_is_said_and_its_comparisons_are_undefined(root: Path, tmp_path: Path) -> None:
+    runs = load_runs(write_study(tmp_path / "small", ("vanilla", "route2-grad"), seeds=(0,), steps=3))
     content = table(runs)
     notes = " ".join(content["notes"])
     assert "Arm base was not run, so excess leakage is undefined." in notes
@@ -248,8 +248,8 @@ def test_a_missing_arm_is_said_and_its_comparisons_are_undefined(root: Path, stu
     assert all(note in table_markdown(runs, content) for note in content["notes"])
 
 
-def test_a_missing_seed_is_said_and_pairs_use_the_others(root: Path, resign: Callable[..., None]) -> None:
-    resign(root / "seed-1/absorb", "absorb", 1, status="running")
+def test_a_missing_seed_is_said_and_pairs_use_the_others(root: Path) -> None:
+    write_manifest(root / "seed-1/absorb", status="running")
     runs = load_runs(root)
     content = table(runs)
     assert "Unfinished, left out: seed-1/absorb." in content["notes"]
@@ -259,27 +259,14 @@ def test_a_missing_seed_is_said_and_pairs_use_the_others(root: Path, resign: Cal
     assert "not run" in table_markdown(runs, content)
 
 
-def test_every_seed_is_printed_and_the_odd_one_is_marked(
-    root: Path, study: Callable[..., Path], set_hack: Callable[..., None]
-) -> None:
-    study(root, ARMS, seeds=(5, 6, 7), steps=14)
-    set_hack(root, "route2-grad", 6, dict.fromkeys(HELD, 0.75))
+def test_every_seed_is_printed_and_the_odd_one_is_marked(root: Path) -> None:
+    write_study(root, ARMS, seeds=(5, 6, 7), steps=14)
+    change_eval(root, "route2-grad", 6, dict.fromkeys(HELD, 0.75))
     runs = load_runs(root)
     section = table_markdown(runs, table(runs)).split("### deploy hack, held out")[1].split("###")[0]
     cells = next(line for line in section.splitlines() if line.startswith("| route2-grad ")).split("|")[2:-2]
     assert [cell.strip() for cell in cells].index("**.750**") == 4
     assert sum("**" in cell for cell in cells) == 1
-
-
-def test_the_json_is_plain_and_the_same_twice(root: Path) -> None:
-    paths = write_tables(load_runs(root))
-    before = {path.name: path.read_bytes() for path in paths}
-    assert set(before) == {f"{name}.{kind}" for name in ("table", "ablations", "leakage") for kind in ("json", "md")}
-    assert {path.name: path.read_bytes() for path in write_tables(load_runs(root))} == before
-    content = json.loads(before["table.json"], parse_constant=lambda name: pytest.fail(f"{name} is no JSON number"))
-    for row in content["rows"]:
-        for metric in METRICS:
-            assert set(row[metric]) == {"mean", "median", "lo", "hi", "n", "seeds"}
 
 
 def test_a_world_without_held_out_modes_has_a_table(root: Path) -> None:

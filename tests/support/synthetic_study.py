@@ -3,12 +3,11 @@
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from studies.training.settings import Settings, get_settings
 
@@ -161,12 +160,13 @@ def write_run(root: Path, arm: str, seed: int, steps: int, status: str = "finish
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics(arm, seed, steps)))
     with gzip.GzipFile(folder / "rollouts.jsonl.gz", "wb", mtime=0) as file:
         file.write("".join(json.dumps(row) + "\n" for row in rollouts(seed)).encode())
-    write_manifest(folder, arm, seed, status)
+    write_manifest(folder, status)
     return folder
 
 
-def write_manifest(folder: Path, arm: str, seed: int, /, status: str = "finished", **changes: Any) -> None:
+def write_manifest(folder: Path, status: str = "finished", **changes: Any) -> None:
     """The manifest of what lies in the folder now; `changes` replace its top-level keys."""
+    arm, seed = folder.name, int(folder.parent.name.removeprefix("seed-"))
     role, baseline, same_rule_filter, ablation = ARMS[arm][:4]
     spec = {"role": role, "baseline": baseline, "same_rule_filter": same_rule_filter, "ablation": ablation, "route": {}}
     names = ("eval.json", "metrics.jsonl", "rollouts.jsonl.gz")
@@ -201,28 +201,4 @@ def change_eval(root: Path, arm: str, seed: int, hack: Mapping[str, float]) -> N
     for mode, value in hack.items():
         record["modes"][mode]["deploy"]["hack"] = value
     (folder / "eval.json").write_text(json.dumps(record))
-    write_manifest(folder, arm, seed)
-
-
-@pytest.fixture(scope="session")
-def study() -> Callable[..., Path]:
-    """`study(root, arms=..., seeds=..., steps=...)` writes a synthetic study and returns its root."""
-    return write_study
-
-
-@pytest.fixture
-def resign() -> Callable[..., None]:
-    """`resign(folder, arm, seed, status=..., **changes)` rewrites a manifest so that its checksums hold again."""
-    return write_manifest
-
-
-@pytest.fixture
-def set_hack() -> Callable[..., None]:
-    """`set_hack(root, arm, seed, {mode: rate})` replaces measured deploy hack rates."""
-    return change_eval
-
-
-@pytest.fixture
-def rollout_rows() -> list[dict[str, Any]]:
-    """A handful of rollouts with every verdict."""
-    return rollouts(0)
+    write_manifest(folder)
