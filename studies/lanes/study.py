@@ -93,11 +93,15 @@ def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence
     return sorted(jobs, key=lambda job: -job.cost)
 
 
+_read_once = lru_cache(maxsize=1)(open_text)
+"""The corpus of the jobs of one worker, which all read the same text."""
+
+
 def run_job(job: LanesJob) -> None:
     """Make the missing parts of a job. Existing parts are kept."""
     if job.settings.training.device == "cpu":
         torch.set_num_threads(1)  # one worker per core; with an accelerator a single worker has all cores
-    corpus = _corpus(job.text, job.settings.text)
+    corpus = _read_once(job.text, job.settings.text)
     place = job.path(job.part_names[0]).parent
     with job_lock(place):
         for part in job.part_names:
@@ -124,11 +128,6 @@ def trained(job: LanesJob) -> LanesModel:
     model = build(job.arm.config(job.settings.size), job.seed)
     model.load_state_dict({name.removeprefix("weights."): value for name, value in part[1].items() if name != "losses"})
     return model
-
-
-@lru_cache(maxsize=1)
-def _corpus(text: Path | None, expected: str) -> Corpus:
-    return open_text(text, expected)
 
 
 def run_jobs(jobs: Sequence[LanesJob], workers: int, cluster: Cluster | None = None, *, quiet: bool = False) -> None:

@@ -100,9 +100,7 @@ def measured_text(row: JudgedClaim) -> str:
 
 def estimate_text(estimate: Estimate) -> str:
     """Return text such as ``-.0012 [-.0100, .0076]``; of an identity the number alone."""
-    if estimate.value is None:
-        return "none"
-    if estimate.low is None or estimate.high is None:
+    if estimate.low is None:
         return number(estimate.value)
     return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
 
