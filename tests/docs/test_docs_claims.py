@@ -969,8 +969,8 @@ def test_canaries_of_weak_in_sparse_are_what_the_page_says() -> None:
     assert verdicts("canary-weak", "sparse") == ["shown"] * 3
     assert f"{told(method)} is left, at most {number(max(left[method]))}, and {told(method, SOLVE)} is solved, where no" in page
     assert f"where no defence leaves {told('vanilla')}. The run's own canaries leave as little ({told(own)}, the same" in page
-    less = [value for value in evidence.values[own][SOLVE] if value is not None and value < 0.75]
-    assert (f"they solve {told(own, SOLVE)}, below .75 on five seeds" in page, len(less)) == (True, 5)
+    assert f"they solve {told(own, SOLVE)}, below .75 on five seeds" in page
+    assert sum(value < 0.75 for value in by_seed(evidence, own, SOLVE)) == 5
     assert f"rotated ones leave {less(evidence, control, method)} more." in page
     served, rest = ([rate for rate in left[control] if (rate <= 0.02) == low] for low in (True, False))
     assert len(served) == 10

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +10,8 @@ from studies.benchmarks.measurement.paired import PairedRatioResult, Ratio
 
 DOCS = Path(__file__).parents[2] / "docs"
 R = TypeVar("R")
+Quick = Callable[..., tuple[str, dict[str, Any]]]
+"""The fixture of benchmarks: it returns what a run with ``--quick`` printed, and what it wrote."""
 
 
 def published(name: str) -> dict[str, Any]:

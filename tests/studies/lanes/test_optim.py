@@ -111,19 +111,6 @@ def test_the_size_of_a_gradient_has_no_say(size: float) -> None:
     assert (moved[0] - moved[1]).norm() < EXACT * moved[0].norm()
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_decay_is_decoupled_and_free_of_the_shape(name: str) -> None:
-    """With decay, a step ends at what it ends at without it, less rate * decay * W; a tall matrix decays like a wide one."""
-    start, ends = drawn(SHAPES[name], 2), []
-    for decay in (0.0, 0.5):
-        model = linears(start)
-        optimizer, (p,) = LanesOptimizer(model, OptimSettings(matrix_rate=0.1, decay=decay)), model.parameters()
-        p.grad = drawn(SHAPES[name], 3)
-        optimizer.step()
-        ends.append(p.detach().clone())
-    assert torch.allclose(ends[1], ends[0] - 0.1 * 0.5 * start, atol=1e-6)
-
-
 def test_controls_do_not_decay_and_are_adamws() -> None:
     model, q = nn.Module(), nn.Parameter(drawn((4,), 1))
     model.scale = p = nn.Parameter(drawn((4,), 1))

@@ -27,7 +27,7 @@ from studies.environments.micro.warmstart import cached_at, warm_start
 from studies.environments.micro.world import MicroWitness
 from studies.environments.protocol import Samples
 from studies.steering.answer import comparisons, frontier_counts, verdict
-from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, quarantine, sweep
+from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench
 from studies.steering.figures import FIGURES, frontier_figure, latency_figure
 from studies.steering.fitting import Fitted, ProbeGate, collect, fit, threshold
 from studies.steering.job import BASE, FIT, _make, parts_of, run_steering
@@ -297,22 +297,6 @@ def test_a_threshold_stands_between_scores(values: list[int], quantile: float) -
 # cells and numbers
 
 
-def test_cells_have_names_of_their_own_and_the_controls_are_there(made: Made) -> None:
-    cells = list(quarantine(made.settings, made.fitted("absorb")))
-    assert len({cell.name for cell in cells}) == len(cells)
-    assert {cell.about.get("probe") for cell in cells} == {None, "probe", "pairs", "shuffled", "haar-1"}
-    cells = list(sweep(made.settings, made.fitted("vanilla")))
-    assert len({cell.name for cell in cells}) == len(cells)
-    assert {cell.about.get("direction") for cell in cells} == {None, "away", "random-1"}
-
-
-def test_random_directions_have_the_norm_of_the_real_one(made: Made) -> None:
-    fitted = made.fitted("vanilla")
-    for v in fitted.directions.values():
-        assert abs(float(v.norm()) - 1) < 1e-5
-    assert fitted.gap > 0
-
-
 def test_an_untrained_quarantine_is_no_quarantine(made: Made) -> None:
     found = made.job("untrained").read("quarantine")
     assert found is not None
@@ -400,11 +384,3 @@ def test_verdicts() -> None:
     assert difference(same, same) == "no difference"
     assert difference(less, less) == "a trade: hacks and solves less"
     assert difference(more, more) == "a trade: hacks and solves more"
-
-
-def test_what_is_finished_is_not_made_again(made: Made) -> None:
-    job = made.job("base")
-    before = {path: path.stat().st_mtime_ns for path in job.folder.iterdir()}
-    run_steering(job)
-    assert before == {path: path.stat().st_mtime_ns for path in job.folder.iterdir()}
-    assert made.settings == TINY

@@ -154,14 +154,6 @@ def test_rows_are_ratios_of_means(study: Path) -> None:
         assert row["recovered"]["lo"] <= row["recovered"]["value"] <= row["recovered"]["hi"]
 
 
-def test_kept_a_says_what_kept_out_says(study: Path) -> None:
-    tensors, _ = read_tensors(study / "seed-0/route2-full.safetensors")
-    names = [name for name in tensors if name.endswith(":kept_a")]
-    assert len(names) == 2 * 2 * 5
-    for name in names:
-        torch.testing.assert_close(tensors[name], tensors[name.replace("kept_a", "kept_out")], rtol=0, atol=1e-5)
-
-
 def test_pairs_are_aligned_and_labelled(study: Path) -> None:
     tensors, _ = read_tensors(study / "seed-0" / PAIRS)
     with open_world(tiny_training()) as (world, _):

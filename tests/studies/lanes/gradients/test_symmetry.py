@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from tiny_reader import moved_model
 from torch import Tensor
 from torch.func import functional_call, grad
 
@@ -102,12 +103,12 @@ def test_the_relative_difference() -> None:
 # ---- gaps
 
 
-def test_gaps_are_zero_where_there_is_the_symmetry() -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_gaps_are_zero_where_there_is_the_symmetry(seed: int) -> None:
+    """For any routing scalars, gates and mixes."""
     gaps = {}
     for wiring in TWO_LANES:
-        model = make(replace(SMALL, wiring=wiring))
-        with torch.no_grad():
-            model.post += 0.3 * torch.randn(model.post.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        model = moved_model(replace(SMALL, wiring=wiring), seed)
         before = model.post.detach().clone()
         gaps[wiring] = exchange_gap(model, draw()), gauge_gap(model, draw())
         assert torch.equal(model.post, before)

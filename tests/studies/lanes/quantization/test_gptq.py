@@ -100,17 +100,11 @@ def test_it_is_brute_force_obq_to_the_last_code(d: int, levels: int, damping: fl
         row_scales(weight, 2.5, levels),
         correlated(d, seed=d) if d > 1 else torch.full((1, 1), 3.0, dtype=torch.float64),
     )
-    codes = gptq(weight, hessian, scale, levels=levels, damping=damping, block=16)
-    assert torch.equal(codes, obq(weight, hessian, scale, levels, damping))
+    codes = obq(weight, hessian, scale, levels, damping)
+    for block in (1, 5, 16, d, 128):
+        assert torch.equal(gptq(weight, hessian, scale, levels=levels, damping=damping, block=block), codes)
     if d > 2:
         assert not torch.equal(codes, round_to_nearest(weight, scale, levels))
-
-
-@pytest.mark.parametrize("block", [1, 5, 32, 48, 128])
-def test_blocks_change_nothing(block: int) -> None:
-    weight, scale = matrix(12, 48, seed=3)
-    codes = [gptq(weight, correlated(48, seed=4), scale, levels=31, block=one) for one in (block, 48)]
-    assert torch.equal(*codes)
 
 
 @given(d=st.integers(2, 40), rows=st.integers(1, 12), seed=st.integers(0, 1000), size=st.sampled_from([1e-6, 1.0, 512.0]))
@@ -120,15 +114,6 @@ def test_under_a_multiple_of_the_identity_it_rounds_to_nearest(d: int, rows: int
     assert torch.equal(codes, round_to_nearest(weight, scale, 31))
     diagonal = torch.diag(drawn(d, seed=seed).square() + 0.1)  # no correlation, so no feedback, in whatever order
     assert torch.equal(gptq(weight, diagonal, scale, levels=31), codes)
-
-
-@given(d=st.integers(2, 24), seed=st.integers(0, 1000))
-def test_the_order_of_the_columns_is_undone(d: int, seed: int) -> None:
-    weight, scale = matrix(6, d, seed)
-    hessian = correlated(d, seed)
-    shuffled = torch.randperm(d, generator=torch.Generator().manual_seed(seed))
-    codes = gptq(weight, hessian, scale, levels=31)
-    assert torch.equal(gptq(weight[:, shuffled], hessian[shuffled][:, shuffled], scale, levels=31), codes[:, shuffled])
 
 
 @given(seed=st.integers(0, 1000), factor=st.sampled_from([2.0**-20, 0.5, 2.0**30]))
