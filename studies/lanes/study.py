@@ -144,7 +144,6 @@ def run_study(
     out: Path,
     *,
     text: Path | None = None,
-    arms: Sequence[str] | None = None,
     workers: int = 2,
     cluster: Cluster | None = None,
     quiet: bool = False,
@@ -164,7 +163,7 @@ def run_study(
             raise ValueError(f"what the study writes into {out} would be part of the text in {text}: choose another --out")
     with exclusive(folder):
         settings.write(folder)
-        run_jobs(jobs_of(settings, folder, text, seeds, arms or arms_of(settings.full)), workers, cluster, quiet=quiet)
+        run_jobs(jobs_of(settings, folder, text, seeds, arms_of(settings.full)), workers, cluster, quiet=quiet)
     return folder
 
 

@@ -36,8 +36,7 @@ def write_report(folder: Path) -> list[Path]:
     }
     paths = write_texts(folder, texts)
     with style():
-        paths += [save_figure(draw(folder, study), folder / f"{name}.png") for name, draw in FIGURES.items()]
-    return paths
+        return paths + [save_figure(draw(folder, study), folder / f"{name}.png") for name, draw in FIGURES.items()]
 
 
 def head(study: Study) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_reader import byte_rows as draw
 from tiny_reader import moved_model
 from torch import Tensor
 from torch.func import functional_call
@@ -17,10 +18,6 @@ from studies.lanes.model import BIASED_HEAD, LanesModel, kinds_of
 TINY = LanesConfig(layers=6, d_model=8, heads=2, mlp=2, lane_start=4, zero_init=False)
 LOOPED = replace(TINY, loop=Loop(1, 2, 1), loop_embeddings=True, head_bias=True)
 TWO = [name for name, wiring in WIRINGS.items() if wiring.lanes == 2]
-
-
-def draw(rows: int = 2, length: int = 9, seed: int = 1) -> Tensor:
-    return torch.randint(0, BOS, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 # ---- the table of wirings

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from studies.lanes.config import LanesConfig, Loop
-from studies.lanes.model import LanesModel, kinds_of
+from studies.lanes.model import LanesModel
 from studies.lanes.optim import LanesOptimizer, OptimSettings
 
 pytestmark = pytest.mark.study
@@ -179,11 +179,6 @@ def test_every_parameter_is_in_exactly_one_optimizer(given: dict[str, object]) -
     assert len(matrices) == 18
     assert {id(p) for p in groups[0]} == {id(w) for w in matrices}
     assert [id(p) for p in groups[1]] == [id(model.embed.weight)]
-
-
-def test_a_matrix_shaped_control_is_a_control() -> None:
-    kinds = kinds_of(tiny_model(**VARIANTS[0]))
-    assert {kinds[name] for name in ("blocks.0.mix", "skip_weight", "loop_embed", "blocks.0.attn.q_gain")} == {"control"}
 
 
 def trained(model: LanesModel, optimizer: LanesOptimizer, steps: range, total: int) -> list[float]:

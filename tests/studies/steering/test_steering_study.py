@@ -16,14 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_steering import TINY, Made
+from tiny_study import train_base_again
 from titles import saved_titles, untitled
 
 from mi_route2.sites import Site
 from studies.common.artifacts import read_part, write_part
-from studies.environments.micro import warmstart
 from studies.environments.micro.language import split
-from studies.environments.micro.settings import get_world
-from studies.environments.micro.warmstart import cached_at, warm_start
 from studies.environments.micro.world import MicroWitness
 from studies.environments.protocol import Samples
 from studies.steering.answer import comparisons, frontier_counts, verdict
@@ -119,12 +117,7 @@ def test_what_was_made_with_another_base_model_is_refused(made: Made, tmp_path: 
     Nothing is deleted or overwritten, and parts of earlier versions, which name no base model, are taken as they are."""
     out = tmp_path / "out"
     shutil.copytree(made.out, out)
-    training = made.settings.run
-    made_of = get_world(training.world), training.warm, 0, out / "warmstarts"
-    base = warm_start(*made_of)
-    with torch.no_grad():
-        base.unembed.weight *= 1.1
-    warmstart._save(base, *cached_at(*made_of))
+    train_base_again(made.settings.run, out / "warmstarts")
     before = files(out / made.folder.name)
     for subject in SUBJECTS:
         job = replace(made.job(subject), out=out)

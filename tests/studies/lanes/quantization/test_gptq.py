@@ -255,20 +255,6 @@ def test_hessians_are_over_every_pass() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_loop_of_the_model_is_seen_by_its_blocks() -> None:
-    config = LanesConfig(layers=3, d_model=16, heads=2, mlp=2, lane_start=2, loop=Loop(0, 1, 1), zero_init=False)
-    model = LanesModel(config, torch.Generator().manual_seed(0))
-    reads: list[Tensor] = []
-    for k in (0, 2):  # block 0 runs at steps 0 and 2
-        hook = lambda value, hook: reads.append(value.detach().double().flatten(0, 1))  # noqa: E731
-        model.hook_dict[f"steps.{k}.hook_mlp_read"].add_hook(hook)
-    hessians = collect_hessians(model, tokens(2, 257), 2)
-    assert model.schedule == (0, 1, 0, 1, 2)
-    x = torch.cat(reads)
-    assert len(x) == 2 * 2 * 10
-    assert torch.allclose(hessians["blocks.0.mlp.up.weight"], x.mT @ x / len(x), rtol=1e-10)
-
-
 def test_what_calibration_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="3 calibration batches are needed, but only 2 were given"):
         collect_hessians(Looped(), tokens(2), 3)
@@ -277,24 +263,18 @@ def test_what_calibration_lacks_is_named() -> None:
 
 
 def test_a_wider_clip_takes_fewer_bytes_and_loses_more() -> None:
-    """With the lost output by hand: the change of the outputs on the calibration batches themselves."""
     model = nn.Sequential(nn.Linear(48, 64, bias=False), nn.Tanh(), nn.Linear(64, 48)).double()
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             p.copy_(drawn(*p.shape, seed=i) / 7)
     batches = [drawn(40, 48, seed=10 + i) @ drawn(48, 48, seed=5) for i in range(4)]
     hessians, points = collect_hessians(model, batches, 4), []
-    inputs = {"0.weight": torch.cat(batches), "2.weight": torch.tanh(model[0](torch.cat(batches))).detach()}
     for k in (6.0, 13.1, 26.0, 52.0):
         weights = quantize(model, hessians, GPTQSettings(k=k))
-        lost = {
-            name: distortion(model.get_parameter(name).detach(), weights.matrices[name].dequantize(), hessians[name])
-            for name in hessians
-        }
-        for name, x in inputs.items():
-            change = x @ (weights.dequantize()[name].double() - model.get_parameter(name).detach()).mT
-            assert lost[name] == pytest.approx(float(change.square().sum(-1).mean()), rel=1e-9)
-        points.append((sizes(weights, "brotli"), sum(lost.values())))
+        lost = sum(
+            distortion(model.get_parameter(name).detach(), weights.matrices[name].dequantize(), h) for name, h in hessians.items()
+        )
+        points.append((sizes(weights, "brotli"), lost))
     for (found, loses), (wider, more) in pairwise(points):
         assert wider.bytes < found.bytes
         assert wider.by_entropy < found.by_entropy

@@ -196,7 +196,3 @@ def test_the_sizes_count_every_byte(compressor) -> None:
     manifest = len(compress(size._manifest(weights), compressor)) + HEADER
     assert found.by_gaussian == pytest.approx(raw + codes + manifest)
     assert found.by_entropy < found.by_gaussian
-
-
-def test_lzma_files_are_of_the_plain_kind() -> None:
-    assert lzma.decompress(compress(b"abc" * 100, "lzma"), format=lzma.FORMAT_ALONE) == b"abc" * 100
