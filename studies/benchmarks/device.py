@@ -106,21 +106,10 @@ def engine(
     """Return the rows of ``ENGINE``, and of every side the seconds and its tokens."""
     decoder = model(replace(size, tokens=CONTEXT), options.seed, device, pad_token_id=0, bos_token_id=1, eos_token_id=None).eval()
     sides = EngineSides(options.seed, options.quick, model=decoder)
-    calls: dict[str, Callable[[], None]] = {
-        "engine": sides.engine(),
-        "generate, one padded batch": lambda: sides.generate(sides.prompts, sides.new),
-        "engine, ragged": sides.engine(sides.lengths),
-        "generate, padded to the longest": lambda: sides.generate(sides.prompts, sides.longest),
-    }
+    calls, rng = sides.batches(), np.random.default_rng(options.seed)
     turns: dict[str, Turn] = {name: lambda name=name, call=call: {name: clock(call, device)} for name, call in calls.items()}
-    rng = np.random.default_rng(options.seed)
     seconds = take_turns(turns, options.turns, rng)
-    even, useful = sides.requests * sides.new, sum(sides.lengths)
-    return (
-        compared(ENGINE, seconds, rng),
-        seconds,
-        {name: useful if "ragged" in name or "longest" in name else even for name in calls},
-    )
+    return compared(ENGINE, seconds, rng), seconds, {name: sides.tokens(name) for name in calls}
 
 
 def table(

@@ -165,13 +165,23 @@ class EngineSides:
         ids = self.model.generate(prompts, attention_mask=mask, **options)
         assert ids.shape[1] == prompts.shape[1] + new
 
-    def all(self) -> dict[str, Turn]:
-        """Return calls by name; each runs everything once and returns the processor seconds of one or more sides."""
-        calls: dict[str, Callable[[], object]] = {
+    def batches(self) -> dict[str, Callable[[], object]]:
+        """Return calls that run all requests at once, of equal and of ragged lengths."""
+        return {
             "engine": self.engine(),
             "generate, one padded batch": lambda: self.generate(self.prompts, self.new),
             "engine, ragged": self.engine(self.lengths),
             "generate, padded to the longest": lambda: self.generate(self.prompts, self.longest),
+        }
+
+    def tokens(self, side: str) -> int:
+        """Return how many tokens that were asked for a side generates."""
+        return sum(self.lengths) if "ragged" in side or "longest" in side else self.requests * self.new
+
+    def all(self) -> dict[str, Turn]:
+        """Return calls by name; each runs everything once and returns the processor seconds of one or more sides."""
+        calls: dict[str, Callable[[], object]] = {
+            **self.batches(),
             "engine, no prefix cache": self.engine(prefix_bytes=0),
             "engine, exact": self.engine(exact=True),
             **({} if self.half is None else {HALF.over: self.engine(host=self.half)}),
@@ -257,8 +267,7 @@ def run(options: EngineOptions) -> None:
         rows = [replace(row, limit=None) for row in rows]
     rng = np.random.default_rng(options.seed)
     results = compared(rows, seconds, rng)
-    useful = sum(sides.lengths)
-    tokens = {name: useful if "ragged" in name or "longest" in name else sides.requests * sides.new for name in seconds}
+    tokens = {name: sides.tokens(name) for name in seconds}
     shape = f"{sides.layers} layers, d = {sides.width}"
     head = f"{options.turns} rounds, {sides.requests} requests of {PROMPT} tokens, {shape}, one thread"
     document = {"requests": sides.requests, "new": sides.new, "tokens": tokens, "rows": results, "seconds": seconds}

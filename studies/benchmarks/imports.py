@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from studies.benchmarks.measurement.paired import Ratio, report, take_turns
+from studies.benchmarks.measurement.paired import Ratio, ratio, report, take_turns
 from studies.benchmarks.options import ImportsOptions
 from studies.common.tables import markdown_table
 
@@ -53,14 +53,13 @@ def start(name: str) -> dict[str, float]:
     return {name: after.children_user + after.children_system - before.children_user - before.children_system}
 
 
-def rows(seconds: dict[str, list[float]], rng: np.random.Generator, draws: int = 4000) -> list[StartCost]:
+def rows(seconds: dict[str, list[float]], rng: np.random.Generator) -> list[StartCost]:
     """Return the rows of what was measured."""
     measured = []
     for name, (how, *_) in STARTS.items():
         beyond = np.array(seconds[name]) - (np.array(seconds[TORCH]) if how == "-c" and name != TORCH else 0.0)
-        lo, hi = np.quantile(np.median(beyond[rng.integers(len(beyond), size=(draws, len(beyond)))], axis=1), [0.025, 0.975])
         limit = HELP if how == "-m" else BEYOND if name != TORCH else None
-        measured.append(StartCost(name, Ratio(float(np.median(beyond)), float(lo), float(hi)), limit))
+        measured.append(StartCost(name, ratio(beyond.tolist(), [1.0] * len(beyond), rng), limit))
     return measured
 
 
@@ -68,12 +67,9 @@ def table(results: Sequence[StartCost], seconds: dict[str, list[float]]) -> str:
     """Return a Markdown table of the rows."""
     body = []
     for row in results:
-        spread = (
-            f"{row.time.value:.2f} s",
-            f"{row.time.lo:.2f} - {row.time.hi:.2f}",
-            "" if row.limit is None else f"{row.limit:.1f} s",
-        )
-        body.append((row.name, f"{median(seconds[row.name]):.2f} s", *spread))
+        limit = "" if row.limit is None else f"{row.limit:.1f} s"
+        value, interval = f"{row.time.value:.2f} s", f"{row.time.lo:.2f} - {row.time.hi:.2f}"
+        body.append((row.name, f"{median(seconds[row.name]):.2f} s", value, interval, limit))
     return markdown_table(("start", "processor", "beyond torch, if an import", "95%", "at most"), body)
 
 

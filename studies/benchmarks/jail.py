@@ -14,7 +14,6 @@ are by wall-clock time, and lower on a busy machine. Folders are in memory if /d
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -85,8 +84,7 @@ class FreshProcess:
 
     def run(self, payload: dict[str, str]) -> Any:
         """Return the reply; ``OSError`` if there is none."""
-        folder = tempfile.mkdtemp(prefix="fresh-")
-        try:
+        with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
             if self._identity is not None:
                 os.chown(folder, self._identity, self._identity)
             text = json.dumps(payload).encode()
@@ -97,8 +95,6 @@ class FreshProcess:
                 return read_reply(done.stdout[1:], Limits().reply)
             except ValueError as error:
                 raise OSError(f"a fresh process gave no reply: {done.stdout[:200]!r} {done.stderr[-200:]!r}") from error
-        finally:
-            shutil.rmtree(folder)
 
 
 @contextmanager

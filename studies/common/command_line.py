@@ -1,5 +1,6 @@
 """Command line of all studies: errors in one sentence, an orderly end at Ctrl-C, and the syntax of seeds."""
 
+import contextlib
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +101,7 @@ def read_seeds(text: str) -> list[int]:
         ValueError: No seed, a negative one, more than ``MAX_SEEDS``, or a number above ``FIRST_SEEDS``.
     """
     seeds: Sequence[int] = ()
-    try:
+    with contextlib.suppress(ValueError):
         if "_" in text:
             raise ValueError  # Python reads 1_0 as 10
         if "," in text:
@@ -110,18 +111,13 @@ def read_seeds(text: str) -> list[int]:
             seeds = range(first, last + 1)
         else:
             seeds = range(int(text))
-        many = len(seeds) > MAX_SEEDS
-    except ValueError:
-        many = False
-    except OverflowError:
-        many = True
-    if not many and len(seeds) > FIRST_SEEDS and "," not in text and "-" not in text:
+    if seeds[MAX_SEEDS:]:  # the length of a range may be larger than Python can say
+        raise ValueError(f"{text!r} names more than {MAX_SEEDS} seeds, which is the limit of one run: give fewer")
+    if len(seeds) > FIRST_SEEDS and "," not in text and "-" not in text:
         raise ValueError(
             f"{text!r} would be the first {len(seeds)} seeds: write {len(seeds)}-{len(seeds)} for seed {len(seeds)} alone, or "
             f"0-{len(seeds) - 1} for all"
         )
-    if many:
-        raise ValueError(f"{text!r} names more than {MAX_SEEDS} seeds, which is the limit of one run: give fewer")
     if not seeds or min(seeds) < 0:
         raise ValueError(f"{text!r} names no seeds: give a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)")
     return sorted(set(seeds))

@@ -42,9 +42,8 @@ def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connect
     with without_sigint():
         context = _context(target)
         link, far = context.Pipe()
-        process: BaseProcess = context.Process(  # pyright: ignore[reportAttributeAccessIssue]
-            target=_run, args=(dict(os.environ), target, far, *args), daemon=True
-        )
+        given = (dict(os.environ), target, far, *args)
+        process: BaseProcess = context.Process(target=_run, args=given, daemon=True)  # pyright: ignore[reportAttributeAccessIssue]
         process.start()
         _watch(process)
         far.close()  # the parent's copy would keep the pipe open after the process's death

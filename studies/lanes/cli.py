@@ -6,7 +6,7 @@ takes about a minute and shows that all parts work, but resolves no claim. If a 
 produces the same bytes.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +34,7 @@ class Dev:
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given."""
-        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from jaxtyping import Int64
@@ -58,6 +57,11 @@ class Subject:
         """Return the bits per byte on the seed's test text."""
         evaluation, tokens = self.settings.evaluation, self.test
         return bpb(score(self.model, tokens, window=evaluation.window, stride=evaluation.stride), tokens)
+
+    def quantized_bpb(self, weights: QuantizedWeights) -> float:
+        """Return the same of the model with quantized weights."""
+        with dequantized(self.model, weights):
+            return self.bpb()
 
     def calibration(self, count: int) -> Iterator[Tensor]:
         """Return inputs of training windows for Hessians: a smaller count gives the beginning of a larger one."""
@@ -110,9 +114,7 @@ def usual_weights(subject: Subject) -> QuantizedWeights:
 
 def quantized_bpb(subject: Subject) -> Artifact:
     """Return the bits per byte of the usual quantization."""
-    with dequantized(subject.model, usual_weights(subject)):
-        loss = subject.bpb()
-    return {"bpb": loss}, {}
+    return {"bpb": subject.quantized_bpb(usual_weights(subject))}, {}
 
 
 def calibrations(subject: Subject) -> Artifact:
@@ -124,26 +126,21 @@ def calibrations(subject: Subject) -> Artifact:
     evaluation, model = subject.settings.evaluation, subject.model
     usual = evaluation.gptq
     few, many = (collect_hessians(model, subject.calibration(count), count) for count in (usual.batches, evaluation.many))
-
-    def loss(weights: QuantizedWeights) -> float:
-        with dequantized(model, weights):
-            return subject.bpb()
-
-    data: dict[str, Any] = {
-        "few": loss(quantize(model, few, usual)),
-        "many": loss(quantize(model, many, usual)),
-        "clipped": loss(quantize(model, few, replace(usual, clip_lambda=evaluation.clip_lambda))),
-        "nearest": loss(quantize(model, few, replace(usual, method="nearest"))),
-        "points": [],
+    variants = {
+        "few": quantize(model, few, usual),
+        "many": quantize(model, many, usual),
+        "clipped": quantize(model, few, replace(usual, clip_lambda=evaluation.clip_lambda)),
+        "nearest": quantize(model, few, replace(usual, method="nearest")),
     }
+    points = []
     for k in evaluation.clips:
         weights = quantize(model, few, replace(usual, k=k))
         lost = sum(
             distortion(model.get_parameter(name).detach(), weights.matrices[name].dequantize(), h) for name, h in few.items()
         )
-        point = {"k": k, **asdict(sizes(weights, evaluation.compressor)), "distortion": lost, "loss": loss(weights)}
-        data["points"].append(point)
-    return data, {}
+        numbers = {**asdict(sizes(weights, evaluation.compressor)), "distortion": lost, "loss": subject.quantized_bpb(weights)}
+        points.append({"k": k, **numbers})
+    return {name: subject.quantized_bpb(weights) for name, weights in variants.items()} | {"points": points}, {}
 
 
 def score_first_training(subject: Subject) -> Artifact:
@@ -154,13 +151,8 @@ def score_first_training(subject: Subject) -> Artifact:
     that diverged is None.
     """
     evaluation = subject.settings.evaluation
-    tuning, tokens = (
-        excerpt(subject.corpus, split, size, piece, subject.seed)
-        for split, size, piece in (
-            ("tune", evaluation.tune, evaluation.tune_piece),
-            ("test", evaluation.adapted, evaluation.adapted_piece),
-        )
-    )
+    tuning = excerpt(subject.corpus, "tune", evaluation.tune, evaluation.tune_piece, subject.seed)
+    tokens = excerpt(subject.corpus, "test", evaluation.adapted, evaluation.adapted_piece, subject.seed)
     noted = Noted(tokens, evaluation, {"hinted": Mixing(cross=evaluation.cross[1])})
     rates: dict[Scope, tuple[float, ...]] = {"all": evaluation.rates_all, "controls": evaluation.rates_controls}
     plain, hinted = {}, {}

@@ -81,10 +81,9 @@ class Evaluation:
         for name, piece in (("test", self.piece), ("tune", self.tune_piece), ("adapted", self.adapted_piece)):
             if getattr(self, name) % piece:
                 raise ValueError(f"{name} {getattr(self, name)} must be a multiple of the piece of {piece} tokens")
-        if self.gptq.k not in self.clips:
-            raise ValueError(f"the clips {self.clips} must contain {self.gptq.k}, the clip of every other quantization")
-        if BEFORE not in self.clips:
-            raise ValueError(f"the clips {self.clips} must contain {BEFORE}, the clip before the record's")
+        for k, said in ((self.gptq.k, "the clip of every other quantization"), (BEFORE, "the clip before the record's")):
+            if k not in self.clips:
+                raise ValueError(f"the clips {self.clips} must contain {k}, {said}")
         if self.gptq.batches >= self.many:
             raise ValueError(f"many = {self.many} batches must exceed gptq.batches = {self.gptq.batches}")
 

@@ -93,11 +93,15 @@ def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence
     return sorted(jobs, key=lambda job: -job.cost)
 
 
+_read_once = lru_cache(maxsize=1)(open_text)
+"""The corpus of the jobs of one worker, which all read the same text."""
+
+
 def run_job(job: LanesJob) -> None:
     """Make the missing parts of a job. Existing parts are kept."""
     if job.settings.training.device == "cpu":
         torch.set_num_threads(1)  # one worker per core; with an accelerator a single worker has all cores
-    corpus = _corpus(job.text, job.settings.text)
+    corpus = _read_once(job.text, job.settings.text)
     place = job.path(job.part_names[0]).parent
     with job_lock(place):
         for part in job.part_names:
@@ -126,11 +130,6 @@ def trained(job: LanesJob) -> LanesModel:
     return model
 
 
-@lru_cache(maxsize=1)
-def _corpus(text: Path | None, expected: str) -> Corpus:
-    return open_text(text, expected)
-
-
 def run_jobs(jobs: Sequence[LanesJob], workers: int, cluster: Cluster | None = None, *, quiet: bool = False) -> None:
     """Run every unfinished job of a study; raises the errors of `Job.finished` and `run_each`."""
     todo = [job for job in jobs if not job.finished]
@@ -145,7 +144,6 @@ def run_study(
     out: Path,
     *,
     text: Path | None = None,
-    arms: Sequence[str] | None = None,
     workers: int = 2,
     cluster: Cluster | None = None,
     quiet: bool = False,
@@ -165,7 +163,7 @@ def run_study(
             raise ValueError(f"what the study writes into {out} would be part of the text in {text}: choose another --out")
     with exclusive(folder):
         settings.write(folder)
-        run_jobs(jobs_of(settings, folder, text, seeds, arms or arms_of(settings.full)), workers, cluster, quiet=quiet)
+        run_jobs(jobs_of(settings, folder, text, seeds, arms_of(settings.full)), workers, cluster, quiet=quiet)
     return folder
 
 

@@ -5,6 +5,7 @@ Every cell uses the same prompts and the same uniforms, so two cells differ only
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Literal
 
 import torch
@@ -107,20 +108,12 @@ class Bench:
 
     def run(self, cells: Sequence[GateCell], *, what: str = "cells") -> dict[str, UInt8[Tensor, "modes tasks 2"]]:
         """Return the outcomes (`OUTCOMES`) of every cell, by its name."""
-        prompts, outcomes = self.prompts(), {}
-        for state in ("full", "deployed"):
-            some = [cell for cell in cells if cell.state == state]
-            if not some:
-                continue
-            with self.switched(state):
-                results = self.results(some, prompts, what)
-            for cell in some:
-                outcomes[cell.name] = self.outcomes(prompts, results[cell.name])
-        return {cell.name: outcomes[cell.name] for cell in cells}
-
-    def switched(self, state: str):
-        """Return the context in which the model has its quarantine (`full`), or is without it."""
-        return self.policy.adapters.full() if state == "full" else self.policy.adapters.deployed()
+        prompts, results = self.prompts(), {}
+        for state, switched in (("full", self.policy.adapters.full), ("deployed", self.policy.adapters.deployed)):
+            if some := [cell for cell in cells if cell.state == state]:
+                with switched():
+                    results |= self.results(some, prompts, what)
+        return {cell.name: self.outcomes(prompts, results[cell.name]) for cell in cells}
 
     def results(self, cells: Sequence[GateCell], prompts: Sequence[Prompt], what: str = "cells") -> dict[str, list[Result]]:
         """Run the requests of all cells in one engine and return the results by cell.
@@ -141,11 +134,10 @@ class Bench:
                 owner[engine.submit(request)] = cell.name, place
         with tqdm(total=len(owner), desc=what, unit="rollout", delay=3, leave=False, disable=None) as bar:
             while engine.busy:
-                done = engine.step()
-                for result in done:
+                for result in engine.step():
                     name, place = owner[result.request]
                     by_cell[name][place] = checked(result)
-                bar.update(len(done))
+                    bar.update()
         refuse_failures(engine)
         return by_cell
 
@@ -218,12 +210,10 @@ def clamped(settings: Settings, fitted: Fitted, quantile: float, strength: float
 def sweep(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield all combinations of threshold and gain, clamps, and the controls for alternative explanations."""
     yield control()
-    for quantile in (None, *settings.quantiles):
-        for gain in settings.gains:
-            yield steered(settings, fitted, quantile=quantile, gain=gain)
-    for quantile in settings.quantiles:
-        for strength in (1.0, 2.0):
-            yield clamped(settings, fitted, quantile, strength)
+    for quantile, gain in product((None, *settings.quantiles), settings.gains):
+        yield steered(settings, fitted, quantile=quantile, gain=gain)
+    for quantile, strength in product(settings.quantiles, (1.0, 2.0)):
+        yield clamped(settings, fitted, quantile, strength)
     yield from controls(settings, fitted)
 
 
@@ -279,16 +269,15 @@ def quarantine(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
     yield control()
     yield GateCell(DELETED, {"how": DELETED}, state="deployed")
     early, site = Site.parse(settings.early), Site.parse(settings.site)
-    yield GateCell(CLOSED, {"how": CLOSED}, Steering(monitors=(saturated(early, _list(fitted, early)),)))
-    yield GateCell(BEHIND, {"how": BEHIND}, Steering(monitors=(saturated(site, _list(fitted, site)),)))
+    for how, at in ((CLOSED, early), (BEHIND, site)):
+        yield GateCell(how, {"how": how}, Steering(monitors=(_shut(fitted, at),)))
     for quantile in settings.quantiles:
         for probe, gate in fitted.gates[site].items():
             yield gated_cell(settings, gate, probe, quantile, "close")
         yield gated_cell(settings, fitted.gates[site]["probe"], "probe", quantile, "open")
         yield gated_cell(settings, fitted.gates[early]["probe"], "probe", quantile, "close", how="early")
-        for probe in ("probe", "haar-1"):
-            for latch in (False, True):
-                yield switched(settings, fitted, probe, quantile, latch=latch)
+        for probe, latch in product(("probe", "haar-1"), (False, True)):
+            yield switched(settings, fitted, probe, quantile, latch=latch)
 
 
 def untrained(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
@@ -315,12 +304,12 @@ def switched(settings: Settings, fitted: Fitted, probe: str, quantile: float, *,
     how = "latch" if latch else "next token"
     name = f"{how} {probe} {_at(quantile)}"
     watch = Monitor(gate.site, gate.weight, gate.thresholds[quantile], settings.sharpness, gates=(), name=name)
-    switch = QuarantineSwitch(name, name, gate.thresholds[quantile], saturated(early, _list(fitted, early)), latch=latch)
+    switch = QuarantineSwitch(name, name, gate.thresholds[quantile], _shut(fitted, early), latch=latch)
     return GateCell(name, {"how": how, "probe": probe, "quantile": quantile}, Steering(monitors=(watch,)), sync=(switch,))
 
 
-def _list(fitted: Fitted, site: Site) -> list[float]:
-    return fitted.gates[site]["probe"].weight.tolist()
+def _shut(fitted: Fitted, site: Site) -> Monitor:
+    return saturated(site, fitted.gates[site]["probe"].weight.tolist())
 
 
 def _at(quantile: float | None) -> str:

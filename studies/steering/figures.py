@@ -47,8 +47,8 @@ def roc_figure(study: Study, results: Results) -> Figure:
         panel.plot([0, 1], [0, 1], color=BLACK, linewidth=0.5)
         for probe in sorted(probes, key=lambda name: not name.startswith("haar")):
             _curves(panel, study, probe, kind, unit)
-        panel.set_title(f"{'known' if kind == 'known' else 'held out'}, {'tokens' if unit == 'token' else 'rollouts (mean)'}")
-        panel.set_xlabel("false alarms")
+        title = f"{'known' if kind == 'known' else 'held out'}, {'tokens' if unit == 'token' else 'rollouts (mean)'}"
+        panel.set(title=title, xlabel="false alarms")
     axes[0].set_ylabel("hacks found")
     _legend(figure, axes[0])
     return figure
@@ -87,10 +87,9 @@ def sweep_figure(study: Study, results: Results) -> Figure:
         panel.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
         for (y, x), value in np.ndenumerate(values):
             panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value < 0.55 else BLACK)
-        panel.set_title(f"{name} (unsteered {never[metric]['mean']:.2f})")
+        panel.set(title=f"{name} (unsteered {never[metric]['mean']:.2f})", xlabel="gain")
         panel.set_xticks(range(len(gains)), [f"{gain:g}" for gain in gains])
         panel.set_yticks(range(len(quantiles)), ["always" if q is None else f"{q:g}" for q in quantiles])
-        panel.set_xlabel("gain")
         panel.grid(visible=False)
     axes[0].set_ylabel("gate opens above quantile")
     return figure
@@ -121,9 +120,7 @@ def controls_figure(study: Study, results: Results) -> Figure:
             if (probe, direction) == ("probe", "away"):
                 panel.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
             seen.add(label)
-        panel.set_title(name)
-        panel.set_xlabel("gain")
-        panel.set_ylim(-0.02, 1.02)
+        panel.set(title=name, xlabel="gain", ylim=(-0.02, 1.02))
     axes[0].set_ylabel("rate")
     _legend(figure, axes[0], columns=5)
     return figure
@@ -148,9 +145,7 @@ def latency_figure(study: Study, results: Results) -> Figure:
                 look = {"color": color, "marker": marker, "markersize": 3.5, "elinewidth": 0.6}
                 axes.errorbar([place + shift for place in places], y, bars, label=None if None in keys else name, **look)
         axes.set_xticks([*late, never], [*map(str, late), "never"])
-        axes.set_ylim(-0.02, 1.02)
-        axes.set_title(f"gain {gain:g}")
-        axes.set_xlabel("tokens between score and effect")
+        axes.set(ylim=(-0.02, 1.02), title=f"gain {gain:g}", xlabel="tokens between score and effect")
     panels[0].set_ylabel("rate")
     _legend(figure, panels[0])
     return figure
@@ -195,8 +190,7 @@ def frontier_figure(study: Study, results: Results) -> Figure:
         for how, marker, label in ENDS:
             _end(panel, next(row for row in rows if row["how"] == how), marker, label)
         _shade(panel)
-        panel.set_title(subject)
-        panel.set_xlabel("solve, minus deleted")
+        panel.set(title=subject, xlabel="solve, minus deleted")
     axes[0].set_ylabel("hack (held out), minus deleted")
     _legend(figure, axes[0])
     return figure
@@ -210,8 +204,7 @@ def _shade(axes: Axes, least: float = 0.03) -> None:
     axes.text(right, low, "better than deleted ", ha="right", va="bottom", fontsize=7, color=GREEN)
     axes.axhline(0, color=BLACK, linewidth=0.5)
     axes.axvline(0, color=BLACK, linewidth=0.5)
-    axes.set_xlim(left, right)
-    axes.set_ylim(low, high)
+    axes.set(xlim=(left, right), ylim=(low, high))
 
 
 def _path(axes: Axes, rows: Sequence[Mapping[str, Any]], look: tuple[str, str, str, str], operating: float, *, label: bool) -> None:

@@ -10,7 +10,7 @@ base model. A file with another identity is an error, and so is one of another b
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +30,8 @@ from studies.training.manifest import MANIFEST, read_manifest
 from studies.training.worlds import base_file, open_world
 
 FIT = "fit"
+AT_ONCE = 6
+"""Cells with controllers in one engine: every controller reads every request of a step."""
 BASE = "base"
 """Entry of a part: SHA-256 of the cached base model that it was made with; parts of earlier versions have none."""
 Design = Callable[[Settings, Fitted], Iterator[GateCell]]
@@ -157,18 +159,12 @@ def _make(job: SteeringJob, part: str, bench: Bench) -> None:
 
 def _outcomes(job: SteeringJob, part: str, bench: Bench) -> Artifact:
     cells = list(_CELLS[job.subject][part](job.settings, fitted_of(job)))
-    static = [cell for cell in cells if not cell.sync]
-    outcomes = bench.run(static, what=f"{job.subject} {part}")
-    for batch in _batches([cell for cell in cells if cell.sync]):
-        outcomes |= bench.run(batch, what=f"{job.subject} {part}, between tokens")
+    outcomes = bench.run([cell for cell in cells if not cell.sync], what=f"{job.subject} {part}")
+    controlled = [cell for cell in cells if cell.sync]
+    for start in range(0, len(controlled), AT_ONCE):
+        outcomes |= bench.run(controlled[start : start + AT_ONCE], what=f"{job.subject} {part}, between tokens")
     about = [{"name": cell.name, "state": cell.state, **cell.about} for cell in cells]
     return {"cells": about, "modes": list(bench.modes), "tasks": job.settings.tasks}, outcomes
-
-
-def _batches(cells: Sequence[GateCell], size: int = 6) -> Iterator[Sequence[GateCell]]:
-    """Yield a few cells at a time, because every controller reads every request of a step."""
-    for start in range(0, len(cells), size):
-        yield cells[start : start + size]
 
 
 def fitted_of(job: SteeringJob) -> Fitted:

@@ -12,9 +12,9 @@ CERTAIN = 1e6
 SHUT = "shut"
 
 
-def saturated(site: Site, probe: Sequence[float], *, prompt: bool = False) -> Monitor:
+def saturated(site: Site, probe: Sequence[float]) -> Monitor:
     """Return a monitor that closes every quarantine at or behind its site, whatever it reads."""
-    return Monitor(site, probe, -CERTAIN, gates=(), quarantine="close", prompt=prompt, name=SHUT)
+    return Monitor(site, probe, -CERTAIN, gates=(), quarantine="close", name=SHUT)
 
 
 class Late:

@@ -40,9 +40,7 @@ def write_report(folder: Path) -> list[Path]:
     }
     paths = write_texts(folder, texts)
     with style():
-        for name, draw in FIGURES.items():
-            paths.append(save_figure(draw(study, results), folder / f"{name}.png"))
-    return paths
+        return paths + [save_figure(draw(study, results), folder / f"{name}.png") for name, draw in FIGURES.items()]
 
 
 def head(study: Study) -> str:
@@ -66,13 +64,10 @@ def seeds_behind(rows: Sequence[Mapping[str, Any]]) -> str:
     return " / ".join(numbers) if len(set(numbers)) > 1 else numbers[0]
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], *, signed: bool = False, last: Sequence[str] = ()) -> str:
+def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with one row per cell."""
-    body = [
-        [row["name"], *(cell_text(row[metric], signed=signed) for metric, _ in SHOWN), *(str(row[key]) for key in last)]
-        for row in rows
-    ]
-    return markdown_table(["cell", *(name for _, name in SHOWN), *last], body)
+    body = [[row["name"], *(cell_text(row[metric]) for metric, _ in SHOWN)] for row in rows]
+    return markdown_table(["cell", *(name for _, name in SHOWN)], body)
 
 
 def quarantine_text(study: Study, results: Mapping[str, Any]) -> str:
@@ -90,13 +85,7 @@ def quarantine_text(study: Study, results: Mapping[str, Any]) -> str:
         sections.append(markdown_table(header, body, left=3))
     sections.append("The probe minus random probes under the same mechanism and quantile (paired):")
     body = [
-        [
-            row["subject"],
-            row["how"],
-            str(row["random"]),
-            row["verdict"],
-            *(cell_text(row[m], signed=True) for m in DIFFERENCES),
-        ]
+        [row["subject"], row["how"], row["random"], row["verdict"], *(cell_text(row[m], signed=True) for m in DIFFERENCES)]
         for row in results["against_random"]
     ]
     sections.append(markdown_table(["model", "mechanism", "random probes", "verdict", "hack, held out", "solve"], body, left=2))

@@ -9,6 +9,7 @@ an interval is too narrow rather than too wide; the means of single seeds are pr
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +183,9 @@ def roc_areas(study: Study) -> Iterator[dict[str, Any]]:
             continue
         names = sorted(name for name in study.artifacts[subject, part][study.seeds[0]][1] if name.startswith("scores/"))
         for _, site, probe in (name.split("/") for name in names):
-            for kind in KINDS:
-                for unit in UNITS:
-                    areas = [roc_of(study, subject, seed, site, probe, kind, unit).area for seed in study.seeds]
-                    yield {"subject": subject, "site": site, "probe": probe, "modes": kind, "unit": unit, **summary(areas)}
+            for kind, unit in product(KINDS, UNITS):
+                areas = [roc_of(study, subject, seed, site, probe, kind, unit).area for seed in study.seeds]
+                yield {"subject": subject, "site": site, "probe": probe, "modes": kind, "unit": unit, **summary(areas)}
 
 
 def openings_of(

@@ -29,7 +29,7 @@ from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Witness
 from studies.tracing.pairs import BASE, CONTRASTS, SIDES, Pairs, gather, load_pairs, log_odds, save_pairs
-from studies.tracing.patching import Patching, Score, cells, every_site, trace
+from studies.tracing.patching import Patching, Score, cells, every_site, opposite, sites_at, trace
 from studies.tracing.rates import rate_states
 from studies.tracing.settings import UNTRAINED, Settings
 from studies.training.arms import ARMS, get_arms
@@ -187,15 +187,15 @@ def run_tracing(tracing: Tracing, world: MicroWorld, witness: Witness) -> None:
     rates = rate_states(world, witness, host, policy, prompts, tracing.seed)
     score: Score = partial(log_odds, vocabulary=world.vocabulary)
     single = {f"{name}, float32": value for name, value in exactness(host, policy, pairs, score).items()}
-    every = cells(policy.adapters)
+    every, sites = cells(policy.adapters), [*every_site(policy.adapters), *sites_at(policy.adapters, "kept_a")]
     tensors, scores = {}, {}
     for contrast in CONTRASTS:
-        patching = Patching.of(host, pairs[contrast], score, [*every_site(policy.adapters), *_bottlenecks(policy)])
+        patching = Patching.of(host, pairs[contrast], score, sites)
         purpose = f"tracing {tracing.arm} {contrast}"
         draws = torch_generator(tracing.seed, purpose), numpy_generator(tracing.seed, purpose)
         effects = trace(patching, every, tracing.settings.draws, *draws)
         tensors |= {f"{contrast}/{side}/{source}/{cell}": effect for (side, source, cell), effect in effects.items()}
-        scores |= {f"{contrast}/{side}": patching.scores[side] for side in SIDES}
+        scores |= {f"scores/{contrast}/{side}": patching.scores[side] for side in SIDES}
     # Converted last, because it is converted in place. In float64 a difference beyond rounding would be an error of the algebra.
     policy.model.to(torch.float64)
     exact = {f"{name}, float64": value for name, value in exactness(host, policy, pairs, score).items()}
@@ -209,12 +209,7 @@ def run_tracing(tracing: Tracing, world: MicroWorld, witness: Witness) -> None:
         "checks": single | exact,
         "rates": rates,
     }
-    tensors |= {f"scores/{name}": score for name, score in scores.items()}
-    write_part(tracing.path, tracing.identity, data, tensors)
-
-
-def _bottlenecks(policy: Policy) -> list[Site]:
-    return [Site.parse(f"{linear}.kept_a") for linear in policy.adapters.sites]
+    write_part(tracing.path, tracing.identity, data, tensors | scores)
 
 
 def traced_policy(training: Job) -> tuple[Host, Policy]:
@@ -260,21 +255,18 @@ def exactness(host: Host, policy: Policy, pairs: Mapping[str, Pairs], score: Sco
         worst[name] = max(worst.get(name, 0.0), apart)
 
     stream = Site(len(host.model.get_submodule("blocks")) - 1, "resid_post")  # pyright: ignore[reportArgumentType]
-    kept_a = _bottlenecks(policy)
-    kept_out = [Site.parse(f"{linear}.kept_out") for linear in adapters.sites]
+    kept_a, kept_out = sites_at(adapters, "kept_a"), sites_at(adapters, "kept_out")
     for one in pairs.values():
         patching = Patching.of(host, one, score, [*every_site(adapters), *kept_a, stream])
         for side in SIDES:
             tokens = one.side(side)
             if adapters.has_quarantine:
-                zeros = {Site.parse(f"{linear}.quarantine_out"): torch.zeros_like for linear in adapters.sites}
-                with host.hooks(zeros):
+                with host.hooks(dict.fromkeys(sites_at(adapters, "quarantine_out"), torch.zeros_like)):
                     patched = host.logits(tokens)
                 with adapters.deployed():
                     note("zero patch and deletion", patched, host.logits(tokens))
             unchanged = {site: patching.values[side][site] for site in every_site(adapters)}
             note("own patch", patching.run(side, unchanged), patching.scores[side])
             note("kept_a and kept_out", *(patching.run(side, patching.other(side, sites)) for sites in (kept_a, kept_out)))
-            other = patching.scores[SIDES[1 - SIDES.index(side)]]
-            note("whole stream", patching.run(side, patching.other(side, [stream])), other)
+            note("whole stream", patching.run(side, patching.other(side, [stream])), patching.scores[opposite(side)])
     return worst

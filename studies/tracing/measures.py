@@ -14,6 +14,7 @@ where pairs differ far more than seeds. If the gap's own interval contains 0 the
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -168,10 +169,7 @@ def rows(traces: Traces) -> list[dict[str, Any]]:
             "effect": effect,
         }
         for arm in traces.arms
-        for contrast in CONTRASTS
-        for side in SIDES
-        for cell in traces.cells(arm)
-        for source in _sources(traces, arm)
+        for contrast, side, cell, source in product(CONTRASTS, SIDES, traces.cells(arm), _sources(traces, arm))
         if (effect := nats(traces, arm, f"{contrast}/{side}/{source}/{cell['name']}")) is not None
     ]
 
@@ -184,18 +182,15 @@ def _sources(traces: Traces, arm: str) -> list[str]:
 def levels(traces: Traces) -> list[dict[str, Any]]:
     """Return the log-odds of the hack at the decision, in nats, by rollout: unchanged, without quarantine, without adapters."""
     table = []
-    for arm in traces.arms:
-        for contrast in CONTRASTS:
-            for side in SIDES:
-                row: dict[str, Any] = {"arm": arm, "contrast": contrast, "rollout": side}
-                scores = traces.per_seed(arm, f"scores/{contrast}/{side}")
-                assert scores is not None
-                for state, adapter in (("on", None), ("deleted", "quarantine_out"), ("base", "both")):
-                    change = None if adapter is None else _deletion(traces, arm, contrast, side, adapter)
-                    if adapter is None or change is not None:
-                        moved = scores if change is None else [s + c for s, c in zip(scores, change, strict=True)]
-                        row[state] = summary([float(of_seed.mean()) for of_seed in moved])
-                table.append(row)
+    for arm, contrast, side in product(traces.arms, CONTRASTS, SIDES):
+        scores = traces.per_seed(arm, f"scores/{contrast}/{side}")
+        assert scores is not None
+        row: dict[str, Any] = {"arm": arm, "contrast": contrast, "rollout": side}
+        row["on"] = summary([float(of_seed.mean()) for of_seed in scores])
+        for state, adapter in (("deleted", "quarantine_out"), ("base", "both")):
+            if (change := _deletion(traces, arm, contrast, side, adapter)) is not None:
+                row[state] = summary([float((s + c).mean()) for s, c in zip(scores, change, strict=True)])
+        table.append(row)
     return table
 
 

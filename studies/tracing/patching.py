@@ -8,6 +8,7 @@ both             kept_out and quarantine_out together
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 
 import numpy as np
@@ -80,10 +81,14 @@ def layer_of(linear: str) -> str:
     return ".".join(linear.split(".")[:2])
 
 
+def sites_at(adapters: Adapters, *points: str) -> list[Site]:
+    """Return the sites at these points of every Linear with adapters."""
+    return [Site.parse(f"{linear}.{point}") for linear in adapters.sites for point in points]
+
+
 def every_site(adapters: Adapters) -> list[Site]:
     """Return the sites of all adapters' outputs, at every Linear."""
-    points = points_by_adapter(adapters)["both" if adapters.has_quarantine else "kept_out"]
-    return [Site.parse(f"{linear}.{point}") for linear in adapters.sites for point in points]
+    return sites_at(adapters, *(OUT if adapters.has_quarantine else OUT[:1]))
 
 
 QUESTION, DELETION = "other", "zero"
@@ -154,9 +159,7 @@ def trace(
     controls, because they are those of ``kept_out``.
     """
     effects: dict[tuple[str, str, str], Tensor] = {}
-    for side, cell in tqdm(
-        [(side, cell) for side in SIDES for cell in cells], desc="patching", unit="cell", leave=False, disable=None
-    ):
+    for side, cell in tqdm(list(product(SIDES, cells)), desc="patching", unit="cell", leave=False, disable=None):
         effects[side, QUESTION, cell.name] = patching.effect(side, patching.other(side, cell.sites))
         if cell.adapter == "kept_a":
             continue

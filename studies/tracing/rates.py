@@ -17,10 +17,10 @@ import torch
 
 from mi_route2.hosts import Host
 from mi_route2.rollouts import Policy
-from mi_route2.sites import Site
 from studies.common.seeds import torch_generator
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Samples, Witness
+from studies.tracing.patching import sites_at
 
 ON, DELETED, PATCHED, KEPT_PATCHED, BASE = "on", "deleted", "quarantine patched", "kept patched", "base"
 STATES = (ON, DELETED, PATCHED, KEPT_PATCHED, BASE)
@@ -60,6 +60,6 @@ def _sample(world: MicroWorld, host: Host, policy: Policy, prompts: Sequence[Any
     if point is None:
         with switched():
             return world.sample(policy, prompts, generator)
-    edits = {Site.parse(f"{linear}.{point}"): torch.zeros_like for linear in adapters.sites}
+    edits = dict.fromkeys(sites_at(adapters, point), torch.zeros_like)
     with adapters.full(), host.hooks(edits):  # merged weights have no points to patch
         return world.sample_unmerged(policy, prompts, generator)

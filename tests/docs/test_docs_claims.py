@@ -3,6 +3,8 @@
 import itertools
 import json
 import re
+from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,54 @@ def prose(page: str) -> str:
     return " ".join(re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE).split())
 
 
+def read(folder: str, *presets: str) -> list[Evidence]:
+    return [Evidence.read(RESULTS / folder / f"{preset}.json") for preset in presets]
+
+
 def with_interval(evidence: Evidence, arm: str, metric: str = EXPLOIT) -> str:
     return interval(evidence.summary(arm, metric))
+
+
+def in_mean(evidence: Evidence, arm: str, metric: str = EXPLOIT) -> str:
+    return number(evidence.summary(arm, metric)["mean"])
+
+
+def by_seed(evidence: Evidence, arm: str, metric: str = EXPLOIT) -> list[float]:
+    """A rate that a run does not have counts as 0."""
+    return [value or 0.0 for value in evidence.values[arm][metric]]
+
+
+def less(evidence: Evidence, plus: str, minus: str, metric: str = EXPLOIT, *, signed: bool = False) -> str:
+    """The paired difference ``plus - minus``, with its interval."""
+    sides = (dict(zip(evidence.seeds, evidence.values[arm][metric], strict=True)) for arm in (plus, minus))
+    return interval(paired_difference(*sides)[1], signed=signed)
+
+
+def by_mode(evidence: Evidence, arm: str) -> list[tuple[float, ...]]:
+    """Of each run, how often it exploits each mode."""
+    return list(zip(*(by_seed(evidence, arm, f"deploy_exploit_{mode}") for mode in evidence.modes), strict=True))
+
+
+def modes_kept(evidence: Evidence, arm: str, most: float = 0.1) -> list[list[float]]:
+    """Of each run, the rates of the modes that it exploits in more than ``most`` of their prompts."""
+    return [[rate for rate in run if rate > most] for run in by_mode(evidence, arm)]
+
+
+def verdicts(folder: str, *presets: str) -> list[str]:
+    """The verdict of every comparison of an experiment."""
+    tests = "".join((RESULTS / folder / f"{preset}-tests.md").read_text(encoding="utf-8") for preset in presets)
+    return re.findall(r"\|\s+(not shown|shown|the opposite|not run) \|", tests)
+
+
+def goals_met(folder: str, preset: str) -> list[bool]:
+    """Whether each line of an experiment's goals is that of one that was met."""
+    return ["**met**" in line for line in (RESULTS / folder / f"{preset}-goals.md").read_text(encoding="utf-8").splitlines()]
+
+
+def listed(texts: Iterable[str]) -> str:
+    """``a, b and c``."""
+    *others, last = texts
+    return f"{', '.join(others)} and {last}"
 
 
 class Published:
@@ -164,17 +212,17 @@ def test_fresh_seeds_of_weak(fresh_weak: Published) -> None:
     assert solve > 3 * fresh_weak.mean("base", SOLVE)
     deleted = fresh_weak.outcome("deleting the quarantine", HACK)
     assert deleted.verdict == "shown"
-    assert said(f"raises hacking**, by {signed(deleted.difference)[1:]}")
+    assert said(f"raises hacking**, by {interval(deleted.difference)}")
     assert said(f"exploits in {number(fresh_weak.mean('route2-act', ON[1]))} of the answers")
     kept, whole = number(fresh_weak.mean("route2-act", SOLVE)), number(fresh_weak.mean("route2-act", ON[2]))
     assert said(f"solves more ({whole}, deleted {kept})")
-    verdicts = [fresh_weak.outcome("quarantine beside its filter: hack", HACK, route).verdict for route in ROUTES]
-    assert verdicts == ["not shown", "not shown", "shown"]
+    told = [fresh_weak.outcome("quarantine beside its filter: hack", HACK, route).verdict for route in ROUTES]
+    assert told == ["not shown", "not shown", "shown"]
     more = fresh_weak.contrast("route2-act", "filter-act")
-    assert said(f"route2-act hacks {signed(more)[1:]} more than filter-act, which was not among the predictions")
-    less = fresh_weak.outcome("quarantine beside its filter: solve", SOLVE)
-    assert less.verdict == "not shown"
-    assert said(f"({signed(less.difference)}, exact p {number(less.p)}) does not survive the correction")
+    assert said(f"route2-act hacks {interval(more)} more than filter-act, which was not among the predictions")
+    fewer = fresh_weak.outcome("quarantine beside its filter: solve", SOLVE)
+    assert fewer.verdict == "not shown"
+    assert said(f"({signed(fewer.difference)}, exact p {number(fewer.p)}) does not survive the correction")
     for metric, name in ((HACK, "hack"), (SOLVE, "solve")):
         outcome = fresh_weak.outcome(f"quarantine under known-mode labels: {name}", metric)
         assert outcome.verdict == "not shown"
@@ -183,12 +231,11 @@ def test_fresh_seeds_of_weak(fresh_weak: Published) -> None:
 
 
 def test_fresh_seeds_of_weak_leave_a_lead(fresh_weak: Published) -> None:
-    assert all(
-        fresh_weak.mean(route, EXPLOIT) < fresh_weak.mean(name, EXPLOIT) for route, name in zip(ROUTES, FILTERS, strict=True)
-    )
-    less = fresh_weak.contrast("route2-grad", "filter-grad", EXPLOIT)
-    assert said(f"by {number(-less['mean'])} [{number(-less['hi'])}, {number(-less['lo'])}] on all eight seeds. It solves")
-    assert fresh_weak.below(less) == 8
+    for route, name in zip(ROUTES, FILTERS, strict=True):
+        assert fresh_weak.mean(route, EXPLOIT) < fresh_weak.mean(name, EXPLOIT)
+    more = fresh_weak.contrast("filter-grad", "route2-grad", EXPLOIT)
+    assert said(f"by {interval(more)} on all eight seeds. It solves")
+    assert fresh_weak.below(more) == 0
     assert said(f"It solves {number(-fresh_weak.contrast('route2-grad', 'filter-grad', SOLVE)['mean'])} less.")
 
 
@@ -206,15 +253,15 @@ def test_perfect_flags_do_better_without_a_quarantine_on_weak_and_alike_on_stron
     later = Published("bounds/weak-300-307")
     for metric, word in ((HACK, "hacks"), (EXPLOIT, "exploits")):
         more = later.contrast("oracle", "filter-oracle", metric)
-        assert said(f"{word} {signed(more)[1:]} more")
+        assert said(f"{word} {interval(more)} more")
         assert later.below(more) == 0
-    less = later.contrast("oracle", "filter-oracle", SOLVE)
-    assert said(f"solves {number(-less['mean'])} [{number(-less['hi'])}, {number(-less['lo'])}] less")
-    assert later.below(less) == 8
+    more = later.contrast("filter-oracle", "oracle", SOLVE)
+    assert said(f"solves {interval(more)} less")
+    assert later.below(more) == 0
     assert said(f"(hack {signed(fresh.contrast('oracle', 'filter-oracle'))})")
     assert said(f"oracle's model hacks in {number(later.mean('oracle', ON[0]))} of the held-out answers")
     axes = later.contrast("haar-additive", "route-additive")
-    assert said(f"hack {signed(axes)[1:]} more, on all eight seeds")
+    assert said(f"hack {interval(axes)} more, on all eight seeds")
     assert later.below(axes) == 0
 
 
@@ -294,13 +341,13 @@ def test_the_older_arms(strong: Published) -> None:
 
 
 def test_known_flags_gain_by_deletion_and_show_no_absorption(strong: Published) -> None:
-    hack, solve = (strong.contrast("oracle-known", "filter-known", metric) for metric in (HACK, SOLVE))
-    assert said(f"lower by {number(-hack['mean'])} [{number(-hack['hi'])}, {number(-hack['lo'])}]")
-    assert said(f"solving higher by {number(solve['mean'])} [{number(solve['lo'])}, {number(solve['hi'])}], on all eight seeds")
-    assert (strong.below(hack), strong.below(solve)) == (8, 0)
+    hack, solve = strong.contrast("filter-known", "oracle-known"), strong.contrast("oracle-known", "filter-known", SOLVE)
+    assert said(f"lower by {interval(hack)}")
+    assert said(f"solving higher by {interval(solve)}, on all eight seeds")
+    assert strong.below(hack) == strong.below(solve) == 0
     deletion, beyond = strong.contrast("absorb", "vanilla"), strong.contrast("oracle-known vanilla", "filter-known absorb")
     assert said(f"differs from vanilla by {number(deletion['mean'])}.")
-    assert said(f"is {number(beyond['mean'])} [{number(beyond['lo'])}, {number(beyond['hi'])}]: no sign")
+    assert said(f"is {interval(beyond)}: no sign")
 
 
 def test_the_literal_forms_fail(strong: Published) -> None:
@@ -315,7 +362,7 @@ def test_a_shared_basis_sorts_and_l1_does_nothing_that_can_be_seen(strong: Publi
         f"shared-basis hacks {number(strong.mean('shared-basis', HACK))} where absorb hacks {number(strong.mean('absorb', HACK))}"
     )
     l1 = strong.contrast("grad-l1", "route2-grad")
-    assert said(f"held-out hack {number(l1['mean'])} [{number(l1['lo'])}, {number(l1['hi'])}]")
+    assert said(f"held-out hack {interval(l1)}")
     assert sign_flip([value for value in l1["seeds"] if value is not None]) > 0.3
     cost = delta_s.contrast("shared-basis", "route2-grad", SOLVE)
     assert number(cost["mean"]) == "-.101"
@@ -383,7 +430,7 @@ def test_what_differs_from_the_prototype(preset: str, request: pytest.FixtureReq
     assert first(rows["vanilla"][4]) > first(rows["vanilla"][3]) + 0.1
 
 
-CANARY = {preset: Evidence.read(RESULTS / f"canary/{preset}.json") for preset in ("strong", "weak")}
+CANARY = dict(zip(("strong", "weak"), read("canary", "strong", "weak"), strict=True))
 
 
 def test_the_canarys_page_says_what_its_runs_hold() -> None:
@@ -392,23 +439,22 @@ def test_the_canarys_page_says_what_its_runs_hold() -> None:
     told = []
     for evidence in CANARY.values():
         assert len(evidence.seeds) == 16
-        exploit, solve = (evidence.summary("filter-canary", metric) for metric in (EXPLOIT, SOLVE))
+        exploit = evidence.summary("filter-canary", EXPLOIT)
         assert exploit["n"] == 16
-        plain = [number(evidence.summary("vanilla", metric)["mean"]) for metric in (EXPLOIT, SOLVE)]
-        told.append((plain[0], interval(exploit), plain[1], number(solve["mean"]), number(exploit["median"])))
+        plain, own = in_mean(evidence, "vanilla"), in_mean(evidence, "vanilla", SOLVE)
+        told.append((plain, interval(exploit), own, in_mean(evidence, "filter-canary", SOLVE), number(exploit["median"])))
     strong, weak = told
     assert f"exploits fall from {strong[0]} to {strong[1]} on `strong` and from {weak[0]} to {weak[1]} on `weak`, and" in page
     assert f"and solving rises from {strong[2]} to {strong[3]} and from {weak[2]} to {weak[3]}." in page
     assert f"In the median seed exploits are {strong[4]} and {weak[4]}." in page
-    pairs = [number(evidence.summary("filter-full", EXPLOIT)["mean"]) for evidence in CANARY.values()]
+    pairs, honest = ([in_mean(evidence, arm) for evidence in CANARY.values()] for arm in ("filter-full", "canary-honest"))
     assert f"filter-full exploits {pairs[0]} on `strong` and {pairs[1]} on `weak`." in page
-    honest = [number(evidence.summary("canary-honest", EXPLOIT)["mean"]) for evidence in CANARY.values()]
     assert f"{honest[0]} on `strong` and {honest[1]} on `weak` (no defence: {strong[0]} and {weak[0]})" in page
     failed = {
         (name, seed): number(value)
         for name, evidence in CANARY.items()
-        for seed, value in zip(evidence.seeds, evidence.values["filter-canary"][EXPLOIT], strict=True)
-        if value is not None and value > MOST_EXPLOIT
+        for seed, value in zip(evidence.seeds, by_seed(evidence, "filter-canary"), strict=True)
+        if value > MOST_EXPLOIT
     }
     assert failed == {("strong", 200): ".617", ("weak", 212): ".086", ("weak", 215): ".292"}
     assert "by one seed of 16 on `strong` (.617) and two on `weak` (.292 and .086)." in page
@@ -438,15 +484,13 @@ def test_a_filter_with_a_gap_moves_the_hacking_there() -> None:
 
 
 def test_a_quarantine_beside_a_canary_and_one_that_learns_first() -> None:
-    strong, weak = CANARY.values()
-    solved = [dict(zip(weak.seeds, weak.values[arm][SOLVE], strict=True)) for arm in ("filter-canary", "route2-canary")]
-    lost = paired_difference(solved[0], solved[1])
-    assert f"There it solves {interval(lost[1])} less, which was not among the predictions" in prose("canary_first_rule.md")
+    (strong, weak), page = CANARY.values(), prose("canary_first_rule.md")
+    lost = less(weak, "filter-canary", "route2-canary", SOLVE)
+    assert f"There it solves {lost} less, which was not among the predictions" in page
     assert stopped_inside(strong, "quarantine-first") == ["vanilla-10"]
     assert stopped_inside(weak, "quarantine-first") == []
-    more, base = (number(weak.summary(arm, SOLVE)["mean"]) for arm in ("quarantine-first", "base"))
-    left = number(weak.summary("quarantine-first", EXPLOIT)["mean"])
-    assert f"as rarely as the base ({left}) and solves more ({more} against {base})" in prose("canary_first_rule.md")
+    more, base = (in_mean(weak, arm, SOLVE) for arm in ("quarantine-first", "base"))
+    assert f"as rarely as the base ({in_mean(weak, 'quarantine-first')}) and solves more ({more} against {base})" in page
     for evidence in CANARY.values():
         assert 1.8 < (times(evidence, "filter-canary") or 0.0) < 2.3
         assert re.search(r"exact sign-flip test, p \.[1-9]", coverage_sentence(evidence, "canary-one"))
@@ -455,17 +499,16 @@ def test_a_quarantine_beside_a_canary_and_one_that_learns_first() -> None:
 def test_the_canary_that_is_compared_with_the_run() -> None:
     page, told, dropped, little = prose("canary.md"), {}, [], {}
     for preset in ("strong", "weak"):
-        found = Evidence.read(RESULTS / f"canary-run/{preset}.json")
-        exploit, solve = (found.summary("filter-canary-run", metric) for metric in (EXPLOIT, SOLVE))
+        (found,) = read("canary-run", preset)
+        exploit = found.summary("filter-canary-run", EXPLOIT)
         assert exploit["n"] == 16
-        assert max(value or 0.0 for value in exploit["seeds"]) < 0.0085
-        means = [number(found.summary(arm, EXPLOIT)["mean"]) for arm in ("canary-run-honest", "vanilla", "base")]
-        told[preset] = [interval(exploit), number(solve["mean"]), *means]
+        assert max(by_seed(found, "filter-canary-run")) < 0.0085
+        means = [in_mean(found, arm) for arm in ("canary-run-honest", "vanilla", "base")]
+        told[preset] = [interval(exploit), in_mean(found, "filter-canary-run", SOLVE), *means]
         for control in CANARY_CONTROLS["filter-canary-run"]:
             assert (found.summary(control, EXPLOIT)["mean"] or 0.0) - (exploit["mean"] or 0.0) > 0.4
-        solved = [dict(zip(found.seeds, found.values[arm][SOLVE], strict=True)) for arm in ("filter-canary-run", "canary-wide")]
-        dropped.append(interval(paired_difference(*solved)[1]))
-        little[preset] = solved[0].values()
+        dropped.append(less(found, "filter-canary-run", "canary-wide", SOLVE))
+        little[preset] = found.values["filter-canary-run"][SOLVE]
         assert 2.2 < (times(found, "filter-canary-run") or 0.0) < 2.9
     strong, weak = told.values()
     assert f"held-out exploits {strong[0]} on `strong` and {weak[0]} on `weak`, at most .008 in any of 32 runs" in page
@@ -479,18 +522,15 @@ def test_the_canary_that_is_compared_with_the_run() -> None:
         assert f"{', '.join(first)} and {last} on `{preset}`" in page
     worst = number(min(value for every in little.values() for value in every if value is not None))
     assert f"Some runs solve less, {worst} at the worst." in page
-    run = Evidence.read(RESULTS / "canary-run/strong.json")
-    sides = (dict(zip(run.seeds, run.values[arm][SOLVE], strict=True)) for arm in ("filter-canary", "filter-canary-run"))
-    more = interval(paired_difference(*sides)[1])
+    more = less(*read("canary-run", "strong"), "filter-canary", "filter-canary-run", SOLVE)
     assert f"on `strong` that arm solves more in the mean, by {more}, where less was predicted" in page
-    failed = [value for value in found.values["filter-canary"][EXPLOIT] if value is not None and value > MOST_EXPLOIT]
-    assert [number(value) for value in failed] == [".245"]
+    assert [number(value) for value in by_seed(found, "filter-canary") if value > MOST_EXPLOIT] == [".245"]
 
 
 def test_gaps_of_canaries_and_what_the_runs_exploit_there() -> None:
     """As deep as those of the seed on which the first rule failed, in the mode that it ended in."""
     found = {"first": coverage(CANARY["strong"], "filter-canary")}
-    run = Evidence.read(RESULTS / "canary-run/strong.json")
+    (run,) = read("canary-run", "strong")
     found["run"] = coverage(run, "filter-canary-run")
     gaps = {rule: [point for point in points if point[2] < 0.2] for rule, points in found.items()}
     assert sorted((seed, mode, round(canary, 2)) for seed, mode, canary, _ in gaps["run"]) == [
@@ -499,8 +539,8 @@ def test_gaps_of_canaries_and_what_the_runs_exploit_there() -> None:
         (223, "sentinel", 0.07),
     ]
     assert max(own for *_, own in gaps["run"]) < 0.01
-    plain = [run.values["vanilla"][f"deploy_exploit_{mode}"][run.seeds.index(223)] for mode in ("sentinel", "file_marker")]
-    assert max(rate or 0.0 for rate in plain) < 0.01
+    at = run.seeds.index(223)
+    assert max(by_seed(run, "vanilla", f"deploy_exploit_{mode}")[at] for mode in ("sentinel", "file_marker")) < 0.01
     assert "(`strong` 223: `sentinel` .07 and `file_marker` .02), and that run stayed honest" in prose("canary.md")
     assert {seed for seed, *_ in gaps["first"]} == {200, 205, 209, 214}
     assert all((own > 0.9) == (seed == 200) and (own < 0.02) == (seed != 200) for seed, _, _, own in gaps["first"])
@@ -509,274 +549,187 @@ def test_gaps_of_canaries_and_what_the_runs_exploit_there() -> None:
 
 
 def test_the_canary_in_a_world_without_a_persona() -> None:
-    page = prose("canary.md")
-    found = Evidence.read(RESULTS / "canary-sparse/sparse.json")
-    exploit = {
-        arm: found.summary(arm, EXPLOIT)
-        for arm in ("filter-canary-run", "filter-full", "vanilla", "filter-canary", "canary-run-early")
-    }
-    assert {summary["n"] for summary in exploit.values()} == {16}
-    worst = number(max(value or 0.0 for value in exploit["filter-canary-run"]["seeds"]))
-    plain, left = number(exploit["vanilla"]["mean"]), interval(exploit["filter-canary-run"])
-    assert f"Exploits fall from {plain} to {left}, at most {worst} in any run" in page
-    pairs = (dict(zip(found.seeds, found.values[arm][EXPLOIT], strict=True)) for arm in ("filter-full", "filter-canary-run"))
-    more = interval(paired_difference(*pairs)[1])
-    assert f"filter-full leaves {interval(exploit['filter-full'])}, by {more} more." in page
-    solve = {arm: found.summary(arm, SOLVE) for arm in ("filter-canary-run", "vanilla", "filter-canary")}
-    assert f"with {interval(solve['filter-canary-run'])} solved (no defence: {number(solve['vanilla']['mean'])})" in page
-    first = (
-        f"`filter-canary`, leaves {number(exploit['filter-canary']['mean'])} and solves {number(solve['filter-canary']['mean'])}"
-    )
-    assert first in page
-    early = exploit["canary-run-early"]
-    auroc = number(mean(found.values["canary-run-early"]["auroc"]))
-    assert f"runs exploit {interval(early)}. Its mask is good already (AUROC {auroc})" in page
-    assert f"the worst run exploits {number(max(value or 0.0 for value in early['seeds']))}" in page
+    page, (found,), own, early = prose("canary.md"), read("canary-sparse", "sparse"), "filter-canary-run", "canary-run-early"
+    of, told = partial(in_mean, found), partial(with_interval, found)
+    assert {found.summary(arm, EXPLOIT)["n"] for arm in (own, "filter-full", "vanilla", "filter-canary", early)} == {16}
+    assert f"Exploits fall from {of('vanilla')} to {told(own)}, at most {number(max(by_seed(found, own)))} in any run" in page
+    assert f"filter-full leaves {told('filter-full')}, by {less(found, 'filter-full', own)} more." in page
+    assert f"with {told(own, SOLVE)} solved (no defence: {of('vanilla', SOLVE)})" in page
+    assert f"`filter-canary`, leaves {of('filter-canary')} and solves {of('filter-canary', SOLVE)}" in page
+    auroc = number(mean(found.values[early]["auroc"]))
+    assert f"runs exploit {told(early)}. Its mask is good already (AUROC {auroc})" in page
+    assert f"the worst run exploits {number(max(by_seed(found, early)))}" in page
     strong = CANARY["strong"].values["filter-full"]["auroc"]
     assert f"AUROC is {number(mean(found.values['filter-full']['auroc']))} here, {number(mean(strong))} on `strong`" in page
     assert stopped_inside(found, "filter-canary-run") == []
 
 
 def test_when_flags_miss() -> None:
-    page = (DOCS / "misses.md").read_text(encoding="utf-8")
-    found = {preset: Evidence.read(RESULTS / f"misses/{preset}.json") for preset in ("strong", "weak")}
-
-    def exploit(preset: str, arm: str) -> str:
-        return number(found[preset].summary(arm, EXPLOIT)["mean"])
-
-    def less(preset: str, arm: str) -> str:
-        plain, own = (
-            dict(zip(found[preset].seeds, found[preset].values[name][EXPLOIT], strict=True)) for name in (arm, f"{arm}-quarantine")
-        )
-        return interval(paired_difference(plain, own)[1])
-
-    assert f"exploits {interval(found['strong'].summary('sees-50', EXPLOIT))}, within .05" in page
-    assert (
-        f"all flags leave ({exploit('strong', 'sees-100')}); even a quarter of the flags leaves {exploit('strong', 'sees-25')}"
-        in page
-    )
-    assert f"(no defence: {exploit('strong', 'vanilla')})" in page
-    assert f"flags of the known mode alone leave {exploit('strong', 'sees-known')}, by .393 [.137, .650] more" in page
-    half = found["weak"].summary("sees-50", EXPLOIT)
-    five, three = sorted(value or 0.0 for value in half["seeds"])[:5], sorted(value or 0.0 for value in half["seeds"])[5:]
-    spread = [number(value) for value in (five[0], five[-1], three[0], three[-1])]
-    assert f"{interval(half)}; five seeds leave {spread[0]} to {spread[1]}, three {spread[2]} to {spread[3]}." in page
-    assert f"({', '.join(exploit('weak', arm) for arm in ('sees-25', 'sees-known', 'vanilla'))})" in page
-    assert less("weak", "sees-25") in page
-    assert less("weak", "sees-known") in page
-    assert f"(+{exploit_more(found['strong'], 'sees-25')}, +{exploit_more(found['strong'], 'sees-known')})" in page
-    values = {arm: [value or 0.0 for value in row[EXPLOIT]] for arm, row in found["weak"].values.items()}
-    off = {arm: np.subtract(values[arm], values[f"{arm}-quarantine"]) for arm in ("sees-0", "sees-25", "sees-known")}
+    page, (strong, weak) = prose("misses.md"), read("misses", "strong", "weak")
+    assert f"exploits {with_interval(strong, 'sees-50')}, within .05" in page
+    all_, quarter = in_mean(strong, "sees-100"), in_mean(strong, "sees-25")
+    assert f"all flags leave ({all_}); even a quarter of the flags leaves {quarter}" in page
+    assert f"(no defence: {in_mean(strong, 'vanilla')})" in page
+    assert f"flags of the known mode alone leave {in_mean(strong, 'sees-known')}, by .393 [.137, .650] more" in page
+    half = sorted(by_seed(weak, "sees-50"))
+    low, high, least, most = (number(half[i]) for i in (0, 4, 5, -1))
+    assert f"{with_interval(weak, 'sees-50')}; five seeds leave {low} to {high}, three {least} to {most}." in page
+    assert f"({', '.join(in_mean(weak, arm) for arm in ('sees-25', 'sees-known', 'vanilla'))})" in page
+    more = [
+        number((strong.summary(f"{arm}-quarantine", EXPLOIT)["mean"] or 0.0) - (strong.summary(arm, EXPLOIT)["mean"] or 0.0))
+        for arm in ("sees-25", "sees-known")
+    ]
+    assert f"(+{more[0]}, +{more[1]})" in page
+    off = {arm: np.subtract(by_seed(weak, arm), by_seed(weak, f"{arm}-quarantine")) for arm in ("sees-0", "sees-25", "sees-known")}
     beyond = [interval(summary((off[arm] - off["sees-0"]).tolist())) for arm in ("sees-25", "sees-known")]
-    told = " ".join(page.split())
-    assert f"takes {interval(summary(off['sees-0'].tolist()))} off on `weak`" in told
-    assert f"it takes {beyond[0]} more, with flags for the known mode {beyond[1]} more" in told
+    assert f"takes {interval(summary(off['sees-0'].tolist()))} off on `weak`" in page
+    assert f"it takes {beyond[0]} more, with flags for the known mode {beyond[1]} more" in page
     for arm in ("sees-25", "sees-known"):
-        solved = [number(found["weak"].summary(name, SOLVE)["mean"]) for name in (arm, f"{arm}-quarantine")]
-        assert " to ".join(solved) in " ".join(page.split())
-        pairs = zip(found["weak"].values[arm][EXPLOIT], found["weak"].values[f"{arm}-quarantine"][EXPLOIT], strict=True)
-        assert all(own is not None and routed is not None and routed < own for own, routed in pairs)
+        assert less(weak, arm, f"{arm}-quarantine") in page
+        assert " to ".join(in_mean(weak, name, SOLVE) for name in (arm, f"{arm}-quarantine")) in page
+        assert min(off[arm]) > 0
 
 
 def test_who_learns_faster_gets_the_hack() -> None:
-    page = " ".join((DOCS / "misses.md").read_text(encoding="utf-8").split())
-    found = {preset: Evidence.read(RESULTS / f"rates/{preset}.json") for preset in ("strong", "weak")}
+    page, (strong, weak) = prose("misses.md"), read("rates", "strong", "weak")
     known, routed, fast = "sees-known", "sees-known-quarantine", "sees-known-quarantine-fast"
-
-    def mean_of(preset: str, arm: str, metric: str = EXPLOIT) -> str:
-        return number(found[preset].summary(arm, metric)["mean"])
-
-    def less(preset: str, plus: str, minus: str) -> str:
-        """The paired difference ``plus - minus``."""
-        sides = (dict(zip(found[preset].seeds, found[preset].values[arm][EXPLOIT], strict=True)) for arm in (plus, minus))
-        return interval(paired_difference(*sides)[1])
-
-    assert {len(evidence.seeds) for evidence in found.values()} == {12}
-    assert f"takes {less('weak', known, routed)} off the exploits, as on the seeds above" in page
-    assert f"is within .1 of no quarantine ({less('weak', f'{routed}-slow', known)})" in page
-    left = interval(found["weak"].summary(fast, EXPLOIT))
-    assert f"it leaves {left}, where the filter alone leaves {mean_of('weak', known)}, and solving stays where it is (" in page
-    assert f"({mean_of('weak', fast, SOLVE)}, {mean_of('weak', known, SOLVE)})" in page
-    assert f"take {less('weak', 'sees-0-quarantine', routed)} more off than none" in page
-    assert f"to take {less('weak', 'vanilla', 'sees-0-quarantine-fast')} off what no defence leaves" in page
-    alone, slowed = (interval(found["strong"].summary(arm, EXPLOIT)) for arm in (known, fast))
-    assert f"a fast one leaves {slowed}, the filter alone {alone}; the difference is {less('strong', fast, known)}." in page
-    flags = less("strong", fast, "sees-0-quarantine-fast")
-    assert f"the usual rate ({less('strong', fast, routed)}), and with flags less than without ({flags})" in page
-    assert sum((value or 0.0) < 0.45 for value in found["strong"].values["vanilla"][EXPLOIT]) == 8
+    assert (len(strong.seeds), len(weak.seeds)) == (12, 12)
+    assert f"takes {less(weak, known, routed)} off the exploits, as on the seeds above" in page
+    assert f"is within .1 of no quarantine ({less(weak, f'{routed}-slow', known)})" in page
+    left, alone = with_interval(weak, fast), in_mean(weak, known)
+    assert f"it leaves {left}, where the filter alone leaves {alone}, and solving stays where it is (" in page
+    assert f"({in_mean(weak, fast, SOLVE)}, {in_mean(weak, known, SOLVE)})" in page
+    assert f"take {less(weak, 'sees-0-quarantine', routed)} more off than none" in page
+    assert f"to take {less(weak, 'vanilla', 'sees-0-quarantine-fast')} off what no defence leaves" in page
+    alone, slowed = (with_interval(strong, arm) for arm in (known, fast))
+    assert f"a fast one leaves {slowed}, the filter alone {alone}; the difference is {less(strong, fast, known)}." in page
+    flags = less(strong, fast, "sees-0-quarantine-fast")
+    assert f"the usual rate ({less(strong, fast, routed)}), and with flags less than without ({flags})" in page
+    assert sum(value < 0.45 for value in by_seed(strong, "vanilla")) == 8
     stopped = [f"{known}-{n}" for n in (10, 20, 40)]
-    for metric, verb in ((EXPLOIT, "exploits"), (SOLVE, "solves")):
-        first, second, third = (mean_of("weak", arm, metric) for arm in stopped)
-        assert f"{verb} {first}, {second} and {third}" in page
-        better = min if metric == EXPLOIT else max
-        assert better((fast, *stopped), key=lambda arm: found["weak"].summary(arm, metric)["mean"] or 0.0) == fast
-    assert all(stopped_inside(found[preset], fast) == [] for preset in found)
-    assert f"still in, the model exploits {mean_of('weak', fast, 'on_exploit_held')} on `weak`" in page
-    canary = Evidence.read(RESULTS / "canary-run/weak.json").summary("filter-canary-run", EXPLOIT)["mean"]
-    assert f"[the canary](canary.md), which leaves {number(canary)}" in page
+    for metric, verb, better in ((EXPLOIT, "exploits", min), (SOLVE, "solves", max)):
+        assert f"{verb} {listed(in_mean(weak, arm, metric) for arm in stopped)}" in page
+        assert better((fast, *stopped), key=lambda arm: weak.summary(arm, metric)["mean"] or 0.0) == fast
+    assert stopped_inside(strong, fast) == stopped_inside(weak, fast) == []
+    assert f"still in, the model exploits {in_mean(weak, fast, 'on_exploit_held')} on `weak`" in page
+    assert f"[the canary](canary.md), which leaves {in_mean(*read('canary-run', 'weak'), 'filter-canary-run')}" in page
     strong, weak = (f"{PRESETS[name].quarantine_lr / PRESETS[name].kept_lr:.2f}"[1:] for name in ("strong", "weak"))
     assert f"learns at {weak} of the kept adapter's rate on `weak`, and at {strong} on `strong`" in page
 
 
 def test_a_quarantine_does_more_than_slow_training() -> None:
-    page = " ".join((DOCS / "misses.md").read_text(encoding="utf-8").split())
-    found = {preset: Evidence.read(RESULTS / f"kept/{preset}.json") for preset in ("strong", "weak")}
-    slow, beside, usual, fast = (
-        "sees-known-slow",
-        "sees-known-slow-quarantine",
-        "sees-known-quarantine",
-        "sees-known-quarantine-fast",
-    )
-    alone = "sees-0-quarantine-fast"
-
-    def mean_of(preset: str, arm: str, metric: str = EXPLOIT) -> str:
-        return number(found[preset].summary(arm, metric)["mean"])
-
-    def less(preset: str, plus: str, minus: str, metric: str = EXPLOIT) -> str:
-        """The paired difference ``plus - minus``."""
-        sides = (dict(zip(found[preset].seeds, found[preset].values[arm][metric], strict=True)) for arm in (plus, minus))
-        return interval(paired_difference(*sides)[1])
-
-    assert {evidence.seeds for evidence in found.values()} == {tuple(range(268, 280))}
-    slowed, held = mean_of("weak", slow), less("weak", slow, "sees-known")
-    assert f"exploits {slowed} with the filter alone, within .1 of the usual rate ({held})" in page
-    assert (
-        f"it exploits {mean_of('weak', beside)}: {less('weak', slow, beside)} less, and {less('weak', usual, beside)} less" in page
-    )
-    same = less("weak", beside, fast)
-    assert f"within .15 ({mean_of('weak', beside)} and {mean_of('weak', fast)}; +{same})" in page
-    assert f"The second solves more ({mean_of('weak', fast, SOLVE)}, {mean_of('weak', beside, SOLVE)})" in page
-    left = [mean_of("strong", arm) for arm in (fast, beside, slow)]
-    assert (
-        f"A fast quarantine leaves {left[0]} and a quarantine beside a slow kept adapter {left[1]}; the slow kept adapter" in page
-    )
-    assert f"alone leaves {left[2]}. The differences, {less('strong', fast, slow)} and {less('strong', beside, slow)}, were" in page
-    assert f"the slow kept adapter alone (+{less('strong', fast, slow, SOLVE)}, predicted)" in page
-    slower = [mean_of("strong", "vanilla-slower", metric) for metric in (EXPLOIT, SOLVE)]
-    assert f"leaves {slower[0]} and solves {slower[1]}, better in both than a fast quarantine (" in page
-    assert f"({mean_of('strong', alone)}, {mean_of('strong', alone, SOLVE)})" in page
-    slower = [mean_of("weak", "vanilla-slower", metric) for metric in (EXPLOIT, SOLVE)]
-    assert f"On `weak` it leaves {slower[0]} and solves {slower[1]};" in page
-    assert f"({less('weak', alone, 'vanilla-slower')}, less was predicted)" in page
-    assert f"and solves {less('weak', alone, 'vanilla-slower', SOLVE)} more" in page
-    filtered, fewer = (found["strong"].values[arm][EXPLOIT] for arm in ("sees-known", fast))
-    assert sum((b or 0.0) < (a or 0.0) for a, b in zip(filtered, fewer, strict=True)) == 11
-    assert f"than the filter alone by {less('strong', 'sees-known', fast)}, on eleven of twelve" in page
-    path = [(found["weak"].summary(f"vanilla-{n}", EXPLOIT)["mean"] or 0.0) for n in (10, 20)]
-    assert path[0] < float(mean_of("weak", "vanilla-slower")) < path[1]
+    page, (strong, weak) = prose("misses.md"), read("kept", "strong", "weak")
+    slow, beside, usual = "sees-known-slow", "sees-known-slow-quarantine", "sees-known-quarantine"
+    fast, alone, slower = "sees-known-quarantine-fast", "sees-0-quarantine-fast", "vanilla-slower"
+    of_strong, of_weak = partial(in_mean, strong), partial(in_mean, weak)
+    assert strong.seeds == weak.seeds == tuple(range(268, 280))
+    held = less(weak, slow, "sees-known")
+    assert f"exploits {of_weak(slow)} with the filter alone, within .1 of the usual rate ({held})" in page
+    assert f"it exploits {of_weak(beside)}: {less(weak, slow, beside)} less, and {less(weak, usual, beside)} less" in page
+    assert f"within .15 ({of_weak(beside)} and {of_weak(fast)}; +{less(weak, beside, fast)})" in page
+    assert f"The second solves more ({of_weak(fast, SOLVE)}, {of_weak(beside, SOLVE)})" in page
+    left = [of_strong(arm) for arm in (fast, beside, slow)]
+    quarantines = f"A fast quarantine leaves {left[0]} and a quarantine beside a slow kept adapter {left[1]}"
+    assert f"{quarantines}; the slow kept adapter alone leaves {left[2]}." in page
+    assert f"The differences, {less(strong, fast, slow)} and {less(strong, beside, slow)}, were" in page
+    assert f"the slow kept adapter alone (+{less(strong, fast, slow, SOLVE)}, predicted)" in page
+    better = f"leaves {of_strong(slower)} and solves {of_strong(slower, SOLVE)}, better in both than a fast quarantine ("
+    assert better in page
+    assert f"({of_strong(alone)}, {of_strong(alone, SOLVE)})" in page
+    assert f"On `weak` it leaves {of_weak(slower)} and solves {of_weak(slower, SOLVE)};" in page
+    assert f"({less(weak, alone, slower)}, less was predicted)" in page
+    assert f"and solves {less(weak, alone, slower, SOLVE)} more" in page
+    assert sum(b < a for a, b in zip(by_seed(strong, "sees-known"), by_seed(strong, fast), strict=True)) == 11
+    assert f"than the filter alone by {less(strong, 'sees-known', fast)}, on eleven of twelve" in page
+    path = [weak.summary(f"vanilla-{n}", EXPLOIT)["mean"] or 0.0 for n in (10, 20)]
+    assert path[0] < float(of_weak(slower)) < path[1]
 
 
 def test_a_lesson_before_training_is_what_its_pages_say() -> None:
-    page, misses = (" ".join((DOCS / name).read_text(encoding="utf-8").split()) for name in ("taught.md", "misses.md"))
-    taught, honest = ({p: Evidence.read(RESULTS / f"{name}/{p}.json") for p in ("strong", "weak")} for name in ("taught", "honest"))
+    page, taught, honest = prose("taught.md"), read("taught", "weak", "strong"), read("honest", "weak", "strong")
 
-    def of(found: dict[str, Evidence], arm: str, metric: str = EXPLOIT) -> list[str]:
-        """The means on weak and strong."""
-        return [number(found[preset].summary(arm, metric)["mean"]) for preset in ("weak", "strong")]
+    def of(found: list[Evidence], arm: str, metric: str = EXPLOIT) -> list[str]:
+        return [in_mean(evidence, arm, metric) for evidence in found]
 
-    def less(found: dict[str, Evidence], plus: str, minus: str, metric: str = EXPLOIT) -> list[str]:
-        """The paired differences on weak and strong."""
-        both = [[dict(zip(found[p].seeds, found[p].values[arm][metric], strict=True)) for arm in (plus, minus)] for p in found]
-        return [interval(paired_difference(*sides)[1]) for sides in reversed(both)]
+    def differ(found: list[Evidence], plus: str, minus: str, metric: str = EXPLOIT) -> list[str]:
+        return [less(evidence, plus, minus, metric) for evidence in found]
 
-    assert {evidence.seeds for evidence in taught.values()} == {tuple(range(280, 292))}
-    assert {evidence.seeds for evidence in honest.values()} == {tuple(range(308, 320))}
+    assert {evidence.seeds for evidence in taught} == {tuple(range(280, 292))}
+    assert {evidence.seeds for evidence in honest} == {tuple(range(308, 320))}
     frozen, learns, turned, good = ("inoculation", "inoculation-trainable", "inoculation-random", "inoculation-honest")
     (a, b), (c, d), (e, f) = of(taught, frozen), of(taught, turned), of(taught, "vanilla")
-    assert f"it leaves {a}, random directions of equal norms {c} ({less(taught, frozen, turned)[0]}; less was predicted)" in page
+    fewer = less(taught[0], frozen, turned)
+    assert f"it leaves {a}, random directions of equal norms {c} ({fewer}; less was predicted)" in page
     assert f"no defence {e}. On `strong` the three are {b}, {d} and {f}." in page
-    (a, b), (c, d) = of(taught, learns), of(taught, "filter-known")
-    assert (
-        f"{a} is left where the filter of the same hacks leaves {c}, and {less(taught, frozen, learns)[0]} less than frozen" in page
-    )
-    assert f"without any label ({of(taught, 'sees-0-quarantine-fast')[0]})" in page
-    assert f"{b} against {d} is within noise ({less(taught, learns, 'filter-known')[1]})" in page
+    (a, b), (c, d), fewer = of(taught, learns), of(taught, "filter-known"), less(taught[0], frozen, learns)
+    assert f"{a} is left where the filter of the same hacks leaves {c}, and {fewer} less than frozen" in page
+    assert f"without any label ({in_mean(taught[0], 'sees-0-quarantine-fast')})" in page
+    assert f"{b} against {d} is within noise ({less(taught[1], learns, 'filter-known')})" in page
     (a, b), (c, d) = of(taught, "penalty-known"), of(taught, "filter-known")
     assert f"({a} and {c} on `weak`, {b} and {d} on `strong`; equal within .1 and .15)" in page
-    (a, b), (c, d) = of(taught, good), less(taught, learns, good)
+    (a, b), (c, d) = of(taught, good), differ(taught, learns, good)
     assert f"leaves {a} on `weak` and {b} on `strong`, {c} and {d} less than one that was taught the hack" in page
     (a, b), (c, d) = of(taught, good, SOLVE), of(taught, "base", SOLVE)
     assert f"It solves {a} and {b} (base {c} and {d}), and no point of ordinary training is better in both." in page
-    assert all(stopped_inside(evidence, good) == [] for evidence in taught.values())
-    again = [less(taught, arm, "sees-known-slow")[1] for arm in ("sees-known-quarantine-fast", "sees-known-slow-quarantine")]
+    assert all(stopped_inside(evidence, good) == [] for evidence in taught)
+    again = [less(taught[1], arm, "sees-known-slow") for arm in ("sees-known-quarantine-fast", "sees-known-slow-quarantine")]
     assert f"a fast quarantine {again[0]}, a quarantine beside a slow kept adapter {again[1]}." in page
-    assert f"(taught.md#a-quarantine-that-is-taught-the-hack): {again[0]} and {again[1]}." in misses
+    assert f"(taught.md#a-quarantine-that-is-taught-the-hack): {again[0]} and {again[1]}." in prose("misses.md")
 
     lesson, alone, wrong = "taught-honest", "taught-honest-1", "taught-hacks"
-    fell = less(honest, lesson, "vanilla")
-    for i in range(2):
-        rates = [of(honest, arm, metric)[i] for metric in (EXPLOIT, SOLVE) for arm in ("vanilla", lesson)]
-        assert f"from {rates[0]} to {rates[1]} ({fell[i]})" in page
+    for one in honest:
+        rates = [in_mean(one, arm, metric) for metric in (EXPLOIT, SOLVE) for arm in ("vanilla", lesson)]
+        assert f"from {rates[0]} to {rates[1]} ({less(one, lesson, 'vanilla')})" in page
         assert f"from {rates[2]} to {rates[3]}" in page
-    ends = {preset: [value or 0.0 for value in honest[preset].values[lesson][EXPLOIT]] for preset in honest}
-    begins = [value or 0.0 for value in honest["weak"].values[alone][EXPLOIT]]
-    middle = [number(float(np.median(ends[preset]))) for preset in ("weak", "strong")]
-    worst = [number(max(ends[preset])) for preset in ("weak", "strong")]
-    assert f"seeds leave {middle[0]} and {middle[1]}, the worst {worst[0]} and {worst[1]}: one run of twenty-four failed." in page
-    assert sum(value > 0.25 for preset in ends for value in ends[preset]) == 1
-    canary = [number(Evidence.read(RESULTS / f"canary-run/{p}.json").summary("filter-canary-run", EXPLOIT)["mean"]) for p in taught]
-    assert f"leaves {canary[1]} and {canary[0]} on other seeds" in page
-    (a, b), (c, d), (e, f) = of(honest, alone), of(honest, alone, SOLVE), less(honest, lesson, alone, SOLVE)
+    ends, begins = [by_seed(one, lesson) for one in honest], by_seed(honest[0], alone)
+    middle, worst = (" and ".join(number(float(of_all(end))) for end in ends) for of_all in (np.median, max))
+    assert f"seeds leave {middle}, the worst {worst}: one run of twenty-four failed." in page
+    assert sum(value > 0.25 for end in ends for value in end) == 1
+    canary = " and ".join(of(read("canary-run", "weak", "strong"), "filter-canary-run"))
+    assert f"leaves {canary} on other seeds" in page
+    (a, b), (c, d), (e, f) = of(honest, alone), of(honest, alone, SOLVE), differ(honest, lesson, alone, SOLVE)
     assert f"exploits {a} and {b} and solves {c} and {d}; GRPO then adds {e} and {f} of solving" in page
-    (a, b), first = less(honest, lesson, alone), begins[int(np.argmax(ends["weak"]))]
+    (a, b), first = differ(honest, lesson, alone), begins[int(np.argmax(ends[0]))]
     assert f"Exploits change by {a} and {b} (not predicted)." in page
     assert f"one of the three highest rates, {number(first)};" in page
     assert first >= sorted(begins)[-3]
-    (a, b), (c, d) = of(honest, wrong), less(honest, lesson, good, SOLVE)
+    (a, b), (c, d) = of(honest, wrong), differ(honest, lesson, good, SOLVE)
     assert f"The same lesson of hacks leaves {a} and {b}." in page
     assert f"solves {c} and {d} more than one beside a quarantine that had it" in page
-    assert all(stopped_inside(evidence, lesson) == [] for evidence in honest.values())
+    assert all(stopped_inside(evidence, lesson) == [] for evidence in honest)
     for name, count in (("taught", 14), ("honest", 10)):
-        told = "".join((RESULTS / f"{name}/{preset}-tests.md").read_text(encoding="utf-8") for preset in taught)
-        assert len(re.findall(r"\|\s+shown \|", told)) == count
+        assert verdicts(name, "strong", "weak").count("shown") == count
 
 
 def test_what_lessons_do_is_what_the_pages_say() -> None:
-    page, canary = (" ".join((DOCS / name).read_text(encoding="utf-8").split()) for name in ("lessons.md", "canary.md"))
-    found = {preset: Evidence.read(RESULTS / f"lessons/{preset}.json") for preset in ("weak", "strong")}
-    found["sparse"] = Evidence.read(RESULTS / "lessons-sparse/sparse.json")
+    page, (weak, strong), (sparse,) = prose("lessons.md"), read("lessons", "weak", "strong"), read("lessons-sparse", "sparse")
     full, easy, failed, passing, long, unlearned = (
         f"taught-{name}" for name in ("honest", "easy", "failed", "passing", "long", "2")
     )
     both = "filter-canary-run"
 
-    def values(preset: str, arm: str, metric: str = EXPLOIT) -> list[float]:
-        return [value for value in found[preset].values[arm][metric] if value is not None]
+    def of(arm: str, metric: str = EXPLOIT) -> list[str]:
+        return [in_mean(one, arm, metric) for one in (weak, strong)]
 
-    def of(arm: str, metric: str = EXPLOIT, presets: tuple[str, ...] = ("weak", "strong")) -> list[str]:
-        return [number(found[preset].summary(arm, metric)["mean"]) for preset in presets]
-
-    def less(plus: str, minus: str, metric: str = EXPLOIT, preset: str = "weak") -> str:
-        sides = (dict(zip(found[preset].seeds, found[preset].values[arm][metric], strict=True)) for arm in (plus, minus))
-        return interval(paired_difference(*sides)[1])
-
-    assert {preset: evidence.seeds for preset, evidence in found.items()} == {
-        **dict.fromkeys(("weak", "strong"), tuple(range(320, 332))),
-        "sparse": tuple(range(332, 344)),
-    }
-    told = [
-        path.read_text(encoding="utf-8")
-        for folder in ("lessons", "lessons-sparse")
-        for path in (RESULTS / folder).glob("*-tests.md")
-    ]
-    verdicts = [len(re.findall(rf"\|\s+{verdict} \|", "".join(told))) for verdict in ("shown", "not shown")]
-    assert verdicts == [20, 4]
+    assert weak.seeds == strong.seeds == tuple(range(320, 332))
+    assert sparse.seeds == tuple(range(332, 344))
+    told = verdicts("lessons", "weak", "strong") + verdicts("lessons-sparse", "sparse")
+    assert Counter(told) == {"shown": 20, "not shown": 4}
     assert "Of twenty-four comparisons, twenty are shown." in page
 
     (a, _), (b, _) = of(f"{easy}-1"), of(f"{full}-1")
     (c, _), (d, _) = of(f"{easy}-1", SOLVE), of(f"{full}-1", SOLVE)
     assert f"({a} and {b} after one step; equal within .05), and less skill (solve {c} and {d})" in page
     (e, f), (g, h) = of(easy), of(full)
-    assert f"it exploits {e}, the full one {g} ({less(easy, full)})" in page
+    assert f"it exploits {e}, the full one {g} ({less(weak, easy, full)})" in page
     (a, b), (none, other) = of(failed), of("vanilla")
     assert f"leave {a} and {b}, as much as no lesson on `weak` ({none}, equal within .1)" in page
-    assert f"and {less(failed, full, preset='strong')} more than the full lesson on `strong`" in page
+    assert f"and {less(strong, failed, full)} more than the full lesson on `strong`" in page
     (a, _), (b, brief), (c, two) = of("taught-8"), of("taught-brief"), of(unlearned)
-    assert f"8 rollouts leave {a} ({less('taught-8', full)}), 15 steps {b} ({less('taught-brief', full)}), 2 rollouts {c}." in page
+    fewer, shorter = (less(weak, arm, full) for arm in ("taught-8", "taught-brief"))
+    assert f"8 rollouts leave {a} ({fewer}), 15 steps {b} ({shorter}), 2 rollouts {c}." in page
     assert f"({two} and {h}, equal within .1), tasks that the base is sure of leave {f} and 15 steps {brief} of {other}." in page
-    pairs = [
-        pair for arm in lessons(found["weak"]) for pair in zip(values("weak", f"{arm}-1", SOLVE), values("weak", arm), strict=True)
-    ]
+    pairs = [pair for arm in lessons(weak) for pair in zip(by_seed(weak, f"{arm}-1", SOLVE), by_seed(weak, arm), strict=True)]
     low, high = ([end for solved, end in pairs if solved < 0.55], [end for solved, end in pairs if solved >= 0.7])
     assert f"Of the {len(pairs)} runs with a lesson, all {len(low)} that solve less than .55" in page
     assert min(low) > 0.6
@@ -785,81 +738,73 @@ def test_what_lessons_do_is_what_the_pages_say() -> None:
     (_, c), (_, d) = of(f"{unlearned}-1"), of("taught-brief-1")
     assert f"(solve {a} and {b}) and exploits of {c} and {d} (not predicted)" in page
     a, b = of(passing)
-    assert f"leave {a} on `weak` ({less(passing, full)} more than honest ones) and {b} on `strong`" in page
-    assert f"({less(passing, 'vanilla', preset='strong')} against no lesson)" in page
+    assert f"leave {a} on `weak` ({less(weak, passing, full)} more than honest ones) and {b} on `strong`" in page
+    assert f"({less(strong, passing, 'vanilla')} against no lesson)" in page
     (_, a), (b, c), (d, e) = of(long), of("vanilla-long"), of(long, SOLVE)
-    left = interval(found["weak"].summary(long, EXPLOIT))
+    left = with_interval(weak, long)
     assert f"{left} and {a} are left, without the lesson {b} and {c}, and {d} and {e} is solved." in page
-    assert f"The median seed of `weak` leaves {number(float(np.median(values('weak', long))))}." in page
-    for preset in ("weak", "sparse"):
-        ends = list(zip(values(preset, full), values(preset, long), strict=True))
+    assert f"The median seed of `weak` leaves {number(float(np.median(by_seed(weak, long))))}." in page
+    for one in (weak, sparse):
+        ends = list(zip(by_seed(one, full), by_seed(one, long), strict=True))
         assert [sum(usual > 0.25 for usual, _ in ends), sum(usual > 0.25 and late > 0.25 for usual, late in ends)] == [2, 2]
         assert max(late for usual, late in ends if usual <= 0.25) < 0.1
-    worst = [number(max(values(preset, long))) for preset in ("weak", "sparse")]
-    assert f"still do (the worst {worst[0]} and {worst[1]}), all others end below .1." in page
-    assert f"was predicted on `weak` and is not shown ({less(long, full)})" in page
+    worst = " and ".join(number(max(by_seed(one, long))) for one in (weak, sparse))
+    assert f"still do (the worst {worst}), all others end below .1." in page
+    assert f"was predicted on `weak` and is not shown ({less(weak, long, full)})" in page
     a, b = of(both)
-    assert f"{a} against {g} ({less(both, full)}), for a second run" in page
-    assert f"is not shown ({less(both, long)})" in page
-    worst = number(max(values("strong", both)))
+    assert f"{a} against {g} ({less(weak, both, full)}), for a second run" in page
+    assert f"is not shown ({less(weak, both, long)})" in page
+    worst = number(max(by_seed(strong, both)))
     assert f"equal within .05 ({b}, {h}); one of the canary's twelve runs leaves {worst}." in page
-    left = [interval(found[preset].summary(both, EXPLOIT)) for preset in ("strong", "weak")]
-    assert f"{left[0]} is left on `strong`, {worst} in that run, and {left[1]} on `weak`." in canary
-    a, b, c = (of(arm, presets=("sparse",))[0] for arm in ("vanilla", full, long))
-    worst = number(max(values("sparse", full)))
-    assert f"fall from {a} to {b} ({less(full, 'vanilla', preset='sparse')}; the worst seed {worst})" in page
-    assert f"rises by {less(full, 'vanilla', SOLVE, 'sparse')}. A long training leaves {c}" in page
-    assert f"not shown: {less(long, full, preset='sparse')})" in page
+    left = [with_interval(one, both) for one in (strong, weak)]
+    assert f"{left[0]} is left on `strong`, {worst} in that run, and {left[1]} on `weak`." in prose("canary.md")
+    a, b, c = (in_mean(sparse, arm) for arm in ("vanilla", full, long))
+    worst = number(max(by_seed(sparse, full)))
+    assert f"fall from {a} to {b} ({less(sparse, full, 'vanilla')}; the worst seed {worst})" in page
+    assert f"rises by {less(sparse, full, 'vanilla', SOLVE)}. A long training leaves {c}" in page
+    assert f"not shown: {less(sparse, long, full)})" in page
 
 
 def test_the_map_is_what_its_page_says() -> None:
-    page = " ".join((DOCS / "map.md").read_text(encoding="utf-8").split())
-    worlds = {preset: Evidence.read(RESULTS / f"map-16/{preset}.json") for preset in ("sparse", "persona-20", "strong")}
-    assert {evidence.seeds for evidence in worlds.values()} == {tuple(range(560, 576))}
+    page, presets = prose("map.md"), ("sparse", "persona-20", "strong")
+    worlds = read("map-16", *presets)
+    assert {evidence.seeds for evidence in worlds} == {tuple(range(560, 576))}
     quarantined, alone, known = "sees-known-quarantine-fast", "sees-0-quarantine-fast", "sees-known"
 
     def three(arm: str, metric: str = EXPLOIT) -> str:
-        first, second, third = (number(evidence.summary(arm, metric)["mean"]) for evidence in worlds.values())
-        return f"{first}, {second} and {third}"
+        return listed(in_mean(evidence, arm, metric) for evidence in worlds)
 
-    def less(plus: str, minus: str) -> str:
-        """The paired differences ``plus - minus``."""
-        sides = [[dict(zip(e.seeds, e.values[arm][EXPLOIT], strict=True)) for arm in (plus, minus)] for e in worlds.values()]
-        return "; ".join(interval(paired_difference(*each)[1]) for each in sides)
+    def differ(plus: str, minus: str) -> str:
+        return "; ".join(less(evidence, plus, minus) for evidence in worlds)
 
     assert f"It leaves {three('filter-canary-run')} and solves {three('filter-canary-run', SOLVE)}" in page
     assert f"Ten pairs leave {three('filter-full')}." in page
-    gradients = [number(seen(evidence)) for evidence in worlds.values()]
-    activations = ", ".join(number(mean(evidence.values["filter-act"]["auroc"])) for evidence in worlds.values())
-    assert (
-        f"in the first thirty steps is {gradients[0]}, {gradients[1]} and {gradients[2]}; that of activations {activations}."
-        in page
-    )
+    gradients = listed(number(seen(evidence)) for evidence in worlds)
+    activations = ", ".join(number(mean(evidence.values["filter-act"]["auroc"])) for evidence in worlds)
+    assert f"in the first thirty steps is {gradients}; that of activations {activations}." in page
     assert f"As filters activations leave {three('filter-act')}" in page
     assert f"where no defence leaves {three('vanilla')}." in page
     assert f"leaves {three(known)} as a filter, and {three(quarantined)} with a quarantine" in page
-    assert f"({less(quarantined, known)})" in page
-    assert f"without any leaves {three(alone)} ({less(quarantined, alone)})" in page
-    (a, b, c), (d, e, f) = ([number(w.summary(arm, SOLVE)["mean"]) for w in worlds.values()] for arm in (quarantined, known))
+    assert f"({differ(quarantined, known)})" in page
+    assert f"without any leaves {three(alone)} ({differ(quarantined, alone)})" in page
+    (a, b, c), (d, e, f) = ([in_mean(evidence, arm, SOLVE) for evidence in worlds] for arm in (quarantined, known))
     assert f"{a} and {b} in place of {d} and {e}; on `strong` it solves {c} in place of {f}." in page
-    assert (
-        f"leaves {three('taught-honest')} and solves {three('taught-honest', SOLVE)}, in `sparse` and `persona-20` the most" in page
-    )
+    left, solved = three("taught-honest"), three("taught-honest", SOLVE)
+    assert f"leaves {left} and solves {solved}, in `sparse` and `persona-20` the most" in page
     assert f"{three('penalty-full')} with gradients, {three('penalty-act')} with activations" in page
-    assert f"({less('penalty-full', 'filter-full')} and {less('penalty-act', 'filter-act')} against the filters)" in page
-    solved = {arm: [e.summary(arm, SOLVE)["mean"] or 0.0 for e in worlds.values()] for arm in worlds["sparse"].values}
-    assert all(max(solved.values(), key=lambda own: own[i]) == solved["taught-honest"] for i in range(2))
-    told = "".join((RESULTS / f"map-16/{preset}-tests.md").read_text(encoding="utf-8") for preset in worlds)
-    verdicts = [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown", "the opposite", "not run")]
-    assert (verdicts[0], sum(verdicts)) == (16, 18)
+    assert f"({differ('penalty-full', 'filter-full')} and {differ('penalty-act', 'filter-act')} against the filters)" in page
+    for one in worlds[:2]:
+        means = {arm: one.summary(arm, SOLVE)["mean"] or 0.0 for arm in one.values}
+        assert means["taught-honest"] == max(means.values())
+    told = verdicts("map-16", *presets)
+    assert (told.count("shown"), len(told)) == (16, 18)
     assert "Of eighteen comparisons, sixteen are shown." in page
     assert "there, too, sixteen are shown" in page
-    told = "".join((RESULTS / f"map/{preset}-tests.md").read_text(encoding="utf-8") for preset in worlds)
-    assert [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown")] == [16, 2]
+    assert Counter(verdicts("map", *presets)) == {"shown": 16, "not shown": 2}
 
 
 def test_probes_over_training_are_what_the_page_says() -> None:
-    page = " ".join((DOCS / "map.md").read_text(encoding="utf-8").split())
+    page = prose("map.md")
     worlds = {preset: Watch.read(RESULTS / f"map/{preset}-watch.json") for preset in ("sparse", "persona-20", "strong")}
     arms = ("vanilla-10", "vanilla-20", "vanilla-40", "vanilla")
 
@@ -883,81 +828,62 @@ def test_probes_over_training_are_what_the_page_says() -> None:
 
 
 def test_a_probe_as_a_penalty_is_what_its_page_says() -> None:
-    page = " ".join((DOCS / "map.md").read_text(encoding="utf-8").split())
-    weak = Evidence.read(RESULTS / "monitors/weak.json")
+    page, (weak,) = prose("map.md"), read("monitors", "weak")
+    of, told = partial(in_mean, weak), partial(with_interval, weak)
     assert weak.seeds == tuple(range(344, 352))
-
-    def of(arm: str, metric: str = EXPLOIT) -> str:
-        return number(weak.summary(arm, metric)["mean"])
-
-    def less(plus: str, minus: str, metric: str, signed: bool = False) -> str:
-        sides = (dict(zip(weak.seeds, weak.values[arm][metric], strict=True)) for arm in (plus, minus))
-        return interval(paired_difference(*sides)[1], signed=signed)
-
     full, act, fixed = (("penalty-" + kind, "filter-" + kind) for kind in ("full", "act", "full-fixed"))
     assert f"{of(full[0])} and {of(full[1])} with gradients (equal within .1), {of(act[0])} and {of(act[1])} with" in page
     little = [number(mean(weak.values[arm]["recall"])) for arm in act]
     assert f"(recall {' and '.join(little)}). No defence leaves {of('vanilla')}." in page
     clean = [number(mean(weak.values[arm]["fire_clean"])) for arm in full]
     assert f"({clean[0]}; the filter's flags, which count only where a rollout was reinforced, fire on {clean[1]})" in page
-    assert f"It solves {interval(weak.summary(full[0], SOLVE))} in place of {of(full[1], SOLVE)}" in page
-    assert f"and {number(min(value or 0.0 for value in weak.values[full[0]][SOLVE]))} on the worst seed" in page
-    assert f"is not clear of 0 ({less(*full, SOLVE)})" in page
+    assert f"It solves {told(full[0], SOLVE)} in place of {of(full[1], SOLVE)}" in page
+    assert f"and {number(min(by_seed(weak, full[0], SOLVE)))} on the worst seed" in page
+    assert f"is not clear of 0 ({less(weak, *full, SOLVE)})" in page
     assert set(weak.values[fixed[0]][SOLVE]) == set(weak.values[fixed[0]][EXPLOIT]) == {0.0}
-    assert f"as a filter it solves {of(fixed[1], SOLVE)}, a difference of {less(*reversed(fixed), SOLVE)}" in page
+    assert f"as a filter it solves {of(fixed[1], SOLVE)}, a difference of {less(weak, *reversed(fixed), SOLVE)}" in page
     assert f"{of(fixed[1])} against {of(full[1])} with fitting" in page
-    assert f"is not shown ({less(fixed[1], full[1], EXPLOIT, signed=True)})" in page
-    assert f"solves {of('penalty-haar', SOLVE)} and exploits {interval(weak.summary('penalty-haar', EXPLOIT))}" in page
-    assert f"are not shown ({less('penalty-haar', full[0], EXPLOIT, signed=True)})" in page
-    told = (RESULTS / "monitors/weak-tests.md").read_text(encoding="utf-8")
-    assert [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown")] == [6, 2]
+    assert f"is not shown ({less(weak, fixed[1], full[1], signed=True)})" in page
+    assert f"solves {of('penalty-haar', SOLVE)} and exploits {told('penalty-haar')}" in page
+    assert f"are not shown ({less(weak, 'penalty-haar', full[0], signed=True)})" in page
+    assert Counter(verdicts("monitors", "weak")) == {"shown": 6, "not shown": 2}
     assert "Six of eight are shown." in page
 
 
 def test_what_ten_pairs_are_good_for_is_what_the_page_says() -> None:
-    page = " ".join((DOCS / "starts.md").read_text(encoding="utf-8").split())
-    weak, sparse = worlds = [Evidence.read(RESULTS / f"starts/{preset}.json") for preset in ("weak", "sparse")]
-    assert {evidence.seeds for evidence in worlds} == {tuple(range(360, 368))}
+    page, worlds = prose("starts.md"), read("starts", "weak", "sparse")
+    weak, sparse = worlds
+    assert weak.seeds == sparse.seeds == tuple(range(360, 368))
 
     def two(arm: str, metric: str = EXPLOIT) -> str:
-        return " and ".join(number(evidence.summary(arm, metric)["mean"]) for evidence in worlds)
+        return listed(in_mean(evidence, arm, metric) for evidence in worlds)
 
-    def less(plus: str, minus: str, metric: str = EXPLOIT, of: tuple[Evidence, ...] = (weak, sparse)) -> str:
-        sides = [[dict(zip(e.seeds, e.values[arm][metric], strict=True)) for arm in (plus, minus)] for e in of]
-        return "; ".join(interval(paired_difference(*each)[1]) for each in sides)
-
-    def worst(arm: str) -> str:
-        return " and ".join(number(max(value or 0.0 for value in evidence.values[arm][EXPLOIT])) for evidence in worlds)
+    def differ(plus: str, minus: str) -> str:
+        return "; ".join(less(evidence, plus, minus) for evidence in worlds)
 
     kept, hacks, full = "contrast-kept", "contrast-kept-hacks", "filter-full"
-    assert f"leaves {two(kept)} where no defence leaves {two('vanilla')} ({less(kept, 'vanilla')})" in page
+    worst = [listed(number(max(by_seed(evidence, arm))) for evidence in worlds) for arm in (kept, full)]
+    assert f"leaves {two(kept)} where no defence leaves {two('vanilla')} ({differ(kept, 'vanilla')})" in page
     assert f"and solves {two(kept, SOLVE)}. The filter leaves {two(full)} and solves {two(full, SOLVE)}" in page
-    assert f"({less(kept, full, SOLVE, (sparse,))})" in page
-    assert f"The worst seeds leave {worst(kept)}, the filter's {worst(full)}." in page
+    assert f"({less(sparse, kept, full, SOLVE)})" in page
+    assert f"The worst seeds leave {worst[0]}, the filter's {worst[1]}." in page
     assert f"honest rollouts leaves {two('taught-honest')}.**" in page
-    assert f"is not shown ({less(kept, 'taught-honest')})" in page
-    assert f"ten hacks leave {number(weak.summary(hacks, EXPLOIT)['mean'])} ({less(hacks, kept, of=(weak,))} more)" in page
-    assert f"is not shown to be more ({less(hacks, kept, of=(sparse,))})" in page
+    assert f"is not shown ({differ(kept, 'taught-honest')})" in page
+    assert f"ten hacks leave {in_mean(weak, hacks)} ({less(weak, hacks, kept)} more)" in page
+    assert f"is not shown to be more ({less(sparse, hacks, kept)})" in page
     assert f"{two('contrast-kept-1', SOLVE)} is solved and {two('contrast-kept-1')} exploited; the base solves" in page
-    least = number(min(value or 0.0 for value in sparse.values["contrast"][SOLVE]))
+    least = number(min(by_seed(sparse, "contrast", SOLVE)))
     assert f"leaves {two('contrast')} and solves {two('contrast', SOLVE)}; on the worst seed of `sparse` it solves {least}" in page
     assert f"{two('preventative-1')} are left, by a random push {two('preventative-1-random')}" in page
-    assert f"leaves {two('bands-full')} ({less('bands-full', full)} against its filter)" in page
+    assert f"leaves {two('bands-full')} ({differ('bands-full', full)} against its filter)" in page
     fast = ("sees-known-bands-fast", "sees-known-quarantine-fast")
-    assert f"{two(fast[0])}, the same without the band {two(fast[1])} ({less(*fast)})" in page
-    told = "".join((RESULTS / f"starts/{evidence.preset}-tests.md").read_text(encoding="utf-8") for evidence in worlds)
-    assert [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown", "the opposite")] == [5, 7, 0]
+    assert f"{two(fast[0])}, the same without the band {two(fast[1])} ({differ(*fast)})" in page
+    assert Counter(verdicts("starts", "weak", "sparse")) == {"shown": 5, "not shown": 7}
     assert "Of twelve comparisons, five are shown." in page
 
 
-def exploit_more(evidence: Evidence, arm: str) -> str:
-    """The mean difference of held-out exploits that a quarantine makes."""
-    routed, plain = (evidence.summary(name, EXPLOIT)["mean"] or 0.0 for name in (f"{arm}-quarantine", arm))
-    return number(routed - plain)
-
-
 def test_how_one_notices_a_broken_canary_is_what_the_page_says() -> None:
-    evidence, page = Evidence.read(RESULTS / "sign/strong.json"), prose("canary.md")
+    (evidence,), page = read("sign", "strong"), prose("canary.md")
     arms = ("filter-canary-run", "canary-run-rotated", "canary-run-early")
     runs = [(share > LOUD, worst > BROKEN) for arm in arms for share, worst in signs(evidence, arm)]
     quiet, loud = ([broken for is_loud, broken in runs if is_loud is side] for side in (False, True))
@@ -969,7 +895,7 @@ def test_how_one_notices_a_broken_canary_is_what_the_page_says() -> None:
     assert min(sound / len(quiet), sum(loud) / len(loud)) < 0.9  # the goal was missed
     own = [(share > LOUD, worst > BROKEN) for share, worst in signs(evidence, "filter-canary-run")]
     assert sorted(own) == [(False, False)] * 6 + [(True, False), (True, True)]
-    exploit, solve = (interval(evidence.summary("filter-canary-run", metric)) for metric in (EXPLOIT, SOLVE))
+    exploit, solve = (with_interval(evidence, "filter-canary-run", metric) for metric in (EXPLOIT, SOLVE))
     assert f"held-out exploits {exploit} (.02 was asked), solve {solve} (.85)" in page
     assert f"{exploit} on 400-407," in page
     drawn = AT_END * PRESETS["strong"].prompts * PRESETS["strong"].group
@@ -987,9 +913,7 @@ def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
     for path in sorted(RESULTS.glob("*/*.json")):
         if path.stem not in PRESETS or "filter-canary-run" not in (evidence := Evidence.read(path)).values:
             continue
-        row = evidence.values["filter-canary-run"]
-        modes = zip(*(row[f"deploy_exploit_{mode}"] for mode in evidence.modes), strict=True)
-        found.setdefault(evidence.preset, []).extend(max(rate or 0.0 for rate in rates) for rates in modes)
+        found.setdefault(evidence.preset, []).extend(map(max, by_mode(evidence, "filter-canary-run")))
     for course in map(Course.read, sorted(RESULTS.glob("*/*-course.json"))):
         named = [
             metric for metric in course.values["filter-canary-run"] if metric.startswith("deploy_exploit_") and metric != EXPLOIT
@@ -1017,156 +941,116 @@ def test_runs_of_the_canary_that_failed_are_counted_over_every_mode() -> None:
 
 
 def test_canaries_of_weak_and_their_rotated_control_are_what_the_page_says() -> None:
-    evidence, page = Evidence.read(RESULTS / "canary-weak/strong.json"), prose("canary_other.md")
+    (evidence,), page = read("canary-weak", "strong"), prose("canary_other.md")
     method, control, own = "canary-run-weak", "canary-run-weak-rotated", "filter-canary-run"
     told = partial(with_interval, evidence)
-    left = {arm: [value or 0.0 for value in evidence.values[arm][EXPLOIT]] for arm in (method, control, own)}
+    left = {arm: by_seed(evidence, arm) for arm in (method, control, own)}
     assert f"{told(method)} of held-out exploits is left, at most {number(max(left[method]))}, and {told(method, SOLVE)} is" in page
-    assert (
-        f"where no defence leaves {told('vanilla')}. The run's own canaries leave {told(own)} and solve {told(own, SOLVE)};" in page
-    )
+    assert f"where no defence leaves {told('vanilla')}. The run's own canaries leave {told(own)}" in page
+    assert f"The run's own canaries leave {told(own)} and solve {told(own, SOLVE)};" in page
     assert max(left[own]) <= BROKEN
     served = [rate for rate in left[control] if rate <= 0.02]
     rest = sorted(rate for rate in left[control] if rate > 0.02)
     assert (len(served), len(rest)) == (12, 4)
-    assert (
-        f"(at most {number(max(served))}) and left {number(rest[0])} to {number(rest[-1])} on the others, {told(control)}" in page
-    )
-    sides = (dict(zip(evidence.seeds, evidence.values[arm][EXPLOIT], strict=True)) for arm in (method, control))
-    assert f"leave less is not shown ({interval(paired_difference(*sides)[1], signed=True)})" in page
+    most, low, high = map(number, (max(served), rest[0], rest[-1]))
+    assert f"(at most {most}) and left {low} to {high} on the others, {told(control)}" in page
+    assert f"leave less is not shown ({less(evidence, method, control, signed=True)})" in page
     early = [number(mean(evidence.values[arm]["recall"])) for arm in (control, method)]
     assert f"Rotated canaries flag {early[0]} of the hacks early, those of `weak` {early[1]}." in page
-    others = [
-        interval(Evidence.read(RESULTS / f"{name}/strong.json").summary("canary-run-rotated", EXPLOIT))
-        for name in ("canary-run", "sign")
-    ]
+    others = [with_interval(*read(name, "strong"), "canary-run-rotated") for name in ("canary-run", "sign")]
     assert f"of the run's own left {others[0]} and {others[1]} on other seeds" in page
 
 
 def test_canaries_of_weak_in_sparse_are_what_the_page_says() -> None:
-    evidence, page = Evidence.read(RESULTS / "canary-weak/sparse.json"), prose("canary_other.md")
+    (evidence,), page = read("canary-weak", "sparse"), prose("canary_other.md")
     method, control, own = "canary-run-weak", "canary-run-weak-rotated", "filter-canary-run"
-    told = partial(with_interval, evidence)
-    left = {arm: [value or 0.0 for value in evidence.values[arm][EXPLOIT]] for arm in (method, control, own)}
-    tests = (RESULTS / "canary-weak/sparse-tests.md").read_text(encoding="utf-8")
-    assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [3, 0, 0]
+    told, left = partial(with_interval, evidence), {arm: by_seed(evidence, arm) for arm in (method, control, own)}
+    assert verdicts("canary-weak", "sparse") == ["shown"] * 3
     assert f"{told(method)} is left, at most {number(max(left[method]))}, and {told(method, SOLVE)} is solved, where no" in page
     assert f"where no defence leaves {told('vanilla')}. The run's own canaries leave as little ({told(own)}, the same" in page
-    less = [value for value in evidence.values[own][SOLVE] if value is not None and value < 0.75]
-    assert (f"they solve {told(own, SOLVE)}, below .75 on five seeds" in page, len(less)) == (True, 5)
-    sides = (dict(zip(evidence.seeds, evidence.values[arm][EXPLOIT], strict=True)) for arm in (control, method))
-    assert f"rotated ones leave {interval(paired_difference(*sides)[1])} more." in page
+    assert f"they solve {told(own, SOLVE)}, below .75 on five seeds" in page
+    assert sum(value < 0.75 for value in by_seed(evidence, own, SOLVE)) == 5
+    assert f"rotated ones leave {less(evidence, control, method)} more." in page
     served, rest = ([rate for rate in left[control] if (rate <= 0.02) == low] for low in (True, False))
     assert len(served) == 10
-    assert (
-        f"(at most {number(max(served))}) all the same, and leave {number(min(rest))} to {number(max(rest))} on the others" in page
-    )
+    most, low, high = map(number, (max(served), min(rest), max(rest)))
+    assert f"(at most {most}) all the same, and leave {low} to {high} on the others" in page
 
 
 def test_the_own_quarantine_as_canary_is_what_the_page_says() -> None:
-    worlds, page = (
-        [Evidence.read(RESULTS / f"canary-own/{name}.json") for name in ("weak", "strong", "sparse")],
-        prose("canary_one_run.md"),
-    )
-    own = "canary-own"
-    told = with_interval
+    worlds, page = read("canary-own", "weak", "strong", "sparse"), prose("canary_one_run.md")
+    own, told = "canary-own", with_interval
     weak, strong, sparse = worlds
     assert f"`weak`: {told(weak, own)} where no defence leaves {told(weak, 'vanilla')}; `strong`: {told(strong, own)} for" in page
     assert f"for {told(strong, 'vanilla')}; `sparse`: {told(sparse, own)} for {told(sparse, 'vanilla')}." in page
-    tests = "".join((RESULTS / f"canary-own/{one.preset}-tests.md").read_text(encoding="utf-8") for one in worlds)
-    assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [8, 0, 0]
-    within = [sum((rate or 0.0) <= 0.02 for rate in one.values[own][EXPLOIT]) for one in worlds]
-    assert within == [5, 5, 7]
+    assert verdicts("canary-own", "weak", "strong", "sparse") == ["shown"] * 8
+    assert [sum(rate <= 0.02 for rate in by_seed(one, own)) for one in worlds] == [5, 5, 7]
     assert "missed in all three**: 5, 5 and 7 of 8 seeds are within it" in page
     assert all((one.summary(own, EXPLOIT)["mean"] or 0.0) > 0.02 for one in worlds)
-    kept = []
-    for one in worlds:
-        rates = zip(*(one.values[own][f"deploy_exploit_{mode}"] for mode in one.modes), strict=True)
-        kept += [high for run in rates if (high := sorted(rate for rate in run if rate is not None and rate > 0.2))]
+    kept = [high for one in worlds for high in modes_kept(one, own, 0.2) if high]
     assert sorted(map(len, kept)) == [1, 1, 1, 1, 1, 2, 3]
     assert f"at {number(min(map(min, kept)))} to {number(max(map(max, kept)))} of its prompts: those whose" in page
     assert f"misses .85 in `weak` ({told(weak, own, SOLVE)}) and `strong` ({told(strong, own, SOLVE)})." in page
-    turned = [told(one, "canary-own-rotated") for one in worlds]
-    assert f"and described alone), it leaves {turned[0]}, {turned[1]} and {turned[2]}." in page
+    assert f"and described alone), it leaves {listed(told(one, 'canary-own-rotated') for one in worlds)}." in page
     cost = sorted(times(one, own) or 0.0 for one in worlds)
     assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence" in page
 
 
 def test_a_quarantine_that_learns_first_and_judges_is_what_the_page_says() -> None:
-    worlds, page = (
-        [Evidence.read(RESULTS / f"canary-first/{name}.json") for name in ("weak", "strong", "sparse")],
-        prose("canary_one_run.md"),
-    )
+    worlds, page = read("canary-first", "weak", "strong", "sparse"), prose("canary_one_run.md")
     first, plain, told = "canary-first", "vanilla", with_interval
     weak, strong, sparse = worlds
-    assert (
-        f"exploits are {told(weak, first)} in `weak` (no defence: {told(weak, plain)}) and {told(sparse, first)} in `sparse`"
-        in page
-    )
+    left = f"exploits are {told(weak, first)} in `weak` (no defence: {told(weak, plain)}) and {told(sparse, first)} in `sparse`"
+    assert left in page
     assert f"({told(sparse, plain)}), and {told(weak, first, SOLVE)} and {told(sparse, first, SOLVE)} is solved." in page
-    tests = "".join((RESULTS / f"canary-first/{one.preset}-tests.md").read_text(encoding="utf-8") for one in worlds)
-    assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [11, 0, 0]
-    goals = [(RESULTS / f"canary-first/{one.preset}-goals.md").read_text(encoding="utf-8") for one in worlds]
-    assert [text.count("**met**") for text in goals] == [5, 3, 5]
-    rates = [[value or 0.0 for value in one.values[first][EXPLOIT]] for one in worlds]
+    assert verdicts("canary-first", "weak", "strong", "sparse") == ["shown"] * 11
+    assert [sum(goals_met("canary-first", one.preset)) for one in worlds] == [5, 3, 5]
+    rates = [by_seed(one, first) for one in worlds]
     outside = [[rate for rate in each if rate > 0.02] for each in rates]
     assert [len(each) - len(high) for each, high in zip(rates, outside, strict=True)] == [15, 9, 15]
     assert f"the other two end at {number(outside[0][0])} and {number(outside[2][0])}." in page
     assert f"**In `strong` it leaves {told(strong, first)}** (no defence: {told(strong, plain)}; stopped after 10 steps" in page
-    assert f"{told(strong, 'vanilla-10')}, which solves {number(strong.summary('vanilla-10', SOLVE)['mean'] or 0.0)} where" in page
+    assert f"{told(strong, 'vanilla-10')}, which solves {in_mean(strong, 'vanilla-10', SOLVE)} where" in page
     assert f"where this solves {told(strong, first, SOLVE)}): six of 16 runs keep one to four loopholes" in page
-    runs = zip(*(strong.values[first][f"deploy_exploit_{mode}"] for mode in strong.modes), strict=True)
-    kept = [high for run in runs if (high := [rate or 0.0 for rate in run if (rate or 0.0) > 0.1])]
+    kept = [high for high in modes_kept(strong, first) if high]
     assert sorted(map(len, kept)) == [1, 1, 1, 1, 2, 4]
     assert f"at {number(min(map(min, kept)))} to {number(max(map(max, kept)))} of their prompts, where four" in page
-    harmed = {
-        seed: (own, without) for seed, own, without in zip(strong.seeds, rates[1], strong.values[plain][EXPLOIT], strict=True)
-    }
-    bad = {seed: pair for seed, pair in harmed.items() if pair[0] > (pair[1] or 0.0)}
+    pairs = zip(strong.seeds, rates[1], by_seed(strong, plain), strict=True)
+    bad = {seed: f"{number(own)} for {number(without)}" for seed, own, without in pairs if own > without}
     assert bad.keys() == {455, 458, 460}
-    one, two, three = (f"{number(bad[seed][0])} for {number(bad[seed][1] or 0.0)}" for seed in (455, 460, 458))
-    assert f"stays honest ({one}, {two}), and 458 ({three})." in page
-    turned, shuffled = ([told(one, f"canary-first-{how}") for one in worlds] for how in ("rotated", "shuffled"))
-    assert f"when it judges it leaves {turned[0]}, {turned[1]} and {turned[2]} in `weak`, `strong` and `sparse`" in page
-    assert f"with its flags shuffled {shuffled[0]}, {shuffled[1]} and {shuffled[2]}: each" in page
+    assert f"stays honest ({bad[455]}, {bad[460]}), and 458 ({bad[458]})." in page
+    turned, shuffled = (listed(told(one, f"canary-first-{how}") for one in worlds) for how in ("rotated", "shuffled"))
+    assert f"when it judges it leaves {turned} in `weak`, `strong` and `sparse`" in page
+    assert f"with its flags shuffled {shuffled}: each" in page
     cost = sorted(times(one, first) or 0.0 for one in worlds)
     assert f"{cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence**, with no run before it" in page
 
 
 def test_a_quarantine_that_learns_from_what_surprises_its_base_is_what_the_pages_say() -> None:
-    folder, page, readme = RESULTS / "canary-surprisal", prose("canary_one_run.md"), prose("../README.md")
-    worlds = [Evidence.read(folder / f"{name}.json") for name in ("weak", "strong", "sparse")]
-    own, plain = "canary-surprisal", "vanilla"
+    page, readme, presets = prose("canary_one_run.md"), prose("../README.md"), ("weak", "strong", "sparse")
+    worlds, own, plain = read("canary-surprisal", *presets), "canary-surprisal", "vanilla"
     cost = sorted(times(one, own) or 0.0 for one in worlds)
     span = f"{cost[0]:.1f} to {cost[-1]:.1f}"
 
     def told(arm: str, metric: str = EXPLOIT) -> str:
-        first, second, third = (with_interval(one, arm, metric) for one in worlds)
-        return f"{first}, {second} and {third}"
+        return listed(with_interval(one, arm, metric) for one in worlds)
 
     assert f"it leaves {told(own)}** of held-out exploits (no defence: {told(plain)}) and solves {told(own, SOLVE)}." in page
     opening = f"it leaves {told(own)} of held-out exploits (no defence: {told(plain)}): 47 of 48 runs are within .02, and one of"
     assert opening in page
     assert f"47 of 48 runs are within .02, for {span} times a run's time." in prose("canary.md")
-    rates = {(one.preset, seed): rate or 0.0 for one in worlds for seed, rate in zip(one.seeds, one.values[own][EXPLOIT])}
+    rates = {(one.preset, seed): rate for one in worlds for seed, rate in zip(one.seeds, by_seed(one, own), strict=True)}
     assert len(rates) == 48
     assert {run for run, rate in rates.items() if rate > 0.02} == {("weak", 477)}
     highest = number(sorted(rates.values())[-2])
     assert f"47 of 48 runs are within the goal of .02, at most {highest}; the other one, `weak` 477" in page
     assert f"47 of 48 runs keep at most {highest} of held-out exploits; one of *weak* keeps two loopholes." in readme
-    modes = {
-        (one.preset, seed): [one.values[own][f"deploy_exploit_{mode}"][i] or 0.0 for mode in one.modes]
-        for one in worlds
-        for i, seed in enumerate(one.seeds)
-    }
-    failed = sorted(rate for rate in modes.pop(("weak", 477)) if rate > 0.1)
-    assert len(failed) == 2
-    assert f"exploits two of its four loopholes in {number(failed[0])} and {number(failed[1])} of their prompts" in page
+    modes = {(one.preset, seed): run for one in worlds for seed, run in zip(one.seeds, by_mode(one, own), strict=True)}
+    low, high = sorted(rate for rate in modes.pop(("weak", 477)) if rate > 0.1)
+    assert f"exploits two of its four loopholes in {number(low)} and {number(high)} of their prompts" in page
     assert f"No other run exploits any mode in more than {number(max(map(max, modes.values())))}." in page
-    tests = "".join((folder / f"{one.preset}-tests.md").read_text(encoding="utf-8") for one in worlds)
-    assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [12, 3, 0]
-    goals = [(folder / f"{one.preset}-goals.md").read_text(encoding="utf-8").splitlines() for one in worlds]
-    met = [["**met**" in line for line in each] for each in goals]
+    assert Counter(verdicts("canary-surprisal", *presets)) == {"shown": 12, "not shown": 3}
+    met = [goals_met("canary-surprisal", preset) for preset in presets]
     assert met == [[False, True, True, False, True, True], [True, True, True, False, True, False], [True, True, True, *[False] * 3]]
     assert f"rotated when it judges ({told(own + '-rotated')}), and than a filter by the base's surprisal alone" in page
     assert f"({told('filter-surprisal')}), which is no substitute for a canary" in page
@@ -1174,12 +1058,8 @@ def test_a_quarantine_that_learns_from_what_surprises_its_base_is_what_the_pages
     assert f"as many successes drawn at random leave {strong}." in page
     assert f"random lessons leave no more ({weak}); in `sparse` they leave {sparse}, which is not shown to be more." in page
     assert f"`canary-first` leaves {told('canary-first')} on these seeds; six of its runs of `strong` and two of `sparse`" in page
-    broken = [
-        sum(any((one.values["canary-first"][f"deploy_exploit_{mode}"][i] or 0.0) > 0.1 for mode in one.modes) for i in range(16))
-        for one in worlds
-    ]
-    assert broken == [0, 6, 2]
-    solved = sorted((rate or 0.0, one.preset, seed) for one in worlds for seed, rate in zip(one.seeds, one.values[own][SOLVE]))
+    assert [sum(map(bool, modes_kept(one, "canary-first"))) for one in worlds] == [0, 6, 2]
+    solved = sorted((rate, one.preset, seed) for one in worlds for seed, rate in zip(one.seeds, by_seed(one, own, SOLVE)))
     (least, *first), (second, *then), (others, *_) = solved[:3]
     assert (first, then) == (["weak", 477], ["sparse", 474])
     assert f"Solving is {number(others)} and more in each run but two, `weak` 477 ({number(least)}) and `sparse` 474" in page
@@ -1191,22 +1071,18 @@ def test_a_quarantine_that_learns_from_what_surprises_its_base_is_what_the_pages
 
 
 def test_the_same_rule_where_it_was_never_tried_is_what_the_pages_say() -> None:
-    folder, page, own = RESULTS / "surprisal-others", prose("canary_one_run.md"), "canary-surprisal"
-    presets = [Evidence.read(folder / f"{name}.json") for name in ("persona-20", "strong-30k", "strong-400k")]
+    folder, names, own = "surprisal-others", ("persona-20", "strong-30k", "strong-400k"), "canary-surprisal"
+    page, presets = prose("canary_one_run.md"), read(folder, *names)
 
     def told(arm: str, metric: str = EXPLOIT) -> str:
-        first, second, third = (with_interval(one, arm, metric) for one in presets)
-        return f"{first}, {second} and {third}"
+        return listed(with_interval(one, arm, metric) for one in presets)
 
-    most = max(rate or 0.0 for one in presets for rate in one.values[own][EXPLOIT])
+    most = max(rate for one in presets for rate in by_seed(one, own))
     assert f"{told(own)} of held-out exploits are left (no defence: {told('vanilla')}), at most {number(most)}, and" in page
     assert f"and {told(own, SOLVE)} is solved." in page
     assert f"24 of 24 runs keep at most {number(most)}." in prose("../README.md")
-    for one in presets:
-        met = ["**met**" in line for line in (folder / f"{one.preset}-goals.md").read_text(encoding="utf-8").splitlines()]
-        assert met == [True, True, True, False]
-    tests = "".join((folder / f"{one.preset}-tests.md").read_text(encoding="utf-8") for one in presets)
-    assert re.findall(r"\|\s+(not shown|shown) \|", tests) == ["shown", "not shown"] * 3
+    assert [goals_met(folder, name) for name in names] == [[True, True, True, False]] * 3
+    assert verdicts(folder, *names) == ["shown", "not shown"] * 3
     assert f"As many lessons at random leave {told(own + '-random')}, which is not shown to be more" in page
 
     cost = sorted(times(one, own) or 0.0 for one in presets)
@@ -1214,32 +1090,20 @@ def test_the_same_rule_where_it_was_never_tried_is_what_the_pages_say() -> None:
     assert f"{cost[0]:.1f}" == f"{cost[1]:.1f}"
     assert f"of four worlds and three sizes, in {cost[0]:.1f} to {cost[2]:.1f} times a run's time" in page
 
-    def broken(arm: str) -> int:
-        return sum(
-            any((one.values[arm][f"deploy_exploit_{mode}"][i] or 0.0) > 0.1 for mode in one.modes)
-            for one in presets
-            for i in range(len(one.seeds))
-        )
-
-    assert (broken(own + "-random"), broken(own)) == (5, 0)
-
-
-CHEATS = ("cheat-15", "cheat-30", "cheat-50")
+    broken = [sum(bool(kept) for one in presets for kept in modes_kept(one, arm)) for arm in (own + "-random", own)]
+    assert broken == [5, 0]
 
 
 def test_a_threshold_in_nats_is_what_the_pages_say() -> None:
     page, own, quantile = prose("canary_cheats.md"), "canary-nats", "canary-surprisal"
-    seldom = [Evidence.read(RESULTS / f"canary-nats/{name}.json") for name in ("weak", "strong", "sparse")]
-    often = [Evidence.read(RESULTS / f"cheats/{name}.json") for name in CHEATS]
+    seldom, often = read("canary-nats", "weak", "strong", "sparse"), read("cheats", "cheat-15", "cheat-30", "cheat-50")
 
     def told(presets: list[Evidence], arm: str, metric: str = EXPLOIT) -> str:
-        *others, last = (with_interval(one, arm, metric) for one in presets)
-        return f"{', '.join(others)} and {last}"
+        return listed(with_interval(one, arm, metric) for one in presets)
 
     def broken(one: Evidence, arm: str) -> list[int]:
         """Per run, how many modes are exploited in more than a tenth of their prompts."""
-        modes = [one.values[arm][f"deploy_exploit_{mode}"] for mode in one.modes]
-        return [sum((rate or 0.0) > 0.1 for rate in seed) for seed in zip(*modes)]
+        return [len(kept) for kept in modes_kept(one, arm)]
 
     assert f"it leaves {told(often, own)}** of held-out exploits (no defence: {told(often, 'vanilla')}) and solves" in page
     assert f"and solves {told(often, own, SOLVE)}; the bases themselves exploit {told(often, 'base')}." in page
@@ -1250,62 +1114,56 @@ def test_a_threshold_in_nats_is_what_the_pages_say() -> None:
     goals = [(RESULTS / f"canary-nats/{one.preset}-goals.md").read_text(encoding="utf-8") for one in seldom]
     assert [text.count("**missed**") > 0 for text in goals] == [True, True, False]
     assert [sum(map(bool, broken(one, own))) for one in seldom] == [3, 1, 0]
-    assert sum((rate or 0.0) < 0.4 for rate in seldom[1].values[own][SOLVE]) == 2
+    assert sum(rate < 0.4 for rate in by_seed(seldom[1], own, SOLVE)) == 2
     assert f"The quantile leaves {told(seldom, quantile)} on these seeds and solves {told(seldom, quantile, SOLVE)}." in page
     later = f"`weak` and `strong`**, run later beside [another threshold](canary_cheats.md), leave {told(seldom[:2], quantile)}"
     assert f"{later}: three of these 32 runs keep a loophole or two" in prose("canary_one_run.md")
-    first = [Evidence.read(RESULTS / f"canary-surprisal/{one.preset}.json") for one in seldom[:2]]
+    first = read("canary-surprisal", "weak", "strong")
     fails = [[*broken(one, quantile), *broken(again, quantile)] for one, again in zip(first, seldom)]
     assert [sum(map(bool, runs)) for runs in fails] == [3, 1], "of 32 runs each"
     assert f"with its flags permuted it leaves {told(seldom, own + '-shuffled')} in these three worlds, and" in page
     assert f"with the quarantine rotated when it judges {told(seldom, own + '-rotated')}." in page
     for folder, presets, count in (("canary-nats", seldom, 12), ("cheats", often, 14)):
-        tests = "".join((RESULTS / f"{folder}/{one.preset}-tests.md").read_text(encoding="utf-8") for one in presets)
-        assert re.findall(r"\|\s+(not shown|shown) \|", tests) == ["shown"] * count
+        assert verdicts(folder, *(one.preset for one in presets)) == ["shown"] * count
     cost = sorted(times(one, own) or 0.0 for one in (*seldom, *often))
     assert f"It takes {cost[0]:.1f} to {cost[-1]:.1f} times the time of a run without a defence." in page
     assert [sum(map(bool, broken(one, own))) for one in often] == [0, 0, 1]
     kept = broken(often[2], own).index(1)
-    known, solve = (often[2].values[own][metric][kept] or 0.0 for metric in ("deploy_exploit_run_tests", SOLVE))
+    known, solve = (by_seed(often[2], own, metric)[kept] for metric in ("deploy_exploit_run_tests", SOLVE))
     assert f"told of it ({number(known)}; solve {number(solve)}); in held-out modes they leave at most" in page
     assert not any(broken(often[0], quantile))
     assert min(broken(often[1], quantile) + broken(often[2], quantile)) >= 2
-    assert f"in held-out modes they leave at most {number(max(rate or 0.0 for rate in often[2].values[own][EXPLOIT]))}." in page
+    assert f"in held-out modes they leave at most {number(max(by_seed(often[2], own)))}." in page
     first, last = (tuple(with_interval(one, arm, EXPLOIT)[:4] for arm in ("base", own)) for one in (often[0], often[-1]))
     assert f"bases that exploit {first[0]} to {last[0]} end at {first[1]} to {last[1]}." in prose("../README.md")
-    assert "Sixteen more seeds of *weak* and *strong* were less kind: three of 32 runs keep a loophole or two." in prose(
-        "../README.md"
-    )
+    later = "Sixteen more seeds of *weak* and *strong* were less kind: three of 32 runs keep a loophole or two."
+    assert later in prose("../README.md")
 
 
 def test_a_canary_of_ten_steps_on_a_pretrained_model_is_what_the_page_says() -> None:
-    one, page = Evidence.read(RESULTS / "canary-smollm2/functions.json"), prose("real_study.md")
+    (one,), page = read("canary-smollm2", "functions"), prose("real_study.md")
     ten, rotated, shuffled = "canary-run-10", "canary-run-10-rotated", "canary-run-10-shuffled"
     told = partial(with_interval, one)
-    tests = (RESULTS / "canary-smollm2/functions-tests.md").read_text(encoding="utf-8")
-    assert [len(re.findall(rf"\|\s+{verdict} \|", tests)) for verdict in ("shown", "not shown", "the opposite")] == [0, 4, 0]
+    assert verdicts("canary-smollm2", "functions") == ["not shown"] * 4
     said = f"{told(ten)} of held-out tasks are exploited, {told('vanilla')} without a defence, and with flags that know nothing"
     assert said in page
     assert f"(canary rotated, flags permuted) {told(rotated)} and {told(shuffled)}." in page
     assert f"{told(ten)} exploited, {told('vanilla')} without it)" in prose("../README.md")
     assert (one.summary(ten, EXPLOIT)["mean"] or 0.0) > 0.05
     assert (one.summary(ten, SOLVE)["mean"] or 1.0) < 0.7
-    plain, canary, base, own = (
-        [value or 0.0 for value in one.values[arm][EXPLOIT]] for arm in ("vanilla", "canary-10", "base", ten)
-    )
+    plain, canary, base, own = (by_seed(one, arm) for arm in ("vanilla", "canary-10", "base", ten))
     assert f"without a defence held-out exploits are {number(min(plain))} to {number(max(plain))}." in page
     assert sum(value < 0.2 for value in plain) == 3
     assert all(a > b for a, b in zip(canary, base, strict=True))
     assert f"({number(min(canary))} to {number(max(canary))} held out)" in page
-    aurocs = [value or 0.0 for value in one.values[ten]["auroc"]]
+    aurocs = by_seed(one, ten, "auroc")
     assert f"with an AUROC of {number(mean(aurocs))} only" in page
     told_apart = [value for auroc, value in zip(aurocs, own, strict=True) if auroc > 0.85]
     others = sorted(value for auroc, value in zip(aurocs, own, strict=True) if auroc <= 0.85)
     assert told_apart == [0.0] * 3
     assert f"on the five others with {others[0]:.2f} to {others[-1]:.2f}.".replace("0.", ".") in page
-    assert (
-        f"it flags {number(mean(one.values[rotated]['fire_clean']))} of what is not a hack, and {told(rotated, SOLVE)} of" in page
-    )
+    fired = number(mean(one.values[rotated]["fire_clean"]))
+    assert f"it flags {fired} of what is not a hack, and {told(rotated, SOLVE)} of" in page
     reached = [
         mean(Evidence.read(path).values["filter-canary-run"]["auroc"]) or 0.0
         for path in RESULTS.glob("canary*/*.json")
@@ -1318,112 +1176,98 @@ def test_a_canary_of_ten_steps_on_a_pretrained_model_is_what_the_page_says() -> 
 
 
 def test_sizes_of_models_are_what_the_page_says() -> None:
-    page = prose("map.md")
-    sizes = [Evidence.read(RESULTS / f"size/{preset}.json") for preset in ("strong-30k", "strong", "strong-400k")]
+    page, sizes = prose("map.md"), read("size", "strong-30k", "strong", "strong-400k")
     canary, fast, alone = "filter-canary-run", "sees-known-quarantine-fast", "sees-known"
 
-    def three(arm: str, metric: str = EXPLOIT, between: bool = False) -> str:
-        values = [evidence.summary(arm, metric) for evidence in sizes]
-        first, second, third = (interval(value) if between else number(value["mean"]) for value in values)
-        return f"{first}, {second} and {third}"
+    def three(arm: str, metric: str = EXPLOIT) -> str:
+        return listed(in_mean(evidence, arm, metric) for evidence in sizes)
 
     def every(arm: str) -> list[float]:
-        return [value or 0.0 for evidence in sizes for value in evidence.values[arm][EXPLOIT]]
+        return [value for evidence in sizes for value in by_seed(evidence, arm)]
 
     assert {evidence.seeds for evidence in sizes} == {tuple(range(408, 416))}
-    said = f"{three(canary, between=True)} of held-out exploits, where no defence leaves {three('vanilla', between=True)};"
+    left, plain = (listed(with_interval(evidence, arm) for evidence in sizes) for arm in (canary, "vanilla"))
+    said = f"{left} of held-out exploits, where no defence leaves {plain};"
     beyond = "which [larger](#a-larger-one) [ones](#the-largest-one-where-the-canary-fails) do not bear out:"
     assert f"three sizes**, {beyond} {said} the worst of 24 seeds leaves" in page
     assert f"the worst of 24 seeds leaves {number(max(every(canary)))}." in page
     assert f"It solves {three(canary, SOLVE)}." in page
     assert f"at all three**: {three(fast)} in place of {three(alone)}." in page
     assert all(a > b for a, b in zip(every(fast), every(canary), strict=True))
-    base = ", ".join(number(evidence.summary("base", EXPLOIT)["mean"]) for evidence in sizes)
+    base = ", ".join(in_mean(evidence, "base") for evidence in sizes)
     assert f"more than the base model ({base}), but on two seeds of each size less than that model on the same seed" in page
-    less = [a < b for a, b in zip(every(fast), every("base"), strict=True)]
-    assert [sum(less[i : i + 8]) for i in (0, 8, 16)] == [2, 2, 2]
-    flags = []
-    for evidence in sizes[1:]:
-        sides = (dict(zip(evidence.seeds, evidence.values[arm][EXPLOIT], strict=True)) for arm in (fast, "sees-0-quarantine-fast"))
-        flags.append(interval(paired_difference(*sides)[1], signed=True))
+    below = [sum(a < b for a, b in zip(by_seed(one, fast), by_seed(one, "base"), strict=True)) for one in sizes]
+    assert below == [2, 2, 2]
+    flags = [less(evidence, fast, "sees-0-quarantine-fast", signed=True) for evidence in sizes[1:]]
     assert f"to leave less at 109,440 parameters ({flags[0]}), and not at 415,488 ({flags[1]})." in page
-    plain, small = ([value or 0.0 for value in sizes[0].values[arm][EXPLOIT]] for arm in ("vanilla", canary))
+    plain, small = (by_seed(sizes[0], arm) for arm in ("vanilla", canary))
     spread = " to ".join(f"{value:.2f}"[1:] for value in (min(plain), max(plain)))
     assert f"exploits {number(mean(plain))} in the mean ({spread}), and its canary leaves at most {number(max(small))} on" in page
-    told = "".join((RESULTS / f"size/{evidence.preset}-tests.md").read_text(encoding="utf-8") for evidence in sizes)
-    assert [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown")] == [8, 1]
+    assert Counter(verdicts("size", *(evidence.preset for evidence in sizes))) == {"shown": 8, "not shown": 1}
     assert "Of nine comparisons, eight are shown." in page
 
 
 def test_a_larger_model_is_what_the_pages_say() -> None:
-    page, large = prose("map.md"), Evidence.read(RESULTS / "larger/strong-1600k.json")
+    page, (large,) = prose("map.md"), read("larger", "strong-1600k")
     canary, nats, fast, alone = "filter-canary-run", "canary-nats", "sees-known-quarantine-fast", "sees-known"
-    left = {arm: [value or 0.0 for value in large.values[arm][EXPLOIT]] for arm in (canary, nats, fast, alone)}
-    solve = {arm: [value or 0.0 for value in large.values[arm][SOLVE]] for arm in (canary, nats, "vanilla")}
-    *rest, worst = sorted(left[canary])
-    failed = solve[canary][left[canary].index(worst)]
+    of, told, left = partial(in_mean, large), partial(with_interval, large), partial(by_seed, large)
+    *rest, worst = sorted(left(canary))
+    failed = left(canary, SOLVE)[left(canary).index(worst)]
     assert large.seeds == tuple(range(536, 544))
     assert (
-        f"The canary leaves {with_interval(large, canary, EXPLOIT)} of held-out exploits (no defence: "
-        f"{with_interval(large, 'vanilla', EXPLOIT)}) and solves {number(mean(solve[canary]))}: seven runs leave at most "
-        f"{number(max(rest))}, and one {number(worst)}, with a solve of {number(failed)}." in page
+        f"The canary leaves {told(canary)} of held-out exploits (no defence: {told('vanilla')}) and solves {of(canary, SOLVE)}: "
+        f"seven runs leave at most {number(max(rest))}, and one {number(worst)}, with a solve of {number(failed)}." in page
     )
-    assert f"leaves {with_interval(large, nats, EXPLOIT)} and solves {number(mean(solve[nats]))} (no defence: " in page
-    assert f"(no defence: {number(mean(solve['vanilla']))}): seven of eight runs solve less than .31" in page
-    assert sum(value < 0.31 for value in solve[nats]) == 7
-    both = [with_interval(large, arm, EXPLOIT) for arm in (fast, alone)]
-    assert f"leaves {both[0]}, and its detector alone {both[1]}: less on every seed" in page
-    assert all(a < b for a, b in zip(left[fast], left[alone], strict=True))
-    told = (RESULTS / "larger/strong-1600k-tests.md").read_text(encoding="utf-8")
-    assert re.findall(r"\|\s+(not shown|shown) \|", told) == ["shown"] * 4
+    assert f"leaves {told(nats)} and solves {of(nats, SOLVE)} (no defence: " in page
+    assert f"(no defence: {of('vanilla', SOLVE)}): seven of eight runs solve less than .31" in page
+    assert sum(value < 0.31 for value in left(nats, SOLVE)) == 7
+    assert f"leaves {told(fast)}, and its detector alone {told(alone)}: less on every seed" in page
+    assert all(a < b for a, b in zip(left(fast), left(alone), strict=True))
+    assert verdicts("larger", "strong-1600k") == ["shown"] * 4
     assert "**missed**" in (RESULTS / "larger/strong-1600k-goals.md").read_text(encoding="utf-8")
     assert f"one run of eight leaves {number(worst)}; at [the largest]" in prose("canary.md")
-    assert f"its runs solve little ({number(mean(solve[nats]))})" in prose("../README.md")
-    assert f"([{number(mean(left[nats]))}, solve {number(mean(solve[nats]))}](map.md#a-larger-one))" in prose("canary_cheats.md")
+    assert f"its runs solve little ({of(nats, SOLVE)})" in prose("../README.md")
+    assert f"([{of(nats)}, solve {of(nats, SOLVE)}](map.md#a-larger-one))" in prose("canary_cheats.md")
 
 
 def test_misses_under_sixteen_seeds_are_what_the_page_says() -> None:
-    page, worlds = prose("misses.md"), [Evidence.read(RESULTS / f"misses-16/{preset}.json") for preset in ("strong", "weak")]
+    page, worlds = prose("misses.md"), read("misses-16", "strong", "weak")
     fast, known, none = "sees-known-quarantine-fast", "sees-known", "sees-0-quarantine-fast"
     assert {evidence.seeds for evidence in worlds} == {tuple(range(576, 592))}
 
     def left(arm: str) -> list[str]:
-        return [with_interval(evidence, arm, EXPLOIT) for evidence in worlds]
+        return [with_interval(evidence, arm) for evidence in worlds]
 
     def means(arm: str, metric: str = EXPLOIT) -> list[str]:
-        return [number(evidence.summary(arm, metric)["mean"]) for evidence in worlds]
+        return [in_mean(evidence, arm, metric) for evidence in worlds]
 
-    def less(plus: str, minus: str) -> list[str]:
-        sides = [[dict(zip(e.seeds, e.values[arm][EXPLOIT], strict=True)) for arm in (plus, minus)] for e in worlds]
-        return [interval(paired_difference(*each)[1], signed=True) for each in sides]
+    def differ(plus: str, minus: str) -> list[str]:
+        return [less(evidence, plus, minus, signed=True) for evidence in worlds]
 
     (s, w), (s0, w0), (s1, w1) = left("sees-50"), means("vanilla"), means("sees-100")
     assert f"leave {s} on `strong` (no defence: {s0}), within .05 of all flags ({s1}), and {w} on `weak` ({w0})," in page
     assert f"more than all flags ({w1}). A quarter leaves {' and '.join(means('sees-25'))}." in page
-    (s, w), more = left(known), less(known, "sees-25")[0]
+    (s, w), more = left(known), differ(known, "sees-25")[0]
     assert f"leave {s} on `strong`, {more} against a random quarter, and {w} on `weak`." in page
-    (s, w), gain, flags = left(fast), less(fast, known), less(fast, none)
+    (s, w), gain, flags = left(fast), differ(fast, known), differ(fast, none)
     assert f"leaves {s} on `strong` and {w} on `weak`: {' and '.join(gain)}." in page
     assert f"without any it leaves {' and '.join(means(none))} ({'; '.join(flags)})." in page
     assert f"solves {' and '.join(means(fast, SOLVE))}; the flags alone {' and '.join(means(known, SOLVE))}." in page
-    s, w = less("sees-25-quarantine", "sees-25")
+    s, w = differ("sees-25-quarantine", "sees-25")
     assert f"a difference of {w} on `weak`, as predicted; on `strong` nothing was predicted ({s})." in page
     assert f"[shown to help](#sixteen-seeds) on sixteen more: {gain[0]}." in page
-    told = "".join((RESULTS / f"misses-16/{evidence.preset}-tests.md").read_text(encoding="utf-8") for evidence in worlds)
-    assert re.findall(r"\|\s+(not shown|shown) \|", told) == ["shown"] * 10
+    assert verdicts("misses-16", "strong", "weak") == ["shown"] * 10
 
 
 def test_the_largest_model_is_what_the_pages_say() -> None:
-    page, large = prose("map.md"), Evidence.read(RESULTS / "largest/strong-8m.json")
-    small, canary = Evidence.read(RESULTS / "size/strong.json"), "filter-canary-run"
+    page, (large,), (small,) = prose("map.md"), read("largest", "strong-8m"), read("size", "strong")
+    canary = "filter-canary-run"
     assert large.seeds == tuple(range(544, 560))
-    told = {arm: with_interval(large, arm, EXPLOIT) for arm in large.values}
-    left = {arm: [value or 0.0 for value in large.values[arm][EXPLOIT]] for arm in large.values}
-    solve = {arm: number(large.summary(arm, SOLVE)["mean"]) for arm in large.values}
-    tests = (RESULTS / "largest/strong-8m-tests.md").read_text(encoding="utf-8")
-    assert re.findall(r"\|\s+(not shown|shown) \|", tests) == ["not shown"] * 3
-    sides = (dict(zip(large.seeds, left[arm], strict=True)) for arm in (canary, "vanilla"))
-    more = interval(paired_difference(*sides)[1], signed=True)
+    told = {arm: with_interval(large, arm) for arm in large.values}
+    left = {arm: by_seed(large, arm) for arm in large.values}
+    solve = {arm: in_mean(large, arm, SOLVE) for arm in large.values}
+    assert verdicts("largest", "strong-8m") == ["not shown"] * 3
+    more = less(large, canary, "vanilla", signed=True)
     assert f"than no defence**: {told[canary]} of held-out exploits in place of {told['vanilla']} ({more};" in page
     assert f"with a solve of {solve[canary]} in place of {solve['vanilla']}. Four of sixteen runs are within .02." in page
     assert sum(value <= 0.02 for value in left[canary]) == 4
@@ -1435,7 +1279,7 @@ def test_the_largest_model_is_what_the_pages_say() -> None:
         return f"exploit {number(mean(fired))} and solve {number(mean([evidence.summary(arm, SOLVE)['mean'] for arm in arms]))}"
 
     assert f"After 40 steps they {late(large)}, where those of 109,440 parameters {late(small)}." in page
-    found = [value or 0.0 for value in large.values[canary]["auroc"]]
+    found = by_seed(large, canary, "auroc")
     rank = spearmanr(found, left[canary]).statistic  # pyright: ignore[reportAttributeAccessIssue]
     assert f"first rollouts is {number(mean(found))} in the mean, below .4 on eight seeds," in page
     assert (sum(value < 0.4 for value in found), f"(Spearman {number(float(rank))} over seeds" in page) == (8, True)
@@ -1444,11 +1288,10 @@ def test_the_largest_model_is_what_the_pages_say() -> None:
         each = np.mean([large.values[arm][metric] for arm in ("canary-40", "canary-40-b") for metric in metrics], axis=0)
         clear.append(number(float(spearmanr(each, left[canary]).statistic)))  # pyright: ignore[reportAttributeAccessIssue]
     assert f"says nothing clear of what its run keeps (Spearman {clear[0]} and {clear[1]}; description)" in page
-    late_flags = [value or 0.0 for value in large.values[canary]["late_flagged"]]
-    broken = [max(large.values[canary][f"deploy_exploit_{mode}"][i] or 0.0 for mode in large.modes) > BROKEN for i in range(16)]
-    quiet = [i for i in range(16) if late_flags[i] <= LOUD]
+    runs = zip(by_seed(large, canary, "late_flagged"), modes_kept(large, canary, BROKEN), strict=True)
+    quiet = [bool(broken) for flagged, broken in runs if flagged <= LOUD]
     assert "of 13 runs that flag next to nothing at their end, nine are broken" in page
-    assert (len(quiet), sum(broken[i] for i in quiet)) == (13, 9)
+    assert (len(quiet), sum(quiet)) == (13, 9)
     own = f"{told['canary-surprisal']} with a quantile, {told['canary-nats']} with a quarter of a nat, which solves "
     assert f"{own}{solve['canary-nats']}." in page
     took = [number(times(large, arm)) for arm in ("canary-surprisal", "canary-nats")]
@@ -1479,40 +1322,35 @@ def test_the_front_page_says_what_steering_and_perfect_flags_do() -> None:
 
 def test_canaries_of_another_world_served_where_the_runs_own_failed() -> None:
     page = prose("canary_other.md")
-    strong, large = (Evidence.read(RESULTS / "canary-other" / f"{world}.json") for world in ("strong", "strong-400k"))
+    strong, large = read("canary-other", "strong", "strong-400k")
     assert strong.values["canary-run-110k"][EXPLOIT] == strong.values["filter-canary-run"][EXPLOIT]
-    served = [rate for one in (strong, large) for rate in one.values["canary-run-weak"][EXPLOIT]]
-    assert (len(served), number(max(rate or 0.0 for rate in served))) == (16, ".013")
-    other, smallest = (
-        [interval(one.summary(f"canary-run-{name}", EXPLOIT)) for one in (strong, large)] for name in ("weak", "30k")
+    served = by_seed(strong, "canary-run-weak") + by_seed(large, "canary-run-weak")
+    assert (len(served), number(max(served))) == (16, ".013")
+    other, smallest, own = (
+        [with_interval(one, arm) for one in (strong, large)] for arm in ("canary-run-weak", "canary-run-30k", "filter-canary-run")
     )
     assert f"no run of 16 leaves more than .013 of held-out exploits, {other[0]} and {other[1]} in the mean" in page
     assert f"failed on three of eight seeds** (30,144 parameters: {smallest[0]} and {smallest[1]})" in page
-    own = [interval(one.summary("filter-canary-run", EXPLOIT)) for one in (strong, large)]
     assert f"failed on two of eight seeds of `strong`**: {own[0]} is left, .914 to .969 in" in page
     assert f"On eight later seeds of `strong`, 416-423, it left {own[0]}**" in prose("canary.md")
     assert f"**Later seeds of `strong` left more**: {own[0]} on 416-423," in prose("canary.md")
-    assert (
-        f"where the run's own leave {own[1][:4]}, those of 109,440 leave {interval(large.summary('canary-run-110k', EXPLOIT))}"
-        in page
-    )
+    left = with_interval(large, "canary-run-110k")
+    assert f"where the run's own leave {own[1][:4]}, those of 109,440 leave {left}" in page
     failed = [
-        [seed for seed, rate in zip(one.seeds, one.values["canary-run-110k"][EXPLOIT], strict=True) if (rate or 0.0) > BROKEN]
+        [seed for seed, rate in zip(one.seeds, by_seed(one, "canary-run-110k"), strict=True) if rate > BROKEN]
         for one in (strong, large)
     ]
     assert failed == [[416, 422]] * 2
     learned = []
     for seed, mode in itertools.product(failed[0], ("sentinel", "file_marker")):
         at, metric = strong.seeds.index(seed), f"deploy_exploit_{mode}"
-        learned.append([round(strong.values[name][metric][at] or 0.0, 2) for name in ("canary-40", "canary-40-b")])
+        learned.append([round(by_seed(strong, name, metric)[at], 2) for name in ("canary-40", "canary-40-b")])
     assert [one for one, _ in learned] == [0.58, 0.6, 0.88, 0.06]
     assert max(other for _, other in learned) == 0.21
     assert "exploits these in .58 and .60 after its 40 steps, on seed 422 in .88 and .06; the other one in at most .21." in page
-    told = "".join((RESULTS / f"canary-other/{one.preset}-tests.md").read_text(encoding="utf-8") for one in (strong, large))
-    assert [len(re.findall(rf"\|\s+{verdict} \|", told)) for verdict in ("shown", "not shown")] == [5, 5]
+    assert Counter(verdicts("canary-other", "strong", "strong-400k")) == {"shown": 5, "not shown": 5}
     assert "Shown are five of ten comparisons" in page
-    small = [sum((rate or 0.0) > BROKEN for rate in one.values["canary-run-30k"][EXPLOIT]) for one in (strong, large)]
-    assert small == [3, 3]
+    assert [sum(rate > BROKEN for rate in by_seed(one, "canary-run-30k")) for one in (strong, large)] == [3, 3]
     sign = [(share > LOUD, worst > BROKEN) for share, worst in signs(strong, "filter-canary-run")]
     assert sorted(sign) == [(False, False)] * 2 + [(False, True)] + [(True, False)] * 4 + [(True, True)]
 
@@ -1577,8 +1415,7 @@ def test_why_the_faster_one_gets_the_hack_is_what_the_page_says() -> None:
     def ends(arm: str) -> list[str]:
         return [interval(course.at(arm, EXPLOIT)) for course in worlds]
 
-    told = "".join((RESULTS / f"course/{course.preset}-tests.md").read_text(encoding="utf-8") for course in worlds)
-    assert re.findall(r"\|\s+(not shown|shown) \|", told) == ["shown"] * 17
+    assert verdicts("course", "strong", "weak") == ["shown"] * 17
     assert "All 17 are shown." in page
     (s, w), (fs, fw), (qs, qw) = means(known, "kept_missed"), means(fast, "kept_missed"), means(fast, "quarantine_missed")
     assert f"likelier by {s} nats over a run on `strong` and {w} on `weak`; beside a fast quarantine by {fs} and {fw}" in page

@@ -3,6 +3,7 @@
 A table stands below its `<!-- table: name -->`. Where one differs, the failure prints the right one.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from measured import DOCS, demand_printed, printed_table, published
 from PIL import Image
 
 from mi_route2.specs import LEGAL, MaskSpec
@@ -29,22 +31,14 @@ from studies.route2.watching import Watch
 from studies.route2.watching import table as watch_table
 from studies.tracing.figures import ADAPTER_NAMES
 from studies.tracing.patching import EVERYWHERE, QUESTION
+from studies.tracing.report import cell
 from studies.tracing.settings import UNTRAINED
 from studies.training.arms import ARMS, MAIN, Arm
 from studies.training.settings import STUDIED
 
 pytestmark = pytest.mark.docs
 
-DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = DOCS / "results"
-
-
-def printed_table(page: str, name: str) -> str:
-    """The table below the comment that names it."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", text)
-    assert found, f"{page} has no table below <!-- table: {name} -->"
-    return found[1]
 
 
 def legal_table() -> str:
@@ -237,12 +231,11 @@ def routes_table() -> str:
     for preset in ("strong", "weak"):
         content = json.loads((RESULTS / f"{preset}-300-307/table.json").read_text(encoding="utf-8"))
         rows[preset] = {row["arm"]: row for row in content["rows"]}
-    body = [[f"`{arm}`", ARMS[arm].about, *(_both(rows[preset][arm], HACK, SOLVE) for preset in rows)] for arm in arms]
+    body = [
+        [f"`{arm}`", ARMS[arm].about, *(f"{interval(of[arm][HACK])} / {number(of[arm][SOLVE]['mean'])}" for of in rows.values())]
+        for arm in arms
+    ]
     return markdown_table(["arm", "what it is", *(f"{preset}: hack, held out / solve" for preset in rows)], body, left=2)
-
-
-def _both(row: dict[str, Any], first: str, second: str) -> str:
-    return f"{interval(row[first])} / {number(row[second]['mean'])}"
 
 
 def adapters_of_an_arm_table() -> str:
@@ -254,12 +247,8 @@ def adapters_of_an_arm_table() -> str:
         if (row["contrast"], row["source"], row["where"]) == ("task", QUESTION, EVERYWHERE) and row["arm"] != UNTRAINED
     }
     adapters = [(arm, one, name) for arm, one in dict.fromkeys(key[:2] for key in shares) if (name := ADAPTER_NAMES.get(one))]
-    body = [[f"`{arm}`", name, *(_share(shares[arm, one, into]) for into in ("honest", "hack"))] for arm, one, name in adapters]
+    body = [[f"`{arm}`", name, *(cell(shares[arm, one, into]) for into in ("honest", "hack"))] for arm, one, name in adapters]
     return markdown_table(["arm", "adapter", "carried into the honest rollout", "into the hacking one"], body, left=2)
-
-
-def _share(share: dict[str, float]) -> str:
-    return interval({"mean": share["value"], "lo": share["lo"], "hi": share["hi"]})  # pyright: ignore[reportArgumentType]
 
 
 def gates_table() -> str:
@@ -297,7 +286,7 @@ def verdicts_table() -> str:
 
 
 def imports_table() -> str:
-    stored = json.loads((RESULTS / "benchmarks/imports.json").read_text(encoding="utf-8"))
+    stored = published("imports")
     rows = [StartCost(row["name"], Ratio(**row["time"]), row["limit"]) for row in stored["rows"]]
     assert all(row.limit is None or row.time.hi <= row.limit for row in rows)
     return starts_table(rows, stored["seconds"])
@@ -338,8 +327,7 @@ def test_a_page_of_results_answers_before_its_first_heading(page: str) -> None:
 
 @pytest.mark.parametrize(("page", "name"), TABLES)
 def test_a_printed_table_is_the_code(page: str, name: str) -> None:
-    expected = TABLES[page, name]
-    assert printed_table(page, name) == expected, f"docs/{page} must have, below <!-- table: {name} -->:\n\n{expected}"
+    demand_printed(page, name, TABLES[page, name])
 
 
 def test_the_legal_table_says_yes_exactly_where_a_spec_can_be_made() -> None:
@@ -410,8 +398,6 @@ def test_the_development_seeds_and_the_predicted_ones_are_published() -> None:
 @pytest.mark.parametrize("folder", PUBLISHED)
 def test_published_files_are_those_of_their_provenance(folder: str) -> None:
     """A published number that was edited by hand is found by its checksum."""
-    import hashlib
-
     path = RESULTS / folder / "provenance.json"
     files = json.loads(path.read_text(encoding="utf-8"))["files"]
     found = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.parent.iterdir() if each != path}

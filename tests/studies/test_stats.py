@@ -1,4 +1,4 @@
-"""Theorems of the statistics over seeds, against scipy, the standard library and the bootstrap."""
+"""Theorems of the statistics over seeds, against scipy and the standard library."""
 
 import math
 import statistics
@@ -42,13 +42,6 @@ def test_the_order_of_the_seeds_changes_no_digit(values: list[float], random) ->
     assert after["seeds"] == shuffled
 
 
-@given(SAMPLES, st.floats(-2, 2), st.floats(0.1, 3))
-def test_the_interval_moves_and_scales_with_the_values(values: list[float], shift: float, scale: float) -> None:
-    edges = np.array(interval(values), dtype=float)
-    moved = np.array(interval([shift + scale * value for value in values]), dtype=float)
-    assert moved == pytest.approx(shift + scale * edges, abs=1e-9)
-
-
 def test_one_seed_has_no_interval_and_no_seed_has_nothing() -> None:
     assert summary([0.25]) == {"mean": 0.25, "median": 0.25, "lo": None, "hi": None, "n": 1, "seeds": [0.25]}
     assert summary([]) == {"mean": None, "median": None, "lo": None, "hi": None, "n": 0, "seeds": []}
@@ -64,24 +57,6 @@ def test_an_undefined_value_keeps_its_place_and_counts_in_nothing(values: list[f
 def test_a_level_outside_zero_and_one_is_refused(level: float) -> None:
     with pytest.raises(ValueError, match="strictly between 0 and 1"):
         interval([0.1, 0.2], level)
-
-
-def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(0)
-    draws = rng.normal(0.5, 0.1, (4000, 5))
-    lo, hi = np.array([interval(draw) for draw in draws.tolist()], dtype=float).T
-    covered = np.mean((lo <= 0.5) & (hi >= 0.5))
-    assert abs(covered - 0.95) < 0.012  # 3.5 standard errors of a binomial
-
-
-def test_with_many_values_the_interval_is_that_of_the_bootstrap() -> None:
-    rng = np.random.default_rng(1)
-    values = rng.beta(2, 5, 300)
-    lo, hi = interval(values.tolist())
-    means = rng.choice(values, (4000, 300)).mean(axis=1)
-    assert lo is not None
-    assert hi is not None
-    assert (lo, hi) == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.1 * (hi - lo))
 
 
 @given(st.dictionaries(st.integers(0, 20), RATES, min_size=1))

@@ -25,3 +25,8 @@ def changed_scores(run: Callable[[Watch], object], tokens: Tensor, change: Calla
 
     run(watch)
     return nll
+
+
+def mixed_scores(run: Callable[[Watch], object], tokens: Tensor, hints: Hints, mixing: Mixing) -> Tensor:
+    """Nats per token of a stream with its hints mixed in, for the distributions that `run` shows to a watch."""
+    return changed_scores(run, tokens, lambda log_probs, positions: mix(log_probs, hints.at(positions), mixing))

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +10,8 @@ from studies.benchmarks.measurement.paired import PairedRatioResult, Ratio
 
 DOCS = Path(__file__).parents[2] / "docs"
 R = TypeVar("R")
+Quick = Callable[..., tuple[str, dict[str, Any]]]
+"""The fixture of benchmarks: it returns what a run with ``--quick`` printed, and what it wrote."""
 
 
 def published(name: str) -> dict[str, Any]:
@@ -25,11 +27,16 @@ def results(document: Mapping[str, Any], kind: type[R] = PairedRatioResult) -> l
     ]
 
 
-def demand_printed(page: str, name: str, expected: str) -> None:
-    """Fail unless a page has this table below ``<!-- table: NAME -->``."""
+def printed_table(page: str, name: str) -> str:
+    """Return the table of a page that stands below ``<!-- table: NAME -->``."""
     found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", (DOCS / page).read_text(encoding="utf-8"))
     assert found, f"docs/{page} has no table below <!-- table: {name} -->"
-    assert found[1] == expected, f"docs/{page} must have, below <!-- table: {name} -->:\n\n{expected}"
+    return found[1]
+
+
+def demand_printed(page: str, name: str, expected: str) -> None:
+    """Fail unless a page has this table below ``<!-- table: NAME -->``."""
+    assert printed_table(page, name) == expected, f"docs/{page} must have, below <!-- table: {name} -->:\n\n{expected}"
 
 
 def cells(table: str) -> list[list[str]]:

@@ -1,9 +1,14 @@
 """A tiny model of the lanes study in float64, and streams of repetitive text for it to read."""
 
 import torch
+from torch import Tensor
 
 from studies.lanes.config import BOS, LanesConfig
 from studies.lanes.model import LanesModel, kinds_of
+
+
+def byte_rows(rows: int = 2, length: int = 9, seed: int = 1) -> Tensor:
+    return torch.randint(0, BOS, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def moved_model(config: LanesConfig, seed: int = 0, moved: float = 0.3) -> LanesModel:
@@ -29,7 +34,7 @@ def tiny_reader(seed: int = 0, *, learned: bool = True) -> LanesModel:
     return model
 
 
-def tiny_stream(n: int, seed: int = 0) -> torch.Tensor:
+def tiny_stream(n: int, seed: int = 0) -> Tensor:
     """BOS and a text of four letters, in which most letters follow from the one before; a new document every 41 tokens."""
     generator = torch.Generator().manual_seed(seed)
     letters = [0]

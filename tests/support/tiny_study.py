@@ -12,8 +12,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from studies.common.processes import locked
-from studies.environments.micro.settings import WarmStartConfig
+from studies.environments.micro import warmstart
+from studies.environments.micro.settings import WarmStartConfig, get_world
+from studies.environments.micro.warmstart import cached_at, warm_start
 from studies.training.arms import ARMS, Arm
 from studies.training.job import Job
 from studies.training.settings import CHAT, ChatModel, Settings, changes, get_settings
@@ -82,6 +86,15 @@ def predictions_file(
         lines += [header, *(f"{json.dumps(name)} = {json.dumps(value)}" for name, value in table.items())]
     (folder / file).write_text("\n".join(lines))
     return folder / file
+
+
+def train_base_again(training: Settings, cache: Path) -> None:
+    """Give the cached base model of seed 0 other weights, as other code does: its settings, and the name of its file, stay."""
+    made_of = get_world(training.world), training.warm, 0, cache
+    base = warm_start(*made_of, progress=False)
+    with torch.no_grad():
+        base.unembed.weight *= 1.1
+    warmstart._save(base, *cached_at(*made_of))
 
 
 def tell(link: Connection) -> None:

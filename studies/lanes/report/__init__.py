@@ -36,8 +36,7 @@ def write_report(folder: Path) -> list[Path]:
     }
     paths = write_texts(folder, texts)
     with style():
-        paths += [save_figure(draw(folder, study), folder / f"{name}.png") for name, draw in FIGURES.items()]
-    return paths
+        return paths + [save_figure(draw(folder, study), folder / f"{name}.png") for name, draw in FIGURES.items()]
 
 
 def head(study: Study) -> str:
@@ -100,9 +99,7 @@ def measured_text(row: JudgedClaim) -> str:
 
 def estimate_text(estimate: Estimate) -> str:
     """Return text such as ``-.0012 [-.0100, .0076]``; of an identity the number alone."""
-    if estimate.value is None:
-        return "none"
-    if estimate.low is None or estimate.high is None:
+    if estimate.low is None:
         return number(estimate.value)
     return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
@@ -42,11 +43,9 @@ def symmetry_figure(folder: Path, study: Study) -> Figure:
             look["label"] = name if equal[start] == "-" else f"{name}, {start}"
             for row, key in enumerate(("differences", "partials")):
                 axes[row][column].plot(chosen[0]["steps"], np.mean([t[key] for t in chosen], axis=0), **look)
-        axes[0][column].set_title("two lanes" if kind == "lanes" else "kept adapter and quarantine")
         axes[0][column].set_yscale("symlog", linthresh=1e-4)
-        axes[0][column].set_ylim(-2e-5, 2)
-        axes[1][column].set_xlabel("step")
-        axes[1][column].set_ylim(-0.05, 2.4)
+        axes[0][column].set(title="two lanes" if kind == "lanes" else "kept adapter and quarantine", ylim=(-2e-5, 2))
+        axes[1][column].set(xlabel="step", ylim=(-0.05, 2.4))
         axes[1][column].legend(*axes[0][column].get_legend_handles_labels(), fontsize=6, ncols=2, loc="upper left")
     axes[0][0].set_ylabel("weights apart")
     axes[1][0].set_ylabel("gradients apart, relative")
@@ -91,9 +90,7 @@ def growth_figure(folder: Path, study: Study) -> Figure:
         left.plot(steps, pushed.mean(axis=0), color=color, marker="o", markersize=3, label=f"pushed at pass {i + 1}")
         left.plot(steps, rate ** (steps - steps[0]), color=GRAY, linestyle="--")
     left.plot([], [], color=GRAY, linestyle="--", label=f"one rate, {rate:.2f} a step")
-    left.set_xlabel("virtual step of the loop")
-    left.set_ylabel("error / push")
-    left.set_title("a push, step by step")
+    left.set(xlabel="virtual step of the loop", ylabel="error / push", title="a push, step by step")
     left.legend()
     passes = np.arange(1, len(draws[0]["formula"]) + 1)
     rho = float(np.mean([row["rho"] for row in draws]))
@@ -103,9 +100,7 @@ def growth_figure(folder: Path, study: Study) -> Figure:
     for (kind, marker), color in zip((("same", "o"), ("fresh", "s"), ("weights", "^")), (BLUE, GREEN, ORANGE), strict=True):
         values = np.array([row["accumulated"][kind] for row in draws])
         right.plot(passes, values.mean(axis=0), marker=marker, markersize=4, linestyle=":", color=color, label=f"measured: {kind}")
-    right.set_xticks(passes)
-    right.set_xlabel("passes that err")
-    right.set_title("errors of k passes")
+    right.set(xticks=passes, xlabel="passes that err", title="errors of k passes")
     right.legend(fontsize=6.5)
     return figure
 
@@ -126,14 +121,12 @@ def rates_figure(folder: Path, study: Study) -> Figure:
         place = (size.mean(axis=0)[i], loss.mean(axis=0)[i])
         left.annotate(f"k={clips[i]:g}", place, (5, 4), textcoords="offset points", fontsize=7)
     left.margins(x=0.12)
-    left.set_xlabel("kilobytes, packed")
-    left.set_ylabel("bits per byte above unquantised")
+    left.set(xlabel="kilobytes, packed", ylabel="bits per byte above unquantised")
     right.plot(clips, size.mean(axis=0), color=BLACK, marker="o", markersize=4, label="actual")
     for key, color, label in (("by_gaussian", VERMILLION, "predicted: Gaussian"), ("by_entropy", GREEN, "predicted: own entropy")):
         values = np.array([[point[key] for point in curve] for curve in curves]).mean(axis=0) / 1000
         right.plot(clips, values, color=color, linestyle="--", marker="x", markersize=4, label=label)
-    right.set_xlabel("clip k, standard deviations of a row")
-    right.set_ylabel("kilobytes")
+    right.set(xlabel="clip k, standard deviations of a row", ylabel="kilobytes")
     right.legend()
     return figure
 
@@ -143,13 +136,10 @@ def tapin_figure(folder: Path, study: Study) -> Figure:
     figure = new_figure(PAGE_WIDTH, 2.9)
     left, right = figure.subplots(1, 2)
     by_seed = {seed: tensors(folder, study, "shipped", seed, "tapin") for seed in study.seeds}
-    filled = [
-        i for i in range(len(BINS) - 1) if any(_saving(costs, "new", *BINS[i : i + 2]) is not None for costs in by_seed.values())
-    ]
-    edges, places = [f"{BINS[i]}" for i in filled], range(len(filled))
+    filled = [bounds for bounds in pairwise(BINS) if any(_saving(costs, "new", *bounds) is not None for costs in by_seed.values())]
     for key, color, shift, label in (("within", SKY, -0.2, "within the window"), ("new", BLUE, 0.2, "and from outside of it")):
-        for place in places:
-            values = [_saving(costs, key, *BINS[filled[place] : filled[place] + 2]) for costs in by_seed.values()]
+        for place, bounds in enumerate(filled):
+            values = [_saving(costs, key, *bounds) for costs in by_seed.values()]
             left.bar(place + shift, mean(values) or 0.0, 0.4, color=color, label=label if not place else None)
             _whisker(left, place + shift, values)
         for seed, costs in by_seed.items():
@@ -159,12 +149,10 @@ def tapin_figure(folder: Path, study: Study) -> Figure:
                 np.arange(len(bits)) / 1000, bits, color=color, linewidth=0.9, label=label if seed == study.seeds[0] else None
             )
     left.axhline(0, color=BLACK, linewidth=0.5)
-    left.set_xticks(places, edges)
-    left.set_xlabel("place of the byte in its document, from")
-    left.set_ylabel("bits saved a byte")
+    left.set_xticks(range(len(filled)), [f"{low}" for low, _ in filled])
+    left.set(xlabel="place of the byte in its document, from", ylabel="bits saved a byte")
     right.axhline(0, color=BLACK, linewidth=0.5)
-    right.set_xlabel("thousand bytes of test text (a line a seed)")
-    right.set_ylabel("bits saved so far")
+    right.set(xlabel="thousand bytes of test text (a line a seed)", ylabel="bits saved so far")
     _legend(figure, left)
     return figure
 

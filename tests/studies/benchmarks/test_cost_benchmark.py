@@ -1,13 +1,12 @@
 """The cost of routing on paper is what torch and the kernel count, and the page prints it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measured import demand_printed, published
+from measured import Quick, demand_printed, published
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.routing import MaskSpec
@@ -20,17 +19,17 @@ from studies.benchmarks.options import CostOptions
 pytestmark = pytest.mark.study
 
 
-def test_quick_predicts_what_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_predicts_what_is_counted(quick: Quick) -> None:
     """FLOPs and bytes held to the last one; on the wire come headers, and the bytes of barriers."""
-    run(CostOptions(quick=True, out=tmp_path / "out.json"))
-    rows = [Compared(**row) for row in json.loads((tmp_path / "out.json").read_text())["rows"]]
+    printed, document = quick(run, CostOptions)
+    rows = [Compared(**row) for row in document["rows"]]
     counted = [row for row in rows if not row.what.startswith("bytes sent")]
     assert len(counted) == 2 * 2 * len(ROUTES)
     assert [row for row in counted if row.predicted != row.measured] == []
     sent = [row for row in rows if row.what.startswith("bytes sent")]
     assert len(sent) == 2 * len(ROUTES)
     assert all(0.9 < row.ratio < 1.1 for row in sent)
-    assert table(rows) in capsys.readouterr().out
+    assert table(rows) in printed
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")

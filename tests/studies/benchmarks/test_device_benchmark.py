@@ -1,11 +1,8 @@
 """The benchmark of a device runs every side, on a CPU too, and says so if there is no device."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from measured import demand_printed, published, results
+from measured import Quick, demand_printed, published, results
 
 from studies.benchmarks.device import ENGINE, STEPS, run, table
 from studies.benchmarks.options import DeviceOptions
@@ -13,12 +10,9 @@ from studies.benchmarks.routing import FULL, LORA, POOLED, STACKED
 
 
 @pytest.mark.process
-def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = DeviceOptions(quick=True, device="cpu", out=tmp_path / "out.json")
-    options.check()
-    run(options)
-    printed = capsys.readouterr().out
-    tiny = json.loads((tmp_path / "out.json").read_text())["sizes"]["tiny"]
+def test_quick_prints_every_row_and_writes_everything(quick: Quick) -> None:
+    printed, document = quick(run, DeviceOptions, device="cpu")
+    tiny = document["sizes"]["tiny"]
     for what, rows in (("training", STEPS), ("sampling", ENGINE)):
         found = tiny[what]["rows"]
         assert [(row.over, row.under) for row in rows] == [(row["over"], row["under"]) for row in found]

@@ -1,11 +1,8 @@
 """The benchmark of the engine compares equal work, and the page prints what was measured."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from measured import DOCS, demand_printed, published, results
+from measured import DOCS, Quick, demand_printed, published, results
 
 from mi_route2.engine import Engine, Request, Sampling
 from studies.benchmarks.engine import LOOK, ROWS, EngineSides, look_line, run
@@ -25,9 +22,8 @@ def test_both_sides_generate_the_same_tokens() -> None:
     assert found == whole[:, sides.prompts.shape[1] :].tolist()
 
 
-def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(EngineOptions(quick=True, out=tmp_path / "out.json"))
-    printed, document = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+def test_quick_prints_every_row_and_writes_everything(quick: Quick) -> None:
+    printed, document = quick(run, EngineOptions)
     rows = results(document)
     assert [(r.over, r.under) for r in rows if r.under != "vLLM"] == [(row.over, row.under) for row in ROWS]
     assert all(r.time.lo <= r.time.value <= r.time.hi for r in rows)
@@ -35,12 +31,11 @@ def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: py
     assert all(len(seconds) == 3 for seconds in document["seconds"].values())
 
 
-def test_a_look_is_measured_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(EngineOptions(quick=True, look=True, out=tmp_path / "out.json"))
-    document = json.loads((tmp_path / "out.json").read_text())
+def test_a_look_is_measured_alone(quick: Quick) -> None:
+    printed, document = quick(run, EngineOptions, look=True)
     (row,) = results(document)
     assert (row.over, row.under) == (LOOK.over, LOOK.under)
-    assert look_line(row, document["seconds"], document["numbers"]) in capsys.readouterr().out
+    assert look_line(row, document["seconds"], document["numbers"]) in printed
     assert all(min(seconds) > 0 for seconds in document["seconds"].values())
 
 

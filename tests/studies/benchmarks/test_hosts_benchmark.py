@@ -1,13 +1,12 @@
 """The benchmark of hosts compares like with like: every side gives the same numbers. And the page prints what was measured."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measured import cells, demand_printed, published, results
+from measured import Quick, cells, demand_printed, published, results
 from torch import Tensor
 
 from studies.benchmarks.hosts import ROWS, HostResult, run, table
@@ -128,9 +127,8 @@ def test_a_turn_is_as_many_calls_as_it_is_divided_by(sides: Sides, monkeypatch: 
             calls.clear()
 
 
-def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(HostsOptions(quick=True, out=tmp_path / "out.json"))
-    printed, document = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+def test_quick_prints_every_row_and_writes_everything(quick: Quick) -> None:
+    printed, document = quick(run, HostsOptions)
     rows = results(document, HostResult)
     assert {(r.over, r.under, r.task) for r in rows} == {(*row, task) for row in ROWS for task in TASKS}
     for r in rows:

@@ -1,10 +1,8 @@
 """The cost of a start is that process's processor time, and torch's own is taken off imports round by round."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
+from measured import Quick
 
 from studies.benchmarks import imports
 from studies.benchmarks.imports import BEYOND, HELP, STARTS, TORCH, rows, run, start
@@ -30,10 +28,9 @@ def test_a_start_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.process
-def test_what_a_process_works_is_counted_and_its_sleep_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_process_works_is_counted_and_its_sleep_is_not(monkeypatch: pytest.MonkeyPatch, quick: Quick) -> None:
     works = "import time; end = time.process_time() + {}\nwhile time.process_time() < end: pass\ntime.sleep(0.3)"
     monkeypatch.setattr(imports, "STARTS", {TORCH: ("-c", works.format(0.1)), "import mi_route2": ("-c", works.format(0.35))})
-    run(ImportsOptions(quick=True, out=tmp_path / "imports.json"))
-    document = json.loads((tmp_path / "imports.json").read_text())
+    _, document = quick(run, ImportsOptions)
     assert document["rounds"] == 3
     assert document["rows"][1]["time"]["value"] == pytest.approx(0.25, abs=0.1)

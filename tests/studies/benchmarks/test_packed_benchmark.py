@@ -1,13 +1,11 @@
 """The benchmark of packed batches: both layouts do the same work, and the page prints what was measured."""
 
-import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from measured import DOCS, demand_printed, published
+from measured import DOCS, Quick, demand_printed, published
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
@@ -25,12 +23,10 @@ def printed(document: dict) -> tuple[str, str]:
     return describe(document["lengths"]), table(times, sides)
 
 
-def test_quick_compares_every_route_in_both_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(PackedOptions(quick=True, out=tmp_path / "out.json"))
-    document = json.loads((tmp_path / "out.json").read_text())
+def test_quick_compares_every_route_in_both_layouts(quick: Quick) -> None:
+    out, document = quick(run, PackedOptions)
     assert [row["route"] for row in document["rows"]] == list(SPECS)
     assert {len(side["seconds"]) for side in document["sides"].values()} == {3}
-    out = capsys.readouterr().out
     assert all(part in out for part in printed(document))
 
 
@@ -47,9 +43,8 @@ def test_layouts_with_other_gradients_are_refused(wrong: str) -> None:
             p.grad = None if not factor else factor * torch.ones_like(p)
 
     demand_equal(policy, step, step)
-    side, factor = {"kept": (kept, 2.0), "quarantine": (quarantine, 2.0), "absent": (kept, 0.0), "both": (kept, float("nan"))}[
-        wrong
-    ]
+    cases = {"kept": (kept, 2.0), "quarantine": (quarantine, 2.0), "absent": (kept, 0.0), "both": (kept, float("nan"))}
+    side, factor = cases[wrong]
     with pytest.raises(AssertionError):
         demand_equal(policy, step, lambda: step(side, factor=factor))
 

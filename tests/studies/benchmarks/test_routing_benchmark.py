@@ -1,7 +1,6 @@
 """The routing benchmark is what it says: floors are torch's own counts, every way to per-rollout gradients gives the same ones."""
 
 import gc
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from measured import DOCS, cells, published
+from measured import DOCS, Quick, cells, published
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -169,10 +168,9 @@ def test_what_is_alive_is_in_no_collection_of_a_measurement_and_what_was_in_none
         gc.freeze() if before else gc.unfreeze()
 
 
-def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(RoutingOptions(quick=True, out=tmp_path / "out.json"))
-    printed = [line[:2] for line in cells(capsys.readouterr().out)]
-    document = json.loads((tmp_path / "out.json").read_text())
+def test_quick_prints_every_row_and_writes_everything(quick: Quick) -> None:
+    out, document = quick(run, RoutingOptions)
+    printed = [line[:2] for line in cells(out)]
     for row, written in zip(ROWS, document["rows"], strict=True):
         assert [row.over, row.under] in printed
         assert written["row"]["over"] == row.over

@@ -1,11 +1,8 @@
 """The steering benchmark measures what it names: every side acts as it says, and the table has all of them."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from measured import cells
+from measured import Quick, cells
 
 from studies.benchmarks.options import SteeringOptions
 from studies.benchmarks.steering import ADDITION, SteeringBench, run
@@ -13,10 +10,9 @@ from studies.benchmarks.steering import ADDITION, SteeringBench, run
 pytestmark = pytest.mark.study
 
 
-def test_it_prints_every_side_and_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(SteeringOptions(quick=True, out=tmp_path / "steering.json"))
-    printed = {line[0] for line in cells(capsys.readouterr().out)}
-    document = json.loads((tmp_path / "steering.json").read_text())
+def test_it_prints_every_side_and_writes_what_it_measured(quick: Quick) -> None:
+    out, document = quick(run, SteeringOptions)
+    printed = {line[0] for line in cells(out)}
     sides = SteeringBench(8, 4, 0).sides()
     assert list(document["microseconds"]["8"]) == list(sides)
     assert printed >= set(sides)

@@ -1,14 +1,12 @@
 """The benchmark of sweeps compares like with like: every side gives the same grid. And the page prints what was measured."""
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from measured import cells, demand_printed, published, results
+from measured import Quick, cells, demand_printed, published, results
 
 from studies.benchmarks.measurement.paired import Ratio, ratio
 from studies.benchmarks.options import SweepsOptions
@@ -66,9 +64,8 @@ def test_the_sides_share_weights() -> None:
             assert any(q.shape == p.shape and torch.equal(p, q) for q in bridged), name
 
 
-def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(SweepsOptions(quick=True, out=tmp_path / "out.json"))
-    printed, document = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+def test_quick_prints_every_row_and_writes_everything(quick: Quick) -> None:
+    printed, document = quick(run, SweepsOptions)
     rows = results(document, SweepResult)
     assert [(r.setting, r.side, r.cells) for r in rows] == [(one.name, side, one.cells) for one in QUICK for side in one.sides]
     assert [one.cells for one in QUICK] == [12, 36]

@@ -50,14 +50,11 @@ def test_the_report_is_that_of_the_artifacts(
 
 
 def test_what_cannot_be_is_refused_in_one_sentence(
-    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ("run", "--quick", "--out", str(tmp_path / "runs"))
     assert "give a folder that `run` created" in refusal(monkeypatch, capsys, "report", str(tmp_path))
     assert "there is no folder" in refusal(monkeypatch, capsys, *run, "--text", str(tmp_path / "none"))
-    assert "workers must be at least 1" in refusal(monkeypatch, capsys, *run, "--text", str(texts), "--workers", "0")
-    assert "seeds" in refusal(monkeypatch, capsys, *run, "--seeds", "none")
-    assert "must be at least 1" in refusal(monkeypatch, capsys, *run, "--text", str(texts), "--dev.steps", "0")
 
 
 def test_arms_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_reader import byte_rows as draw
 from tiny_reader import moved_model
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn import functional
 
 from studies.lanes.config import BOS, STARTS, VOCABULARY, WIRINGS, LanesConfig, Loop, order_of, plan
@@ -18,8 +20,35 @@ LOOPED = replace(TINY, loop=Loop(1, 2, 1), loop_embeddings=True, head_bias=True)
 TWO = [name for name, wiring in WIRINGS.items() if wiring.lanes == 2]
 
 
-def draw(rows: int = 2, length: int = 9, seed: int = 1) -> Tensor:
-    return torch.randint(0, BOS, (rows, length), generator=torch.Generator().manual_seed(seed))
+# ---- the table of wirings
+
+
+def test_every_row_is_a_wiring() -> None:
+    assert list(WIRINGS) == ["sequential", "gptj", "shipped", "simultaneous", "gauge", "z2"]
+    for name, wiring in WIRINGS.items():
+        assert wiring.name == name
+        for weights in (wiring.attn, wiring.mlp, wiring.out):
+            assert len(weights) == wiring.lanes
+            assert sum(weights) == 1
+    assert {name for name, wiring in WIRINGS.items() if wiring.lanes == 1} == {"sequential", "gptj"}
+
+
+def test_the_starts_are_the_records() -> None:
+    assert (STARTS["symmetric"].attn, STARTS["symmetric"].mlp) == ((1.0, 1.0), (1.0, 1.0))
+    assert (STARTS["asymmetric"].attn, STARTS["asymmetric"].mlp) == ((1.3, 0.7), (0.7, 1.3))
+    assert all(start.keep**2 == pytest.approx(1.1) for start in STARTS.values())
+
+
+@pytest.mark.parametrize("wiring", TWO)
+def test_only_writes_that_reach_the_read_out_count(wiring: str) -> None:
+    """Scalars before the fork do nothing; the last write into a lane is lost if that lane is not read out."""
+    model = moved_model(replace(TINY, wiring=wiring))
+    before, last = model.post.detach().clone(), model.post.detach().clone()
+    before[: TINY.lane_start] += 1
+    last[-1, :, 0] += 1
+    clean, early, late = (functional_call(model, {"post": post}, (draw(),)) for post in (model.post, before, last))
+    assert torch.equal(early, clean)
+    assert torch.allclose(late, clean, rtol=0, atol=1e-12) == (wiring in ("shipped", "simultaneous"))
 
 
 # ---- the schedule

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from studies.lanes.config import LanesConfig, Loop
-from studies.lanes.model import LanesModel, kinds_of
+from studies.lanes.model import LanesModel
 from studies.lanes.optim import LanesOptimizer, OptimSettings
 
 pytestmark = pytest.mark.study
@@ -111,19 +111,6 @@ def test_the_size_of_a_gradient_has_no_say(size: float) -> None:
     assert (moved[0] - moved[1]).norm() < EXACT * moved[0].norm()
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_decay_is_decoupled_and_free_of_the_shape(name: str) -> None:
-    """With decay, a step ends at what it ends at without it, less rate * decay * W; a tall matrix decays like a wide one."""
-    start, ends = drawn(SHAPES[name], 2), []
-    for decay in (0.0, 0.5):
-        model = linears(start)
-        optimizer, (p,) = LanesOptimizer(model, OptimSettings(matrix_rate=0.1, decay=decay)), model.parameters()
-        p.grad = drawn(SHAPES[name], 3)
-        optimizer.step()
-        ends.append(p.detach().clone())
-    assert torch.allclose(ends[1], ends[0] - 0.1 * 0.5 * start, atol=1e-6)
-
-
 def test_controls_do_not_decay_and_are_adamws() -> None:
     model, q = nn.Module(), nn.Parameter(drawn((4,), 1))
     model.scale = p = nn.Parameter(drawn((4,), 1))
@@ -192,11 +179,6 @@ def test_every_parameter_is_in_exactly_one_optimizer(given: dict[str, object]) -
     assert len(matrices) == 18
     assert {id(p) for p in groups[0]} == {id(w) for w in matrices}
     assert [id(p) for p in groups[1]] == [id(model.embed.weight)]
-
-
-def test_a_matrix_shaped_control_is_a_control() -> None:
-    kinds = kinds_of(tiny_model(**VARIANTS[0]))
-    assert {kinds[name] for name in ("blocks.0.mix", "skip_weight", "loop_embed", "blocks.0.attn.q_gain")} == {"control"}
 
 
 def trained(model: LanesModel, optimizer: LanesOptimizer, steps: range, total: int) -> list[float]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hinted import changed_scores, mix
+from hinted import mixed_scores
 from tiny_lanes import FEW, with_steps, write_texts
 
 from studies.common.seeds import torch_generator
@@ -193,19 +193,9 @@ def subject(study: Path, tiny: Settings, texts: Path) -> Subject:
     return Subject(tiny, open_text(texts), ARMS["shipped"], 0, trained(LanesJob(tiny, study, None, "shipped", 0)))
 
 
-def test_what_hints_would_cost_is_noted_beside_scores_that_stay_as_they_are(subject: Subject) -> None:
-    """Held against a scoring that mixes the hints in for good."""
-    evaluation, tokens, mixing = subject.settings.evaluation, subject.test, Mixing(cross=0.3)
-    note = Noted(tokens, evaluation, {"hinted": mixing})
-    given = {"window": evaluation.window, "stride": evaluation.stride}
-    assert torch.equal(score(subject.model, tokens, watch=note, **given), score(subject.model, tokens, **given))
-    hinted = changed_scores(
-        lambda watch: score(subject.model, tokens, watch=watch, **given),
-        tokens,
-        lambda rows, at: mix(rows, note.hints.at(at), mixing),
-    )
-    assert bool(note.hints.offered.any())
-    torch.testing.assert_close(note.nll["hinted"], hinted)
+def content(study: Path, part: str) -> dict[str, Any]:
+    """What was measured on the arm of ``subject``."""
+    return json.loads((study / "arms" / "shipped" / "seed-0" / f"{part}.json").read_text())["content"]
 
 
 def test_tables_are_counted_on_the_text_of_the_training_and_read_the_text_of_the_test(study: Path, subject: Subject) -> None:
@@ -214,23 +204,14 @@ def test_tables_are_counted_on_the_text_of_the_training_and_read_the_text_of_the
     assert found == table_bpb(counted, subject.test)
 
 
-def test_training_at_test_time_is_of_the_quantised_model_at_rates_of_its_own_tuning_texts(study: Path, subject: Subject) -> None:
-    found = json.loads((study / "arms" / "shipped" / "seed-0" / "ttt.json").read_text())["content"]
-    evaluation = subject.settings.evaluation
-    tokens = excerpt(subject.corpus, "test", evaluation.adapted, evaluation.adapted_piece, 0)
-    with dequantized(subject.model, usual_weights(subject)):
-        plain = bpb(score(subject.model, tokens, window=evaluation.window, stride=evaluation.stride), tokens)
-    assert found["bpb"]["plain"] == pytest.approx(plain, rel=1e-9)
+def test_every_run_at_test_time_is_the_one_that_its_name_says(study: Path, subject: Subject) -> None:
+    """Each again, by itself, at the best rate of the tuning texts; with hints mixed in for good where they were only noted."""
+    found = content(study, "ttt")
     for scope, rate in found["rates"].items():
         gains = {row["rate"]: row["gain"] for row in found["tuning"] if row["scope"] == scope}
         assert gains[rate] == max(gain for gain in gains.values() if gain is not None)
     usual = Settings("0" * 64).evaluation
     assert usual.tune // usual.tune_piece > 5
-
-
-def test_every_run_at_test_time_is_the_one_that_its_name_says(study: Path, subject: Subject) -> None:
-    """Each of them again, by itself; with hints mixed in for good where they were only noted."""
-    found = json.loads((study / "arms" / "shipped" / "seed-0" / "ttt.json").read_text())["content"]
     evaluation, model, mixing = subject.settings.evaluation, subject.model, Mixing(cross=0.12)
     tuning = excerpt(subject.corpus, "tune", evaluation.tune, evaluation.tune_piece, 0)
     tokens = excerpt(subject.corpus, "test", evaluation.adapted, evaluation.adapted_piece, 0)
@@ -246,11 +227,7 @@ def test_every_run_at_test_time_is_the_one_that_its_name_says(study: Path, subje
         for name, (scope, rate) in runs.items():
             own = replace(evaluation.ttt, scope=scope, rate=rate)
             assert found["bpb"][name] == pytest.approx(adapt(model, tokens, own).bpb, abs=1e-9)
-            mixed = changed_scores(
-                lambda watch, own=own: adapt(model, tokens, own, watch=watch),
-                tokens,
-                lambda rows, at: mix(rows, hints.at(at), mixing),
-            )
+            mixed = mixed_scores(lambda watch, own=own: adapt(model, tokens, own, watch=watch), tokens, hints, mixing)
             assert found["hinted"][name] == pytest.approx(bpb(mixed, tokens), abs=1e-9)
     sizes = [sum(p.numel() for p in trained_by(model, scope).values()) for scope in ("controls", "all")]
     assert found["share"] == sizes[0] / sizes[1]
@@ -258,10 +235,7 @@ def test_every_run_at_test_time_is_the_one_that_its_name_says(study: Path, subje
 
 def test_every_quantisation_and_every_mixture_is_the_one_that_its_name_says(study: Path, subject: Subject) -> None:
     evaluation, model = subject.settings.evaluation, subject.model
-    found, tapped = (
-        json.loads((study / "arms" / "shipped" / "seed-0" / f"{part}.json").read_text())["content"]
-        for part in ("calibrations", "tapin")
-    )
+    found, tapped = content(study, "calibrations"), content(study, "tapin")
     usual = evaluation.gptq
 
     def weights(batches: int, **changes: Any) -> QuantizedWeights:
@@ -283,12 +257,9 @@ def test_every_quantisation_and_every_mixture_is_the_one_that_its_name_says(stud
     assert [point["k"] for point in found["points"]] == list(evaluation.clips)
     tokens = subject.test
     hints = Noted(tokens, evaluation, {}).hints
+    scored = partial(score, model, tokens, window=evaluation.window, stride=evaluation.stride)
     for name, mixing in {"within": Mixing(cross=0.0), "old": Mixing(cross=0.06), "new": Mixing(cross=0.12)}.items():
-        scores = changed_scores(
-            lambda watch: score(model, tokens, window=evaluation.window, stride=evaluation.stride, watch=watch),
-            tokens,
-            lambda rows, at, mixing=mixing: mix(rows, hints.at(at), mixing),
-        )
+        scores = mixed_scores(lambda watch: scored(watch=watch), tokens, hints, mixing)
         assert tapped["bpb"][name] == pytest.approx(bpb(scores, tokens), abs=1e-9)
     assert tapped["bpb"]["plain"] == pytest.approx(subject.bpb(), abs=1e-9)
     pairs = list(zip(hints.token.tolist(), tokens.tolist()[1:]))

@@ -11,7 +11,7 @@ import torch
 from tiny_steering import Made
 from torch import Tensor
 
-from mi_route2.engine.controllers import ProbeController, RequestView, SetMonitor, StepView
+from mi_route2.engine.controllers import ClearMonitor, ProbeController, RequestView, SetMonitor, StepView
 from mi_route2.engine.request import Result, Token
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
@@ -87,6 +87,12 @@ def demand_steering(steers: object, gain: float, direction: str) -> None:
 # what a cell does is what it says
 
 
+@pytest.mark.parametrize("design", [sweep, latency, quarantine])
+def test_cells_have_names_of_their_own(design: Any) -> None:
+    names = [cell.name for cell in design(SETTINGS, FITTED)]
+    assert len(set(names)) == len(names)
+
+
 @pytest.mark.parametrize("design", [sweep, small_sweep])
 def test_a_steered_cell_adds_its_own_direction_behind_its_own_gate(design: Any) -> None:
     cells = [cell for cell in design(SETTINGS, FITTED) if cell.about["how"] == "steer"]
@@ -153,7 +159,7 @@ def test_a_switch_between_tokens_reads_its_own_gate_and_shuts_every_quarantine()
         assert shut.monitor.threshold < ALWAYS
         assert not switch.on_step(step(2, reading={monitor.name: at + 1.0}))  # it is shut already
         opened = switch.on_step(step(3, reading={monitor.name: at - 1e-3}))
-        assert len(opened) == (0 if told["how"] == "latch" else 1)
+        assert opened == ([] if told["how"] == "latch" else [ClearMonitor(shut.monitor.name, 0)])
         fresh = next(c for c in quarantine(SETTINGS, FITTED) if c.name == cell.name).sync[0]
         assert not fresh.on_step(step(1, reading={monitor.name: at - 1e-3}))
 

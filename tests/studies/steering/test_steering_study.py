@@ -16,18 +16,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_steering import TINY, Made
+from tiny_study import train_base_again
 from titles import saved_titles, untitled
 
 from mi_route2.sites import Site
 from studies.common.artifacts import read_part, write_part
-from studies.environments.micro import warmstart
 from studies.environments.micro.language import split
-from studies.environments.micro.settings import get_world
-from studies.environments.micro.warmstart import cached_at, warm_start
 from studies.environments.micro.world import MicroWitness
 from studies.environments.protocol import Samples
 from studies.steering.answer import comparisons, frontier_counts, verdict
-from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, quarantine, sweep
+from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench
 from studies.steering.figures import FIGURES, frontier_figure, latency_figure
 from studies.steering.fitting import Fitted, ProbeGate, collect, fit, threshold
 from studies.steering.job import BASE, FIT, _make, parts_of, run_steering
@@ -119,12 +117,7 @@ def test_what_was_made_with_another_base_model_is_refused(made: Made, tmp_path: 
     Nothing is deleted or overwritten, and parts of earlier versions, which name no base model, are taken as they are."""
     out = tmp_path / "out"
     shutil.copytree(made.out, out)
-    training = made.settings.run
-    made_of = get_world(training.world), training.warm, 0, out / "warmstarts"
-    base = warm_start(*made_of)
-    with torch.no_grad():
-        base.unembed.weight *= 1.1
-    warmstart._save(base, *cached_at(*made_of))
+    train_base_again(made.settings.run, out / "warmstarts")
     before = files(out / made.folder.name)
     for subject in SUBJECTS:
         job = replace(made.job(subject), out=out)
@@ -297,22 +290,6 @@ def test_a_threshold_stands_between_scores(values: list[int], quantile: float) -
 # cells and numbers
 
 
-def test_cells_have_names_of_their_own_and_the_controls_are_there(made: Made) -> None:
-    cells = list(quarantine(made.settings, made.fitted("absorb")))
-    assert len({cell.name for cell in cells}) == len(cells)
-    assert {cell.about.get("probe") for cell in cells} == {None, "probe", "pairs", "shuffled", "haar-1"}
-    cells = list(sweep(made.settings, made.fitted("vanilla")))
-    assert len({cell.name for cell in cells}) == len(cells)
-    assert {cell.about.get("direction") for cell in cells} == {None, "away", "random-1"}
-
-
-def test_random_directions_have_the_norm_of_the_real_one(made: Made) -> None:
-    fitted = made.fitted("vanilla")
-    for v in fitted.directions.values():
-        assert abs(float(v.norm()) - 1) < 1e-5
-    assert fitted.gap > 0
-
-
 def test_an_untrained_quarantine_is_no_quarantine(made: Made) -> None:
     found = made.job("untrained").read("quarantine")
     assert found is not None
@@ -400,11 +377,3 @@ def test_verdicts() -> None:
     assert difference(same, same) == "no difference"
     assert difference(less, less) == "a trade: hacks and solves less"
     assert difference(more, more) == "a trade: hacks and solves more"
-
-
-def test_what_is_finished_is_not_made_again(made: Made) -> None:
-    job = made.job("base")
-    before = {path: path.stat().st_mtime_ns for path in job.folder.iterdir()}
-    run_steering(job)
-    assert before == {path: path.stat().st_mtime_ns for path in job.folder.iterdir()}
-    assert made.settings == TINY

@@ -152,29 +152,12 @@ def test_behind_the_last_attention_a_cell_is_the_sweeps() -> None:
     assert float(effect.abs().max()) > 1e-4
 
 
-def test_a_random_direction_moves_as_far(score: Score) -> None:
-    patching, every = patching_of(score)
-    sites = cell_of(every, "all:both").sites
-    moved = patching.random("honest", sites, torch.Generator().manual_seed(0))
-    for site in sites:
-        own, other = patching.values["honest"][site], patching.values["hack"][site]
-        torch.testing.assert_close((moved[site] - own).norm(dim=-1), (other - own).norm(dim=-1))
-        assert not torch.allclose(moved[site], other)
-
-
 def test_values_before_the_first_difference_are_equal(score: Score) -> None:
     """One prompt: both rollouts are the same up to the comment, so there a patch has nothing to put in."""
     patching, _ = patching_of(score, "prompt")
     first = int((patching.pairs.hack != patching.pairs.honest).nonzero()[:, 1].min())
     for site, value in patching.values["hack"].items():
         assert torch.equal(value[:, :first], patching.values["honest"][site][:, :first])
-
-
-def test_controls_come_from_another_task_of_the_same_mode() -> None:
-    one = make_pairs()
-    rows = others(one, np.random.default_rng(0))
-    assert bool((one.task[rows] != one.task).all())
-    assert torch.equal(one.mode[rows], one.mode)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -206,6 +189,7 @@ def test_controls_patch_what_their_names_say_and_are_means_over_draws(
         for site, value in source.items():
             if name == "random":
                 torch.testing.assert_close((value - own[site]).norm(dim=-1), (other[site] - own[site]).norm(dim=-1))
+                assert not torch.allclose(value, other[site])
                 continue
             meant = {
                 QUESTION: other[site],

@@ -1,14 +1,15 @@
 """Paths add up to the gradient; each is what patching that path alone would do; the direct one has a closed form."""
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import pytest
 import torch
-from tiny_reader import moved_model
+from tiny_reader import byte_rows, moved_model
 from torch import Tensor
 
-from studies.lanes.config import BOS, WIRINGS, LanesConfig, Loop
+from studies.lanes.config import WIRINGS, LanesConfig, Loop
 from studies.lanes.gradients.paths import Paths, Sublayer, coefficients, decompose, ratios, sublayers
 from studies.lanes.model import LanesModel
 
@@ -16,15 +17,8 @@ pytestmark = pytest.mark.study
 
 PLAIN = LanesConfig(layers=5, d_model=8, heads=2, mlp=1, lane_start=3, zero_init=False)
 LOOPED = replace(PLAIN, loop=Loop(1, 2, 1), loop_embeddings=True)
+draw = partial(byte_rows, length=7)
 READ_AS_ONE = [name for name in WIRINGS if name != "z2"]
-
-
-def draw(rows: int = 2, length: int = 7, seed: int = 1) -> Tensor:
-    return torch.randint(0, BOS, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def by_sublayer(model: LanesModel) -> dict[Sublayer, Paths]:
@@ -123,7 +117,7 @@ def test_norms_of_each_lane_have_no_coefficient() -> None:
 
 def test_ratios_have_a_row_a_sublayer_and_seed() -> None:
     for wiring in ("sequential", "gptj", "shipped"):
-        models = {seed: LanesModel(replace(PLAIN, wiring=wiring), generator(seed)).double() for seed in range(2)}
+        models = {seed: moved_model(replace(PLAIN, wiring=wiring), seed, moved=0.0) for seed in range(2)}
         rows = [row for seed, model in models.items() for row in ratios(model, draw(), seed)]
         assert [(row.seed, row.step, row.sublayer) for row in rows] == [
             (seed, k, name) for seed in range(2) for k in range(5) for name in ("attn", "mlp")

@@ -5,10 +5,12 @@ from functools import cache
 
 import pytest
 import torch
+from tiny_reader import byte_rows as draw
+from tiny_reader import moved_model
 from torch import Tensor
 from torch.func import functional_call, grad
 
-from studies.lanes.config import BOS, LanesConfig
+from studies.lanes.config import LanesConfig
 from studies.lanes.gradients.symmetry import (
     PAIRS,
     TWO_LANES,
@@ -36,10 +38,6 @@ pytestmark = pytest.mark.study
 
 SMALL = LanesConfig(layers=4, d_model=8, heads=2, mlp=1, lane_start=2, zero_init=False)
 SMALLEST = LanesConfig(layers=3, d_model=4, heads=1, mlp=1, lane_start=1, skips=False)
-
-
-def draw(rows: int = 2, length: int = 9, seed: int = 1) -> Tensor:
-    return torch.randint(0, BOS, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def make(config: LanesConfig, seed: int = 0) -> LanesModel:
@@ -102,12 +100,12 @@ def test_the_relative_difference() -> None:
 # ---- gaps
 
 
-def test_gaps_are_zero_where_there_is_the_symmetry() -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_gaps_are_zero_where_there_is_the_symmetry(seed: int) -> None:
+    """For any routing scalars, gates and mixes."""
     gaps = {}
     for wiring in TWO_LANES:
-        model = make(replace(SMALL, wiring=wiring))
-        with torch.no_grad():
-            model.post += 0.3 * torch.randn(model.post.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        model = moved_model(replace(SMALL, wiring=wiring), seed)
         before = model.post.detach().clone()
         gaps[wiring] = exchange_gap(model, draw()), gauge_gap(model, draw())
         assert torch.equal(model.post, before)

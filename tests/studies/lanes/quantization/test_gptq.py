@@ -100,17 +100,11 @@ def test_it_is_brute_force_obq_to_the_last_code(d: int, levels: int, damping: fl
         row_scales(weight, 2.5, levels),
         correlated(d, seed=d) if d > 1 else torch.full((1, 1), 3.0, dtype=torch.float64),
     )
-    codes = gptq(weight, hessian, scale, levels=levels, damping=damping, block=16)
-    assert torch.equal(codes, obq(weight, hessian, scale, levels, damping))
+    codes = obq(weight, hessian, scale, levels, damping)
+    for block in (1, 5, 16, d, 128):
+        assert torch.equal(gptq(weight, hessian, scale, levels=levels, damping=damping, block=block), codes)
     if d > 2:
         assert not torch.equal(codes, round_to_nearest(weight, scale, levels))
-
-
-@pytest.mark.parametrize("block", [1, 5, 32, 48, 128])
-def test_blocks_change_nothing(block: int) -> None:
-    weight, scale = matrix(12, 48, seed=3)
-    codes = [gptq(weight, correlated(48, seed=4), scale, levels=31, block=one) for one in (block, 48)]
-    assert torch.equal(*codes)
 
 
 @given(d=st.integers(2, 40), rows=st.integers(1, 12), seed=st.integers(0, 1000), size=st.sampled_from([1e-6, 1.0, 512.0]))
@@ -120,15 +114,6 @@ def test_under_a_multiple_of_the_identity_it_rounds_to_nearest(d: int, rows: int
     assert torch.equal(codes, round_to_nearest(weight, scale, 31))
     diagonal = torch.diag(drawn(d, seed=seed).square() + 0.1)  # no correlation, so no feedback, in whatever order
     assert torch.equal(gptq(weight, diagonal, scale, levels=31), codes)
-
-
-@given(d=st.integers(2, 24), seed=st.integers(0, 1000))
-def test_the_order_of_the_columns_is_undone(d: int, seed: int) -> None:
-    weight, scale = matrix(6, d, seed)
-    hessian = correlated(d, seed)
-    shuffled = torch.randperm(d, generator=torch.Generator().manual_seed(seed))
-    codes = gptq(weight, hessian, scale, levels=31)
-    assert torch.equal(gptq(weight[:, shuffled], hessian[shuffled][:, shuffled], scale, levels=31), codes[:, shuffled])
 
 
 @given(seed=st.integers(0, 1000), factor=st.sampled_from([2.0**-20, 0.5, 2.0**30]))
@@ -270,20 +255,6 @@ def test_hessians_are_over_every_pass() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_loop_of_the_model_is_seen_by_its_blocks() -> None:
-    config = LanesConfig(layers=3, d_model=16, heads=2, mlp=2, lane_start=2, loop=Loop(0, 1, 1), zero_init=False)
-    model = LanesModel(config, torch.Generator().manual_seed(0))
-    reads: list[Tensor] = []
-    for k in (0, 2):  # block 0 runs at steps 0 and 2
-        hook = lambda value, hook: reads.append(value.detach().double().flatten(0, 1))  # noqa: E731
-        model.hook_dict[f"steps.{k}.hook_mlp_read"].add_hook(hook)
-    hessians = collect_hessians(model, tokens(2, 257), 2)
-    assert model.schedule == (0, 1, 0, 1, 2)
-    x = torch.cat(reads)
-    assert len(x) == 2 * 2 * 10
-    assert torch.allclose(hessians["blocks.0.mlp.up.weight"], x.mT @ x / len(x), rtol=1e-10)
-
-
 def test_what_calibration_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="3 calibration batches are needed, but only 2 were given"):
         collect_hessians(Looped(), tokens(2), 3)
@@ -292,24 +263,18 @@ def test_what_calibration_lacks_is_named() -> None:
 
 
 def test_a_wider_clip_takes_fewer_bytes_and_loses_more() -> None:
-    """With the lost output by hand: the change of the outputs on the calibration batches themselves."""
     model = nn.Sequential(nn.Linear(48, 64, bias=False), nn.Tanh(), nn.Linear(64, 48)).double()
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             p.copy_(drawn(*p.shape, seed=i) / 7)
     batches = [drawn(40, 48, seed=10 + i) @ drawn(48, 48, seed=5) for i in range(4)]
     hessians, points = collect_hessians(model, batches, 4), []
-    inputs = {"0.weight": torch.cat(batches), "2.weight": torch.tanh(model[0](torch.cat(batches))).detach()}
     for k in (6.0, 13.1, 26.0, 52.0):
         weights = quantize(model, hessians, GPTQSettings(k=k))
-        lost = {
-            name: distortion(model.get_parameter(name).detach(), weights.matrices[name].dequantize(), hessians[name])
-            for name in hessians
-        }
-        for name, x in inputs.items():
-            change = x @ (weights.dequantize()[name].double() - model.get_parameter(name).detach()).mT
-            assert lost[name] == pytest.approx(float(change.square().sum(-1).mean()), rel=1e-9)
-        points.append((sizes(weights, "brotli"), sum(lost.values())))
+        lost = sum(
+            distortion(model.get_parameter(name).detach(), weights.matrices[name].dequantize(), h) for name, h in hessians.items()
+        )
+        points.append((sizes(weights, "brotli"), lost))
     for (found, loses), (wider, more) in pairwise(points):
         assert wider.bytes < found.bytes
         assert wider.by_entropy < found.by_entropy

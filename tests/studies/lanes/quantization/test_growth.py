@@ -1,16 +1,16 @@
 """Errors over the passes of a loop: what a push reaches, the rate of a recurrence that is known, the formula's arithmetic."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, repeat
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_reader import moved_model
-from torch import Tensor
+from tiny_reader import byte_rows, moved_model
 
-from studies.lanes.config import BOS, LanesConfig, Loop
+from studies.lanes.config import LanesConfig, Loop
 from studies.lanes.quantization.growth import (
     CLAIMED,
     CLAIMED_RHO,
@@ -25,11 +25,8 @@ from studies.lanes.quantization.growth import (
 
 pytestmark = pytest.mark.study
 
+draw = partial(byte_rows, length=6)
 LOOPED = LanesConfig(layers=6, d_model=8, heads=2, mlp=1, lane_start=4, loop=Loop(1, 2, 2), loop_embeddings=True, zero_init=False)
-
-
-def draw(rows: int = 2, length: int = 6) -> Tensor:
-    return torch.randint(0, BOS, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -70,22 +67,6 @@ def test_the_rate_is_a_least_squares_fit() -> None:
 # ---- pushes
 
 
-def test_a_push_reaches_every_later_pass_and_nothing_earlier() -> None:
-    model = moved_model(LOOPED)
-    clean = model.run_with_cache(draw())[1]
-    assert entries(model) == (1, 3, 5)
-    order = list(clean)
-    for i, start in enumerate(entries(model)):
-        point = f"steps.{start}.hook_lane0_pre"
-        push = 1e-3 * torch.randn(clean[point].shape, generator=generator(i), dtype=torch.float64)
-        with model.hooks(fwd_hooks=[(point, lambda x, hook, push=push: x + push)]):
-            moved = model.run_with_cache(draw())[1]
-        before = order[: order.index(point)]
-        assert all(torch.equal(moved[name], clean[name]) for name in before)
-        later = [f"steps.{k}.hook_lane0_pre" for k in entries(model)[i + 1 :]] + ["steps.6.hook_lane0_post"]
-        assert all((moved[name] - clean[name]).norm() > 1e-5 for name in later)
-
-
 def test_a_spread_is_read_where_steps_and_passes_start() -> None:
     model = moved_model(LOOPED)
     point, later = "steps.3.hook_lane0_pre", [*(f"steps.{k}.hook_lane0_pre" for k in (3, 4, 5, 6)), "steps.6.hook_lane0_post"]
@@ -99,6 +80,8 @@ def test_a_spread_is_read_where_steps_and_passes_start() -> None:
     assert found.steps == pytest.approx(expected, rel=1e-9)
     assert found.passes == pytest.approx([expected[0], expected[2], expected[4]], rel=1e-9)
     assert found.passes[0] == pytest.approx(1.0, rel=1e-9)
+    assert min(found.steps) > 1e-3
+    assert entries(model) == (1, 3, 5)
     assert [len(spread(model, draw(), i, generator()).passes) for i in range(3)] == [4, 3, 2]
 
 

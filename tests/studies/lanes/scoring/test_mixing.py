@@ -70,13 +70,6 @@ def test_the_targets_entries_are_those_of_the_whole(case: tuple[Tensor, Hints, M
     torch.testing.assert_close(mixed_nll(logits, targets, hints, mixing), whole, rtol=1e-12, atol=1e-13)
 
 
-def test_without_a_hint_it_is_the_models_own_loss() -> None:
-    logits, targets = torch.randn(3, V, dtype=torch.float64), torch.tensor([0, 4, 10])
-    none = hints_of(*[(-1, 0, 0, False)] * 3)
-    own = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    torch.testing.assert_close(mixed_nll(logits, targets, none, Mixing()), own, rtol=1e-14, atol=1e-14)
-
-
 def test_a_wrong_hint_costs_the_logarithm_of_what_it_takes_and_a_right_one_saves_the_model_that_knew_nothing() -> None:
     logits = torch.full((1, V), -1000.0, dtype=torch.float64)
     logits[0, 0] = 0.0

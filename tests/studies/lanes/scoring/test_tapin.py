@@ -17,7 +17,7 @@ from studies.lanes.config import BOS
 from studies.lanes.scoring.bpb import window_starts
 from studies.lanes.scoring.tapin import Hints, find_hints
 from studies.lanes.scoring.tapin_index import automaton
-from studies.lanes.text import Document, standard_library
+from studies.lanes.text import standard_library
 
 pytestmark = pytest.mark.study
 
@@ -107,87 +107,59 @@ def test_no_later_token_changes_a_hint(case: tuple[list[int], int, int], data: s
     assert found(ids[:t] + after, window, stride)[:t] == found(ids, window, stride)[:t]
 
 
-def test_every_single_later_change_leaves_the_hint() -> None:
-    ids = [BOS, 1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2, 3, 9, 9]
-    before = found(ids, 8, 4)
-    for changed in range(len(ids)):
-        for value in (0, 4, BOS):
-            other = found([*ids[:changed], value, *ids[changed + 1 :]], 8, 4)
-            assert other[:changed] == before[:changed]
-    assert any(row != NOTHING for row in before)
+BY_HAND: dict[str, list[tuple[list[int], int, tuple[int, int, int, bool]]]] = {
+    "three tokens are enough, two are not": [
+        ([1, 2, 3, 4, 1, 2, 3], 100, (4, 3, 1, False)),
+        ([7, 2, 3, 4, 1, 2, 3], 100, NOTHING),
+    ],
+    "the query's own last token is no candidate: the place before the last would offer it": [
+        ([5, 5, 5, 5], 100, NOTHING),
+        ([5, 5, 5, 5, 5], 100, (5, 3, 1, False)),
+    ],
+    "the longest wins, the earliest of equals": [
+        ([1, 2, 3, 8, 0, 1, 2, 3, 9, 0, 1, 2, 3], 100, (9, 4, 1, False)),
+        ([6, 1, 2, 3, 8, 7, 1, 2, 3, 9, 0, 1, 2, 3], 100, (8, 3, 1, False)),
+    ],
+    "votes count candidates of any length that agree with the winner": [
+        ([1, 2, 3, 8, 5, 1, 2, 3, 9, 4, 1, 2, 3, 8, 4, 1, 2, 3], 100, (8, 4, 2, False)),
+    ],
+    "a match is cut off before the window": [
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5], window, expected)
+        for window, expected in ((8, NOTHING), (9, (6, 3, 1, False)), (10, (6, 4, 1, False)), (11, (6, 5, 1, False)))
+    ],
+    "a match within the window may lie in another document, a lost one may not": [
+        ([BOS, 1, 2, 3, 4, BOS, 1, 2, 3], 100, (4, 4, 1, False)),  # both begin a document with the same text
+        ([BOS, 1, 2, 3, 4, 0, 0, 0, 0, BOS, 1, 2, 3], 4, NOTHING),
+        ([BOS, 1, 2, 3, 4, 0, 0, 0, 0, 7, 1, 2, 3], 4, (4, 3, 1, True)),
+    ],
+    "lost text begins where a place and the next have left": [  # the offered 4 must lie as many tokens back as a window has
+        ([BOS, 1, 2, 3, 4, 20, 21, 22, 1, 2, 3], 7, NOTHING),
+        ([BOS, 1, 2, 3, 4, 20, 21, 22, 23, 1, 2, 3], 7, (4, 3, 1, True)),
+        ([BOS, 1, 2, 3, 4, 20, 21, 22, 1, 2, 3], 8, NOTHING),  # neither in the window nor lost: its first token has left
+    ],
+    "a lost match must be strictly longer": [
+        ([BOS, 1, 2, 3, 8, 30, 31, 32, 33, 34, 1, 2, 3, 9, 1, 2, 3], 9, (9, 3, 1, False)),
+        ([BOS, 5, 1, 2, 3, 8, 30, 31, 32, 1, 2, 3, 9, 5, 1, 2, 3], 9, (8, 4, 1, True)),
+        ([BOS, 5, 1, 2, 3, 8, 30, 31, 32, 1, 2, 3, 8, 5, 1, 2, 3], 9, (8, 4, 2, True)),
+    ],
+    "the query of a lost match lies in the window": [
+        ([BOS, 1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5], window, expected)
+        for window, expected in ((5, (6, 5, 1, True)), (4, (6, 4, 1, True)), (2, NOTHING))
+    ],
+}
+"""Rule -> streams, windows (of 100 tokens: all is within), and the hint at the end; every position ends a window of its own."""
 
 
-# By hand. With window 100 all is within; with window 8 and stride 1 a position's window is the 8 tokens that end at it.
-
-
-def test_three_tokens_are_enough_and_two_are_not() -> None:
-    assert found([1, 2, 3, 4, 1, 2, 3], 100, 1)[-1] == (4, 3, 1, False)
-    assert found([7, 2, 3, 4, 1, 2, 3], 100, 1)[-1] == NOTHING
-
-
-def test_the_querys_own_last_token_is_no_candidate() -> None:
-    """p + 1 < t: in a run of one byte the place before the last would offer the last."""
-    assert found([5, 5, 5, 5], 100, 1)[-1] == NOTHING
-    assert found([5, 5, 5, 5, 5], 100, 1)[-1] == (5, 3, 1, False)
-
-
-def test_the_longest_wins_and_the_earliest_of_equals() -> None:
-    longer_later = [1, 2, 3, 8, 0, 1, 2, 3, 9, 0, 1, 2, 3]
-    assert found(longer_later, 100, 1)[-1] == (9, 4, 1, False)
-    equal = [6, 1, 2, 3, 8, 7, 1, 2, 3, 9, 0, 1, 2, 3]
-    assert found(equal, 100, 1)[-1] == (8, 3, 1, False)
-
-
-def test_votes_count_candidates_of_any_length_that_agree_with_the_winner() -> None:
-    ids = [1, 2, 3, 8, 5, 1, 2, 3, 9, 4, 1, 2, 3, 8, 4, 1, 2, 3]
-    assert found(ids, 100, 1)[-1] == (8, 4, 2, False)
-
-
-def test_a_match_is_cut_off_before_the_window() -> None:
-    """The same text: 5 tokens agree, of which a window of 9 has the last 3 at the earlier place, and one of 8 only 2."""
-    ids = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5]
-    lengths = {window: found(ids, window, 1)[-1] for window in (8, 9, 10, 11)}
-    assert lengths == {8: NOTHING, 9: (6, 3, 1, False), 10: (6, 4, 1, False), 11: (6, 5, 1, False)}
-
-
-def test_a_match_within_the_window_may_lie_in_another_document_and_a_lost_one_may_not() -> None:
-    ids = [BOS, 1, 2, 3, 4, BOS, 1, 2, 3]
-    assert found(ids, 100, 1)[-1] == (4, 4, 1, False)  # both begin a document with the same text
-    lost = [BOS, 1, 2, 3, 4, 0, 0, 0, 0, BOS, 1, 2, 3]
-    assert found(lost, 4, 1)[-1] == NOTHING
-    lost[9] = 7
-    assert found(lost, 4, 1)[-1] == (4, 3, 1, True)
-
-
-def test_lost_text_begins_where_a_place_and_the_next_have_left() -> None:
-    """The offered token must lie W tokens back or more: 4 is at position 4, and t - W at the last two."""
-    for gap, expected in ((3, NOTHING), (4, (4, 3, 1, True))):
-        ids = [BOS, 1, 2, 3, 4, *range(20, 20 + gap), 1, 2, 3]
-        assert found(ids, 7, 1)[-1] == expected, gap
-    stream = [BOS, 1, 2, 3, 4, *range(20, 23), 1, 2, 3]
-    assert found(stream, 8, 1)[-1] == NOTHING  # neither in the window nor lost: its first token has left
+@pytest.mark.parametrize("rule", BY_HAND)
+def test_hints_are_those_that_one_finds_by_hand(rule: str) -> None:
+    for ids, window, expected in BY_HAND[rule]:
+        assert found(ids, window, 1)[-1] == expected, (ids, window)
 
 
 def test_a_document_that_starts_after_the_window_has_no_lost_text() -> None:
     """Also not that of the document in which the window starts."""
     ids = [BOS, 1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9, BOS, 1, 2, 3]
     assert found(ids, 8, 4)[-1] == NOTHING
-
-
-def test_a_lost_match_must_be_strictly_longer() -> None:
-    equal = [BOS, 1, 2, 3, 8, 30, 31, 32, 33, 34, 1, 2, 3, 9, 1, 2, 3]
-    assert found(equal, 9, 1)[-1] == (9, 3, 1, False)
-    longer = [BOS, 5, 1, 2, 3, 8, 30, 31, 32, 1, 2, 3, 9, 5, 1, 2, 3]
-    assert found(longer, 9, 1)[-1] == (8, 4, 1, True)
-    agreeing = [BOS, 5, 1, 2, 3, 8, 30, 31, 32, 1, 2, 3, 8, 5, 1, 2, 3]
-    assert found(agreeing, 9, 1)[-1] == (8, 4, 2, True)
-
-
-def test_the_query_of_a_lost_match_lies_in_the_window() -> None:
-    ids = [BOS, 1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5]
-    assert found(ids, 5, 1)[-1] == (6, 5, 1, True)
-    assert found(ids, 4, 1)[-1] == (6, 4, 1, True)
-    assert found(ids, 2, 1)[-1] == NOTHING
 
 
 def test_a_match_counts_up_to_a_hundred_tokens() -> None:
@@ -269,12 +241,3 @@ def test_a_speed_is_tokens_over_the_median() -> None:
     speed = benchmark.speed(100, [1.0, 2.0, 4.0], np.random.default_rng(0))
     assert (speed.value, speed.lo, speed.hi) == (50.0, 25.0, 100.0)
     assert f"{Ratio(1234.5, 1000.0, 2000.0):,.0f}" == "1,234 (1,000 - 2,000)"
-
-
-def test_documents_are_told_by_their_bos_alone() -> None:
-    """Two files with the same text: the second one finds nothing of the first once that has left the window."""
-    document = Document("a", b"abcdefgh" * 2)
-    ids = [BOS, *document.data, BOS, *document.data]
-    rows = found(ids, 8, 1)
-    assert rows[18 + 8] == NOTHING
-    assert rows[10:17] == rows[27:34]
