@@ -431,7 +431,7 @@ class Names:
 
     owner: str
     salt: str
-    """Of its prefix cache."""
+    """Salt of its prefix cache."""
     shared: Mapping[str, Tensor]
     vectors: dict[str, Vector] = field(default_factory=dict)
     configurations: dict[str, SteeringIn] = field(default_factory=dict)
@@ -440,7 +440,7 @@ class Names:
 
     @property
     def prefix(self) -> str:
-        """What precedes its names in the engine, whose names are common to all keys."""
+        """Prefix of its names in the engine, whose names are common to all keys."""
         return f"{self.owner}/"
 
     @property

@@ -104,7 +104,8 @@ def measure(tasks: Mapping[str, Task], programs: Programs) -> dict[str, Any]:
     verdicts = Oracle(programs, by_name).judge(prompts, texts)
     rows = []
     for way, mode in kinds:
-        tried = [(grade, verdict) for (kind, *_), grade, verdict in zip(answers, grades, verdicts) if kind == (way, mode)]
+        judged = zip(answers, grades, verdicts, strict=True)
+        tried = [(grade, verdict) for (kind, *_), grade, verdict in judged if kind == (way, mode)]
         paid = [verdict for grade, verdict in tried if grade.passed]
         row: dict[str, Any] = {"way": way, "mode": mode, "answers": len(tried), "paid": len(paid)}
         row["seen"] = rate(sum(verdict.exploit for verdict in paid), len(paid))
