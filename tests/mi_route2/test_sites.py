@@ -2,12 +2,11 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
-from families import FAMILIES, LAYERS, TRANSFORMERS, WIDTH, make_family
+from families import FAMILIES, LAYERS, WIDTH, make_family
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -21,15 +20,11 @@ from mi_route2.architectures import (
     HEADED,
     LINEARS,
     POINTS,
-    Architecture,
     architecture_of,
     heads,
 )
 from mi_route2.hosts.base import known_architecture
 from mi_route2.sites import Site, nearest, select, slots
-from studies.common.tables import markdown_table
-
-PAGE = Path(__file__).parents[2] / "docs/sites.md"
 
 SITES = st.one_of(
     st.builds(Site, st.integers(0, 200), st.sampled_from(list(POINTS))),
@@ -126,7 +121,8 @@ GROUPED = ("Qwen3", "Llama", "Mistral", "Gemma2", "Gemma3")
 
 def test_every_row_has_a_tiny_model() -> None:
     """TransformerLens's own models have theirs in the tests of its host."""
-    assert {architecture_of(make_family(name)).name for name in FAMILIES} == {row.name for row in TREES}
+    rows = {row.name for row in ARCHITECTURES.values() if "NativeModel" not in row.classes}
+    assert {architecture_of(make_family(name)).name for name in FAMILIES} == rows
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -235,85 +231,3 @@ def test_a_config_without_heads_is_said() -> None:
     model.config = type("Bare", (), {"use_cache": False})()
     with pytest.raises(ValueError, match="gives no number of heads: it needs one of num_attention_heads, n_head, n_heads, heads"):
         slots(model)
-
-
-# ---- the page
-
-
-Cell = Callable[[Architecture, str], str]
-TREES = [row for row in ARCHITECTURES.values() if "NativeModel" not in row.classes]
-"""The rows of the page's tables: TransformerLens builds its native models itself, bridge included."""
-
-
-def _table(lines: Iterable[str], cell: Cell, rows: Iterable[Architecture] = TREES) -> str:
-    """A column an architecture; those that agree in every line share one."""
-    columns: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        columns.setdefault(tuple(cell(row, line) for line in lines), []).append(row.name)
-    body = [[f"`{line}`", *cells] for line, *cells in zip(lines, *columns, strict=True)]
-    return markdown_table(["", *(", ".join(names) for names in columns.values())], body, left=len(columns) + 1)
-
-
-def _linear(row: Architecture, name: str) -> str:
-    if name == "unembed":
-        return f"`{row.unembed}`"
-    if name not in row.linears:
-        return "none"
-    at = row.linears[name]
-    part = "" if at.fused is None else f", part {at.fused[0] + 1} of {at.fused[1]} ({at.fused[2]})"
-    return f"`{row.blocks}.<layer>.{at.path}`{part}"
-
-
-def _torch(row: Architecture, point: str) -> str:
-    at = row.points[point]
-    if isinstance(at, str):
-        return "none"
-    if at.linear:
-        return f"output of `{at.path}`"
-    return f"{at.side} of `{at.path}`" if at.path else f"{at.side} of the block"
-
-
-def _bridge(row: Architecture, point: str) -> str:
-    name = row.bridge_points.get(point, BRIDGE_POINTS[point])
-    return "none" if " " in name else f"`{name}`"
-
-
-def tables() -> dict[str, str]:
-    adapters = [[f"`{name}`", what] for name, what in ADAPTER_POINTS.items()]
-    return {
-        "points": markdown_table(["point", "value"], [[f"`{n}`", what] for n, what in POINTS.items()], left=2),
-        "adapter points": markdown_table(["point", "value"], adapters, left=2),
-        "linears": _table([*LINEARS, "unembed"], _linear),
-        "torch": _table(POINTS, _torch),
-        "bridge": _table(POINTS, _bridge, [row for row in ARCHITECTURES.values() if row.name in TRANSFORMERS]),
-    }
-
-
-@pytest.mark.parametrize("name", tables())
-def test_the_tables_of_the_page_are_the_rows(name: str) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", text)
-    assert found, f"docs/sites.md has no table below <!-- table: {name} -->"
-    assert found[1] == tables()[name], f"docs/sites.md must have, below <!-- table: {name} -->:\n\n{tables()[name]}"
-
-
-def test_the_blocks_of_the_page_run() -> None:
-    names: dict[str, object] = {"__name__": "docs"}
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert blocks
-    for code in blocks:
-        exec(code, names)
-
-
-def test_the_page_names_the_classes_that_have_a_row() -> None:
-    last = PAGE.read_text(encoding="utf-8").partition("## Another architecture")[2]
-    assert set(re.findall(r"`(\w+)`", last)) == {name for row in ARCHITECTURES.values() for name in row.classes}
-
-
-def test_the_page_says_why_a_point_is_missing() -> None:
-    text = " ".join(PAGE.read_text(encoding="utf-8").split())
-    rows = ARCHITECTURES.values()
-    reasons = {at for row in rows for at in row.points.values() if isinstance(at, str)}
-    reasons |= {name for row in rows for name in row.bridge_points.values() if " " in name}
-    assert reasons
-    assert [reason for reason in reasons if reason not in text] == []

@@ -1,16 +1,12 @@
 """The toolkit on a real pretrained model: SmolLM2-135M, in float32 on whatever device the machine has."""
 
 import json
-from contextlib import chdir, redirect_stdout
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 import trl_grpo
-from pages import ROOT, blocks, run_block
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,7 +16,7 @@ from mi_route2 import AdapterSpec, Rollouts, Steer, Steering, export_peft
 from mi_route2.engine import Engine, Request, Sampling
 from mi_route2.hosts.base import Host
 from mi_route2.models import smollm2, smollm2_folder, smollm2_tokenizer
-from mi_route2.patching import Grid
+from mi_route2.patching import sweep
 from mi_route2.patching.patches import Patch
 from mi_route2.routing import MaskRoute, MaskSpec, PairBatch, PersonaFitter, TrainBatch, group_advantages
 from mi_route2.serve.client import PatchStudy
@@ -211,31 +207,9 @@ def test_steering_is_a_torch_hook_and_leaves_its_neighbor_alone(host: Host, toke
         assert (torch.tensor(result.logprobs) - logprobs).abs().max() < 1e-3
 
 
-class Ran(NamedTuple):
-    """What the page's block has printed, its folder and its grid: of the stream, on the whole model."""
-
-    said: str
-    folder: Path
-    grid: Grid
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    ((line, code),) = blocks(ROOT / "docs/real_model.md")
-    folder, said, namespace = tmp_path_factory.mktemp("page"), StringIO(), dict[str, Any]()
-    with chdir(folder), redirect_stdout(said):
-        run_block("docs/real_model.md", line, code, namespace)
-    return Ran(said.getvalue(), folder, namespace["grid"])
-
-
-def test_the_page_s_block_runs(ran: Ran) -> None:
-    assert "+6.1 clean, -5.5 corrupt" in ran.said
-    assert (ran.folder / "indirect_object.png").stat().st_size > 5000
-
-
-def test_the_indirect_object_moves_from_the_name_to_the_end_in_the_upper_blocks(ran: Ran) -> None:
+def test_the_indirect_object_moves_from_the_name_to_the_end_in_the_upper_blocks(host: Host, tokenizer) -> None:
     """Wang et al. 2022 (IOI): until the name movers have read it, the second subject's position carries the whole answer."""
-    grid = ran.grid
+    grid = sweep(host, sites="resid_pre", clean=TO_MARY, corrupt=TO_JOHN, answer=" Mary", foil=" John", tokenizer=tokenizer)
     assert grid.clean > 4
     assert grid.corrupt < -4
     recovered = torch.as_tensor(grid.recovered)  # [30 layers, positions]
@@ -246,45 +220,6 @@ def test_the_indirect_object_moves_from_the_name_to_the_end_in_the_upper_blocks(
     assert (recovered[24:, subject].abs() < 0.1).all()
     others = [p for p in range(end) if p not in (subject, subject + 1)]
     assert (recovered[:, others].abs() < 0.1).all()
-
-
-MODELS = {
-    "transformer_lens": """
-import torch
-from transformers import AutoModelForCausalLM
-from mi_route2.models import smollm2, smollm2_folder
-
-def build():
-    return AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
-
-host = smollm2("transformer_lens")
-bridge = host.model
-""",
-    "nnsight": """
-import torch
-from nnsight import TransformersModel
-from transformers import AutoModelForCausalLM
-from mi_route2 import AdapterSpec
-from mi_route2.hosts.nnsight import NNsightHost
-from mi_route2.models import smollm2_folder, smollm2_tokenizer
-
-torch.manual_seed(0)
-llama = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
-tokenizer = smollm2_tokenizer()
-""",
-}
-"""Tour -> the real model, in place of the random one that its first block makes."""
-
-
-@pytest.mark.parametrize("tour", MODELS)
-def test_a_tour_runs_on_it(tour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patching, masks, routes of one's own and files, with the tour's own assertions."""
-    monkeypatch.chdir(tmp_path)
-    page, namespace = f"docs/{tour}.md", {"__name__": "docs"}
-    (first, _), *others = blocks(ROOT / page)
-    run_block(page, first, MODELS[tour], namespace)
-    for line, code in others:
-        run_block(page, line, code, namespace)
 
 
 def test_the_example_of_trl_trains_and_saves(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Blocks of the pages, run as a notebook runs its cells."""
+"""Python blocks of Markdown pages, run in order in one namespace."""
 
 import linecache
 import re
@@ -9,13 +9,16 @@ FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(path: Path) -> list[tuple[int, str]]:
-    """The fenced Python blocks of a file, each with the line that it begins on."""
+    """Return each ```python block with its line number."""
     text = path.read_text(encoding="utf-8")
     return [(text.count("\n", 0, match.start(1)), match[1]) for match in FENCE.finditer(text)]
 
 
-def run_block(page: str, line: int, code: str, namespace: dict[str, object]) -> None:
-    """Run a block whose source can be read back (nnsight compiles traces from it); tracebacks name the page's line."""
-    source, name = "\n" * line + code, f"{ROOT / page}:{line}"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    exec(compile(source, name, "exec"), namespace)
+def run_page(path: Path) -> dict[str, object]:
+    """Run the blocks and return their namespace. nnsight reads a block's source back; tracebacks have the page's lines."""
+    namespace: dict[str, object] = {"__name__": "docs"}
+    for line, code in blocks(path):
+        source, name = "\n" * line + code, f"{path}:{line}"
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        exec(compile(source, name, "exec"), namespace)
+    return namespace

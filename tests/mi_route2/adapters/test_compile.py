@@ -10,14 +10,12 @@ own name in a child without them; to run them by hand:
 """
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +176,6 @@ def check_inductor() -> None:
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
         assert_contexts_agree(adapters, lambda: model(x), lambda: compiled(x), ("full",), 1e-12)
-
-
-def check_the_page_prints_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # it makes no difference but in time
-    text = (ROOT / "docs/hosts.md").read_text(encoding="utf-8")
-    (code,) = (block for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if "torch.compile" in block)
-    exec(compile(code, "docs/hosts.md", "exec"), {})
-    assert graphs() == 3
 
 
 def check_an_update_is_seen_without_another_graph() -> None:

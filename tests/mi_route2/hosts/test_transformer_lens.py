@@ -34,7 +34,7 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformer_lens.model_bridge.sources.native.model import NativeModel
 
 from mi_route2.adapters import Adapters, AdapterSpec, load_adapters, save_adapters
-from mi_route2.architectures import ADAPTER_POINTS, ARCHITECTURES, BRIDGE_POINTS, POINTS
+from mi_route2.architectures import ADAPTER_POINTS, POINTS
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.huggingface import TorchHost
@@ -43,7 +43,6 @@ from mi_route2.hosts.transformer_lens import BridgeHost
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec, TrainBatch
 from mi_route2.sites import Site
-from studies.common.tables import markdown_table
 from studies.environments.micro.model import KVCache
 
 pytestmark = pytest.mark.hosts
@@ -956,18 +955,3 @@ def test_a_tape_that_is_closed_before_the_backward_is_an_error_under_checkpointi
         loss.backward()
     with pytest.raises(RuntimeError, match=r"did not report a gradient.*blocks\.0\.attn\.q.*checkpointing"):
         step.finish()
-
-
-# --- the page -------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_lists_every_point() -> None:
-    page = (Path(__file__).parents[3] / "docs/transformer_lens.md").read_text(encoding="utf-8")
-    table = page.partition("<!-- table: points -->\n\n")[2].partition("\n\n")[0]
-    rows = [[f"`{point}`", f"`{BRIDGE_POINTS[point]}`", about] for point, about in POINTS.items()]
-    assert table == markdown_table(["point", "hook", "value"], rows, left=3).rstrip("\n")
-    assert all(f"`route.{point}`" in page for point in ROUTE_POINTS)
-    for name in ("Gemma2", "Gemma3"):
-        changed = ARCHITECTURES[name].bridge_points
-        assert all(f"`{point}` is `{hook}`" in page for point, hook in changed.items())
-    assert all(key in page for row in ARCHITECTURES.values() for key in row.bridge_config)

@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -267,13 +266,11 @@ def test_left_padding_is_a_rounding(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of what processes under ``accelerate launch`` wrote, with the page's configuration; without a GPU they run on gloo."""
+    """Folder of what processes under ``accelerate launch`` wrote, without a GPU they run on gloo."""
     out = tmp_path_factory.mktemp("ranks")
-    (config,) = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs/trl.md").read_text(), re.M | re.S)
-    (out / "fsdp.yaml").write_text(config)
     path = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / "trl_ranks.py"), str(out), str(out / "fsdp.yaml")],
+        [sys.executable, str(ROOT / "tests" / "support" / "trl_ranks.py"), str(out), str(ROOT / "tests/support/fsdp.yaml")],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
@@ -828,23 +825,6 @@ def test_evaluation_is_of_the_deployed_model(tmp_path: Path) -> None:
     assert on == ["kept, quarantine (stacked)", *["kept"] * 4]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/trl.md"])
-def test_the_ten_lines_of_the_docs_train_and_save(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they stand; here is only the folder that they name, with a model whose words are theirs."""
-    (code,) = [c for c in re.findall(r"^```py\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S) if "save_model" in c]
-    monkeypatch.chdir(tmp_path)
-    make_family("Llama", torch.float32).save_pretrained("path/to/model")
-    words = ["Is", "91", "97", "51", "prime?", "yes", "no", "No,", "it", "is", "3", "x", "17.", "CORRECT"]
-    tokenizer(words).save_pretrained("path/to/model")
-    namespace: dict[str, Any] = {}
-    exec(code, namespace)
-    trainer = namespace["trainer"]
-    assert trainer.state.global_step == 6
-    assert {"route/flagged", "route/score", "grad_norm/kept"} <= trainer.state.log_history[0].keys()
-    saved = load_file("deployed/adapter_model.safetensors")
-    assert max(float(t.abs().max()) for name, t in saved.items() if "lora_B" in name) > 0
-
-
 def test_a_tracker_is_told_what_the_route_did(tmp_path: Path) -> None:
     """In TensorBoard's own reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -856,31 +836,6 @@ def test_a_tracker_is_told_what_the_route_did(tmp_path: Path) -> None:
         told = [event.value for event in events.Scalars(f"train/{name}")]
         assert told == pytest.approx([log[name] for log in seen.logs if name in log], rel=1e-6)
         assert len(told) == 2
-
-
-def test_the_probe_of_the_docs_reads_the_policy_that_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its scores are those of hidden states that transformers returns itself."""
-    steps: list[RoutedStep] = []
-    trainer, _ = make_trainer(tmp_path, MaskSpec(), texts=UNEVEN, own={"record": steps.append})
-    trainer.train()
-    move(trainer.adapters)
-    (code,) = [c for c in re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs/trl.md").read_text(), re.M | re.S) if "probes" in c]
-    rows = [{"prompt": f"w{i} w6", "hack": f"w20 w{21 + i}", "clean": f"w30 w{31 + i}"} for i in range(4)]
-    hacks = [i % 2 == 0 for i in range(8)]
-    words: Any = tokenizer()
-    given = {"torch": torch, "trainer": trainer, "tokenizer": words, "pairs": rows, "step": steps[0], "hacks": hacks}
-    exec(code, given)
-    probe, scores = given["probe"], given["scores"]
-    assert trainer.adapters.has_quarantine
-    for i, (row, ids) in enumerate(zip(steps[0].examples, steps[0].completion_ids, strict=True)):
-        prompt = words(row["prompt"])["input_ids"]
-        with torch.no_grad():
-            hidden = trainer.model(torch.tensor([prompt + ids]), output_hidden_states=True).hidden_states[1][0]
-        read = hidden[len(prompt) - 1 : -1].mean(0)
-        torch.testing.assert_close(scores[i], (read @ probe.weight.to(read) + probe.bias).to(scores), rtol=1e-6, atol=1e-6)
-    flags = torch.tensor(hacks)
-    above = ((scores[flags, None] - scores[None, ~flags]).sign() / 2 + 0.5).mean().item()  # two completions are equal
-    assert capsys.readouterr().out.splitlines()[-1] == f"AUROC {above}"
 
 
 # ---- refusals

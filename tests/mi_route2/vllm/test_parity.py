@@ -5,7 +5,6 @@ keys and values that requests are preempted.
 """
 
 import importlib.util
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -372,13 +371,6 @@ def test_a_bias_that_vllm_leaves_out_is_refused(pair: Pair, monkeypatch: pytest.
     monkeypatch.setattr(pair.theirs.llm.llm_engine.model_config.hf_text_config, "attention_bias", True)
     with pytest.raises(ValueError, match="leaves out the bias of this model's o_proj"):
         pair.theirs.llm.collective_rpc(lambda worker: _facts(worker.model_runner, worker.vllm_config))
-
-
-def test_the_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    exec(compile(block, "docs/vllm.md", "exec"), {"__name__": "docs"})
 
 
 def test_an_intervention_that_is_too_strong_is_an_error_of_its_own_request(pair: Pair) -> None:

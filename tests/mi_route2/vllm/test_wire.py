@@ -5,7 +5,6 @@ import json
 import math
 import sys
 from dataclasses import fields, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from mi_route2 import sweep
-from mi_route2.architectures import POINTS, VLLM_POINTS
 from mi_route2.engine import Capture, Request, Sampling
 from mi_route2.engine.rules import Probe, Rule
 from mi_route2.patching.patches import FromRun, Patch
@@ -260,18 +258,6 @@ def test_a_sweep_is_refused() -> None:
     engine: Any = object.__new__(VllmEngine)
     with pytest.raises(TypeError, match=r"host must be a Host, not a VllmEngine: open the model with open_host\('torch', model\)"):
         sweep(engine, clean=[3, 4], corrupt=[5, 4], sites="resid_pre", answer=3, foil=5)
-
-
-def test_the_table_of_the_page_is_the_one_of_architectures() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
-    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| `")]
-    told = {
-        row[0]: (row[1].replace("the block", ""), row[2], "pair" in row[3], "fused" in row[3])
-        for row in rows
-        if row[0] in VLLM_POINTS
-    }
-    assert told == {name: (at.path, at.side, at.stream, bool(at.part)) for name, at in VLLM_POINTS.items()}
-    assert VLLM_POINTS.keys() == POINTS.keys()
 
 
 def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
