@@ -90,21 +90,8 @@ check-tests: $(STAMP)  ## pyright on the tests too (before a release)
 docs: $(STAMP)  ## build the write-up strictly into site/
 	.venv/bin/mkdocs build --strict
 
-bench: $(STAMP)  ## paired speed and memory ratios
-	$(PY) -m studies.benchmarks routing
-	$(PY) -m studies.benchmarks hosts
-	$(PY) -m studies.benchmarks imports
-	$(PY) -m studies.benchmarks jail
-	$(PY) -m studies.benchmarks sweeps
-	$(PY) -m studies.benchmarks steering
-	$(PY) -m studies.benchmarks engine
-	$(PY) -m studies.benchmarks engine --smollm2 --look
-	$(PY) -m studies.benchmarks tapin
-	$(PY) -m studies.benchmarks packed
-	$(PY) -m studies.benchmarks cost
-	$(PY) -m studies.benchmarks serve
-	$(PY) -m studies.benchmarks serve --memory
-	$(PY) -m studies.benchmarks serve --cold
+bench: $(STAMP)  ## paired ratios of time against peers
+	for name in routing hosts sweeps engine serve jail; do $(PY) -m studies.benchmarks $$name || exit 1; done
 
 soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage files; 10,000 grades in the jail; an hour of 32 clients of a server
 	$(PY) -m tests.soak --kills 100

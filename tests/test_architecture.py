@@ -49,8 +49,8 @@ FORBIDDEN = {
     "studies.environments": ("studies.training", *(f"studies.{study}" for study in STUDIES)),
     "studies.training": tuple(f"studies.{study}" for study in STUDIES),
     **{f"studies.{study}": tuple(f"studies.{other}" for other in STUDIES if other != study) for study in STUDIES[:-1]},
-    # Benchmarks time the matcher of the lanes; nothing imports a benchmark.
-    "studies.benchmarks": ("studies.route2", "studies.tracing", "studies.steering"),
+    # Nothing imports a benchmark.
+    "studies.benchmarks": ("studies.training", "studies.route2", "studies.tracing", "studies.steering", "studies.lanes"),
     "studies.environments.micro.grader": ("studies.environments.micro.oracle", "studies.environments.micro.world"),
     "studies.environments.micro.oracle": ("studies.environments.micro.grader", "studies.environments.micro.world"),
     **{

@@ -1,105 +1,75 @@
-"""Cost of a host: paired ratios of time to bare torch hooks, for a forward, a routed step and a generated token.
+"""Cost of hooks: a forward that reads the stream after every block, against one without hooks and against TransformerLens's own.
 
-    python -m studies.benchmarks hosts [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
-
-Every side is the same random Qwen3 (with ``--smollm2`` SmolLM2-135M) with the same adapters at every Linear of its blocks, and
-reads the same sites: the stream after each block and one bottleneck. The bare side uses ``register_forward_hook``, the others their
-host:
-
-    forward           hooks open, logits without gradients, hooks closed
-    routed step       hooks open over the forward and backward of a step under a mask route, its flags and its gradients
-    generated token   greedy generation with a cache, by the library's own ``generate``, hooks open; time over new tokens
-
-TransformerLens's bridge makes attention eager, so its own overhead is the ratio to bare hooks on eager attention; the ratio of
-those to bare hooks on fused attention is a row of its own. Importing nnsight makes every ``backward()`` in the process 20
-microseconds longer, on all sides alike.
+Every side has the same weights. TransformerLens's bridge makes attention eager, so its peer is eager attention too.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
-import numpy as np
-from tqdm import tqdm
+import torch
+from torch import Tensor
 
-from studies.benchmarks.measurement.host_contenders import (
-    BARE,
-    BRIDGE,
-    EAGER,
-    NNSIGHT,
-    QUICK,
-    SETTINGS,
-    SIDES,
-    SMOLLM2,
-    TASKS,
-    TORCH,
-    HostBench,
-    Setting,
-)
-from studies.benchmarks.measurement.paired import Measured, Ratio, measure, ratio, report
-from studies.benchmarks.options import HostsOptions
-from studies.common.tables import markdown_table
+from mi_route2.hosts import Host, open_host
+from mi_route2.models import smollm2
+from mi_route2.sites import Site
+from studies.benchmarks.paired import Benchmark, BenchmarkOptions, random_qwen3, timed_steps
 
-ROWS = ((TORCH, BARE), (NNSIGHT, BARE), (BRIDGE, EAGER), (EAGER, BARE), (BRIDGE, BARE))
-"""(side, the side that it is compared with)."""
+PLAIN, EAGER = "plain forward", "plain forward, eager attention"
+TORCH, BRIDGE, NNSIGHT, LENS = "TorchHost", "BridgeHost", "NNsightHost", "TransformerLens run_with_hooks"
 
 
-@dataclass(frozen=True)
-class HostResult:
-    """``over`` relative to ``under``: time of a ``task``, with both medians in milliseconds per unit, and peak memory."""
+def build(options: BenchmarkOptions, stack: ExitStack) -> Benchmark:
+    """Return a forward of each host with hooks, two without, and one of TransformerLens."""
+    if options.smollm2:
+        model: Any = smollm2().model
+    else:
+        layers, d = (2, 32) if options.quick else (6, 256)
+        model = random_qwen3(options.seed, layers=layers, d=d, heads=4, mlp=3 * d, vocab=1024, context=64)
+    model = model.eval().requires_grad_(False)
+    b, s, calls = (2, 8, 1) if options.quick else (4, 64, 4)
+    tokens = torch.randint(1024, (b, s), generator=torch.Generator().manual_seed(options.seed))
+    attention = torch.ones_like(tokens, dtype=torch.bool)
+    sites = [Site(layer, "resid_post") for layer in range(model.config.num_hidden_layers)]
 
-    setting: str
-    task: str
-    over: str
-    under: str
-    time: Ratio
-    over_ms: float
-    under_ms: float
-    memory: float
+    def own(name: str) -> Any:
+        made = copy.deepcopy(model)
+        made.set_attn_implementation("eager" if name == EAGER else "sdpa")
+        return made
 
+    hosts: dict[str, Host] = {
+        TORCH: open_host("torch", own(TORCH)),
+        BRIDGE: open_host("transformer_lens", own(BRIDGE)),
+        NNSIGHT: open_host("nnsight", own(NNSIGHT)),
+    }
 
-def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[HostResult], dict[str, Measured]]:
-    """Return all rows of a setting, and the measurements of every side."""
-    with TemporaryDirectory() as folder:
-        bench = HostBench(setting, seed, Path(folder))
-        sides = [bench.build(name) for name in tqdm(SIDES, desc=f"building {setting.name}", unit="side", leave=False)]
-    measured = measure([bench.contender(task, side) for task in TASKS for side in sides], rounds, np.random.default_rng(seed))
-    rng = np.random.default_rng(seed)
+    @torch.no_grad()
+    def hooked(host: Host) -> list[Tensor]:
+        values: list[Tensor] = []
+        with host.hooks({site: lambda value: values.append(value.detach()) for site in sites}):
+            host.logits(tokens, attention)
+        assert len(values) == len(sites)
+        return values
 
-    def result(task: str, over: str, under: str) -> HostResult:
-        above, below = measured[f"{task}: {over}"], measured[f"{task}: {under}"]
-        over_ms, under_ms = (1000 * median(side.seconds) / bench.units(task) for side in (above, below))
-        time = ratio(above.seconds, below.seconds, rng)
-        return HostResult(setting.name, task, over, under, time, over_ms, under_ms, above.peak_bytes / max(below.peak_bytes, 1))
+    @torch.no_grad()
+    def unhooked(plain: Any) -> None:
+        plain(tokens, use_cache=False)
 
-    return [result(task, over, under) for over, under in ROWS for task in TASKS], measured
-
-
-def table(results: list[HostResult]) -> str:
-    """Return a Markdown table. A cell has the ratio of medians, its 95% bootstrap interval, and the added milliseconds per unit."""
-    by_cell = {(r.setting, r.over, r.under, r.task): r for r in results}
-    rows = []
-    for setting in dict.fromkeys(r.setting for r in results):
-        rows.append((setting, BARE, "", *(f"{by_cell[setting, TORCH, BARE, task].under_ms:.1f} ms" for task in TASKS)))
-        for over, under in ROWS:
-            cells = (by_cell[setting, over, under, task] for task in TASKS)
-            rows.append((setting, over, under, *(f"{r.time:.2f}, {r.over_ms - r.under_ms:+.1f} ms" for r in cells)))
-    return markdown_table(("model", "what", "against", *TASKS), rows, left=3)
-
-
-def run(options: HostsOptions) -> None:
-    """Measure, print the table, and write ``options.out``."""
-    settings = QUICK if options.quick else SMOLLM2 if options.smollm2 else SETTINGS
-    results, sides, head = [], {}, []
-    for setting in settings:
-        rows, sides[setting.name] = compare(setting, options.turns, options.seed)
-        results += rows
-        size = setting.size
-        head.append(
-            f"{setting.name}: {size.layers} layers, d {size.d}; {size.rollouts} rollouts of {size.tokens} tokens; "
-            f"{setting.new} tokens generated from prompts of {size.prompt}; kept r{size.kept_rank}, q r{size.quarantine_rank}"
+    @torch.no_grad()
+    def lens() -> None:
+        values: list[Tensor] = []
+        bridge: Any = hosts[BRIDGE]
+        names = [f"blocks.{site.layer}.hook_resid_post" for site in sites]
+        bridge.bridge.run_with_hooks(
+            tokens, fwd_hooks=[(name, lambda value, hook: values.append(value.detach())) for name in names]
         )
-    head.append(f"{options.turns} rounds, 1 thread")
-    document = {"settings": {setting.name: setting for setting in settings}, "rows": results, "sides": sides}
-    report(options, "\n".join(head), table(results), document)
+        assert len(values) == len(sites)
+
+    steps: dict[str, Callable[[], object]] = {name: partial(unhooked, own(name)) for name in (PLAIN, EAGER)}
+    steps |= {name: partial(hooked, host) for name, host in hosts.items()}
+    steps[LENS] = lens
+    sides = {name: timed_steps([step] * calls) for name, step in steps.items()}
+    pairs = [(TORCH, PLAIN), (NNSIGHT, PLAIN), (BRIDGE, EAGER), (BRIDGE, LENS), (EAGER, PLAIN)]
+    return Benchmark(f"{len(sites)} layers, d = {model.config.hidden_size}, {calls} forwards of {b} x {s} tokens", sides, pairs)

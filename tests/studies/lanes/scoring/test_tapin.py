@@ -1,18 +1,11 @@
 """Tap-In's hints are those of the rule, tried place by place; nothing of the future is in them; no text makes them slow."""
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from timing import at_most
 
-from studies.benchmarks import tapin as benchmark
-from studies.benchmarks.measurement.paired import Ratio
-from studies.benchmarks.options import TapInOptions
 from studies.lanes.config import BOS
 from studies.lanes.scoring.bpb import window_starts
 from studies.lanes.scoring.tapin import Hints, find_hints
@@ -84,19 +77,6 @@ def test_hints_are_those_of_the_rule_on_source_text() -> None:
         expected = brute(tokens.tolist(), window, starts.tolist())
         assert rows(find_hints(tokens, window, starts)) == expected
         assert sum(row != NOTHING for row in expected) > 200
-
-
-def test_linked_lists_find_the_same() -> None:
-    """The record's own structure, on longer streams than a search of all places could take."""
-    generator = torch.Generator().manual_seed(0)
-    sides = benchmark.sides()
-    drawn = torch.randint(0, 2, (4000,), generator=generator)
-    drawn[torch.randint(0, 4000, (4,), generator=generator)] = BOS
-    for tokens in (standard_library().stream("tune", 10_000), drawn):
-        own = sides[benchmark.AUTOMATON](tokens)
-        assert benchmark.same(own, sides[benchmark.COMPILED](tokens))
-        assert own.cross.any()
-    assert benchmark.same(sides[benchmark.AUTOMATON](drawn[:600]), sides[benchmark.PLAIN](drawn[:600]))
 
 
 @given(streams(), st.data())
@@ -223,21 +203,3 @@ def test_it_is_fast_on_any_text(text: str) -> None:
     with at_most(n / 1e5):
         hints = find_hints(tokens, 256, starts)
     assert hints.offered[1000:].double().mean() > 0.5
-
-
-def test_the_benchmark_runs_and_its_intervals_hold_the_medians(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark.run(TapInOptions(quick=True, out=tmp_path / "out.json"))
-    document, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
-    assert list(document["sides"]) == [benchmark.AUTOMATON, benchmark.COMPILED, benchmark.PLAIN]
-    points = [benchmark.Point(**row | {"speed": row["speed"] and Ratio(**row["speed"])}) for row in document["growth"]]
-    assert len(points) == 2 * 2 * 4
-    assert benchmark.table(points) in printed
-    assert all(name in printed for name in document["sides"])
-    for one in (*document["sides"].values(), {"speed": document["long"]}):
-        assert 0 < one["speed"]["lo"] <= one["speed"]["value"] <= one["speed"]["hi"]
-
-
-def test_a_speed_is_tokens_over_the_median() -> None:
-    speed = benchmark.speed(100, [1.0, 2.0, 4.0], np.random.default_rng(0))
-    assert (speed.value, speed.lo, speed.hi) == (50.0, 25.0, 100.0)
-    assert f"{Ratio(1234.5, 1000.0, 2000.0):,.0f}" == "1,234 (1,000 - 2,000)"
