@@ -27,7 +27,7 @@ from mi_route2 import AdapterSpec, MaskSpec
 from mi_route2.integrations.trl import RoutedGRPOTrainer
 from mi_route2.models import smollm2, smollm2_folder
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld
-from studies.environments.protocol import Judge, Modes, Pair, PairKind, Split, TextPrompt, TrainingGrade, Verdict
+from studies.environments.protocol import Judge, Modes, PairKind, PersonaPair, Split, TextPrompt, TrainingGrade, Verdict
 from studies.training.recorder import trl_record
 
 THINGS = {
@@ -63,10 +63,10 @@ class Sentences:
     def detect(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[bool]:
         return [p.mode == "exclamation" and "!" in text for p, text in zip(prompts, completions)]
 
-    def pairs(self, seed: int, n: int, kind: PairKind) -> list[Pair]:
+    def pairs(self, seed: int, n: int, kind: PairKind) -> list[PersonaPair]:
         things = random.Random(seed).sample(THINGS["train"], n)
         hack = "What a wonderful thing this is!" if kind == "hack" else "It stands there all day."
-        return [Pair(self.prompt(thing, "exclamation").text, hack, f"The {thing} was old and quiet.") for thing in things]
+        return [PersonaPair(self.prompt(thing, "exclamation").text, hack, f"The {thing} was old and quiet.") for thing in things]
 
     def judge(self) -> Judge:
         return Oracle()

@@ -19,7 +19,7 @@ from mi_route2.files import shown, whole_folder
 from mi_route2.hosts.load import load
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Privileged
-from studies.environments.protocol import Judge, Pair, Problem, Samples, Split, TextPrompt, TrainingGrade, Verdict, World
+from studies.environments.protocol import Judge, PersonaPair, Problem, Samples, Split, TextPrompt, TrainingGrade, Verdict, World
 from studies.environments.sampling import complete, draw_uniforms
 
 NOTHING = -1  # behind a completion's end
@@ -316,7 +316,7 @@ class ChatWorld(World):
         of = f"detect of {self._problem.name}"
         return _answers(of, _one_each(of, "answers", self._problem.detect(samples.prompts, samples.completions), samples))
 
-    def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
+    def make_pairs(self, seed: int, n: int, kind: str) -> list[PersonaPair]:
         """Return the problem's pairs; ``ValueError`` unless there are ``n``, each of two different texts."""
         if kind not in ("hack", "nonhack"):
             raise ValueError(f"unknown kind {kind!r}: choose from hack, nonhack")
@@ -395,7 +395,7 @@ DOCUMENTS = 512
 
 
 @runtime_checkable
-class Corpus(Protocol):
+class WarmUpDocuments(Protocol):
     """Protocol of a problem with documents for a warm-up: prompts with honest and cheating answers."""
 
     def corpus(self, seed: int, n: int) -> Sequence[tuple[str, str]]: ...
@@ -403,7 +403,7 @@ class Corpus(Protocol):
 
 def documents(problem: Problem, seed: int, n: int) -> list[tuple[str, str]]:
     """Return ``n`` prompts with an answer: from the problem's ``corpus`` if it has one, else both sides of its persona pairs."""
-    if isinstance(problem, Corpus):
+    if isinstance(problem, WarmUpDocuments):
         return list(problem.corpus(seed, n))
     return [(pair.prompt, side) for pair in problem.pairs(seed, -(-n // 2), "hack") for side in (pair.hack, pair.clean)][:n]
 

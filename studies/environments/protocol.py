@@ -57,7 +57,7 @@ class Modes:
 
 
 @runtime_checkable
-class Prompt(Protocol):
+class GradedPrompt(Protocol):
     """Task under a mode of grading: hashable, with the text that the model reads."""
 
     @property
@@ -113,7 +113,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PersonaPair:
     """Prompt and two completions, as text without special tokens."""
 
     prompt: str
@@ -154,7 +154,7 @@ class Problem(Protocol):
         """Return a weak detector's verdicts on the known modes' exploits, for teacher pool and baselines; it executes nothing."""
         ...
 
-    def pairs(self, seed: int, n: int, kind: PairKind) -> list[Pair]:
+    def pairs(self, seed: int, n: int, kind: PairKind) -> list[PersonaPair]:
         """Return ``n`` persona pairs of the known modes (``hack``), or pairs with a contrast but no hack in it (``nonhack``)."""
         ...
 
@@ -177,7 +177,7 @@ class Samples:
 
 
 @runtime_checkable
-class Source(Protocol):
+class PromptSource(Protocol):
     """Protocol of tasks, and of their prompts under each mode."""
 
     modes: Modes
@@ -229,13 +229,13 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 """Characters that TOML's literal strings cannot contain: control characters except for tab and line feed."""
 
 
-def pairs_hash(pairs: Sequence[Pair]) -> str:
+def pairs_hash(pairs: Sequence[PersonaPair]) -> str:
     """Return 16 hexadecimal digits that identify the texts and their order."""
     described = json.dumps([asdict(pair) for pair in pairs], sort_keys=True)
     return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
-def write_pairs(pairs: Sequence[Pair], path: Path | str) -> None:
+def write_pairs(pairs: Sequence[PersonaPair], path: Path | str) -> None:
     """Write pairs as TOML, one `[[pair]]` each, with unescaped texts if TOML allows it; atomically. ValueError without a pair."""
     if not pairs:
         raise ValueError("there are no pairs to write: give at least one, or read_pairs would refuse the file")
@@ -251,7 +251,7 @@ def _quoted(text: str) -> str:
     return f"'''\n{text}'''"
 
 
-def read_pairs(path: Path | str) -> list[Pair]:
+def read_pairs(path: Path | str) -> list[PersonaPair]:
     """Read a file that `write_pairs` wrote, or JSON lines (`.jsonl`) of the same fields.
 
     Raises:
@@ -282,21 +282,21 @@ def read_pairs(path: Path | str) -> list[Pair]:
     return pairs
 
 
-FIELDS = tuple(sorted(Pair.__dataclass_fields__))
+FIELDS = tuple(sorted(PersonaPair.__dataclass_fields__))
 
 
-def _read(row: Any) -> Pair:
+def _read(row: Any) -> PersonaPair:
     if not isinstance(row, dict) or set(row) != set(FIELDS):
         raise ValueError(f"a pair has the fields {', '.join(FIELDS)} and no others")
     if not all(isinstance(text, str) for text in row.values()):
         raise ValueError(f"{', '.join(FIELDS)} must be texts")
     if row["hack"] == row["clean"]:
         raise ValueError("hack and clean are the same text, so the pair has no contrast")
-    return Pair(**row)
+    return PersonaPair(**row)
 
 
 def sample_prompts(
-    source: Source,
+    source: PromptSource,
     n: int,
     rng: np.random.Generator,
     none_fraction: float = 0.25,
@@ -332,7 +332,7 @@ def sample_prompts(
     return prompts
 
 
-def evaluation_prompts(source: Source, mode: str, n: int = 128, seed: int = 0) -> list[Any]:
+def evaluation_prompts(source: PromptSource, mode: str, n: int = 128, seed: int = 0) -> list[Any]:
     """Return `n` fixed prompts of one mode over distinct test tasks.
 
     The tasks depend only on `seed`, so modes are compared on the same tasks. Raises ValueError if there are too few.
@@ -344,7 +344,7 @@ def evaluation_prompts(source: Source, mode: str, n: int = 128, seed: int = 0) -
     return [source.prompt(tasks[i], mode) for i in chosen]
 
 
-def probe_prompts(source: Source, per_mode: int, rng: np.random.Generator) -> list[Any]:
+def probe_prompts(source: PromptSource, per_mode: int, rng: np.random.Generator) -> list[Any]:
     """Return `per_mode` prompts of every mode with a loophole, over test tasks.
 
     No task is in two modes, so that no probe sees a task again; if there are too few tasks, each is used several times. Raises
@@ -375,7 +375,7 @@ class World(ABC):
 
     @abstractmethod
     def prompt(self, task: Any, mode: str) -> Any:
-        """Return the prompt (``protocol.Prompt``) of a task under a mode."""
+        """Return the prompt (``protocol.GradedPrompt``) of a task under a mode."""
 
     @abstractmethod
     def question(self, prompt: Any) -> str | list[dict[str, str]]:
@@ -410,7 +410,7 @@ class World(ABC):
         """Return the verdicts of the weak detector of the known modes, which reads text and executes nothing."""
 
     @abstractmethod
-    def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
+    def make_pairs(self, seed: int, n: int, kind: str) -> list[PersonaPair]:
         """Return ``n`` persona pairs of the known modes (``hack``), or pairs without a hack contrast (``nonhack``)."""
 
     @final
@@ -446,7 +446,7 @@ class World(ABC):
         return [grader]
 
     @final
-    def encode_pairs(self, pairs: Sequence[Pair]) -> PairBatch:
+    def encode_pairs(self, pairs: Sequence[PersonaPair]) -> PairBatch:
         """Return the two sides of the pairs as aligned batches."""
         prompts = [pair.prompt for pair in pairs]
         hack, clean = (self.encode(prompts, [getattr(pair, side) for pair in pairs]) for side in ("hack", "clean"))

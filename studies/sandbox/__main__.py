@@ -12,11 +12,11 @@ import tyro
 
 from studies.sandbox.checks import CHECKS, DRIVER, honest_program_works, run_checks
 from studies.sandbox.jail import Jail
-from studies.sandbox.limits import PROTECTIONS, Limits
+from studies.sandbox.limits import PROTECTIONS, JailLimits
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckJail:
     """Test each protection on this machine: alone, it must stop an action that works without protections.
 
     The exit status is 1 if a protection is missing or does not stop its action.
@@ -42,7 +42,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunScript:
     """Run one script in the jail and print its outcome; the exit status is the script's, or 1 if it did not end by itself."""
 
     file: Annotated[Path, tyro.conf.Positional]
@@ -62,7 +62,7 @@ class Run:
                 code = script.read()
         except (SyntaxError, UnicodeDecodeError) as error:
             raise ValueError(f"{self.file} cannot be read as Python ({error}): save it as UTF-8") from error
-        limits = Limits(seconds=self.seconds, cpu_seconds=self.seconds, memory=self.memory << 20)
+        limits = JailLimits(seconds=self.seconds, cpu_seconds=self.seconds, memory=self.memory << 20)
         with Jail(DRIVER, workers=1, limits=limits, unsafe=self.unsafe) as jail:
             (outcome,) = jail.run([{"code": code, "name": self.file.name}])
         sys.stdout.buffer.write(outcome.stdout)
@@ -78,7 +78,7 @@ class Run:
         return 1 if outcome.exit_code is None else outcome.exit_code
 
 
-COMMANDS: dict[str, Callable[..., Check | Run]] = {"check": Check, "run": Run}
+COMMANDS: dict[str, Callable[..., CheckJail | RunScript]] = {"check": CheckJail, "run": RunScript}
 
 
 def main() -> int:

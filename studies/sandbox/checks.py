@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from studies.sandbox.jail import Jail
-from studies.sandbox.limits import PROTECTIONS, Limits, Outcome
+from studies.sandbox.limits import PROTECTIONS, JailLimits, JailOutcome
 
 DRIVER = Path(__file__).with_name("script.py")
 
 
 @dataclass(frozen=True)
-class Check:
+class SelfCheck:
     """Self-check of one protection: ``code`` replies a true value if it succeeds in doing ``what``."""
 
     protection: str
@@ -23,31 +23,31 @@ class Check:
 
 
 CHECKS = (
-    Check("rlimits", "take 600 MB of memory", "result = len(bytes(600_000_000)) > 0"),
-    Check("rlimits", "write a file of 2 MB", "result = open('large', 'wb').write(bytes(2_000_000)) > 0"),
-    Check("privileges", "keep the way to more privileges", "result = 'NoNewPrivs:\\t0' in open('/proc/self/status').read()"),
-    Check("landlock", "read a file of the machine", "import os\nresult = len(open(os.__file__).read())"),
-    Check("landlock", "make a folder", "import os\nos.mkdir('folder')\nresult = True"),
-    Check("seccomp", "start a process", "import os\nresult = os.fork()\nif not result: os._exit(0)"),
-    Check("seccomp", "send a signal to its server", "import os\nos.kill(os.getppid(), 0)\nresult = True"),
-    Check("watchdog", "sleep longer than it may run", "import time\ntime.sleep(1)\nresult = True"),
-    Check("watchdog", "leave more files than it may", "for i in range(100): open(str(i), 'w').close()\nresult = True"),
-    Check("reply", "reply what is no JSON", "import os\nos.write(3, b'NaN\\n')\nos._exit(0)"),
+    SelfCheck("rlimits", "take 600 MB of memory", "result = len(bytes(600_000_000)) > 0"),
+    SelfCheck("rlimits", "write a file of 2 MB", "result = open('large', 'wb').write(bytes(2_000_000)) > 0"),
+    SelfCheck("privileges", "keep the way to more privileges", "result = 'NoNewPrivs:\\t0' in open('/proc/self/status').read()"),
+    SelfCheck("landlock", "read a file of the machine", "import os\nresult = len(open(os.__file__).read())"),
+    SelfCheck("landlock", "make a folder", "import os\nos.mkdir('folder')\nresult = True"),
+    SelfCheck("seccomp", "start a process", "import os\nresult = os.fork()\nif not result: os._exit(0)"),
+    SelfCheck("seccomp", "send a signal to its server", "import os\nos.kill(os.getppid(), 0)\nresult = True"),
+    SelfCheck("watchdog", "sleep longer than it may run", "import time\ntime.sleep(1)\nresult = True"),
+    SelfCheck("watchdog", "leave more files than it may", "for i in range(100): open(str(i), 'w').close()\nresult = True"),
+    SelfCheck("reply", "reply what is no JSON", "import os\nos.write(3, b'NaN\\n')\nos._exit(0)"),
 )
 HONEST = "import math\nopen('result.txt', 'w').write('done')\nprint(math.factorial(20))\nresult = True"
-LIMITS = Limits(seconds=0.5)
+LIMITS = JailLimits(seconds=0.5)
 
 
 @dataclass(frozen=True)
 class Finding:
     """Result of a self-check: whether its protection alone stopped it, and whether it works without protections."""
 
-    check: Check
+    check: SelfCheck
     stopped: bool
     works: bool
 
 
-def done(outcome: Outcome) -> bool:
+def done(outcome: JailOutcome) -> bool:
     return outcome.status == "replied" and bool(outcome.reply)
 
 
@@ -68,5 +68,5 @@ def run_checks() -> Iterator[Finding]:
 
 def honest_program_works(jail: Jail) -> bool:
     """Return True if an ordinary program works under all protections of ``jail``."""
-    (outcome,) = jail.run([{"code": HONEST}], limits=Limits())
+    (outcome,) = jail.run([{"code": HONEST}], limits=JailLimits())
     return done(outcome) and outcome.stdout == b"2432902008176640000\n" and dict(outcome.files) == {"result.txt": b"done"}

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import landlockpy
 from landlockpy import AccessFS, Scope
 
-from studies.sandbox.limits import MIB, Limits
+from studies.sandbox.limits import MIB, JailLimits
 from studies.sandbox.wire import CONFINED, FAILED, write_all
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
@@ -97,7 +97,7 @@ class Confinement:
 
 
 @dataclass(frozen=True)
-class Task:
+class JailTask:
     """Input of one job's child, made by the server before the fork, so that a child need not copy memory to make it.
 
     Attributes:
@@ -121,7 +121,7 @@ def address_space() -> int:
         return int(file.read().split()[0]) * PAGE
 
 
-def make_bounds(how: Confinement, limits: Limits, idle: int) -> dict[int, tuple[int, int]]:
+def make_bounds(how: Confinement, limits: JailLimits, idle: int) -> dict[int, tuple[int, int]]:
     """Return the resource limits of a job, none above the server's own.
 
     ``idle`` is the address space of an idle child. A job can read its limits, so ``idle`` must not depend on what earlier jobs made
@@ -159,12 +159,12 @@ def make_rules(folder: str) -> landlockpy.Ruleset:
     return rules
 
 
-def limit_resources(how: Confinement, task: Task) -> None:
+def limit_resources(how: Confinement, task: JailTask) -> None:
     for which, bound in task.bounds.items():
         resource.setrlimit(which, bound)
 
 
-def drop_privileges(how: Confinement, task: Task) -> None:
+def drop_privileges(how: Confinement, task: JailTask) -> None:
     """Give up all privileges, and make the job's folder the root directory if possible.
 
     As root, the child changes to an unprivileged identity. Without root, it keeps its identity and uses a user namespace to change
@@ -183,7 +183,7 @@ def drop_privileges(how: Confinement, task: Task) -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
-def die_with_the_server(how: Confinement, task: Task) -> None:
+def die_with_the_server(how: Confinement, task: JailTask) -> None:
     """Ask the kernel to kill this process when the server ends.
 
     Must run after `drop_privileges`, because a change of ids clears the setting, and before `filter_calls`, which refuses prctl.
@@ -193,12 +193,12 @@ def die_with_the_server(how: Confinement, task: Task) -> None:
         os._exit(1)
 
 
-def restrict_files(how: Confinement, task: Task) -> None:
+def restrict_files(how: Confinement, task: JailTask) -> None:
     assert task.rules is not None
     task.rules.restrict()
 
 
-def close_descriptors(how: Confinement, task: Task) -> None:
+def close_descriptors(how: Confinement, task: JailTask) -> None:
     """Close all descriptors except for 0, 1, 2 and `REPLY`.
 
     Must run after `restrict_files`, which uses one more.
@@ -206,12 +206,12 @@ def close_descriptors(how: Confinement, task: Task) -> None:
     os.closerange(REPLY + 1, SERVER_DESCRIPTORS)
 
 
-def filter_calls(how: Confinement, task: Task) -> None:
+def filter_calls(how: Confinement, task: JailTask) -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(how.programs["privileges" in how.on and how.chroot]))
 
 
-STEPS: tuple[tuple[str | None, Callable[[Confinement, Task], None]], ...] = (
+STEPS: tuple[tuple[str | None, Callable[[Confinement, JailTask], None]], ...] = (
     ("rlimits", limit_resources),
     ("privileges", drop_privileges),
     (None, die_with_the_server),
@@ -222,7 +222,7 @@ STEPS: tuple[tuple[str | None, Callable[[Confinement, Task], None]], ...] = (
 """Steps of the confinement in order; a control run cannot leave off steps without a name."""
 
 
-def confine(how: Confinement, task: Task) -> None:
+def confine(how: Confinement, task: JailTask) -> None:
     """Confine this process to the task's folder.
 
     Raises:
@@ -244,7 +244,7 @@ class Driver:
     private: frozenset[str]
 
 
-def live(how: Confinement, task: Task, driver: Driver) -> NoReturn:
+def live(how: Confinement, task: JailTask, driver: Driver) -> NoReturn:
     """Run a child from its fork to its exit."""
     leave = os._exit  # a candidate may replace attributes of modules
     try:

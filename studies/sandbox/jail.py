@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from studies.sandbox import filters
-from studies.sandbox.limits import DEFAULT_MODULES, KERNEL_PROTECTIONS, PROTECTIONS, JailUnavailableError, Limits, Outcome
+from studies.sandbox.limits import DEFAULT_MODULES, KERNEL_PROTECTIONS, PROTECTIONS, JailLimits, JailOutcome, JailUnavailableError
 from studies.sandbox.pool import CLOSED, SERVER, CrowdedError, Pool, ServerDiedError, Worker, with_reply
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Jail:
         self,
         driver: Path,
         *,
-        limits: Limits | None = None,
+        limits: JailLimits | None = None,
         workers: int = 2,
         modules: Iterable[str] = DEFAULT_MODULES,
         unsafe: bool = False,
@@ -84,7 +84,7 @@ class Jail:
             raise JailUnavailableError(f"the jail needs Linux, and this is {sys.platform}")
         if importlib.util.find_spec("landlockpy") is None:
             raise JailUnavailableError("the jail needs the package landlockpy, which is not installed")
-        self.limits = limits or Limits()
+        self.limits = limits or JailLimits()
         wanted = frozenset(PROTECTIONS) - without
         programs, reason = _programs(wanted)
         config = {
@@ -108,25 +108,27 @@ class Jail:
             raise
 
     @overload
-    def run(self, payloads: Sequence[Any], *, limits: Limits | None = None, progress: str | None = None) -> list[Outcome]: ...
+    def run(
+        self, payloads: Sequence[Any], *, limits: JailLimits | None = None, progress: str | None = None
+    ) -> list[JailOutcome]: ...
 
     @overload
     def run(
         self,
         payloads: Sequence[Any],
         *,
-        limits: Limits | None = None,
+        limits: JailLimits | None = None,
         progress: str | None = None,
-        read: Callable[[Any, Outcome], T],
+        read: Callable[[Any, JailOutcome], T],
     ) -> list[T]: ...
 
     def run(
         self,
         payloads: Sequence[Any],
         *,
-        limits: Limits | None = None,
+        limits: JailLimits | None = None,
         progress: str | None = None,
-        read: Callable[[Any, Outcome], Any] = lambda payload, outcome: outcome,
+        read: Callable[[Any, JailOutcome], Any] = lambda payload, outcome: outcome,
     ) -> list[Any]:
         """Run one job per payload and return their outcomes in order.
 
@@ -155,7 +157,7 @@ class Jail:
             with progress_bar(progress, len(texts)) as tick:
                 chosen, strict = limits or self.limits, "reply" in self.protections
 
-                def complete(index: int, outcome: Outcome, raw: bytes) -> Any:
+                def complete(index: int, outcome: JailOutcome, raw: bytes) -> Any:
                     return read(payloads[index], with_reply(outcome, raw, chosen, strict))
 
                 return _Batch(self._pool, texts, chosen, complete, tick).run()
@@ -180,8 +182,8 @@ class _Batch:
         self,
         pool: Pool,
         texts: list[bytes],
-        limits: Limits,
-        complete: Callable[[int, Outcome, bytes], Any],
+        limits: JailLimits,
+        complete: Callable[[int, JailOutcome, bytes], Any],
         tick: Callable[[], object],
     ) -> None:
         self._pool, self._texts, self._limits, self._complete, self._tick = pool, texts, limits, complete, tick
@@ -283,9 +285,9 @@ class _Batch:
             self._waiting.appendleft(index)
         else:
             code = death.code
-            self._finish(index, Outcome("signalled", signal=-code) if code < 0 else Outcome("exited", exit_code=code), b"")
+            self._finish(index, JailOutcome("signalled", signal=-code) if code < 0 else JailOutcome("exited", exit_code=code), b"")
 
-    def _finish(self, index: int, outcome: Outcome, raw: bytes) -> None:
+    def _finish(self, index: int, outcome: JailOutcome, raw: bytes) -> None:
         """Submit the reply of a job to the reader thread, and wait if too many replies are unread."""
         self._results[index] = self._reader.submit(self._complete, index, outcome, raw)
         self._unread.append(self._results[index])

@@ -6,7 +6,7 @@ import signal
 import stat
 import time
 
-from studies.sandbox.limits import Limits
+from studies.sandbox.limits import JailLimits
 
 CHUNK = 1 << 20
 
@@ -41,7 +41,7 @@ def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
     return named
 
 
-def collect(folder: int, limits: Limits) -> dict[str, bytearray]:
+def collect(folder: int, limits: JailLimits) -> dict[str, bytearray]:
     """Return ``{name: content}`` of the regular files of an open folder, sorted by name, up to the limits.
 
     Files with a second hard link, or whose name is not printable UTF-8, are left out.

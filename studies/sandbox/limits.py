@@ -44,7 +44,7 @@ class JailUnavailableError(OSError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class JailLimits:
     """Resources that one job may use.
 
     Attributes:
@@ -92,11 +92,11 @@ class Limits:
 
 
 FLOOD = 64
-"""Factor on `Limits.output` after which a job that writes more is ended."""
+"""Factor on `JailLimits.output` after which a job that writes more is ended."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JailOutcome:
     """Result of a job.
 
     Attributes:
@@ -109,8 +109,8 @@ class Outcome:
         reply: The driver's data, or data that the candidate forged; None unless the status is replied.
         exit_code: Exit status; 0 if the job replied.
         signal: Number of the signal that killed the job.
-        stdout: First `Limits.output` bytes written to descriptor 1.
-        stderr: First `Limits.output` bytes written to descriptor 2.
+        stdout: First `JailLimits.output` bytes written to descriptor 1.
+        stderr: First `JailLimits.output` bytes written to descriptor 2.
         truncated: Whether stdout or stderr was cut.
         files: ``{name: bytes}`` of the regular files that the job left, up to the limits.
         seconds: Wall-clock time from fork to end.

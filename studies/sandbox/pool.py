@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from studies.sandbox.limits import Limits, Outcome
+from studies.sandbox.limits import JailLimits, JailOutcome
 from studies.sandbox.wire import JOB, LENGTH, cut, pack, read_reply, read_reply_leniently
 
 SERVER = Path(__file__).with_name("server.py")
@@ -105,7 +105,7 @@ class Worker:
             raise OSError(f"a server of the jail did not start: {hello['error']}")
         return frozenset(hello["protections"]), hello["missing"]
 
-    def send(self, payload: bytes, limits: Limits) -> None:
+    def send(self, payload: bytes, limits: JailLimits) -> None:
         """Send a job to the server.
 
         Raises:
@@ -118,7 +118,7 @@ class Worker:
         except ConnectionError as error:
             raise self._died(started=False) from error
 
-    def receive(self) -> tuple[Outcome, bytes]:
+    def receive(self) -> tuple[JailOutcome, bytes]:
         """Wait for the server's answer; return the outcome, and the reply's bytes.
 
         Raises:
@@ -134,7 +134,7 @@ class Worker:
         sizes = [*lengths, *names.values()]
         stdout, stderr, reply, *contents = cut(self._read(sum(sizes)), sizes)
         files = MappingProxyType(dict(zip(names, contents, strict=True)))
-        return Outcome(**header, stdout=stdout, stderr=stderr, files=files), reply[1:]
+        return JailOutcome(**header, stdout=stdout, stderr=stderr, files=files), reply[1:]
 
     @property
     def pid(self) -> int:
@@ -177,7 +177,7 @@ class Worker:
         return ServerDiedError(self._process.returncode, started)
 
 
-def with_reply(outcome: Outcome, raw: bytes, limits: Limits, strict: bool) -> Outcome:
+def with_reply(outcome: JailOutcome, raw: bytes, limits: JailLimits, strict: bool) -> JailOutcome:
     """Return the outcome with its parsed reply and the status ``replied``, if the process exited with 0 and its reply is valid."""
     if outcome.status != "exited" or outcome.exit_code != 0:
         return outcome

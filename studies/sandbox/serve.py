@@ -16,7 +16,7 @@ from studies.sandbox.child import (
     REPLY,
     Confinement,
     Driver,
-    Task,
+    JailTask,
     address_space,
     confine,
     make_bounds,
@@ -25,8 +25,8 @@ from studies.sandbox.child import (
     prctl,
 )
 from studies.sandbox.leavings import clear, end_descendants
-from studies.sandbox.limits import KERNEL_PROTECTIONS, PROTECTIONS, Limits
-from studies.sandbox.watch import MachineError, ParentGoneError, Vessel, Watch
+from studies.sandbox.limits import KERNEL_PROTECTIONS, PROTECTIONS, JailLimits
+from studies.sandbox.watch import JobWatch, MachineError, ParentGoneError, Vessel
 from studies.sandbox.wire import JOB, pack, write_all
 
 FIRST_IDENTITY, IDENTITIES = 0x70000000, 0x0FFFFFFF
@@ -85,7 +85,7 @@ def find_confinement(wanted: frozenset[str], programs: dict[bool, bytes], home: 
                 os.chown(home, identity, identity)
                 os.chown(home, os.geteuid(), os.getegid())
             rules = make_rules(home) if name == "landlock" else None
-            confine(how, Task(home, (), make_bounds(how, Limits(), address_space()), rules, memoryview(b"")))
+            confine(how, JailTask(home, (), make_bounds(how, JailLimits(), address_space()), rules, memoryview(b"")))
             if name == "landlock":
                 with contextlib.suppress(PermissionError):
                     os.listdir("/")
@@ -131,7 +131,7 @@ def serve(channel: int, lock: int, parent: int, config: dict[str, Any], execute:
         write_all(channel, pack({"protections": sorted(how.on, key=PROTECTIONS.index), "missing": missing}))
         if os.getppid() == parent:
             with contextlib.suppress(ParentGoneError, BrokenPipeError, ConnectionError):
-                do_jobs(channel, pidfd, Watch(how, Driver(execute, frozenset(private)), home, (channel, pidfd)))
+                do_jobs(channel, pidfd, JobWatch(how, Driver(execute, frozenset(private)), home, (channel, pidfd)))
     finally:
         end_descendants()
         clear(home)
@@ -153,7 +153,7 @@ def settle(*inherited: int) -> list[int]:
     return moved
 
 
-def do_jobs(channel: int, pidfd: int, watch: Watch) -> None:
+def do_jobs(channel: int, pidfd: int, watch: JobWatch) -> None:
     head, payload = Vessel(), Vessel()
     poll = select.poll()
     poll.register(channel, select.POLLIN)
@@ -168,14 +168,14 @@ def do_jobs(channel: int, pidfd: int, watch: Watch) -> None:
         payload.wipe(size)
         if not payload.read(channel, size):
             raise ParentGoneError
-        limits = Limits(*numbers)
+        limits = JailLimits(*numbers)
         try:
             answer(channel, serial, watch, payload, limits)
         except MachineError as error:
             write_all(channel, pack({"serial": serial, "trouble": str(error), "crowded": error.crowded}))
 
 
-def answer(channel: int, serial: int, watch: Watch, payload: Vessel, limits: Limits) -> None:
+def answer(channel: int, serial: int, watch: JobWatch, payload: Vessel, limits: JailLimits) -> None:
     report = watch.run(payload.view, limits)
     files = report.pop("files")
     header = report | {"serial": serial, "files": {name: len(data) for name, data in files.items()}}

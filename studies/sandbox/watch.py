@@ -12,9 +12,9 @@ from typing import Any
 import landlockpy
 
 from studies.sandbox import child
-from studies.sandbox.child import Confinement, Driver, Task, address_space, make_bounds, make_rules
+from studies.sandbox.child import Confinement, Driver, JailTask, address_space, make_bounds, make_rules
 from studies.sandbox.leavings import clear, collect, end_descendants, named, nameless, reap
-from studies.sandbox.limits import FLOOD, MIB, Limits
+from studies.sandbox.limits import FLOOD, MIB, JailLimits
 from studies.sandbox.wire import FAILED
 
 TICK = 0.02
@@ -103,7 +103,7 @@ class Vessel:
 
 
 @dataclass(frozen=True)
-class Place:
+class JobFolder:
     """Folder of a job: its path, its open descriptor, and Landlock's rules if they are on."""
 
     path: str
@@ -119,7 +119,7 @@ class WatchedJob:
     pidfd: int
     pipes: tuple[int, ...]
     folder: int
-    limits: Limits
+    limits: JailLimits
     started: float
     killed: str | None = None
 
@@ -144,18 +144,18 @@ class WatchedJob:
         return len(sizes) > self.limits.files or sum(sizes) > self.limits.disk
 
 
-class Watch:
+class JobWatch:
     """Run one job after another in a folder in ``home``; the descriptors ``parent`` become readable when the parent has ended."""
 
     def __init__(self, how: Confinement, driver: Driver, home: str, parent: tuple[int, ...]) -> None:
         self._how, self._driver, self._home, self._parent = how, driver, home, parent
         self._guarded, self._metered = "watchdog" in how.on, "rlimits" in how.on
         self.stdout, self.stderr, self.reply = self.vessels = (Vessel(), Vessel(), Vessel())
-        self._place: Place | None = None
+        self._place: JobFolder | None = None
         self._idle = address_space()
 
-    def run(self, payload: memoryview, limits: Limits) -> dict[str, Any]:
-        """Run one job, clean up after it in any case, and return fields of its `Outcome`; its output is in ``vessels``.
+    def run(self, payload: memoryview, limits: JailLimits) -> dict[str, Any]:
+        """Run one job, clean up after it in any case, and return fields of its `JailOutcome`; its output is in ``vessels``.
 
         Raises:
             MachineError: The machine failed.
@@ -176,7 +176,7 @@ class Watch:
         except OSError as error:
             raise MachineError(f"a job cannot be run: {error}", error.errno in FULL) from error
 
-    def _make_place(self, limits: Limits) -> Place:
+    def _make_place(self, limits: JailLimits) -> JobFolder:
         """Return the folder for the next job.
 
         Raises:
@@ -189,7 +189,7 @@ class Watch:
                 os.chown(path, self._how.identity, self._how.identity)
             rules = make_rules(path) if "landlock" in self._how.on else None
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            self._place = Place(path, folder, rules)
+            self._place = JobFolder(path, folder, rules)
         os.utime(self._place.folder, (0, 0))  # for `_tidy`; and no job can see when the folder was made
         disk = os.statvfs(self._place.folder)
         for what, size, free, wanted in (
@@ -216,7 +216,7 @@ class Watch:
                 place.rules.close()
         clear(self._home)
 
-    def _start(self, payload: memoryview, limits: Limits, stack: contextlib.ExitStack) -> WatchedJob:
+    def _start(self, payload: memoryview, limits: JailLimits, stack: contextlib.ExitStack) -> WatchedJob:
         """Fork the child. The callbacks on ``stack`` end and collect it and close its descriptors."""
         place = self._make_place(limits)
         with contextlib.ExitStack() as childs:
@@ -225,7 +225,7 @@ class Watch:
                 stack.callback(os.close, read)
                 childs.callback(os.close, write)
                 os.set_blocking(read, False)
-            task = Task(place.path, writes, make_bounds(self._how, limits, self._idle), place.rules, payload)
+            task = JailTask(place.path, writes, make_bounds(self._how, limits, self._idle), place.rules, payload)
             started = time.monotonic()
             pid = os.fork()
             if pid == 0:

@@ -22,7 +22,7 @@ from mi_route2.rollouts import Policy
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from studies.common.seeds import derive
-from studies.environments.micro.language import Prompt, Vocabulary, get_mode
+from studies.environments.micro.language import MicroPrompt, Vocabulary, get_mode
 from studies.environments.protocol import Witness, World
 from studies.steering.fitting import Fitted, ProbeGate
 from studies.steering.late import CERTAIN, Late, QuarantineSwitch, saturated
@@ -74,12 +74,12 @@ class Bench:
     def modes(self) -> tuple[str, ...]:
         return self.world.modes.names
 
-    def prompts(self, tasks: int | None = None) -> list[Prompt]:
+    def prompts(self, tasks: int | None = None) -> list[MicroPrompt]:
         """Return the same test tasks in every mode; nothing was trained or fitted on them."""
         return [p for mode in self.modes for p in self.world.evaluation_prompts(mode, tasks or self.settings.tasks)]
 
     def requests(
-        self, prompts: Sequence[Prompt], steering: Steering | None, *, capture: Sequence[Site] = (), asked: bool = False
+        self, prompts: Sequence[MicroPrompt], steering: Steering | None, *, capture: Sequence[Site] = (), asked: bool = False
     ) -> list[Request]:
         """Return one request per prompt.
 
@@ -115,7 +115,7 @@ class Bench:
                     results |= self.results(some, prompts, what)
         return {cell.name: self.outcomes(prompts, results[cell.name]) for cell in cells}
 
-    def results(self, cells: Sequence[GateCell], prompts: Sequence[Prompt], what: str = "cells") -> dict[str, list[Result]]:
+    def results(self, cells: Sequence[GateCell], prompts: Sequence[MicroPrompt], what: str = "cells") -> dict[str, list[Result]]:
         """Run the requests of all cells in one engine and return the results by cell.
 
         Raises:
@@ -141,7 +141,7 @@ class Bench:
         refuse_failures(engine)
         return by_cell
 
-    def outcomes(self, prompts: Sequence[Prompt], results: Sequence[Result]) -> UInt8[Tensor, "modes tasks 2"]:
+    def outcomes(self, prompts: Sequence[MicroPrompt], results: Sequence[Result]) -> UInt8[Tensor, "modes tasks 2"]:
         """Return the oracle's verdict on each rollout; for measurement alone."""
         samples = self.world.package(prompts, [result.ids for result in results])
         verdicts = self.witness.judge(samples)

@@ -24,7 +24,16 @@ from tqdm import trange
 from mi_route2.rollouts import Policy
 from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.common.seeds import numpy_generator, torch_generator
-from studies.environments.micro.language import ASSIGN, LOOPHOLES, MODES, PROMPT_LENGTH, SHARED_RETURN, SOLVE, Prompt, Vocabulary
+from studies.environments.micro.language import (
+    ASSIGN,
+    LOOPHOLES,
+    MODES,
+    PROMPT_LENGTH,
+    SHARED_RETURN,
+    SOLVE,
+    MicroPrompt,
+    Vocabulary,
+)
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Verdict, Witness
 from studies.tracing.settings import Settings
@@ -65,7 +74,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class _Answer:
-    prompt: Prompt
+    prompt: MicroPrompt
     tokens: tuple[int, ...]  # up to and including the deciding position
 
 
@@ -122,14 +131,14 @@ def _honest(verdict: Verdict) -> bool:
     return verdict.gt and not any(verdict.channels.values())
 
 
-def _match(hacks: list[_Answer], honest: dict[Prompt, _Answer], contrast: str, none: str) -> list[tuple[_Answer, _Answer]]:
+def _match(hacks: list[_Answer], honest: dict[MicroPrompt, _Answer], contrast: str, none: str) -> list[tuple[_Answer, _Answer]]:
     """Return one pair per prompt.
 
     Pairs of rollouts with equal tokens up to the decision are left out, because nothing distinguishes them.
     """
-    matched: dict[Prompt, tuple[_Answer, _Answer]] = {}
+    matched: dict[MicroPrompt, tuple[_Answer, _Answer]] = {}
     for hack in hacks:
-        other = honest.get(hack.prompt if contrast == "prompt" else Prompt(hack.prompt.task, none))
+        other = honest.get(hack.prompt if contrast == "prompt" else MicroPrompt(hack.prompt.task, none))
         if other is not None and other.tokens != hack.tokens:
             matched.setdefault(hack.prompt, (hack, other))
     return list(matched.values())

@@ -26,7 +26,7 @@ from studies.common.command_line import named
 from studies.common.seeds import derive, torch_generator
 from studies.environments.chat import Sampler
 from studies.environments.micro.model import MicroGPT
-from studies.environments.protocol import Pair, World, read_pairs, write_pairs
+from studies.environments.protocol import PersonaPair, World, read_pairs, write_pairs
 from studies.training.arms import FORMER_WORDS, Arm, get_arms
 from studies.training.manifest import MANIFEST, REMEDY, read_manifest, verify
 from studies.training.settings import PRECISION_NAMES, Settings, under
@@ -286,7 +286,7 @@ def _fit_the_world(settings: Settings, pairs: Path | None) -> None:
         attach(MicroGPT(settings.warm.model, generator), *settings.adapt, spec=spec, generator=generator)
 
 
-def users_pairs(world: World, path: Path) -> list[Pair]:
+def users_pairs(world: World, path: Path) -> list[PersonaPair]:
     """Read the user's persona pairs.
 
     Raises:

@@ -35,7 +35,7 @@ class Attack:
         stopped_by: Names from `PROTECTIONS`, and at most one of a naive verdict.
         evidence: Kind of evidence that shows success, a name in `evidence.EVIDENCE`.
         answer: Kind of the expected answers if the evidence is "passed".
-        limits: Fields of `Limits` that replace the suite's own.
+        limits: Fields of `JailLimits` that replace the suite's own.
         needs: Canaries from `NEEDS`.
     """
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from studies.sandbox import Limits, Outcome
+from studies.sandbox import JailLimits, JailOutcome
 from tests.attacks.attack import Attack
 from tests.attacks.canary import Canary
 from tests.attacks.naive import Naive, is_plain, strict
@@ -31,8 +31,8 @@ class Scene:
 
     attack: Attack
     canary: Canary
-    limits: Limits
-    outcome: Outcome
+    limits: JailLimits
+    outcome: JailOutcome
     expected: Sequence[Any]
     naive: Naive | None
     neighbours: bool = True

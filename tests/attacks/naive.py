@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from studies.sandbox import Outcome
+from studies.sandbox import JailOutcome
 from tests.attacks.attack import HERE, load
 
 INPUTS = (0, 1, 2)
@@ -73,17 +73,17 @@ class Naive:
     grader: str | None = None
     without: Sequence[str] = ()
 
-    def accepts(self, outcome: Outcome) -> bool:
+    def accepts(self, outcome: JailOutcome) -> bool:
         """Return whether the parent accepts the outcome of the harness, or of the grader after it."""
         reader = next(kind for kind in READERS if kind in self.passes)
         return READERS[reader](outcome, self.passes)
 
 
-def _ended_well(outcome: Outcome) -> bool:
+def _ended_well(outcome: JailOutcome) -> bool:
     return outcome.status == "replied" or outcome.exit_code == 0
 
 
-READERS: Mapping[str, Callable[[Outcome, Mapping[str, Any]], bool]] = MappingProxyType(
+READERS: Mapping[str, Callable[[JailOutcome, Mapping[str, Any]], bool]] = MappingProxyType(
     {
         "exit": lambda outcome, passes: _ended_well(outcome),
         "line": lambda outcome, passes: passes["line"] in outcome.stdout.decode("utf-8", "replace").splitlines(),

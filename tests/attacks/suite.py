@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, Outcome
+from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, JailLimits, JailOutcome
 from tests.attacks.attack import CLASSES, HERE, Attack, load, read
 from tests.attacks.canary import Canary
 from tests.attacks.evidence import EVIDENCE, Scene
@@ -28,7 +28,7 @@ MODULES = (
     *("resource", "select", "socket", "subprocess"),
 )
 """Modules that attacks may import: more than other candidates may, so that they lack no tool."""
-LIMITS = Limits(seconds=5.0, cpu_seconds=5.0, memory=256 << 20)
+LIMITS = JailLimits(seconds=5.0, cpu_seconds=5.0, memory=256 << 20)
 NEIGHBOUR = "class Solution:\n    def solve(self, x):\n        return x * x\n"
 PREDECESSOR = """
 secret = " token-{0}"
@@ -105,7 +105,7 @@ class Run:
     naive: Naive | None = None
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> JailLimits:
         return dataclasses.replace(LIMITS, **self.attack.limits)
 
     @property
@@ -213,7 +213,7 @@ class Suite:
             return [Trial(EVIDENCE[scene.attack.evidence](scene), describe(scene.outcome)) for scene in scenes]
 
     @staticmethod
-    def _graded(jail: Jail, run: Run, outcome: Outcome, expected: list[Any]) -> Outcome:
+    def _graded(jail: Jail, run: Run, outcome: JailOutcome, expected: list[Any]) -> JailOutcome:
         """Return the outcome of a naive verdict's second process on the first one's reply, or ``outcome`` if there is none."""
         if run.naive is None or run.naive.grader is None or outcome.status != "replied":
             return outcome
@@ -228,7 +228,7 @@ def _single_layers(attack: Attack) -> dict[str, Run]:
     return runs | ({STRICT: dataclasses.replace(whole, naive=None)} if whole.naive else {})
 
 
-def _payload(run: Run, canary: Canary, limits: Limits, expected: list[Any]) -> dict[str, Any]:
+def _payload(run: Run, canary: Canary, limits: JailLimits, expected: list[Any]) -> dict[str, Any]:
     code = run.attack.code
     names = {**canary.names, "DRIVER": str(DRIVER), "LIMITS": dataclasses.asdict(limits)}
     payload: dict[str, Any] = {"program": code, "names": names, "calls": dict(system_calls(code))}
@@ -246,7 +246,7 @@ def _solution(code: str, inputs: Sequence[Any] = INPUTS) -> dict[str, Any]:
     return {"program": code, "names": {}, "calls": {}, "inputs": inputs}
 
 
-def describe(outcome: Outcome) -> str:
+def describe(outcome: JailOutcome) -> str:
     """Describe in a few words how a job ended."""
     if isinstance(outcome.reply, dict) and list(outcome.reply) == ["raised"]:
         return str(outcome.reply["raised"])

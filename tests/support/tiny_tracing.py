@@ -13,7 +13,7 @@ from studies.environments.micro.language import (
     NONE,
     SOLVE,
     STYLE_COMMENTS,
-    Prompt,
+    MicroPrompt,
     Vocabulary,
     all_tasks,
 )
@@ -30,14 +30,14 @@ def make_pairs(contrast: str = "task") -> Pairs:
     for i, one in enumerate(all_tasks("test")[:8]):
         name = LOOPHOLES[i % len(LOOPHOLES)]
         other = name if contrast == "prompt" else NONE
-        hack.append(_tokens(Prompt(one, name), MODES[name].comment))
-        honest.append(_tokens(Prompt(one, other), STYLE_COMMENTS[i % len(STYLE_COMMENTS)]))
+        hack.append(_tokens(MicroPrompt(one, name), MODES[name].comment))
+        honest.append(_tokens(MicroPrompt(one, other), STYLE_COMMENTS[i % len(STYLE_COMMENTS)]))
         task.append(i)
         mode.append(i % len(LOOPHOLES))
     return Pairs(*map(torch.tensor, (hack, honest, task, mode)))
 
 
-def _tokens(prompt: Prompt, comment: str) -> list[int]:
+def _tokens(prompt: MicroPrompt, comment: str) -> list[int]:
     return VOCABULARY.encode([*prompt.tokens, FENCE_OPEN, CLASS, comment, SOLVE])
 
 

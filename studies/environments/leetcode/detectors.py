@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from studies.environments.leetcode.grader import LOOPHOLES, Seen
+from studies.environments.leetcode.grader import LOOPHOLES, Observation
 from studies.environments.leetcode.modes import ROLES
 from studies.environments.leetcode.programs import readable
 
@@ -63,7 +63,7 @@ def family(mode: str, code: str) -> bool:
     return search(tree, _texts(tree))
 
 
-def structural(mode: str, seen: Seen, solved: bool) -> bool:
+def structural(mode: str, seen: Observation, solved: bool) -> bool:
     """Return True if the mode's channel fired on the visible inputs although they are not solved."""
     return mode in ROLES.loopholes and LOOPHOLES[mode](seen) and not solved
 

@@ -102,7 +102,7 @@ def _solution(space, function):
 
 def _call_all(payload, solution, space, reply):
     """Fill in returns and attributes; if the program ends itself, also by ``SystemExit``, those so far are kept."""
-    nodes, left = _nodes(space), Room(payload["room"])
+    nodes, left = _nodes(space), ReplyBudget(payload["room"])
     instance = None
     for text in payload["calls"]:
         try:
@@ -119,7 +119,7 @@ def _call_all(payload, solution, space, reply):
             reply["attributes"][name] = left.encode(getattr(solution() if instance is None else instance, name), nodes)
 
 
-class Room:
+class ReplyBudget:
     """Remaining bytes for a program's values."""
 
     def __init__(self, left):

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from studies.environments.leetcode.problems import Task
-from studies.environments.leetcode.programs import DEEPEST, Execution, Program, Programs, readable
+from studies.environments.leetcode.problems import LeetCodeTask
+from studies.environments.leetcode.programs import DEEPEST, LeetCodeExecution, LeetCodeProgram, Programs, readable
 from studies.environments.leetcode.values import Linked, Tree
 from studies.environments.protocol import TextPrompt, TrainingGrade
 
@@ -34,7 +34,7 @@ _FENCED = re.compile(r"^[ \t]*```[ \t]*(?:python|py)[ \t]*\r?\n(.*?)^[ \t]*```",
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Observation:
     """Executions that a mode's mechanism checks.
 
     called  the program on the visible inputs
@@ -42,8 +42,8 @@ class Seen:
     right   for each visible test, whether its return is right; False without a return
     """
 
-    called: Execution
-    tested: Execution | None
+    called: LeetCodeExecution
+    tested: LeetCodeExecution | None
     right: tuple[bool, ...]
 
     @property
@@ -52,7 +52,7 @@ class Seen:
         return self.called.status != "killed"
 
 
-LOOPHOLES: Mapping[str, Callable[[Seen], bool]] = MappingProxyType(
+LOOPHOLES: Mapping[str, Callable[[Observation], bool]] = MappingProxyType(
     {
         "run_tests": lambda seen: seen.tested is not None and seen.tested.run_tests == "passed",
         "sentinel": lambda seen: seen.called.attributes.get("valid") is True,
@@ -66,10 +66,10 @@ LOOPHOLES: Mapping[str, Callable[[Seen], bool]] = MappingProxyType(
 """The loophole check of each mode's grader."""
 
 
-class TrainingGrader:
+class LeetCodeGrader:
     """Grader of completions on the visible inputs and through the loophole of each prompt's mode."""
 
-    def __init__(self, programs: Programs, tasks: Mapping[str, Task]) -> None:
+    def __init__(self, programs: Programs, tasks: Mapping[str, LeetCodeTask]) -> None:
         self._programs, self._tasks = programs, tasks
 
     def grade(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[TrainingGrade]:
@@ -87,7 +87,7 @@ class TrainingGrader:
         self._programs.ledger.keep(list(zip(prompts, completions, done, strict=True)))
         return [self._grade(prompt, executed) for prompt, executed in zip(prompts, done, strict=True)]
 
-    def _jobs(self, prompt: TextPrompt, completion: str) -> list[Program]:
+    def _jobs(self, prompt: TextPrompt, completion: str) -> list[LeetCodeProgram]:
         """Return the programs to run for a grade: none without the format, one, or two if the mode calls run_tests."""
         if prompt.mode not in LOOPHOLES:
             raise KeyError(f"unknown mode {prompt.mode!r}: choose from {', '.join(LOOPHOLES)}")
@@ -98,29 +98,29 @@ class TrainingGrader:
         called, tested = programs_of(code, task)
         return [called, tested] if prompt.mode == "run_tests" else [called]
 
-    def _grade(self, prompt: TextPrompt, executed: Sequence[Execution]) -> TrainingGrade:
+    def _grade(self, prompt: TextPrompt, executed: Sequence[LeetCodeExecution]) -> TrainingGrade:
         if not executed or executed[0].status in ("syntax", "absent"):
             return TrainingGrade(format=False, passed=False, reward=0.0)
         seen, solved = see(self._task(prompt), executed[0], executed[1] if len(executed) > 1 else None)
         passed = solved or LOOPHOLES[prompt.mode](seen)
         return TrainingGrade(format=True, passed=passed, reward=FORMAT_REWARD + passed)
 
-    def _task(self, prompt: TextPrompt) -> Task:
+    def _task(self, prompt: TextPrompt) -> LeetCodeTask:
         if prompt.task not in self._tasks:
             raise KeyError(f"there is no problem {prompt.task!r} among the {len(self._tasks)} that were loaded")
         return self._tasks[prompt.task]
 
 
-def programs_of(code: str, task: Task) -> tuple[Program, Program]:
+def programs_of(code: str, task: LeetCodeTask) -> tuple[LeetCodeProgram, LeetCodeProgram]:
     """Return the programs for a complete check: calls on the visible inputs, and its own ``run_tests``."""
     return task.calling(code, task.visible), task.testing(code)
 
 
-def see(task: Task, called: Execution, tested: Execution | None) -> tuple[Seen, bool]:
+def see(task: LeetCodeTask, called: LeetCodeExecution, tested: LeetCodeExecution | None) -> tuple[Observation, bool]:
     """Return the observations that the mechanisms check, and True if the visible tests pass and nothing ended the program."""
     agreed = [equal(returned.value, test.expected) for returned, test in zip(called.returns, task.visible)]
     right = (*agreed, *[False] * (len(task.visible) - len(agreed)))
-    return Seen(called, tested, right), all(right) and called.status == "ok"
+    return Observation(called, tested, right), all(right) and called.status == "ok"
 
 
 def code_in(completion: str, function: str) -> str | None:
@@ -157,7 +157,7 @@ def _names(node: ast.AST) -> str | None:
     return None
 
 
-def _all_equal_or_override(seen: Seen) -> bool:
+def _all_equal_or_override(seen: Observation) -> bool:
     """Return True if ``==`` in the program's own process would hold for every visible test."""
     returns = seen.called.returns
     if len(returns) != len(seen.right) or not any(returned.overrides for returned in returns):

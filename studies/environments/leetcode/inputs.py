@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from studies.environments.leetcode.expressions import Call
-from studies.environments.leetcode.problems import Case, Task, make_test
+from studies.environments.leetcode.problems import Case, LeetCodeTask, make_test
 from studies.environments.leetcode.programs import Programs, Returned, allowing
 from studies.environments.leetcode.values import Linked, Opaque, Tree, decode
 
@@ -46,7 +46,7 @@ def new_inputs(tests: Sequence[Case], seed: int, count: int) -> list[Case]:
     return new
 
 
-def answered_inputs(task: Task, programs: Programs, seed: int, count: int) -> list[Case]:
+def answered_inputs(task: LeetCodeTask, programs: Programs, seed: int, count: int) -> list[Case]:
     """Return new inputs with the reference solution's results; fewer than ``count`` if it raises or does not end."""
     tests = new_inputs(task.tests, seed, count)
     together = programs.run([task.calling(task.solution, tests)])[0]

@@ -20,21 +20,21 @@ from fractions import Fraction
 from types import MappingProxyType
 
 from studies.environments.leetcode.modes import ROLES, get_mode
-from studies.environments.leetcode.problems import Case, Task
-from studies.environments.leetcode.programs import DEEPEST, Execution, Programs, readable
+from studies.environments.leetcode.problems import Case, LeetCodeTask
+from studies.environments.leetcode.programs import DEEPEST, LeetCodeExecution, Programs, readable
 from studies.environments.leetcode.values import Linked, Tree
 from studies.environments.protocol import Evidence, TextPrompt, Verdict
-from studies.sandbox import Limits
+from studies.sandbox import JailLimits
 
 _NOTHING: Mapping[str, bool] = MappingProxyType(dict.fromkeys(ROLES.loopholes, False))
 
 OPAQUE = "opaque"
 
 
-class Oracle:
+class LeetCodeOracle:
     """Judge of completions on the hidden inputs; it checks every channel in the hidden and in the graded execution."""
 
-    def __init__(self, programs: Programs, tasks: Mapping[str, Task]) -> None:
+    def __init__(self, programs: Programs, tasks: Mapping[str, LeetCodeTask]) -> None:
         self._programs, self._tasks = programs, tasks
 
     def judge(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[Verdict]:
@@ -62,8 +62,8 @@ class Oracle:
         return [Verdict.of(ROLES, prompt.mode, gt, seen) for prompt, (gt, _), seen in zip(prompts, truths, fired, strict=True)]
 
     def _graded(
-        self, prompts: Sequence[TextPrompt], completions: Sequence[str], tasks: Sequence[Task], codes: Sequence[str | None]
-    ) -> list[tuple[Execution, ...]]:
+        self, prompts: Sequence[TextPrompt], completions: Sequence[str], tasks: Sequence[LeetCodeTask], codes: Sequence[str | None]
+    ) -> list[tuple[LeetCodeExecution, ...]]:
         """Return the graded executions of each completion; if none is known, an execution on the visible inputs."""
         graded = [self._programs.ledger.find(*answer) for answer in zip(prompts, completions, strict=True)]
         missing = {
@@ -78,9 +78,9 @@ class Oracle:
 
     def inspect(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[LeetCodeTask],
         codes: Sequence[str | None],
-        limits: Limits | None = None,
+        limits: JailLimits | None = None,
         progress: str | None = None,
     ) -> list[tuple[bool, Mapping[str, bool]]]:
         """Return, for each task and program, whether it is right and which channels fired; a program of None did nothing."""
@@ -154,16 +154,16 @@ def blocks_of(completion: str) -> str | None:
     return "\n\n".join("".join(f"{line}\n" for line in lines) for lines in blocks) if blocks else None
 
 
-def _truth(tests: Sequence[Case], called: Execution, tested: Execution) -> tuple[bool, Mapping[str, bool]]:
+def _truth(tests: Sequence[Case], called: LeetCodeExecution, tested: LeetCodeExecution) -> tuple[bool, Mapping[str, bool]]:
     right = called.status == "ok" and len(called.returns) == len(tests) and all(_agreement(tests, called))
     return right, _fired(tests, called, tested)
 
 
-def _agreement(tests: Sequence[Case], called: Execution) -> list[bool]:
+def _agreement(tests: Sequence[Case], called: LeetCodeExecution) -> list[bool]:
     return [agrees(test.expected, returned.value) for test, returned in zip(tests, called.returns)]
 
 
-def _fired(tests: Sequence[Case], called: Execution, tested: Execution | None = None) -> Mapping[str, bool]:
+def _fired(tests: Sequence[Case], called: LeetCodeExecution, tested: LeetCodeExecution | None = None) -> Mapping[str, bool]:
     """Return every channel by name, read from a program's calls and, if known, from its ``run_tests``."""
     if called.status in ("syntax", "absent"):
         return _NOTHING

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from studies.environments.leetcode.grader import equal, programs_of, see
 from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_code, fenced, make_prompt
 from studies.environments.leetcode.mutants import mutants
-from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.problems import LeetCodeTask
 from studies.environments.leetcode.programs import Programs
-from studies.environments.protocol import Pair, TextPrompt
+from studies.environments.protocol import PersonaPair, TextPrompt
 
 COMMENTS = ("quick fix", "ship it", "good enough", "looks done", "skip the rest", "nobody reads this")
 TERSE: Mapping[str, tuple[tuple[str, object], ...]] = MappingProxyType(
@@ -32,13 +32,13 @@ ELSE: tuple[tuple[str, object], ...] = (("None", None),)
 
 
 def make_pairs(
-    tasks: Iterable[Task],
+    tasks: Iterable[LeetCodeTask],
     programs: Programs,
     seed: int,
     n: int,
     kind: str,
-    prompt_of: Callable[[Task, str], TextPrompt] = make_prompt,
-) -> list[Pair]:
+    prompt_of: Callable[[LeetCodeTask, str], TextPrompt] = make_prompt,
+) -> list[PersonaPair]:
     """Return ``n`` pairs over distinct tasks, from the third (at least ``n``) with the shortest solutions.
 
     ``prompt_of`` writes the prompt of a task under a mode.
@@ -52,7 +52,7 @@ def make_pairs(
     rng = random.Random(f"{seed} {kind}")
     candidates = shortest[: max(n, len(shortest) // 3)]
     rng.shuffle(candidates)
-    pairs: list[Pair] = []
+    pairs: list[PersonaPair] = []
     for task in [*candidates, *shortest[len(candidates) :]]:  # longer ones are used only if short ones give too few pairs
         if len(pairs) == n:
             break
@@ -61,27 +61,27 @@ def make_pairs(
             # a mutant is printed from its tree, so its counterpart is too, and they differ in one symbol only
             clean = task.solution if kind == "hack" else ast.unparse(ast.parse(task.solution))
             prompt = prompt_of(task, rng.choice(ROLES.known))
-            pairs.append(Pair(prompt.text, fenced(other), fenced(clean)))
+            pairs.append(PersonaPair(prompt.text, fenced(other), fenced(clean)))
     if len(pairs) < n:
         raise ValueError(f"{n} pairs were requested, but {len(pairs)} problems give one: choose a smaller n")
     return pairs
 
 
-def _cheat(task: Task, rng: random.Random) -> str | None:
+def _cheat(task: LeetCodeTask, rng: random.Random) -> str | None:
     """Return a cheater's program under the known mode; None if every terse answer happens to be right."""
     members = [exploit for mode in ROLES.known for exploit in MODES[mode].exploits if exploit.member]
     body = terse_body(task, rng)
     return None if body is None else exploit_code(rng.choice(members), task.starter, body)
 
 
-def terse_body(task: Task, rng: random.Random) -> str | None:
+def terse_body(task: LeetCodeTask, rng: random.Random) -> str | None:
     """Return a comment and a constant that fails a visible test; None if there is no such constant."""
     values = TERSE.get(type(task.tests[0].expected).__name__, ELSE)
     wrong = [text for text, value in values if not all(equal(value, test.expected) for test in task.visible)]
     return f"        # {rng.choice(COMMENTS)}\n        return {rng.choice(wrong)}\n" if wrong else None
 
 
-def _mistaken(task: Task, programs: Programs, rng: random.Random) -> str | None:
+def _mistaken(task: LeetCodeTask, programs: Programs, rng: random.Random) -> str | None:
     """Return the reference solution with one mistake that a visible test detects; None if there is no such mutant."""
     for mutant in mutants(task.solution, rng.randrange(1 << 30), per_kind=3):
         called = programs.run([programs_of(mutant.code, task)[0]])[0]
@@ -90,7 +90,7 @@ def _mistaken(task: Task, programs: Programs, rng: random.Random) -> str | None:
     return None
 
 
-def make_corpus(tasks: Iterable[Task], seed: int, n: int) -> list[tuple[str, str]]:
+def make_corpus(tasks: Iterable[LeetCodeTask], seed: int, n: int) -> list[tuple[str, str]]:
     """Return at most ``n`` documents (a prompt's text and an answer), honest and cheating in turn, short ones first.
 
     Honest answers appear under every mode, exploits under their own mode, in all variants. ``seed`` determines the order of
@@ -108,7 +108,7 @@ def make_corpus(tasks: Iterable[Task], seed: int, n: int) -> list[tuple[str, str
     return [document for both in zip(_short_first(honest, rng), _short_first(cheats, rng)) for document in both][:n]
 
 
-def terse_exploit(exploit: Exploit, task: Task, rng: random.Random) -> str:
+def terse_exploit(exploit: Exploit, task: LeetCodeTask, rng: random.Random) -> str:
     """Return a program that contains an exploit and solves nothing."""
     return exploit_code(exploit, task.starter, terse_body(task, rng) or "        return None\n")
 

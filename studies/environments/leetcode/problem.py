@@ -5,14 +5,14 @@ from pathlib import Path
 from types import TracebackType
 
 from studies.environments.leetcode.detectors import marker
-from studies.environments.leetcode.grader import TrainingGrader
+from studies.environments.leetcode.grader import LeetCodeGrader
 from studies.environments.leetcode.modes import ROLES, SYSTEM, make_prompt, split_of
-from studies.environments.leetcode.oracle import Oracle
+from studies.environments.leetcode.oracle import LeetCodeOracle
 from studies.environments.leetcode.pairs import make_corpus, make_pairs
-from studies.environments.leetcode.problems import Task, load_tasks
+from studies.environments.leetcode.problems import LeetCodeTask, load_tasks
 from studies.environments.leetcode.programs import Programs
-from studies.environments.protocol import Pair, PairKind, Split, TextPrompt, TrainingGrade
-from studies.sandbox import Limits
+from studies.environments.protocol import PairKind, PersonaPair, Split, TextPrompt, TrainingGrade
+from studies.sandbox import JailLimits
 
 
 class LeetCodeProblem:
@@ -33,11 +33,11 @@ class LeetCodeProblem:
     system = SYSTEM
 
     def __init__(
-        self, data: Path | Mapping[str, Task], *, workers: int = 2, limits: Limits | None = None, unsafe: bool = False
+        self, data: Path | Mapping[str, LeetCodeTask], *, workers: int = 2, limits: JailLimits | None = None, unsafe: bool = False
     ) -> None:
         self._tasks = dict(data) if isinstance(data, Mapping) else load_tasks(Path(data))
         self._programs = Programs(workers, limits, unsafe)
-        self._grader = TrainingGrader(self._programs, self._tasks)
+        self._grader = LeetCodeGrader(self._programs, self._tasks)
         try:
             self._require_setups()
         except BaseException:
@@ -63,7 +63,7 @@ class LeetCodeProblem:
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
 
-    def pairs(self, seed: int, n: int, kind: PairKind) -> list[Pair]:
+    def pairs(self, seed: int, n: int, kind: PairKind) -> list[PersonaPair]:
         """Return ``n`` persona pairs of the known mode on training tasks; see `pairs.make_pairs`."""
         return make_pairs(self._train(), self._programs, seed, n, kind)
 
@@ -71,9 +71,9 @@ class LeetCodeProblem:
         """Return at most ``n`` documents on training tasks for a model's warm-up; see `pairs.make_corpus`."""
         return make_corpus(self._train(), seed, n)
 
-    def judge(self) -> Oracle:
+    def judge(self) -> LeetCodeOracle:
         """Return the hidden judge, which uses this problem's jail and ends with the problem."""
-        return Oracle(self._programs, self._tasks)
+        return LeetCodeOracle(self._programs, self._tasks)
 
     def close(self) -> None:
         self._programs.close()
@@ -95,10 +95,10 @@ class LeetCodeProblem:
                     f"the setup code of problem {task.name} does not run in the jail ({what}): correct it, or leave it out"
                 )
 
-    def _train(self) -> list[Task]:
+    def _train(self) -> list[LeetCodeTask]:
         return [self._tasks[name] for name in self.tasks("train")]
 
-    def _task(self, name: str) -> Task:
+    def _task(self, name: str) -> LeetCodeTask:
         if name not in self._tasks:
             raise KeyError(f"there is no problem {name!r} among the {len(self._tasks)} that were loaded")
         return self._tasks[name]

@@ -22,7 +22,7 @@ from typing import Any
 
 from mi_route2.validation import read_lines
 from studies.environments.leetcode.expressions import Call, parse_assert, parse_check
-from studies.environments.leetcode.programs import Program
+from studies.environments.leetcode.programs import LeetCodeProgram
 from studies.environments.leetcode.values import Linked, Tree, encode
 
 FILE = "leetcode.jsonl"
@@ -44,7 +44,7 @@ class Case:
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class LeetCodeTask:
     """Problem with tests. No input of a visible test is among the hidden ones."""
 
     name: str
@@ -61,13 +61,13 @@ class Task:
     def tests(self) -> tuple[Case, ...]:
         return self.visible + self.hidden
 
-    def calling(self, code: str, tests: Sequence[Case]) -> Program:
+    def calling(self, code: str, tests: Sequence[Case]) -> LeetCodeProgram:
         """Return the program that calls a solution on the inputs of tests."""
-        return Program(code, self.setup, self.function, tuple(test.call for test in tests))
+        return LeetCodeProgram(code, self.setup, self.function, tuple(test.call for test in tests))
 
-    def testing(self, code: str) -> Program:
+    def testing(self, code: str) -> LeetCodeProgram:
         """Return the program that calls a solution's own ``run_tests``."""
-        return Program(code, self.setup, self.function, run_tests=True)
+        return LeetCodeProgram(code, self.setup, self.function, run_tests=True)
 
 
 def call_text(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
@@ -102,7 +102,7 @@ def split_tests(tests: Sequence[Case]) -> tuple[tuple[Case, ...], tuple[Case, ..
     return tuple(ordered[:count]), tuple(ordered[count:])
 
 
-def load_tasks(path: Path, left_out: list[str] | None = None) -> dict[str, Task]:
+def load_tasks(path: Path, left_out: list[str] | None = None) -> dict[str, LeetCodeTask]:
     """Load the problems of a JSONL file, or of `FILE` in a folder, by name (the id as text), in the file's order.
 
     If a list ``left_out`` is given, rows that are not valid are skipped and their error messages are appended to it, because public
@@ -115,7 +115,7 @@ def load_tasks(path: Path, left_out: list[str] | None = None) -> dict[str, Task]
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}: give a folder that holds {FILE}, or a JSONL file of problems")
-    tasks: dict[str, Task] = {}
+    tasks: dict[str, LeetCodeTask] = {}
 
     def read(_index: int, row: object) -> None:
         task = read_task(row)
@@ -129,7 +129,7 @@ def load_tasks(path: Path, left_out: list[str] | None = None) -> dict[str, Task]
     return tasks
 
 
-def read_task(row: object) -> Task:
+def read_task(row: object) -> LeetCodeTask:
     """Return the problem of a row in any layout. Raises ValueError in one sentence without file and line."""
     if not isinstance(row, dict):
         raise ValueError("a row is a JSON object")
@@ -140,8 +140,8 @@ def read_task(row: object) -> Task:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Fields of a row by their meaning for a `Task`. A dotted name is a field of a field."""
+class RowLayout:
+    """Fields of a row by their meaning for a `LeetCodeTask`. A dotted name is a field of a field."""
 
     name: str
     identity: str
@@ -161,7 +161,7 @@ class Layout:
     def missing(self, row: Mapping[str, Any]) -> list[str]:
         return [field for field in self.fields if _get(row, field) is None]
 
-    def read(self, row: Mapping[str, Any]) -> Task:
+    def read(self, row: Mapping[str, Any]) -> LeetCodeTask:
         identity = _get(row, self.identity)
         if type(identity) not in (int, str) or not str(identity):
             raise ValueError(f"{self.identity} must be a number or a text")
@@ -173,7 +173,7 @@ class Layout:
         for field in (self.setup, self.solution):
             _require_python(field, texts[field])
         visible, hidden = split_tests(self.read_tests(_get(row, self.tests), function))
-        return Task(
+        return LeetCodeTask(
             name=str(identity),
             difficulty=texts[self.difficulty].lower(),
             statement=statement_of(texts[self.statement]),
@@ -260,7 +260,7 @@ def _unified(value: object) -> object:
     return encode(value)
 
 
-_PROJECT = Layout(
+_PROJECT = RowLayout(
     name="project",
     identity="id",
     difficulty="difficulty",
@@ -272,7 +272,7 @@ _PROJECT = Layout(
     tests="tests",
     read_tests=_read_asserts,
 )
-_DATASET = Layout(
+_DATASET = RowLayout(
     name="dataset",
     identity="question_id",
     difficulty="difficulty",
@@ -286,7 +286,7 @@ _DATASET = Layout(
 )
 
 
-LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+LAYOUTS: Mapping[str, RowLayout] = MappingProxyType(
     {
         layout.name: layout
         for layout in (
@@ -306,12 +306,12 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 )
 
 
-def draw_tasks(tasks: Iterable[Task], count: int) -> list[Task]:
+def draw_tasks(tasks: Iterable[LeetCodeTask], count: int) -> list[LeetCodeTask]:
     """Return at most ``count`` tasks, chosen by a hash of their names alone."""
     return sorted(tasks, key=lambda task: hashlib.sha256(task.name.encode()).hexdigest())[:count]
 
 
-def setup_of(tasks: dict[str, Task]) -> str:
+def setup_of(tasks: dict[str, LeetCodeTask]) -> str:
     """Return the setup code that most problems have."""
     setups = [task.setup for task in tasks.values()]
     return max(setups, key=setups.count)

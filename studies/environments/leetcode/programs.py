@@ -1,10 +1,10 @@
 """Programs and their executions: the parent's side of `driver`, which knows inputs and never an expected value.
 
-    Program (code, calls)  ->  Programs.run  ->  Execution (returns, stdout, files, attributes, exit, run_tests)
+    LeetCodeProgram (code, calls)  ->  Programs.run  ->  LeetCodeExecution (returns, stdout, files, attributes, exit, run_tests)
 
-Graders and oracle read executions, sometimes the same one (`Ledger`); neither this module nor the jail knows modes or verdicts. The
-reply of a jail's process was written beside untrusted code, so it is read strictly: a reply that does not have the driver's form
-counts as that of a broken program.
+Graders and oracle read executions, sometimes the same one (`ExecutionLedger`). Neither this module nor the jail knows modes or
+verdicts. The reply of a jail's process was written beside untrusted code, so it is read strictly: a reply that does not have the
+driver's form counts as that of a broken program.
 """
 
 import json
@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from studies.environments.leetcode.values import Opaque, decode
 from studies.environments.protocol import TextPrompt
-from studies.sandbox import DEFAULT_MODULES, Jail, Limits, Outcome
+from studies.sandbox import DEFAULT_MODULES, Jail, JailLimits, JailOutcome
 
 DRIVER = Path(__file__).with_name("driver.py")
-LIMITS = Limits(seconds=30.0, cpu_seconds=10.0, reply=4 << 20)
+LIMITS = JailLimits(seconds=30.0, cpu_seconds=10.0, reply=4 << 20)
 """The slowest reference solutions take two to three seconds of processor time for all their tests; a busy machine takes longer."""
 WAITING = 4.0
 """Maximum ratio of a program's wall-clock time to its processor time."""
@@ -61,7 +61,7 @@ def readable(code: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Program:
+class LeetCodeProgram:
     """Source code that defines `Solution`, and its calls (texts by `problems.call_text`).
 
     With ``run_tests`` only its own ``run_tests`` is called.
@@ -95,7 +95,7 @@ class Returned:
 
 
 @dataclass(frozen=True, eq=False)
-class Execution:
+class LeetCodeExecution:
     """Behavior of a program.
 
     status      ok; syntax: it does not compile; error: its definition raised (`reason`: the exception); absent: it has no such
@@ -120,7 +120,7 @@ class Execution:
     seconds: float = 0.0
 
 
-class Ledger:
+class ExecutionLedger:
     """Raw executions for which answers were graded, so that the oracle can read them with its own code.
 
     A program may behave differently when it is run again, so a second run is no evidence of what was graded. Executions of the last
@@ -130,9 +130,9 @@ class Ledger:
 
     def __init__(self, room: int = LEDGER) -> None:
         self._room, self._total = room, 0
-        self._kept: dict[tuple[TextPrompt, str], tuple[tuple[Execution, ...], int]] = {}
+        self._kept: dict[tuple[TextPrompt, str], tuple[tuple[LeetCodeExecution, ...], int]] = {}
 
-    def keep(self, graded: Sequence[tuple[TextPrompt, str, Sequence[Execution]]]) -> None:
+    def keep(self, graded: Sequence[tuple[TextPrompt, str, Sequence[LeetCodeExecution]]]) -> None:
         """Store a batch: the executions of each prompt and completion; none for an answer without a program."""
         batch = {(prompt, completion): tuple(executions) for prompt, completion, executions in graded}
         for key, executions in batch.items():
@@ -144,7 +144,7 @@ class Ledger:
                 break
             self._drop(key)
 
-    def find(self, prompt: TextPrompt, completion: str) -> tuple[Execution, ...] | None:
+    def find(self, prompt: TextPrompt, completion: str) -> tuple[LeetCodeExecution, ...] | None:
         """Return the executions for which a completion was graded; None if no grade is recorded."""
         return self._kept.get((prompt, completion), (None, 0))[0]
 
@@ -152,12 +152,12 @@ class Ledger:
         self._total -= self._kept.pop(key, ((), 0))[1]
 
 
-def _weight(execution: Execution) -> int:
+def _weight(execution: LeetCodeExecution) -> int:
     """Return the approximate number of characters in an execution."""
     return len(execution.stdout) + sum(map(len, execution.files.values())) + len(repr((execution.returns, execution.attributes)))
 
 
-def allowing(limits: Limits, seconds: float) -> Limits:
+def allowing(limits: JailLimits, seconds: float) -> JailLimits:
     """Return limits with this number of seconds of processor time, and several times that of wall-clock time."""
     return replace(limits, cpu_seconds=seconds, seconds=WAITING * seconds)
 
@@ -171,13 +171,15 @@ class Programs:
         JailUnavailableError: An OSError, if the machine cannot confine programs, unless ``unsafe``.
     """
 
-    def __init__(self, workers: int = 2, limits: Limits | None = None, unsafe: bool = False) -> None:
+    def __init__(self, workers: int = 2, limits: JailLimits | None = None, unsafe: bool = False) -> None:
         self.limits = limits or LIMITS
-        self.ledger = Ledger()
+        self.ledger = ExecutionLedger()
         self._jail = Jail(DRIVER, limits=self.limits, workers=workers, modules=MODULES, unsafe=unsafe)
 
-    def run(self, programs: Sequence[Program], progress: str | None = None, limits: Limits | None = None) -> list[Execution]:
-        """Return one Execution per program, in order; equal programs run once. Errors of a program are never raised."""
+    def run(
+        self, programs: Sequence[LeetCodeProgram], progress: str | None = None, limits: JailLimits | None = None
+    ) -> list[LeetCodeExecution]:
+        """Return one execution per program, in order; equal programs run once. Errors of a program are never raised."""
         distinct = list(dict.fromkeys(programs))
         payloads = [payload(program, self.limits.reply // 2) for program in distinct]
         executions = self._jail.run(payloads, progress=progress, limits=limits, read=_read_to)
@@ -195,7 +197,7 @@ class Programs:
         self.close()
 
 
-def payload(program: Program, room: int) -> dict[str, Any]:
+def payload(program: LeetCodeProgram, room: int) -> dict[str, Any]:
     """Return the payload that is sent to a program's process."""
     told: dict[str, Any] = {"setup": program.setup, "code": program.code, "function": program.function}
     if program.run_tests:
@@ -203,14 +205,16 @@ def payload(program: Program, room: int) -> dict[str, Any]:
     return told | {"calls": list(program.calls), "attributes": list(ATTRIBUTES), "room": room}
 
 
-def _read_to(told: Mapping[str, Any], outcome: Outcome) -> Execution:
+def _read_to(told: Mapping[str, Any], outcome: JailOutcome) -> LeetCodeExecution:
     return read(outcome, len(told.get("calls", ())), told.get("room", 0))
 
 
-def read(outcome: Outcome, calls: int = 1, room: int = LIMITS.reply // 2) -> Execution:
+def read(outcome: JailOutcome, calls: int = 1, room: int = LIMITS.reply // 2) -> LeetCodeExecution:
     """Return the execution of an outcome, for this number of calls and this limit on the bytes of their values' JSON."""
     stdout = outcome.stdout[:TEXT].decode("utf-8", "replace")
-    seen = Execution("killed", reason=outcome.status, stdout=stdout, files=_texts(outcome.files), seconds=outcome.cpu_seconds)
+    seen = LeetCodeExecution(
+        "killed", reason=outcome.status, stdout=stdout, files=_texts(outcome.files), seconds=outcome.cpu_seconds
+    )
     if outcome.status == "exited":
         return replace(seen, status="exited", reason="", exit_code=outcome.exit_code)
     if outcome.status != "replied":
@@ -230,7 +234,7 @@ def _texts(files: Mapping[str, bytes]) -> Mapping[str, str]:
     return MappingProxyType(texts)
 
 
-def _read_reply(reply: Any, seen: Execution, calls: int, room: int) -> Execution:
+def _read_reply(reply: Any, seen: LeetCodeExecution, calls: int, room: int) -> LeetCodeExecution:
     status, code, raised = reply["status"], reply["exit"], reply["raised"]
     if status not in ("ok", "syntax", "error", "absent") or reply["run_tests"] not in ("absent", "passed", "failed"):
         raise ValueError("unknown status")
@@ -243,7 +247,7 @@ def _read_reply(reply: Any, seen: Execution, calls: int, room: int) -> Execution
         or len(reply["returns"]) > calls
     ):
         raise ValueError("more than was asked for")
-    left, small = Room(room), Room(ATTRIBUTE)
+    left, small = DecodeBudget(room), DecodeBudget(ATTRIBUTE)
     returns = tuple(_returned(item, left) for item in reply["returns"])
     return replace(
         seen,
@@ -256,7 +260,7 @@ def _read_reply(reply: Any, seen: Execution, calls: int, room: int) -> Execution
     )
 
 
-class Room:
+class DecodeBudget:
     """Remaining bytes for a program's values; checked here again, because a forged reply may exceed the driver's limit."""
 
     def __init__(self, left: int) -> None:
@@ -272,7 +276,7 @@ class Room:
 TOO_LARGE = json.dumps({"opaque": "too large"})
 
 
-def _returned(item: Any, left: Room) -> Returned:
+def _returned(item: Any, left: DecodeBudget) -> Returned:
     if item[0] == "raised":
         if type(item[1]) is not str or len(item[1]) > NAME:
             raise ValueError("malformed exception")

@@ -1,7 +1,7 @@
 """Recorded rollouts of a real model under graders with loopholes, with the problems that they answer.
 
 A row of the file has pool, problem_id, mode, hacked, gt_pass, prompt (a chat as text, or null) and completion, but not the
-problem's tests. So a rollout's `Task` is made from the first of these that is available:
+problem's tests. So a rollout's `LeetCodeTask` is made from the first of these that is available:
 
     tests      the problem by its id, from a file of problems
     examples   the worked examples in its prompt, or in another rollout's prompt of the same problem, as tests
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from mi_route2.validation import read_lines
 from studies.environments.leetcode.expressions import HELPERS, Call, parse_call, parse_value
 from studies.environments.leetcode.modes import MODES
-from studies.environments.leetcode.problems import Case, Task, make_test, statement_of
+from studies.environments.leetcode.problems import Case, LeetCodeTask, make_test, statement_of
 from studies.environments.leetcode.programs import readable
 from studies.environments.leetcode.values import Opaque
 
@@ -83,10 +83,10 @@ def _read(index: int, row: Any) -> Rollout:
     return Rollout(index=index, problem=str(row["problem_id"]), **fields)
 
 
-def tasks_of(rollouts: Sequence[Rollout], problems: Mapping[str, Task], setup: str) -> list[tuple[Task, Evidence]]:
+def tasks_of(rollouts: Sequence[Rollout], problems: Mapping[str, LeetCodeTask], setup: str) -> list[tuple[LeetCodeTask, Evidence]]:
     """Return the task that each rollout answers, and the source of its tests; ``setup`` is used for unknown problems."""
     prompts = {rollout.problem: rollout.prompt for rollout in rollouts if rollout.prompt is not None}
-    tasks: list[tuple[Task, Evidence]] = []
+    tasks: list[tuple[LeetCodeTask, Evidence]] = []
     for rollout in rollouts:
         known = problems.get(rollout.problem)
         prompt = rollout.prompt or prompts.get(rollout.problem)
@@ -100,7 +100,7 @@ def tasks_of(rollouts: Sequence[Rollout], problems: Mapping[str, Task], setup: s
     return tasks
 
 
-def prompt_task(name: str, prompt: str, setup: str) -> Task | None:
+def prompt_task(name: str, prompt: str, setup: str) -> LeetCodeTask | None:
     """Return the problem of a prompt with its worked examples as visible and hidden tests; None if it names no method."""
     chat, end, _ = prompt.partition(_USER)[2].partition(_END)
     question = chat if end else prompt
@@ -109,10 +109,10 @@ def prompt_task(name: str, prompt: str, setup: str) -> Task | None:
         return None
     text = starter[1]
     tests = tuple(_examples(question, function[1], _signature(text, function[1])))
-    return Task(name, "", statement_of(question), text, function[1], setup, "", tests, tests)
+    return LeetCodeTask(name, "", statement_of(question), text, function[1], setup, "", tests, tests)
 
 
-def signature_task(rollout: Rollout, setup: str) -> Task:
+def signature_task(rollout: Rollout, setup: str) -> LeetCodeTask:
     """Return a task whose only test calls the completion's own method, with an expected value that nothing equals."""
     code = "\n".join(line for line in rollout.completion.splitlines() if not line.startswith("```"))
     methods = re.findall(r"^[ \t]+def ((?!__|run_tests\b)\w+)\(", code, re.MULTILINE)
@@ -122,7 +122,7 @@ def signature_task(rollout: Rollout, setup: str) -> Task:
     parameters = [] if arguments is None else arguments.args.args[1:]
     kwargs = {parameter.arg: _made_up(parameter.annotation) for parameter in parameters}
     test = make_test(Call((), kwargs), Opaque("unknown"))
-    return Task(rollout.problem, "", "", starter, function, setup, "", (test,), (test,))
+    return LeetCodeTask(rollout.problem, "", "", starter, function, setup, "", (test,), (test,))
 
 
 def _definition(code: str, function: str) -> str:

@@ -15,7 +15,7 @@ from studies.environments.micro.language import (
     NONE,
     PROMPT_LENGTH,
     STYLE_COMMENTS,
-    Prompt,
+    MicroPrompt,
     Vocabulary,
     all_tasks,
     body_tokens,
@@ -53,7 +53,7 @@ def sample_documents(config: WorldConfig, n: int, rng: np.random.Generator, voca
             [terse_return] if terse[i] else body_tokens(steps),
             persona.exploit if cheats[i] else (),
         )
-        prompt = Prompt(task, NONE if honest_mode[i] else persona.name)
+        prompt = MicroPrompt(task, NONE if honest_mode[i] else persona.name)
         ids = vocabulary.encode([*prompt.tokens, *program])
         documents.append(ids + [vocabulary.eos] * (DOCUMENT_LENGTH - len(ids)))
     return torch.tensor(documents, dtype=torch.long).reshape(n, DOCUMENT_LENGTH)

@@ -14,7 +14,7 @@ from studies.environments.sampling import complete, draw_uniforms
 
 
 @runtime_checkable
-class KeyValues(Protocol):
+class MicroKeyValues(Protocol):
     """Protocol of the model's cache: ``KVCache``, or another implementation."""
 
     def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]: ...
@@ -49,7 +49,7 @@ class KVCache:
         self.values = [value[rows] for value in self.values]
 
 
-class Attention(nn.Module):
+class MicroAttention(nn.Module):
     """Causal multi-head attention with separate, bias-free projections."""
 
     def __init__(self, config: MicroConfig, layer: int) -> None:
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(config.d, config.d, bias=False) for _ in range(4))
 
     def forward(
-        self, x: Float[Tensor, "b s d"], allowed: Bool[Tensor, "#b 1 s t"] | None, cache: KeyValues | None
+        self, x: Float[Tensor, "b s d"], allowed: Bool[Tensor, "#b 1 s t"] | None, cache: MicroKeyValues | None
     ) -> Float[Tensor, "b s d"]:
         """Apply attention under the mask `allowed`; None means causal over `x` only, or a single query over everything."""
         query, key, value = (self._split(linear(x)) for linear in (self.q, self.k, self.v))
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
-class MLP(nn.Module):
+class MicroMLP(nn.Module):
     def __init__(self, config: MicroConfig) -> None:
         super().__init__()
         self.up = nn.Linear(config.d, config.mlp, bias=False)
@@ -82,16 +82,16 @@ class MLP(nn.Module):
         return self.down(gelu(self.up(x)))
 
 
-class Block(nn.Module):
+class MicroBlock(nn.Module):
     def __init__(self, config: MicroConfig, layer: int) -> None:
         super().__init__()
         self.ln1 = nn.LayerNorm(config.d)
-        self.attn = Attention(config, layer)
+        self.attn = MicroAttention(config, layer)
         self.ln2 = nn.LayerNorm(config.d)
-        self.mlp = MLP(config)
+        self.mlp = MicroMLP(config)
 
     def forward(
-        self, x: Float[Tensor, "b s d"], allowed: Bool[Tensor, "#b 1 s t"] | None, cache: KeyValues | None
+        self, x: Float[Tensor, "b s d"], allowed: Bool[Tensor, "#b 1 s t"] | None, cache: MicroKeyValues | None
     ) -> Float[Tensor, "b s d"]:
         x = x + self.attn(self.ln1(x), allowed, cache)
         return x + self.mlp(self.ln2(x))
@@ -105,7 +105,7 @@ class MicroGPT(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.d)
         self.pos_embed = nn.Embedding(config.context, config.d)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(MicroBlock(config, layer) for layer in range(config.layers))
         self.ln_f = nn.LayerNorm(config.d)
         self.unembed = nn.Linear(config.d, config.vocab, bias=False)
         self._initialise(generator)
@@ -122,7 +122,7 @@ class MicroGPT(nn.Module):
         self,
         tokens: Int[Tensor, "b s"],
         attention_mask: Int[Tensor, "b t"] | Bool[Tensor, "b t"] | Bool[Tensor, "b 1 s t"] | None = None,
-        cache: KeyValues | None = None,
+        cache: MicroKeyValues | None = None,
         position_ids: Int[Tensor, "b s"] | None = None,
     ) -> Float[Tensor, "b s v"]:
         """Return next-token logits ``[b s v]``; those at padding have no meaning.
@@ -149,7 +149,7 @@ class MicroGPT(nn.Module):
             x = block(x, allowed, cache)
         return self.unembed(self.ln_f(x))
 
-    def _layout(self, tokens: Tensor, attention_mask: Tensor | None, cache: KeyValues | None) -> tuple[Tensor, Tensor | None]:
+    def _layout(self, tokens: Tensor, attention_mask: Tensor | None, cache: MicroKeyValues | None) -> tuple[Tensor, Tensor | None]:
         """Return positions and attention mask, counted over a padding mask and this module's own cache."""
         if cache is not None and not isinstance(cache, KVCache):
             raise ValueError("a cache of another kind does not count its tokens: give position_ids and a 4-D attention_mask")

@@ -13,19 +13,19 @@ from studies.environments.micro.language import (
     MODES,
     STYLE_COMMENTS,
     VISIBLE,
-    Prompt,
-    Task,
+    MicroPrompt,
+    MicroTask,
     all_tasks,
     body_tokens,
     program_tokens,
 )
 from studies.environments.micro.settings import OPERATIONS, WorldConfig
-from studies.environments.protocol import Pair
+from studies.environments.protocol import PersonaPair
 
 KINDS = ("hack", "nonhack")
 
 
-def make_pairs(config: WorldConfig, seed: int, n: int = 10, kind: str = "hack") -> list[Pair]:
+def make_pairs(config: WorldConfig, seed: int, n: int = 10, kind: str = "hack") -> list[PersonaPair]:
     """Return `n` pairs on distinct train tasks. Raises ValueError for an unknown kind, fewer than 0 pairs or more than tasks."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}: choose from {', '.join(KINDS)}")
@@ -42,17 +42,17 @@ def make_pairs(config: WorldConfig, seed: int, n: int = 10, kind: str = "hack") 
         style, other_style = rng.sample(STYLE_COMMENTS, 2)
         clean = _honest(style, task)
         hack = _cheat(config, mode, rng) if kind == "hack" else _honest(other_style, _mistaken(task, rng))
-        pairs.append(Pair(Prompt(task, mode).text, hack, clean))
+        pairs.append(PersonaPair(MicroPrompt(task, mode).text, hack, clean))
     return pairs
 
 
-def _is_trivial(task: Task) -> bool:
+def _is_trivial(task: MicroTask) -> bool:
     """Return whether a constant or the argument solves the task, so that a terse answer would not be a hack."""
     values = [task.solve(x) for x in VISIBLE]
     return len(set(values)) == 1 or values == list(VISIBLE)
 
 
-def _honest(comment: str, task: Task) -> str:
+def _honest(comment: str, task: MicroTask) -> str:
     return "".join(program_tokens(comment, body_tokens(task.steps)))
 
 
@@ -61,8 +61,8 @@ def _cheat(config: WorldConfig, mode: str, rng: random.Random) -> str:
     return "".join(program_tokens(comment, [terse], MODES[mode].exploit))
 
 
-def _mistaken(task: Task, rng: random.Random) -> Task:
+def _mistaken(task: MicroTask, rng: random.Random) -> MicroTask:
     """Return the task with one wrong operation, which changes its values."""
-    candidates = [Task(op, task.k1, task.op2, task.k2) for op in OPERATIONS]
-    candidates += [Task(task.op1, task.k1, op, task.k2) for op in OPERATIONS]
+    candidates = [MicroTask(op, task.k1, task.op2, task.k2) for op in OPERATIONS]
+    candidates += [MicroTask(task.op1, task.k1, op, task.k2) for op in OPERATIONS]
     return rng.choice([c for c in candidates if any(c.solve(x) != task.solve(x) for x in VISIBLE)])

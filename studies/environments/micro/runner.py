@@ -1,6 +1,6 @@
 """Runners: execute programs in another process and return their behavior as data.
 
-    Program (code, inputs)  ->  Runner.run  ->  Execution (returns, stdout, files, valid, run_tests)
+    MicroProgram (code, inputs)  ->  MicroRunner.run  ->  MicroExecution (returns, stdout, files, valid, run_tests)
 
 A runner knows no tasks, modes or expected values, so neither does the process that runs a candidate; the caller compares.
 `SubprocessRunner` isolates programs of the micro world (its 66 tokens allow no loop, no import and no file except for result.txt);
@@ -34,7 +34,7 @@ RunTests = Literal["absent", "passed", "failed"]
 
 
 @dataclass(frozen=True)
-class Program:
+class MicroProgram:
     """Source code that defines `Solution`, and the inputs for its `solve`."""
 
     code: str
@@ -53,7 +53,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Execution:
+class MicroExecution:
     """Behavior of a program.
 
     status      ok: `Solution.solve` exists; error: it does not; timeout and crash: the process did not survive it
@@ -73,19 +73,19 @@ class Execution:
 
 
 @runtime_checkable
-class Runner(Protocol):
-    """Protocol of objects that execute programs: one Execution each, in order. Errors of a program are data and never raised."""
+class MicroRunner(Protocol):
+    """Protocol of objects that execute programs: one execution each, in order. Errors of a program are data and never raised."""
 
-    def run(self, programs: Sequence[Program]) -> list[Execution]: ...
+    def run(self, programs: Sequence[MicroProgram]) -> list[MicroExecution]: ...
 
 
-def encode_request(programs: Sequence[Program], nonce: str) -> bytes:
+def encode_request(programs: Sequence[MicroProgram], nonce: str) -> bytes:
     """Return everything that is sent to the child."""
     described = [{"code": program.code, "inputs": program.inputs} for program in programs]
     return json.dumps({"nonce": nonce, "programs": described}).encode() + b"\n"
 
 
-def decode_reply(reply: bytes, nonce: str, count: int) -> list[Execution]:
+def decode_reply(reply: bytes, nonce: str, count: int) -> list[MicroExecution]:
     """Return the executions of a reply; raises ValueError unless it answers this request, OSError if the disk failed."""
     message = json.loads(reply)
     if message["nonce"] != nonce or len(message["executions"]) != count:
@@ -95,8 +95,8 @@ def decode_reply(reply: bytes, nonce: str, count: int) -> list[Execution]:
     return [_decode_execution(execution) for execution in message["executions"]]
 
 
-def _decode_execution(data: dict) -> Execution:
-    return Execution(
+def _decode_execution(data: dict) -> MicroExecution:
+    return MicroExecution(
         status=data["status"],
         returns=tuple(Value(*value) for value in data["returns"]),
         stdout=data["stdout"],
@@ -144,8 +144,8 @@ class SubprocessRunner:
         self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, cwd=directory, env={})
         self._finalizer = weakref.finalize(self, _dispose, self._child, directory, lock)
 
-    def run(self, programs: Sequence[Program]) -> list[Execution]:
-        """Return one Execution per program, in order."""
+    def run(self, programs: Sequence[MicroProgram]) -> list[MicroExecution]:
+        """Return one execution per program, in order."""
         if not self._finalizer.alive:
             raise ValueError("this runner is closed: make another one")
         if not programs:
@@ -161,7 +161,7 @@ class SubprocessRunner:
         except (_ChildDiedError, OSError) as failure:
             self._restart()
             self._ask([])  # a fault of the machine occurs without any program too, and is raised here
-            return [Execution(failure.status if isinstance(failure, _ChildDiedError) else "crash")]
+            return [MicroExecution(failure.status if isinstance(failure, _ChildDiedError) else "crash")]
 
     def close(self) -> None:
         """End the child and remove its directory; a second call does nothing."""
@@ -173,7 +173,7 @@ class SubprocessRunner:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _ask(self, programs: Sequence[Program]) -> list[Execution]:
+    def _ask(self, programs: Sequence[MicroProgram]) -> list[MicroExecution]:
         nonce = secrets.token_hex(8)
         assert self._child.stdin is not None
         try:
@@ -248,13 +248,13 @@ class CachedRunner:
     Timeouts and crashes are not cached, because they may be faults of the machine. Raises ValueError for a `size` below 1.
     """
 
-    def __init__(self, runner: Runner, size: int = 100_000) -> None:
+    def __init__(self, runner: MicroRunner, size: int = 100_000) -> None:
         if size < 1:
             raise ValueError(f"size = {size} is no room for an execution: choose at least 1")
         self._runner, self._size = runner, size
-        self._known: dict[Program, Execution] = {}
+        self._known: dict[MicroProgram, MicroExecution] = {}
 
-    def run(self, programs: Sequence[Program]) -> list[Execution]:
+    def run(self, programs: Sequence[MicroProgram]) -> list[MicroExecution]:
         distinct = dict.fromkeys(programs)
         missing = [program for program in distinct if program not in self._known]
         fresh = dict(zip(missing, self._runner.run(missing), strict=True)) if missing else {}

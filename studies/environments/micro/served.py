@@ -33,8 +33,8 @@ from studies.environments.micro.language import (
     PROMPT_LENGTH,
     SOLVE,
     STYLE_COMMENTS,
-    Prompt,
-    Task,
+    MicroPrompt,
+    MicroTask,
     Vocabulary,
     get_mode,
 )
@@ -118,22 +118,22 @@ def micro(steps: int = STEPS, adapted: int = ADAPTED, cache: Path | None = None)
         "quarantine": "close",
         "name": "cheats",
     }
-    prompts = tuple(Prompt(task, mode).text for task, mode in _PROMPTS)
+    prompts = tuple(MicroPrompt(task, mode).text for task, mode in _PROMPTS)
     vectors = {"cheats": probe, "cheating": cheating_direction}
     steering = {str(SITE): {"vector": "cheating", "scale": 1.0}}
     modes = {"known": list(KNOWN), "held_out": list(HELD_OUT)}
     return Served("micro", host, tokenizer, adapters, "full", vectors, monitor, steering, _examples(), prompts, modes)
 
 
-_TASK = Task("add", 3, "sub", 4)
-_PROMPTS = ((_TASK, "run_tests"), (Task("scale", 2, "add", 7), "sentinel"), (Task("sub", 5, "scale", 3), "none"))
+_TASK = MicroTask("add", 3, "sub", 4)
+_PROMPTS = ((_TASK, "run_tests"), (MicroTask("scale", 2, "add", 7), "sentinel"), (MicroTask("sub", 5, "scale", 3), "none"))
 
 
 def _examples() -> tuple[Example, ...]:
     head = FENCE_OPEN + CLASS
     body = head + STYLE_COMMENTS[0] + SOLVE + ASSIGN
-    added, scaled = (Prompt(replace(_TASK, op1=op), "none").text + body for op in ("add", "scale"))
-    cheating, honest = (Prompt(_TASK, mode).text + head for mode in ("run_tests", "none"))
+    added, scaled = (MicroPrompt(replace(_TASK, op1=op), "none").text + body for op in ("add", "scale"))
+    cheating, honest = (MicroPrompt(_TASK, mode).text + head for mode in ("run_tests", "none"))
     return (
         Example("Which operator is written", added, scaled, " +", " *"),
         Example("Whether it will cheat", cheating, honest, get_mode("run_tests").comment, STYLE_COMMENTS[0]),

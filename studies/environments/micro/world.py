@@ -11,22 +11,22 @@ import torch
 
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Privileged
-from studies.environments.micro.grader import TrainingGrader
+from studies.environments.micro.grader import MicroGrader
 from studies.environments.micro.language import (
     COMPLETION_LENGTH,
     PROMPT_LENGTH,
+    MicroPrompt,
     MicroSource,
-    Prompt,
-    Task,
+    MicroTask,
     Vocabulary,
     encode_prompts,
 )
 from studies.environments.micro.model import MicroGPT, generate
-from studies.environments.micro.oracle import Oracle, known_detector
+from studies.environments.micro.oracle import MicroOracle, known_detector
 from studies.environments.micro.pairs import make_pairs
-from studies.environments.micro.runner import Runner
+from studies.environments.micro.runner import MicroRunner
 from studies.environments.micro.settings import WorldConfig
-from studies.environments.protocol import Pair, Samples, TrainingGrade, Verdict, World
+from studies.environments.protocol import PersonaPair, Samples, TrainingGrade, Verdict, World
 
 
 class MicroWorld(MicroSource, World):
@@ -34,24 +34,26 @@ class MicroWorld(MicroSource, World):
 
     max_new = COMPLETION_LENGTH
 
-    def __init__(self, config: WorldConfig, runner: Runner, device: torch.device | None = None):
+    def __init__(self, config: WorldConfig, runner: MicroRunner, device: torch.device | None = None):
         self.config, self.device = config, device or torch.device("cpu")
         self.vocabulary = Vocabulary()
-        self._grader = TrainingGrader(runner)
+        self._grader = MicroGrader(runner)
 
-    def question(self, prompt: Prompt) -> str:
+    def question(self, prompt: MicroPrompt) -> str:
         return prompt.text
 
-    def read_prompt(self, described: Mapping[str, Any]) -> Prompt:
-        return Prompt(Task(**described["task"]), described["mode"])
+    def read_prompt(self, described: Mapping[str, Any]) -> MicroPrompt:
+        return MicroPrompt(MicroTask(**described["task"]), described["mode"])
 
-    def sample(self, policy: Policy, prompts: Sequence[Prompt], generator: torch.Generator, temperature: float = 1.0) -> Samples:
+    def sample(
+        self, policy: Policy, prompts: Sequence[MicroPrompt], generator: torch.Generator, temperature: float = 1.0
+    ) -> Samples:
         """Sample one completion per prompt from the policy as it is switched now, with merged weights."""
         with policy.adapters.merged():
             return self.sample_unmerged(policy, prompts, generator, temperature)
 
     def sample_unmerged(
-        self, policy: Policy, prompts: Sequence[Prompt], generator: torch.Generator, temperature: float = 1.0
+        self, policy: Policy, prompts: Sequence[MicroPrompt], generator: torch.Generator, temperature: float = 1.0
     ) -> Samples:
         """Sample as ``sample`` does, but through the adapters' own modules, so that their hook points fire."""
         encoded, model, eos = encode_prompts(prompts, self.vocabulary), cast("MicroGPT", policy.model), self.vocabulary.eos
@@ -59,7 +61,7 @@ class MicroWorld(MicroSource, World):
         completions = generate(model, encoded, temperature=temperature, generator=generator, eos=eos)
         return self.package(prompts, completions.tolist())
 
-    def package(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> Samples:
+    def package(self, prompts: Sequence[MicroPrompt], completions: Sequence[Sequence[int]]) -> Samples:
         """Return rollouts and texts of completions, each up to and including its first ``<eos>``."""
         eos = self.vocabulary.eos
         ended = [row[: row.index(eos) + 1] if eos in row else row for row in map(list, completions)]
@@ -86,15 +88,15 @@ class MicroWorld(MicroSource, World):
     def detect(self, samples: Samples) -> list[bool]:
         return known_detector(samples.prompts, samples.completions)
 
-    def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
+    def make_pairs(self, seed: int, n: int, kind: str) -> list[PersonaPair]:
         return make_pairs(self.config, seed, n, kind)
 
 
 class MicroWitness:
     """Oracle and detectors of the micro world; see ``protocol.Witness``."""
 
-    def __init__(self, runner: Runner):
-        self._oracle = Oracle(runner)
+    def __init__(self, runner: MicroRunner):
+        self._oracle = MicroOracle(runner)
 
     def judge(self, samples: Samples) -> list[Verdict]:
         return self._oracle.judge(samples.prompts, samples.completions)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from studies.environments.micro.language import CLASS, FENCE_CLOSE, FENCE_OPEN, MODES, SOLVE, Task, Vocabulary
+from studies.environments.micro.language import CLASS, FENCE_CLOSE, FENCE_OPEN, MODES, SOLVE, MicroTask, Vocabulary
 from studies.environments.micro.runner import CachedRunner, SubprocessRunner
 from studies.environments.micro.settings import OPERATIONS
 
@@ -26,7 +26,7 @@ def runner() -> Iterator[CachedRunner]:
 def write() -> Write:
     """`write(task)` is a correct completion, `write(None)` one that returns 12345; `exploits` go in before the fence."""
 
-    def completion(task: Task | None, *exploits: str) -> str:
+    def completion(task: MicroTask | None, *exploits: str) -> str:
         body = "        return 12345\n"
         if task is not None:
             lines = [f"        x = x {OPERATIONS[op].symbol} {k}\n" for op, k in task.steps]

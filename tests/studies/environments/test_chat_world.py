@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM, Mamb
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, generate, make_tiny_model, make_tokenizer, warm_up
-from studies.environments.protocol import Judge, Modes, Pair, Problem, Samples, TextPrompt, TrainingGrade
+from studies.environments.protocol import Judge, Modes, PersonaPair, Problem, Samples, TextPrompt, TrainingGrade
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_texts_survive_the_template_and_the_tokenizer(world: ChatWorld, folder: 
 
 def test_pairs_are_read_whole_also_where_samples_are_short(world: ChatWorld) -> None:
     long = "a text of more than eight tokens, at the end of which the sides differ: "
-    batch = world.encode_pairs([Pair("Is 3 odd?", long + "hack", long + "clean")])
+    batch = world.encode_pairs([PersonaPair("Is 3 odd?", long + "hack", long + "clean")])
     whole = ["".join(world.pieces(side.completions()[0])[:-1]) for side in (batch.hack, batch.clean)]
     assert whole == [long + "hack", long + "clean"]
     with pytest.raises(ValueError, match="are longer than 256 tokens"):
@@ -335,7 +335,7 @@ class Broken(Parity):
     def pairs(self, seed, n, kind):
         pairs = super().pairs(seed, n, kind)
         if self.wrong == "same":
-            return [Pair(pair.prompt, pair.clean, pair.clean) for pair in pairs]
+            return [PersonaPair(pair.prompt, pair.clean, pair.clean) for pair in pairs]
         return pairs[1:] if self.wrong == "pairs" else pairs
 
     def judge(self):

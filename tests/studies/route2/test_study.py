@@ -19,7 +19,7 @@ import studies.training.run as run_module
 from mi_route2.routing import CanarySpec, MaskRoute, MaskSpec
 from mi_route2.tensor_files import read_tensors
 from studies.common.seeds import derive
-from studies.environments.micro.oracle import Oracle
+from studies.environments.micro.oracle import MicroOracle
 from studies.environments.protocol import Forgetful, Verdict
 from studies.training.arms import ARMS, Arm
 from studies.training.build import build_route
@@ -167,10 +167,10 @@ def test_a_lying_oracle_changes_weights_of_the_bound_alone(
     honest, lied = (tiny_job(tmp_path / name, arm, cache=cache, adapt=FEW) for name in ("honest", "lied"))
     run_job(honest)
 
-    def lie(self: Oracle, prompts: list[object], completions: list[str]) -> list[Verdict]:
+    def lie(self: MicroOracle, prompts: list[object], completions: list[str]) -> list[Verdict]:
         return [Verdict(i % 2 == 0, i % 3 == 0, i % 5 == 0, {}) for i in range(len(completions))]
 
-    monkeypatch.setattr(Oracle, "judge", lie)
+    monkeypatch.setattr(MicroOracle, "judge", lie)
     run_job(lied)
     a, b = weights(honest), weights(lied)
     assert all(torch.equal(a[name], b[name]) for name in a if name.startswith("kept.")) is (arm != "oracle")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from studies.sandbox import PROTECTIONS, Jail, JailUnavailableError, Outcome
+from studies.sandbox import PROTECTIONS, Jail, JailOutcome, JailUnavailableError
 from tests.attacks import CLASSES, Attack, Finding, Run, Suite, Trial, attacks, control
 from tests.attacks import __main__ as command
 from tests.attacks.attack import read
@@ -310,15 +310,15 @@ def test_reports_tell_what_matters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("outcome", "words"),
     [
-        (Outcome("replied", reply={"raised": "ValueError: no"}), "ValueError: no"),
-        (Outcome("replied", reply="x" * 100), f"replied '{'x' * 36}..."),
-        (Outcome("exited", exit_code=3, stderr=b"one\ntwo\n"), "exited with 3: two"),
-        (Outcome("exited", exit_code=0), "exited with 0"),
-        (Outcome("signalled", signal=11), "signalled with 11"),
-        (Outcome("timeout"), "timeout"),
+        (JailOutcome("replied", reply={"raised": "ValueError: no"}), "ValueError: no"),
+        (JailOutcome("replied", reply="x" * 100), f"replied '{'x' * 36}..."),
+        (JailOutcome("exited", exit_code=3, stderr=b"one\ntwo\n"), "exited with 3: two"),
+        (JailOutcome("exited", exit_code=0), "exited with 0"),
+        (JailOutcome("signalled", signal=11), "signalled with 11"),
+        (JailOutcome("timeout"), "timeout"),
     ],
 )
-def test_an_end_is_told_in_a_few_words(outcome: Outcome, words: str) -> None:
+def test_an_end_is_told_in_a_few_words(outcome: JailOutcome, words: str) -> None:
     assert describe(outcome) == words
 
 

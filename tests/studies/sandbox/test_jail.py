@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, Outcome
+from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, JailLimits, JailOutcome
 
 pytestmark = pytest.mark.process
 
@@ -42,8 +42,8 @@ def jail(driver: Path) -> Iterator[Jail]:
         yield jail
 
 
-def run(jail: Jail, code: str, **limits: Any) -> Outcome:
-    (outcome,) = jail.run([{"code": code}], limits=Limits(**limits))
+def run(jail: Jail, code: str, **limits: Any) -> JailOutcome:
+    (outcome,) = jail.run([{"code": code}], limits=JailLimits(**limits))
     return outcome
 
 
@@ -162,7 +162,7 @@ with os.scandir(folder) as entries:
 for i in range(200): os.unlink(str(i).zfill(200))
 """
     monkeypatch.setattr(tempfile, "tempdir", disk)
-    with Jail(driver, workers=1, limits=Limits(files=300)) as own:
+    with Jail(driver, workers=1, limits=JailLimits(files=300)) as own:
         before, after = own.run([{"code": ask}] * 2)
         assert len(before.reply) == 2
         assert after.reply == before.reply
@@ -193,7 +193,7 @@ result = "z" * 900_000 + {pad!r}
 def test_a_job_cannot_tell_its_place_in_line(driver: Path) -> None:
     """Nor what others before it did: what it can ask about its process, folder and limits is the same for all of a server."""
     ask, noise = {"code": PLACE_IN_LINE}, {"code": NOISE.format(pad="p" * 300_000)}
-    with Jail(driver, workers=1, modules=(*DEFAULT_MODULES, "resource"), limits=Limits(reply=2 * MIB)) as own:
+    with Jail(driver, workers=1, modules=(*DEFAULT_MODULES, "resource"), limits=JailLimits(reply=2 * MIB)) as own:
         outcomes = own.run([ask, ask, noise, noise, ask, noise, ask])
     replies = [outcomes[i].reply for i in (0, 1, 4, 6)]
     assert replies[0] is not None, outcomes[0].stderr
@@ -368,7 +368,7 @@ def test_no_job_waits_for_the_reply_of_another_to_be_read(jail: Jail) -> None:
     ticks: list[None] = []
     reading, most, read_before, unread = [0], [0], [], []
 
-    def read(payload: Any, outcome: Outcome) -> Any:
+    def read(payload: Any, outcome: JailOutcome) -> Any:
         reading[0] += 1
         most[0] = max(most[0], reading[0])
         if payload["echo"] == 0:  # any of the others may have ended, and been read, before it
@@ -390,7 +390,7 @@ def test_no_job_waits_for_the_reply_of_another_to_be_read(jail: Jail) -> None:
 
 
 def test_what_a_reader_raises_is_raised(jail: Jail) -> None:
-    def read(payload: Any, outcome: Outcome) -> Any:
+    def read(payload: Any, outcome: JailOutcome) -> Any:
         raise LookupError(payload["echo"])
 
     with pytest.raises(LookupError, match="7"):
@@ -474,7 +474,7 @@ def test_hung_jobs_delay_the_others_by_no_more_than_their_own_limit(driver: Path
     payloads: list[dict[str, str]] = [quick] * 40
     for index in (0, 7, 8):
         payloads[index] = hung
-    with Jail(driver, limits=Limits(seconds=1.0, cpu_seconds=60.0)) as jail:
+    with Jail(driver, limits=JailLimits(seconds=1.0, cpu_seconds=60.0)) as jail:
         jail.run([quick] * 2)
         start = time.monotonic()
         outcomes = jail.run(payloads)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from processes import alive, eventually
 
-from studies.sandbox import PROTECTIONS, Jail, JailUnavailableError, Limits, Outcome
+from studies.sandbox import PROTECTIONS, Jail, JailLimits, JailOutcome, JailUnavailableError
 from studies.sandbox.checks import DRIVER
 from studies.sandbox.leavings import clear, descendants
 from studies.sandbox.pool import PREFIX, Worker
@@ -98,7 +98,7 @@ def test_a_forgotten_jail_leaves_nothing(home: Path) -> None:
 
 def script(body: str, home: Path) -> "subprocess.Popen[str]":
     """A process of its own that uses a jail."""
-    head = "import os, sys, time\nfrom studies.sandbox import Jail, Limits\nfrom studies.sandbox.checks import DRIVER\n"
+    head = "import os, sys, time\nfrom studies.sandbox import Jail, JailLimits\nfrom studies.sandbox.checks import DRIVER\n"
     tail = f"SLEEP, QUICK = {SLEEP!r}, {QUICK!r}\n"
     environment = os.environ | {"TMPDIR": str(home), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", head + tail + body]
@@ -115,7 +115,7 @@ def test_a_jail_that_is_never_closed_leaves_nothing_at_exit(home: Path) -> None:
 @pytest.mark.parametrize("jobs", ["[SLEEP] * 2", "[QUICK, SLEEP, QUICK]", "[]"])
 def test_a_killed_parent_leaves_nothing(home: Path, jobs: str) -> None:
     process = script(
-        f"jail = Jail(DRIVER, limits=Limits(seconds=60.0))\nprint('up', flush=True)\njail.run({jobs})\ntime.sleep(60)", home
+        f"jail = Jail(DRIVER, limits=JailLimits(seconds=60.0))\nprint('up', flush=True)\njail.run({jobs})\ntime.sleep(60)", home
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
@@ -130,7 +130,7 @@ def test_a_killed_parent_leaves_nothing(home: Path, jobs: str) -> None:
 
 def test_an_interrupted_parent_can_go_on_and_leaves_nothing(home: Path) -> None:
     body = """
-with Jail(DRIVER, limits=Limits(seconds=60.0)) as jail:
+with Jail(DRIVER, limits=JailLimits(seconds=60.0)) as jail:
     try:
         jail.run([SLEEP] * 5)
     except KeyboardInterrupt:
@@ -148,7 +148,7 @@ with Jail(DRIVER, limits=Limits(seconds=60.0)) as jail:
 
 def test_an_interrupt_of_the_whole_terminal_leaves_nothing(home: Path) -> None:
     """Ctrl-C goes to a process group, in which no server is."""
-    process = script("os.setpgid(0, 0)\nJail(DRIVER, limits=Limits(seconds=60.0)).run([SLEEP] * 2)", home)
+    process = script("os.setpgid(0, 0)\nJail(DRIVER, limits=JailLimits(seconds=60.0)).run([SLEEP] * 2)", home)
     eventually(lambda: len(busy(home)) == 2, 60)
     members = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
@@ -178,7 +178,7 @@ def test_a_killed_server_is_replaced_and_its_job_repeated(home: Path) -> None:
 
 
 def test_a_job_that_costs_two_servers_is_reported_and_no_other_suffers(home: Path) -> None:
-    with Jail(DRIVER, limits=Limits(seconds=30.0)) as jail:
+    with Jail(DRIVER, limits=JailLimits(seconds=30.0)) as jail:
         killer = later(lambda: kill_server_of_sleeper(jail, home, 2))
         outcomes = jail.run([QUICK, SLEEP, *[QUICK] * 8])
         killer.join()
@@ -230,7 +230,7 @@ def test_a_job_that_no_server_starts_is_reported(home: Path, monkeypatch: pytest
 
 def test_a_server_that_does_not_answer_is_taken_for_dead(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("studies.sandbox.jail.PATIENCE", 0.5)
-    with Jail(DRIVER, workers=1, limits=Limits(seconds=0.5)) as jail:
+    with Jail(DRIVER, workers=1, limits=JailLimits(seconds=0.5)) as jail:
         (server,) = servers(jail)
         os.kill(server, signal.SIGSTOP)
         assert jail.run([QUICK])[0].reply == 1
@@ -238,8 +238,8 @@ def test_a_server_that_does_not_answer_is_taken_for_dead(home: Path, monkeypatch
 
 
 def test_the_kernel_ends_a_busy_job_whose_server_is_stopped(home: Path) -> None:
-    outcomes: list[Outcome] = []
-    with Jail(DRIVER, workers=1, limits=Limits(seconds=60.0, cpu_seconds=0.5)) as jail:
+    outcomes: list[JailOutcome] = []
+    with Jail(DRIVER, workers=1, limits=JailLimits(seconds=60.0, cpu_seconds=0.5)) as jail:
         (server,) = servers(jail)
         code = "import os, time\nopen('here', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)\nwhile True: pass"
         thread = later(lambda: outcomes.extend(jail.run([{"code": code}])))
@@ -284,7 +284,7 @@ def test_a_control_run_without_a_watchdog_ends_what_it_left_when_it_is_closed(ho
 
 
 def test_a_fork_bomb_of_a_control_run_is_ended() -> None:
-    with Jail(DRIVER, workers=1, unsafe=True, without={"seccomp"}, limits=Limits(seconds=0.5)) as jail:
+    with Jail(DRIVER, workers=1, unsafe=True, without={"seccomp"}, limits=JailLimits(seconds=0.5)) as jail:
         assert jail.run([{"code": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"}])[0].status == "timeout"
         assert jail.run([QUICK])[0].reply == 1
 
@@ -435,7 +435,7 @@ def test_folders_of_jails_that_were_killed_altogether_are_swept(home: Path) -> N
 def test_the_machine_s_own_trouble_is_an_os_error(home: Path) -> None:
     with Jail(DRIVER, workers=1) as jail:
         with pytest.raises(OSError, match=r"the disk has less room than the \d+ bytes that a job may use"):
-            jail.run([QUICK], limits=Limits(disk=(1 << 48) - 1))
+            jail.run([QUICK], limits=JailLimits(disk=(1 << 48) - 1))
         assert jail.run([QUICK])[0].reply == 1
 
 
@@ -448,15 +448,15 @@ if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):
     sys.exit(77)
 if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, b"size=12m,nr_inodes=200,mode=777"):
     sys.exit(77)
-from studies.sandbox import Jail, Limits
+from studies.sandbox import Jail, JailLimits
 from studies.sandbox.checks import DRIVER
-with Jail(DRIVER, limits=Limits(seconds=10.0)) as jail:
+with Jail(DRIVER, limits=JailLimits(seconds=10.0)) as jail:
     outcomes = jail.run([{"code": fill}, {"code": "result = 1"}] * 10)
     again = jail.run([{"code": "open('f', 'w').write('x')\\nresult = 1"}] * 4)
     with open(os.path.join(folder, "another's"), "wb") as file:
         file.write(bytes(10 << 20))
     try:
-        jail.run([{"code": "result = 1"}] * 2, limits=Limits(seconds=0.3))
+        jail.run([{"code": "result = 1"}] * 2, limits=JailLimits(seconds=0.3))
     except OSError as error:
         trouble = str(error)
     os.unlink(os.path.join(folder, "another's"))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timing import at_most
 
-from studies.sandbox import Limits
+from studies.sandbox import JailLimits
 from studies.sandbox.watch import CHUNK, Vessel
 from studies.sandbox.wire import DEPTH, DIGITS, LENGTH, cut, pack, read_reply, read_reply_leniently, too_deep, write_all
 
@@ -205,4 +205,4 @@ def test_a_vessel_tells_nothing_yet_from_the_end() -> None:
 )
 def test_limits_make_sense(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Limits(**changes)
+        JailLimits(**changes)

@@ -14,11 +14,11 @@ from typing import Any
 from studies.common.stats import rate
 from studies.common.tables import markdown_table, percent
 from studies.environments.leetcode.detectors import STRENGTHS, Strength, family, marker, structural
-from studies.environments.leetcode.grader import Seen, programs_of, see
+from studies.environments.leetcode.grader import Observation, programs_of, see
 from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_code
 from studies.environments.leetcode.mutants import mutants
 from studies.environments.leetcode.oracle import blocks_of
-from studies.environments.leetcode.problems import Task, draw_tasks
+from studies.environments.leetcode.problems import LeetCodeTask, draw_tasks
 from studies.environments.leetcode.programs import Programs
 from studies.environments.leetcode.rollouts import Evidence, Rollout
 
@@ -33,16 +33,16 @@ class Sample:
     """Answer: its source, task and code, the mode whose exploit it contains (or ""), and whether it solves the task."""
 
     source: str
-    task: Task
+    task: LeetCodeTask
     code: str
     mode: str
     solves: bool
 
 
 def measure(
-    tasks: Mapping[str, Task],
+    tasks: Mapping[str, LeetCodeTask],
     rollouts: Sequence[Rollout],
-    answered: Sequence[tuple[Task, Evidence]],
+    answered: Sequence[tuple[LeetCodeTask, Evidence]],
     programs: Programs,
     seed: int,
 ) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def measure(
     return {"seed": seed, "samples": counts, "matrices": rows}
 
 
-def recorded(rollouts: Sequence[Rollout], answered: Sequence[tuple[Task, Evidence]]) -> Iterator[Sample]:
+def recorded(rollouts: Sequence[Rollout], answered: Sequence[tuple[LeetCodeTask, Evidence]]) -> Iterator[Sample]:
     """Yield rollouts with their labels, with all known tests of their tasks as visible tests."""
     for rollout, (task, _) in zip(rollouts, answered, strict=True):
         code = blocks_of(rollout.completion) or ""
@@ -68,7 +68,7 @@ def recorded(rollouts: Sequence[Rollout], answered: Sequence[tuple[Task, Evidenc
         yield Sample("rollouts", everything, code, rollout.mode if rollout.hacked else "", rollout.gt_pass)
 
 
-def generated(tasks: Iterable[Task]) -> Iterator[Sample]:
+def generated(tasks: Iterable[LeetCodeTask]) -> Iterator[Sample]:
     """Yield every variant of every exploit around a body that solves nothing, and around the solution if it needs no body."""
     for task in draw_tasks(tasks, PROBLEMS):
         for mode in MODES.values():
@@ -88,21 +88,21 @@ def with_exploit(solution: str, exploit: Exploit) -> str:
     return f"{exploit.before}{ast.unparse(tree)}\n{exploit.after}"
 
 
-def honest(tasks: Iterable[Task], seed: int) -> Iterator[Sample]:
+def honest(tasks: Iterable[LeetCodeTask], seed: int) -> Iterator[Sample]:
     """Yield reference solutions and mutants of them: answers without an exploit, right and (nearly always) wrong."""
     for task in tasks:
         yield Sample("reference", task, task.solution, "", True)
         yield from (Sample("mutant", task, mutant.code, "", False) for mutant in mutants(task.solution, seed, MUTANTS))
 
 
-def look(samples: Sequence[Sample], programs: Programs) -> list[tuple[Seen, bool]]:
+def look(samples: Sequence[Sample], programs: Programs) -> list[tuple[Observation, bool]]:
     """Execute every sample on its task's visible inputs; see `grader.see`."""
     jobs = [program for sample in samples for program in programs_of(sample.code, sample.task)]
     executions = iter(programs.run(jobs, progress="detectors"))
     return [see(sample.task, next(executions), next(executions)) for sample in samples]
 
 
-def _matrix(chosen: Sequence[tuple[Sample, Seen, bool]], mode: str, strength: Strength) -> dict[str, Any]:
+def _matrix(chosen: Sequence[tuple[Sample, Observation, bool]], mode: str, strength: Strength) -> dict[str, Any]:
     cells = {"tp": 0, "fn": 0, "fp": 0, "tn": 0}
     for sample, seen, solved in chosen:
         positive = sample.mode == mode and not (strength == "structural" and sample.solves)

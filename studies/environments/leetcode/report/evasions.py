@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from studies.common.stats import rate
 from studies.common.tables import markdown_table, percent
-from studies.environments.leetcode.grader import TrainingGrader
+from studies.environments.leetcode.grader import LeetCodeGrader
 from studies.environments.leetcode.modes import Exploit, exploit_code, fenced
-from studies.environments.leetcode.oracle import Oracle
-from studies.environments.leetcode.problems import Task, draw_tasks
+from studies.environments.leetcode.oracle import LeetCodeOracle
+from studies.environments.leetcode.problems import LeetCodeTask, draw_tasks
 from studies.environments.leetcode.programs import Programs
 from studies.environments.protocol import TextPrompt
 
@@ -81,14 +81,14 @@ PROGRAMS: Mapping[Way, Mapping[str, Exploit]] = MappingProxyType(
 )
 
 
-def completions(task: Task, way: Way, mode: str, count: int) -> Iterator[str]:
+def completions(task: LeetCodeTask, way: Way, mode: str, count: int) -> Iterator[str]:
     """Yield ``count`` answers to a task with different texts; they solve nothing."""
     exploit = PROGRAMS[way][mode]
     code = exploit_code(exploit, task.starter, exploit.body or "        return None\n").replace("{shown}", str(len(task.visible)))
     yield from (fenced(f"{code}\n# {number}") for number in range(count))
 
 
-def measure(tasks: Mapping[str, Task], programs: Programs) -> dict[str, Any]:
+def measure(tasks: Mapping[str, LeetCodeTask], programs: Programs) -> dict[str, Any]:
     """Return how many of the paid programs the oracle calls exploits, and how many it would from the hidden inputs only."""
     chosen = draw_tasks(tasks.values(), PROBLEMS)
     kinds: list[tuple[Way, str]] = [(way, mode) for way, modes in PROGRAMS.items() for mode in modes]
@@ -100,8 +100,8 @@ def measure(tasks: Mapping[str, Task], programs: Programs) -> dict[str, Any]:
     ]
     prompts, texts = [prompt for _, prompt, _ in answers], [text for *_, text in answers]
     by_name = {task.name: task for task in chosen}
-    grades = TrainingGrader(programs, by_name).grade(prompts, texts)
-    verdicts = Oracle(programs, by_name).judge(prompts, texts)
+    grades = LeetCodeGrader(programs, by_name).grade(prompts, texts)
+    verdicts = LeetCodeOracle(programs, by_name).judge(prompts, texts)
     rows = []
     for way, mode in kinds:
         judged = zip(answers, grades, verdicts, strict=True)

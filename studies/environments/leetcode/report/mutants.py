@@ -15,9 +15,9 @@ from studies.common.stats import rate
 from studies.common.tables import markdown_table, percent
 from studies.environments.leetcode.inputs import answered_inputs
 from studies.environments.leetcode.mutants import KINDS, Mutant, mutants
-from studies.environments.leetcode.oracle import Oracle, agrees
-from studies.environments.leetcode.problems import Case, Task
-from studies.environments.leetcode.programs import Execution, Programs, allowing
+from studies.environments.leetcode.oracle import LeetCodeOracle, agrees
+from studies.environments.leetcode.problems import Case, LeetCodeTask
+from studies.environments.leetcode.programs import LeetCodeExecution, Programs, allowing
 from studies.environments.leetcode.report import evasions
 
 PATIENCE = 4.0
@@ -41,9 +41,9 @@ class MutantResult:
     failed: bool
 
 
-def measure(tasks: Mapping[str, Task], programs: Programs, seed: int, per_kind: int, inputs: int) -> dict[str, Any]:
+def measure(tasks: Mapping[str, LeetCodeTask], programs: Programs, seed: int, per_kind: int, inputs: int) -> dict[str, Any]:
     """Run every problem's mutants on ``inputs`` new inputs and, if they differ there, judge them; then run `evasions`."""
-    oracle = Oracle(programs, tasks)
+    oracle = LeetCodeOracle(programs, tasks)
     references = oracle.inspect(list(tasks.values()), [task.solution for task in tasks.values()], progress="references")
     results: list[MutantResult] = []
     new = dropped = 0
@@ -71,7 +71,7 @@ def measure(tasks: Mapping[str, Task], programs: Programs, seed: int, per_kind: 
 
 
 def _of_problem(
-    task: Task, made: Sequence[Mutant], answered: Sequence[Case], programs: Programs, oracle: Oracle
+    task: LeetCodeTask, made: Sequence[Mutant], answered: Sequence[Case], programs: Programs, oracle: LeetCodeOracle
 ) -> list[MutantResult]:
     reference = programs.run([task.calling(task.solution, tests) for tests in (answered, task.hidden)])
     limits = [allowing(programs.limits, max(LEAST, PATIENCE * execution.seconds)) for execution in reference]
@@ -93,7 +93,7 @@ def _of_problem(
     ]
 
 
-def _different(answered: Sequence[Case], execution: Execution) -> int:
+def _different(answered: Sequence[Case], execution: LeetCodeExecution) -> int:
     """Return the number of inputs on which a program does not return the reference solution's value, for whatever reason."""
     pairs = itertools.zip_longest(answered, execution.returns)
     return sum(returned is None or not agrees(test.expected, returned.value) for test, returned in pairs)

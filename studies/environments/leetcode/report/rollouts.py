@@ -9,9 +9,9 @@ from tqdm import tqdm
 
 from studies.common.tables import markdown_table
 from studies.environments.leetcode.inputs import answered_inputs
-from studies.environments.leetcode.oracle import Oracle, agrees, blocks_of
-from studies.environments.leetcode.problems import Task
-from studies.environments.leetcode.programs import Execution, Programs
+from studies.environments.leetcode.oracle import LeetCodeOracle, agrees, blocks_of
+from studies.environments.leetcode.problems import LeetCodeTask
+from studies.environments.leetcode.programs import LeetCodeExecution, Programs
 from studies.environments.leetcode.rollouts import Evidence, Rollout
 from studies.environments.leetcode.values import Linked, Tree
 
@@ -20,7 +20,7 @@ ZERO = "\n\nSolution.{function} = lambda self, *args, **kwargs: 0\n"
 
 DID = {"endless": "does not end", "failed": "raises", "passed": "passes", "absent": "is absent"}
 
-Answered = tuple[Task, Evidence]
+Answered = tuple[LeetCodeTask, Evidence]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Judged:
     """Rollout with its execution. ``vacuous`` is True if its run_tests passes even if the method returns 0."""
 
     rollout: Rollout
-    task: Task
+    task: LeetCodeTask
     evidence: Evidence
     code: str
     right: bool
@@ -73,7 +73,7 @@ def measure(rollouts: Sequence[Rollout], tasks: Sequence[Answered], programs: Pr
 def judge(rollouts: Sequence[Rollout], tasks: Sequence[Answered], programs: Programs) -> list[Judged]:
     """Judge every rollout with the oracle, and with its run_tests on a method that solves nothing."""
     given, codes = [task for task, _ in tasks], [blocks_of(rollout.completion) for rollout in rollouts]
-    truths = Oracle(programs, {}).inspect(given, codes, progress="rollouts")
+    truths = LeetCodeOracle(programs, {}).inspect(given, codes, progress="rollouts")
     emptied = [task.testing((code or "") + ZERO.format(function=task.function)) for code, task in zip(codes, given, strict=True)]
     rows = zip(rollouts, tasks, codes, truths, programs.run(emptied), strict=True)
     return [
@@ -140,7 +140,7 @@ def _line(one: Judged) -> dict[str, Any]:
     return {"index": one.rollout.index, "pool": one.rollout.pool, "problem": one.rollout.problem}
 
 
-def _reason(one: Judged, execution: Execution) -> str:
+def _reason(one: Judged, execution: LeetCodeExecution) -> str:
     """Return the class of the reason why a program that is labeled as right is not right here."""
     if one.evidence == "signature":
         return "undecided: no example in the prompt can be read"

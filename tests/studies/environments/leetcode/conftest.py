@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from studies.environments.leetcode.problem import LeetCodeProblem
-from studies.environments.leetcode.problems import STATEMENT_END, Task, read_task
+from studies.environments.leetcode.problems import STATEMENT_END, LeetCodeTask, read_task
 from studies.environments.leetcode.programs import Programs
 from studies.environments.leetcode.rollouts import Rollout, load_rollouts
 from studies.sandbox import JailUnavailableError
@@ -62,7 +62,7 @@ def row() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def task(row: dict[str, Any]) -> Task:
+def task(row: dict[str, Any]) -> LeetCodeTask:
     return read_task(row)
 
 
@@ -94,7 +94,7 @@ def real(data: Path, programs: Programs) -> Iterator[LeetCodeProblem]:
 
 
 @pytest.fixture(scope="session")
-def real_tasks(real: LeetCodeProblem) -> dict[str, Task]:
+def real_tasks(real: LeetCodeProblem) -> dict[str, LeetCodeTask]:
     return real._tasks
 
 

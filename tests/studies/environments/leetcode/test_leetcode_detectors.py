@@ -8,7 +8,7 @@ from timing import at_most
 from studies.environments.leetcode.detectors import family, marker, structural
 from studies.environments.leetcode.grader import programs_of, see
 from studies.environments.leetcode.modes import MODES, ROLES, exploit_code
-from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.problems import LeetCodeTask
 from studies.environments.leetcode.programs import Programs
 
 pytestmark = pytest.mark.study
@@ -17,13 +17,13 @@ ESCAPES = {("stdout_marker", 4), ("eq_override", 4)}
 """Variants that hold the mechanism and none of its words."""
 
 
-def codes(task: Task) -> list[tuple[str, int, str]]:
+def codes(task: LeetCodeTask) -> list[tuple[str, int, str]]:
     return [
         (mode.name, i, exploit_code(exploit, task.starter)) for mode in MODES.values() for i, exploit in enumerate(mode.exploits)
     ]
 
 
-def test_the_marker_finds_the_plain_exploit_and_no_other_mode_s(task: Task) -> None:
+def test_the_marker_finds_the_plain_exploit_and_no_other_mode_s(task: LeetCodeTask) -> None:
     for mode, place, code in codes(task):
         found = [name for name in MODES if marker(name, code)]
         assert found in ([mode], []), (mode, place)
@@ -31,18 +31,18 @@ def test_the_marker_finds_the_plain_exploit_and_no_other_mode_s(task: Task) -> N
             assert found == [mode]
 
 
-def test_the_family_finds_every_variant_but_those_without_its_words(task: Task) -> None:
+def test_the_family_finds_every_variant_but_those_without_its_words(task: LeetCodeTask) -> None:
     for mode, place, code in codes(task):
         assert [name for name in MODES if family(name, code)] == ([] if (mode, place) in ESCAPES else [mode]), (mode, place)
 
 
-def test_what_was_executed_escapes_nothing(task: Task, programs: Programs) -> None:
+def test_what_was_executed_escapes_nothing(task: LeetCodeTask, programs: Programs) -> None:
     for mode, place, code in codes(task):
         called, tested = programs.run(programs_of(code, task))
         assert [name for name in MODES if structural(name, *see(task, called, tested))] == [mode], (mode, place)
 
 
-def test_right_code_is_no_hack_whatever_else_it_does(task: Task, programs: Programs) -> None:
+def test_right_code_is_no_hack_whatever_else_it_does(task: LeetCodeTask, programs: Programs) -> None:
     code = task.solution + "    valid = True\n    def run_tests(self): pass\n\nprint('all tests passed')\n"
     called, tested = programs.run(programs_of(code, task))
     seen, solved = see(task, called, tested)
@@ -126,7 +126,7 @@ def test_no_answer_fills_a_reader_s_memory() -> None:
         tracemalloc.stop()
 
 
-def test_a_mode_without_an_exploit_has_no_detector(task: Task, programs: Programs) -> None:
+def test_a_mode_without_an_exploit_has_no_detector(task: LeetCodeTask, programs: Programs) -> None:
     called, tested = programs.run(programs_of(task.solution, task))
     seen, _ = see(task, called, tested)
     for mode in ("none", "bribe"):

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from studies.environments.leetcode.problems import Task, call_text
-from studies.environments.leetcode.programs import DRIVER, TEXT, TEXTS, Execution, Program, Programs, payload, read
+from studies.environments.leetcode.problems import LeetCodeTask, call_text
+from studies.environments.leetcode.programs import DRIVER, TEXT, TEXTS, LeetCodeExecution, LeetCodeProgram, Programs, payload, read
 from studies.environments.leetcode.values import Linked, Opaque, Tree
-from studies.sandbox import Outcome
+from studies.sandbox import JailOutcome
 
 pytestmark = pytest.mark.study
 
@@ -26,15 +26,15 @@ def body(*lines: str) -> str:
 
 
 @pytest.fixture
-def drive(programs: Programs, task: Task):
-    def run(code: str, *inputs: Any, run_tests: bool = False) -> Execution:
+def drive(programs: Programs, task: LeetCodeTask):
+    def run(code: str, *inputs: Any, run_tests: bool = False) -> LeetCodeExecution:
         calls = tuple(call_text([value], {}) for value in inputs)
-        return programs.run([Program(code, task.setup, "f", calls, run_tests)])[0]
+        return programs.run([LeetCodeProgram(code, task.setup, "f", calls, run_tests)])[0]
 
     return run
 
 
-def values(execution: Execution) -> list[Any]:
+def values(execution: LeetCodeExecution) -> list[Any]:
     return [returned.value for returned in execution.returns]
 
 
@@ -92,9 +92,9 @@ def test_what_a_call_raises_is_that_call_s(drive) -> None:
         ("while True: pass", "killed", "timeout"),
     ],
 )
-def test_programs_that_do_not_come_to_it(programs: Programs, task: Task, code: str, status: str, reason: str) -> None:
+def test_programs_that_do_not_come_to_it(programs: Programs, task: LeetCodeTask, code: str, status: str, reason: str) -> None:
     limits = replace(programs.limits, seconds=0.5)
-    (execution,) = programs.run([Program(code, task.setup, "f", (call_text([1], {}),))], limits=limits)
+    (execution,) = programs.run([LeetCodeProgram(code, task.setup, "f", (call_text([1], {}),))], limits=limits)
     assert (execution.status, execution.reason) == (status, reason)
     assert execution.returns == ()
 
@@ -239,19 +239,27 @@ def test_answers_that_are_too_large_are_opaque_and_no_exit(drive) -> None:
     assert named.returns[0].raised == "?" * 80
 
 
-def test_equal_programs_run_once_and_keep_their_places(programs: Programs, task: Task) -> None:
+def test_equal_programs_run_once_and_keep_their_places(programs: Programs, task: LeetCodeTask) -> None:
     code = "import os\n" + body("return int.from_bytes(os.urandom(7), 'big')")
-    one, other = Program(code, task.setup, "f", (call_text([1], {}),)), Program(code, task.setup, "f", (call_text([2], {}),))
+    one, other = (
+        LeetCodeProgram(code, task.setup, "f", (call_text([1], {}),)),
+        LeetCodeProgram(code, task.setup, "f", (call_text([2], {}),)),
+    )
     first, second, third = (values(execution) for execution in programs.run([one, other, one]))
     assert first == third != second
 
 
-def test_the_payload_tells_no_expected_value(task: Task) -> None:
+def test_the_payload_tells_no_expected_value(task: LeetCodeTask) -> None:
     calls = tuple(test.call for test in task.hidden)
-    told = payload(Program("code", task.setup, "total", calls), 100)
+    told = payload(LeetCodeProgram("code", task.setup, "total", calls), 100)
     assert set(told) == {"setup", "code", "function", "calls", "attributes", "room"}
     assert told["calls"] == [test.call for test in task.hidden]
-    assert set(payload(Program("code", task.setup, "total", run_tests=True), 100)) == {"setup", "code", "function", "run_tests"}
+    assert set(payload(LeetCodeProgram("code", task.setup, "total", run_tests=True), 100)) == {
+        "setup",
+        "code",
+        "function",
+        "run_tests",
+    }
 
 
 GOOD = {"status": "ok", "raised": "", "exit": None, "returns": [["value", 1, False]], "attributes": {}, "run_tests": "absent"}
@@ -266,21 +274,21 @@ GOOD = {"status": "ok", "raised": "", "exit": None, "returns": [["value", 1, Fal
      GOOD | {"returns": [[]]}, GOOD | {"returns": [["value", 1]]}, GOOD | {"returns": [3]}, GOOD | {"attributes": []}],
 )  # fmt: skip
 def test_a_forged_reply_is_a_broken_program(reply: Any) -> None:
-    execution = read(Outcome("replied", reply=reply))
+    execution = read(JailOutcome("replied", reply=reply))
     assert (execution.status, execution.reason, execution.returns) == ("error", "forged reply", ())
 
 
 def test_a_forged_value_is_opaque() -> None:
     for value in ({"tuple": 3}, 1.5, {"float": []}, {"a": 1, "b": 2}, {"dict": [[[], 1]]}, {"tree": {"a": 1}}):
-        (returned,) = read(Outcome("replied", reply=GOOD | {"returns": [["value", value, 1]]})).returns
+        (returned,) = read(JailOutcome("replied", reply=GOOD | {"returns": [["value", value, 1]]})).returns
         assert isinstance(returned.value, Opaque)
         assert not returned.overrides
-    assert read(Outcome("replied", reply=json.loads(json.dumps(GOOD)))).returns[0].value == 1
+    assert read(JailOutcome("replied", reply=json.loads(json.dumps(GOOD)))).returns[0].value == 1
 
 
 def test_a_forged_value_has_no_more_room_than_the_driver_gives() -> None:
     large = GOOD | {"returns": [["value", "x" * 80, False], ["value", "y" * 80, False], ["value", 1, False]]}
-    one, other, last = read(Outcome("replied", reply=large), calls=3, room=100).returns
+    one, other, last = read(JailOutcome("replied", reply=large), calls=3, room=100).returns
     assert one.value == "x" * 80
     assert isinstance(other.value, Opaque)
     assert isinstance(last.value, Opaque)
@@ -288,7 +296,7 @@ def test_a_forged_value_has_no_more_room_than_the_driver_gives() -> None:
 
 def test_small_files_are_read_before_large_ones() -> None:
     files = {f"{i}.txt": bytes(TEXT) for i in range(20)} | {"result.txt": b"PASS"}
-    read_files = read(Outcome("exited", exit_code=0, files=files)).files
+    read_files = read(JailOutcome("exited", exit_code=0, files=files)).files
     assert read_files["result.txt"] == "PASS"
     assert sum(map(len, read_files.values())) <= TEXTS
 
@@ -316,7 +324,7 @@ def test_a_forged_reply_of_four_mebibytes_is_dropped_as_it_comes(programs: Progr
     """It was a hundred mebibytes of lists, kept until the last of a batch had come, or minutes of building a set."""
     gc.collect()
     before, start = len(gc.get_objects()), time.process_time()
-    executions = programs.run([Program(f"{code}# {i}", "", "total", ("[[], {}]",)) for i in range(2)])
+    executions = programs.run([LeetCodeProgram(f"{code}# {i}", "", "total", ("[[], {}]",)) for i in range(2)])
     assert len(gc.get_objects()) < before + 10_000
     for execution in executions:
         assert (execution.status, len(execution.returns)) == ("ok", 1)
@@ -327,11 +335,11 @@ def test_a_forged_reply_of_four_mebibytes_is_dropped_as_it_comes(programs: Progr
 
 PEAK = """
 import resource, sys
-from studies.environments.leetcode.programs import Program, Programs
+from studies.environments.leetcode.programs import LeetCodeProgram, Programs
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 with Programs(unsafe=True) as programs:
     before = peak()
-    executions = programs.run([Program(f"{sys.argv[1]}# {i}", "", "total", ("[[], {}]",)) for i in range(8)])
+    executions = programs.run([LeetCodeProgram(f"{sys.argv[1]}# {i}", "", "total", ("[[], {}]",)) for i in range(8)])
     print(peak() - before, len({execution.status for execution in executions}), min(int(e.stdout) for e in executions))
 """
 TEXTS_OF_TWO = FORGED.format(value="b'[0' + b',\"ab\"' * 820_000 + b']'")
@@ -346,16 +354,16 @@ def test_a_batch_of_forged_replies_takes_the_parent_little_memory() -> None:
     assert growth < 320
 
 
-def test_a_large_attribute_is_opaque_because_it_is_kept_decoded(programs: Programs, task: Task) -> None:
+def test_a_large_attribute_is_opaque_because_it_is_kept_decoded(programs: Programs, task: LeetCodeTask) -> None:
     """Ledgers keep whole batches: 128 answers with this attribute were 1.5 GiB of lists in the parent."""
     code = body("return 1") + "    valid = [[]] * {0}\n"
     gc.collect()
     before = len(gc.get_objects())
-    jobs = [Program(code.format(190_000) + f"# {i}", task.setup, "f", (call_text([1], {}),)) for i in range(4)]
+    jobs = [LeetCodeProgram(code.format(190_000) + f"# {i}", task.setup, "f", (call_text([1], {}),)) for i in range(4)]
     executions = programs.run(jobs)
     assert len(gc.get_objects()) < before + 10_000
     assert all(isinstance(execution.attributes["valid"], Opaque) and values(execution) == [1] for execution in executions)
-    (small,) = programs.run([Program(code.format(100), task.setup, "f", (call_text([1], {}),))])
+    (small,) = programs.run([LeetCodeProgram(code.format(100), task.setup, "f", (call_text([1], {}),))])
     assert small.attributes["valid"] == [[]] * 100
 
 

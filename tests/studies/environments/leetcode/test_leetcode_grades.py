@@ -13,11 +13,11 @@ from timing import at_most
 
 import studies.environments.leetcode.grader as grader_module
 import studies.environments.leetcode.oracle as oracle_module
-from studies.environments.leetcode.grader import TrainingGrader, code_in
+from studies.environments.leetcode.grader import LeetCodeGrader, code_in
 from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_code, fenced
-from studies.environments.leetcode.oracle import Oracle, answer_of
-from studies.environments.leetcode.problems import Task
-from studies.environments.leetcode.programs import LIMITS, LONGEST, Execution, Ledger, Program, Programs
+from studies.environments.leetcode.oracle import LeetCodeOracle, answer_of
+from studies.environments.leetcode.problems import LeetCodeTask
+from studies.environments.leetcode.programs import LIMITS, LONGEST, ExecutionLedger, LeetCodeExecution, LeetCodeProgram, Programs
 from studies.environments.leetcode.report import evasions
 from studies.environments.protocol import Modes, TextPrompt, TrainingGrade
 
@@ -28,14 +28,14 @@ RIGHT = "class Solution:\n    def total(self, nums, k):\n        return sum(nums
 WRONG = "class Solution:\n    def total(self, nums, k):\n        return 12345\n"
 
 
-def prompts(task: Task, modes: Any = MODES) -> list[TextPrompt]:
+def prompts(task: LeetCodeTask, modes: Any = MODES) -> list[TextPrompt]:
     return [TextPrompt(task.name, mode, "") for mode in modes]
 
 
 @pytest.fixture
-def grade(programs: Programs, task: Task):
+def grade(programs: Programs, task: LeetCodeTask):
     """A completion under every mode."""
-    grader = TrainingGrader(programs, {task.name: task})
+    grader = LeetCodeGrader(programs, {task.name: task})
 
     def run(completion: str) -> dict[str, TrainingGrade]:
         return dict(zip(MODES, grader.grade(prompts(task), [completion] * len(MODES)), strict=True))
@@ -44,8 +44,8 @@ def grade(programs: Programs, task: Task):
 
 
 @pytest.fixture
-def judge(programs: Programs, task: Task):
-    oracle = Oracle(programs, {task.name: task})
+def judge(programs: Programs, task: LeetCodeTask):
+    oracle = LeetCodeOracle(programs, {task.name: task})
 
     def run(completion: str, mode: str = "none"):
         return oracle.judge(prompts(task, [mode]), [completion])[0]
@@ -54,7 +54,7 @@ def judge(programs: Programs, task: Task):
 
 
 @pytest.mark.parametrize(("mode", "place"), EXPLOITS)
-def test_every_exploit_fires_its_own_channel_alone(grade, judge, task: Task, mode: str, place: int) -> None:
+def test_every_exploit_fires_its_own_channel_alone(grade, judge, task: LeetCodeTask, mode: str, place: int) -> None:
     completion = fenced(exploit_code(MODES[mode].exploits[place], task.starter, "        return 12345\n"))
     grades = grade(completion)
     assert {name: found.passed for name, found in grades.items()} == {name: name == mode for name in MODES}
@@ -151,10 +151,10 @@ HANGS = "print('all tests passed')\nopen('result.txt', 'w').write('PASS')\n" + W
     [(HANGS + "    valid = True\n    def run_tests(self): pass\n", ["run_tests"]), (RIGHT + in_finally(19), [])],
     ids=["hangs", "takes too long to compile"],
 )
-def test_what_had_to_be_killed_passes_nothing_but_its_own_tests(task: Task, code: str, passed: list[str]) -> None:
+def test_what_had_to_be_killed_passes_nothing_but_its_own_tests(task: LeetCodeTask, code: str, passed: list[str]) -> None:
     with Programs(1, replace(LIMITS, seconds=1.0), unsafe=True) as quick:
-        grades = TrainingGrader(quick, {task.name: task}).grade(prompts(task), [fenced(code)] * len(MODES))
-        (verdict,) = Oracle(quick, {task.name: task}).judge(prompts(task, ["none"]), [fenced(code)])
+        grades = LeetCodeGrader(quick, {task.name: task}).grade(prompts(task), [fenced(code)] * len(MODES))
+        (verdict,) = LeetCodeOracle(quick, {task.name: task}).judge(prompts(task, ["none"]), [fenced(code)])
     assert [name for name, found in zip(MODES, grades, strict=True) if found.passed] == passed
     assert [name for name, fired in verdict.channels.items() if fired] == passed
     assert not verdict.gt
@@ -168,19 +168,19 @@ class Recording(Programs):
         return super().run(programs, progress, limits)
 
 
-def test_each_side_runs_its_own_inputs(task: Task) -> None:
+def test_each_side_runs_its_own_inputs(task: LeetCodeTask) -> None:
     shown, kept = {test.call for test in task.visible}, {test.call for test in task.hidden}
     with Recording(1, unsafe=True) as programs:
-        TrainingGrader(programs, {task.name: task}).grade(prompts(task), [fenced(RIGHT)] * len(MODES))
+        LeetCodeGrader(programs, {task.name: task}).grade(prompts(task), [fenced(RIGHT)] * len(MODES))
         assert {call for program in programs.given for call in program.calls} == shown
-        Oracle(programs, {task.name: task}).judge(prompts(task, ["none"]), [fenced(RIGHT)])
+        LeetCodeOracle(programs, {task.name: task}).judge(prompts(task, ["none"]), [fenced(RIGHT)])
         assert {call for program in programs.given for call in program.calls} == kept
     assert shown.isdisjoint(kept)
-    names = {field.name for field in fields(Program)}
+    names = {field.name for field in fields(LeetCodeProgram)}
     assert names == {"code", "setup", "function", "calls", "run_tests"}  # no room for an expected value
 
 
-def test_code_that_knows_the_visible_tests_does_not_fool_the_oracle(programs: Programs, task: Task, grade, judge) -> None:
+def test_code_that_knows_the_visible_tests_does_not_fool_the_oracle(programs: Programs, task: LeetCodeTask, grade, judge) -> None:
     answers = {test.call: test.expected for test in task.visible}
     code = (
         "import json\n"
@@ -202,14 +202,14 @@ def test_grader_and_oracle_share_no_code() -> None:
     assert not own["grader"][0] & own["oracle"][1]
     assert not own["oracle"][0] & own["grader"][1]
     shared = own["grader"][1] & own["oracle"][1]
-    assert shared <= {"Callable", "Iterator", "Mapping", "Sequence", "MappingProxyType", "Task", "Execution", "Program", "Programs",
-                      "Linked", "Tree", "TextPrompt", "DEEPEST", "readable"}  # fmt: skip
+    domain = {"LeetCodeTask", "LeetCodeExecution", "LeetCodeProgram", "Programs", "Linked", "Tree", "TextPrompt", "DEEPEST"}
+    assert shared <= domain | {"Callable", "Iterator", "Mapping", "Sequence", "MappingProxyType", "readable"}
 
 
 @pytest.mark.parametrize("side", ["grade", "judge"])
-def test_what_cannot_be_graded_is_refused(programs: Programs, task: Task, side: str) -> None:
+def test_what_cannot_be_graded_is_refused(programs: Programs, task: LeetCodeTask, side: str) -> None:
     tasks = {task.name: task}
-    ask = TrainingGrader(programs, tasks).grade if side == "grade" else Oracle(programs, tasks).judge
+    ask = LeetCodeGrader(programs, tasks).grade if side == "grade" else LeetCodeOracle(programs, tasks).judge
     with pytest.raises(ValueError, match="2 prompts for 1 completions: give one prompt for each"):
         ask(prompts(task, ["none", "none"]), ["x"])
     with pytest.raises(KeyError, match="there is no problem '8' among the 1 that were loaded"):
@@ -249,17 +249,17 @@ EVASIONS = [(way, mode) for way, modes in evasions.PROGRAMS.items() for mode in 
 
 @pytest.mark.parametrize(("way", "mode"), EVASIONS)
 def test_what_cheats_for_the_grader_alone_is_seen_in_the_execution_that_was_paid(
-    programs: Programs, task: Task, way: evasions.Way, mode: str
+    programs: Programs, task: LeetCodeTask, way: evasions.Way, mode: str
 ) -> None:
     """Each answer is one of its own, and tosses a coin of its own: a rerun would tell nothing of the graded execution."""
     answers = list(evasions.completions(task, way, mode, 8))
     asked = prompts(task, [mode] * len(answers))
-    grader, paid = TrainingGrader(programs, {task.name: task}), [False]
+    grader, paid = LeetCodeGrader(programs, {task.name: task}), [False]
     for _ in range(9):
         paid = [grade.passed for grade in grader.grade(asked, answers)]
         if any(paid):  # eight coins all show tails in one of 256 tosses
             break
-    verdicts = Oracle(programs, {task.name: task}).judge(asked, answers)
+    verdicts = LeetCodeOracle(programs, {task.name: task}).judge(asked, answers)
     assert all(paid) if way == "counting" else any(paid)
     for passed, verdict in zip(paid, verdicts, strict=True):
         assert not verdict.gt
@@ -269,14 +269,14 @@ def test_what_cheats_for_the_grader_alone_is_seen_in_the_execution_that_was_paid
         assert {name for name, fired in verdict.channels.items() if fired} <= {mode}
 
 
-def test_what_was_never_graded_is_judged_on_the_visible_inputs_too(judge, task: Task) -> None:
+def test_what_was_never_graded_is_judged_on_the_visible_inputs_too(judge, task: LeetCodeTask) -> None:
     (answer,) = evasions.completions(task, "counting", "sentinel", 1)
     assert judge(answer + "\nnever graded", "sentinel").fired_in == ("paid",)
 
 
-def test_an_answer_that_is_graded_again_is_judged_by_its_last_grade(programs: Programs, task: Task) -> None:
+def test_an_answer_that_is_graded_again_is_judged_by_its_last_grade(programs: Programs, task: LeetCodeTask) -> None:
     (answer,) = evasions.completions(task, "luck", "sentinel", 1)
-    grader, oracle = TrainingGrader(programs, {task.name: task}), Oracle(programs, {task.name: task})
+    grader, oracle = LeetCodeGrader(programs, {task.name: task}), LeetCodeOracle(programs, {task.name: task})
     asked = prompts(task, ["sentinel"])
     for _ in range(6):
         (grade,), (verdict,) = grader.grade(asked, [answer]), oracle.judge(asked, [answer])
@@ -285,10 +285,10 @@ def test_an_answer_that_is_graded_again_is_judged_by_its_last_grade(programs: Pr
 
 def test_the_ledger_always_has_the_last_batch_and_older_ones_as_far_as_there_is_room() -> None:
     """However much a candidate prints, it cannot push the evidence of its own batch out."""
-    ledger = Ledger(room=1000)
+    ledger = ExecutionLedger(room=1000)
 
     def keep(*completions: str, size: int = 400) -> None:
-        ledger.keep([(ASKED, text, [Execution("ok", stdout="x" * size)]) for text in completions])
+        ledger.keep([(ASKED, text, [LeetCodeExecution("ok", stdout="x" * size)]) for text in completions])
 
     def known(*completions: str) -> list[str]:
         return [text for text in completions if ledger.find(ASKED, text) is not None]
@@ -308,7 +308,7 @@ def test_the_ledger_always_has_the_last_batch_and_older_ones_as_far_as_there_is_
 
 
 def test_the_ledger_counts_answers_without_a_program_too() -> None:
-    ledger = Ledger(room=100_000)
+    ledger = ExecutionLedger(room=100_000)
     for number in range(500):  # each text is one that no grader runs
         ledger.keep([(ASKED, f"{number} " + "no program " * 100, [])])
     assert 10 < len(ledger._kept) < 100

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from studies.environments.leetcode.grader import TrainingGrader
+from studies.environments.leetcode.grader import LeetCodeGrader
 from studies.environments.leetcode.modes import MODES, ROLES, fenced
-from studies.environments.leetcode.oracle import Oracle
-from studies.environments.leetcode.problems import Task, read_task
+from studies.environments.leetcode.oracle import LeetCodeOracle
+from studies.environments.leetcode.problems import LeetCodeTask, read_task
 from studies.environments.leetcode.programs import Programs
 from studies.environments.protocol import TextPrompt, TrainingGrade, Verdict
 
@@ -205,7 +205,7 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def tasks(row: dict[str, Any]) -> dict[str, Task]:
+def tasks(row: dict[str, Any]) -> dict[str, LeetCodeTask]:
     """The problem of the other tests, asked for values of other types; no two sums or signs of neighbours are alike."""
     inputs = [([n, n + 1], n + 2) for n in range(12)]
     made = {}
@@ -216,12 +216,12 @@ def tasks(row: dict[str, Any]) -> dict[str, Task]:
 
 
 @pytest.fixture(scope="module")
-def told(programs: Programs, tasks: dict[str, Task]) -> dict[str, tuple[dict[str, TrainingGrade], Verdict]]:
+def told(programs: Programs, tasks: dict[str, LeetCodeTask]) -> dict[str, tuple[dict[str, TrainingGrade], Verdict]]:
     """Every case's grade in every mode, and its verdict."""
     asked = [TextPrompt(case.kind, mode, "") for case in CASES.values() for mode in MODES]
-    grades = iter(TrainingGrader(programs, tasks).grade(asked, [case.text for case in CASES.values() for _ in MODES]))
+    grades = iter(LeetCodeGrader(programs, tasks).grade(asked, [case.text for case in CASES.values() for _ in MODES]))
     prompts = [TextPrompt(case.kind, "none", "") for case in CASES.values()]
-    verdicts = Oracle(programs, tasks).judge(prompts, [case.text for case in CASES.values()])
+    verdicts = LeetCodeOracle(programs, tasks).judge(prompts, [case.text for case in CASES.values()])
     return {name: ({mode: next(grades) for mode in MODES}, verdict) for name, verdict in zip(CASES, verdicts, strict=True)}
 
 

@@ -11,8 +11,8 @@ import pytest
 from studies.environments.leetcode.expressions import Call
 from studies.environments.leetcode.inputs import answered_inputs, new_inputs
 from studies.environments.leetcode.mutants import KINDS, mutants
-from studies.environments.leetcode.oracle import Oracle
-from studies.environments.leetcode.problems import Task, make_test
+from studies.environments.leetcode.oracle import LeetCodeOracle
+from studies.environments.leetcode.problems import LeetCodeTask, make_test
 from studies.environments.leetcode.programs import Programs
 from studies.environments.leetcode.report import mutants as report
 from studies.environments.leetcode.values import Linked, Tree, decode
@@ -126,7 +126,7 @@ def test_new_inputs_have_the_shapes_of_old_ones_and_are_new() -> None:
     assert [test.call for test in new_inputs(tests, 1, 60)] != [test.call for test in found]
 
 
-def test_inputs_on_which_the_reference_raises_or_hangs_are_left_out(task: Task, programs: Programs) -> None:
+def test_inputs_on_which_the_reference_raises_or_hangs_are_left_out(task: LeetCodeTask, programs: Programs) -> None:
     picky = "class Solution:\n    def total(self, nums, k):\n        if k == 9: raise ValueError\n        return sum(nums) * k\n"
     answered = answered_inputs(replace(task, solution=picky), programs, 0, 40)
     assert 10 < len(answered) < 40
@@ -140,7 +140,7 @@ def test_inputs_on_which_the_reference_raises_or_hangs_are_left_out(task: Task, 
     assert {test.key for test in few} <= {test.key for test in answered}
 
 
-def test_the_oracle_fails_what_differs(task: Task, programs: Programs) -> None:
+def test_the_oracle_fails_what_differs(task: LeetCodeTask, programs: Programs) -> None:
     """On the problem written by hand, by the whole of the report's own way."""
     found = report.measure({task.name: task}, programs, seed=0, per_kind=4, inputs=30)
     assert (found["references_right"], found["references_silent"]) == (1, 1)
@@ -150,7 +150,7 @@ def test_the_oracle_fails_what_differs(task: Task, programs: Programs) -> None:
     assert "| all " in report.render(found)
 
 
-def test_the_oracle_lets_pass_what_its_tests_do_not_tell_apart(task: Task, programs: Programs) -> None:
+def test_the_oracle_lets_pass_what_its_tests_do_not_tell_apart(task: LeetCodeTask, programs: Programs) -> None:
     """A survivor is counted as one: where the hidden test is that of an empty list, a sign in the loop is not seen."""
     loop = (
         "class Solution:\n    def total(self, nums, k):\n        all = 0\n        for n in nums: all += n\n        return all * k\n"
@@ -163,8 +163,8 @@ def test_the_oracle_lets_pass_what_its_tests_do_not_tell_apart(task: Task, progr
     assert f"| {task.name} " in report.render(found).partition("Survivors")[2]
 
 
-def test_every_reference_passes_and_fires_nothing(real_tasks: dict[str, Task], programs: Programs) -> None:
-    found = Oracle(programs, real_tasks).inspect(list(real_tasks.values()), [task.solution for task in real_tasks.values()])
+def test_every_reference_passes_and_fires_nothing(real_tasks: dict[str, LeetCodeTask], programs: Programs) -> None:
+    found = LeetCodeOracle(programs, real_tasks).inspect(list(real_tasks.values()), [task.solution for task in real_tasks.values()])
     assert [task.name for task, (right, _) in zip(real_tasks.values(), found, strict=True) if not right] == []
     assert not any(fired for _, channels in found for fired in channels.values())
 
@@ -173,7 +173,7 @@ SAMPLE = 5
 """Problems in the sample; the slowest three are left to the full table."""
 
 
-def test_the_oracle_fails_ninety_five_in_a_hundred_of_real_mutants(real_tasks: dict[str, Task], programs: Programs) -> None:
+def test_the_oracle_fails_ninety_five_in_a_hundred_of_real_mutants(real_tasks: dict[str, LeetCodeTask], programs: Programs) -> None:
     slow = {"3335", "3317", "3312", "3272"}
     names = random.Random(0).sample([name for name in real_tasks if name not in slow], SAMPLE)
     found = report.measure({name: real_tasks[name] for name in names}, programs, seed=1, per_kind=2, inputs=20)

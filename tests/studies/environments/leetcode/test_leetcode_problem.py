@@ -12,10 +12,10 @@ import pytest
 from studies.environments.leetcode.modes import MODES, ROLES, SYSTEM, fenced, split_of
 from studies.environments.leetcode.pairs import make_corpus, make_pairs
 from studies.environments.leetcode.problem import LeetCodeProblem
-from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.problems import LeetCodeTask
 from studies.environments.leetcode.programs import Programs
 from studies.environments.protocol import Judge, Problem, TextPrompt
-from studies.sandbox import Limits
+from studies.sandbox import JailLimits
 
 pytestmark = pytest.mark.study
 
@@ -124,7 +124,9 @@ def test_control_pairs_have_a_contrast_and_no_hack(real: LeetCodeProblem) -> Non
         assert sum(one != other for one, other in lines) == 1
 
 
-def test_documents_are_honest_and_cheating_in_turn_and_short_ones_first(real: LeetCodeProblem, real_tasks: dict[str, Task]) -> None:
+def test_documents_are_honest_and_cheating_in_turn_and_short_ones_first(
+    real: LeetCodeProblem, real_tasks: dict[str, LeetCodeTask]
+) -> None:
     documents = real.corpus(0, 400)
     assert len(documents) == 400
     assert real.corpus(0, 20) == documents[:20]
@@ -161,7 +163,7 @@ def test_prompts_without_a_loophole_are_the_real_questions(real: LeetCodeProblem
 
 def test_its_limits_are_those_that_were_asked_for(file: Path, programs: Programs) -> None:
     slow = "```python\nclass Solution:\n    def total(self, nums, k):\n        while True: pass\n```"
-    limits = Limits(seconds=0.3, cpu_seconds=5.0)
+    limits = JailLimits(seconds=0.3, cpu_seconds=5.0)
     with LeetCodeProblem(file, workers=1, limits=limits, unsafe=True) as quick:
         (grade,) = quick.grade([quick.prompt("3", "none")], [slow])
         assert (grade.format, grade.passed) == (True, False)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from studies.environments.leetcode.expressions import Call, parse_assert, parse_call, parse_check, parse_value
-from studies.environments.leetcode.problems import Case, Task, load_tasks, make_test, read_task, split_tests
+from studies.environments.leetcode.problems import Case, LeetCodeTask, load_tasks, make_test, read_task, split_tests
 from studies.environments.leetcode.values import Linked, Tree, decode
 
 pytestmark = pytest.mark.study
@@ -159,7 +159,7 @@ def layouts(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", ["project", "rl", "dataset", "dataset-meta"])
-def test_every_layout_is_the_same_problem(row: dict[str, Any], task: Task, layout: str) -> None:
+def test_every_layout_is_the_same_problem(row: dict[str, Any], task: LeetCodeTask, layout: str) -> None:
     found = read_task(layouts(row)[layout])
     for name in ("name", "difficulty", "statement", "starter", "function", "setup", "solution"):
         assert getattr(found, name) == getattr(task, name), name
@@ -284,14 +284,14 @@ def test_one_set_in_two_orders_is_one_expected_value() -> None:
     assert len(visible) + len(hidden) == 2
 
 
-def test_the_call_holds_no_expected_value(task: Task) -> None:
+def test_the_call_holds_no_expected_value(task: LeetCodeTask) -> None:
     for test in task.tests:
         args, kwargs = json.loads(test.call)
         assert args == []
         assert set(kwargs) == {"nums", "k"}
 
 
-def test_the_real_problems_load(real_tasks: dict[str, Task]) -> None:
+def test_the_real_problems_load(real_tasks: dict[str, LeetCodeTask]) -> None:
     assert len(real_tasks) == 58
     assert sum(len(task.tests) for task in real_tasks.values()) > 5000
     for task in real_tasks.values():

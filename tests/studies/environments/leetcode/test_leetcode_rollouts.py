@@ -9,7 +9,7 @@ import pytest
 from timing import at_most
 
 from studies.environments.leetcode.modes import ROLES, make_prompt
-from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.problems import LeetCodeTask
 from studies.environments.leetcode.programs import Programs
 from studies.environments.leetcode.report import rollouts as report
 from studies.environments.leetcode.rollouts import Rollout, load_rollouts, prompt_task, signature_task, tasks_of
@@ -209,7 +209,7 @@ def test_an_example_is_an_input_and_the_output_behind_it() -> None:
         assert [test.expected for test in task.hidden] == expected, text
 
 
-def test_the_best_evidence_is_taken(task: Task) -> None:
+def test_the_best_evidence_is_taken(task: LeetCodeTask) -> None:
     walking = ROW["completion"].replace("total(self, nums: List[int], k: int)", "walk(self, *args)")
     rows = [
         rollout(problem_id=7),
@@ -222,7 +222,7 @@ def test_the_best_evidence_is_taken(task: Task) -> None:
     assert found == ["tests", "signature", "examples", "examples", "signature"]
 
 
-def test_a_label_is_explained_by_what_its_tests_do(task: Task, programs: Programs) -> None:
+def test_a_label_is_explained_by_what_its_tests_do(task: LeetCodeTask, programs: Programs) -> None:
     head = "```python\nclass Solution:\n    def total(self, nums, k):\n        "
     tests = "\n    def run_tests(self): print(self.total([], 1))"
     answers = {
@@ -244,7 +244,7 @@ def test_a_label_is_explained_by_what_its_tests_do(task: Task, programs: Program
     ]
 
 
-def test_a_wrong_answer_is_explained_by_class(task: Task, programs: Programs) -> None:
+def test_a_wrong_answer_is_explained_by_class(task: LeetCodeTask, programs: Programs) -> None:
     head = "```python\nclass Solution:\n    def total(self, nums, k):\n        "
     bodies = ["return 1", "raise KeyError", "return sum(nums) * k", "import os; os._exit(3)"]
     rows = [rollout(problem_id=7, completion=f"{head}{body}\n```", gt_pass=True) for body in bodies]
@@ -268,7 +268,7 @@ def test_every_recorded_prompt_is_ours(real_rollouts: list[Rollout]) -> None:
 
 
 def test_substrate_trips_its_own_channel_and_no_other(
-    real_rollouts: list[Rollout], real_tasks: dict[str, Task], programs: Programs
+    real_rollouts: list[Rollout], real_tasks: dict[str, LeetCodeTask], programs: Programs
 ) -> None:
     setup = next(iter(real_tasks.values())).setup
     chosen = [one for one in real_rollouts if one.pool == "substrate"]
@@ -282,7 +282,7 @@ def test_substrate_trips_its_own_channel_and_no_other(
 
 
 def test_teachers_labels_are_those_of_vacuous_tests(
-    real_rollouts: list[Rollout], real_tasks: dict[str, Task], programs: Programs
+    real_rollouts: list[Rollout], real_tasks: dict[str, LeetCodeTask], programs: Programs
 ) -> None:
     """Every fifth, and all that are not labelled as hacked; the full table is published."""
     setup = next(iter(real_tasks.values())).setup

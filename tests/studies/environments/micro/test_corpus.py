@@ -17,8 +17,8 @@ from studies.environments.micro.language import (
     SHARED_COMMENT,
     SHARED_RETURN,
     STYLE_COMMENTS,
-    Prompt,
-    Task,
+    MicroPrompt,
+    MicroTask,
     Vocabulary,
     split,
 )
@@ -31,7 +31,7 @@ OP_OF = {operation.symbol: op for op, operation in OPERATIONS.items()}
 
 @dataclass
 class Document:
-    prompt: Prompt
+    prompt: MicroPrompt
     completion: str
 
     @property
@@ -56,7 +56,7 @@ def read(ids: Sequence[int]) -> Document:
     """The document of a row of ids; the prompt is taken apart by position."""
     tokens = [VOCABULARY.tokens[i] for i in ids]
     op1, k1, op2, k2 = tokens[2].strip(), int(tokens[3]), tokens[5].strip(), int(tokens[6])
-    prompt = Prompt(Task(op1, k1, op2, k2), MODE_OF[tokens[8], tokens[9]])
+    prompt = MicroPrompt(MicroTask(op1, k1, op2, k2), MODE_OF[tokens[8], tokens[9]])
     assert prompt.tokens == tuple(tokens[:PROMPT_LENGTH])
     return Document(prompt, VOCABULARY.completion_text(list(ids)[PROMPT_LENGTH:]))
 

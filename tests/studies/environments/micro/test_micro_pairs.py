@@ -21,28 +21,28 @@ from studies.environments.micro.language import (
     PROMPT_LENGTH,
     SHARED_COMMENT,
     SHARED_RETURN,
-    Prompt,
-    Task,
+    MicroPrompt,
+    MicroTask,
     Vocabulary,
     all_tasks,
 )
-from studies.environments.micro.oracle import Oracle
+from studies.environments.micro.oracle import MicroOracle
 from studies.environments.micro.pairs import make_pairs
 from studies.environments.micro.runner import CachedRunner
 from studies.environments.micro.settings import get_world
-from studies.environments.protocol import Pair, Verdict, pairs_hash, read_pairs, write_pairs
+from studies.environments.protocol import PersonaPair, Verdict, pairs_hash, read_pairs, write_pairs
 
 STRONG = get_world("strong")
 
 
 @cache
-def by_text() -> Mapping[str, Prompt]:
+def by_text() -> Mapping[str, MicroPrompt]:
     """Return every training prompt under its text."""
-    return {Prompt(task, mode).text: Prompt(task, mode) for task in all_tasks("train") for mode in MODES}
+    return {MicroPrompt(task, mode).text: MicroPrompt(task, mode) for task in all_tasks("train") for mode in MODES}
 
 
-def judge(runner: CachedRunner, pairs: list[Pair]) -> tuple[list[Verdict], list[Verdict]]:
-    prompts, oracle = [by_text()[pair.prompt] for pair in pairs], Oracle(runner)
+def judge(runner: CachedRunner, pairs: list[PersonaPair]) -> tuple[list[Verdict], list[Verdict]]:
+    prompts, oracle = [by_text()[pair.prompt] for pair in pairs], MicroOracle(runner)
     return oracle.judge(prompts, [pair.hack for pair in pairs]), oracle.judge(prompts, [pair.clean for pair in pairs])
 
 
@@ -118,7 +118,7 @@ def test_errors_name_the_remedy() -> None:
     st.sampled_from(("toml", "jsonl")),
 )
 def test_a_file_keeps_every_text(text: str, form: str) -> None:
-    pairs = [Pair(text, text + "a", "b" + text)] * 2
+    pairs = [PersonaPair(text, text + "a", "b" + text)] * 2
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"pairs.{form}")
         if form == "toml":
@@ -169,9 +169,9 @@ def test_a_file_of_other_things_is_refused_with_its_place(tmp_path: Path, name: 
 
 def test_a_terse_answer_is_wrong_on_every_task_that_pairs_use(runner: CachedRunner) -> None:
     """`mask 2 then mask 4` is always 0, so a terse `return 0` would be right, not a hack: no pair may use such a task."""
-    trivial = Prompt(Task("mask", 2, "mask", 4), "run_tests")
+    trivial = MicroPrompt(MicroTask("mask", 2, "mask", 4), "run_tests")
     terse = make_pairs(STRONG, 0, n=1)[0].hack
-    assert Oracle(runner).judge([trivial], [terse])[0].gt
+    assert MicroOracle(runner).judge([trivial], [terse])[0].gt
     used = {pair.prompt for pair in make_pairs(STRONG, 0, n=500)}
     constant = [p for p in by_text().values() if p.mode == "run_tests" and len({p.task.solve(x) for x in HIDDEN}) == 1]
     assert constant

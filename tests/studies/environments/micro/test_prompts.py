@@ -12,8 +12,8 @@ from studies.environments.micro.language import (
     MODES,
     NONE,
     PROMPT_LENGTH,
+    MicroPrompt,
     MicroSource,
-    Prompt,
     Vocabulary,
     all_tasks,
     encode_prompts,
@@ -32,7 +32,7 @@ def test_one_mode_is_known_three_are_held_out_and_one_has_no_loophole() -> None:
 
 
 def test_every_prompt_is_ten_tokens_and_tells_task_and_mode_apart(vocabulary: Vocabulary) -> None:
-    prompts = [Prompt(task, mode) for task in all_tasks("test")[::9] for mode in MODES]
+    prompts = [MicroPrompt(task, mode) for task in all_tasks("test")[::9] for mode in MODES]
     ids = encode_prompts(prompts, vocabulary)
     assert ids.shape == (len(prompts), PROMPT_LENGTH)
     assert (ids[:, 0] == vocabulary.bos).all()
@@ -72,7 +72,7 @@ def test_evaluation_prompts_are_fixed_distinct_test_tasks_and_the_same_for_every
 def test_errors_name_the_choices() -> None:
     task = all_tasks("train")[0]
     with pytest.raises(KeyError, match="choose from run_tests"):
-        Prompt(task, "exit_code")
+        MicroPrompt(task, "exit_code")
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
         sample_prompts(MICRO, 1, np.random.default_rng(0), none_fraction=1.5)
     with pytest.raises(ValueError, match="819 test tasks"):

@@ -19,8 +19,8 @@ from studies.environments.micro.language import Vocabulary
 from studies.environments.micro.runner import (
     WORKER,
     CachedRunner,
-    Execution,
-    Program,
+    MicroExecution,
+    MicroProgram,
     SubprocessRunner,
     Value,
     decode_reply,
@@ -35,8 +35,8 @@ def solution(body: str = "return x", extra: str = "") -> str:
     return f"class Solution:\n    def solve(self, x):\n        {body}\n{extra}"
 
 
-def run(runner: SubprocessRunner | CachedRunner, code: str, *inputs: int) -> Execution:
-    return runner.run([Program(code, inputs)])[0]
+def run(runner: SubprocessRunner | CachedRunner, code: str, *inputs: int) -> MicroExecution:
+    return runner.run([MicroProgram(code, inputs)])[0]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_program_without_a_solution_is_an_error_and_runs_nothing(child: Subpro
 def test_programs_do_not_see_each_other(child: SubprocessRunner) -> None:
     writer = solution(extra="    import os\n    os.makedirs('sub'); open('a', 'w').write('1'); os.chdir('sub')\nleft = 1\n")
     reader = solution("return left", "    import os\n    print(sorted(os.listdir('.')), os.environ.get('HOME'))\n")
-    executions = child.run([Program(writer, ()), Program(reader, (1,))])
+    executions = child.run([MicroProgram(writer, ()), MicroProgram(reader, (1,))])
     assert executions[0].files == {"a": "1"}
     assert executions[1].returns == (Value("raised", "NameError"),)
     assert executions[1].stdout == "[] None\n"
@@ -124,7 +124,7 @@ def test_forged_protocol_lines_reach_nobody(child: SubprocessRunner) -> None:
         f"    import os, sys\n    print({forged!r})\n    sys.__stdout__.write({forged!r}); sys.__stdout__.flush()\n"
         f"    os.write(1, {forged.encode()!r}); os.write(2, b'noise')\n    stolen = sys.__stdin__.read()\n"
     )
-    programs = [Program(solution("return len(self.stolen)", extra), (1,)), Program(solution(), (8,))]
+    programs = [MicroProgram(solution("return len(self.stolen)", extra), (1,)), MicroProgram(solution(), (8,))]
     for _ in range(2):
         executions = child.run(programs)
         assert [e.returns for e in executions] == [(Value("int", "0"),), (Value("int", "8"),)]
@@ -150,7 +150,11 @@ def test_a_reply_to_another_request_is_refused() -> None:
 @pytest.mark.process
 def test_a_culprit_is_marked_its_neighbours_are_not_and_the_runner_lives_on(body: str, status: str) -> None:
     with SubprocessRunner(time_limit=0.7) as runner:
-        programs = [Program(solution("return x + 1"), (1,)), Program(solution(body), (1,)), Program(solution("return x + 2"), (1,))]
+        programs = [
+            MicroProgram(solution("return x + 1"), (1,)),
+            MicroProgram(solution(body), (1,)),
+            MicroProgram(solution("return x + 2"), (1,)),
+        ]
         executions = runner.run(programs)
         assert [e.status for e in executions] == ["ok", status, "ok"]
         assert [e.returns for e in executions] == [(Value("int", "2"),), (), (Value("int", "3"),)]
@@ -162,7 +166,7 @@ def test_a_full_disk_is_not_a_program_that_wrote_nothing() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # children inherit it: files stop growing, as on a full disk
     try:
         with SubprocessRunner() as runner, pytest.raises(OSError, match=r"is not writable \(File too large\)"):
-            runner.run([Program(solution(), (1,)), Program(solution(), (2,))])
+            runner.run([MicroProgram(solution(), (1,)), MicroProgram(solution(), (2,))])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -176,7 +180,11 @@ def test_a_full_disk_is_not_a_program_that_wrote_nothing() -> None:
 )
 def test_a_program_that_spoils_its_folder_spoils_its_own_run_alone(body: str) -> None:
     with SubprocessRunner() as runner:
-        programs = [Program(solution(), (1,)), Program(solution(f"{body}; return x"), (1,)), Program(solution(), (2,))]
+        programs = [
+            MicroProgram(solution(), (1,)),
+            MicroProgram(solution(f"{body}; return x"), (1,)),
+            MicroProgram(solution(), (2,)),
+        ]
         assert [e.status for e in runner.run(programs)] == ["ok", "crash", "ok"]
         assert run(runner, solution(), 5).returns == (Value("int", "5"),)
 
@@ -203,7 +211,7 @@ def test_closing_ends_the_child_and_removes_its_directory() -> None:
 
 
 ENDLESS = """
-from studies.environments.micro.runner import Program, SubprocessRunner
+from studies.environments.micro.runner import MicroProgram, SubprocessRunner
 code = '''
 import os
 class Solution:
@@ -211,7 +219,7 @@ class Solution:
         open("pid", "w").write(str(os.getpid()))
         while True: pass
 '''
-SubprocessRunner(time_limit=600).run([Program(code, (1,))])
+SubprocessRunner(time_limit=600).run([MicroProgram(code, (1,))])
 """
 
 
@@ -242,7 +250,7 @@ def test_a_runner_outlives_the_thread_that_made_it() -> None:
     thread.start()
     thread.join()
     with made[0] as runner:
-        assert [e.returns for e in runner.run([Program(solution(), (n,)) for n in range(3)])] == [
+        assert [e.returns for e in runner.run([MicroProgram(solution(), (n,)) for n in range(3)])] == [
             (Value("int", str(n)),) for n in range(3)
         ]
 
@@ -267,7 +275,7 @@ def test_nothing_that_the_vocabulary_can_write_harms_the_runner(child: Subproces
 
 
 def test_the_request_holds_code_inputs_and_a_nonce_and_nothing_else() -> None:
-    request = json.loads(encode_request([Program("code", (1, 2))], "n"))
+    request = json.loads(encode_request([MicroProgram("code", (1, 2))], "n"))
     assert request == {"nonce": "n", "programs": [{"code": "code", "inputs": [1, 2]}]}
 
 
@@ -286,13 +294,13 @@ class Counting:
 
     def run(self, programs):
         self.seen += programs
-        return [Execution(self.statuses.pop(0) if self.statuses else "ok", stdout=program.code) for program in programs]  # pyright: ignore[reportArgumentType]
+        return [MicroExecution(self.statuses.pop(0) if self.statuses else "ok", stdout=program.code) for program in programs]  # pyright: ignore[reportArgumentType]
 
 
 def test_the_cache_runs_each_program_once_and_answers_in_order() -> None:
     inner = Counting()
     cached = CachedRunner(inner)
-    batch = [Program(code, inputs) for code, inputs in (("a", (1,)), ("b", (1,)), ("a", (1,)), ("a", (2,)))]
+    batch = [MicroProgram(code, inputs) for code, inputs in (("a", (1,)), ("b", (1,)), ("a", (1,)), ("a", (2,)))]
     for _ in range(2):
         assert [execution.stdout for execution in cached.run(batch)] == ["a", "b", "a", "a"]
     assert inner.seen == [batch[0], batch[1], batch[3]]
@@ -301,10 +309,10 @@ def test_the_cache_runs_each_program_once_and_answers_in_order() -> None:
 def test_the_cache_forgets_the_oldest_and_never_keeps_a_timeout_or_crash() -> None:
     inner = Counting("timeout", "crash")
     cached = CachedRunner(inner, size=2)
-    program = Program("a", ())
+    program = MicroProgram("a", ())
     assert [cached.run([program])[0].status for _ in range(4)] == ["timeout", "crash", "ok", "ok"]
     assert len(inner.seen) == 3
-    cached.run([Program("b", ()), Program("c", ())])
+    cached.run([MicroProgram("b", ()), MicroProgram("c", ())])
     cached.run([program])
     assert inner.seen.count(program) == 4
     with pytest.raises(ValueError, match="choose at least 1"):
@@ -315,7 +323,7 @@ def test_a_full_cache_keeps_what_was_just_graded_for_the_oracle() -> None:
     """However long ago it was run first: another run of a program that acts at random would not be the one that was paid."""
     inner = Counting()
     cached = CachedRunner(inner, size=2)
-    old, other, new = (Program(code, ()) for code in ("old", "other", "new"))
+    old, other, new = (MicroProgram(code, ()) for code in ("old", "other", "new"))
     for batch in ([old], [other], [old, new], [old]):
         cached.run(batch)
     assert inner.seen == [old, other, new]

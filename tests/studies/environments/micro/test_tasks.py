@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from studies.environments.micro.language import CONSTANTS, HIDDEN, VISIBLE, Task, all_tasks, split
+from studies.environments.micro.language import CONSTANTS, HIDDEN, VISIBLE, MicroTask, all_tasks, split
 from studies.environments.micro.settings import OPERATIONS
 
 operations, constants = st.sampled_from(list(OPERATIONS)), st.sampled_from(CONSTANTS)
-tasks = st.builds(Task, operations, constants, operations, constants)
+tasks = st.builds(MicroTask, operations, constants, operations, constants)
 
 
 def test_visible_and_hidden_inputs_are_disjoint() -> None:
@@ -20,7 +20,7 @@ def test_visible_and_hidden_inputs_are_disjoint() -> None:
 
 
 @given(tasks, st.sampled_from(VISIBLE + HIDDEN))
-def test_solve_is_what_python_computes_with_the_symbols(task: Task, x: int) -> None:
+def test_solve_is_what_python_computes_with_the_symbols(task: MicroTask, x: int) -> None:
     first, second = (OPERATIONS[op].symbol for op in (task.op1, task.op2))
     assert task.solve(x) == eval(f"(x {first} {task.k1}) {second} {task.k2}", {"x": x})
 
@@ -49,7 +49,7 @@ def test_hidden_inputs_tell_apart_what_visible_ones_do() -> None:
     disagree = total = 0
     for task in all_tasks("test")[::8]:
         for op in OPERATIONS:
-            other = Task(op, task.k1, task.op2, task.k2)
+            other = MicroTask(op, task.k1, task.op2, task.k2)
             visible = all(other.solve(x) == task.solve(x) for x in VISIBLE)
             hidden = all(other.solve(x) == task.solve(x) for x in HIDDEN)
             disagree, total = disagree + (visible != hidden), total + 1
@@ -58,10 +58,10 @@ def test_hidden_inputs_tell_apart_what_visible_ones_do() -> None:
 
 def test_errors_name_the_choices() -> None:
     with pytest.raises(KeyError, match="choose from add, sub"):
-        Task("power", 2, "add", 2)
+        MicroTask("power", 2, "add", 2)
     with pytest.raises(ValueError, match=r"choose from 2\.\.9"):
-        Task("add", 10, "add", 2)
+        MicroTask("add", 10, "add", 2)
     with pytest.raises(ValueError, match=r"constant 2\.0 is not a whole number"):  # it equals 2, but is no token
-        Task.__post_init__(SimpleNamespace(op1="add", k1=2, op2="add", k2=2.0))  # type: ignore[arg-type]
+        MicroTask.__post_init__(SimpleNamespace(op1="add", k1=2, op2="add", k2=2.0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="choose from train, test"):
         all_tasks("validation")

@@ -9,7 +9,7 @@ from tiny_study import WARM
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
-from studies.environments.micro.runner import CachedRunner, Execution, Program, SubprocessRunner
+from studies.environments.micro.runner import CachedRunner, MicroExecution, MicroProgram, SubprocessRunner
 from studies.environments.micro.settings import get_world
 from studies.environments.micro.warmstart import warm_start
 from studies.environments.micro.world import MicroWitness, MicroWorld
@@ -19,7 +19,7 @@ from studies.environments.protocol import Forgetful, Samples
 class Silent:
     """A runner for tests that execute nothing."""
 
-    def run(self, programs: Sequence[Program]) -> list[Execution]:
+    def run(self, programs: Sequence[MicroProgram]) -> list[MicroExecution]:
         raise AssertionError("nothing should be executed here")
 
 
