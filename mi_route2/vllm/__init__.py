@@ -6,7 +6,7 @@
     with VllmSampler("path/to/model", dtype=torch.float32) as sampler:      # completions for training, from a Policy
         completions = sampler(policy, prompts, max_new=64, temperature=1.0, generator=generator, ends=(2,))
 
-vLLM is an environment of its own (it pins torch and transformers); this package imports without it. See ``docs/vllm.md``.
+vLLM is an environment of its own (it pins torch and transformers); this package imports without it. See ``docs/scale.md``.
 """
 
 from mi_route2.vllm.client import EXTENSION, SETTINGS, VllmEngine, launch

@@ -34,7 +34,7 @@ from mi_route2.vllm.client import RANKS, abandon, preserving_process
 from mi_route2.vllm.facts import COLDEST, imported
 
 TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType({torch.float32: (1e-3, 1e-2), torch.bfloat16: (0.2, 2.0)})
-"""Dtype of vLLM -> how far log-probabilities may be from torch's, in the mean over tokens and at one (``docs/vllm.md``)."""
+"""Dtype of vLLM -> how far log-probabilities may be from torch's, in the mean over tokens and at one (``docs/scale.md``)."""
 
 
 def demand_dtype(dtype: torch.dtype) -> None:

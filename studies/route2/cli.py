@@ -59,7 +59,7 @@ class Run:
     host: Annotated[str, tyro.conf.arg(help=f"the library whose hooks the model runs under: {', '.join(HOSTS)}")] = "torch"
     precision: Annotated[str, tyro.conf.arg(help=f"{' or '.join(PRECISION_NAMES)}")] = "float32"
     sampler: Annotated[
-        Literal["torch", "vllm"], tyro.conf.arg(help="with --model: what samples completions (see docs/vllm.md)")
+        Literal["torch", "vllm"], tyro.conf.arg(help="with --model: what samples completions (see docs/scale.md)")
     ] = "torch"
     device: Device = "cpu"
     report: Annotated[bool, tyro.conf.arg(help="write table and figures at the end")] = True
@@ -87,7 +87,7 @@ class Run:
         if self.pairs is not None and not self.pairs.is_file():
             raise ValueError(f"there is no pairs file at {self.pairs}; give a TOML file of [[pair]] entries, or JSON lines")
         if self.sampler == "vllm" and importlib.util.find_spec("vllm") is None:
-            raise ValueError("vLLM is not installed here: run this in an environment of its own, see docs/vllm.md")
+            raise ValueError("vLLM is not installed here: run this in an environment of its own, see docs/scale.md")
         unusual, root = unusual_backend(self.backend), self.root(settings)
         jobs = [
             Job(root, base_cache(self.out, self.device), settings, seed, arm, self.pairs, **self.backend)

@@ -162,7 +162,7 @@ class Settings:
 
 
 # The quarantine learns at a third to a half of the kept adapter's rate. At the same rate, a tenth of the honest skill is lost
-# when the quarantine is deleted; the lower its rate, the more exploits remain if the mask detects little (docs/log.md).
+# when the quarantine is deleted; the lower its rate, the more exploits remain if the mask detects little.
 _STRONG = Settings()
 
 
@@ -191,7 +191,7 @@ PRESETS: Mapping[str, Settings] = MappingProxyType(
 STUDIED = ("strong", "weak", "delta_s")
 """Presets of the main study; the other ones are of evidence alone."""
 
-# A starting point for a model of a few billion parameters; nothing here was tuned on one (docs/real_model.md).
+# A starting point for a model of a few billion parameters; nothing here was tuned on one.
 CHAT = replace(
     _STRONG, preset="chat", adapt=("blocks.*.attn.*", "blocks.*.mlp.*"), kept_rank=32, kept_lr=1e-4, quarantine_rank=32,
     quarantine_lr=5e-5, steps=200, prompts=8, group=8, evaluation_prompts=8, teachers=0,

@@ -66,9 +66,8 @@ def test_trl_samples_checkpoints_and_resumes_on_the_device(tmp_path: Path) -> No
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="accelerate shards on accelerators alone")
 def test_fsdp_of_accelerate_shards_on_one_gpu_and_learns_what_a_whole_model_does(tmp_path: Path) -> None:
-    """The launcher's configuration of docs/trl.md, with one process over NCCL."""
-    page = (ROOT / "docs" / "trl.md").read_text(encoding="utf-8")
-    config = page.split("```yaml\n")[1].split("```")[0].replace("num_processes: 2", "num_processes: 1")
+    """The launcher's configuration of tests/support/fsdp.yaml, with one process over NCCL."""
+    config = (ROOT / "tests/support/fsdp.yaml").read_text(encoding="utf-8").replace("num_processes: 2", "num_processes: 1")
     (tmp_path / "fsdp.yaml").write_text(config)
     script = tmp_path / "train.py"
     script.write_text(
