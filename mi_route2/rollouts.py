@@ -11,7 +11,7 @@ of the completion: activations are pooled and log-probabilities are read at thes
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -214,35 +214,9 @@ def demand_causal(model: nn.Module) -> None:
             raise ValueError(f"this {type(model).__name__} has {key}={value!r}, but it must be causal: padding would leak")
 
 
-def _split(attention: Bool[Tensor, "b s"]) -> bool:
-    """Return True if padding stands between tokens of a row."""
-    return bool(((attention[:, 1:] & ~attention[:, :-1]).sum(1) + attention[:, 0] > 1).any())
-
-
 def right_padded(attention: Bool[Tensor, "b s"]) -> bool:
     """Return True if no padding stands left of a token."""
     return bool((attention[:, 1:] <= attention[:, :-1]).all())
-
-
-def _differ(one: Tensor, other: Tensor, share: float, units: int) -> bool:
-    """Return whether logits differ by more than ``share`` of the largest, or ``units`` of rounding in a type that has few digits.
-
-    Only logits of rows of one shape round alike, and need one unit. (In half precision a mixture of experts may choose another one
-    in rows of different shapes; and leaks of small models are 3% of the largest logit.) What a model fills in for ids that are no
-    token does not count: any difference is less than a share of that.
-    """
-    likely = ~(one < one.amax(dim=-1, keepdim=True) - _NEVER)  # negated, so that NaN counts
-    one, other = one[likely], other[likely]
-    tolerance = max(share, units * torch.finfo(one.dtype).eps) * float(one.abs().max())
-    return not torch.allclose(other, one, rtol=0, atol=tolerance)
-
-
-_NEVER = 100.0
-"""Nats below the largest logit from which on a token has probability 0 in float32."""
-_LEAK = 1e-3
-"""Share of ``_differ`` for a model that counts padding."""
-_SEES = 1e-4
-"""The same for a model whose tokens see others that they must not: no position moves, so that float32 rounds little."""
 
 
 def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
@@ -288,53 +262,6 @@ def still(model: nn.Module) -> Iterator[None]:
 
 
 @checked
-def packed_forward(model: nn.Module) -> Forward:
-    """Return a ``forward`` for ``Policy`` that runs all real tokens as one row without padding; logits are 0 on padding.
-
-    Each rollout attends to its own tokens, whose positions begin at 0: transformers reads the borders from the positions. This
-    saves what padding costs, so it pays if lengths differ much.
-
-    Raises:
-        ValueError: The model does not keep the rollouts of such a row apart, or its tokens see later ones.
-
-    Examples:
-        >>> policy = Policy(model, adapters, forward=packed_forward(model))
-    """
-    demand_causal(model)
-    try:
-        with still(model):  # dropout would tell them apart
-            ends = ([], 1), ([7, 6, 5], 1), ([1, 2, 3], 5)
-            single, behind, others = (_packed_logits(model, before, last) for before, last in ends)
-    except (TypeError, AttributeError):
-        apart = False  # it takes no such row
-    else:  # of the others the last token is another, and so are its logits
-        apart = not (_differ(single, behind, _SEES, 16) or _differ(behind[:-1], others[:-1], _SEES, 1))
-    if not apart:
-        raise ValueError(
-            f"{type(model).__name__} does not keep the rollouts of one row apart by their positions, so they would attend to each "
-            "other, or is not causal: use the padded forward, call_with_mask"
-        )
-
-    def forward(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
-        demand_own_angles(model, attention)
-        row = model(tokens[attention][None], position_ids=positions(model, attention)[attention][None], use_cache=False).logits[0]
-        logits = row.new_zeros(*tokens.shape, row.shape[-1])
-        logits[attention] = row
-        return logits
-
-    return forward
-
-
-@torch.no_grad()
-def _packed_logits(model: nn.Module, before: list[int], last: int) -> Tensor:
-    """Return the logits of a rollout that ends in ``last``, behind another, ``before``."""
-    device = next(model.parameters()).device
-    tokens = torch.tensor([[*before, 4, 3, 2, last]], device=device)
-    places = torch.tensor([[*range(len(before)), 0, 1, 2, 3]], device=device)
-    return model(tokens, position_ids=places, use_cache=False).logits[0, len(before) :]
-
-
-@checked
 @dataclass(frozen=True)
 class Policy:
     """Model with its adapters, and the function that calls it.
@@ -342,8 +269,8 @@ class Policy:
     Attributes:
         model: The model to train.
         adapters: Its attached adapters.
-        forward: ``forward(model, tokens, attention) -> logits [b s v]``. Of one of your own nobody checks that padding, or a later
-            token, changes no logits.
+        forward: ``forward(model, tokens, attention) -> logits [b s v]``. Padding and later tokens must not change the logits of a
+            token, which is not checked: a model of no known architecture is safe with right padding if it is causal.
 
     Raises:
         ValueError: The adapters stand on another model.
@@ -356,8 +283,6 @@ class Policy:
     model: nn.Module
     adapters: Adapters
     forward: Forward = call_with_mask
-    _causal: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Not empty once the model was found to be causal, for one of no known architecture."""
 
     def __post_init__(self) -> None:
         inside = set(map(id, self.model.modules()))
@@ -377,60 +302,15 @@ class Policy:
         """Return next-token logits ``[b s v]``.
 
         Raises:
-            ValueError: A token that the model lacks, padding left of a token that this model would count, or a model of no known
-                architecture whose tokens see later ones.
+            ValueError: A token that the model lacks.
         """
         demand_tokens(self.model, rollouts.tokens, rollouts.attention)
-        if self.forward is call_with_mask:
-            self._demand_no_leak(rollouts)
         return self.forward(self.model, rollouts.tokens, rollouts.attention)
 
     @checked
     def logprobs(self, rollouts: Rollouts) -> Float[Tensor, "b s"]:
         """Return the log-probability of token ``t + 1`` at position ``t``; 0 if ``t`` is not a predictor."""
         return rollouts.logprobs(self.logits(rollouts))
-
-    @torch.no_grad()
-    def _demand_no_leak(self, rollouts: Rollouts) -> None:
-        """Raise ``ValueError`` if the base model gives three tokens around padding, or before others, other logits than alone.
-
-        Models differ in how they place tokens (learned positions of their own, positions from a padding token on, recurrence) and
-        in which tokens they see (an encoder's head for language models is none of a decoder), and their signatures do not tell.
-        Those with a row are known to be right, but for eager attention in float64.
-        """
-        left = not right_padded(rollouts.attention)
-        if not left and self._causal:
-            return
-        row, eager = architecture_of(self.model), getattr(config_of(self.model), "_attn_implementation", None) == "eager"
-        if row is not None and not (eager and not row.exact_eager):
-            return
-        tokens, others = rollouts.tokens[rollouts.attention][None, :3], rollouts.tokens[:1, :1].expand(1, 2)
-        real = torch.ones_like(torch.cat([others, tokens], dim=1), dtype=torch.bool)
-        with still(self.model), self.adapters.untaped():
-            prefix = self.forward(self.model, tokens, real[:, 2:])
-            if row is None and not self._causal:
-                before, changed = (
-                    self.forward(self.model, torch.cat([tokens, later], dim=1), real)[:, :-2]
-                    for later in (others, torch.where(others > 0, others - 1, others + 1))
-                )
-                if _differ(prefix, before, _SEES, 16) or _differ(before, changed, _SEES, 1):
-                    raise ValueError(
-                        f"{type(self.model).__name__} gives tokens before others other logits than alone, so they see what they "
-                        "are to predict: it must be causal (for a model made of an encoder, set is_decoder=True in its config)"
-                    )
-                self._causal.append(True)
-            if not left:
-                return
-            places = torch.tensor([1, 3, 4] if _split(rollouts.attention) else [2, 3, 4])[: tokens.shape[1]]
-            seen = torch.zeros_like(real).index_fill_(1, places.to(real.device), True)
-            padded = torch.full_like(seen, int(others[0, 0]), dtype=tokens.dtype).masked_scatter_(seen, tokens)
-            # beside a row without padding, as in a batch
-            behind = self.forward(self.model, padded.repeat(2, 1), torch.cat([real, seen]))[1:][seen]
-        if _differ(prefix, behind[None], _LEAK, 4):
-            raise ValueError(
-                f"{type(self.model).__name__} gives tokens behind padding other logits than alone (it counts the padding, or its "
-                "eager attention makes NaN of it), so they would depend on the batch: pad on the right"
-            )
 
 
 @checked

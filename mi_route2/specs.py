@@ -6,7 +6,7 @@ Those of routes say what is scored, on which policy, over which unit, and what a
     weight_b = 0 if flagged, else ``negative_scale`` if the kept advantage is negative, else 1
     kept gradient = sum_b weight_b g_b               g_b: of rollout b's whole loss, a KL term included
 
-The tables below list the legal combinations; all others are refused with a sentence that says why.
+``LEGAL`` lists the legal combinations.
 """
 
 from typing import Literal
@@ -23,7 +23,6 @@ class AdapterSpec:
         rank: Rank of the kept adapter; ``None`` is full rank (SVD only).
         quarantine: Kind of the quarantine.
         quarantine_rank: Rank of a LoRA quarantine.
-        fold: True computes the base and the kept adapter in one matmul, ``U((S+dS)*(Vh x))``; needs a full-rank SVD kept adapter.
 
     Examples:
         >>> spec = AdapterSpec(kept="lora", rank=8, quarantine_rank=8)
@@ -33,18 +32,10 @@ class AdapterSpec:
     rank: AtLeastOne | None = None
     quarantine: Literal["lora", "shared", "none"] = "lora"
     quarantine_rank: AtLeastOne = 4
-    fold: bool = False
 
     def __post_init__(self) -> None:
         if self.kept == "lora" and self.rank is None:
             raise ValueError("a LoRA kept adapter needs a rank, for example rank=4")
-        if self.fold and (self.kept != "svd" or self.rank is not None):
-            raise ValueError("fold=True needs the full-rank SVD kept adapter: kept='svd', rank=None")
-
-    @property
-    def stackable(self) -> bool:
-        """True if kept adapter and quarantine can train as one (``Adapters.stack``)."""
-        return self.quarantine == "lora" and not self.fold
 
 
 Score = Literal["none", "act", "grad", "full", "own_channel", "known_channel"]
@@ -55,60 +46,23 @@ ScorePolicy = Literal["live", "ablated"]
 PRIVILEGED: frozenset[str] = frozenset({"own_channel", "known_channel"})
 """Scores that read a detector over the student's own rollouts: bounds and baselines, never methods."""
 
-_BOTH: frozenset[str] = frozenset({"filter", "detach"})
-_FILTER: frozenset[str] = frozenset({"filter"})
-_CIRCULAR = (
-    "a pooled gradient flag is known only after the whole backward, and detaching a flagged rollout at one module changes the "
-    "gradients (and so the flag) below it: use through='filter', unit='rollout', or score_policy='ablated'"
-)
-_NO_TOKEN = "a gradient is summed over the tokens of a rollout, so it has no token flags: use unit='rollout' or 'pooled'"
-_LIVE_TOKEN = "token flags are read in the training forward itself: use score_policy='live'"
-_ONE_FLAG = "a channel gives one verdict for a whole rollout: use unit='pooled'"
+_BOTH, _FILTER = frozenset({"filter", "detach"}), frozenset({"filter"})
 
 LEGAL: dict[tuple[str, str, str], frozenset[str]] = {
     ("act", "token", "live"): _BOTH,
-    ("act", "rollout", "live"): _BOTH,
     ("act", "pooled", "live"): _BOTH,
-    ("act", "rollout", "ablated"): _BOTH,
     ("act", "pooled", "ablated"): _BOTH,
     ("grad", "rollout", "live"): _BOTH,
+    # Detaching a flagged rollout at one module would change the gradients, and so the flag, below it.
     ("grad", "pooled", "live"): _FILTER,
-    ("grad", "rollout", "ablated"): _BOTH,
     ("grad", "pooled", "ablated"): _BOTH,
-    ("full", "rollout", "live"): _BOTH,
     ("full", "pooled", "live"): _FILTER,
-    ("full", "rollout", "ablated"): _BOTH,
     ("full", "pooled", "ablated"): _BOTH,
     ("own_channel", "pooled", "live"): _BOTH,
     ("known_channel", "pooled", "live"): _BOTH,
     ("none", "pooled", "live"): _BOTH,
 }
-
-BEFORE_THE_LOSS: frozenset[tuple[str, str]] = frozenset(
-    {
-        ("act", "ablated"),
-        ("grad", "ablated"),
-        ("full", "ablated"),
-        ("own_channel", "live"),
-        ("known_channel", "live"),
-        ("none", "live"),
-    }
-)
-"""(score, score_policy) whose pooled flags are known before the loss, as ``kept_advantage='unflagged'`` needs."""
-
-
-def refusal(score: str, unit: str, policy: str, through: str) -> str | None:
-    """Return the reason why a combination is refused; ``None`` if it is legal."""
-    allowed = LEGAL.get((score, unit, policy))
-    if allowed is not None:
-        return None if through in allowed else _CIRCULAR
-    if score in ("grad", "full") and unit == "token":
-        return _NO_TOKEN
-    if score == "act" and unit == "token":
-        return _LIVE_TOKEN
-    if score in (*PRIVILEGED, "none"):
-        return _ONE_FLAG + " and score_policy='live'"
-    return f"choose score, unit and score_policy among {sorted(LEGAL)}"
+"""(score, unit, score_policy) -> what a flag may do."""
 
 
 @validated
@@ -117,14 +71,14 @@ class MaskSpec:
 
     Attributes:
         score: Feature whose cosine with a direction is the score (``act``, ``grad``, ``full``), a detector channel, or ``none``.
-        unit: Unit of a flag: a token, a rollout at each module, or a rollout over all modules (``pooled``).
+        unit: Unit of a flag: a real token at each module, a rollout at each module, or a rollout over all modules (``pooled``).
         through: ``filter`` removes flagged gradients from the kept adapter; ``detach`` also stops them from passing through it.
         score_policy: ``live`` scores the training pass, ``ablated`` an extra pass with the quarantine off.
         fitter: Source of the direction.
         draw: Number of the random draw, for a control's direction.
         reinforced_only: Flag only rollouts with a positive advantage.
         tau: Threshold of the score.
-        shuffle: Control: the same number of flags on random rollouts, or on random predictors if they are by token.
+        shuffle: Control: the same number of flags on random rollouts.
         refresh_every: Steps between refits of the direction; 0 for never.
         kept_advantage: Advantage of the kept adapter: its ``own``, or relative to the group's ``unflagged`` rollouts.
         negative_scale: Weight of rollouts with a negative kept advantage.
@@ -140,7 +94,7 @@ class MaskSpec:
     unit: Unit = "pooled"
     through: Through = "filter"
     score_policy: ScorePolicy = "live"
-    fitter: Literal["persona", "haar", "nonhack"] = "persona"
+    fitter: Literal["persona", "haar"] = "persona"
     draw: Natural = 0
     reinforced_only: bool = True
     tau: float = 0.0
@@ -150,27 +104,25 @@ class MaskSpec:
     negative_scale: NonNegative = 1.0
 
     def __post_init__(self) -> None:
-        why = refusal(self.score, self.unit, self.score_policy, self.through)
-        if why is not None:
-            raise ValueError(
-                f"score={self.score!r}, unit={self.unit!r}, score_policy={self.score_policy!r}, through={self.through!r} "
-                f"is refused: {why}"
-            )
+        key = (self.score, self.unit, self.score_policy)
+        if self.through not in LEGAL.get(key, ()):
+            legal = "; ".join(f"{', '.join(each)} with {' or '.join(sorted(allowed))}" for each, allowed in LEGAL.items())
+            raise ValueError(f"{', '.join(key)} with {self.through} is no rule: choose score, unit and score_policy among {legal}")
         if self.kept_advantage == "unflagged" and self.decided_at != "begin":
             raise ValueError(
                 "kept_advantage='unflagged' needs one flag per rollout before the loss: use unit='pooled' with "
                 "score_policy='ablated', or a channel score"
             )
+        if self.shuffle and self.unit != "pooled":
+            raise ValueError("shuffle=True permutes flags over rollouts: use unit='pooled'")
 
     @property
-    def decided_at(self) -> Literal["begin", "forward", "backward", "finish"]:
-        """Time when flags are decided: before the loss, in the module's forward, at its gradient, or after the whole backward."""
-        if self.unit == "pooled" and (self.score, self.score_policy) in BEFORE_THE_LOSS:
+    def decided_at(self) -> Literal["begin", "backward", "finish"]:
+        """Time when flags are decided: before the loss, at a module's first gradient, or after the whole backward."""
+        if self.score_policy == "ablated" or not self.needs_direction:
             return "begin"
-        if self.score_policy == "ablated" or (self.score == "act" and self.unit != "pooled"):
-            return "forward"
-        # A pooled activation score is known after the forward; a pooled gradient score needs the whole backward.
-        return "finish" if self.unit == "pooled" and self.score in ("grad", "full") else "backward"
+        # An activation score is known after the forward; a pooled gradient score needs the whole backward.
+        return "backward" if self.score == "act" or self.unit == "rollout" else "finish"
 
     @property
     def needs_direction(self) -> bool:
@@ -303,12 +255,4 @@ class CanarySpec:
         return False
 
 
-@validated
-class DelayedSpec:
-    """Spec of a quarantine that learns first: it alone for the first ``steps`` steps, then both adapters learn everything."""
-
-    steps: AtLeastOne = 10
-    privileged: bool = False
-
-
-RouteSpec = MaskSpec | EraseSpec | OpenSpec | CanarySpec | DelayedSpec
+RouteSpec = MaskSpec | EraseSpec | OpenSpec | CanarySpec

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.adapters import Adapters
-from mi_route2.adapters.gradients import Pairs, exact, rounding, wide
+from mi_route2.adapters.gradients import MatrixGrad, exact, rounding, wide
 from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
@@ -71,13 +71,13 @@ class Fingerprint:
     @exact()
     def _projected(self, features: Features) -> Float[Tensor, "b k"]:
         """Return the projections of full-weight gradients; errors as in a call."""
-        sketches, squares, floor = [], [], rounding(features.values())
+        sketches, squares, floor = [], [], rounding(feature.magnitude() for feature in features.values())
         for site, u in self.left.items():
             gradient, v = features[site], self.right[site]
-            if isinstance(gradient, Pairs):
+            if isinstance(gradient, MatrixGrad):
                 out, into = (einsum(x.to(w), w, "b s d, d k -> b s k") for x, w in ((gradient.dy, u), (gradient.h, v)))
                 sketches.append((out * into).sum(dim=1))
-            else:  # of packed rollouts, or the sum over several calls
+            else:  # the sum over several calls
                 sketches.append(torch.stack([gradient.inner(torch.outer(*w)) for w in zip(u.T, v.T, strict=True)], dim=1))
             norms = gradient.norms()
             if not bool(norms.isfinite().all()):  # a comparison would take NaN for a rounding error

@@ -7,10 +7,8 @@ with adapters.recording(tape): # records what the adapters learn from the next f
 with adapters.unrouted():      # both learn from everything, by ordinary autograd
 """
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from itertools import groupby
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,33 +72,13 @@ class Adapters:
         """Clean-up functions of the host, which ``detach`` calls."""
 
     def __repr__(self) -> str:
-        branches = list(self.sites.values())
-        kept = _described(
-            "LoRA" if self.spec.kept == "lora" else "SVD (folded)" if self.spec.fold else "SVD",
-            [branch.kept for branch in branches],
-            self.kept_parameters(),
-        )
-        quarantine = "none"
-        if self.has_quarantine:
-            kind = "LoRA" if self.spec.quarantine == "lora" else "shared"
-            quarantine = _described(kind, [branch.quarantine for branch in branches], self.quarantine_parameters())
-        board = self._board
-        there = {"kept": not self._detached, "quarantine": self.has_quarantine and not self._detached}
-        on = [name for name, holds in there.items() if holds and getattr(board, name)]
-        states = {
-            "stacked": board.stack and len(on) == 2,
-            "merged": board.merged,
-            "recording": board.tape,
-            "unrouted": board.unrouted,
-            "detached": self._detached,
-        }
-        how = ", ".join(name for name, holds in states.items() if holds)
-        return (
-            f"Adapters at {len(branches)} Linears of {type(self.model).__name__}: {_places(self.sites)}\n"
-            f"  kept: {kept}\n"
-            f"  quarantine: {quarantine}\n"
-            f"  on: {', '.join(on) or 'nothing'}{f' ({how})' if how else ''}"
-        )
+        rows = [
+            f"Adapters of {type(self.model).__name__}: kept {self.spec.kept}, quarantine {self.spec.quarantine}; on: {self.mode}"
+        ]
+        for site, branch in self.sites.items():
+            quarantine = "" if branch.quarantine is None else f", quarantine {branch.quarantine.rank}"
+            rows.append(f"  {site} {list(branch.shape)}: rank {branch.kept.rank}{quarantine}")
+        return "\n".join(rows)
 
     def kept_parameters(self) -> dict[str, nn.Parameter]:
         """Return ``{"site.name": parameter}`` of the kept adapter."""
@@ -187,7 +165,7 @@ class Adapters:
         by_kind: dict[str, list[Tensor | None]] = {
             "kept": [*self.kept_parameters().values()],
             "quarantine": [*self.quarantine_parameters().values()],
-            "factors": [t for branch in self.sites.values() for t in (*branch.kept.buffers(), branch.S)],
+            "factors": [t for branch in self.sites.values() for t in branch.kept.buffers()],
             "rows": [rows for module in self.modules.values() for _, rows in module.branches],
             "merged": [module.merged_weight for module in self.modules.values()],
         }
@@ -212,34 +190,6 @@ class Adapters:
             raise RuntimeError(
                 "these adapters were detached from their model: use those that attach() or from_pretrained() returned last"
             )
-
-    @property
-    def stack(self) -> bool:
-        """True if the kept adapter and a LoRA quarantine train as one: ``[B, B_q] ([A; A_q] x)``, or ``U, dS, Vh`` for ``B, A``.
-
-        Set it to train a large model faster: outputs and gradients are the same up to rounding; routes and files do not change.
-        Each adapter runs on its own without gradients (so sampling and evaluation give the bits that they gave), where one of them
-        is off, where a hook stands at one of their points, under nnsight, under an ``l1`` penalty, and where an SVD learns without
-        a tape.
-
-        Raises:
-            ValueError: It is set without a LoRA quarantine, or with ``fold``.
-
-        Examples:
-            >>> adapters.stack = True
-        """
-        return self._board.stack
-
-    @stack.setter
-    @checked
-    def stack(self, on: bool) -> None:
-        if on and not self.spec.stackable:
-            kept = "folded svd" if self.spec.fold else self.spec.kept
-            raise ValueError(
-                f"a kept {kept} and a quarantine {self.spec.quarantine} cannot be stacked: attach a LoRA quarantine and no folded "
-                'SVD, for example AdapterSpec("lora", rank=16, quarantine_rank=16)'
-            )
-        self._board.stack = on
 
     @property
     def mode(self) -> Literal["full", "deployed", "reference"]:
@@ -272,10 +222,6 @@ class Adapters:
         """Context: both adapters are off; the output is the base model's, bit for bit."""
         return self._switched(kept=False, quarantine=False)
 
-    def untaped(self):
-        """Context: a forward is no part of the training pass that an open tape records; merged or detached adapters stay so."""
-        return nullcontext() if self._board.merged or self._detached else self.reference()
-
     def unrouted(self):
         """Context: both adapters learn from every forward by ordinary autograd, without a route.
 
@@ -294,7 +240,7 @@ class Adapters:
         """
         if self._board.tape is not None:
             raise RuntimeError("a tape is already open; close it before opening another")
-        with self._switched(tape=tape, **({"quarantine": False} if tape.without_quarantine else {})):
+        with self._switched(tape=tape):
             yield tape
         tape.assert_fired(self.sites, backward=False)
 
@@ -348,42 +294,6 @@ class Adapters:
         return self.model
 
 
-def _described(kind: str, adapters: Sequence[nn.Module | None], parameters: Mapping[str, nn.Parameter]) -> str:
-    """Return kind, rank and size of the adapters of one kind: ``LoRA of rank 4, 1,536 parameters``."""
-    ranks = sorted({adapter.rank for adapter in adapters if isinstance(adapter, SVDKept | LoRA | SharedQuarantine)})
-    several = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"{kind} of {several}, {sum(p.numel() for p in parameters.values()):,} parameters"
-
-
-_MOST = 6
-"""Maximum number of places that ``repr`` lists."""
-
-
-def _places(names: Iterable[str]) -> str:
-    """Return the names of Linears with the layers of each: ``attn.q, attn.v in layers 0-3; unembed``."""
-    layers: dict[str, list[int]] = {}
-    outside = []
-    for name in names:
-        if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
-            layers.setdefault(match[2], []).append(int(match[1]))
-        else:
-            outside.append(name)
-    linears: dict[str, list[str]] = {}
-    for linear, those in layers.items():
-        linears.setdefault(_ranges(those), []).append(linear)
-    every = [f"{', '.join(some)} in {those}" for those, some in linears.items()] + outside
-    more = [f"and {len(every) - _MOST} more"] if len(every) > _MOST else []
-    return "; ".join(every[:_MOST] + more)
-
-
-def _ranges(layers: Sequence[int]) -> str:
-    """Return the layers as ranges: ``layers 0-3, 7``."""
-    # within a run of neighbors, the difference of layer and list index is constant
-    runs = [[layer for _, layer in some] for _, some in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
-    said = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"layer{'s' if len(layers) > 1 else ''} {said}"
-
-
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     path, _, leaf = name.rpartition(".")
     parent = model.get_submodule(path)
@@ -427,13 +337,11 @@ def _refuse_resize(*_given: Any, **_named: Any) -> None:
     )
 
 
-def _kept(slot: Slot, spec: AdapterSpec, generator: torch.Generator, cache_dir: Path | None) -> tuple[Kept, Tensor | None]:
-    weight = slot.weight
-    if spec.kept == "lora":
-        assert spec.rank is not None
-        return LoRA(weight, spec.rank, generator), None
-    svd = decompose(weight, cache_dir, rank=spec.rank)
-    return SVDKept(weight, svd), svd.S.to(weight.dtype) if spec.fold else None
+def _kept(slot: Slot, spec: AdapterSpec, generator: torch.Generator, cache_dir: Path | None) -> Kept:
+    if spec.kept == "svd":
+        return SVDKept(slot.weight, decompose(slot.weight, cache_dir, rank=spec.rank))
+    assert spec.rank is not None
+    return LoRA(slot.weight, spec.rank, generator)
 
 
 def _quarantine(slot: Slot, kept: Kept, spec: AdapterSpec, generator: torch.Generator) -> Quarantine | None:
@@ -523,8 +431,8 @@ def attach(
     Raises:
         KeyError: A pattern matches nothing.
         ValueError: The count is not ``expect``, the model already has adapters (also of PEFT) or runs another one, the rank does
-            not fit, a Linear is quantized, has two names or a weight that is computed, torch's own layers pass it by, ``fold`` is
-            used with fused Linears or with ones that do more than a matmul, or weights are offloaded.
+            not fit, a Linear is quantized, has two names or a weight that is computed, torch's own layers pass it by, or weights
+            are offloaded.
 
     Examples:
         >>> adapters = attach(model, "blocks.*.attn.*", spec=AdapterSpec("lora", rank=4), expect=8)
@@ -538,17 +446,13 @@ def attach(
         refuse_twice(model, chosen)
     for slot in chosen.values():
         _refuse_unfit(model, slot)
-    if spec.fold and (fused := [name for name, slot in chosen.items() if slot.rows is not None or slot.transposed]):
-        raise ValueError(f"fold=True needs plain Linears, but {fused[0]} is a part of a fused or transposed one: use fold=False")
-    for slot in chosen.values() if spec.fold else ():
-        refuse_bypass(slot.name, slot.module, slot.transposed)
     board = Switchboard(sites=len(chosen))
     by_path: dict[str, list[tuple[Slot, Branch]]] = {}
     # SVDs of large weights take minutes; for a small model the bar never appears
     for slot in tqdm(chosen.values(), desc="adapters", unit="Linear", delay=3, leave=False, disable=None):
         try:
-            kept, fold = _kept(slot, spec, generator, cache_dir)
-            branch = Branch(slot, kept, _quarantine(slot, kept, spec, generator), board, fold)
+            kept = _kept(slot, spec, generator, cache_dir)
+            branch = Branch(slot, kept, _quarantine(slot, kept, spec, generator), board)
         except (ValueError, torch.linalg.LinAlgError) as error:
             told = str(error) if isinstance(error, ValueError) else "the weight has no SVD: does it hold NaN or infinity"
             raise ValueError(f"{told}, {slot.name}") from error

@@ -14,13 +14,13 @@ In floating point, a sum that is exactly 0 comes out as about ``eps`` times the 
 ``sum_t |dy_t| |h_t|``, so that such rounding errors can be told from a gradient.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 
@@ -54,13 +54,13 @@ with weights three times as large (nine families, float32 and float64). The smal
 """
 
 
-def rounding(features: Iterable[Feature]) -> Tensor:
+def rounding(magnitudes: Iterable[Tensor]) -> Tensor:
     """Return the norm, ``[b]``, up to which gradients of one backward may be rounding errors.
 
     A rounding error at one module propagates to the modules below it, so the largest magnitude of all modules counts. The maximum
     is taken over the modules of one rollout and never over rollouts, so that no rollout's score depends on the rest of the batch.
     """
-    largest = torch.stack([feature.magnitude() for feature in features]).amax(dim=0)
+    largest = torch.stack(list(magnitudes)).amax(dim=0)
     return NOISE * torch.finfo(largest.dtype).eps * largest
 
 
@@ -95,7 +95,7 @@ def exact() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Written:
+class DenseGrad:
     """Feature stored as its values, ``[b, ...]``."""
 
     tensor: Float[Tensor, "b ..."]
@@ -122,26 +122,14 @@ _CANCELS = 1e-2
 """Norm, as a share of the magnitude that was summed, below which a Gram matrix has lost digits."""
 
 
-def by_token(weights: Float[Tensor, " b"] | Float[Tensor, "b s"], dtype: torch.dtype) -> Float[Tensor, "b s 1"]:
-    """Return weights of rollouts, or of tokens, as factors of rows; of rollouts, the middle axis has length 1."""
-    return (weights if weights.ndim == 2 else weights[:, None])[..., None].to(dtype)
-
-
 @dataclass(frozen=True)
-class Pairs:
-    """Gradient of a matrix factor, stored as its two sides ``h [b s d_in]`` and ``dy [b s d_out]``.
-
-    ``product`` returns ``G_b``, and ``combined`` the sum of ``weighted``, if it is a part of a product that is computed anyway.
-    """
+class MatrixGrad:
+    """Gradient of a matrix factor, stored as its two sides ``h [b s d_in]`` and ``dy [b s d_out]``."""
 
     h: Float[Tensor, "b s d_in"]
     dy: Float[Tensor, "b s d_out"]
-    product: Callable[[], Tensor] | None = None
-    combined: Callable[[Tensor], Tensor] | None = None
 
     def values(self) -> Float[Tensor, "b d_out d_in"]:
-        if self.product is not None:
-            return self.product()
         return torch.bmm(self.dy.mT, self.h).to(wide(self.h.dtype))
 
     def inner(self, v: Float[Tensor, "d_out d_in"]) -> Float[Tensor, " b"]:
@@ -171,16 +159,14 @@ class Pairs:
 
     def weighted(self, weights: Float[Tensor, " b"] | Float[Tensor, "b s"]) -> Float[Tensor, "d_out d_in"]:
         """Return ``sum_b weights[b] G_b`` in one matmul; token weights ``[b s]`` are allowed too."""
-        if self.combined is not None:
-            return self.combined(weights)
-        per_token = by_token(weights, self.h.dtype)
+        per_token = (weights if weights.ndim == 2 else weights[:, None])[..., None].to(self.h.dtype)
         if self.h.shape[-1] <= self.dy.shape[-1]:
             return self.dy.flatten(0, 1).mT @ (self.h * per_token).flatten(0, 1)
         return (self.dy * per_token).flatten(0, 1).mT @ self.h.flatten(0, 1)
 
 
 @dataclass(frozen=True)
-class Diagonal:
+class DiagonalGrad:
     """Gradient of a diagonal factor, stored as ``h`` and ``dy``, both ``[b s r]``."""
 
     h: Float[Tensor, "b s r"]
@@ -220,93 +206,25 @@ def _magnitude(h: Tensor, dy: Tensor) -> Tensor:
     return (sizes[0] * sizes[1]).sum(dim=1)
 
 
-class Packing:
-    """Places of rollouts of different lengths that stand one after the other in one row, without padding.
-
-    Rollouts of similar lengths share a bucket: what is computed per rollout is computed in few products, with little padding.
-
-    Args:
-        real: the real tokens of the rollouts in their padded layout.
-    """
-
-    def __init__(self, real: Bool[Tensor, "b s"]):
-        lengths = real.sum(dim=1)
-        self.real, self.rollouts, self.tokens = real, len(real), int(lengths.sum())
-        self._of = torch.repeat_interleave(torch.arange(len(real), device=real.device), lengths)
-        """Rollout of each token."""
-        self._buckets: list[Tensor] = []
-        starts, groups, kinds = lengths.cumsum(0) - lengths, [], lengths.clamp_min(1).double().log2().floor()
-        for kind in kinds.unique().tolist():
-            group = (kinds == kind).nonzero()[:, 0]
-            groups.append(group)
-            steps = torch.arange(int(lengths[group].max()), device=real.device)
-            # the row has a token of zeros behind its end
-            index = torch.where(steps < lengths[group, None], starts[group, None] + steps, self.tokens)
-            self._buckets.append(index)
-        self._back = torch.cat(groups).argsort()
-
-    def padded(self, t: Float[Tensor, "n d"]) -> Float[Tensor, "b s d"]:
-        """Return ``t`` in the padded layout, 0 on padding."""
-        out = t.new_zeros(*self.real.shape, t.shape[1])
-        out[self.real] = t
-        return out
-
-    def of_tokens(self, weights: Shaped[Tensor, " b"] | Shaped[Tensor, "b s"]) -> Shaped[Tensor, " n"]:
-        """Return the weight of each token, from weights of rollouts or of tokens in the padded layout."""
-        return weights[self.real] if weights.ndim == 2 else weights[self._of]
-
-    def map(self, function: Callable[[Tensor, Tensor], Tensor], h: Tensor, dy: Tensor) -> Float[Tensor, "b ..."]:
-        """Return ``function`` of both sides of the rollouts, ``[b s d]`` with zeros behind the ends, one result per rollout."""
-        h, dy = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (h, dy))
-        return torch.cat([function(h[index], dy[index]) for index in self._buckets])[self._back]
+FactorGradient = MatrixGrad | DiagonalGrad
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Gradient of a factor whose rollouts stand in one row, ``h [n d_in]`` and ``dy [n d_out]``."""
-
-    h: Float[Tensor, "n d_in"]
-    dy: Float[Tensor, "n d_out"]
-    packing: Packing
-    kind: type[Pairs] | type[Diagonal]
-
-    def values(self) -> Float[Tensor, "b ..."]:
-        return self.packing.map(lambda h, dy: self.kind(h, dy).values(), self.h, self.dy)
-
-    def inner(self, v: Tensor) -> Float[Tensor, " b"]:
-        return self.packing.map(lambda h, dy: self.kind(h, dy).inner(v), self.h, self.dy)
-
-    def norms(self) -> Float[Tensor, " b"]:
-        return self.packing.map(lambda h, dy: self.kind(h, dy).norms(), self.h, self.dy)
-
-    def magnitude(self) -> Float[Tensor, " b"]:
-        return self.packing.map(_magnitude, self.h, self.dy)
-
-    def weighted(self, weights: Float[Tensor, " b"] | Float[Tensor, "b s"]) -> Tensor:
-        """Return ``sum_b weights[b] G_b`` in one matmul; token weights ``[b s]`` of the padded layout are allowed too."""
-        return self.kind(self.h[None], self.dy[None]).weighted(self.packing.of_tokens(weights)[None])
-
-
-FactorGradient = Pairs | Diagonal | Packed
-
-
-def compact(gradient: FactorGradient, *, scored: bool = False) -> FactorGradient | Written:
+def compact(gradient: FactorGradient, *, scored: bool = False) -> FactorGradient | DenseGrad:
     """Return the smaller representation of a gradient: the pair ``(h, dy)``, or ``G_b`` itself.
 
     It is held until all modules have reported. If ``scored``, ``G_b`` keeps its magnitude.
     """
-    if isinstance(gradient, Pairs) or (isinstance(gradient, Packed) and gradient.kind is Pairs):
-        b = gradient.packing.rollouts if isinstance(gradient, Packed) else len(gradient.h)
-        if b * gradient.h.shape[-1] * gradient.dy.shape[-1] >= gradient.h.numel() + gradient.dy.numel():
-            return gradient
-    return Written(gradient.values(), gradient.magnitude() if scored else None)
+    h, dy = gradient.h, gradient.dy
+    if isinstance(gradient, MatrixGrad) and len(h) * h.shape[-1] * dy.shape[-1] >= h.numel() + dy.numel():
+        return gradient
+    return DenseGrad(gradient.values(), gradient.magnitude() if scored else None)
 
 
-def added(first: FactorGradient | Written | None, second: FactorGradient | Written) -> FactorGradient | Written:
+def added(first: FactorGradient | DenseGrad | None, second: FactorGradient | DenseGrad) -> FactorGradient | DenseGrad:
     """Return the sum of two gradients of a factor that the forward used more than once."""
     if first is None:
         return second
-    if isinstance(first, Pairs) and isinstance(second, Pairs):  # a gradient is a sum over tokens, so concatenation adds
-        return Pairs(torch.cat([first.h, second.h], dim=1), torch.cat([first.dy, second.dy], dim=1))
-    summed = None if isinstance(first, Written) and first.summed is None else first.magnitude() + second.magnitude()
-    return Written(first.values() + second.values(), summed)
+    if isinstance(first, MatrixGrad) and isinstance(second, MatrixGrad):  # a gradient is a sum over tokens, so concatenation adds
+        return MatrixGrad(torch.cat([first.h, second.h], dim=1), torch.cat([first.dy, second.dy], dim=1))
+    summed = None if isinstance(first, DenseGrad) and first.summed is None else first.magnitude() + second.magnitude()
+    return DenseGrad(first.values() + second.values(), summed)

@@ -10,7 +10,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -26,20 +26,18 @@ from mi_route2.adapters.linear import Branch, Kept, LoRA, Quarantine, SVDKept, r
 from mi_route2.adapters.weights import sharded_modules
 from mi_route2.architectures import Architecture, LinearAt, architecture_of, heads
 from mi_route2.checks import checked
-from mi_route2.files import parse_json, sha256, whole_folder
+from mi_route2.files import parse_json, whole_folder
 from mi_route2.sites import fused_rows
 from mi_route2.specs import AdapterSpec
 from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
-from mi_route2.validation import parse_object, read_record
+from mi_route2.validation import read_record
 
 Which = Literal["full", "deployed"]
 FORMAT = "mi-route2 adapters 3"
-_NARROW = "mi-route2 adapters 2"  # its base_hash covers the adapted weights alone
 CONFIG, TENSORS = "route2_config.json", "route2_adapters.safetensors"
 _KEYS = ("format", "which", "spec", "base_hash")
 BASES = "bases"
-"""Entry of the config: ``{site: SVDKept.basis()}``."""
-_CONFIG_KEYS = (*_KEYS, "sites", "base", "sha256", BASES)
+"""Entry of the header: ``{site: SVDKept.basis()}``."""
 TURNED = 0.05
 """Difference of two fingerprints of ``SVDKept.basis`` from which on singular vectors are others."""
 
@@ -72,12 +70,6 @@ def _content(adapters: Adapters, which: Which) -> tuple[dict[str, Tensor], dict[
     return tensors, header | ({BASES: json.dumps(written)} if (written := bases(adapters)) else {})
 
 
-def _which(which: str) -> str:
-    if which not in ("full", "deployed"):
-        raise ValueError(f"which={which!r} is neither 'full' nor 'deployed'")
-    return which
-
-
 @checked
 def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = False, unchecked: bool = False) -> None:
     """Copy a saved file into ``adapters``; a deployed file leaves the quarantine unchanged.
@@ -102,32 +94,25 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
     """
     path = Path(path)
     adapters.demand_live()
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: give the file in it, {TENSORS}, or attach and load it with from_pretrained")
-    stored, metadata = read_tensors(path, unchecked=unchecked)
-    if metadata.get("format") not in (FORMAT, _NARROW):
-        raise ValueError(f"{path} is not an adapter file (format {metadata.get('format')!r}, expected {FORMAT!r})")
-    if unknown := sorted(metadata.keys() - {*_KEYS, BASES}):
-        raise ValueError(f"{path} has the unknown entry {unknown[0]!r} in its header; delete it and write it again")
-    if missing := [key for key in _KEYS if key not in metadata]:
-        raise ValueError(f"{path} has no entry {missing[0]!r} in its header, which every version wrote: copy or save it again")
-    _refuse_other_spec(path, metadata, adapters.spec)
-    targets = adapters.tensors(quarantine=_which(metadata["which"]) == "full")
+    stored, metadata, spec = _read(path, unchecked=unchecked)
+    deployed = metadata["which"] == "deployed"  # which does not restrict the quarantine
+    for name, value in asdict(spec).items():
+        if value != getattr(adapters.spec, name) and not (deployed and name.startswith("quarantine")):
+            raise ValueError(
+                f"{path} holds adapters with {name}={value!r}, but these have {name}={getattr(adapters.spec, name)!r}: attach with "
+                "the file's spec, or use from_pretrained, which does"
+            )
+    targets = adapters.tensors(quarantine=not deployed)
     if missing := sorted(targets.keys() - stored.keys()):
         raise ValueError(f"{path} lacks {len(missing)} adapter tensors that the model has, first {missing[0]!r}")
     if foreign := sorted(stored.keys() - targets.keys()):
         raise ValueError(f"{path} holds {len(foreign)} tensors that the model does not have, first {foreign[0]!r}")
-    if not any_base and metadata["format"] == _NARROW:
-        raise ValueError(
-            f"{path} was written by an earlier version, which hashed only the adapted weights of its base: if this is its "
-            "base, pass any_base=True, and save it again"
-        )
     if not any_base and metadata["base_hash"] != adapters.base_hash:
         raise ValueError(
             f"{path} was trained on other base weights (hash {metadata['base_hash']}, this model's is {adapters.base_hash}); "
             "load that base model, or pass any_base=True if the difference is intended"
         )
-    if not any_base and BASES in metadata:  # earlier versions wrote them beside the file alone
+    if not any_base and BASES in metadata:
         _refuse_other_bases(path, parse_json(metadata[BASES]), bases(adapters))
     for name, tensor in stored.items():
         _refuse_misfit(path, name, tensor, targets[name], any_base)
@@ -135,22 +120,21 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
         targets[name].copy_(tensor)
 
 
-def _refuse_other_spec(path: Path, metadata: Mapping[str, str], here: AdapterSpec) -> None:
-    """Raise ``ValueError`` if the file's spec differs from that of the adapters.
-
-    ``fold`` may differ, because it changes no saved number, and a deployed file does not restrict the quarantine.
-    """
+def _read(path: Path, *, unchecked: bool = False) -> tuple[dict[str, Tensor], dict[str, str], AdapterSpec]:
+    """Return the tensors, the header and the spec of an adapter file; ``ValueError`` if it is none."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give the file in it, {TENSORS}, or attach and load it with from_pretrained")
+    stored, metadata = read_tensors(path, unchecked=unchecked)
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is not an adapter file (format {metadata.get('format')!r}, expected {FORMAT!r})")
+    if wrong := sorted((metadata.keys() - {BASES}) ^ {*_KEYS}):
+        raise ValueError(f"the header of {path} lacks or adds {wrong[0]!r}; delete the file and write it again")
+    if metadata["which"] not in ("full", "deployed"):
+        raise ValueError(f"which={metadata['which']!r} is neither 'full' nor 'deployed'")
     try:
-        written = AdapterSpec(**parse_object(metadata["spec"]))
+        return stored, metadata, read_record(AdapterSpec, metadata["spec"])
     except ValueError as error:
         raise ValueError(f"{path} has no valid adapter spec in its header ({error}); delete it and write it again") from error
-    free = {"fold"} | ({"quarantine", "quarantine_rank"} if metadata["which"] == "deployed" else set())
-    for name, value in asdict(written).items():
-        if name not in free and value != getattr(here, name):
-            raise ValueError(
-                f"{path} holds adapters with {name}={value!r}, but these have {name}={getattr(here, name)!r}: attach with the "
-                "file's spec, or use from_pretrained, which does"
-            )
 
 
 def _refuse_misfit(path: Path, name: str, tensor: Tensor, target: Tensor, any_base: bool) -> None:
@@ -167,7 +151,7 @@ def _refuse_misfit(path: Path, name: str, tensor: Tensor, target: Tensor, any_ba
 
 @checked
 def save_pretrained(adapters: Adapters, folder: Path | str, which: Which = "deployed", *, overwrite: bool = False) -> None:
-    """Write the adapters as a folder: ``route2_config.json`` (spec, sites, base model) and the safetensors file.
+    """Write the adapters as a folder: the safetensors file, and ``route2_config.json``, which repeats its header for people.
 
     Args:
         adapters: Attached adapters.
@@ -188,8 +172,6 @@ def save_pretrained(adapters: Adapters, folder: Path | str, which: Which = "depl
         write_tensors(partial / TENSORS, tensors, metadata)
         base = str(getattr(getattr(adapters.model, "config", None), "_name_or_path", ""))
         config = {**metadata, "spec": asdict(adapters.spec), "sites": list(adapters.sites), "base": base}
-        config["sha256"] = sha256(partial / TENSORS)
-        config[BASES] = bases(adapters)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -222,19 +204,15 @@ def from_pretrained(
         >>> save_pretrained(adapters, folder / "adapters")
         >>> again = from_pretrained(copy.deepcopy(base), folder / "adapters")
     """
-    folder = Path(folder)
-    config = read_config(folder)
-    spec = _spec(folder / CONFIG, config)
-    if _which(config["which"]) == "deployed":
+    tensors, metadata, spec = read_folder(Path(folder))
+    if metadata["which"] == "deployed":
         spec = dataclasses.replace(spec, quarantine="none")
-    patterns = [glob.escape(site) for site in config["sites"]]
+    patterns = [glob.escape(site) for site in dict.fromkeys(name.partition(".")[2].rpartition(".")[0] for name in tensors)]
     # Every random factor is replaced by the file's values, so the generator's seed does not matter.
     given: dict[str, Any] = {"spec": spec, "generator": torch.Generator().manual_seed(0), "cache_dir": cache_dir}
     on = attach(model, *patterns, **given) if isinstance(model, nn.Module) else model.attach(*patterns, **given)
     try:
-        load_adapters(on, folder / TENSORS, any_base=any_base)
-        if not any_base:
-            _refuse_other_bases(folder / CONFIG, config[BASES], bases(on))
+        load_adapters(on, Path(folder) / TENSORS, any_base=any_base)
     except BaseException:
         on.detach()
         raise
@@ -253,47 +231,13 @@ def _refuse_other_bases(path: Path, written: Any, here: dict[str, float]) -> Non
             )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder: give one that save_pretrained wrote")
-    path, tensors = folder / CONFIG, folder / TENSORS
-    if not path.is_file():
+def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, str], AdapterSpec]:
+    """Return the tensors, the header and the spec in a folder that ``save_pretrained`` wrote."""
+    if not (folder / TENSORS).is_file():
         of_peft = (folder / "adapter_config.json").exists()
         hint = "; it is a PEFT adapter, which peft.PeftModel.from_pretrained loads" if of_peft else ""
-        raise FileNotFoundError(f"{folder} has no {CONFIG}, so save_pretrained did not write it{hint}")
-    if not tensors.is_file():
-        raise FileNotFoundError(f"{folder} has no {TENSORS}: copy the whole folder again")
-    try:
-        config = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); copy the whole folder again") from error
-    known = config.get("format") if isinstance(config, dict) else None
-    if known not in (FORMAT, _NARROW):
-        raise ValueError(f"{path} has the unknown format {known!r}: this version reads {FORMAT!r}")
-    if differing := sorted((config.keys() ^ set(_CONFIG_KEYS)) - ({BASES} if known == _NARROW else set())):
-        raise ValueError(f"{path} must have exactly the keys {', '.join(_CONFIG_KEYS)}, but differs in {', '.join(differing)}")
-    if sha256(tensors) != config["sha256"]:
-        raise ValueError(f"{tensors} is damaged: its checksum is not the one in {CONFIG}; copy the whole folder again")
-    _refuse_other_config(path, config, tensors)
-    return config
-
-
-def _refuse_other_config(path: Path, config: dict[str, Any], tensors: Path) -> None:
-    """Raise ``ValueError`` if the config contradicts the header or the names of the tensor file."""
-    names, inside = read_tensors(tensors)
-    for key, said in {**config, "spec": json.dumps(config["spec"])}.items():
-        if key in _KEYS and inside.get(key) != said:
-            raise ValueError(f"{path} was changed: its {key} is {said!r}, but {inside.get(key)!r} in {TENSORS}")
-    sites = sorted({name.partition(".")[2].rpartition(".")[0] for name in names})
-    if not isinstance(config["sites"], list) or sorted(config["sites"], key=str) != sites:
-        raise ValueError(f"{path} was changed: its sites are {config['sites']}, but {sites} in {TENSORS}")
-
-
-def _spec(path: Path, config: dict[str, Any]) -> AdapterSpec:
-    try:
-        return read_record(AdapterSpec, config["spec"])
-    except ValueError as error:  # a field that this version does not have
-        raise ValueError(f"{path} describes adapters that this version does not know ({error})") from error
+        raise FileNotFoundError(f"{folder} has no {TENSORS}, so save_pretrained did not write it{hint}")
+    return _read(folder / TENSORS)
 
 
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -9,29 +9,16 @@ trained.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules import module as every_module
 
 from mi_route2.adapters.gradients import exact, wide
 from mi_route2.adapters.svd import SVD
-from mi_route2.adapters.tape import (
-    HOOK_KINDS,
-    L1,
-    NO_MASK,
-    Gate,
-    ReadOutput,
-    Refuse,
-    Tape,
-    apply_factor,
-    apply_factors,
-    requested,
-    uncompiled,
-)
+from mi_route2.adapters.tape import L1, Gate, ReadOutput, Refuse, Tape, apply_factor, requested, uncompiled
 from mi_route2.sites import Slot, whole
 
 
@@ -183,7 +170,6 @@ class Switchboard:
     merged: bool = False
     tape: Tape | None = None
     unrouted: bool = False
-    stack: bool = False
     sites: int = 0
 
 
@@ -194,21 +180,8 @@ def _note(tape: Tape, site: str, _gradient: Tensor) -> None:
     tape.saw_backward(site, "output")
 
 
-def _refuse_unmasked(site: str, _gradient: Tensor) -> None:
-    raise RuntimeError(f"there is a hook at {site}.hook_mask, but this backward runs outside of a route's step: {NO_MASK}")
-
-
-class Point(nn.Identity):
+class HookedPoint(nn.Identity):
     """Identity module at which hooks read or write."""
-
-
-def _functions(point: nn.Module) -> set[object]:
-    """Return the code of the hooks at a point; a library makes a closure or partial of one function for each point."""
-    hooks = [hook for kind in HOOK_KINDS for hook in getattr(point, kind).values()]
-    # TransformerLens wraps each hook in a function that is the same everywhere
-    hooks += [handle.user_hook for kind in ("fwd_hooks", "bwd_hooks") for handle in getattr(point, kind, ())]
-    functions = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
-    return {getattr(function, "__code__", function) for function in functions}
 
 
 def watched(point: nn.Module) -> bool:
@@ -219,25 +192,22 @@ def watched(point: nn.Module) -> bool:
 class Branch(nn.Module):
     """Adapters at one logical Linear, and their hook points.
 
-    hook_kept_a       the kept adapter's bottleneck, ``Vh x`` or ``A x``, [b s r]; the base's is another, under ``fold`` too
-    hook_kept         what the kept adapter adds, [b s d_out] (does not fire under ``fold``, which does not compute it separately)
+    hook_kept_a       the kept adapter's bottleneck, ``Vh x`` or ``A x``, [b s r]
+    hook_kept         what the kept adapter adds, [b s d_out]
     hook_quarantine   what the quarantine adds, [b s d_out]
-    hook_mask         in a pass under a mask route: 1 if the kept adapter learns and 0 if flagged, [b] or [b s]. A tensor that a
+    hook_mask         only in a step of a mask route: 1 if the kept adapter learns and 0 if flagged, [b] or [b s]. A tensor that a
                       hook returns replaces the mask. Fires in the forward if flags are already known, otherwise in the
                       backward; for pooled gradient flags, when the step is finished
 
-    No point fires while weights are merged. Under ``Adapters.stack`` both adapters run on their own wherever a hook stands at one
-    of the first three points.
+    No point fires while weights are merged.
     """
 
-    S: Tensor
-
-    def __init__(self, slot: Slot, kept: Kept, quarantine: Quarantine | None, board: Switchboard, fold: Tensor | None):
+    def __init__(self, slot: Slot, kept: Kept, quarantine: Quarantine | None, board: Switchboard):
         super().__init__()
         self.site, self.kept, self.quarantine = slot.name, kept, quarantine
         self._slot, self._board = (slot,), board  # a tuple hides the base module from nn.Module: it is not a submodule
-        self.register_buffer("S", fold, persistent=False)
-        self.hook_kept_a, self.hook_kept, self.hook_quarantine, self.hook_mask = Point(), Point(), Point(), Point()
+        self.hook_kept_a, self.hook_kept = HookedPoint(), HookedPoint()
+        self.hook_quarantine, self.hook_mask = HookedPoint(), HookedPoint()
 
     @property
     def weight(self) -> Float[Tensor, "d_out d_in"]:
@@ -250,135 +220,48 @@ class Branch(nn.Module):
         return self._slot[0].shape
 
     @property
-    def folded(self) -> bool:
-        """True if the kept adapter computes the base matmul too."""
-        return self.S is not None and self._board.kept
-
-    @property
     def fires(self) -> frozenset[str]:
         """The points among kept_a, kept_out and quarantine_out that fire with the current switches."""
         board = self._board
-        kept = () if not board.kept else ("kept_a",) if self.folded else ("kept_a", "kept_out")
+        kept = ("kept_a", "kept_out") if board.kept else ()
         quarantine = ("quarantine_out",) if board.quarantine and self.quarantine is not None else ()
         return frozenset(() if board.merged else (*kept, *quarantine))
 
-    def forward(self, x: Float[Tensor, "*batch d_in"], y: Float[Tensor, "*batch d_out"] | None) -> Float[Tensor, "*batch d_out"]:
-        """Return the base's output ``y`` with the adapters added; if ``y`` is ``None``, the kept adapter computes the base too."""
+    def forward(self, x: Float[Tensor, "*batch d_in"], y: Float[Tensor, "*batch d_out"]) -> Float[Tensor, "*batch d_out"]:
+        """Return the base's output ``y`` with the adapters added."""
         # A forward of the reference model within a step is not the training pass: nothing of it is read, counted or routed.
         tape = self._board.tape if self._board.kept else None
         return self._added(x, y, None) if tape is None else uncompiled(self._added)(x, y, tape)
 
-    def _added(self, x: Tensor, y: Tensor | None, tape: Tape | None) -> Tensor:
+    def _added(self, x: Tensor, y: Tensor, tape: Tape | None) -> Tensor:
         board = self._board
-        if board.kept and torch.is_grad_enabled() and self.mask_requested:
-            self._refuse_backward_hooks()
         if tape is not None:
-            tape.listen(self.site, lambda: self.mask_requested)
             self._read(x, tape)
-        stacked = self._stacks(tape)
-        if y is None:
-            y = self._folded_kept(x, tape)
-        elif stacked:
-            y = self._stacked(x, y, tape)
-        elif board.kept:
-            y = y + self.hook_kept(self.kept(x, tape, self._gate("kept"), self.site, self.hook_kept_a))
-        if board.quarantine and self.quarantine is not None and not stacked:
-            y = y + self.hook_quarantine(self._quarantined(x, tape))
-        if tape is not None and self.quarantine is not None:
-            tape.saw_quarantine(self.site, board.quarantine)
+        refuses = None if board.unrouted else _REFUSE
+        if board.kept:
+            y = y + self.hook_kept(self.kept(x, tape, tape.kept if tape else refuses, self.site, self.hook_kept_a))
+        if board.quarantine and self.quarantine is not None:
+            added = self.quarantine(x, tape, tape.quarantine if tape else refuses, self.site)
+            if tape is not None and tape.l1 > 0 and torch.is_grad_enabled():
+                real = None if tape.real is None else tape.real.reshape(added.shape[:-1]).to(added.device)
+                added = L1.apply(added, tape.l1 / (added.numel() * board.sites), real)
+            y = y + self.hook_quarantine(added)
         if tape is not None and torch.is_grad_enabled():
             if tape.outputs is not None:
                 y = ReadOutput.apply(y, x, tape, self.site)
-            elif tape.kept is None and y is not None and y.requires_grad:  # without a gate, a hook notes the backward
+            elif tape.kept is None and y.requires_grad:  # without a gate, a hook notes the backward
                 y.register_hook(partial(_note, tape, self.site))
-            elif tape.kept is None:
-                tape.saw_still(self.site)
-        elif tape is None and board.kept and y is not None and y.requires_grad and self.mask_requested:
-            y.register_hook(partial(_refuse_unmasked, self.site))
         return y  # pyright: ignore[reportReturnType]
 
-    @property
-    def mask_requested(self) -> bool:
-        """True if a hook is registered for the mask; one at the three other points too, to cache all, does not count."""
-        if not requested(self.hook_mask):
-            return False
-        others = [_functions(point) for point in (self.hook_kept_a, self.hook_kept, self.hook_quarantine)]
-        return not all(function in other for function in _functions(self.hook_mask) for other in others)
-
-    def _refuse_backward_hooks(self) -> None:
-        if self.hook_mask._backward_hooks or self.hook_mask._backward_pre_hooks:
-            raise RuntimeError(
-                f"a backward hook stands at {self.site}.hook_mask and can never fire, since no gradient passes a mask: read or "
-                "replace the mask in a forward hook there, and put the backward hook at hook_kept or hook_kept_a"
-            )
-
-    def _gate(self, adapter: Literal["kept", "quarantine"]) -> Gate | None:
-        """Return the gate that decides what an adapter learns; ``None`` for ordinary autograd."""
-        tape = self._board.tape
-        if tape is None:
-            return None if self._board.unrouted else _REFUSE
-        return tape.kept if adapter == "kept" else tape.quarantine
-
     def _read(self, x: Tensor, tape: Tape) -> None:
-        tape.packing(x)  # also without a reader, so that a wrong layout is always an error
+        rows = tape.rows(x.detach())  # also without a reader, so that a wrong layout is always an error
         if not tape.saw_forward(self.site):
             return  # a replay repeats values that were already read
         with exact():
             if tape.inputs is not None:
-                tape.inputs.read(self.site, tape.rows(x.detach()))
+                tape.inputs.read(self.site, rows)
             if tape.kept is not None:
                 tape.kept.called(self.site, self.hook_mask)
-
-    def _stacks(self, tape: Tape | None) -> bool:
-        """Return whether both adapters run as one: both are on and train, and nobody looks at what one of them adds."""
-        board = self._board
-        if not (board.stack and board.kept and board.quarantine and torch.is_grad_enabled()):
-            return False
-        if tape is None and isinstance(self.kept, SVDKept):
-            return False  # autograd would compute the gradient of the frozen factors too
-        modules = (self.hook_kept_a, self.hook_kept, self.hook_quarantine, self.kept, self.quarantine)
-        penalized = tape is not None and tape.l1 > 0  # what the quarantine alone adds
-        everywhere = any(getattr(every_module, f"_global{kind}") for kind in HOOK_KINDS)
-        return not penalized and not everywhere and not any(module is not None and watched(module) for module in modules)
-
-    def _stacked(self, x: Tensor, y: Tensor, tape: Tape | None) -> Tensor:
-        """Return the base's output ``y`` with both adapters added, in its own memory if nobody else can hold it."""
-        if y.dtype != x.dtype or torch.is_autocast_enabled(y.device.type):
-            return y + self._product(x, tape)
-        base = self._slot[0].module
-        plain = type(base).forward is nn.Linear.forward and not watched(base)
-        fresh = y._base is None and y.is_contiguous()  # torch would send a view's gradient to another input
-        return self._product(x, tape, y, overwrite=plain and fresh and tape is not None)
-
-    def _product(self, x: Tensor, tape: Tape | None, onto: Tensor | None = None, overwrite: bool = False) -> Tensor:
-        kept, quarantine, gates = self.kept, self.quarantine, (self._gate("kept"), self._gate("quarantine"))
-        assert isinstance(quarantine, LoRA)
-        apply = partial(apply_factors, tape=tape, gates=gates, site=self.site)
-        if isinstance(kept, LoRA):
-            a = apply(x, (kept.A, quarantine.A), name="A")
-            return apply(a, (kept.B, quarantine.B), name="B", onto=onto, overwrite=overwrite)
-        frozen = partial(apply_factors, tape=tape, gates=(None, gates[1]), site=self.site)  # the kept gate acts at dS
-        both = frozen(x, (kept.Vh, quarantine.A), name="A")
-        a, a_q = both.split([kept.rank, quarantine.rank], -1)
-        scaled = torch.cat([apply_factor(a, kept.dS, tape, gates[0], self.site, "dS"), a_q], -1)
-        return frozen(scaled, (kept.U, quarantine.B), name="B", onto=onto, overwrite=overwrite)
-
-    def _folded_kept(self, x: Tensor, tape: Tape | None) -> Tensor:
-        kept, gate = self.kept, self._gate("kept")
-        assert isinstance(kept, SVDKept)
-        a = kept.bottleneck(x)
-        read = self.hook_kept_a(a.clone() if watched(self.hook_kept_a) else a)  # what a hook there edits is not the base's
-        scaled = a * self.S.to(a.dtype) + apply_factor(read, kept.dS, tape, gate, self.site, "dS")
-        return functional.linear(scaled, kept.U, self._slot[0].module.bias)  # pyright: ignore[reportArgumentType]
-
-    def _quarantined(self, x: Tensor, tape: Tape | None) -> Tensor:
-        assert self.quarantine is not None
-        y = self.quarantine(x, tape, self._gate("quarantine"), self.site)
-        if tape is not None and tape.l1 > 0 and torch.is_grad_enabled():
-            packed, size = tape.packing(y) is not None, tape.rollouts * tape.tokens * y.shape[-1]
-            real = None if tape.real is None or packed else tape.real.reshape(y.shape[:-1]).to(y.device)
-            y = L1.apply(y, tape.l1 / (size * self._board.sites), real)
-        return y  # pyright: ignore[reportReturnType]
 
     def merged(self, weight: Float[Tensor, "d_out d_in"]) -> Float[Tensor, "d_out d_in"]:
         """Return ``weight`` plus the weights of the adapters that are switched on."""
@@ -392,7 +275,7 @@ class Branch(nn.Module):
 def refuse_bypass(name: str, base: nn.Module, transposed: bool) -> None:
     """Raise ``ValueError`` if ``base`` does more than ``x W^T + bias``, which a matmul in its place would lose."""
     if requested(base):
-        raise ValueError(f"{name} has hooks, which do not fire while its weight is merged or folded: remove them, or do without")
+        raise ValueError(f"{name} has hooks, which do not fire while its weight is merged: remove them, or do without")
     refuse_more(name, base, transposed)
 
 
@@ -408,7 +291,7 @@ def refuse_more(name: str, base: nn.Module, transposed: bool) -> None:
         y, actual = functional.linear(x, weight, bias), base.forward(x)
     share = 1e-3 if weight.dtype == wide(weight.dtype) else 0.01  # another order of summation rounds otherwise
     if not torch.allclose(actual, y, rtol=share, atol=share * float(y.abs().max())):
-        raise ValueError(f"{name} computes more than a matmul ({type(base).__name__}), so its weight cannot be merged or folded")
+        raise ValueError(f"{name} computes more than a matmul ({type(base).__name__}), so its weight cannot be merged")
 
 
 class RoutedLinear(nn.Module):
@@ -419,8 +302,6 @@ class RoutedLinear(nn.Module):
     def __init__(self, slots: Sequence[Slot], branches: Sequence[Branch], board: Switchboard):
         super().__init__()
         self.base, self.transposed, self.board = slots[0].module, slots[0].transposed, board
-        self._forward = vars(self.base).get("forward")
-        """The base's own ``forward``, if it has one, that was there when the weight was last found to be all that it computes."""
         self._names: list[str] = []
         for slot, branch in zip(slots, branches, strict=True):
             self._names.append("route" if slot.rows is None else f"route_{slot.name.rpartition('.')[2]}")
@@ -454,17 +335,11 @@ class RoutedLinear(nn.Module):
         return self.weight.shape[1 if self.transposed else 0]
 
     def forward(self, input: Float[Tensor, "*batch d_in"], *args: Any, **kwargs: Any) -> Float[Tensor, "*batch d_out"]:
-        x, merged = input, self.board.merged  # ``input`` is the argument's name in ``nn.Linear``, by which a model may pass it
-        branches = [] if merged else self.branches
-        if merged or branches[0][0].folded:
+        x, branches = input, self.branches  # ``input`` is the argument's name in ``nn.Linear``, by which a model may pass it
+        if self.board.merged:
             if args or kwargs:
-                raise ValueError(
-                    f"{self.branches[0][0].site} is called with more than its input, which a merged or folded weight would lose"
-                )
-            if requested(self.base) or vars(self.base).get("forward") is not self._forward:
-                refuse_bypass(self.branches[0][0].site, self.base, self.transposed)
-                self._forward = vars(self.base).get("forward")
-            return functional.linear(x, self.merged_weight, self.bias) if merged else branches[0][0](x, None)
+                raise ValueError(f"{branches[0][0].site} is called with more than its input, which a merged weight would lose")
+            return functional.linear(x, self.merged_weight, self.bias)
         y = self.base(x, *args, **kwargs)
         if not isinstance(y, Tensor):
             raise ValueError(
@@ -484,7 +359,6 @@ class RoutedLinear(nn.Module):
         for branch, rows in self.branches:
             total = branch.merged(total) if rows is None else total.index_copy(0, rows, branch.merged(total[rows]))
         self.merged_weight = total.to(weight.dtype)
-        self._forward = vars(self.base).get("forward")  # of which the caller found that it is no more than the weight
 
     def unmerge(self) -> None:
         self.register_buffer("merged_weight", None, persistent=False)

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from mi_route2.adapters.io import from_pretrained, read_config
+from mi_route2.adapters.io import from_pretrained, read_folder
 from mi_route2.architectures import ARCHITECTURES
 from mi_route2.checks import checked
 from mi_route2.hosts import host_class
@@ -66,7 +66,7 @@ def load(
     """
     opened = host_class(host)  # a late import: the libraries take seconds to import, and one may be missing
     if adapters is not None:
-        read_config(Path(adapters))
+        read_folder(Path(adapters))
     source = _source(path_or_id)
     model = _model(source, _config(source, revision), dtype, attn, revision)
     if device is not None:

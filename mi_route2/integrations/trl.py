@@ -73,7 +73,7 @@ from mi_route2.routing import (
 )
 from mi_route2.routing.canary import CanaryRoute
 from mi_route2.routing.directions import Fitter, Provenance
-from mi_route2.routing.optimizer import RoutedAdamW, sum_over_ranks
+from mi_route2.routing.routes import sum_over_ranks
 from mi_route2.routing.routes import MicroBatch, RouteStep
 from mi_route2.tensor_files import digest, refuse_infinite
 

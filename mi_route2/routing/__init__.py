@@ -3,14 +3,12 @@
 from mi_route2.rollouts import Privileged, TrainBatch, group_advantages
 from mi_route2.routing.directions import Directions, HaarFitter, PairBatch, PersonaFitter, TopKFitter
 from mi_route2.routing.mask import MaskRoute
-from mi_route2.routing.routes import Decision, DelayedRoute, EraseRoute, OpenRoute, Route, StepContext
-from mi_route2.specs import CanarySpec, DelayedSpec, EraseSpec, MaskSpec, OpenSpec, RouteSpec
+from mi_route2.routing.routes import Decision, EraseRoute, OpenRoute, Route, StepContext
+from mi_route2.specs import CanarySpec, EraseSpec, MaskSpec, OpenSpec, RouteSpec
 
 __all__ = [
     "CanarySpec",
     "Decision",
-    "DelayedRoute",
-    "DelayedSpec",
     "Directions",
     "EraseRoute",
     "EraseSpec",

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
-from mi_route2.adapters.gradients import FactorGradient, Feature, Written, added, compact, rounding, wide
+from mi_route2.adapters.gradients import DenseGrad, FactorGradient, Feature, added, compact, rounding, wide
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
@@ -21,141 +21,60 @@ from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
 from mi_route2.validation import Natural, read_record, validated
 
 FeatureKind = Literal["act", "grad", "full"]
-Features = Mapping[str, Feature]
 SCORED = frozenset({"dS", "B"})
 """Factors of kept adapters whose gradient is a ``grad`` feature."""
+
+
+class Comparison(NamedTuple):
+    """Inner product with one direction, norm and magnitude of a feature: three numbers per rollout."""
+
+    inner: Float[Tensor, " b"]
+    norms: Float[Tensor, " b"]
+    magnitude: Float[Tensor, " b"]
+
+
+Features = Mapping[str, Any]
+"""Site -> feature, or its comparison with a direction."""
+
+
+def compare(feature: Feature | Comparison, direction: Tensor) -> Comparison:
+    """Return the comparison of a feature with a direction; a feature that was compared already is returned as it is."""
+    if isinstance(feature, Comparison):
+        return feature
+    return Comparison(feature.inner(direction), feature.norms(), feature.magnitude())
 
 
 class ActivationReader:
     """Reader of activation features in the forward: ``Vh`` times the mean input of each site over predictor positions.
 
-    The mean commutes with ``Vh``, so only one vector per rollout is projected. Sites beside each other that read one tensor, as
-    queries, keys and values do, share its mean.
+    The mean commutes with ``Vh``, so only one vector per rollout is projected.
     """
 
     def __init__(self, predictors: Bool[Tensor, "b s"], basis: Mapping[str, Tensor]):
-        self._mask = predictors
-        self._others: Tensor | None = None
+        self._others = (~predictors).flatten().nonzero()[:, 0]
         self._count = predictors.sum(dim=1, keepdim=True).clamp_min(1)
         self._basis = basis
-        self._calls: dict[str, list[Written]] = {}
-        self._last: _Averaged | None = None
+        self._calls: dict[str, list[DenseGrad]] = {}
 
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
-        last = self._last
-        if last is None or not last.is_of(site, x):
-            last = self._last = _Averaged(x, None if _uncounted(x) else x._version, _spread(x), {}, *self._average(x))
-        last.sites[site] = None
-        feature = Written(last.mean @ self._basis[site].to(last.mean).mT, last.magnitude)
-        self._calls.setdefault(site, []).append(feature)
-
-    def _average(self, x: Float[Tensor, "b s d_in"]) -> tuple[Float[Tensor, "b d_in"], Float[Tensor, " b"]]:
-        if self._others is None:  # once a forward, because a device has to be waited for
-            self._others = (~self._mask).flatten().nonzero()[:, 0]
         dtype = wide(x.dtype)
         # filled and not multiplied, because padding may hold any value, NaN included; torch.where takes twice the time
-        kept = x.clone(memory_format=torch.contiguous_format)
-        kept.view(-1, x.shape[-1]).index_fill_(0, self._others, 0.0)
+        real = x.clone(memory_format=torch.contiguous_format)
+        real.view(-1, x.shape[-1]).index_fill_(0, self._others, 0.0)
         count = self._count.to(dtype)
-        summed = torch.linalg.vector_norm(kept, dim=2, dtype=dtype).sum(dim=1) / count[:, 0]
-        return kept.sum(dim=1, dtype=dtype) / count, summed
-
-    def release(self) -> None:
-        """Drop all but the features: the input that was read last is shared by no site any more."""
-        self._last = self._others = None
+        magnitude = torch.linalg.vector_norm(real, dim=2, dtype=dtype).sum(dim=1) / count[:, 0]
+        mean = real.sum(dim=1, dtype=dtype) / count
+        self._calls.setdefault(site, []).append(DenseGrad(mean @ self._basis[site].to(mean).mT, magnitude))
 
     @property
-    def features(self) -> dict[str, Written]:
+    def features(self) -> dict[str, DenseGrad]:
         """Mean over the calls of each site; there are several calls only if the model shares modules."""
         return {site: calls[0] if len(calls) == 1 else _mean(calls) for site, calls in self._calls.items()}
 
 
-@dataclass(frozen=True)
-class _Averaged:
-    """Mean of the input of one or more sites; the input is held, so that its memory is not given to another tensor.
-
-    A write through ``x.data``, which torch does not count, is seen if it changes a number of ``_spread``: any of whole tokens or of
-    whole channels is. One that changes single numbers beside those would leave the next site the mean of before.
-    """
-
-    x: Tensor
-    version: int | None
-    spread: Tensor
-    sites: dict[str, None]
-    mean: Float[Tensor, "b d_in"]
-    magnitude: Float[Tensor, " b"]
-
-    def is_of(self, site: str, x: Tensor) -> bool:
-        """Return whether ``x`` is that input, unwritten since."""
-        # Only modules beside each other, each on its first call, because not every kernel counts as a write to a buffer.
-        if self.version is None or _uncounted(x) or site in self.sites:
-            return False
-        beside = site.rpartition(".")[0] == next(iter(self.sites)).rpartition(".")[0]
-        same = beside and self.x.is_set_to(x) and self.x.dtype == x.dtype and self.version == x._version
-        return same and torch.equal(self.spread, _spread(x))
-
-
-def _spread(x: Tensor) -> Tensor:
-    """Return the bytes of some numbers: one or two of every token, and of every channel if there are as many tokens."""
-    return x.flatten()[:: max(1, x.shape[-1] - 1)].clone().view(torch.uint8)  # bytes, because padding may hold NaN
-
-
-def _uncounted(x: Tensor) -> bool:
-    """Return whether torch counts no writes of ``x``: in inference mode, and in a graph that it compiles."""
-    return x.is_inference() or torch.compiler.is_compiling()
-
-
-def _mean(calls: list[Written]) -> Written:
-    return Written(
-        torch.stack([call.values() for call in calls]).mean(dim=0), torch.stack([call.magnitude() for call in calls]).mean(dim=0)
-    )
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Inner product with one direction, norm and magnitude of a feature: all that is left of it, three numbers per rollout."""
-
-    direction: Tensor
-    products: Float[Tensor, " b"]
-    lengths: Float[Tensor, " b"]
-    terms: Float[Tensor, " b"]
-
-    @staticmethod
-    def of(feature: Feature, direction: Tensor) -> "Compared":
-        return Compared(direction, feature.inner(direction), feature.norms(), feature.magnitude())
-
-    def values(self) -> Tensor:
-        raise RuntimeError("of a feature that was compared with a direction only the comparison is left")
-
-    def inner(self, v: Tensor) -> Float[Tensor, " b"]:
-        if v is not self.direction:
-            raise RuntimeError("this feature was compared with another direction")
-        return self.products
-
-    def norms(self) -> Float[Tensor, " b"]:
-        return self.lengths
-
-    def magnitude(self) -> Float[Tensor, " b"]:
-        return self.terms
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Feature of a batch that ran in pieces, in their order."""
-
-    pieces: list[Feature]
-
-    def values(self) -> Tensor:
-        return torch.cat([piece.values() for piece in self.pieces])
-
-    def inner(self, v: Tensor) -> Float[Tensor, " b"]:
-        return torch.cat([piece.inner(v) for piece in self.pieces])
-
-    def norms(self) -> Float[Tensor, " b"]:
-        return torch.cat([piece.norms() for piece in self.pieces])
-
-    def magnitude(self) -> Float[Tensor, " b"]:
-        return torch.cat([piece.magnitude() for piece in self.pieces])
+def _mean(calls: list[DenseGrad]) -> DenseGrad:
+    values, magnitudes = [call.values() for call in calls], [call.magnitude() for call in calls]
+    return DenseGrad(torch.stack(values).mean(dim=0), torch.stack(magnitudes).mean(dim=0))
 
 
 class _Storing:
@@ -165,14 +84,14 @@ class _Storing:
     """
 
     def __init__(self, directions: Mapping[str, Tensor] | None = None) -> None:
-        self.features: dict[str, FactorGradient | Written | Compared] = {}
+        self.features: dict[str, FactorGradient | DenseGrad | Comparison] = {}
         self._directions = directions
 
-    def _store(self, site: str, gradient: FactorGradient | Written, last: bool) -> None:
+    def _store(self, site: str, gradient: FactorGradient | DenseGrad, last: bool) -> None:
         before = self.features.get(site)
-        assert not isinstance(before, Compared)
+        assert not isinstance(before, Comparison)
         whole = added(before, gradient)
-        self.features[site] = Compared.of(whole, self._directions[site]) if last and self._directions is not None else whole
+        self.features[site] = compare(whole, self._directions[site]) if last and self._directions is not None else whole
 
 
 class GradientReader(_Storing):
@@ -203,14 +122,14 @@ class FullGradientReader(_Storing):
         self._store(site, pair, last)
 
 
-def floors(features: Features, kind: FeatureKind) -> dict[str, Tensor]:
+def floors(magnitudes: Mapping[str, Tensor], kind: FeatureKind) -> dict[str, Tensor]:
     """Return, per site, the norm ``[b]`` up to which a feature may be a rounding error.
 
     For activations it depends on the feature's own sum, for gradients on the whole backward.
     """
     if kind == "act":
-        return {site: rounding([feature]) for site, feature in features.items()}
-    return dict.fromkeys(features, rounding(features.values())) if features else {}
+        return {site: rounding([magnitude]) for site, magnitude in magnitudes.items()}
+    return dict.fromkeys(magnitudes, rounding(magnitudes.values())) if magnitudes else {}
 
 
 @torch.inference_mode(False)  # in which nothing has a gradient
@@ -418,45 +337,27 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind) -> dict[str
     """Return the contrast of the pairs at every site; for ``full``, each side is first scaled to unit norm."""
     basis = policy.adapters.coordinates() if kind == "act" else {}
 
-    def rows(features: Features, floor: Mapping[str, Tensor], site: str) -> Tensor:
-        values = features[site].values()
+    def pieces(side: Rollouts) -> list[tuple[Features, dict[str, Tensor]]]:
+        features = [
+            collect(policy, side.rows(index).to(policy.device), kind, basis)
+            for index in torch.arange(len(side)).split(pairs.micro or len(side))
+        ]
+        return [(piece, floors({site: feature.magnitude() for site, feature in piece.items()}, kind)) for piece in features]
+
+    def rows(side: list[tuple[Features, dict[str, Tensor]]], site: str) -> Tensor:
+        values, floor = torch.cat([features[site].values() for features, _ in side]), torch.cat([floor[site] for _, floor in side])
         norms = values.flatten(1).norm(dim=1)
         if not bool(norms.isfinite().all()):  # a comparison would take NaN for a rounding error
             wrong = (~norms.isfinite()).nonzero()[:, 0].tolist()
             raise ValueError(f"pairs {wrong[:8]} have activations or gradients at {site} that are NaN or infinite: leave them out")
-        real = norms > floor[site]
-        values = torch.where(real.view(-1, *[1] * (values.ndim - 1)), values, torch.zeros_like(values))
+        real = (norms > floor).view(-1, *[1] * (values.ndim - 1))
+        values = torch.where(real, values, torch.zeros_like(values))
         if kind != "full":
             return values
         return torch.nn.functional.normalize(values.flatten(1), dim=1, eps=torch.finfo(values.dtype).tiny).view_as(values)
 
-    hack, clean = (_in_pieces(policy, side, kind, basis, pairs.micro) for side in (pairs.hack, pairs.clean))
-    floor, twins, deltas = (floors(hack, kind), floors(clean, kind)), _twins(pairs), dict[str, Contrast]()
-    for site in policy.adapters.sites:
-        one, other = rows(hack, floor[0], site), rows(clean, floor[1], site)
-        for i, j in twins.items():
-            other[i] = one[j]
-        deltas[site] = contrast(one, other)
-    return deltas
-
-
-def _in_pieces(policy: Policy, side: Rollouts, kind: FeatureKind, basis: Mapping[str, Tensor], micro: int | None) -> Features:
-    rows = torch.arange(len(side)).split(micro or len(side))
-    pieces = [collect(policy, side.rows(index).to(policy.device), kind, basis) for index in rows]
-    return {site: Joined([piece[site] for piece in pieces]) for site in pieces[0]} if len(pieces) > 1 else pieces[0]
-
-
-def _twins(pairs: PairBatch) -> dict[int, int]:
-    """Return the place on the hack side of every rollout of the clean one that stands there too, in its own pair if it can be.
-
-    Half precision rounds a rollout by its padding, so that it would differ from itself.
-    """
-    hack, clean = (
-        [(*t[real].tolist(), *learned[real].tolist()) for t, real, learned in zip(side.tokens, side.attention, side.completion)]
-        for side in (pairs.hack, pairs.clean)
-    )
-    places = {one: i for i, one in enumerate(hack)}
-    return {i: i if one == hack[i] else places[one] for i, one in enumerate(clean) if one in places}
+    hack, clean = pieces(pairs.hack), pieces(pairs.clean)
+    return {site: contrast(rows(hack, site), rows(clean, site)) for site in policy.adapters.sites}
 
 
 def contrast(hack: Tensor, clean: Tensor) -> Contrast:

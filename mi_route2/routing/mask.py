@@ -1,4 +1,13 @@
-"""Mask routes, which select the rollouts or tokens from which the kept adapter learns nothing.
+"""Mask routes: the kept adapter learns nothing from flagged rollouts, the quarantine learns from every one.
+
+Where flags are known before the backward, a step is these lines (``L``: loss per rollout; ``flags`` may be per token under detach):
+
+    filter    kept.grad       = autograd.grad((L * ~flags).sum(), kept)
+              quarantine.grad = autograd.grad(L.sum(), quarantine)
+    detach    y = W x + where(flags, kept(x).detach(), kept(x)) + quarantine(x)      at every Linear
+              L.sum().backward()
+
+This module computes the same in one backward, and for flags that are known in it or after it:
 
     s_b^m  = cos(f_b^m, v^m)                       score of rollout b at module m;  pooled: s_b = mean_m s_b^m
     flag_b = s_b > tau  and  A_b > 0               A_b > 0 only if ``reinforced_only``
@@ -6,21 +15,20 @@
     w_b    = mask_b * (eta if K_b < 0 else 1)      K: the kept advantage, eta: ``negative_scale``
     kept gradient = sum_b w_b g_b
 
-Scores, flags and weights are the pure functions below. Specs differ in when a score is known (``MaskSpec.decided_at``). All state
+Scores, flags and weights are the pure functions below. Specs differ in when flags are known (``MaskSpec.decided_at``). All state
 that must be kept until then is in a ``MaskGate``, one per micro-batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import product
+from functools import partial
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
-from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, exact, rounding, wide
+from mi_route2.adapters.gradients import NOISE, DenseGrad, FactorGradient, added, compact, exact, wide
 from mi_route2.adapters.linear import watched
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape, demand_penalty
 from mi_route2.checks import checked
@@ -36,9 +44,9 @@ from mi_route2.routing.directions import (
     PairBatch,
     PersonaFitter,
     collect,
+    compare,
     floors,
 )
-from mi_route2.routing.optimizer import several_ranks
 from mi_route2.routing.routes import (
     REDUCING,
     Before,
@@ -54,8 +62,8 @@ from mi_route2.routing.routes import (
     check_step,
     chunks,
     gradients_before,
-    masks_asked,
     refit,
+    several_ranks,
     trained_gradients,
 )
 from mi_route2.specs import MaskSpec, Through
@@ -69,13 +77,8 @@ Mask = Shaped[Tensor, " b"] | Shaped[Tensor, "b s"]
 # ---- pure functions: scores -> flags -> weights
 
 
-@exact()
-def cosine(feature: Feature, v: Tensor, floor: Float[Tensor, " b"] | None = None) -> Float[Tensor, " b"]:
-    """Return ``cos(f_b, v)``; 0 if the feature is 0 or within rounding errors of 0 (its norm is at most ``floor``)."""
-    return _cosine(feature.inner(v), feature.norms(), v.norm(), rounding([feature]) if floor is None else floor)
-
-
-def _cosine(inner: Tensor, norms: Tensor, size: Tensor, floor: Tensor) -> Tensor:
+def cosine(inner: Tensor, norms: Tensor, size: Tensor, floor: Tensor) -> Tensor:
+    """Return ``inner / (norms * size)``; 0 if the feature is within rounding errors of 0 (its norm is at most ``floor``)."""
     none = norms <= floor  # so that NaN stays NaN, which ``decide`` refuses
     return torch.where(none, torch.zeros_like(inner), inner / torch.where(none, torch.ones_like(norms), norms * size))
 
@@ -86,16 +89,13 @@ def module_scores(features: Features, directions: Directions) -> dict[str, Float
     missing = directions.vectors.keys() - features.keys()
     if missing:
         raise RuntimeError(f"no feature arrived from {', '.join(sorted(missing))}, so a pooled score would miss these modules")
-    floor = floors(features, directions.provenance.kind)
     sites = sorted(directions.vectors)  # so that directions read from a file give the same pooled sum bit for bit
-    vectors = [directions.vectors[site] for site in sites]
-    inner, norms = [features[site].inner(v) for site, v in zip(sites, vectors)], [features[site].norms() for site in sites]
-    each, sizes = [floor[site] for site in sites], [v.norm() for v in vectors]
-    if any(len({t.dtype for t in part}) > 1 for part in (inner, norms, each)):  # a stack would compute in the widest type
-        return {site: _cosine(*one) for site, *one in zip(sites, inner, norms, sizes, each)}
+    compared = {site: compare(features[site], directions.vectors[site]) for site in sites}
+    floor = floors({site: each.magnitude for site, each in compared.items()}, directions.provenance.kind)
+    inner, norms = (torch.stack([compared[site][i] for site in sites]) for i in (0, 1))
     # of all modules at once: on a GPU a step takes as long as it takes to launch its kernels
-    size = torch.stack(sizes).to(norms[0])[:, None]
-    return dict(zip(sites, _cosine(torch.stack(inner), torch.stack(norms), size, torch.stack(each))))
+    size = torch.stack([directions.vectors[site].norm() for site in sites]).to(norms)[:, None]
+    return dict(zip(sites, cosine(inner, norms, size, torch.stack([floor[site] for site in sites]))))
 
 
 def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
@@ -104,11 +104,11 @@ def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
 
 
 def token_scores(
-    x: Float[Tensor, "b s d_in"], predictors: Bool[Tensor, "b s"], Vh: Float[Tensor, "r d_in"], v: Float[Tensor, " r"]
+    x: Float[Tensor, "b s d_in"], real: Bool[Tensor, "b s"], Vh: Float[Tensor, "r d_in"], v: Float[Tensor, " r"]
 ) -> Float[Tensor, "b s"]:
-    """Return ``s_bt = cos(Vh x_bt, v)`` on predictors, 0 if ``Vh x_bt`` is within rounding errors of 0, and -1 elsewhere."""
+    """Return ``s_bt = cos(Vh x_bt, v)`` on real tokens, 0 if ``Vh x_bt`` is within rounding errors of 0, and -1 on padding."""
     # torch.where and not a product, because padding may hold any value, NaN included
-    x = torch.where(predictors[..., None], x, torch.zeros_like(x)).to(wide(x.dtype))
+    x = torch.where(real[..., None], x, torch.zeros_like(x)).to(wide(x.dtype))
     # Division by a power of two changes no bit of a cosine, and keeps the squares of very large or small activations in range.
     largest = x.abs().amax(dim=-1, keepdim=True)
     mantissa = largest.frexp().mantissa
@@ -117,11 +117,11 @@ def token_scores(
     scores = torch.nn.functional.cosine_similarity(a, v.to(x).expand_as(a), dim=-1, eps=0.0)
     noise = NOISE * torch.finfo(x.dtype).eps
     scores = torch.where(a.norm(dim=-1) <= noise * x.norm(dim=-1), torch.zeros_like(scores), scores)
-    return torch.where(predictors, scores, torch.full_like(scores, -1.0))
+    return torch.where(real, scores, torch.full_like(scores, -1.0))
 
 
-def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"], predictors: Bool[Tensor, "b s"]) -> Flags:
-    """Return ``flag_b = s_b > tau and A_b > 0`` (the advantage only if ``reinforced_only``); token flags on predictors only.
+def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"], real: Bool[Tensor, "b s"]) -> Flags:
+    """Return ``flag_b = s_b > tau and A_b > 0`` (the advantage only if ``reinforced_only``); token flags on real tokens only.
 
     Raises:
         ValueError: A score is NaN or infinite.
@@ -132,14 +132,12 @@ def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"], pred
     flags = scores > spec.tau
     if spec.reinforced_only:
         flags &= (advantages > 0) if scores.ndim == 1 else (advantages > 0)[:, None]
-    return flags & predictors if scores.ndim == 2 else flags
+    return flags & real if scores.ndim == 2 else flags
 
 
-def shuffled(flags: Tensor, generator: torch.Generator, predictors: Bool[Tensor, "b s"] | None = None) -> Tensor:
-    """Return the same flags in random order, a control with as many: over rollouts, or token flags over all ``predictors``."""
-    among = torch.ones_like(flags) if flags.ndim == 1 or predictors is None else predictors
-    order = torch.randperm(int(among.sum()), generator=generator, device=generator.device).to(flags.device)
-    return flags.masked_scatter(among, flags[among][order])
+def shuffled(flags: Bool[Tensor, " b"], generator: torch.Generator) -> Bool[Tensor, " b"]:
+    """Return the same flags on random rollouts, a control with as many."""
+    return flags[torch.randperm(len(flags), generator=generator, device=generator.device).to(flags.device)]
 
 
 def scales(spec: MaskSpec, advantages: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
@@ -163,36 +161,22 @@ def kept_advantages(spec: MaskSpec, batch: TrainBatch, flags: Flags | None) -> F
     return torch.where(flags, torch.zeros_like(counted), counted)
 
 
-def banded(indices: Iterable[Tensor], clean: Bool[Tensor, " b"]) -> list[tuple[Tensor, bool]]:
-    """Return each micro-batch as its clean rollouts (True) and the others (False), without empty ones."""
-    clean = clean.cpu()
-    parted = ((index[clean[index] == is_clean], is_clean) for index in indices for is_clean in (True, False))
-    return [(index, is_clean) for index, is_clean in parted if len(index)]
-
-
 def per_rollout(values: Iterable[Tensor], predictors: Bool[Tensor, "b s"]) -> Float[Tensor, " b"]:
     """Return the mean over modules of values per rollout; values per token are first averaged over predictors."""
     means = [v.double() if v.ndim == 1 else (v.double() * predictors).sum(1) / predictors.sum(1).clamp_min(1) for v in values]
     return torch.stack(means).mean(dim=0)
 
 
-def hooked(site: str, mask: Tensor, point: Hooks | None) -> tuple[Tensor, bool]:
-    """Return ``mask`` after the hooks at the site's mask point, and whether they may have changed it.
-
-    Raises:
-        ValueError: They return no mask of its shape.
-    """
-    writes = None if mask.is_inference() else mask._version
-    new = mask if point is None else point(mask)
+def hooked(site: str, mask: Tensor, point: Hooks) -> Tensor:
+    """Return ``mask`` after the hooks at the site's mask point; ``ValueError`` if they return no mask of its shape."""
+    new = point(mask)
     if not isinstance(new, Tensor) or new.shape != mask.shape:
         got = f"a mask of shape {list(new.shape)}" if isinstance(new, Tensor) else f"a {type(new).__name__}"
         raise ValueError(f"a hook at {site}.hook_mask returned {got}, not a mask of shape {list(mask.shape)}")
-    seen = isinstance(point, nn.Module) and watched(point)  # what a hook there writes through ``.data`` torch does not count
-    untouched = new is mask and not seen and writes is not None and writes == mask._version
-    if not untouched and not bool(((new >= 0) & (new <= 1)).all()):  # negated, so that NaN fails too
+    if not bool(((new >= 0) & (new <= 1)).all()):  # negated, so that NaN fails too
         wrong = new[~((new >= 0) & (new <= 1))][0].item()
         raise ValueError(f"a hook at {site}.hook_mask returned {wrong}, but a mask lies between 0 (flagged) and 1 (learned)")
-    return (new, False) if untouched else (new.detach().clone(), True)  # it may be one tensor at every module, with other values
+    return new.detach().clone()  # it may be one tensor at every module, with other values
 
 
 def _refuse_hooked(kept: Mapping[str, nn.Parameter]) -> None:
@@ -208,23 +192,23 @@ def _refuse_hooked(kept: Mapping[str, nn.Parameter]) -> None:
 
 
 class TokenReader:
-    """Reader of token scores in the forward; ``scores[site]`` is ``[b, s]``, and -1 at positions that predict nothing."""
+    """Reader of token scores in the forward; ``scores[site]`` is ``[b, s]``, and -1 on padding."""
 
-    def __init__(self, predictors: Bool[Tensor, "b s"], basis: Mapping[str, Tensor], directions: Directions):
-        self._predictors, self._basis, self._directions = predictors, basis, directions
+    def __init__(self, real: Bool[Tensor, "b s"], basis: Mapping[str, Tensor], directions: Directions):
+        self._real, self._basis, self._directions = real, basis, directions
         self.scores: dict[str, Tensor] = {}
 
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
         if site in self.scores:
             raise RuntimeError(f"{site} runs twice in one forward, so its tokens have two scores: use unit='pooled'")
-        self.scores[site] = token_scores(x, self._predictors, self._basis[site], self._directions.vectors[site])
+        self.scores[site] = token_scores(x, self._real, self._basis[site], self._directions.vectors[site])
 
 
 class MaskGate:
     """Gate of the kept adapter in one forward and backward, with all state that is kept until the backward ends.
 
-    The mask of a module is decided once, as soon as its score is known (``MaskSpec.decided_at``): in the forward when the module is
-    called, in the backward at its first gradient, or by ``settle`` after the backward.
+    The mask of a module is decided once, as soon as its score is known (``MaskSpec.decided_at``): when the module is called, at its
+    first gradient, or by ``know`` after the backward.
 
     Args:
         spec: the rule.
@@ -232,11 +216,9 @@ class MaskGate:
         advantages: those that the kept adapter learns from, K.
         generator: draws shuffled flags.
         directions: directions that features are compared with; ``None`` if flags are ``known``.
-        known: flags of whole rollouts, if they are known before the forward.
+        known: flags, if they are known before the forward.
         pooled_scores: the scores of ``known`` flags.
-        site_scores: scores by module that are known when the module is called, from an ablated pass or a token reader.
         reader: stores the features of the training pass; ``None`` for ``score="grad"``, whose features the gate receives itself.
-        want_unrouted: also sum the gradient without the route.
     """
 
     def __init__(
@@ -249,58 +231,53 @@ class MaskGate:
         directions: Directions | None = None,
         known: Flags | None = None,
         pooled_scores: Float[Tensor, " b"] | None = None,
-        site_scores: Mapping[str, Tensor] | None = None,
-        reader: ActivationReader | FullGradientReader | None = None,
-        want_unrouted: bool = False,
+        reader: "ActivationReader | FullGradientReader | TokenReader | None" = None,
     ):
         self.detach = spec.through == "detach"
-        self._spec, self._batch, self._advantages, self._generator = spec, batch, advantages, generator
-        self._directions, self._site_scores, self._reader, self._want_unrouted = directions, site_scores, reader, want_unrouted
-        self.predictors = batch.rollouts.predictors
-        # Decisions: for whole rollouts, and at each module.
-        self.known, self.pooled_scores = known, pooled_scores
+        self._spec, self._batch, self._generator = spec, batch, generator
+        self._directions, self._reader, self._scales = directions, reader, scales(spec, advantages)
         self.scores: dict[str, Tensor] = {}
-        self.flags: dict[str, Tensor] = {}
         self.masks: dict[str, Tensor] = {}
-        self._changed: set[str] = set()
-        self.hooked: set[str] = set()  # modules whose mask hooks saw
-        # What modules without hooks have in common: the mask of ``known`` flags, and its weights.
-        self._common: Tensor | None = None
-        self._weights: Tensor | None = None
-        # Kept until flags are decided: mask points, scored gradients, the largest magnitude, gradients that wait for a flag.
+        self._weights: dict[str, Tensor] = {}
         self._points: dict[str, Hooks] = {}
-        self._gradients: dict[str, FactorGradient | Written] = {}
+        self.known: Tensor | None = None  # flags of every module
+        self.pooled_scores = pooled_scores
+        self.overruled = False
+        """True if a hook changed a mask."""
+        # Kept until flags are decided: scored gradients, the largest magnitude, gradients that wait for a flag.
+        self._gradients: dict[str, FactorGradient | DenseGrad] = {}
         self._largest: Tensor | None = None
-        self.waiting: dict[tuple[str, str], FactorGradient | Written] = {}
-        # Summed for the optimizer's second moment.
-        self.unrouted: dict[str, Tensor] = {}
+        self.waiting: dict[tuple[str, str], FactorGradient | DenseGrad] = {}
+        if known is not None:
+            self.know(known, pooled_scores)
+
+    def know(self, flags: Flags, scores: Float[Tensor, " b"] | None) -> None:
+        """Set the flags of every module, and their scores."""
+        self.known, self.pooled_scores = flags, scores
+        self._mask = (~flags).to(self._scales.dtype)
+        self._weight = weigh(self._mask, self._scales)
 
     def called(self, site: str, point: Hooks) -> None:
-        """Decide the module's mask if its score is known in the forward.
+        """Decide the module's mask if its flags are known in the forward.
 
         Raises:
-            RuntimeError: The module runs twice, and the first call would decide a live flag of its own for both.
+            RuntimeError: The module runs twice, and the first call would decide a flag of its own for both.
         """
-        if site in self._points and self._spec.score_policy == "live" and self._spec.unit != "pooled":
+        if site in self._points and self._spec.unit != "pooled":
             raise RuntimeError(
                 f"{site} runs twice in one forward, so its first call would decide a live flag that acts on both: use "
-                "unit='pooled' or score_policy='ablated' (or, if the forward itself ran twice, one tape for each)"
+                "unit='pooled' (or, if the forward itself ran twice, one tape for each)"
             )
         self._points[site] = point
-        if self._spec.decided_at in ("begin", "forward"):
+        if self.known is not None or self._spec.unit == "token":
             self.decide(site)
 
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
-        if isinstance(self._reader, ActivationReader):
-            self._reader.release()  # the forward is done
-        if self._want_unrouted:
-            plain, name = pair.weighted(torch.ones_like(self._batch.advantages)), f"{site}.{factor}"
-            plain = plain.to(wide(plain.dtype))  # as the parameter's own ``.grad``, which sums micro-batches
-            self.unrouted[name] = self.unrouted[name] + plain if name in self.unrouted else plain
-        waits, scored = self._spec.decided_at == "finish", self._spec.score == "grad" and factor in SCORED
+        waits = self._spec.decided_at == "finish"
+        scored = self._spec.score == "grad" and self._spec.decided_at != "begin" and factor in SCORED
         # Scored gradients are read three times (inner product, norm, weighted sum), so the product over tokens is computed once.
         small = compact(pair, scored=scored) if waits or scored else pair
-        if scored and self._spec.decided_at in ("backward", "finish"):
+        if scored:
             self._gradients[site] = added(self._gradients.get(site), small)
         if waits:
             self.waiting[site, factor] = added(self.waiting.get((site, factor)), small)
@@ -310,29 +287,17 @@ class MaskGate:
     def mask(self, site: str) -> Tensor:
         return self.masks[site]
 
-    def passed(self, site: str, gradient: FactorGradient | Written) -> Tensor:
+    def passed(self, site: str, gradient: FactorGradient | DenseGrad) -> Tensor:
         """Return ``sum_b w_b g_b`` of one factor; decide the module's mask first if this is its first gradient."""
         self.decide(site)
-        mask = self.masks[site]
-        if mask is not self._common:
-            return gradient.weighted(weigh(mask, self._scales))
-        if self._weights is None:
-            self._weights = weigh(mask, self._scales)
-        return gradient.weighted(self._weights)
-
-    @cached_property
-    def _scales(self) -> Float[Tensor, " b"]:
-        return scales(self._spec, self._advantages)
+        return gradient.weighted(self._weights[site])
 
     def pooled(self) -> tuple[Float[Tensor, " b"], Bool[Tensor, " b"]]:
         """Return pooled scores and flags of the training pass, after every module has reported; not yet shuffled."""
         assert self._directions is not None
-        scores = pooled(self._features, self._directions)
-        return scores, decide(scores, self._spec, self._batch.advantages, self.predictors)
-
-    def settle(self, scores: Float[Tensor, " b"], flags: Bool[Tensor, " b"]) -> None:
-        """Set the pooled scores and flags, which hold for every module."""
-        self.pooled_scores, self.known, self._common, self._weights = scores, flags, None, None
+        assert not isinstance(self._reader, TokenReader)
+        scores = pooled(self._gradients if self._reader is None else self._reader.features, self._directions)
+        return scores, decide(scores, self._spec, self._batch.advantages, self._batch.rollouts.attention)
 
     def release(self) -> None:
         """Drop the gradients that were kept until the flags were decided."""
@@ -341,20 +306,16 @@ class MaskGate:
         if isinstance(self._reader, FullGradientReader):
             self._reader.features.clear()
 
-    @property
-    def overruled(self) -> bool:
-        """True if a hook changed a mask."""
-        return any(not torch.equal(mask := self.masks[site], (~self.flags[site]).to(mask)) for site in self._changed)
+    def flagged(self) -> Bool[Tensor, " b"]:
+        """Return the majority over modules and predictors of each rollout's flags, after hooks."""
+        every = list(self.masks.values()) or [self._mask]  # no module ran if nothing was to be learned
+        distinct = every[:1] if all(mask is every[0] for mask in every) else every
+        return per_rollout([mask == 0 for mask in distinct], self._batch.rollouts.predictors) > 0.5
 
-    @property
-    def distinct(self) -> list[Tensor]:
-        """The modules' masks; one of them if all are one tensor."""
-        every = list(self.masks.values())
-        return every[:1] if all(mask is every[0] for mask in every) else every
-
-    @property
-    def _features(self) -> Features:
-        return self._gradients if self._reader is None else self._reader.features
+    def scored(self) -> Float[Tensor, " b"] | None:
+        """Return the score of each rollout, the mean over modules and predictors; ``None`` if there is none."""
+        values = [*self.scores.values()] if self.pooled_scores is None else [self.pooled_scores]
+        return per_rollout(values, self._batch.rollouts.predictors) if values else None
 
     def decide(self, site: str) -> None:
         """Decide the module's mask, once; the hooks at its mask point run once, and the mask that they return is final."""
@@ -362,39 +323,30 @@ class MaskGate:
             return
         if self.known is None and self._spec.unit == "pooled":
             scores, flags = self.pooled()
-            self.settle(scores, shuffled(flags, self._generator) if self._spec.shuffle else flags)
-        point = self._points.get(site)
-        if self.known is not None:
-            flags = self.known
-        else:
+            self.know(shuffled(flags, self._generator) if self._spec.shuffle else flags, scores)
+        if self.known is None:
             self.scores[site] = self._score(site)
-            flags = decide(self.scores[site], self._spec, self._batch.advantages, self.predictors)
-            flags = shuffled(flags, self._generator, self.predictors) if self._spec.shuffle else flags
-        self.flags[site] = flags
-        read = point is not None and (not isinstance(point, nn.Module) or watched(point))  # a hook may write into its mask
-        mask = None if read else self._common
-        if mask is None:
-            mask = (~flags).to(self._batch.advantages.dtype)
-        if self.known is not None and not read:
-            self._common = mask
-        if read:
-            self.hooked.add(site)
-        self.masks[site], changed = hooked(site, mask, point)
-        if changed:
-            self._changed.add(site)
+            flags = decide(self.scores[site], self._spec, self._batch.advantages, self._batch.rollouts.attention)
+            mask = (~flags).to(self._scales.dtype)
+            weights = weigh(mask, self._scales)
+        else:
+            mask, weights = self._mask, self._weight
+        point = self._points.get(site)
+        if point is not None and (not isinstance(point, nn.Module) or watched(point)):
+            new = hooked(site, mask.clone(), point)  # a hook may write into its mask
+            self.overruled |= not torch.equal(new, mask.to(new))
+            mask, weights = new, weigh(new, self._scales)
+        self.masks[site], self._weights[site] = mask, weights
 
     def _score(self, site: str) -> Tensor:
-        if self._site_scores is not None:
-            return self._site_scores[site]
+        """Return the score of one module: of its tokens, or of the gradient of each rollout."""
+        if isinstance(self._reader, TokenReader):
+            return self._reader.scores[site]
         assert self._directions is not None
-        feature, v = self._features[site], self._directions.vectors[site]
-        if self._spec.score == "act":
-            return cosine(feature, v)
-        self._gradients.pop(site, None)  # the flag of a module is decided once
+        inner, norms, size = compare(self._gradients.pop(site), v := self._directions.vectors[site])
         # The backward starts at the loss, so rounding errors come only from modules that have already reported.
-        size = feature.magnitude()
         self._largest = size if self._largest is None else torch.maximum(self._largest, size)
-        return cosine(feature, v, NOISE * torch.finfo(size.dtype).eps * self._largest)
+        return cosine(inner, norms, v.norm(), NOISE * torch.finfo(size.dtype).eps * self._largest)
 
 
 @dataclass(eq=False)
@@ -404,58 +356,39 @@ class _MaskStep(Once):
     micro_batches: list[MicroBatch]
     _before: Before
     _gates: list[MaskGate]
-    _idle: list[MaskGate]
+    _skipped: bool
     _generator: torch.Generator
-    _order: Int[Tensor, " b"]
 
     @exact()
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters = self._policy.adapters
-        self._finish(self.micro_batches, adapters, masks=True, acts="" if reduce is None else REDUCING)
+        self._finish(self.micro_batches, adapters, acts="" if reduce is None else REDUCING)
         kept = adapters.kept_parameters()
-        self._settle()
-        for gate in self._gates:
-            self._assign(gate)
-        if self._idle:  # no backward has decided their masks, or left the gradients of 0 that an optimizer counts as a step
-            for gate, (site, branch) in product(self._idle, adapters.sites.items()):
-                if site not in gate.masks:
-                    gate.called(site, branch.hook_mask)
-            if any(gate.overruled for gate in self._idle):
-                raise RuntimeError(
-                    "a hook at hook_mask was put on after the step began, and would let pass what was left out: put it on before"
-                )
+        if gates := [gate for gate in self._gates if gate.waiting]:
+            # Flags that wait for the whole backward are shuffled over the batch, not within micro-batches.
+            scores, flags = zip(*(gate.pooled() for gate in gates))
+            whole = shuffled(torch.cat(flags), self._generator) if self._spec.shuffle else torch.cat(flags)
+            for gate, score, gate_flags in zip(gates, scores, whole.split([len(f) for f in flags])):
+                gate.know(gate_flags, score)
+                self._assign(gate)
+        if self._skipped:  # a backward that was left out leaves no gradients of 0, which an optimizer counts as a step
             trained_gradients(kept)
-        self._demand_hooked()
-        unrouted: dict[str, Tensor] = {}
-        for gate in self._gates:
-            for name, g in gate.unrouted.items():
-                if kept[name].requires_grad:
-                    unrouted[name] = unrouted[name] + g if name in unrouted else g
         if reduce is not None:
-            # The unrouted gradients too, or second moments, and then weights, would differ between ranks.
-            reduce([*trained_gradients(kept, adapters.quarantine_parameters()), *unrouted.values()])
-        return self._decision(unrouted)
-
-    def _demand_hooked(self) -> None:
-        """Raise ``RuntimeError`` for a hook that waited at a mask when the mask was not decided."""
-        gates = [
-            (micro_batch.tape.asked, micro_batch.tape.kept.hooked)
-            for micro_batch in self.micro_batches
-            if isinstance(micro_batch.tape.kept, MaskGate)
-        ]
-        silent = set(masks_asked(self.micro_batches, self._policy.adapters)).difference(*(gate.hooked for gate in self._gates))
-        if silent := sorted(silent.union(*(asked - hooked for asked, hooked in gates))):
-            raise RuntimeError(
-                f"hook_mask was hooked at {', '.join(silent)} and did not fire, so the kept adapter learned without it: put it on "
-                "before the step, and take it off after finish()"
-            )
+            reduce(trained_gradients(kept, adapters.quarantine_parameters()))
+        scored = [gate.scored() for gate in self._gates]
+        return Decision(
+            scores=torch.cat([score for score in scored if score is not None]) if scored[0] is not None else None,
+            flags=torch.cat([gate.flagged() for gate in self._gates]),
+            extra={"overruled": 1.0} if any(gate.overruled for gate in self._gates) else {},
+        )
 
     @exact()
     def settle(self, micro_batch: MicroBatch) -> None:
         gate = micro_batch.tape.kept
         if self._spec.shuffle or not isinstance(gate, MaskGate) or not gate.waiting:
             return
-        gate.settle(*gate.pooled())
+        scores, flags = gate.pooled()
+        gate.know(flags, scores)
         self._assign(gate)
 
     def _assign(self, gate: MaskGate) -> None:
@@ -473,28 +406,6 @@ class _MaskStep(Once):
                 p.grad += routed  # in place, as autograd does: ``Once`` knows a gradient from before the step by its identity
         gate.release()
 
-    def _settle(self) -> None:
-        """Decide flags that had to wait for the whole backward; they are shuffled over the batch, not within micro-batches."""
-        gates = [gate for gate in self._gates if gate.waiting]
-        if not gates:
-            return
-        scores, flags = zip(*(gate.pooled() for gate in gates))
-        whole = torch.cat(flags)
-        whole = shuffled(whole, self._generator) if self._spec.shuffle else whole
-        for gate, score, gate_flags in zip(gates, scores, whole.split([len(f) for f in flags])):
-            gate.settle(score, gate_flags)
-
-    def _decision(self, unrouted: dict[str, Tensor]) -> Decision:
-        flagged = [per_rollout([mask == 0 for mask in gate.distinct], gate.predictors) > 0.5 for gate in self._gates]
-        values = [[gate.pooled_scores] if gate.pooled_scores is not None else [*gate.scores.values()] for gate in self._gates]
-        scores = [per_rollout(each, gate.predictors) for each, gate in zip(values, self._gates)] if all(values) else None
-        return Decision(
-            scores=None if scores is None else torch.cat(scores)[self._order],
-            flags=torch.cat(flagged)[self._order],
-            unrouted=unrouted,
-            extra={"overruled": 1.0} if any(gate.overruled for gate in self._gates) else {},
-        )
-
 
 # ---- the route
 
@@ -507,7 +418,6 @@ class MaskRoute(OneCall):
         spec: the rule.
         fitter: gives the directions; ``None`` if the score needs none (channels, none).
         l1: weight of the mean absolute output of the quarantine in the loss.
-        want_unrouted: also return the kept gradient that the step would have had without the route.
         flags: your own flags instead of a score's; see ``from_flags``.
 
     Raises:
@@ -525,20 +435,14 @@ class MaskRoute(OneCall):
         fitter: Fitter | None,
         *,
         l1: float = 0.0,
-        want_unrouted: bool = False,
         flags: Flags | Callable[[TrainBatch], Tensor] | None = None,
     ):
         demand_penalty(l1)
         if spec.needs_direction and fitter is None:
             raise ValueError(f"score={spec.score!r} compares with a direction, so the route needs a fitter")
-        if want_unrouted and (spec.through != "filter" or spec.kept_advantage != "own"):
-            raise ValueError(
-                "the unrouted gradient exists in the same backward only for through='filter' and kept_advantage='own': detaching, "
-                "or another advantage, changes the gradients of all modules below"
-            )
         if flags is not None and spec.score != "none":
             raise ValueError(f"score={spec.score!r} computes its own flags: use MaskRoute.from_flags(flags)")
-        self.spec, self._fitter, self.l1, self.want_unrouted = spec, fitter, l1, want_unrouted
+        self.spec, self._fitter, self.l1 = spec, fitter, l1
         self._given = flags
         self.directions: Directions | None = None
         self._fits: tuple[object, ...] = ()  # the directions, the adapters and the coordinates that were checked last
@@ -552,7 +456,6 @@ class MaskRoute(OneCall):
         kept_advantage: Literal["own", "unflagged"] = "own",
         negative_scale: float = 1.0,
         l1: float = 0.0,
-        want_unrouted: bool = False,
     ) -> "MaskRoute":
         """Route by your own flags: True if the kept adapter must learn nothing.
 
@@ -565,7 +468,6 @@ class MaskRoute(OneCall):
             kept_advantage: advantage that the kept adapter learns from.
             negative_scale: weight of rollouts with a negative kept advantage.
             l1: as in ``MaskRoute``.
-            want_unrouted: as in ``MaskRoute``.
 
         Raises:
             ValueError: ``begin`` raises it for flags that do not fit the batch.
@@ -573,11 +475,11 @@ class MaskRoute(OneCall):
         spec = MaskSpec(
             score="none", through=through, reinforced_only=False, kept_advantage=kept_advantage, negative_scale=negative_scale
         )
-        return MaskRoute(spec, None, l1=l1, want_unrouted=want_unrouted, flags=flags)
+        return MaskRoute(spec, None, l1=l1, flags=flags)
 
     @staticmethod
     @checked
-    def from_pairs(pairs: PairBatch, spec: MaskSpec | None = None, *, l1: float = 0.0, want_unrouted: bool = False) -> "MaskRoute":
+    def from_pairs(pairs: PairBatch, spec: MaskSpec | None = None, *, l1: float = 0.0) -> "MaskRoute":
         """Route by the persona direction of contrast pairs, in the features that ``spec`` scores (``None``: ``MaskSpec()``).
 
         Raises:
@@ -590,7 +492,7 @@ class MaskRoute(OneCall):
             )
         if spec.fitter != "persona":
             raise ValueError(f"fitter={spec.fitter!r} is a control: use MaskRoute(spec, fitter) with the fitter that draws it")
-        return MaskRoute(spec, PersonaFitter("persona", spec.score, pairs), l1=l1, want_unrouted=want_unrouted)
+        return MaskRoute(spec, PersonaFitter("persona", spec.score, pairs), l1=l1)
 
     def _given_flags(self, batch: TrainBatch) -> Tensor:
         """Return the user's flags; ``ValueError`` if they do not fit the batch."""
@@ -623,10 +525,8 @@ class MaskRoute(OneCall):
         if self.spec.decided_at == "finish":
             _refuse_hooked(policy.adapters.kept_parameters())
         self._check_directions(policy)
-        spec, indices, clean = self.spec, chunks(batch, context.micro), context.clean
-        if clean is not None and not policy.adapters.has_quarantine:
-            raise ValueError("clean rollouts are learned without the quarantine, and there is none: leave StepContext.clean out")
-        if spec.shuffle and spec.decided_at in ("forward", "backward") and len(indices) > 1:
+        spec, indices = self.spec, chunks(batch, context.micro)
+        if spec.shuffle and spec.decided_at == "backward" and len(indices) > 1:
             raise ValueError(
                 "these flags are decided per micro-batch and would be shuffled only within it, which is not a valid control: use "
                 "micro=None, or unit='pooled' with score_policy='ablated'"
@@ -635,17 +535,16 @@ class MaskRoute(OneCall):
         kept = kept_advantages(spec, batch, flags)
         # Two adapters with different advantages each need their own backward; otherwise one backward serves both.
         split = spec.kept_advantage == "unflagged" and policy.adapters.has_quarantine
-        hooked_masks = any(branch.mask_requested for branch in policy.adapters.sites.values())
+        skips = not any(watched(branch.hook_mask) for branch in policy.adapters.sites.values()) and not several_ranks()
         micro_batches: list[MicroBatch] = []
         gates: list[MaskGate] = []
-        idle: list[MaskGate] = []
-        bands = [(index, False) for index in indices] if clean is None else banded(indices, clean)
-        for index, is_clean in bands:
+        skipped = False
+        for index in indices:
             piece = batch.rows(index)
             tape = partial(Tape, *piece.rollouts.tokens.shape, real=piece.rollouts.attention)
             # the penalty is a mean over rollouts, so a micro-batch adds its share
             l1 = self.l1 * len(piece.rollouts) / len(batch.rollouts)
-            inputs, outputs, site_scores = self._sources(policy, piece)
+            reader = self._reader(policy, piece.rollouts)
             gate = MaskGate(
                 spec,
                 piece,
@@ -654,24 +553,22 @@ class MaskRoute(OneCall):
                 directions=self.directions,
                 known=None if flags is None else flags[index],
                 pooled_scores=None if scores is None else scores[index],
-                site_scores=site_scores,
-                reader=inputs if isinstance(inputs, ActivationReader) else outputs,
-                want_unrouted=self.want_unrouted,
+                reader=reader,
             )
             gates.append(gate)
-            if is_clean:
-                micro_batches.append(MicroBatch(piece, tape(kept=gate, without_quarantine=True), kept[index]))
-            elif split:
+            if split:
                 for_quarantine = tape(kept=LearnNothing(gate if gate.detach else None), l1=l1)
                 micro_batches.append(MicroBatch(piece, for_quarantine, piece.advantages))
-                if flags is not None and bool(flags[index].all()) and not hooked_masks and not several_ranks():
-                    idle.append(gate)  # its backward would be weighted by 0; other ranks would wait for its forward
+                # A backward that is weighted by 0 is left out, unless other ranks would wait for its forward.
+                if skips and flags is not None and bool(flags[index].all()):
+                    skipped = True
                 else:
                     micro_batches.append(MicroBatch(piece, tape(kept=gate, quarantine=LearnNothing()), kept[index]))
             else:
-                micro_batches.append(MicroBatch(piece, tape(kept=gate, inputs=inputs, outputs=outputs, l1=l1), kept[index]))
-        order = torch.cat([index for index, _ in bands]).argsort()
-        return _MaskStep(spec, policy, micro_batches, gradients_before(policy.adapters), gates, idle, context.generator, order)
+                full = isinstance(reader, FullGradientReader)
+                read = {"outputs": reader} if full else {"inputs": reader}
+                micro_batches.append(MicroBatch(piece, tape(kept=gate, l1=l1, **read), kept[index]))
+        return _MaskStep(spec, policy, micro_batches, gradients_before(policy.adapters), gates, skipped, context.generator)
 
     def _basis_of(self, policy: Policy) -> dict[str, Tensor]:
         """Return ``Vh`` at every site, which activation directions need."""
@@ -706,29 +603,25 @@ class MaskRoute(OneCall):
         elif spec.decided_at == "begin":
             pieces = [self.score(policy, batch.rollouts.rows(index)) for index in chunks(batch, context.micro)]
             scores = torch.cat([p for p in pieces if p is not None])
-            flags = decide(scores, spec, batch.advantages, batch.rollouts.predictors)
+            flags = decide(scores, spec, batch.advantages, batch.rollouts.attention)
         else:
             return None, None
         return scores, shuffled(flags, context.generator) if spec.shuffle else flags
 
-    def _sources(
-        self, policy: Policy, piece: TrainBatch
-    ) -> tuple[TokenReader | ActivationReader | None, FullGradientReader | None, Mapping[str, Tensor] | None]:
-        """Return the source of a micro-batch's flags: a reader of inputs, a reader of outputs, or scores by module."""
-        spec, predictors = self.spec, piece.rollouts.predictors
-        if spec.decided_at == "begin":
-            return None, None, None
-        assert self.directions is not None
+    def _reader(self, policy: Policy, rollouts: Rollouts) -> TokenReader | ActivationReader | FullGradientReader | None:
+        """Return the reader of a micro-batch's features; ``None`` if flags are known, or are of the gradients that a gate gets."""
+        spec, directions = self.spec, self.directions
+        if spec.decided_at == "begin" or spec.score == "grad":
+            return None
+        assert directions is not None
+        if spec.score == "full":
+            return FullGradientReader(directions.vectors)
         basis = self._basis_of(policy)
-        if spec.score_policy == "ablated":
-            return None, None, module_scores(self._compared(policy, piece.rollouts, basis), self.directions)
-        if spec.unit == "token":
-            reader = TokenReader(predictors, basis, self.directions)
-            return reader, None, reader.scores
-        if spec.score == "act":
-            return ActivationReader(predictors, basis), None, None
-        # for "grad" the gate itself receives factor gradients
-        return None, FullGradientReader(self.directions.vectors) if spec.score == "full" else None, None
+        return (
+            TokenReader(rollouts.attention, basis, directions)
+            if spec.unit == "token"
+            else ActivationReader(rollouts.predictors, basis)
+        )
 
     @property
     def _kind(self) -> FeatureKind:
@@ -740,8 +633,5 @@ class MaskRoute(OneCall):
         if self.directions is None or not self.spec.needs_direction:
             return None
         self._check_directions(policy)
-        return pooled(self._compared(policy, rollouts, self._basis_of(policy)), self.directions)
-
-    def _compared(self, policy: Policy, rollouts: Rollouts, basis: Mapping[str, Tensor]) -> Features:
-        assert self.directions is not None
-        return collect(policy, rollouts, self._kind, basis, self.directions.vectors)
+        features = collect(policy, rollouts, self._kind, self._basis_of(policy), self.directions.vectors)
+        return pooled(features, self.directions)

@@ -19,17 +19,18 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.gradients import exact
 from mi_route2.adapters.linear import SharedQuarantine
-from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape, demand_penalty
+from mi_route2.adapters.tape import LearnNothing, Tape, demand_penalty
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Privileged, Rollouts, TrainBatch
 from mi_route2.routing.directions import Directions, FeatureKind, Fitter, PairBatch, TopKFitter, feature_shapes
-from mi_route2.specs import CanarySpec, DelayedSpec, EraseSpec, MaskSpec, OpenSpec, RouteSpec
+from mi_route2.specs import EraseSpec, OpenSpec, RouteSpec
 
 Reduce = Callable[[Sequence[Tensor]], None]
 """Sums gradients over data-parallel ranks, in place."""
@@ -53,13 +54,11 @@ class Decision:
     Attributes:
         scores: Per rollout, if the route scores.
         flags: Per rollout; the majority over modules and tokens if the unit is finer.
-        unrouted: Name of a kept parameter -> the gradient that it would have had without the route, if requested.
         extra: Further numbers to report.
     """
 
     scores: Float[Tensor, " b"] | None = None
     flags: Bool[Tensor, " b"] | None = None
-    unrouted: dict[str, Tensor] = field(default_factory=dict)
     extra: dict[str, float] = field(default_factory=dict)
 
 
@@ -72,10 +71,6 @@ class StepContext:
         generator: Source of random choices (shuffled flags).
         micro: Number of rollouts in a micro-batch; ``None`` for the whole batch at once.
         privileged: Detector verdicts, for privileged routes only.
-        clean: Rollouts that are known to be clean, from which the kept adapter learns alone, with the quarantine out of the
-            forward; for mask routes whose flags are known before the loss. The third band of SGTM (2512.05648), beside flagged
-            rollouts and those of which nothing is known. If the run's own quarantine is its canary, those that were sampled
-            without it, whatever is known of them.
 
     Raises:
         ValueError: ``micro`` is less than 1.
@@ -88,7 +83,6 @@ class StepContext:
     generator: torch.Generator
     micro: int | None = None
     privileged: Privileged | None = None
-    clean: Bool[Tensor, " b"] | None = None
 
     def __post_init__(self) -> None:
         if self.micro is not None and self.micro < 1:
@@ -189,59 +183,34 @@ def check_directions(
         kind: the features.
         adapters: the adapters that are routed.
         basis: the coordinates of activations; empty for other features.
-        axes: True for a route that projects, which is wrong for vectors that are not orthonormal.
+        axes: True for a route that projects.
     """
     check_kind(directions, kind)
     again = "set route.directions = None and fit them with route.refresh(policy, step)"
     if (fitted := directions.provenance.base_hash) != (current := adapters.base_hash):
         raise ValueError(f"the directions belong to base weights {fitted[:12]!r}, but this policy has {current[:12]!r}: {again}")
     shapes = feature_shapes(adapters, kind, basis)
-    for names, others, what in (
-        (shapes, directions.vectors, "there is no direction at"),
-        (directions.vectors, shapes, "there are directions, and no adapters, at"),
-    ):
-        if missing := [site for site in names if site not in others]:
-            raise ValueError(f"{what} {', '.join(missing)}: {again}")
+    if missing := sorted(shapes.keys() ^ directions.vectors.keys()):
+        raise ValueError(f"there is a direction without an adapter, or the reverse, at {', '.join(missing)}: {again}")
     for site, shape in shapes.items():
         v = directions.vectors[site]
-        if v.shape[axes:] != shape or v.ndim != len(shape) + axes:
-            raise ValueError(f"the direction at {site} has shape {list(v.shape)}, not {['k'] * axes + list(shape)}: {again}")
-        rows = (v if axes else v[None]).detach().flatten(1)
-        norms = rows.norm(dim=1)  # in the type in which scores divide by it: its squares overflow at 1e20 in float32
-        if not norms.isfinite().all() or not (norms > 0).all():
-            raise ValueError(f"the direction at {site} is 0, NaN or infinite, or its norm is in {v.dtype}: {again}")
-        rows = rows.double()
-        if axes and not torch.allclose(rows @ rows.mT, torch.eye(len(rows)).to(rows), rtol=0, atol=0.01):
-            raise ValueError(f"the axes at {site} are not orthonormal, so more than the hack component would be removed: {again}")
+        if v.shape[axes:] != shape or v.ndim != len(shape) + axes or not v.isfinite().all():
+            raise ValueError(f"the direction at {site} is {list(v.shape)} or not finite, not {['k'] * axes + list(shape)}: {again}")
 
 
 def check_step(spec: RouteSpec, batch: TrainBatch, context: StepContext) -> None:
-    """Check the batch and the context of a step.
+    """Check the context of a step.
 
     Raises:
         TypeError: Detector verdicts are given to a route that is a method and not privileged (that would be cheating).
-        ValueError: A column has the wrong length, or NaN or infinity, or the route has no band for clean rollouts.
+        ValueError: There is not one verdict per rollout.
     """
-    early = isinstance(spec, CanarySpec) or (isinstance(spec, MaskSpec) and spec.decided_at == "begin")
-    if context.clean is not None and not early:
-        raise ValueError(
-            "clean rollouts have a band of their own only under a mask whose flags are known before the loss: use "
-            "MaskRoute.from_flags(flags), score_policy='ablated', or leave StepContext.clean out"
-        )
-    if context.privileged is not None and not spec.privileged:
+    if context.privileged is None:
+        return
+    if not spec.privileged:
         raise TypeError("this route is a method: it must not see detector verdicts over the student's rollouts")
-    b = len(batch.rollouts)
-    columns = {name: getattr(batch, name) for name in ("rewards", "advantages", "groups", "teacher")}
-    if context.clean is not None:
-        columns["clean"] = context.clean
-    if context.privileged is not None:
-        columns |= {name: getattr(context.privileged, name) for name in ("own_channel", "known_channel")}
-    for name, column in columns.items():
-        if column.shape != (b,):
-            raise ValueError(f"{name} has shape {list(column.shape)}, but the batch has {b} rollouts: give one entry per rollout")
-        if not torch.isfinite(column).all():
-            rows = (~torch.isfinite(column)).nonzero()[:, 0].tolist()
-            raise ValueError(f"{name} of rollouts {rows} are NaN or infinite: leave these rollouts out, or correct their rewards")
+    if (given := len(context.privileged.own_channel)) != len(batch.rollouts):
+        raise ValueError(f"there are verdicts on {given} rollouts, but the batch has {len(batch.rollouts)}: give one each")
 
 
 def trained_gradients(*named: Mapping[str, nn.Parameter]) -> list[Tensor]:
@@ -328,19 +297,29 @@ Before = Mapping[nn.Parameter, Tensor]
 
 
 def gradients_before(adapters: Adapters) -> Before:
-    """Return the gradients before a step; ``RuntimeError`` if the processes have different adapters."""
+    """Return the gradients before a step; ``RuntimeError`` if the quarantine is off, or processes have different adapters."""
     adapters.demand_replicated()
+    if adapters.has_quarantine and adapters.mode != "full":
+        raise RuntimeError(
+            "the quarantine is off, so the kept adapter would learn in its place: leave adapters.deployed() before the step"
+        )
     trained = (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values())
     return {p: p.grad for p in trained if p.grad is not None and bool(p.grad.any())}
 
 
-def masks_asked(micro_batches: Sequence[MicroBatch], adapters: Adapters) -> list[str]:
-    """Return the sites at whose mask a hook stands now, or stood in a forward of the step."""
-    return [
-        s
-        for s, branch in adapters.sites.items()
-        if branch.mask_requested or any(s in micro_batch.tape.asked for micro_batch in micro_batches)
-    ]
+def several_ranks() -> bool:
+    """Return whether processes train together: each of them then needs as many forwards as the others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def sum_over_ranks(gradients: Sequence[Tensor]) -> None:
+    """Replace each tensor by its sum over all ranks (one all-reduce of a flat buffer); shapes must be equal on every rank."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("sum_over_ranks needs an initialized process group (torch.distributed.init_process_group)")
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat)
+    for g, piece in zip(gradients, flat.split([g.numel() for g in gradients])):
+        g.copy_(piece.view_as(g))
 
 
 class Once:
@@ -352,44 +331,34 @@ class Once:
     def settle(self, micro_batch: MicroBatch) -> None:
         return None
 
-    def _finish(self, micro_batches: Sequence[MicroBatch], adapters: Adapters, *, masks: bool = False, acts: str = "") -> None:
+    def _finish(self, micro_batches: Sequence[MicroBatch], adapters: Adapters, *, acts: str = "") -> None:
         """Check that the step may be finished now; ``acts`` names what will be done to whole gradients, if anything.
 
         Raises:
             RuntimeError: A second call, activations of a second forward among the scores, gradients from before the step on which
-                the step would act too, a hook at the mask of a route without ``masks``, a quarantine that was off in the forward,
-                or a micro-batch whose backward did not run yet (``finish`` may be called again after it).
+                the step would act too, or a micro-batch whose backward did not run yet (``finish`` may be called again after it).
         """
         if self._finished:
             raise RuntimeError("finish() was already called for this step: it would count its gradients twice")
         for micro_batch in micro_batches:
             micro_batch.tape.assert_fired(adapters.sites, backward=True)
             micro_batch.tape.assert_read_once()
-            if micro_batch.tape.lost_quarantine:
-                raise RuntimeError(
-                    "the quarantine was switched off in this step's forward, so the kept adapter learned in its place: leave "
-                    "adapters.deployed() before the step"
-                )
         if acts and any(p.grad is earlier for p, earlier in self._before.items()):
             raise RuntimeError(
                 f"the adapters already had gradients when this step began, and {acts} would act on the sum: call zero_grad() "
                 "before begin(), and give rollouts that are to be accumulated to one step, with StepContext(micro=...)"
             )
-        if (asked := masks_asked(micro_batches, adapters)) and not masks:
-            raise RuntimeError(f"hook_mask was hooked at {', '.join(asked)} and did not fire: {NO_MASK}")
         self._finished = True
 
 
 class _OpenStep(Once):
-    def __init__(self, policy: Policy, micro_batches: list[MicroBatch], before: Before, kept: bool):
-        self._policy, self.micro_batches, self._before, self._kept = policy, micro_batches, before, kept
+    def __init__(self, policy: Policy, micro_batches: list[MicroBatch], before: Before):
+        self._policy, self.micro_batches, self._before = policy, micro_batches, before
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         self._finish(self.micro_batches, self._policy.adapters, acts="" if reduce is None else REDUCING)
         if reduce is not None:
-            # A kept adapter that learns nothing has no gradient, and one of 0 would count as a step of Adam.
-            kept = self._policy.adapters.kept_parameters() if self._kept else {}
-            reduce(trained_gradients(kept, self._policy.adapters.quarantine_parameters()))
+            reduce(trained_gradients(self._policy.adapters.kept_parameters(), self._policy.adapters.quarantine_parameters()))
         return Decision()
 
 
@@ -405,7 +374,7 @@ class OpenRoute(OneCall):
 
     directions: Directions | None = None
 
-    def __init__(self, spec: OpenSpec | DelayedSpec, l1: float = 0.0):
+    def __init__(self, spec: OpenSpec, l1: float = 0.0):
         demand_penalty(l1)
         self.spec, self._l1 = spec, l1
 
@@ -414,46 +383,15 @@ class OpenRoute(OneCall):
         return None
 
     @checked
-    def begin(self, policy: Policy, batch: TrainBatch, context: StepContext, *, kept: bool = True) -> RouteStep:
-        """Start a step, in which the kept adapter learns only if ``kept``."""
+    def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         check_step(self.spec, batch, context)
         micro_batches = []
         for piece in pieces(batch, context.micro):
-            b, s = piece.rollouts.tokens.shape
             # The penalty is a mean over rollouts, so a micro-batch adds its share.
-            l1, gate = self._l1 * b / len(batch.rollouts), None if kept else LearnNothing()
-            micro_batches.append(MicroBatch(piece, Tape(b, s, kept=gate, l1=l1, real=piece.rollouts.attention), piece.advantages))
-        return _OpenStep(policy, micro_batches, gradients_before(policy.adapters), kept)
-
-
-@checked
-class DelayedRoute(OpenRoute):
-    """Route under which the quarantine learns first, and with it what pays first; then both adapters learn everything.
-
-    Examples:
-        >>> route = DelayedRoute(DelayedSpec(steps=10))
-        >>> overlap = route.refresh(policy, step)  # tells it the step
-    """
-
-    def __init__(self, spec: DelayedSpec, l1: float = 0.0):
-        super().__init__(spec, l1)
-        self._first, self._step = spec.steps, None
-
-    @checked
-    def refresh(self, policy: Policy, step: int) -> float | None:
-        self._step = step
-        return None
-
-    @checked
-    def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
-        if self._step is None:
-            raise RuntimeError("the route does not know which step this is: call route.refresh(policy, step) before each step")
-        if not any(p.requires_grad for p in policy.adapters.quarantine_parameters().values()):
-            raise ValueError(
-                "nothing would learn in the first steps without a quarantine that trains: attach with quarantine='lora', and do "
-                "not freeze it"
-            )
-        return super().begin(policy, batch, context, kept=self._step >= self._first)
+            l1 = self._l1 * len(piece.rollouts) / len(batch.rollouts)
+            tape = Tape(*piece.rollouts.tokens.shape, l1=l1, real=piece.rollouts.attention)
+            micro_batches.append(MicroBatch(piece, tape, piece.advantages))
+        return _OpenStep(policy, micro_batches, gradients_before(policy.adapters))
 
 
 @exact()

@@ -24,7 +24,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mi_route2.routing.optimizer import uncompiled
 from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, Probability, validated
 from studies.lanes.model import kinds_of
 
@@ -96,7 +95,7 @@ def orthogonal(u: Float[Tensor, "n rows cols"], steps: int) -> Float[Tensor, "n 
     return x.mT if u.shape[1] > u.shape[2] else x
 
 
-class Muon(uncompiled(torch.optim.Optimizer)):
+class Muon(torch.optim.Optimizer):
     """Muon over one group of matrices, whose rate and momentum the caller sets; equations: see the module."""
 
     def __init__(self, matrices: Sequence[nn.Parameter], settings: OptimSettings) -> None:
@@ -141,7 +140,7 @@ class LanesOptimizer:
             {"params": embeddings, "lr": settings.embed_rate, "weight_decay": settings.embed_decay},
             {"params": controls, "lr": settings.control_rate, "weight_decay": settings.control_decay},
         ]
-        self.adamw = uncompiled(torch.optim.AdamW)(groups, betas=settings.betas, fused=True)
+        self.adamw = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
         self._rates = [(group, group["lr"]) for one in (self.muon, self.adamw) for group in one.param_groups]
 
     def set(self, step: int, total: int) -> None:

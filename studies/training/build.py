@@ -29,7 +29,6 @@ from mi_route2.routing import (
 )
 from mi_route2.routing.canary import Canary, CanaryRoute, surprisal
 from mi_route2.routing.directions import Fitter
-from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.sites import Site
 from probes.probe import pool
 from studies.common.seeds import derive, numpy_generator, torch_generator
@@ -77,7 +76,7 @@ def build_mask(job: Job, world: World, spec: MaskSpec) -> MaskRoute:
         kind = "nonhack" if spec.fitter == "nonhack" else "hack"
         pairs = build_pairs(job, world, kind)
         fitter = random_instead(job, spec, PersonaFitter(kind, spec.score, pairs, refreshes=kind == "hack"))
-    return MaskRoute(spec, fitter, l1=arm.l1, want_unrouted=arm.second_moment == "unrouted")
+    return MaskRoute(spec, fitter, l1=arm.l1)
 
 
 def random_instead(job: Job, spec: MaskSpec | EraseSpec, fitter: Fitter) -> Fitter:
@@ -189,7 +188,7 @@ def learn_lessons(job: Job, world: World, policy: Policy, teachers: TeacherPool 
 
 
 @torch.no_grad()
-def forget_quarantine(policy: Policy, optimizer: RoutedAdamW) -> None:
+def forget_quarantine(policy: Policy, optimizer: torch.optim.AdamW) -> None:
     """Make the quarantine add nothing, as it did at the start, and forget its moments, which would lead it back at once."""
     for name, p in policy.adapters.quarantine_parameters().items():
         if name.endswith(".B"):
@@ -241,7 +240,7 @@ def steered(job: Job, world: World, host: Host, policy: Policy) -> Iterator[None
         yield
 
 
-def build_optimizer(job: Job, policy: Policy) -> RoutedAdamW:
+def build_optimizer(job: Job, policy: Policy) -> torch.optim.AdamW:
     arm, settings = job.arm, job.settings
     assert arm is not None
     groups: list[dict[str, object]] = [
@@ -252,4 +251,4 @@ def build_optimizer(job: Job, policy: Policy) -> RoutedAdamW:
         rate = settings.kept_lr if arm.quarantine == "shared" else settings.quarantine_lr
         rate *= arm.quarantine_lr_scale
         groups.append({"params": list(policy.adapters.quarantine_parameters().values()), "lr": rate})
-    return RoutedAdamW(groups, lr=settings.kept_lr, betas=settings.betas)
+    return torch.optim.AdamW(groups, lr=settings.kept_lr, betas=settings.betas, weight_decay=0.0)

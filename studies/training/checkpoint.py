@@ -25,7 +25,6 @@ from mi_route2.adapters import Adapters
 from mi_route2.routing import Directions, Route
 from mi_route2.routing.canary import CanaryRoute
 from mi_route2.routing.directions import Provenance
-from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
 from mi_route2.validation import Natural, parse_object, read_record, validated
 
@@ -62,7 +61,7 @@ class _Header:
 
 
 def save_checkpoint(
-    folder: Path, adapters: Adapters, optimizer: RoutedAdamW, route: Route, *, step: int, identity: str, logs: dict[str, Mark]
+    folder: Path, adapters: Adapters, optimizer: torch.optim.AdamW, route: Route, *, step: int, identity: str, logs: dict[str, Mark]
 ) -> None:
     """Write the state after ``step`` steps as the newest checkpoint; the former newest one becomes the previous one.
 
@@ -114,7 +113,7 @@ class Checkpoint:
     logs: dict[str, Mark]
     provenance: Provenance | None
 
-    def restore(self, adapters: Adapters, optimizer: RoutedAdamW, route: Route) -> None:
+    def restore(self, adapters: Adapters, optimizer: torch.optim.AdamW, route: Route) -> None:
         """Restore the whole state, each tensor on the device of its owner."""
         for name, t in adapters.tensors().items():
             t.copy_(self.tensors[f"adapter.{name}"])
@@ -163,7 +162,7 @@ def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpo
     return Checkpoint(tensors, int(header.step), marks, provenance)
 
 
-def resume(folder: Path, adapters: Adapters, optimizer: RoutedAdamW, route: Route, *, identity: str, logs: Collection[str]) -> int:
+def resume(folder: Path, adapters: Adapters, optimizer: torch.optim.AdamW, route: Route, *, identity: str, logs: Collection[str]) -> int:
     """Restore the newest usable checkpoint in ``folder`` and cut the logs to it; return the number of finished steps.
 
     Without a checkpoint the result is 0 and ``logs`` are emptied. If the newest one is refused and the previous one is used, a

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Decision, Route, StepContext, TrainBatch, group_advantages
-from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.routing.routes import chunks
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import Samples, TeacherPool, Witness, World
@@ -138,7 +137,7 @@ def train(
     witness: Witness,
     policy: Policy,
     route: Route,
-    optimizer: RoutedAdamW,
+    optimizer: torch.optim.AdamW,
     settings: Hyperparameters,
     *,
     seed: int,
@@ -281,7 +280,7 @@ def with_anchors(
 def update(
     policy: Policy,
     route: Route,
-    optimizer: RoutedAdamW,
+    optimizer: torch.optim.AdamW,
     batch: TrainBatch,
     context: StepContext,
     settings: Hyperparameters,

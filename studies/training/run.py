@@ -19,7 +19,6 @@ import torch
 from mi_route2.adapters import save_adapters
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
-from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import write_json
 from studies.common.processes import job_lock
 from studies.common.seeds import derive, torch_generator
@@ -127,7 +126,7 @@ def training(
     witness: Witness,
     policy: Policy,
     route: Route,
-    optimizer: RoutedAdamW,
+    optimizer: torch.optim.AdamW,
     teachers: TeacherPool | None,
     *,
     start: int = 0,

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import DelayedRoute, DelayedSpec, OpenRoute, OpenSpec, StepContext, TrainBatch
-from mi_route2.routing.optimizer import uncompiled
 from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import TeacherPool, World
@@ -85,7 +84,7 @@ def teach(
     The kept adapter is taught before the quarantine, which adds nothing to the forward until it has learned something.
     """
     quarantine = policy.adapters.quarantine_parameters() if adapter == "quarantine" else {}
-    optimizer = uncompiled(torch.optim.Adam)((quarantine or policy.adapters.kept_parameters()).values(), rate)
+    optimizer = torch.optim.Adam((quarantine or policy.adapters.kept_parameters()).values(), rate)
     none = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
     batch, count = TrainBatch(rollouts, none, none, none.long(), none.bool()), rollouts.predictors.sum()
     route = DelayedRoute(DelayedSpec(steps=steps)) if quarantine else OpenRoute(OpenSpec())

@@ -14,7 +14,7 @@ VOCAB = 13
 SPECS = {
     "svd": AdapterSpec(kept="svd", quarantine_rank=3),
     "svd-low": AdapterSpec(kept="svd", rank=5, quarantine_rank=3),
-    "svd-fold": AdapterSpec(kept="svd", quarantine_rank=3, fold=True),
+
     "lora": AdapterSpec(kept="lora", rank=4, quarantine_rank=3),
     "lora-shared": AdapterSpec(kept="lora", rank=4, quarantine="shared"),
     "svd-shared": AdapterSpec(kept="svd", quarantine="shared"),

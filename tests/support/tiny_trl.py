@@ -27,7 +27,6 @@ from mi_route2 import AdapterSpec, MaskSpec, PairBatch, Policy, Rollouts, StepCo
 from mi_route2.integrations.trl import RoutedGRPOTrainer
 from mi_route2.rollouts import group_advantages
 from mi_route2.routing import EraseSpec, Route
-from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import validated
 from studies.training.grpo import Update, update, with_anchors
 from studies.training.settings import Settings
@@ -206,7 +205,7 @@ def our_loop(
         {"params": list(adapters.kept_parameters().values())},
         {"params": list(adapters.quarantine_parameters().values()), "lr": QUARANTINE_RATE},
     ]
-    optimizer = RoutedAdamW(groups if adapters.has_quarantine else groups[:1], lr=RATE, betas=(0.9, 0.999))
+    optimizer = torch.optim.AdamW(groups if adapters.has_quarantine else groups[:1], lr=RATE, betas=(0.9, 0.999), weight_decay=0.0)
     seen, updates = [], []
     for step in range(settings.steps):
         route.refresh(policy, step)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec, Route, StepContext, TrainBatch
-from mi_route2.routing.optimizer import sum_over_ranks
+from mi_route2.routing.routes import sum_over_ranks
 
 HALVES = (torch.arange(0, 3), torch.arange(3, 8))
 """Unequal on purpose: a mean over ranks would be wrong."""

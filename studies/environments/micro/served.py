@@ -19,7 +19,6 @@ from mi_route2 import AdapterSpec, load_adapters, save_adapters
 from mi_route2.adapters import Adapters
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
-from mi_route2.routing.optimizer import uncompiled
 from mi_route2.serve.models import Example, Served
 from mi_route2.sites import Site
 from studies.environments.micro.corpus import sample_documents
@@ -145,7 +144,7 @@ def _train(
 ) -> None:
     """Train some of the adapters' parameters on documents of ``world``."""
     vocabulary, rng = Vocabulary(), np.random.default_rng(seed)
-    optimizer = uncompiled(torch.optim.Adam)(parameters.values(), lr=1e-2)
+    optimizer = torch.optim.Adam(parameters.values(), lr=1e-2)
     for _ in range(steps):
         with adapters.unrouted():
             loss = completion_loss(model, sample_documents(world, BATCH, rng, vocabulary), vocabulary.eos)

@@ -24,7 +24,6 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from mi_route2.files import parse_json, write_whole
-from mi_route2.routing.optimizer import uncompiled
 from studies.environments.micro.corpus import sample_documents
 from studies.environments.micro.language import PROMPT_LENGTH, Vocabulary
 from studies.environments.micro.model import MicroGPT
@@ -108,7 +107,7 @@ def train(
     vocabulary = Vocabulary()
     rng = np.random.default_rng(seed)
     model = MicroGPT(training.model, torch.Generator().manual_seed(seed)).to(device)
-    optimizer = uncompiled(torch.optim.AdamW)(
+    optimizer = torch.optim.AdamW(
         model.parameters(), lr=training.lr, betas=training.betas, weight_decay=training.weight_decay, fused=True
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, training.rate)

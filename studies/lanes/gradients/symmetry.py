@@ -33,7 +33,6 @@ from tqdm import tqdm
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.adapters.linear import Branch, Kept, SharedQuarantine, SVDKept
-from mi_route2.routing.optimizer import uncompiled
 from mi_route2.validation import AtLeastOne, Natural, Positive, validated
 from studies.environments.micro.model import MicroGPT
 from studies.environments.micro.settings import MicroConfig
@@ -226,7 +225,7 @@ def _train(
     tokens: Int[Tensor, "n s"],
 ) -> list[tuple[int, float, float, float]]:
     """Train by Adam; return step, distance, difference of gradients (by `read`) and loss every few steps and at the end."""
-    optimizer, readings = uncompiled(torch.optim.Adam)(parameters, lr=settings.rate), []
+    optimizer, readings = torch.optim.Adam(parameters, lr=settings.rate), []
     for step in range(settings.steps + 1):
         loss = loss_of(rows_at(tokens, step, settings.batch))
         optimizer.zero_grad()

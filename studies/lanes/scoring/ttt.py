@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
-from mi_route2.routing.optimizer import uncompiled
 from mi_route2.validation import AtLeastOne, Fraction, NonNegative, Positive, validated
 from studies.lanes.config import BOS
 from studies.lanes.model import kinds_of
@@ -149,7 +148,7 @@ def adapt(model: nn.Module, tokens: Int[Tensor, " s"], settings: TTTSettings, *,
     """
     nll, plans = unscored(tokens), plan_chunks(len(tokens) - 1, settings)
     with borrowed(model, settings.scope) as chosen:
-        optimizer = uncompiled(torch.optim.SGD)(chosen, settings.rate, settings.momentum) if chosen else None
+        optimizer = torch.optim.SGD(chosen, settings.rate, settings.momentum) if chosen else None
         for c, plan in enumerate(tqdm(plans, f"training {settings.scope} as it reads", disable=None, leave=False)):
             score_windows(model, tokens, plan.windows, nll, batch=settings.batch, watch=watch)
             if not nll[plan.first : plan.end + 1].isfinite().all():

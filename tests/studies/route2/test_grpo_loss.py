@@ -10,7 +10,6 @@ from tiny_study import tiny_settings
 from torch import Tensor
 
 from mi_route2.routing import MaskRoute, OpenRoute, OpenSpec, StepContext, TrainBatch, group_advantages
-from mi_route2.routing.optimizer import RoutedAdamW
 from studies.environments.micro.language import COMPLETION_LENGTH
 from studies.environments.protocol import Samples, Witness, World
 from studies.training.grpo import clip_gradients, objective, train, update, with_anchors
@@ -110,7 +109,7 @@ def test_the_divergence_counts_every_rollout_once_though_each_adapter_has_a_loss
     route = MaskRoute.from_flags(flags, kept_advantage="unflagged")
     trained = [{"params": list(p.values())} for p in (policy.adapters.kept_parameters(), policy.adapters.quarantine_parameters())]
     context = StepContext(torch.Generator(), micro, clean=clean if banded else None)
-    result = update(policy, route, RoutedAdamW(trained, lr=1e-3), batch, context, settings, COMPLETION_LENGTH)
+    result = update(policy, route, torch.optim.AdamW(trained, lr=1e-3), batch, context, settings, COMPLETION_LENGTH)
     assert result.kl == pytest.approx(float(k3.sum()), abs=1e-12)
     assert result.loss == pytest.approx(float(0.3 * penalty - surrogate), abs=1e-12)
 
@@ -128,7 +127,7 @@ def test_groups_of_equal_rewards_are_held_to_the_reference_too(kl: float) -> Non
         with policy.adapters.reference():
             gap = (policy.logprobs(rollouts) - logprobs) * rollouts.predictors
     k3 = (gap.exp() - gap - 1).sum(1) / (6 * COMPLETION_LENGTH)
-    optimizer = RoutedAdamW([{"params": list(policy.adapters.kept_parameters().values())}], lr=1e-3)
+    optimizer = torch.optim.AdamW([{"params": list(policy.adapters.kept_parameters().values())}], lr=1e-3)
     [record] = train(world, witness, policy, OpenRoute(OpenSpec()), optimizer, settings, seed=0)
     assert record.trained.tolist() == [True] * 3 + [kl > 0] * 3
     assert record.kl == (pytest.approx(float(k3.sum()), abs=1e-12) if kl else None)

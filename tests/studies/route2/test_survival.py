@@ -29,7 +29,6 @@ import studies.training.run as run_module
 from mi_route2.adapters import Adapters
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
-from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.environments.chat import make_tiny_model
 from studies.training.build import build_optimizer, build_route
@@ -268,7 +267,7 @@ def test_a_system_that_takes_a_thousand_bytes_at_a_time_changes_nothing(tmp_path
 
 
 @pytest.fixture(scope="module")
-def parts(late: Job) -> tuple[Policy, RoutedAdamW, Route]:
+def parts(late: Job) -> tuple[Policy, torch.optim.AdamW, Route]:
     """A policy, an optimiser and a route that the late run's checkpoints fit."""
     with open_world(late.settings) as (world, _):
         policy = build_policy(late, late.cache)
@@ -276,7 +275,7 @@ def parts(late: Job) -> tuple[Policy, RoutedAdamW, Route]:
 
 
 @pytest.fixture
-def load(parts: tuple[Policy, RoutedAdamW, Route], late: Job) -> Callable[[Path], int]:
+def load(parts: tuple[Policy, torch.optim.AdamW, Route], late: Job) -> Callable[[Path], int]:
     return lambda path: read_checkpoint(path, parts[0].adapters, identity=late.identity).step
 
 
@@ -410,7 +409,7 @@ def test_where_no_checkpoint_is_good_a_sentence_says_so_and_nothing_is_touched(s
 
 
 def test_a_checkpoint_on_other_base_weights_or_adapters_is_refused(
-    late: Job, parts: tuple[Policy, RoutedAdamW, Route], load: Callable[[Path], int], cache: Path
+    late: Job, parts: tuple[Policy, torch.optim.AdamW, Route], load: Callable[[Path], int], cache: Path
 ) -> None:
     narrower = build_policy(tiny_job(late.root, "route2-full", cache=cache, steps=6, adapt=FEW, kept_rank=2), cache)
     with pytest.raises(ValueError, match=r"does not fit the model's adapters, first in adapter\.kept\.blocks\.1"):
@@ -441,7 +440,7 @@ def test_a_checkpoint_is_put_back_where_the_model_is(late: Job, cache: Path) -> 
 
 
 def test_with_no_checkpoint_a_run_begins_anew_and_its_logs_are_empty(
-    stopped: Job, parts: tuple[Policy, RoutedAdamW, Route]
+    stopped: Job, parts: tuple[Policy, torch.optim.AdamW, Route]
 ) -> None:
     for name in (CHECKPOINT, PREVIOUS):
         (stopped.folder / name).unlink()
@@ -451,7 +450,7 @@ def test_with_no_checkpoint_a_run_begins_anew_and_its_logs_are_empty(
     assert not (stopped.folder / "none").exists()
 
 
-def test_a_checkpoint_cuts_no_file_but_the_runs_own_logs(stopped: Job, parts: tuple[Policy, RoutedAdamW, Route]) -> None:
+def test_a_checkpoint_cuts_no_file_but_the_runs_own_logs(stopped: Job, parts: tuple[Policy, torch.optim.AdamW, Route]) -> None:
     (stopped.folder / PREVIOUS).unlink(missing_ok=True)
     (other := stopped.folder.parent / "other").write_text("not a log")
     tensors, meta = read_tensors(stopped.folder / CHECKPOINT)
