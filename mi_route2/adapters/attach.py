@@ -374,17 +374,6 @@ def _refuse_unfit(model: nn.Module, slot: Slot) -> None:
         )
 
 
-def refuse_foreign_forward(model: nn.Module) -> None:
-    """Raise ``ValueError`` for a copy of a model that TRL's trainer was given, whose forward holds that model."""
-    forward = vars(model).get("forward")
-    while forward is not None:
-        for cell in getattr(forward, "__closure__", None) or ():
-            owner = getattr(cell.cell_contents, "__self__", model)
-            if owner is not model and type(owner) is type(model):
-                raise ValueError("this model's forward runs another one, of which it is a copy: del model.forward")
-        forward = getattr(forward, "__wrapped__", None)  # as autocast's, once a run in bfloat16 has begun
-
-
 def _refuse_model(model: nn.Module) -> None:
     """Raise ``ValueError`` if the model as a whole can have no adapters: it has some, or its weights are elsewhere or apart."""
     if of_peft := [name for name, m in model.named_modules() if type(m).__module__.startswith("peft.tuners.")]:
@@ -394,7 +383,6 @@ def _refuse_model(model: nn.Module) -> None:
         )
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
-    refuse_foreign_forward(model)
     refuse_offloaded(model)
     if len(devices := sorted({str(p.device) for p in model.parameters()})) > 1:
         raise ValueError(
@@ -430,7 +418,7 @@ def attach(
 
     Raises:
         KeyError: A pattern matches nothing.
-        ValueError: The count is not ``expect``, the model already has adapters (also of PEFT) or runs another one, the rank does
+        ValueError: The count is not ``expect``, the model already has adapters (also of PEFT), the rank does
             not fit, a Linear is quantized, has two names or a weight that is computed, torch's own layers pass it by, or weights
             are offloaded.
 

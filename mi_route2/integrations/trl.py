@@ -38,24 +38,19 @@ from torch.nn.utils import clip_grad_norm_
 
 try:
     from accelerate.utils import gather_object, is_peft_model
-    from datasets import IterableDataset
     from transformers import TrainerCallback, TrainerState
     from trl import GRPOConfig, GRPOTrainer
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}: RoutedGRPOTrainer needs TRL, pip install 'mi-route2[trl]'", name=error.name) from error
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach, export_peft, load_adapters, save_adapters
-from mi_route2.adapters.attach import refuse_foreign_forward
 from mi_route2.adapters.gradients import wide
 from mi_route2.adapters.io import TURNED, bases
-from mi_route2.adapters.weights import sharded_modules
 from mi_route2.checks import checked
 from mi_route2.integrations import trl_refusals, trl_vllm
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch
 from mi_route2.routing import (
     CanarySpec,
-    DelayedRoute,
-    DelayedSpec,
     Directions,
     EraseRoute,
     EraseSpec,
@@ -72,9 +67,8 @@ from mi_route2.routing import (
     TopKFitter,
 )
 from mi_route2.routing.canary import CanaryRoute
-from mi_route2.routing.directions import Fitter, Provenance
-from mi_route2.routing.routes import sum_over_ranks
-from mi_route2.routing.routes import MicroBatch, RouteStep
+from mi_route2.routing.directions import Fitter
+from mi_route2.routing.routes import MicroBatch, RouteStep, sum_over_ranks
 from mi_route2.tensor_files import digest, refuse_infinite
 
 ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safetensors"
@@ -143,19 +137,6 @@ class _Scored(NamedTuple):
     aux_loss: Tensor | None
 
 
-def _copyable(model: Any) -> None:
-    """Let copies of the model run themselves: TRL's forward holds that of the model that it was made for, whoever calls it."""
-    trained = model.forward.__func__
-
-    @wraps(type(model).forward)  # generate() checks its arguments against the signature
-    def forward(self: Any, *given: Any, fused_lm_head: bool = False, **named: Any) -> Any:
-        if self is model or fused_lm_head:
-            return trained(self, *given, fused_lm_head=fused_lm_head, **named)
-        return type(self).forward(self, *given, **named)
-
-    model.forward = MethodType(forward, model)
-
-
 def _unfuse(model: Any, temperature: float) -> None:
     """Replace TRL's fused head by the model's own, which calls the unembedding with its adapters, in the type of the model.
 
@@ -179,16 +160,6 @@ def _unfuse(model: Any, temperature: float) -> None:
     model.forward = MethodType(unfused, model)
 
 
-class _AdamW(RoutedAdamW):
-    """``RoutedAdamW`` that takes unrouted gradients from an attribute, because accelerate's ``step`` passes no argument on."""
-
-    unrouted: Mapping[Any, Tensor] | None = None
-
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().step(closure, unrouted=self.unrouted)
-        self.unrouted = None
-
-
 class _Watch(TrainerCallback):
     """Callback that reports an optimizer step to the route (``Route.after_update``)."""
 
@@ -197,7 +168,7 @@ class _Watch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, *_given: Any, **_named: Any) -> None:
         prompts = self._trainer.prompts_sampler
-        if getattr(prompts, "shuffle", False):  # an iterable data set has none, see `_init_training_state`
+        if getattr(prompts, "shuffle", False):
             for _ in range(int(state.epoch or 0)):  # a resumed run would begin with the order of the first epoch again
                 torch.randperm(prompts.num_samples, generator=prompts.generator)
 
@@ -223,7 +194,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         model: Model, or a path that ``from_pretrained`` reads.
         reward_funcs: Reward functions.
         args: TRL's settings.
-        adapters: Kind of the adapters, which then train as one where they can (``Adapters.stack``); or attached ones.
+        adapters: Kind of the adapters; or attached ones.
         route: Rule of the route; or a route, for example ``MaskRoute.from_flags(function)``.
         pairs: Contrast pairs, if the rule compares with a direction: a ``PairBatch``, or rows with ``prompt`` (as in the data set),
             ``hack`` and ``clean`` (texts).
@@ -271,8 +242,6 @@ class RoutedGRPOTrainer(GRPOTrainer):
         arguments = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *given, **named).arguments
         if arguments.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
             raise ValueError("adapters= attaches this trainer's own adapters, and PEFT's would train unrouted: give a plain model")
-        if not isinstance(model, str):
-            refuse_foreign_forward(model)
         if args is not None:
             trl_refusals.refuse_settings(args)
         beta = 0.0 if args is None else args.beta
@@ -289,10 +258,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         # TRL cuts completions at the end tokens that it knows, and would learn the padding behind those of generation_kwargs
         more = self.generation_kwargs["eos_token_id"]
         self.eos_token_ids = [*dict.fromkeys([*self.eos_token_ids, *([more] if isinstance(more, int) else more or ())])]
-        _copyable(self.model)
         trl_refusals.refuse_machine(self)
-        if not vllm and self.rollout_func is None:
-            trl_refusals.refuse_cuts(self)
         self.adapters = self._attached(adapters, adapt, cache_dir)
         if self.is_fsdp_enabled:
             self._replicate()
@@ -316,7 +282,6 @@ class RoutedGRPOTrainer(GRPOTrainer):
         self._tapes = ExitStack()
         self._window: _Window | None = None
         self._alike = False  # whether the processes were compared
-        self._unrouted: dict[str, Tensor] = {}
         self._rewards, self._completions = torch.empty(0), list[list[int]]()
         self._sampled: list[tuple[Mapping[str, Any], list[int]]] = []
         self.add_callback(_Watch(self))
@@ -332,9 +297,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             return adapters
         generator = torch.Generator().manual_seed(self.args.seed)
         patterns = (adapt,) if isinstance(adapt, str) else adapt
-        attached = attach(self.model, *patterns, spec=adapters, generator=generator, cache_dir=cache_dir)
-        attached.stack = adapters.stackable  # its rounding is the price of speed, for which one comes to TRL
-        return attached
+        return attach(self.model, *patterns, spec=adapters, generator=generator, cache_dir=cache_dir)
 
     def _replicate(self) -> None:
         """Exclude the adapters from sharding by FSDP2: a shard's flags would be wrong, and gradients are averaged here."""
@@ -352,8 +315,6 @@ class RoutedGRPOTrainer(GRPOTrainer):
                 "a run's own quarantine judges what is sampled without it, and TRL samples all with it: use a canary that was "
                 "trained before, and leave decoys and first out"
             )
-        if isinstance(route, DelayedSpec):
-            return DelayedRoute(route)
         if not isinstance(route, MaskSpec | EraseSpec | OpenSpec):
             if pairs is not None:
                 raise ValueError("a route has its own pairs: leave out pairs=, or give the rule alone (MaskSpec or EraseSpec)")
@@ -372,8 +333,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             fitter = TopKFitter("grad", batch, k=route.k)
         else:
             assert route.score in ("act", "grad", "full")
-            refreshes = route.fitter == "persona"
-            fitter = PersonaFitter("nonhack" if route.fitter == "nonhack" else "persona", route.score, batch, refreshes=refreshes)
+            fitter = PersonaFitter("persona", route.score, batch)
         if route.fitter == "haar":
             fitter = HaarFitter(fitter, _seed(self.args.seed, "haar", route.draw))
         return EraseRoute(route, fitter) if isinstance(route, EraseSpec) else MaskRoute(route, fitter)
@@ -420,27 +380,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
         self._step, self._buffered_inputs, self._window, self._entropy_window_stats = 0, None, None, None
         return super().train(*given, **named)
 
-    def _init_training_state(
-        self, max_steps: int, each: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
-    ) -> tuple[int, int]:
-        """Return the epochs that are over, and the micro-batches of the present one, from which a run goes on."""
-        over, done = super()._init_training_state(max_steps, each, epochs, resume_from_checkpoint, trial)
-        if resume_from_checkpoint is not None and done and isinstance(self.train_dataset, IterableDataset):
-            # max_steps stands for the unknown length of an epoch, so that all steps would be skipped within the first one
-            stored = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / STATE))
-            over = int(stored.epoch or 0)
-            done = round(((stored.epoch or 0) - over) * stored.max_steps * self.args.gradient_accumulation_steps)
-        return over, done
-
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self.prompts_sampler = super()._get_train_sampler(dataset)
-        if not len(self.prompts_sampler):  # TRL leaves an incomplete sampling out
-            raise ValueError(
-                f"a sampling takes {self.prompts_sampler.batch_size} prompts of the data set, which has "
-                f"{self.prompts_sampler.num_samples}, so that nothing would be trained: give more, or choose a smaller "
-                "per_device_train_batch_size or steps_per_generation (as gradient_accumulation_steps by default), or more "
-                "num_generations"
-            )
         return self.prompts_sampler
 
     def _reference(self, **inputs: Any) -> Any:
@@ -451,11 +392,6 @@ class RoutedGRPOTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]) -> Tensor:
         self._completions = completion_ids_list
         self._rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self.model.training and bool(self._rewards.isinf().any()):
-            raise ValueError(
-                "a reward is infinite, of which TRL makes advantages of 3e38 for the whole group: return None for a completion "
-                "without a reward"
-            )
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -498,7 +434,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         )
         step = self.state.global_step
         overlap = self.route.refresh(self.policy, step)
-        self._refuse_step(batch)
+        self._demand_alike()
         generator = torch.Generator().manual_seed(_seed(self.args.seed, "route", step, self.accelerator.process_index))
         context = StepContext(generator, micro=len(micro[0]["advantages"]))
         routed = self.route.begin(self.policy, batch, context)
@@ -507,41 +443,25 @@ class RoutedGRPOTrainer(GRPOTrainer):
         assert len(micro_batches) == count
         self._window = _Window(routed, batch, torch.cat([micro_batch["rollout"] for micro_batch in micro]), micro_batches, overlap)
 
-    def _refuse_step(self, batch: TrainBatch) -> None:
-        """Raise ``ValueError`` if processes differ, or a group is not whole; all processes must call this."""
-        spec = self.route.spec
-        if isinstance(spec, MaskSpec | CanarySpec) and spec.kept_advantage == "unflagged":
-            sizes = batch.groups.unique(return_counts=True)[1]
-            if bool((sizes != self.num_generations).any()):  # accelerate may cut batches otherwise than GRPOConfig says
-                raise ValueError(
-                    f"kept_advantage='unflagged' needs whole groups of {self.num_generations} in each optimizer step of a process, "
-                    f"but one has {int(sizes.min())} here: leave split_batches out of accelerator_config"
-                )
+    def _demand_alike(self) -> None:
+        """Raise ``ValueError`` if processes have different adapters or routes; all processes must call this."""
         if self._alike or self.accelerator.num_processes == 1:
             return
-        directions, turned, route = self.route.directions, bases(self.adapters), self.route
-        pairs = None if directions is None else directions.provenance.pairs_hash
+        route = self.route
+        pairs = None if route.directions is None else route.directions.provenance.pairs_hash
         judge = digest(route.inputs(), {}) if isinstance(route, CanaryRoute) else None
-        given = (digest(self.adapters.tensors(), {}), [*turned.values()], [repr(route.spec), pairs, judge, self._record is None])
-        first, *others = gather_object([given])
-        if any(one[0] != first[0] or any(abs(u - v) >= TURNED for u, v in zip(one[1], first[1])) for one in others):
+        given = digest(self.adapters.tensors(), {}), repr(route.spec), pairs, judge, self._record is None
+        bases_of_all = [*bases(self.adapters).values()]
+        (first, turned), *others = gather_object([(given, bases_of_all)])
+        if any(one != first or any(abs(u - v) >= TURNED for u, v in zip(two, turned)) for one, two in others):
             raise ValueError(
-                "the adapters of the processes differ, so that their mean gradient is that of none: give an AdapterSpec, or "
-                "attach() with a generator of the same seed, and a cache_dir for SVDs"
+                "the adapters, routes, pairs, canaries or recorders of the processes differ: give the same to each, and an "
+                "AdapterSpec or attach() with a generator of the same seed"
             )
-        if any(one[2] != first[2] for one in others):
-            raise ValueError(
-                "the routes, pairs, canaries (their checkpoints and the base's samples) or recorders of the processes differ: give "
-                "the same to each, and record is called on one"
-            )
-        if unaveraged := [*self._beside()]:
-            raise ValueError(f"no process would send the gradient of {unaveraged[0]}, which is no adapter's: freeze it")
         self._alike = True
 
     def _batch(self, joined: Mapping[str, Tensor]) -> TrainBatch:
-        dtype = next(
-            iter(self.adapters.kept_parameters().values())
-        ).dtype  # TRL's are float32, and would round the weights of rollouts
+        dtype = next(iter(self.adapters.kept_parameters().values())).dtype  # TRL's float32 would round the weights of rollouts
         tokens = torch.cat([joined["prompt_ids"], joined["completion_ids"]], dim=1)
         attention = torch.cat([joined["prompt_mask"], joined["completion_mask"]], dim=1)
         learned = joined["completion_mask"] * joined.get("tool_mask", torch.ones_like(joined["completion_mask"]))
@@ -593,10 +513,6 @@ class RoutedGRPOTrainer(GRPOTrainer):
     def _finish(self, window: "_Window") -> None:
         several = self.accelerator.num_processes > 1
         decision = window.routed.finish(self._mean_over_processes if several else None)
-        kept = self.adapters.kept_parameters()
-        self._unrouted = decision.unrouted
-        if isinstance(self._inner_optimizer, _AdamW):
-            self._inner_optimizer.unrouted = {kept[name]: g for name, g in decision.unrouted.items()} or None
         numbers = {f"route/{name}": value for name, value in decision.extra.items()}
         for name, column in (("flagged", decision.flags), ("score", decision.scores)):
             if column is not None:
@@ -618,11 +534,6 @@ class RoutedGRPOTrainer(GRPOTrainer):
     def _both(self) -> dict[str, list[torch.nn.Parameter]]:
         pairs = {"kept": self.adapters.kept_parameters(), "quarantine": self.adapters.quarantine_parameters()}
         return {name: list(parameters.values()) for name, parameters in pairs.items() if parameters}
-
-    def _beside(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that a user trains beside the adapters; no route decides what they learn."""
-        both = {id(p) for parameters in self._both().values() for p in parameters}
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in both}
 
     def note(self, numbers: Mapping[str, float | None]) -> None:
         """Add numbers to TRL's log of the training, which averages them over the steps between two logs."""
@@ -649,22 +560,11 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     # ---- optimizer
 
-    @property
-    def _inner_optimizer(self) -> Any:
-        return getattr(self.optimizer, "optimizer", self.optimizer)
-
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create TRL's optimizer with the quarantine in groups of its own; for an unrouted second moment, ``RoutedAdamW``."""
+        """Create TRL's optimizer with the quarantine in groups of its own."""
         if self.optimizer is not None:
             return super().create_optimizer(model)
-        args = self.args
-        if getattr(self.route, "want_unrouted", False):
-            trained = [*self._both().values(), [*self._beside().values()]]
-            groups: list[dict[str, Any]] = [{"params": parameters} for parameters in trained]
-            betas = (args.adam_beta1, args.adam_beta2)
-            self.optimizer = _AdamW(groups, args.learning_rate, betas, args.adam_epsilon, args.weight_decay)
-        else:
-            super().create_optimizer(model)
+        super().create_optimizer(model)
         assert self.optimizer is not None
         quarantine = {id(p) for p in self.adapters.quarantine_parameters().values()}
         for group in list(self.optimizer.param_groups):
@@ -678,20 +578,15 @@ class RoutedGRPOTrainer(GRPOTrainer):
     def _clip_grad_norm(self, model: Any) -> Tensor:
         """Clip the kept adapter and the quarantine apart: together, a large quarantine gradient would shrink the kept one."""
         limit = self.args.max_grad_norm
-        trained = self._both() | {"beside": [*self._beside().values()]}
+        trained = self._both()
         # the norm of no gradient, as of a kept adapter that learns later, is a number on the CPU
         norms = {name: clip_grad_norm_(parameters, limit).to(self.accelerator.device) for name, parameters in trained.items()}
-        scale = min(1.0, limit / (float(norms["kept"]) + 1e-6))  # the formula of clip_grad_norm_
-        for gradient in self._unrouted.values():
-            gradient.mul_(scale)
         return torch.stack(list(norms.values())).norm()
 
     # ---- evaluation, files
 
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
         """Evaluate, or predict with, the deployed model, with the quarantine off."""
-        if self.is_fsdp_enabled and not sharded_modules(self.model):
-            raise ValueError("FSDP2 shards a model together with its optimizer, in train(): call evaluate() after it")
         with self.adapters.deployed():
             return super().evaluation_loop(*given, **named)
 
@@ -764,23 +659,10 @@ class RoutedGRPOTrainer(GRPOTrainer):
         load_adapters(self.adapters, folder / ADAPTERS)
         if (folder / DIRECTIONS).is_file():
             directions = Directions.load(folder / DIRECTIONS)
-            _refuse_other_pairs(folder, self.route, directions.provenance)
             # in the model's order, so that sums over sites round as before
             known = [site for site in self.adapters.sites if site in directions.vectors]
             vectors = {site: directions.vectors[site].to(self.adapters.scored(site).device) for site in known}
             self.route.directions = replace(directions, vectors=vectors)
-
-
-def _refuse_other_pairs(folder: Path, route: Route, origin: Provenance) -> None:
-    """Raise ``ValueError`` for directions of other pairs, axes or draw than the route's, which would stay until a refit."""
-    fitter = getattr(route, "_fitter", None)
-    pairs = getattr(getattr(fitter, "pairs", None), "pairs_hash", origin.pairs_hash)
-    drawn = getattr(fitter, "name", origin.fitter), getattr(fitter, "seed", origin.seed)
-    if (pairs, *drawn) != (origin.pairs_hash, origin.fitter, origin.seed):
-        raise ValueError(
-            f"{folder} has directions of other pairs, or of another draw, than this trainer's: give the pairs= and the route= that "
-            "the run began with"
-        )
 
 
 @dataclass

@@ -1,12 +1,11 @@
-"""Settings, machines, rules and optimizers of TRL that routing refuses, each with the reason and the remedy.
+"""Settings, machines, rules and optimizers of TRL that routing does not support: each with its name and what to use.
 
 Everything is refused while a trainer is made, before the first completion is sampled.
 """
 
 import math
 import os
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
 from typing import Any
 
 from accelerate.utils import DynamoBackend
@@ -17,177 +16,130 @@ from trl import GRPOConfig
 from mi_route2.integrations import trl_vllm
 from mi_route2.routing import CanarySpec, MaskSpec
 
-DEEPSPEED = "DeepSpeed reduces and partitions gradients inside of the backward, where a route cannot finish: use DDP or FSDP2"
-COMPILED = "a step under a route runs uncompiled between broken graphs, which costs time and gains none: leave torch_compile out"
-UPLOADS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "clearml": ("CLEARML_LOG_MODEL", "true"),
-        "comet_ml": ("COMET_LOG_ASSETS", "false"),
-        "dagshub": ("HF_DAGSHUB_LOG_ARTIFACTS", "false"),
-        "dvclive": ("HF_DVCLIVE_LOG_MODEL", "false"),
-        "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", "false"),
-        "swanlab": ("SWANLAB_LOG_MODEL", "false"),
-        "wandb": ("WANDB_LOG_MODEL", "false"),
-    }
-)
-"""Tracker -> the environment variable with which transformers uploads models or checkpoints to it, and its default."""
 
-
-CUTS: Mapping[str, float | None] = MappingProxyType(
-    dict.fromkeys(
-        ("min_p", "top_h", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-         "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "min_length", "min_new_tokens",
-         "forced_eos_token_id", "exponential_decay_length_penalty", "watermarking_config", "max_time")
-    )
-    | {"typical_p": 1, "guidance_scale": 1, "num_beams": 1, "encoder_repetition_penalty": 1}
-)  # fmt: skip
-"""Entries of a generation config that change what is drawn, and which TRL takes from the model's -> the value that does not."""
+def refuse(unsupported: Iterable[tuple[str, object, str]]) -> None:
+    """Raise ``ValueError`` for the first (name, whether it is set, what to use) that is set."""
+    for name, given, use in unsupported:
+        if given:
+            raise ValueError(f"RoutedGRPOTrainer does not support {name}: {use}")
 
 
 def refuse_settings(args: GRPOConfig) -> None:
-    """Raise ``ValueError`` for settings of TRL that routing does not support, with the reason and the remedy."""
-    reasons = {
-        "use_transformers_continuous_batching": "continuous batching casts adapters to half precision: leave it out",
-        "sync_ref_model": "the reference is the base model itself, and cannot move: leave sync_ref_model out",
-        "fp16_full_eval": "evaluate() would round the adapters themselves to half precision, and for good: leave it out",
-        "bf16_full_eval": "evaluate() would round the adapters themselves to half precision, and for good: leave it out",
-        "torch_compile": COMPILED,
-        "deepspeed": DEEPSPEED,
-        "auto_find_batch_size": "a step that ran out of memory cannot be begun again: choose per_device_train_batch_size",
-    }
-    if args.use_vllm:
-        trl_vllm.refuse_settings(args)
-    for name, reason in reasons.items():
-        if getattr(args, name):
-            raise ValueError(reason)
-    if "temperature" in (args.generation_kwargs or {}):
-        raise ValueError("the loss would be at another temperature than that of generation_kwargs: use GRPOConfig(temperature=...)")
-    known, other = ("stop_token_ids", "eos_token_id") if args.use_vllm else ("eos_token_id", "stop_token_ids")
-    if other in (args.generation_kwargs or {}):  # transformers would not even say that it ignores the name of vLLM's
-        raise ValueError(f"{other} in generation_kwargs would end no completion here: use {known}")
-    if args.mixed_precision == "fp16":  # also if the launcher says so
-        raise ValueError("fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True")
-    optim = str(getattr(args.optim, "value", args.optim))
-    if "layerwise" in optim or "lomo" in optim:
-        raise ValueError(f"{optim} steps inside of the backward, where a route has not decided yet: use optim='adamw_torch'")
-    for tracker, (variable, usual) in UPLOADS.items():
-        uploads = os.environ.get(variable, usual).lower() not in ("", "0", "off", "no", "none", "false")
-        if uploads and tracker in (args.report_to or ()):
-            raise ValueError(f"{variable} uploads checkpoints, which hold the quarantine: set it to false")
-    if "flyte" in (args.report_to or ()):  # it has no variable
-        raise ValueError(
-            "Flyte uploads checkpoints, which hold the quarantine: leave it out of report_to, and give "
-            "callbacks=[FlyteCallback(sync_checkpoints=False)]"
+    """Raise ``ValueError`` for settings of TRL that routing does not support."""
+    optim, sampling = str(getattr(args.optim, "value", args.optim)), args.generation_kwargs or {}
+    ends, ignored = ("stop_token_ids", "eos_token_id") if args.use_vllm else ("eos_token_id", "stop_token_ids")
+    names = ("use_transformers_continuous_batching", "sync_ref_model", "fp16_full_eval", "bf16_full_eval", "torch_compile")
+    refuse(
+        (
+            *((name, getattr(args, name), "leave it out") for name in names),
+            ("deepspeed", args.deepspeed, "use DDP or FSDP2"),
+            ("auto_find_batch_size", args.auto_find_batch_size, "choose per_device_train_batch_size"),
+            ("generation_kwargs['temperature']", "temperature" in sampling, "use GRPOConfig(temperature=...)"),
+            (f"generation_kwargs[{ignored!r}] with this sampler", ignored in sampling, f"use {ends!r}"),
+            ("fp16", args.mixed_precision == "fp16", "use bf16=True"),  # also if the launcher says so
+            (f"optim={optim!r}", "layerwise" in optim or "lomo" in optim, "use optim='adamw_torch'"),
+            (
+                "hub_strategy='checkpoint', since checkpoints hold the quarantine",
+                args.push_to_hub and "checkpoint" in str(args.hub_strategy).lower(),
+                "use hub_strategy='every_save' or 'end'",
+            ),
+            (
+                "load_best_model_at_end with save_only_model",
+                args.load_best_model_at_end and args.save_only_model,
+                "choose one of them",
+            ),
         )
-    if args.push_to_hub and "checkpoint" in str(args.hub_strategy).lower():
-        raise ValueError("checkpoints hold the quarantine and must not be uploaded: use hub_strategy='every_save' or 'end'")
-    if args.load_best_model_at_end and args.save_only_model:
-        raise ValueError("save_only_model leaves out what load_best_model_at_end would load: choose one of them")
+    )
+    if args.use_vllm:
+        refuse(trl_vllm.unsupported(args))
 
 
 def refuse_machine(trainer: Any) -> None:
     """Raise ``ValueError`` for a model, or a way of running it on several devices, that routing does not support."""
-    if trainer._is_vlm:
-        raise ValueError("a rollout here is text, and its score would ignore the images: give a tokenizer and a language model")
-    if (launched := int(os.environ.get("WORLD_SIZE", "1"))) != trainer.accelerator.num_processes:
-        raise ValueError(
-            f"{launched} processes were launched, but {trainer.accelerator.num_processes} train together: set use_cpu=True in "
-            "GRPOConfig if there is no GPU"
+    accelerator, launched = trainer.accelerator, int(os.environ.get("WORLD_SIZE", "1"))
+    fsdp = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    refuse(
+        (
+            ("images", trainer._is_vlm, "give a tokenizer and a language model"),
+            (
+                f"{launched} processes of which {accelerator.num_processes} train together",
+                launched != accelerator.num_processes,
+                "set use_cpu=True in GRPOConfig if there is no GPU",
+            ),
+            ("deepspeed", trainer.is_deepspeed_enabled, "use DDP or FSDP2"),
+            ("torch_compile", accelerator.state.dynamo_plugin.backend != DynamoBackend.NO, "leave it out"),
+            ("parallelism_config", getattr(accelerator, "parallelism_config", None) is not None, "leave it out"),
+            (
+                "a model that from_pretrained has sharded",
+                getattr(trainer, "is_distributed_loading_by_transformers", False),
+                "use accelerate's FSDP2",
+            ),
         )
-    if trainer.is_deepspeed_enabled:
-        raise ValueError(DEEPSPEED)
-    if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise ValueError(COMPILED)
-    if trainer.is_fsdp_enabled:
-        refuse_fsdp(trainer.accelerator.state.fsdp_plugin)
-    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
-        raise ValueError("a rollout that is split over processes has no whole gradient to flag: leave parallelism_config out")
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        raise ValueError("a model that from_pretrained has sharded was never tried with a route: let accelerate's FSDP2 do it")
-
-
-def refuse_cuts(trainer: Any) -> None:
-    """Raise ``ValueError`` if the model's generation config changes what is drawn, in a way that no setting of the trainer says."""
-    for name, neutral in CUTS.items():
-        value = getattr(trainer.model.generation_config, name, None)
-        if value and value != neutral and trainer.generation_kwargs.get(name) is None:
-            raise ValueError(
-                f"{name} = {value!r:.60} in the model's generation config changes what is drawn, which the loss does not know: set "
-                f"model.generation_config.{name} = None, or give it in generation_kwargs of GRPOConfig if it is meant"
+    )
+    if fsdp is not None:
+        refuse(
+            (
+                ("FSDP 1", fsdp.fsdp_version != 2, "use fsdp_version=2"),
+                ("ignored_modules", isinstance(fsdp.ignored_modules, str), "leave it out, since the trainer sets it"),
+                ("cpu_ram_efficient_loading", fsdp.cpu_ram_efficient_loading, "set it to false"),
+                ("offload_params", isinstance(fsdp.cpu_offload, CPUOffloadPolicy), "set it to false"),
             )
-
-
-def refuse_fsdp(plugin: Any) -> None:
-    """Raise ``ValueError`` for settings of FSDP that routing does not support, with the remedy."""
-    if plugin.fsdp_version != 2:
-        raise ValueError("FSDP 1 flattens adapters and base into shards, whose flags would be wrong: use fsdp_version=2")
-    if isinstance(plugin.ignored_modules, str):
-        raise ValueError("the adapters are what FSDP must ignore, and the trainer says so itself: leave ignored_modules out")
-    if plugin.cpu_ram_efficient_loading:
-        raise ValueError(
-            "cpu_ram_efficient_loading leaves the other processes without weights, from which adapters are made: set it to false"
         )
-    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise ValueError("weights that are offloaded to the CPU cannot be gathered for their hash: set offload_params to false")
 
 
 def refuse_route(trainer: Any) -> None:
     """Raise ``ValueError`` for a rule that TRL's batches, or the trainer's settings, cannot serve."""
     spec, args = trainer.route.spec, trainer.args
-    if spec.privileged:
-        raise ValueError(
-            "this rule reads a detector over the student's rollouts, which TRL's batches do not carry: use a rule without "
-            "one, or MaskRoute.from_flags(function) with flags of your own"
-        )
-    generated = args.steps_per_generation * trainer.num_iterations
-    if generated % args.gradient_accumulation_steps:
-        raise ValueError(
-            f"a route begins an optimizer step with all of its rollouts, but here some of them would be sampled later: choose "
-            f"steps_per_generation={args.steps_per_generation} as a multiple of "
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
-        )
-    separate = isinstance(spec, MaskSpec | CanarySpec) and spec.kept_advantage == "unflagged" and trainer.adapters.has_quarantine
-    if args.ddp_static_graph and (separate or args.gradient_accumulation_steps > 1):
-        raise ValueError("a static graph has one backward in a step, and here are several: leave ddp_static_graph out")
-    if isinstance(getattr(trainer.route, "_given", None), Tensor):
-        raise ValueError(
-            "TRL shuffles the rollouts of a step, so that flags by position would be those of others: give from_flags a "
-            "function of the batch"
-        )
-    if not isinstance(spec, MaskSpec | CanarySpec):
-        return
-    if spec.shuffle and trainer.accelerator.num_processes > 1:
-        raise ValueError("shuffle=True would shuffle the flags of each process apart: train this control in one process")
-    early = isinstance(spec, MaskSpec) and spec.decided_at in ("forward", "backward")
-    if spec.shuffle and early and args.gradient_accumulation_steps > 1:
-        raise ValueError(
-            "shuffle=True would shuffle these flags within each micro-batch, which is not a valid control: use "
-            "gradient_accumulation_steps=1, or unit='pooled' with score_policy='ablated'"
-        )
-    if spec.kept_advantage == "unflagged":
-        refuse_groups(trainer)
-
-
-def refuse_groups(trainer: Any) -> None:
-    """Raise ``ValueError`` unless each optimizer step of a process has whole groups, with advantages of our definition."""
-    args = trainer.args
-    if args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize":
-        raise ValueError(
-            "kept_advantage='unflagged' is R - mean(R over the unflagged of the group), which is not divided by a deviation: "
-            "use scale_rewards='none' and multi_objective_aggregation='sum_then_normalize'"
-        )
+    masks = isinstance(spec, MaskSpec | CanarySpec)
+    several, accumulated = trainer.accelerator.num_processes > 1, args.gradient_accumulation_steps
+    unflagged, shuffles = masks and spec.kept_advantage == "unflagged", masks and spec.shuffle
+    separate = unflagged and trainer.adapters.has_quarantine
+    early = isinstance(spec, MaskSpec) and spec.decided_at == "backward"
     local = args.per_device_train_batch_size * args.steps_per_generation
-    if args.steps_per_generation != args.gradient_accumulation_steps or local % trainer.num_generations:
-        raise ValueError(
-            "kept_advantage='unflagged' needs whole groups in each optimizer step of a process: choose steps_per_generation = "
-            f"gradient_accumulation_steps, and their product with per_device_train_batch_size ({local}) as a multiple of "
-            f"num_generations ({trainer.num_generations})"
+    whole = args.steps_per_generation == accumulated and local % trainer.num_generations == 0
+    scaled = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
+    adapters = {id(p) for p in (*trainer.adapters.kept_parameters().values(), *trainer.adapters.quarantine_parameters().values())}
+    beside = [name for name, p in trainer.model.named_parameters() if p.requires_grad and id(p) not in adapters]
+    refuse(
+        (
+            (f"parameters that train beside the adapters ({', '.join(beside[:1])})", beside, "freeze them"),
+            ("a rule that reads a detector", spec.privileged, "use MaskRoute.from_flags(function) with flags of your own"),
+            (
+                f"steps_per_generation={args.steps_per_generation} with gradient_accumulation_steps={accumulated}",
+                args.steps_per_generation * trainer.num_iterations % accumulated,
+                "choose the first as a multiple of the second, since a route begins a step with all of its rollouts",
+            ),
+            ("ddp_static_graph", args.ddp_static_graph and (separate or accumulated > 1), "leave it out"),
+            (
+                "flags by position",
+                isinstance(getattr(trainer.route, "_given", None), Tensor),
+                "give from_flags a function of the batch, since TRL shuffles rollouts",
+            ),
+            ("shuffle=True in several processes", shuffles and several, "train this control in one process"),
+            (
+                "shuffle=True with flags of each micro-batch",
+                shuffles and early and accumulated > 1,
+                "use gradient_accumulation_steps=1, or score_policy='ablated'",
+            ),
+            (
+                "kept_advantage='unflagged' with scaled rewards",
+                unflagged and scaled,
+                "use scale_rewards='none' and multi_objective_aggregation='sum_then_normalize'",
+            ),
+            (
+                "kept_advantage='unflagged' without whole groups in each step of a process",
+                unflagged and not whole,
+                "choose steps_per_generation = gradient_accumulation_steps, and their product with per_device_train_batch_size as "
+                "a multiple of num_generations",
+            ),
+            (
+                "kept_advantage='unflagged' with split_batches",
+                unflagged and several and trainer.accelerator.split_batches,
+                "leave it out of accelerator_config",
+            ),
+            ("use_adaptive_entropy with two backwards", separate and args.use_adaptive_entropy, "set entropy_coef"),
         )
-    if args.use_adaptive_entropy and trainer.adapters.has_quarantine:
-        raise ValueError(
-            "kept_advantage='unflagged' runs a backward for each adapter, and use_adaptive_entropy would count both: set "
-            "entropy_coef"
-        )
+    )
 
 
 def refuse_optimizer(trainer: Any, quarantine_lr: float | None) -> None:
@@ -197,13 +149,18 @@ def refuse_optimizer(trainer: Any, quarantine_lr: float | None) -> None:
     if trainer.optimizer is None:
         return
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
-    adapters = trainer.adapters
-    if not {id(p) for p in (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values())} <= optimized:
-        raise ValueError(
-            "this optimizer does not hold the adapters, which would learn nothing: attach() them first, and make it of their "
-            "kept_parameters() and quarantine_parameters(); or set optim in GRPOConfig"
+    parameters = (*trainer.adapters.kept_parameters().values(), *trainer.adapters.quarantine_parameters().values())
+    refuse(
+        (
+            (
+                "an optimizer without the adapters",
+                not {id(p) for p in parameters} <= optimized,
+                "attach() first and make it of kept_parameters() and quarantine_parameters(), or set optim in GRPOConfig",
+            ),
+            (
+                "quarantine_lr with an optimizer of your own",
+                quarantine_lr is not None,
+                "give the quarantine's group its rate",
+            ),
         )
-    if quarantine_lr is not None:
-        raise ValueError("an optimizer of your own gives the quarantine its own rate in a group: leave quarantine_lr out")
-    if getattr(trainer.route, "want_unrouted", False):
-        raise ValueError("want_unrouted=True needs RoutedAdamW, which the trainer makes: leave optimizers out")
+    )

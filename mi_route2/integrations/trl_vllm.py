@@ -18,7 +18,7 @@ from trl.trainer.utils import ensure_master_addr_port
 from mi_route2.adapters import Adapters
 from mi_route2.vllm.client import abandon, preserving_process
 from mi_route2.vllm.facts import COLDEST, imported
-from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, refuse_changed, refuse_other, refuse_stale, spread
+from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, refuse_changed, refuse_stale
 
 PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -31,20 +31,6 @@ PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 """Settings of sampling, and their values under which vLLM's log-probabilities are those of the policy at its temperature."""
-
-ANEW = 16
-"""Tokens that are sampled for a check, where those of the completions cannot be compared."""
-
-SETTINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "seed": "all completions of a prompt would be the same one: use GRPOConfig(seed=...)",
-        "n": "TRL takes one completion for each request: use num_generations",
-        "logprobs": "TRL would take the likeliest token's for the sampled one's: leave it out",
-        "max_tokens": "room is looked for by another setting: use max_completion_length",
-        "ignore_eos": "completions end at the trainer's end tokens: leave it out",
-    }
-)
-"""Entries of ``generation_kwargs`` that are refused -> why, and what to do instead."""
 
 
 class PolicyGeneration(VLLMGeneration):
@@ -113,29 +99,30 @@ class PolicyGeneration(VLLMGeneration):
             raise
 
 
-def refuse_settings(args: Any) -> None:
-    """Raise ``ValueError`` for settings of vLLM that the adapters cannot follow."""
-    if args.vllm_mode != "colocate":
-        raise ValueError("a vLLM server would need the adapters' folder and a new name at each step: use vllm_mode='colocate'")
-    if args.vllm_enable_sleep_mode:
-        raise ValueError("vLLM's sleep mode discards the base weights, which are read once: leave vllm_enable_sleep_mode out")
-    if args.vllm_tensor_parallel_size != 1:
-        raise ValueError("each process writes its adapters for a vLLM of its own: use vllm_tensor_parallel_size=1")
-    if args.vllm_model_impl == "transformers":
-        raise ValueError(
-            "vLLM would change transformers' classes, and so the model that trains in this process: use vllm_model_impl='vllm'"
-        )
-    for name in SETTINGS.keys() & (args.generation_kwargs or {}).keys():
-        raise ValueError(f"{name} in generation_kwargs is not possible, because {SETTINGS[name]}")
-    if args.mask_truncated_completions and (args.generation_kwargs or {}).get("stop"):
-        raise ValueError(
-            "TRL takes completions that end at a stop text for truncated, and nothing would be learned from them: give "
-            "stop_token_ids in generation_kwargs, or leave mask_truncated_completions out"
-        )
-    if args.temperature < COLDEST:
-        raise ValueError(f"temperature = {args.temperature} is not possible: vLLM would sample at {COLDEST}, choose at least that")
-    if args.loss_type == "vespo" and args.vllm_importance_sampling_correction and "token" not in args.vllm_importance_sampling_mode:
-        raise ValueError("VESPO needs a ratio for each token: use vllm_importance_sampling_mode='token_truncate' or 'token_mask'")
+def unsupported(args: Any) -> list[tuple[str, object, str]]:
+    """Return settings of vLLM that the adapters cannot follow: the name, whether it is set, and what to use."""
+    sampling = args.generation_kwargs or {}
+    uses = {"seed": "GRPOConfig(seed=...)", "n": "num_generations", "max_tokens": "max_completion_length"}
+    uses |= {"logprobs": "the trainer's own", "ignore_eos": "the trainer's end tokens"}
+    by_sequence = args.vllm_importance_sampling_correction and "token" not in args.vllm_importance_sampling_mode
+    return [
+        (f"vllm_mode={args.vllm_mode!r}", args.vllm_mode != "colocate", "use vllm_mode='colocate'"),
+        ("vllm_enable_sleep_mode", args.vllm_enable_sleep_mode, "leave it out"),
+        ("vllm_tensor_parallel_size", args.vllm_tensor_parallel_size != 1, "use 1"),
+        ("vllm_model_impl='transformers'", args.vllm_model_impl == "transformers", "use 'vllm'"),
+        *((f"generation_kwargs[{name!r}]", name in sampling, f"use {use}") for name, use in uses.items()),
+        (
+            "mask_truncated_completions with a stop text, which TRL takes for truncation",
+            args.mask_truncated_completions and sampling.get("stop"),
+            "give stop_token_ids in generation_kwargs",
+        ),
+        (f"temperature={args.temperature}", args.temperature < COLDEST, f"choose at least {COLDEST}, vLLM's lowest"),
+        (
+            "loss_type='vespo' with a ratio per sequence",
+            args.loss_type == "vespo" and by_sequence,
+            "use vllm_importance_sampling_mode='token_truncate' or 'token_mask'",
+        ),
+    ]
 
 
 def sample_with_vllm(trainer: Any) -> None:
@@ -190,8 +177,8 @@ def sample_with_vllm(trainer: Any) -> None:
 def check_sampled(trainer: Any, output: dict[str, Any]) -> None:
     """Raise an error if vLLM had no room for completions, or its log-probabilities are not the model's.
 
-    Compared are those of the completions in ``output``; if the sampling cuts or reweights the distribution (``PLAIN``), or
-    ``rollout_func`` gave none, those of a few tokens that vLLM samples after the same prompts from the whole distribution.
+    Compared are those of the completions in ``output``, unless the sampling cuts or reweights the distribution (``PLAIN``), or
+    ``rollout_func`` gave none.
 
     Raises:
         ValueError: A completion may have ended early for want of positions.
@@ -201,7 +188,7 @@ def check_sampled(trainer: Any, output: dict[str, Any]) -> None:
         trainer.vllm_generation.demand_room(int(output["prompt_mask"].sum(dim=1).max()))
     theirs = output.get("sampling_per_token_logps")
     if theirs is None or any(getattr(trainer.args, name) not in plain for name, plain in PLAIN.items()):
-        return _check_anew(trainer, output)
+        return  # nothing to compare
     ours, kept = output.get("old_per_token_logps"), output["completion_mask"] * output.get("tool_mask", 1)
     if ours is None:
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
@@ -211,22 +198,5 @@ def check_sampled(trainer: Any, output: dict[str, Any]) -> None:
     kept = kept.bool()
     if trainer.rollout_func is not None:
         kept &= ~theirs.isnan()  # it may leave out what it did not sample
-    if not bool(kept.any()):
-        return _check_anew(trainer, output)
-    refuse_stale(theirs[kept], ours[kept], trainer.vllm_generation.dtype)
-
-
-def _check_anew(trainer: Any, output: dict[str, Any]) -> None:
-    """Compare log-probabilities of up to ``ANEW`` tokens after four of the prompts, which are thrown away."""
-    llm = trainer.vllm_generation.llm
-    rows = [output["prompt_ids"][i][output["prompt_mask"][i].bool()].tolist() for i in spread(len(output["prompt_ids"]), 4)]
-    rows = [row for row in rows if len(row) < llm.llm_engine.model_config.max_model_len]  # a rollout_func may sample elsewhere
-    if rows:
-        longest = min(ANEW, trainer.max_completion_length)
-        how = [
-            imported().SamplingParams(max_tokens=longest, seed=i, logprobs=0, ignore_eos=True, detokenize=False)
-            for i in range(len(rows))
-        ]
-        with preserving_process():  # vLLM draws from torch's random numbers also beside seeds, and so do the next completions
-            answers = llm.generate([{"prompt_token_ids": row} for row in rows], how, use_tqdm=False)
-        refuse_other(answers, trainer.policy, trainer.vllm_generation.dtype)
+    if bool(kept.any()):
+        refuse_stale(theirs[kept], ours[kept], trainer.vllm_generation.dtype)

@@ -162,7 +162,9 @@ def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpo
     return Checkpoint(tensors, int(header.step), marks, provenance)
 
 
-def resume(folder: Path, adapters: Adapters, optimizer: torch.optim.AdamW, route: Route, *, identity: str, logs: Collection[str]) -> int:
+def resume(
+    folder: Path, adapters: Adapters, optimizer: torch.optim.AdamW, route: Route, *, identity: str, logs: Collection[str]
+) -> int:
     """Restore the newest usable checkpoint in ``folder`` and cut the logs to it; return the number of finished steps.
 
     Without a checkpoint the result is 0 and ``logs`` are emptied. If the newest one is refused and the previous one is used, a

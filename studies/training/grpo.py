@@ -20,7 +20,7 @@ weight of the others. ``logp`` is at temperature 1, also if rollouts are sampled
 (Dr.GRPO); Schulman, "Approximating KL divergence" (K3).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -146,8 +146,6 @@ def train(
     teachers: TeacherPool | None = None,
     penalty: float = 0.0,
     monitor: RewardMonitor | None = None,
-    clean: Callable[[Policy, Samples], Bool[Tensor, " b"]] | None = None,
-    ablated_groups: Callable[[int], int] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepRecord]:
     """Run GRPO from step ``start``; yield a record after each step.
@@ -165,9 +163,6 @@ def train(
         teachers: Known hacks, which replace some rollouts of their prompts' groups.
         penalty: Taken off the reward of rollouts that ``monitor`` flags.
         monitor: By default, the world's weak detector.
-        clean: Marks rollouts from which the kept adapter learns alone, with the quarantine out of the forward.
-        ablated_groups: Function from a step to the number of its groups, the last ones, that are sampled without the quarantine;
-            the kept adapter learns from these alone.
         stop: True if the run should end before its next step.
     """
     fraction = settings.none_fraction if none_fraction is None else none_fraction
@@ -176,22 +171,18 @@ def train(
             return
         # Directions are fitted to the current policy, because as it learns, an old direction loses its meaning.
         overlap = route.refresh(policy, step)
-        ablated = 0 if ablated_groups is None else ablated_groups(step)
-        samples, batch, watched = gather(world, policy, teachers, seed, step, settings, fraction, penalty, monitor, ablated)
+        samples, batch, watched = gather(world, policy, teachers, seed, step, settings, fraction, penalty, monitor)
         # A group of equal rewards has advantage 0 everywhere: without a KL term no gradient, so forward and backward are skipped.
         trained = varied(batch) if settings.kl == 0 else torch.ones_like(batch.groups, dtype=torch.bool)
         index, last = trained.nonzero()[:, 0], NO_UPDATE
         if len(index):
-            kept_only = None if clean is None else clean(policy, samples).to(index.device)[index]
-            if ablated_groups is not None:
-                kept_only = index >= len(trained) - ablated * settings.group
-            learned = with_anchors(policy, batch.rows(index), settings, kept_only)
+            learned = with_anchors(policy, batch.rows(index), settings)
             # Only bounds may see verdicts on the student's rollouts; a route that is a method raises an error if it gets any.
             verdicts = witness.privileged(samples).rows(index) if route.spec.privileged else None
             micro = settings.micro_batch(learned.rollouts.tokens.shape[1])
             for i in range(settings.updates_per_batch):
                 # Every draw comes from (seed, purpose, step), so a resumed run repeats an uninterrupted one.
-                context = StepContext(torch_generator(seed, f"route {i}", step), micro, verdicts, kept_only)
+                context = StepContext(torch_generator(seed, f"route {i}", step), micro, verdicts)
                 last = update(policy, route, optimizer, learned, context, settings, world.max_new)
         kl, decision = last.kl if settings.kl > 0 else None, last.decision
         if watched is not None and watched.scores is not None:  # recorded like a route's scores and flags, though it drops nothing
@@ -209,9 +200,8 @@ def gather(
     none_fraction: float,
     penalty: float = 0.0,
     monitor: RewardMonitor | None = None,
-    ablated: int = 0,
 ) -> tuple[Samples, TrainBatch, MonitorVerdict | None]:
-    """Sample a batch, the last ``ablated`` groups without the quarantine, and grade it; ``monitor``'s verdict for a penalty alone.
+    """Sample a batch with both adapters and grade it; ``monitor``'s verdict for a penalty alone.
 
     Returns:
         The rollouts with their texts; the same with rewards, less ``penalty`` where ``monitor`` sees a hack; its verdict.
@@ -220,18 +210,9 @@ def gather(
     if teachers is not None:  # known hacks can stand only in groups of their own prompts
         prompts = teachers.replace_known(world, prompts, numpy_generator(seed, "teacher prompts", step))
     groups = torch.arange(settings.prompts).repeat_interleave(settings.group)
-    asked, n_full = [prompts[int(g)] for g in groups], (settings.prompts - ablated) * settings.group
-    completions = []
-    if n_full:
-        with policy.adapters.full():
-            samples = world.sample(policy, asked[:n_full], torch_generator(seed, "sample", step), settings.temperature)
-        completions += samples.rollouts.completions()
-    if ablated:
-        with policy.adapters.deployed():
-            samples = world.sample(policy, asked[n_full:], torch_generator(seed, "sample without", step), settings.temperature)
-        completions += samples.rollouts.completions()
-    if n_full and ablated:
-        samples = world.package(asked, completions)
+    with policy.adapters.full():
+        repeated = [prompts[int(g)] for g in groups]
+        samples = world.sample(policy, repeated, torch_generator(seed, "sample", step), settings.temperature)
     taught = torch.zeros(len(groups), dtype=torch.bool)
     if teachers is not None:
         samples, taught = teachers.mix(world, samples, groups, settings.teachers_per_group)
@@ -254,22 +235,14 @@ def varied(batch: TrainBatch) -> Bool[Tensor, " b"]:
 
 
 @torch.no_grad()
-def with_anchors(
-    policy: Policy, batch: TrainBatch, settings: Hyperparameters, kept_only: Bool[Tensor, " b"] | None = None
-) -> TrainBatch:
-    """Add the log-probabilities that updates are clipped and penalized against, if the settings use them.
-
-    The kept adapter learns from ``kept_only`` rollouts without the quarantine, so they are compared with the policy without it.
-    """
+def with_anchors(policy: Policy, batch: TrainBatch, settings: Hyperparameters) -> TrainBatch:
+    """Add the log-probabilities that updates are clipped and penalized against, if the settings use them."""
     indices = chunks(batch, settings.micro_batch(batch.rollouts.tokens.shape[1]))  # logits of a whole batch may be too many
 
     def logprobs() -> Tensor:
         return torch.cat([policy.logprobs(batch.rollouts.rows(index)) for index in indices])
 
     old = logprobs() if settings.updates_per_batch > 1 else None
-    if old is not None and kept_only is not None:
-        with policy.adapters.deployed():
-            old = torch.where(kept_only[:, None], logprobs(), old)
     reference = None
     if settings.kl > 0:
         with policy.adapters.reference():
@@ -301,13 +274,10 @@ def update(
     optimizer.zero_grad(set_to_none=True)
     # The route runs forward and backward, in micro-batches, and decides which gradients reach the kept adapter.
     decision = route.backward(policy, batch, loss_fn, context)
-    norms = clip_gradients(policy, settings.max_norm, decision.unrouted.values())
+    norms = clip_gradients(policy, settings.max_norm)
     # A route may report on the update itself: Adam's momentum can bring back what was erased from the gradient.
     before = {site: adapters.scored(site).detach().clone() for site in adapters.sites}
-    kept = adapters.kept_parameters()
-    # If the route returns unrouted gradients (an option), Adam's second moment reads these: flags that make gradients small would
-    # else make no step smaller. By default it reads the routed ones.
-    optimizer.step(unrouted={kept[name]: g for name, g in decision.unrouted.items()} or None)
+    optimizer.step()
     moved = {site: adapters.scored(site).detach() - value for site, value in before.items()}
     loss, kl = (sum(terms) for terms in zip(*losses))
     return Update(decision, loss, kl, norms, {**decision.extra, **route.after_update(moved)})
@@ -332,18 +302,14 @@ def objective(
     return loss + settings.kl * kl, kl.detach()
 
 
-def clip_gradients(policy: Policy, max_norm: float, unrouted: Iterable[Tensor] = ()) -> dict[str, float | None]:
+def clip_gradients(policy: Policy, max_norm: float) -> dict[str, float | None]:
     """Clip kept and quarantine gradients separately and return both norms.
 
-    Clipped together, a large quarantine gradient would shrink the kept one. ``unrouted`` gradients, which Adam's second moment
-    reads instead of the kept ones, are scaled by the kept adapter's factor.
+    Clipped together, a large quarantine gradient would shrink the kept one.
     """
     norms: dict[str, float | None] = {}
     adapters = {"kept": policy.adapters.kept_parameters(), "quarantine": policy.adapters.quarantine_parameters()}
     for name, parameters in adapters.items():
         with_grad = [p for p in parameters.values() if p.grad is not None]
         norms[name] = float(torch.nn.utils.clip_grad_norm_(with_grad, max_norm)) if with_grad else None
-    scale = max_norm / ((norms["kept"] or 0.0) + 1e-6)  # the formula of clip_grad_norm_
-    for gradient in unrouted:
-        gradient.mul_(min(1.0, scale))
     return norms
