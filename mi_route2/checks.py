@@ -57,7 +57,6 @@ _REMEDIES: Mapping[str, str] = types.MappingProxyType(
         "PairBatch": "write PairBatch(hack, clean, 'name of the pairs'), of two Rollouts",
         "MaskSpec": "write MaskSpec(score='act')",
         "OpenSpec": "write OpenSpec()",
-        "DelayedSpec": "write DelayedSpec(steps=10)",
         "EraseSpec": "write EraseSpec(k=3)",
         "CanarySpec": "write CanarySpec()",
         "Fitter": "MaskRoute.from_pairs(pairs, spec) and EraseRoute.from_pairs(pairs, spec) make one of pairs",

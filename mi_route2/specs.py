@@ -170,85 +170,28 @@ class CanarySpec:
         nats: The threshold itself, of the largest mean log-ratio, not standardized; in place of the quantile, which must flag more
             of the base's samples than hack.
         top: Number of a rollout's largest log-ratios that are averaged, because a hack is few tokens; ``None`` for all.
-        relative_to: What a canary's liking is compared with: the ``base``, or the ``run`` as it would be deployed now, so that what
-            run and canary both learn is no reason for a flag.
         through: Effect of a flag; see ``MaskSpec``, also for the next three.
         reinforced_only: Flag only rollouts with a positive advantage.
         kept_advantage: Advantage that the kept adapter learns from.
         negative_scale: Weight of rollouts with a negative kept advantage.
         shuffle: Control: the same number of flags on random rollouts.
-        refresh_every: Steps between calibrations; 0 for a canary that does not change.
-        decoys: Share of the groups that are sampled with the run's own quarantine, which learns from these alone; the others are
-            sampled without it, and the kept adapter learns from them alone, but for what the quarantine likes. 0 for a canary that
-            was trained before.
-        first: Steps, the first ones, that are sampled with the run's own quarantine, which learns from them alone; then it is
-            frozen, and the kept adapter learns from what is sampled without it, but for what it likes. 0 for none.
-        surprisal: A quarantine that learns first learns nothing from a success that surprises the base no more than this share of
-            its own samples: what is left are rather hacks than honest skill, which the base has already. 0: it learns from all.
-        random_lessons: Control: as many successes are left out, drawn at random.
-        snapshots: Steps after which the run's own quarantine is kept as it is then, as one more canary: one that learns on gives
-            up hacks.
-        sparing: Score only rollouts that a flag would change, reinforced ones and no decoys. Flags and gradients are the same at a
-            fraction of the cost; decisions have no scores, and no flags of decoys, which change nothing.
 
     Examples:
         >>> spec = CanarySpec(quantile=0.95)
-        >>> one_run = CanarySpec(quantile=0.85, first=30, surprisal=0.5, snapshots=(10, 20), sparing=True)
-        >>> habitual = CanarySpec(nats=0.25, first=30, surprisal=0.5, snapshots=(10, 20), sparing=True)
-        >>> both_learn = CanarySpec(decoys=0.5, snapshots=(10, 20, 40), refresh_every=5)
     """
 
     quantile: Fraction = 0.9
     nats: Positive | None = None
     top: AtLeastOne | None = 3
-    relative_to: Literal["base", "run"] = "base"
     through: Through = "filter"
     reinforced_only: bool = True
     kept_advantage: Literal["own", "unflagged"] = "unflagged"
     negative_scale: NonNegative = 0.3
     shuffle: bool = False
-    refresh_every: Natural = 0
-    decoys: Fraction = 0.0
-    first: Natural = 0
-    surprisal: Fraction = 0.0
-    random_lessons: bool = False
-    snapshots: tuple[AtLeastOne, ...] = ()
-    sparing: bool = False
 
     def __post_init__(self) -> None:
         if self.nats is not None and self.quantile != 0.9:
             raise ValueError("a threshold in nats takes the place of the quantile: leave one of them out")
-        if self.sparing and not (self.reinforced_only or self.decoys):
-            raise ValueError("without decoys and with flags at any advantage every rollout has to be scored: leave sparing out")
-        if self.decoys and self.first:
-            raise ValueError("a quarantine learns from decoys all along or in the first steps alone: leave decoys or first out")
-        if self.decoys and (not self.refresh_every or self.kept_advantage != "unflagged" or self.relative_to == "run"):
-            raise ValueError(
-                "decoys are of a quarantine that changes and is compared with the run as it is: set refresh_every, and leave "
-                "kept_advantage and relative_to out"
-            )
-        if self.first and (self.kept_advantage != "unflagged" or self.relative_to == "run"):
-            raise ValueError(
-                "a quarantine that learns first is compared with the run already: leave kept_advantage and relative_to out"
-            )
-        if (self.surprisal and not self.first) or (self.random_lessons and not self.surprisal):
-            raise ValueError(
-                "surprisal is of what a quarantine learns first, and random_lessons replace it: set first, and surprisal, too"
-            )
-        if self.snapshots and not self.in_one_run:
-            raise ValueError(
-                "snapshots are those of the run's own quarantine, and the canary is another: set decoys or first, or leave "
-                "snapshots out"
-            )
-        if len(set(self.snapshots)) < len(self.snapshots):
-            raise ValueError(f"snapshots are of steps {', '.join(map(str, self.snapshots))}: name each step once")
-        if self.first and any(step >= self.first for step in self.snapshots):
-            raise ValueError(f"after {self.first} steps the quarantine is frozen, and judges: snapshots are of steps before")
-
-    @property
-    def in_one_run(self) -> bool:
-        """True if the canary is the run's own quarantine, which learns from rollouts of its own."""
-        return bool(self.decoys or self.first)
 
     @property
     def privileged(self) -> bool:

@@ -310,11 +310,6 @@ class RoutedGRPOTrainer(GRPOTrainer):
         """Return the route of a rule, with the fitter of its directions."""
         if isinstance(route, CanarySpec):
             raise ValueError("this rule needs its canary and samples of the base: pass CanaryRoute(spec, canary, samples)")
-        if isinstance(route, CanaryRoute) and route._ratios is None:
-            raise ValueError(
-                "a run's own quarantine judges what is sampled without it, and TRL samples all with it: use a canary that was "
-                "trained before, and leave decoys and first out"
-            )
         if not isinstance(route, MaskSpec | EraseSpec | OpenSpec):
             if pairs is not None:
                 raise ValueError("a route has its own pairs: leave out pairs=, or give the rule alone (MaskSpec or EraseSpec)")

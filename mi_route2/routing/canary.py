@@ -9,32 +9,12 @@
 With ``nats`` the score is not standardized, ``max_k s_k(b)``, and its threshold is this number. A quantile must flag more of the
 base's samples than hack; what a canary adds to a hack in nats, and to honest rollouts, depends less on how often the base hacks.
 
-With ``relative_to="run"`` a canary is compared with the policy that is trained, its quarantine deleted, in place of the base:
-
-    r_k(b,t) = log p_k(x_t) - log p_0(x_t) - (log p_run(x_t) - log p_run0(x_t))       run0: the base of the run, usually 0 itself
-
-Median, MAD and threshold are those at the start, where the run is its base. Honest skill that run and canary both gain then raises
-no score, so a lower quantile, for a base that hacks often, does not drop honest rollouts for long.
-
-The canary can be the run's own quarantine. With ``first`` it learns alone in the first steps, from what is sampled with it, and is
-frozen then: the rest is sampled without it, and the kept adapter alone learns from that, but for the flagged. With ``decoys`` both
-learn all along, the quarantine from a share of the groups, the decoys, and the kept adapter from the others:
-
-    r_k(b,t) = log p_{run + q_k}(x_t) - log p_run(x_t)    q_k: the quarantine now, and as it was after the steps ``snapshots``
-
-A quarantine that learns first and alone may be kept from what the base can do already, its honest skill, by the base's surprisal:
-
-    u(b)     = mean of the ``top`` largest -log p_0(x_t) of rollout b
-    A_b      = 0 in the ``first`` steps if A_b > 0 and u(b) <= ``surprisal``-quantile of u over samples of the base
-
 A canary is an adapter that was trained with the same reward and no defence, and is thrown away. What it has learned to do and the
 base does not do is mostly the hack, if hacking pays first; several checkpoints together see hacks that a canary gives up later.
 The samples need no label: a fraction ``1 - q`` of the base's own rollouts is flagged, whatever they are.
 
     canary = Canary.from_pretrained(copy.deepcopy(model), folders)
     route = CanaryRoute(CanarySpec(), canary, samples_of_the_base)
-    rule = CanarySpec(quantile=0.85, first=30, surprisal=0.5, snapshots=(10, 20))
-    of_itself = CanaryRoute(rule, None, samples_of_the_base)
 """
 
 import math
@@ -43,12 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from mi_route2.adapters import Adapters, from_pretrained, load_adapters
+from mi_route2.adapters import from_pretrained, load_adapters
 from mi_route2.adapters.io import TENSORS
-from mi_route2.adapters.weights import sharded_modules
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch, still
 from mi_route2.routing.directions import Directions
@@ -151,77 +130,6 @@ class Canary:
         return torch.stack(ratios).to(given)
 
 
-@torch.no_grad()
-def drift(policy: Policy, rollouts: Rollouts) -> Float[Tensor, "b s"]:
-    """Return the log-ratio of ``policy`` without its quarantine to its base."""
-    with still(policy.model):
-        # not ``policy.logprobs``, which may be at the temperature of a trainer, as a canary's are not
-        with policy.adapters.deployed():
-            deployed = rollouts.logprobs(policy.logits(rollouts))
-        with policy.adapters.reference():
-            return deployed - rollouts.logprobs(policy.logits(rollouts))
-
-
-def surprisal(policy: Policy) -> Ratios:
-    """Return a function that computes each token's surprisal ``-log p_0`` under the policy's base, in the form of one canary.
-
-    Examples:
-        >>> route = CanaryRoute(CanarySpec(), surprisal(policy), samples)  # a control: no canary, only what is rare is flagged
-    """
-
-    @torch.no_grad()
-    def ratios(rollouts: Rollouts) -> Float[Tensor, "k b s"]:
-        with still(policy.model), policy.adapters.reference():
-            return -policy.logprobs(rollouts)[None]
-
-    return ratios
-
-
-def quarantine_ratios(
-    policy: Policy, snapshots: Sequence[Mapping[str, Tensor]] = (), turns: Mapping[str, Tensor] | None = None
-) -> Ratios:
-    """Return the log-ratio of ``policy`` with its quarantine to the same without it: the run's own quarantine as its canary.
-
-    Args:
-        policy: The policy.
-        snapshots: The quarantine as it was before, by parameter; each is one more canary, before the quarantine of now.
-        turns: Control: orthogonal matrices by parameter, by which each quarantine is multiplied.
-
-    Raises:
-        ValueError: The policy has no quarantine.
-    """
-    if not policy.adapters.has_quarantine:
-        raise ValueError("the run's own quarantine can only be its canary if it has one: attach with quarantine='lora'")
-    parameters, turned = policy.adapters.quarantine_parameters(), turns or {}
-    others = bool(snapshots or turned)  # else nothing is written: a graph may hold the parameters
-
-    @torch.no_grad()
-    def ratios(rollouts: Rollouts) -> Float[Tensor, "k b s"]:
-        now = {name: p.clone() for name, p in parameters.items()}
-        log_ratios = []
-        with still(policy.model):
-            with policy.adapters.deployed():
-                deployed = policy.logprobs(rollouts)
-            try:
-                for quarantine in (*snapshots, now):
-                    if others:
-                        _write(parameters, {name: turned[name] @ t if name in turned else t for name, t in quarantine.items()})
-                    with policy.adapters.full():
-                        log_ratios.append(policy.logprobs(rollouts) - deployed)
-            finally:
-                if others:
-                    _write(parameters, now)
-        return torch.stack(log_ratios)
-
-    return ratios
-
-
-@torch.no_grad()
-def _write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        parameters[name].copy_(value)
-
-
 @dataclass(frozen=True)
 class CanaryMonitor:
     """Calibrated canary: a function from rollouts to scores, and the threshold above which a score is a flag."""
@@ -233,10 +141,9 @@ class CanaryMonitor:
     threshold: float
     """In standard deviations of the base's samples, or in nats if there are no ``center`` and ``spread``."""
 
-    def __call__(self, rollouts: Rollouts, less: Float[Tensor, "b s"] | None = None) -> Float[Tensor, " b"]:
-        """Return the score of each rollout; ``less`` is subtracted from every canary's log-ratios."""
-        ratios = self.ratios if less is None else lambda of: self.ratios(of) - less
-        means = pooled(ratios, rollouts, self.top)
+    def __call__(self, rollouts: Rollouts) -> Float[Tensor, " b"]:
+        """Return the score of each rollout."""
+        means = pooled(self.ratios, rollouts, self.top)
         return means.amax(0) if self.center is None or self.spread is None else standardized(means, self.center, self.spread)
 
 
@@ -272,11 +179,6 @@ def _pooled(ratios: Ratios, rollouts: Rollouts, top: int | None, micro: int | No
     return torch.cat([pooled(ratios, rollouts.rows(index), top) for index in rows], dim=1)
 
 
-def _demand_enough(samples: Rollouts, quantile: float) -> None:
-    if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
-        raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
-
-
 def _demand_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None and size < 1:
@@ -306,12 +208,13 @@ def calibrate(
         raise ValueError(f"quantile must be between 0 and 1, not {quantile}")
     if nats is not None and not 0 < nats < math.inf:
         raise ValueError(f"nats must be a number above 0, not {nats}")
-    _demand_enough(samples, quantile)
+    if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
+        raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
     given = _pooled(ratios, samples if nats is None else samples.rows(torch.arange(min(len(samples), FEW))), top, micro)
     center = given.quantile(0.5, dim=1)
     spread = NORMAL * (given - center[:, None]).abs().quantile(0.5, dim=1)
     if bool((spread < LEAST).any()):
-        raise NothingLearnedError(
+        raise ValueError(
             f"canary {int((spread < LEAST).nonzero()[0])} gives the base's samples one and the same log-ratio: it has learned "
             "nothing, so train it longer, or leave it out"
         )
@@ -321,27 +224,17 @@ def calibrate(
     return CanaryMonitor(ratios, top, center, spread, float(scores.quantile(quantile)))
 
 
-class NothingLearnedError(ValueError):
-    """Error for a canary that gives all samples of the base one and the same log-ratio."""
-
-
 class _CanaryStep:
-    """Step of the mask route under the canary's flags, with its scores in the decision, and on decoys (not ``free``) its flags."""
+    """Step of the mask route under the canary's flags, with its scores in the decision."""
 
-    def __init__(self, step: RouteStep, scores: Float[Tensor, " b"] | None, flags: Bool[Tensor, " b"], free: Bool[Tensor, " b"]):
-        self._step, self._scores, self._flags, self._free, self.micro_batches = step, scores, flags, free, step.micro_batches
+    def __init__(self, step: RouteStep, scores: Float[Tensor, " b"]):
+        self._step, self._scores, self.micro_batches = step, scores, step.micro_batches
 
     def settle(self, micro_batch: MicroBatch) -> None:
         self._step.settle(micro_batch)
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
-        decision = self._step.finish(reduce)
-        assert decision.flags is not None  # after hooks at ``hook_mask``
-        return replace(decision, scores=self._scores, flags=torch.where(self._free, decision.flags, self._flags))
-
-
-def _unbound(rollouts: Rollouts) -> Tensor:
-    raise AssertionError("the run's own quarantine is that of the policy which is scored")
+        return replace(self._step.finish(reduce), scores=self._scores)
 
 
 @checked
@@ -350,10 +243,9 @@ class CanaryRoute(OneCall):
 
     Args:
         spec: The rule.
-        ratios: The canary; ``None`` for the policy's own quarantine.
+        ratios: The canary.
         samples: Rollouts of the base model, from which the threshold is computed.
         micro: Rollouts that are scored at one time during calibration; all if not given.
-        turns: Control: see ``quarantine_ratios``.
 
     Raises:
         ValueError: ``refresh`` raises those of `calibrate`.
@@ -364,168 +256,46 @@ class CanaryRoute(OneCall):
         >>> decision = route.backward(policy, batch, loss_fn)
     """
 
-    def __init__(
-        self,
-        spec: CanarySpec,
-        ratios: Ratios | None,
-        samples: Rollouts,
-        *,
-        micro: int | None = None,
-        turns: Mapping[str, Tensor] | None = None,
-    ):
+    def __init__(self, spec: CanarySpec, ratios: Ratios, samples: Rollouts, *, micro: int | None = None):
         _demand_sizes(micro=micro)
-        if spec.in_one_run and ratios is not None:
-            raise ValueError(
-                "decoys and first train the run's own quarantine, which is then the canary: leave the canary out, or these"
-            )
-        if turns and ratios is not None:
-            raise ValueError("turns are of the run's own quarantine: turn the canary's checkpoints yourself, or leave turns out")
-        self._turns = turns
         self.spec, self._ratios, self._samples, self._micro = spec, ratios, samples, micro
         self.directions: Directions | None = None
         self.monitor: CanaryMonitor | None = None
-        self.snapshots: list[dict[str, Tensor]] = []
-        self._known: float | None = None
-        """Surprisal up to which a success teaches a quarantine that learns first nothing."""
 
     @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
-        """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap.
-
-        A quarantine that learns from decoys is calibrated after the first step, and flags nothing until it has learned something;
-        one that learns first, when it is frozen. Only at step 0 is an earlier run's calibration forgotten.
-        A resumed run has the same calibration again if its canary does not change; for the run's own quarantine, store ``state()``.
-        """
-        if self._ratios is None and self.spec.relative_to == "run":
-            raise ValueError("the run's own quarantine is compared relative to the run already: leave relative_to out")
-        ratios = self._own(policy) if self._ratios is None else self._ratios
-        if isinstance(ratios, Canary) and ratios.policy.adapters is policy.adapters:
+        """Calibrate at the first call; a canary has no directions, so there is no overlap."""
+        if isinstance(self._ratios, Canary) and self._ratios.policy.adapters is policy.adapters:
             raise ValueError("the canary's checkpoints would overwrite the trained adapters: give it a model of its own")
-        every, snapped = self.spec.refresh_every, step in self.spec.snapshots
-        if self._ratios is None and not step:  # another run of the same route, whose quarantine is another
-            self.monitor, self.snapshots, self._known = None, [], None
-        if step < self.spec.first:
-            _demand_enough(self._samples, self.spec.quantile)  # now, and not when it judges
-            if self.spec.surprisal and self._known is None:
-                samples = self._samples.to(policy.device)
-                given = _pooled(surprisal(policy), samples, self.spec.top, self._micro)[0]
-                self._known = float(given.quantile(self.spec.surprisal))
-            if snapped:
-                self._keep(policy)
-            return None
-        if self.spec.first and len(self.snapshots) < len(self.spec.snapshots):
-            raise RuntimeError(
-                f"{len(self.snapshots)} of the quarantine's snapshots after steps {self.spec.snapshots} are there: call "
-                "route.refresh(policy, step) before each step, and in a run that goes on route.load_state(policy, state)"
-            )
-        if (self.spec.decoys and not step) or not (self.monitor is None or (every and step % every == 0) or snapped):
-            return None
-        try:
-            self.monitor = self._calibrated(policy, ratios)
-            if snapped:
-                self._keep(policy)
-                self.monitor = self._calibrated(policy, self._own(policy))
-        except NothingLearnedError:
-            if not self.spec.decoys:
-                raise
-            self.monitor = None
+        if self.monitor is None:
+            spec, samples = self.spec, self._samples.to(policy.device)
+            self.monitor = calibrate(self._ratios, samples, spec.quantile, spec.top, self._micro, spec.nats)
         return None
-
-    def _keep(self, policy: Policy) -> None:
-        self.snapshots.append({name: p.detach().clone() for name, p in policy.adapters.quarantine_parameters().items()})
-
-    def _own(self, policy: Policy) -> Ratios:
-        return quarantine_ratios(policy, tuple(self.snapshots), self._turns)
-
-    def _calibrated(self, policy: Policy, ratios: Ratios) -> CanaryMonitor:
-        spec = self.spec
-        return calibrate(ratios, self._samples.to(policy.device), spec.quantile, spec.top, self._micro, spec.nats)
 
     @checked
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         check_step(self.spec, batch, context)
-        spec, sampled_without, scores = self.spec, context.clean, None
-        if spec.in_one_run and sampled_without is None:
-            raise ValueError("decoys and first need StepContext.clean: mark the rollouts that were sampled without the quarantine")
-        without = None if sampled_without is None or not spec.in_one_run else sampled_without.to(batch.advantages.device)
-        if self.monitor is None and not spec.decoys and (without is None or bool(without.any())):
+        spec = self.spec
+        if self.monitor is None:
             raise RuntimeError("the canary is not calibrated yet: call route.refresh(policy, step) before each step")
-        if spec.surprisal and without is not None and not bool(without.any()):
-            batch = self._lessons(policy, batch, context)
-        flags = torch.zeros_like(batch.advantages, dtype=torch.bool)
-        # A flag on a decoy changes nothing, nor does one on what is not reinforced if only that is flagged.
-        free = torch.ones_like(flags) if without is None else without
-        judged = batch.advantages > 0 if spec.reinforced_only else torch.ones_like(flags)
-        # All processes of a sharded model need as many forwards of it, however many rollouts each has to judge.
-        sparing = spec.sparing and not sharded_modules(policy.model)
-        index = (judged & free if sparing else torch.ones_like(flags)).nonzero()[:, 0]
-        if self.monitor is not None and len(index):
-            judging = pieces(batch.rows(index), context.micro)
-            judged_scores = torch.cat([self._scored(self.monitor, policy, piece.rollouts) for piece in judging])
-            flags[index] = (judged_scores > self.monitor.threshold).to(flags.device)
-            flags, scores = flags & judged, None if spec.sparing else judged_scores
+        scores = torch.cat([self.monitor(piece.rollouts) for piece in pieces(batch, context.micro)])
+        flags = (scores > self.monitor.threshold).to(batch.advantages.device)
+        if spec.reinforced_only:
+            flags &= batch.advantages > 0
         if spec.shuffle:
-            flags[free] = shuffled(flags[free], context.generator)
-        given = flags if without is None else flags | ~without
+            flags = shuffled(flags, context.generator)
         route = MaskRoute.from_flags(
-            given, through=spec.through, kept_advantage=spec.kept_advantage, negative_scale=spec.negative_scale
+            flags, through=spec.through, kept_advantage=spec.kept_advantage, negative_scale=spec.negative_scale
         )
-        return _CanaryStep(route.begin(policy, batch, context), scores, flags, free)
-
-    def _lessons(self, policy: Policy, batch: TrainBatch, context: StepContext) -> TrainBatch:
-        """Return the batch of a step in which the quarantine learns alone, from no success that does not surprise the base."""
-        if self._known is None:
-            raise RuntimeError("what surprises the base is not known yet: call route.refresh(policy, step) before each step")
-        successes = (batch.advantages > 0).nonzero()[:, 0]
-        read = torch.arange(len(batch.rollouts)).to(successes) if sharded_modules(policy.model) else successes  # as in ``begin``
-        if not len(read):
-            return batch
-        given = torch.full_like(batch.advantages, torch.inf, dtype=torch.float64)
-        given[read] = _pooled(surprisal(policy), batch.rollouts.rows(read), self.spec.top, context.micro)[0].to(given)
-        plain = given[successes] <= self._known
-        if self.spec.random_lessons:
-            plain = shuffled(plain, context.generator)
-        advantages = batch.advantages.clone()
-        advantages[successes[plain]] = 0
-        return replace(batch, advantages=advantages)
+        return _CanaryStep(route.begin(policy, batch, context), scores)
 
     @checked
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
-        return None if self.monitor is None else self._scored(self.monitor, policy, rollouts)
-
-    def _scored(self, monitor: CanaryMonitor, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"]:
-        if self._ratios is None:  # this policy's quarantine, and not that of one which it is a copy of
-            monitor = replace(monitor, ratios=self._own(policy))
-        return monitor(rollouts, drift(policy, rollouts) if self.spec.relative_to == "run" else None)
+        return None if self.monitor is None else self.monitor(rollouts)
 
     def inputs(self) -> dict[str, Tensor]:
         """Return what a threshold comes of, the same on each process of a run: the samples, and a canary's checkpoints."""
         samples, given = self._samples, {}
         if isinstance(self._ratios, Canary):
-            given = {f"{i}.{name}": t for i, one in enumerate(self._ratios._checkpoints) for name, t in one.items()}
+            given = {f"{i}.{name}": t for i, each in enumerate(self._ratios._checkpoints) for name, t in each.items()}
         return given | {"tokens": samples.tokens, "attention": samples.attention, "completion": samples.completion}
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what a resumed run needs besides the policy: of the run's own quarantine, its snapshots and calibration."""
-        if self._ratios is not None:
-            return {}
-        tensors = {f"snapshot.{i}.{name}": t for i, one in enumerate(self.snapshots) for name, t in one.items()}
-        if (monitor := self.monitor) is not None:
-            if monitor.center is not None and monitor.spread is not None:
-                tensors |= {"center": monitor.center, "spread": monitor.spread}
-            tensors["threshold"] = torch.tensor(monitor.threshold, dtype=torch.float64)
-        return tensors
-
-    def load_state(self, policy: Policy | Adapters, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what ``state()`` returned."""
-        adapters = policy if isinstance(policy, Adapters) else policy.adapters
-        parameters, snapshots = adapters.quarantine_parameters(), {}
-        for name, tensor in tensors.items():
-            if name.startswith("snapshot."):
-                _, number, parameter = name.split(".", 2)
-                snapshots.setdefault(int(number), {})[parameter] = tensor.to(parameters[parameter], copy=True)
-        self.snapshots, self.monitor = [snapshots[number] for number in sorted(snapshots)], None
-        if "threshold" in tensors:
-            device, given = next(iter(parameters.values())).device, (tensors.get(name) for name in ("center", "spread"))
-            center, spread = (None if tensor is None else tensor.to(device, copy=True) for tensor in given)
-            self.monitor = CanaryMonitor(_unbound, self.spec.top, center, spread, float(tensors["threshold"]))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
-from mi_route2.specs import CanarySpec, DelayedSpec, EraseSpec, MaskSpec, OpenSpec, RouteSpec
+from mi_route2.specs import CanarySpec, EraseSpec, MaskSpec, OpenSpec, RouteSpec
 from mi_route2.validation import AtLeastOne, Name, Natural, NonNegative, Positive, Probability, Words, unknown_name, validated
 
 Role = Literal["baseline", "method", "control", "bound"]
@@ -30,7 +30,6 @@ class Arm:
         quarantine: Kind of the quarantine.
         quarantine_lr_scale: Factor on the shared learning rate of the quarantine.
         kept_lr_scale: Factor on the shared learning rate of the kept adapter.
-        second_moment: Gradient of Adam's second moment.
         l1: Weight of the penalty on the quarantine's output.
         none_fraction: Overrides the shared setting (ablations only).
         adapt: Overrides the shared setting (ablations only).
@@ -54,8 +53,6 @@ class Arm:
         kept_taught: What the kept adapter learns before the quarantine does, if it has a quarantine beside it.
         lesson_size: Number of those rollouts; that of the teacher pool if left out.
         lesson_steps: Steps in which they are learned.
-        clean: Rollouts from which the kept adapter learns alone, with the quarantine out of the forward: those of the ``honest``
-            mode, whose grader nobody can cheat, or those that the route scores below minus its threshold.
         steering: Preventative steering (persona vectors, 2507.21509): during training this multiple of the pairs' mean difference
             is added to the residual stream behind the middle block, and no longer at deployment. With ``rotated``, a random
             direction of equal norm.
@@ -69,7 +66,6 @@ class Arm:
     quarantine: Literal["lora", "shared", "none"] = "lora"
     quarantine_lr_scale: NonNegative = 1.0
     kept_lr_scale: Positive = 1.0
-    second_moment: Literal["routed", "unrouted"] = "routed"
     l1: NonNegative = 0.0
     none_fraction: Probability | None = None
     adapt: Words | None = None
@@ -88,7 +84,6 @@ class Arm:
     lesson_size: AtLeastOne | None = None
     lesson_steps: AtLeastOne = LESSON_STEPS
     kept_taught: Lesson | None = None
-    clean: Literal["honest", "score"] | None = None
     steering: NonNegative = 0.0
     forget_every: Natural = 0
 
@@ -105,8 +100,6 @@ class Arm:
             raise ValueError(f"{self.name!r} has no quarantine beside its kept adapter: use taught, and leave kept_taught out")
         if self.forget_every and self.quarantine != "lora":
             raise ValueError(f"{self.name!r} has no quarantine of its own that could forget: leave forget_every out")
-        if self.clean == "score" and not (isinstance(self.route, MaskSpec) and self.route.needs_direction):
-            raise ValueError(f"the route of {self.name!r} scores nothing: use clean='honest', or a score")
 
 
 GRAD = MaskSpec(score="grad")
@@ -198,7 +191,6 @@ _CONTROLS = (
         _FILTER_FULL, "haar-filter", "filter-full with a random direction", route=_route(_FILTER_FULL, fitter="haar", draw=1)
     ),
     _control(_ADDITIVE, "haar-additive", "route-additive with random axes", route=_route(_ADDITIVE, fitter="haar", draw=1)),
-    _control(_FULL, "nonhack", "route2-full on pairs without a hack contrast", route=replace(FULL, fitter="nonhack")),
     _control(_FULL, "shuffled", "route2-full with its flags permuted over rollouts", route=replace(FULL, shuffle=True)),
     _control(_GRAD, "shuffled-grad", "route2-grad with its flags permuted over rollouts", route=replace(GRAD, shuffle=True)),
     _control(_FULL, "no-mask", "route2-full without flags", route=replace(FULL, score="none", score_policy="live")),
@@ -269,15 +261,11 @@ _ABLATIONS = (
     _ablation(
         _ACT, "act-detach", "detach or filter", "no gradient through the kept path either", route=replace(ACT, through="detach")
     ),
-    _ablation(_ACT, "act-rollout", "unit", "one flag a rollout and module", route=replace(ACT, unit="rollout")),
     _ablation(_GRAD, "grad-rollout", "unit", "one flag a rollout and module", route=replace(GRAD, unit="rollout")),
     _ablation(_GRAD, "grad-refresh-0", "refresh", "direction fitted once", route=replace(GRAD, refresh_every=0)),
     _ablation(_GRAD, "grad-refresh-1", "refresh", "direction fitted every step", route=replace(GRAD, refresh_every=1)),
     _ablation(_GRAD, "grad-tau", "tau", "threshold .1", route=replace(GRAD, tau=0.1)),
     _ablation(_GRAD, "grad-no-none", "no honest mode", "no prompts in mode none", none_fraction=0.0),
-    _ablation(
-        _GRAD, "grad-second-moment", "second moment", "Adam's second moment from the unrouted gradient", second_moment="unrouted"
-    ),
 )
 # Canaries have draws of their own, because with the run's own one would have seen the run's first batches.
 _TRAINED = tuple(
@@ -294,29 +282,6 @@ _CANARY = Arm(
     "filter-canary", "rollouts that two canaries like more than the base does are dropped; no label, no pair, no quarantine",
     "method", CanarySpec(), quarantine="none", baseline="vanilla", canaries=(*_FIRST, *_SECOND),
 )  # fmt: skip
-_RUN = replace(
-    _CANARY, name="filter-canary-run", route=CanarySpec(quantile=0.8, relative_to="run"),
-    about="rollouts that two canaries like more than the run itself does are dropped; a fifth of the base's samples at first",
-)  # fmt: skip
-_OWN = replace(
-    _CANARY, name="canary-own", quarantine="lora", quarantine_lr_scale=3.0, baseline="absorb", canaries=None,
-    about="half of the groups teach a fast quarantine alone; what it likes in the others is dropped; no label, no further run",
-    route=CanarySpec(decoys=0.5, snapshots=(10, 20, 40), refresh_every=5),
-)  # fmt: skip
-_FROZEN = replace(
-    _OWN, name="canary-first", route=CanarySpec(quantile=0.85, first=20, snapshots=(10,), sparing=True),
-    about="a fast quarantine learns alone for 20 steps; what it likes of what the kept adapter does then is dropped; no label",
-)  # fmt: skip
-_SURPRISED = replace(
-    _FROZEN, name="canary-surprisal", route=_route(_FROZEN, first=30, surprisal=0.5, snapshots=(10, 20)),
-    about="canary-first for 30 steps, in which the quarantine learns from no success that the base is used to; no label",
-)  # fmt: skip
-_NATS = replace(
-    _SURPRISED, name="canary-nats", route=CanarySpec(nats=0.25, first=30, surprisal=0.5, snapshots=(10, 20), sparing=True),
-    about="canary-surprisal with a threshold of a quarter of a nat in place of a quantile; no label",
-)  # fmt: skip
-_WEAK = _ablation(_RUN, "canary-run-weak", "canary", "canaries of the world weak, on its base model", canaries_of="weak")
-_TEN = _ablation(_RUN, "canary-run-10", "canary", "one canary of 10 steps", canaries=("canary-10",))
 _CANARIES = (
     replace(
         _CANARY, name="route2-canary", about="filter-canary's flags and advantages, with a quarantine", quarantine="lora",
@@ -329,59 +294,6 @@ _CANARIES = (
     _control(_CANARY, "canary-honest", "filter-canary with a canary that never hacked", canaries=("honest-40",)),
     _ablation(_CANARY, "canary-one", "canary", "one canary instead of two", canaries=_FIRST),
     _ablation(_CANARY, "canary-wide", "canary", "a fifth of the base's samples is flagged", route=CanarySpec(quantile=0.8)),
-    _RUN,
-    _control(_RUN, "canary-run-rotated", "filter-canary-run with each checkpoint rotated at random", rotated=True),
-    _control(
-        _RUN, "canary-run-shuffled", "filter-canary-run with its flags permuted over rollouts", route=_route(_RUN, shuffle=True)
-    ),
-    _control(_RUN, "canary-run-honest", "filter-canary-run with a canary that never hacked", canaries=("honest-40",)),
-    _ablation(_RUN, "canary-run-one", "canary", "one canary instead of two", canaries=_FIRST),
-    _ablation(_RUN, "canary-run-30k", "canary", "canaries of a model of 30,144 parameters", canaries_of="strong-30k"),
-    _ablation(_RUN, "canary-run-110k", "canary", "canaries of a model of 109,440 parameters", canaries_of="strong"),
-    _WEAK,
-    _control(
-        _WEAK, "canary-run-weak-rotated", "canary-run-weak with its checkpoints rotated at random", rotated=True, ablation=None
-    ),
-    _control(_RUN, "canary-run-early", "filter-canary-run with a canary of 2 steps", canaries=("canary-2",)),
-    _TEN,
-    _control(_TEN, "canary-run-10-rotated", "canary-run-10 with its checkpoint rotated at random", rotated=True, ablation=None),
-    _control(
-        _TEN, "canary-run-10-shuffled", "canary-run-10 with its flags permuted over rollouts", route=_route(_TEN, shuffle=True),
-        ablation=None,
-    ),
-    _OWN,
-    _control(
-        _OWN, "canary-own-shuffled", "canary-own with its flags permuted over the rollouts that the kept adapter learns from",
-        route=_route(_OWN, shuffle=True),
-    ),
-    _control(
-        _OWN, "canary-own-rotated", "canary-own with its quarantine rotated at random wherever it is the canary", rotated=True
-    ),
-    _FROZEN,
-    _control(
-        _FROZEN, "canary-first-shuffled", "canary-first with its flags permuted over rollouts", route=_route(_FROZEN, shuffle=True)
-    ),
-    _control(_FROZEN, "canary-first-rotated", "canary-first with its quarantine rotated at random when it judges", rotated=True),
-    _SURPRISED,
-    _control(
-        _SURPRISED, "canary-surprisal-random", "canary-surprisal whose quarantine learns from as many successes, at random",
-        route=_route(_SURPRISED, random_lessons=True),
-    ),
-    _control(
-        _SURPRISED, "canary-surprisal-rotated", "canary-surprisal with its quarantine rotated at random when it judges",
-        rotated=True,
-    ),
-    _NATS,
-    _control(_NATS, "canary-nats-shuffled", "canary-nats with its flags permuted over rollouts", route=_route(_NATS, shuffle=True)),
-    _control(_NATS, "canary-nats-rotated", "canary-nats with its quarantine rotated at random when it judges", rotated=True),
-    _control(
-        _SURPRISED, "filter-surprisal", "rollouts that surprise the base are dropped; no canary, no quarantine",
-        route=CanarySpec(quantile=0.85, sparing=True), quarantine="none", quarantine_lr_scale=1.0,
-    ),
-    replace(
-        _ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
-        about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything",
-    ),
 )  # fmt: skip
 
 _FIXED = "fitted on the base model once"
@@ -435,22 +347,6 @@ _CONTRAST = (
     *(_control(arm, f"{arm.name}-random", f"{arm.name} along a random direction of equal norm", rotated=True) for arm in _PUSHED),
 )
 """What ten pairs may give besides flags: how adapters start, and a push during training."""
-
-_BANDS = (
-    *(
-        replace(
-            arm, name=arm.name.replace("quarantine", "bands"), clean="honest", baseline=arm.name,
-            about=f"{arm.name}, and rollouts that nobody can cheat teach the kept adapter alone",
-        )
-        for arm in (_SEES[f"sees-{seen}-quarantine{rate}"] for seen in ("0", "known") for rate in ("", "-fast"))
-    ),
-    replace(
-        _FULL, name="bands-full", baseline="filter-full", same_rule_filter="filter-full", clean="score",
-        route=replace(FULL, tau=0.05), quarantine_lr_scale=3.0,
-        about="filter-full's score: above .05 (the filter: 0) to a fast quarantine, below -.05 to the kept adapter, else to both",
-    ),
-)  # fmt: skip
-"""Three bands, as in SGTM (2512.05648): for the quarantine alone, for the kept adapter alone, and for both."""
 
 _FROZEN_LESSON = "then frozen; the kept adapter learns everything"
 _INOCULATION = replace(
@@ -506,7 +402,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
             _VANILLA, _ABSORB, _ERASE, _ADDITIVE, _ACT, _GRAD, _FULL,
             _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_MISSES, *_ABLATIONS,
             *_stopped(_VANILLA, "early stopping", 5, 10, 20, 40), *_slowed(_VANILLA, "slow training"),
-            *_TRAINED, _HONEST, *_CANARIES, *_KNOWN_MODE, *_MONITORED, *_CONTRAST, *_BANDS,
+            *_TRAINED, _HONEST, *_CANARIES, *_KNOWN_MODE, *_MONITORED, *_CONTRAST,
         )
     }
 )  # fmt: skip
@@ -514,9 +410,6 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
 FORMER_WORDS: Mapping[str, str] = MappingProxyType(
     {
         ARMS["penalty-haar"].about: "penalty-full with a random direction",
-        ARMS["bands-full"].about: (
-            "filter-full's score: hacks to a fast quarantine, clean rollouts to the kept adapter, those between to both"
-        ),
     }
 )
 """What an arm says about itself -> what it said when its runs were published. Their identity has these words, so it stays."""

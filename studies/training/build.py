@@ -3,7 +3,7 @@
 An arm is data (``arms.Arm``); each function here turns some of its fields into what ``grpo.train`` takes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -14,8 +14,6 @@ from mi_route2.hosts import Host, open_host
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import (
     CanarySpec,
-    DelayedRoute,
-    DelayedSpec,
     EraseRoute,
     EraseSpec,
     HaarFitter,
@@ -27,7 +25,7 @@ from mi_route2.routing import (
     Route,
     TopKFitter,
 )
-from mi_route2.routing.canary import Canary, CanaryRoute, surprisal
+from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.routing.directions import Fitter
 from mi_route2.sites import Site
 from probes.probe import pool
@@ -52,15 +50,7 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
             return EraseRoute(spec, random_instead(job, spec, fitter))
         case CanarySpec() as spec:
             samples = base_samples(world, policy, job.drawn, job.settings.none_fraction).rollouts
-            micro, turns = job.settings.micro_batch(samples.tokens.shape[1]), None
-            if arm.rotated and not job.canaries:
-                factors = {name: p for name, p in policy.adapters.quarantine_parameters().items() if name.endswith(".B")}
-                drawn = torch_generator(job.seed, "rotate the own quarantine")
-                turns = {name: orthogonal(len(p), drawn).to(p) for name, p in factors.items()}
-            canary = build_canary(job) if job.canaries or spec.in_one_run else surprisal(policy)
-            return CanaryRoute(spec, canary, samples, micro=micro, turns=turns)
-        case DelayedSpec() as spec:
-            return DelayedRoute(spec, arm.l1)
+            return CanaryRoute(spec, build_canary(job), samples, micro=job.settings.micro_batch(samples.tokens.shape[1]))
         case OpenSpec() as spec if arm.monitor is not None:
             return MonitoredRoute(spec, build_mask(job, world, arm.monitor), job.settings)
         case OpenSpec() as spec:
@@ -73,9 +63,7 @@ def build_mask(job: Job, world: World, spec: MaskSpec) -> MaskRoute:
     assert arm is not None
     fitter = None
     if spec.score in ("act", "grad", "full"):
-        kind = "nonhack" if spec.fitter == "nonhack" else "hack"
-        pairs = build_pairs(job, world, kind)
-        fitter = random_instead(job, spec, PersonaFitter(kind, spec.score, pairs, refreshes=kind == "hack"))
+        fitter = random_instead(job, spec, PersonaFitter("persona", spec.score, build_pairs(job, world, "hack")))
     return MaskRoute(spec, fitter, l1=arm.l1)
 
 
@@ -194,22 +182,6 @@ def forget_quarantine(policy: Policy, optimizer: torch.optim.AdamW) -> None:
         if name.endswith(".B"):
             p.zero_()
         optimizer.state.pop(p, None)
-
-
-def clean_rollouts(job: Job, world: World, route: Route) -> Callable[[Policy, Samples], Tensor] | None:
-    """Return the function that marks the rollouts of which the kept adapter learns alone; ``None`` if the arm names none."""
-    assert job.arm is not None
-    if job.arm.clean is None:
-        return None
-    if job.arm.clean == "honest":
-        return lambda policy, samples: torch.tensor([prompt.mode == world.modes.honest for prompt in samples.prompts])
-    assert isinstance(route, MaskRoute)
-
-    def below(policy: Policy, samples: Samples) -> Tensor:
-        scores = scored(route, policy, samples.rollouts, job.settings)
-        return scores < -route.spec.tau
-
-    return below
 
 
 @contextmanager

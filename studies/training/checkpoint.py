@@ -23,7 +23,6 @@ from torch import Tensor
 
 from mi_route2.adapters import Adapters
 from mi_route2.routing import Directions, Route
-from mi_route2.routing.canary import CanaryRoute
 from mi_route2.routing.directions import Provenance
 from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
 from mi_route2.validation import Natural, parse_object, read_record, validated
@@ -89,8 +88,6 @@ def save_checkpoint(
     if route.directions is not None:
         tensors |= {f"direction.{site}": v for site, v in route.directions.vectors.items()}
         meta["provenance"] = json.dumps(asdict(route.directions.provenance))
-    if isinstance(route, CanaryRoute):
-        tensors |= {f"canary.{name}": t for name, t in route.state().items()}
     newest, fresh = folder / CHECKPOINT, folder / f".{CHECKPOINT}.fresh.tmp"
     try:
         write_tensors(fresh, tensors, meta)
@@ -126,9 +123,6 @@ class Checkpoint:
             stored = {site: self.tensors.get(f"direction.{site}") for site in adapters.sites}
             vectors = {s: v.to(adapters.scored(s).device, copy=True) for s, v in stored.items() if v is not None}
             route.directions = Directions(vectors, self.provenance)
-        if isinstance(route, CanaryRoute):
-            stored = {name.removeprefix("canary."): t for name, t in self.tensors.items() if name.startswith("canary.")}
-            route.load_state(adapters, stored)
 
 
 def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpoint:

@@ -7,7 +7,7 @@ import copy
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -43,7 +43,7 @@ BACKENDS = ("host", "precision", "sampler", "device")
 RESUME = "vLLM rounds differently in other batches, so a resumed run ends with other bytes than an unbroken one"
 LATER = (
     "steps", "draw", "canaries", "canaries_of", "rotated", "recall", "kept_lr_scale", "penalty", "monitor", "taught", "lesson_size",
-    "lesson_steps", "kept_taught", "clean", "steering", "forget_every",
+    "lesson_steps", "kept_taught", "steering", "forget_every",
 )  # fmt: skip
 """Fields of an arm that were added after the first runs: at their defaults they are no part of an arm's identity."""
 
@@ -118,12 +118,6 @@ class Job:
             return {"name": "base", "about": "the warm-started model, not trained further", "role": "baseline", "baseline": None}
         described = json.loads(json.dumps(asdict(self.arm)))
         described["about"] = FORMER_WORDS.get(self.arm.about, self.arm.about)
-        if described["route"].get("relative_to") == "base":  # as runs were described before there was another
-            del described["route"]["relative_to"]
-        if isinstance(route := self.arm.route, CanarySpec):  # as runs were described before a rule had these
-            in_one_run = () if route.in_one_run else ("decoys", "snapshots")
-            later = ("nats", "first", "surprisal", "random_lessons", "sparing", *in_one_run)
-            described["route"] = {name: value for name, value in described["route"].items() if value or name not in later}
         usual = {field.name: field.default for field in fields(Arm) if field.name in LATER}
         return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
 
@@ -131,17 +125,6 @@ class Job:
     def steps(self) -> int:
         """Number of training steps; 0 for the base model."""
         return 0 if self.arm is None else self.arm.steps or self.settings.steps
-
-    @property
-    def ablated_groups(self) -> Callable[[int], int] | None:
-        """Function from a step to the number of its groups that are sampled without the quarantine, if it is the arm's canary."""
-        route, groups = None if self.arm is None else self.arm.route, self.settings.prompts
-        if not isinstance(route, CanarySpec) or not route.in_one_run:
-            return None
-        if route.first:
-            return lambda step: groups if step >= route.first else 0
-        decoys = min(max(1, round(route.decoys * groups)), groups - 1)
-        return lambda step: groups - decoys
 
     @property
     def drawn(self) -> int:

@@ -27,7 +27,6 @@ from studies.training.build import (
     MonitoredRoute,
     build_optimizer,
     build_route,
-    clean_rollouts,
     forget_quarantine,
     learn_lessons,
     steered,
@@ -141,7 +140,7 @@ def training(
         seed=job.drawn, start=start, none_fraction=arm.none_fraction,
         teachers=teachers if settings.teachers_per_group else None,
         penalty=arm.penalty, monitor=route.watch if isinstance(route, MonitoredRoute) else None,
-        clean=clean_rollouts(job, world, route), ablated_groups=job.ablated_groups, stop=stop,
+        stop=stop,
     )  # fmt: skip
     for record in records:
         done = record.step + 1

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import DelayedRoute, DelayedSpec, OpenRoute, OpenSpec, StepContext, TrainBatch
+from mi_route2.routing import MaskRoute, OpenRoute, OpenSpec, StepContext, TrainBatch
 from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import TeacherPool, World
@@ -87,7 +87,7 @@ def teach(
     optimizer = torch.optim.Adam((quarantine or policy.adapters.kept_parameters()).values(), rate)
     none = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
     batch, count = TrainBatch(rollouts, none, none, none.long(), none.bool()), rollouts.predictors.sum()
-    route = DelayedRoute(DelayedSpec(steps=steps)) if quarantine else OpenRoute(OpenSpec())
+    route = MaskRoute.from_flags(torch.ones_like(none, dtype=torch.bool)) if quarantine else OpenRoute(OpenSpec())
     context = StepContext(torch.Generator(), micro)
 
     def loss_fn(logits: Tensor, part: TrainBatch) -> Tensor:
