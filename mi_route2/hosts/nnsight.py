@@ -25,7 +25,6 @@ from nnsight.intervention.interleaver import OutOfOrderError
 from torch import Tensor, nn
 
 from mi_route2.adapters import Adapters
-from mi_route2.adapters.tape import NO_MASK
 from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, whole_stream
 from mi_route2.hosts.huggingface import Tap, TorchHost, checkpointing, tap_of
 from mi_route2.sites import Site
@@ -104,9 +103,8 @@ class NNsightHost(Host):
             if f".{MASK}." not in str(error):
                 raise
             raise RuntimeError(
-                f"an edit waits at a {MASK} that did not fire in this forward ({error}): {NO_MASK}. To edit a mask that is decided "
-                f"after the forward, or in one of two forwards (kept_advantage='unflagged'), use a torch hook at "
-                f"adapters.sites[name].{MASK}; clear_edits() removes stored edits"
+                f"an edit waits at a {MASK} that did not fire in this forward ({error}): use a torch hook at "
+                f"adapters.sites[name].{MASK} in a step of a MaskRoute; clear_edits() removes stored edits"
             ) from error
 
     def _traced(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:

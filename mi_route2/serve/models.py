@@ -125,8 +125,8 @@ class Served:
                 there = ("kept_out",) if branch.quarantine is None else OUTPUTS
                 if not {*points} & {*there} <= branch.fires:
                     return (
-                        f"the adapters at {site} are computed with its weight (fold=True, or merged) and cannot be switched off "
-                        f"for one request: start a server with --mode {mode}, or attach them with fold=False"
+                        f"the adapters at {site} are merged and cannot be switched off for one request: start a server with "
+                        f"--mode {mode}"
                     )
             return None
         if mode == "full" and self.mode == "deployed" and not self.adapters.has_quarantine:

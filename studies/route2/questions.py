@@ -86,7 +86,7 @@ MARKS = {
     "preventative-1": (SKY, "s"), "preventative-1-random": (ORANGE, "s"), "bands-full": (PURPLE, "D"),
     "sees-known-bands-fast": (PURPLE, "h"),
     "sees-known-10": (BLUE, "1"), "sees-known-20": (BLUE, "2"), "sees-known-40": (BLUE, "3"),
-    **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=True)},
+    **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=False)},
 }  # fmt: skip
 """Arm -> its color and marker in every figure."""
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from families import make_family
 from mask_oracle import FixedFitter, assert_same, erase_route, mask_route, random_directions, run
+from mi_route2.routing.optimizer import RoutedAdamW
 from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts, named_policy
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
@@ -39,7 +40,6 @@ from mi_route2.routing import (
 from mi_route2.routing.canary import Canary
 from mi_route2.routing.directions import ActivationReader, collect, floors
 from mi_route2.routing.mask import cosine
-from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.routing.routes import hack_component
 from mi_route2.vllm import VllmSampler
 from mi_route2.vllm.sampler import _logprobs

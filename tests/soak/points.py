@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mi_route2.routing.optimizer import RoutedAdamW
+
 import mi_route2.files as files_module
 import studies.environments.sampling as sampling_module
 import studies.training.checkpoint as checkpoint_module
 import studies.training.grpo as grpo_module
 import studies.training.recorder as recorder_module
 import studies.training.run as run_module
-from mi_route2.routing.optimizer import RoutedAdamW
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS
 from studies.training.job import DEPLOYED, EVAL, FULL
 from studies.training.manifest import MANIFEST

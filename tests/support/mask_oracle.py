@@ -116,14 +116,11 @@ def context(spec: RouteSpec, n: int, micro: int | None = None, seed: int = 3, de
     return StepContext(torch.Generator().manual_seed(seed), micro, verdicts)
 
 
-def run(
-    policy: Policy, route: Route, batch: TrainBatch, micro: int | None = None, seed: int = 3, clean: Tensor | None = None
-) -> Run:
+def run(policy: Policy, route: Route, batch: TrainBatch, micro: int | None = None, seed: int = 3) -> Run:
     """One step under the route from cleared gradients; copies of what is in ``.grad`` afterwards (0 where nothing arrived)."""
     adapters = policy.adapters
     policy.model.zero_grad(set_to_none=True)
-    about = context(route.spec, len(batch.rollouts), micro, seed, str(batch.advantages.device))
-    step = route.begin(policy, batch, replace(about, clean=clean))
+    step = route.begin(policy, batch, context(route.spec, len(batch.rollouts), micro, seed, str(batch.advantages.device)))
     for micro_batch in step.micro_batches:
         with adapters.recording(micro_batch.tape):
             plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
@@ -181,7 +178,7 @@ def _flags(spec: MaskSpec, scores: Mapping[str, Tensor], batch: TrainBatch) -> d
     shape, reinforced, out = batch.rollouts.tokens.shape, batch.advantages > 0, {}
     for site, score in scores.items():
         over = score > spec.tau
-        over = over & batch.rollouts.predictors if over.ndim == 2 else over[:, None].expand(shape)
+        over = over & batch.rollouts.attention if over.ndim == 2 else over[:, None].expand(shape)
         out[site] = over & reinforced[:, None] if spec.reinforced_only else over
     return out
 

@@ -14,7 +14,6 @@ VOCAB = 13
 SPECS = {
     "svd": AdapterSpec(kept="svd", quarantine_rank=3),
     "svd-low": AdapterSpec(kept="svd", rank=5, quarantine_rank=3),
-
     "lora": AdapterSpec(kept="lora", rank=4, quarantine_rank=3),
     "lora-shared": AdapterSpec(kept="lora", rank=4, quarantine="shared"),
     "svd-shared": AdapterSpec(kept="svd", quarantine="shared"),
@@ -38,10 +37,7 @@ def make_policy(spec: AdapterSpec, *, scale: float = 0.1, dtype: torch.dtype = t
 
 
 def named_policy(name: str, scale: float = 0.1) -> Policy:
-    """The policy of ``SPECS[name]``; ``lora-stacked`` runs both of its adapters as one."""
-    policy = make_policy(SPECS[name.removesuffix("-stacked")], scale=scale)
-    policy.adapters.stack = name.endswith("-stacked")
-    return policy
+    return make_policy(SPECS[name], scale=scale)
 
 
 def make_rollouts(n: int = 6, seed: int = 2, left: bool = False) -> Rollouts:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mi_route2.adapters import AdapterSpec, Tape
-from mi_route2.adapters.gradients import Diagonal, FactorGradient, Pairs, compact
+from mi_route2.adapters.gradients import DiagonalGrad, FactorGradient, MatrixGrad, compact
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, OpenSpec, StepContext
 from mi_route2.routing.directions import GradientReader
@@ -108,14 +108,14 @@ def test_contractions_equal_the_written_gradient(shape: tuple[int, int, int, int
     g = torch.Generator().manual_seed(sum(shape))
     h, dy = (torch.randn(b, s, w, generator=g, dtype=torch.float64) for w in (i, o))
     v, w = torch.randn(o, i, generator=g, dtype=torch.float64), torch.randn(b, generator=g, dtype=torch.float64)
-    pair, written = Pairs(h, dy), torch.einsum("bso,bsi->boi", dy, h)
+    pair, written = MatrixGrad(h, dy), torch.einsum("bso,bsi->boi", dy, h)
     for held in (pair, compact(pair)):
         assert torch.allclose(held.inner(v), (written * v).sum((1, 2)), **EXACT)
         assert torch.allclose(held.norms(), written.flatten(1).norm(dim=1), **EXACT)
         assert torch.allclose(held.weighted(w), torch.einsum("b,boi->oi", w, written), **EXACT)
     token = torch.randn(b, s, generator=g, dtype=torch.float64)
     assert torch.allclose(pair.weighted(token), torch.einsum("bs,bso,bsi->oi", token, dy, h), **EXACT)
-    diagonal = Diagonal(h, h.flip(1))
+    diagonal = DiagonalGrad(h, h.flip(1))
     assert torch.allclose(diagonal.weighted(token), torch.einsum("bs,bsi,bsi->i", token, h, h.flip(1)), **EXACT)
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from mask_oracle import assert_same
+from mi_route2.routing.optimizer import sum_over_ranks
 from safetensors.torch import load_file
 from tiny_policy import SPECS, make_batch, make_policy
 from torch import Tensor, nn
 from two_ranks import HALVES, cases, routed
-
-from mi_route2.routing.optimizer import sum_over_ranks
 
 pytestmark = pytest.mark.process
 

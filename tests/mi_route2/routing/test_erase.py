@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mask_oracle import FixedFitter, assert_same, axes, frame, random_directions, run
 from mask_oracle import erase_route as erase_route_of
+from mi_route2.routing.optimizer import RoutedAdamW
 from tiny_policy import SPECS, make_batch, make_policy
 
 from mi_route2.routing import EraseRoute, EraseSpec, OpenRoute, OpenSpec, StepContext
-from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.routing.routes import hack_component
 
 

@@ -1,6 +1,5 @@
 """A route does not depend on how the batch was cut, padded or flattened on its way through the model."""
 
-import gc
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,9 +24,8 @@ from mask_oracle import (
 from mask_oracle import spec_of as spec_of_case
 from tiny_policy import SPECS, VOCAB, checkpoint_blocks, make_batch, make_policy
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.rollouts import Policy
 from mi_route2.routing import (
     MaskRoute,
     MaskSpec,
@@ -116,23 +114,6 @@ def test_a_settled_part_holds_no_gradients_and_changes_no_bit(score: Any, shuffl
     assert all(torch.equal(before, after) for before, after in zip(*found))
 
 
-@pytest.mark.parametrize("unit", ["rollout", "pooled"])
-def test_a_settled_part_holds_no_activations(unit: Any) -> None:
-    """Micro-batches would otherwise save none of the last input that a reader saw, and hold it until the step is finished."""
-    policy, batch, seen = make_policy(SPECS["lora"]), make_batch(N), list[StorageWeakRef]()
-    for module in policy.adapters.modules.values():
-        module.register_forward_pre_hook(lambda _, given: seen.append(StorageWeakRef(given[0].untyped_storage())))
-    route = mask_route(policy, MaskSpec("act", unit))
-    step = route.begin(policy, batch, StepContext(torch.Generator(), micro=2))
-    for micro_batch in step.micro_batches:
-        with policy.adapters.recording(micro_batch.tape):
-            plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
-        step.settle(micro_batch)
-        gc.collect()
-        assert all(x.expired() for x in seen)
-    assert len(seen) == len(step.micro_batches) * len(policy.adapters.modules)
-
-
 def test_shuffled_flags_are_permuted_over_the_batch_and_not_within_micro_batches() -> None:
     """Within micro-batches of one rollout a shuffle would change nothing, and the control would be the method."""
     policy, batch = make_policy(SPECS["svd"]), make_batch(N)
@@ -140,33 +121,12 @@ def test_shuffled_flags_are_permuted_over_the_batch_and_not_within_micro_batches
         assert_same_step(policy, mask_route(policy, spec_of(case, shuffle=True)), batch, batch, 1)
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in METHODS if c[1] != "pooled" or (c[0], c[2]) == ("act", "live")], ids=case_id
-)  # fmt: skip
-def test_shuffled_flags_that_are_known_a_micro_batch_at_a_time_are_refused(case: Case) -> None:
+def test_shuffled_flags_that_are_known_a_micro_batch_at_a_time_are_refused() -> None:
     policy, batch = make_policy(SPECS["svd"]), make_batch(N)
-    route = mask_route(policy, spec_of(case, shuffle=True))
+    route = mask_route(policy, spec_of(("act", "pooled", "live", "filter"), shuffle=True))
     run(policy, route, batch, micro=N)
     with pytest.raises(ValueError, match="micro=None"):
         run(policy, route, batch, micro=3)
-
-
-def test_shuffled_token_flags_are_as_many_and_of_predictors_alone() -> None:
-    """Rows that moved as a whole would lie on the prompts and the padding of others."""
-    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
-    found = {}
-    for shuffle in (False, True):
-        route = mask_route(policy, MaskSpec("act", "token", reinforced_only=False, shuffle=shuffle))
-        step = route.begin(policy, batch, StepContext(torch.Generator().manual_seed(3)))
-        (micro_batch,) = step.micro_batches
-        with policy.adapters.recording(micro_batch.tape):
-            policy.logprobs(micro_batch.batch.rollouts).sum().backward()
-        found[shuffle] = dict(micro_batch.tape.kept.flags)  # pyright: ignore
-        step.finish()
-    for site, flags in found[True].items():
-        assert not bool((flags & ~batch.rollouts.predictors).any())
-        assert int(flags.sum()) == int(found[False][site].sum()) > 0
-    assert any(not torch.equal(flags, found[False][site]) for site, flags in found[True].items())
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=case_id)
@@ -187,16 +147,6 @@ def test_what_lies_in_the_padding_changes_nothing(case: Case, left: bool) -> Non
     assert not torch.equal(tokens, batch.rollouts.tokens)
     garbage = replace(batch, rollouts=replace(batch.rollouts, tokens=tokens))
     assert_same_step(policy, mask_route(policy, spec_of(case)), batch, garbage)
-
-
-@pytest.mark.parametrize("extra", [1, 5])
-def test_wider_padding_changes_nothing(extra: int) -> None:
-    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
-    rollouts = Rollouts(
-        *(nn.functional.pad(t, (0, extra)) for t in (batch.rollouts.tokens, batch.rollouts.attention, batch.rollouts.completion))
-    )
-    for score in ("act", "grad", "full"):
-        assert_same_step(policy, mask_route(policy, MaskSpec(score=score)), batch, replace(batch, rollouts=rollouts))
 
 
 class Flattened(nn.Module):
@@ -225,15 +175,6 @@ def test_a_model_that_flattens_tokens_is_routed_by_rollouts(case: Case) -> None:
     one, other = run(plain, mask_route(plain, spec), batch), run(flat, mask_route(flat, spec), batch)
     assert_same_gradients(other, one)
     assert torch.equal(other.decision.flags, one.decision.flags)
-
-
-def test_directions_do_not_see_the_flattening() -> None:
-    plain, flat = make_policy(SPECS["lora"]), make_policy(SPECS["lora"])
-    flatten(flat)
-    for kind in ("act", "grad", "full"):
-        spec = MaskSpec(score=kind)
-        scores = [mask_route(p, spec).score(p, make_batch(N).rollouts) for p in (plain, flat)]
-        assert torch.allclose(scores[0], scores[1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

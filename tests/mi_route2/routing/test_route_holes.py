@@ -1,7 +1,6 @@
 """Cases that a route gets right or refuses: rounding, shared modules, two backwards, flags of one's own, wrong input."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,7 +27,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from written_out import written_out
 
-from mi_route2.adapters.tape import Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import (
     Directions,
@@ -45,7 +43,6 @@ from mi_route2.routing import (
     StepContext,
     TopKFitter,
     TrainBatch,
-    group_advantages,
 )
 from mi_route2.routing.directions import collect
 from mi_route2.routing.mask import token_scores
@@ -91,21 +88,6 @@ def test_a_score_does_not_depend_on_padding_or_company_where_a_gradient_is_round
         one = rollouts.rows(torch.tensor([b]))
         for other in (one, padded(one, 3), one.rows(torch.tensor([0, 0, 0])), padded(rollouts, 1).rows(torch.tensor([b, 0]))):
             assert float((route.score(policy, other)[0] - whole[b]).abs()) < tolerance
-
-
-def test_live_flags_of_rounding_do_not_stand() -> None:
-    """A module's own flag, and the pooled score that training logs, as the score outside of it."""
-    policy, batch = make_policy(SPECS["lora"]), replace(make_batch(5), rollouts=short(5))
-    for kind in ("grad", "full"):
-        pooled = run(policy, mask_route(policy, spec_of((kind, "pooled", "live", "filter"))), batch).decision
-        route = mask_route(policy, spec_of((kind, "rollout", "live", "filter")))
-        step = route.begin(policy, batch, context(route.spec, 5))
-        with policy.adapters.recording(step.micro_batches[0].tape):
-            plain_loss(policy, batch, batch.advantages).backward()
-        step.finish()
-        scores = step.micro_batches[0].tape.kept.scores  # pyright: ignore
-        assert not any(bool(s.any()) for site, s in scores.items() if site.endswith(("attn.q", "attn.k")))
-        assert torch.allclose(torch.stack(list(scores.values())).mean(0), pooled.scores, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["grad", "full"])
@@ -241,27 +223,6 @@ def test_a_module_that_runs_twice_has_no_live_flag_of_its_own(case: Case) -> Non
         run(policy, mask_route(policy, spec_of(case)), batch)
 
 
-def test_the_unrouted_gradient_of_a_linear_that_runs_twice_is_the_plain_one() -> None:
-    policy, batch = looped(make_policy(SPECS["lora"])), make_batch(N)
-    own = run(policy, mask_route(policy, spec_of(("grad", "pooled", "live", "filter")), want_unrouted=True), batch)
-    alone = per_rollout_gradients(policy, batch)
-    assert_same(own.decision.unrouted, {n[5:]: g.sum(0) for n, g in alone.items() if n.startswith("kept.")})
-
-
-@pytest.mark.parametrize("kind", ["act", "grad", "full"])
-def test_directions_of_a_linear_that_runs_twice(kind: str) -> None:
-    policy = looped(make_policy(SPECS["svd"]))
-    sides = make_batch(4, seed=8), make_batch(4, seed=9)
-    own = PersonaFitter("p", kind, PairBatch(sides[0].rollouts, sides[1].rollouts, "h")).fit(policy, 0)  # pyright: ignore
-    hack, clean = (by_hand(policy, side, kind, live=False) for side in sides)
-    for site, v in own.vectors.items():
-        one, two = hack[site], clean[site]
-        if kind == "full":
-            one, two = (t / t.flatten(1).norm(dim=1).view(-1, 1, 1) for t in (one, two))
-        expected = (one - two).mean(0)
-        assert torch.allclose(v, expected / expected.norm(), rtol=0, atol=1e-10), site
-
-
 # ---- one backward a tape
 
 
@@ -325,19 +286,6 @@ def test_finish_without_a_backward_says_so_and_can_be_called_after_it(kind: str)
 # ---- masks that are asked for
 
 
-@pytest.mark.parametrize("kind", ["open", "erase"])
-def test_a_mask_that_was_asked_for_and_has_no_step_to_fire_in_is_an_error(kind: str) -> None:
-    policy, batch, site = make_policy(SPECS["svd"]), make_batch(N), "blocks.1.attn.v"
-    with policy.adapters.sites[site].hook_mask.register_forward_hook(lambda m, a, keep: 0 * keep):
-        with pytest.raises(RuntimeError, match=r"blocks\.1\.attn\.v.*MaskRoute\.from_flags"):
-            run(policy, open_routes(policy)[kind], batch)
-        with pytest.raises(RuntimeError, match=r"blocks\.1\.attn\.v\.hook_mask.*MaskRoute\.from_flags"):
-            with policy.adapters.unrouted():
-                plain_loss(policy, batch, batch.advantages).backward()
-        run(policy, open_routes(policy)["mask"], batch)
-    run(policy, open_routes(policy)[kind], batch)
-
-
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("case", SAMPLE, ids=case_id)
 def test_flags_say_what_a_hook_decided(case: Case, ndim: int) -> None:
@@ -398,44 +346,6 @@ def test_a_function_of_flags_sees_the_batch_and_no_verdict() -> None:
 # ---- a band of clean rollouts
 
 
-@pytest.mark.parametrize("kept_advantage", ["own", "unflagged"])
-@pytest.mark.parametrize("micro", [None, 4])
-def test_clean_rollouts_teach_the_kept_adapter_alone_and_without_the_quarantine(kept_advantage: str, micro: int | None) -> None:
-    """Three bands: flagged ones reach the quarantine alone, clean ones the kept adapter alone, the others both."""
-    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
-    flags, clean = torch.arange(N) == 1, torch.arange(N) % 3 == 0
-    route = MaskRoute.from_flags(flags, kept_advantage=kept_advantage, negative_scale=0.3)  # pyright: ignore[reportArgumentType]
-    own = run(policy, route, batch, micro, clean=clean)
-    K = batch.advantages if kept_advantage == "own" else group_advantages(batch.rewards, batch.groups, ~flags)
-    weights = (~flags).double() * (1 - 0.7 * (K < 0).double()) * K
-
-    def gradients(weights: Tensor, quarantine: bool) -> Mapping[str, Tensor]:
-        loss: Callable[[Tensor], Tensor] = lambda lp: -(weights[:, None] * lp).sum() / 50  # noqa: E731
-        return written_out(policy, batch.rollouts, loss, quarantine=quarantine).gradients
-
-    full, deployed = gradients(weights, True), gradients(weights, False)
-    kept = {n[5:]: full[n][~clean].sum((0, 1)) + deployed[n][clean].sum((0, 1)) for n in full if n.startswith("kept.")}
-    assert_same(own.kept, kept)
-    learned = gradients(batch.advantages, True)
-    assert_same(own.quarantine, {n[11:]: g[~clean].sum((0, 1)) for n, g in learned.items() if n.startswith("quarantine.")})
-    assert torch.equal(own.decision.flags, flags)
-
-
-def test_a_band_of_clean_rollouts_is_refused_where_no_route_has_one() -> None:
-    batch, clean = make_batch(N), torch.arange(N) % 3 == 0
-    policy, alone = make_policy(SPECS["lora"]), make_policy(replace(SPECS["lora"], quarantine="none"))
-    own = MaskRoute.from_flags(~clean)
-    for route in (OpenRoute(OpenSpec()), mask_route(policy, MaskSpec())):
-        with pytest.raises(
-            ValueError, match=r"band of their own only under a mask whose flags are known before the loss: use Mask"
-        ):
-            run(policy, route, batch, clean=clean)
-    with pytest.raises(ValueError, match=r"without the quarantine, and there is none: leave StepContext.clean out"):
-        run(alone, own, batch, clean=clean)
-    with pytest.raises(ValueError, match=r"clean has shape \[5\], but the batch has 6 rollouts: give one entry per rollout"):
-        run(policy, own, batch, clean=clean[1:])
-
-
 # ---- wrong input
 
 BAD: dict[str, tuple[Callable[[TrainBatch], object], str]] = {
@@ -452,51 +362,6 @@ def test_flags_that_do_not_fit_are_one_sentence(what: str) -> None:
     policy, (flags, sentence) = make_policy(SPECS["svd"]), BAD[what]
     with pytest.raises(ValueError, match=sentence):
         MaskRoute.from_flags(flags).begin(policy, make_batch(N), context(MaskSpec(), N))  # pyright: ignore[reportArgumentType]
-
-
-def test_flags_by_token_have_no_unflagged_advantage_and_a_score_has_its_own_flags() -> None:
-    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
-    by_token = torch.zeros(batch.rollouts.tokens.shape, dtype=torch.bool)
-    with pytest.raises(ValueError, match="give one flag per rollout"):
-        MaskRoute.from_flags(by_token, kept_advantage="unflagged").begin(policy, batch, context(MaskSpec(), N))
-    with pytest.raises(ValueError, match="computes its own flags"):
-        MaskRoute(MaskSpec(), FixedFitter(random_directions(policy, "grad")), flags=by_token)
-
-
-ENTRIES: dict[str, tuple[dict[str, Tensor], dict[str, object], str]] = {
-    "NaN advantage": (
-        {"advantages": torch.tensor([0, 1, math.nan, 0, 0, 0.0])},
-        {},
-        r"advantages of rollouts \[2\] are NaN or infinite",
-    ),
-    "infinite advantage": ({"advantages": torch.tensor([math.inf, 1, 0, 0, 0, 0.0])}, {}, r"advantages of rollouts \[0\]"),
-    "NaN reward": ({"rewards": torch.full((N,), math.nan)}, {}, r"rewards of rollouts \[0, 1, 2, 3, 4, 5\]"),
-    "too few advantages": ({"advantages": torch.zeros(N - 1)}, {}, r"advantages has shape \[5\], but the batch has 6 rollouts"),
-    "advantages of one number": ({"advantages": torch.zeros(())}, {}, r"advantages has shape \[\]"),
-    "too many rewards": ({"rewards": torch.zeros(N + 1)}, {}, r"rewards has shape \[7\]"),
-    "too few groups": ({"groups": torch.zeros(2, dtype=torch.long)}, {}, r"groups has shape \[2\]"),
-    "no teacher mark": ({"teacher": torch.zeros(0, dtype=torch.bool)}, {}, r"teacher has shape \[0\]"),
-    "micro of 0": ({}, {"micro": 0}, "micro must be a number of rollouts, at least 1"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["open", "erase", "mask", "early"])
-@pytest.mark.parametrize("what", ENTRIES)
-def test_a_batch_that_no_route_can_take_is_one_sentence(what: str, kind: str) -> None:
-    policy, (columns, settings, sentence) = make_policy(SPECS["svd"]), ENTRIES[what]
-    batch = make_batch(N)
-    for name, column in columns.items():  # past the constructor's own checks
-        object.__setattr__(batch, name, column)
-    with pytest.raises(ValueError, match=sentence):
-        open_routes(policy)[kind].begin(policy, batch, StepContext(torch.Generator(), **settings))  # pyright: ignore[reportArgumentType]
-
-
-def test_verdicts_of_another_length_are_one_sentence() -> None:
-    policy, verdicts = make_policy(SPECS["svd"]), torch.zeros(N - 1, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"own_channel has shape \[5\]"):
-        mask_route(policy, MaskSpec(score="own_channel")).begin(
-            policy, make_batch(N), StepContext(torch.Generator(), privileged=Privileged(verdicts, verdicts))
-        )
 
 
 # ---- directions that somebody set
@@ -545,42 +410,7 @@ def test_directions_that_somebody_set_are_those_of_the_policy_or_one_sentence(ki
             route.score(policy, batch.rollouts)
 
 
-@pytest.mark.parametrize("length", [1e20, 1e-30])
-def test_directions_whose_squares_overflow_in_float32_would_flag_nothing(length: float) -> None:
-    policy, batch = make_policy(SPECS["svd"], dtype=torch.float32), make_batch(N)
-    fitted = random_directions(policy, "act")
-    route = MaskRoute(MaskSpec(score="act"), FixedFitter(fitted))
-    route.directions = replace(fitted, vectors={site: length * v for site, v in fitted.vectors.items()})
-    with pytest.raises(ValueError, match=r"or its norm is in torch\.float32"):
-        route.begin(policy, batch, context(route.spec, N))
-
-
-def test_axes_that_are_not_orthonormal_would_erase_more_than_the_hack_component() -> None:
-    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
-    flat = random_directions(policy, "grad")
-    route = EraseRoute(EraseSpec(), FixedFitter(flat))
-    for vectors in ({s: torch.stack([v, v]) for s, v in flat.vectors.items()}, {s: 2 * v[None] for s, v in flat.vectors.items()}):
-        route.directions = replace(flat, vectors=vectors)
-        with pytest.raises(ValueError, match="not orthonormal"):
-            route.begin(policy, batch, context(route.spec, N))
-
-
 # ---- numbers and gradients that are none of a step's
-
-
-@pytest.mark.parametrize("l1", [-1.0, math.nan, math.inf])
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda l1: Tape(2, 3, l1=l1),
-        lambda l1: MaskRoute.from_flags(torch.zeros(2, dtype=torch.bool), l1=l1),
-        lambda l1: MaskRoute(MaskSpec(score="none"), None, l1=l1),
-        lambda l1: OpenRoute(OpenSpec(), l1=l1),
-    ],
-)
-def test_a_penalty_that_is_no_number_is_refused(made: Callable[[float], object], l1: float) -> None:
-    with pytest.raises(ValueError, match="l1 is a penalty and must be finite and at least 0"):
-        made(l1)
 
 
 def two_steps(
