@@ -14,7 +14,6 @@ import pytest
 import torch
 from families import make_family
 from mask_oracle import FixedFitter, assert_same, erase_route, mask_route, random_directions, run
-from mi_route2.routing.optimizer import RoutedAdamW
 from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts, named_policy
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
@@ -748,7 +747,7 @@ def test_no_tokens_are_refused_by_a_host_and_dropout_by_no_packed_forward() -> N
 
 def test_an_optimizer_calls_its_closure() -> None:
     p = nn.Parameter(torch.ones(3))
-    optimizer = RoutedAdamW([{"params": [p]}], lr=0.1)
+    optimizer = torch.optim.AdamW([{"params": [p]}], lr=0.1)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -763,7 +762,7 @@ def test_an_optimizer_calls_its_closure() -> None:
 def test_an_unrouted_gradient_is_that_of_a_parameter_of_the_optimizer() -> None:
     """Of a copy of the policy it would be ignored, and of another shape it would be broadcast."""
     p = nn.Parameter(torch.ones(3))
-    optimizer = RoutedAdamW([{"params": [p]}], lr=0.1)
+    optimizer = torch.optim.AdamW([{"params": [p]}], lr=0.1)
     p.grad = torch.ones(3)
     for unrouted in ({p: torch.ones(1)}, {nn.Parameter(torch.ones(3)): torch.ones(3)}):
         with pytest.raises(ValueError, match=r"fits no parameter of this optimizer: give those of the policy's own decision"):

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mi_route2.routing.optimizer import RoutedAdamW
 
 import mi_route2.files as files_module
 import studies.environments.sampling as sampling_module
@@ -156,7 +155,7 @@ def _learning(gates: Gates) -> None:
         _around(grpo_module, name, gates, BETWEEN)
     for name in ("objective", "clip_gradients"):
         _around(grpo_module, name, gates, UPDATE)
-    _around(RoutedAdamW, "step", gates, UPDATE, "both")
+    _around(torch.optim.AdamW, "step", gates, UPDATE, "both")
 
 
 def _resuming(gates: Gates) -> None:

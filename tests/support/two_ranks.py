@@ -34,9 +34,8 @@ def cases(policy: Policy) -> dict[str, Route]:
     for score in ("act", "grad", "full"):
         for score_policy in ("live", "ablated"):
             spec = MaskSpec(score=score, score_policy=score_policy, negative_scale=0.3)  # pyright: ignore[reportArgumentType]
-            out[f"{score}-{score_policy}"] = mask_route(policy, spec, want_unrouted=True)
-    for score in ("act", "grad", "full"):
-        out[f"{score}-rollout"] = mask_route(policy, MaskSpec(score=score, unit="rollout", through="detach"))  # pyright: ignore
+            out[f"{score}-{score_policy}"] = mask_route(policy, spec)
+    out["grad-rollout"] = mask_route(policy, MaskSpec(score="grad", unit="rollout", through="detach"))
     flat = random_directions(policy, "grad")
     stacked = Directions({site: v[None] for site, v in flat.vectors.items()}, flat.provenance)
     dispose = "quarantine" if policy.adapters.spec.quarantine == "shared" else "drop"
@@ -53,14 +52,14 @@ def grads(policy: Policy) -> dict[str, Tensor]:
 
 
 def routed(policy: Policy, route: Route, batch: TrainBatch, reduced: bool, micro: int | None = 2) -> dict[str, Tensor]:
-    """One step; gradients by name, and the unrouted ones."""
+    """One step; gradients by name."""
     policy.model.zero_grad(set_to_none=True)
     step = route.begin(policy, batch, StepContext(torch.Generator().manual_seed(0), micro=micro))
     for micro_batch in step.micro_batches:
         with policy.adapters.recording(micro_batch.tape):
             plain_loss(policy, micro_batch.batch, micro_batch.advantages).backward()
-    decision = step.finish(sum_over_ranks) if reduced else step.finish()
-    return grads(policy) | {f"unrouted.{n}": g for n, g in decision.unrouted.items()}
+    step.finish(sum_over_ranks if reduced else None)
+    return grads(policy)
 
 
 def under_ddp(policy: Policy, route: Route, batch: TrainBatch, world: int) -> dict[str, Tensor]:

@@ -3,11 +3,9 @@
 import io
 import json
 import math
-import resource
 import struct
 import sys
 import warnings
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_policy import make_model
 from torch import Tensor
 
-from mi_route2.adapters import attach
 from mi_route2.adapters import svd as svd_module
 from mi_route2.adapters.svd import SVD, TOLERANCE, decompose, randomized_svd, weight_hash
 
@@ -159,15 +155,6 @@ def test_a_damaged_cache_file_is_computed_anew_and_replaced(damage: str, tmp_pat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_attach_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = attach(make_model(), "blocks.*", generator=torch.Generator(), cache_dir=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 12
-    forbid_work(monkeypatch)
-    again = attach(make_model(), "blocks.*", generator=torch.Generator(), cache_dir=tmp_path)
-    for site, module in first.sites.items():
-        assert torch.equal(module.kept.U, again.sites[site].kept.U)  # pyright: ignore
-
-
 @given(d_out=st.integers(1, 12), d_in=st.integers(1, 12), seed=st.integers(0, 99), data=st.data())
 def test_a_rank_cuts_the_whole_svd_of_a_small_weight_bit_for_bit(d_out: int, d_in: int, seed: int, data: st.DataObject) -> None:
     weight = torch.randn(d_out, d_in, generator=rng(seed))
@@ -250,28 +237,6 @@ def test_values_and_subspaces_are_those_of_the_whole_svd(d_out: int, d_in: int, 
     assert torch.allclose(svd.U[:, :4], whole.U[:, :4], rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("true_rank", [0, 1, 7, 8])
-def test_a_weight_of_no_more_than_that_rank_is_recovered(true_rank: int) -> None:
-    spectrum = power(8, -0.5) * (torch.arange(8) < true_rank)
-    weight, _, _ = built(90, 130, spectrum)
-    svd = randomized_svd(weight, 8, rng())
-    assert torch.allclose((svd.U * svd.S) @ svd.Vh, weight, rtol=0, atol=1e-10)
-    assert torch.allclose(svd.S, spectrum, rtol=0, atol=1e-10)
-    assert svd.residual.max() < 1e-10
-    assert svd.error < 1e-10
-    if true_rank:
-        through = decompose(large(exponent=0.0, k=true_rank), rank=8)
-        assert torch.allclose((through.U * through.S) @ through.Vh, large(exponent=0.0, k=true_rank), rtol=0, atol=1e-10)
-
-
-def test_it_improves_with_iterations_and_columns() -> None:
-    weight, _, _ = built(200, 300, power(200, -0.5))
-    by_iterations = [randomized_svd(weight, 10, rng(), iterations=i).error for i in (0, 1, 2, 4, 8)]
-    assert all(worse > 1.5 * better for worse, better in pairwise(by_iterations))
-    by_columns = [randomized_svd(weight, 10, rng(), iterations=2, oversampling=c).error for c in (10, 40, 120)]
-    assert all(worse > 1.5 * better for worse, better in pairwise(by_columns))
-
-
 def test_the_weight_alone_decides_the_result() -> None:
     weight, other = large(), large(exponent=-1.0)
     torch.manual_seed(1)
@@ -312,20 +277,6 @@ def test_a_cut_keeps_the_residual_of_what_is_left() -> None:
     assert cut.error == pytest.approx((R.norm() / cut.S.norm()).item(), abs=1e-12)
 
 
-@pytest.mark.parametrize("rank", [0, -3, LARGE + 1])
-def test_a_rank_outside_a_large_weight_is_refused_before_any_work(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weight = large(torch.float32)
-    forbid_work(monkeypatch)
-    for cache in (None, tmp_path / "new"):
-        with pytest.raises(ValueError, match=rf"rank {rank} is outside 1\.\.{LARGE} of this weight"):
-            decompose(weight, cache, rank=rank)
-    with pytest.raises(ValueError, match=rf"outside 1\.\.{LARGE}"):
-        randomized_svd(weight, rank, rng())
-    assert not list(tmp_path.iterdir())
-
-
 def test_an_error_over_the_tolerance_is_said_and_one_under_it_is_not(tmp_path: Path) -> None:
     noise = torch.randn(LARGE, LARGE, generator=rng())
     sentence = r"the leading 4 singular vectors of a 1024x1024 weight have an error of \d\.\d%, over 1%.*full SVD"
@@ -343,17 +294,6 @@ def test_an_error_over_the_tolerance_is_said_and_one_under_it_is_not(tmp_path: P
 # ---- the cache
 
 
-def test_a_cached_randomized_svd_is_read_and_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = large()
-    miss, uncached = decompose(weight, tmp_path, rank=6), decompose(weight, rank=6)
-    forbid_work(monkeypatch)
-    assert equal(decompose(weight, tmp_path, rank=6), miss)
-    assert equal(uncached, miss)
-    for other in ({"rank": 7}, {"rank": 5}, {}):
-        with pytest.raises(pytest.fail.Exception, match="must not compute"):
-            decompose(weight, tmp_path, **other)
-
-
 def test_every_rank_has_a_file_of_its_own_and_the_whole_svd_serves_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = large(torch.float32)
     ranks = {rank: decompose(weight, tmp_path, rank=rank) for rank in (3, 6)}
@@ -367,71 +307,6 @@ def test_every_rank_has_a_file_of_its_own_and_the_whole_svd_serves_all(tmp_path:
         served = decompose(weight, tmp_path, rank=rank)
         assert equal(served, whole.top(rank))
         assert served.error == 0
-
-
-def test_other_settings_are_another_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = large(exponent=-0.5, k=LARGE)
-    with monkeypatch.context() as patch:
-        patch.setattr(svd_module, "_ITERATIONS", 1)
-        with pytest.warns(UserWarning, match="over 1%"):
-            decompose(weight, tmp_path, rank=6)
-    assert equal(decompose(weight, tmp_path, rank=6), decompose(weight, rank=6))
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "no residual", "flipped", "kinder residual", "rank 7", "whole"])
-def test_a_damaged_randomized_file_is_computed_anew_and_replaced(damage: str, tmp_path: Path) -> None:
-    weight = large(torch.float32)
-    sound = decompose(weight, tmp_path, rank=6)
-    (path,) = tmp_path.iterdir()
-    data, tensors = path.read_bytes(), load_file(path)
-    seven = tmp_path / "seven"
-    match damage:
-        case "truncated":
-            path.write_bytes(data[:-5])
-        case "garbage":
-            path.write_bytes(b"\xff" * 64)
-        case "no residual":
-            del tensors["residual"]
-        case "flipped":
-            tensors["U"][2, 4] += 0.1
-        case "kinder residual":
-            tensors["residual"] /= 2
-        case "rank 7":  # a sound file, sealed, of the same weight
-            decompose(weight, seven, rank=7)
-            next(seven.iterdir()).replace(path)
-        case "whole":  # sealed too
-            decompose(weight, seven)
-            next(seven.iterdir()).replace(path)
-    if damage in ("no residual", "flipped", "kinder residual"):
-        meta = read_metadata(data)
-        save_file(tensors, path, metadata=meta)
-    assert path.read_bytes() != data
-    assert equal(decompose(weight, tmp_path, rank=6), sound)
-    assert path.read_bytes() == data
-
-
-def test_a_damaged_whole_file_does_not_serve_a_rank(tmp_path: Path) -> None:
-    weight = large(torch.float32)
-    decompose(weight, tmp_path)
-    (path,) = tmp_path.iterdir()
-    tensors, meta = load_file(path), read_metadata(path.read_bytes())
-    tensors["Vh"][0] *= -1
-    save_file(tensors, path, metadata=meta)
-    assert equal(decompose(weight, tmp_path, rank=6), decompose(weight, rank=6))
-
-
-def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    weight = large(torch.float32)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as a full disk would
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            decompose(weight, tmp_path, rank=6)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list(tmp_path.iterdir())
 
 
 # ---- progress
@@ -453,28 +328,3 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, weight: Tensor, 
         patch.setattr(sys, "stderr", stream)
         decompose(weight, rank=rank)
     return stream.getvalue()
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_long_computation_shows_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = shown(monkeypatch, Terminal(), large(torch.float32, d_in=2048), 128)
-    assert "SVD of 1024x2048, rank 128" in stages
-    assert "/19 " in stages, "2 * 8 + 3 products"
-    assert stages.endswith("\r"), "and is gone afterwards"
-
-
-@pytest.mark.usefixtures("impatient")
-def test_lapack_shows_how_long_it_runs_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(svd_module, "_PATIENCE", 0.05)
-    text = shown(monkeypatch, Terminal(), large(torch.float32), None)
-    assert "SVD of 1024x1024: 00:00" in text
-    assert "%" not in text, "a share that nobody knows"
-
-
-def test_nothing_is_shown_where_it_is_quick_small_or_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = large(torch.float32)
-    assert shown(monkeypatch, Terminal(), weight, 6) == ""
-    monkeypatch.setattr(svd_module, "_PATIENCE", 0.0)
-    monkeypatch.setattr(svd_module, "_TICK", 0.001)
-    assert shown(monkeypatch, Terminal(), weight[:200, :200], None) == ""
-    assert shown(monkeypatch, io.StringIO(), weight, 64) == ""

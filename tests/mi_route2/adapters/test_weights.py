@@ -16,7 +16,6 @@ from mi_route2.adapters import Adapters, export_merged, export_peft, load_adapte
 from mi_route2.adapters.weights import _keys, _sums, checksum
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
-from mi_route2.rollouts import call_with_mask
 
 CPU = torch.device("cpu")
 
@@ -157,21 +156,6 @@ def test_weights_that_are_merged_of_shards_are_the_whole_ones(name: str, mesh: A
     shard(adapters, mesh)
     with torch.no_grad(), adapters.merged():
         assert torch.equal(host.model(tokens).logits, merged)
-
-
-@pytest.mark.parametrize("how", ["FSDP2", "DDP"])
-def test_positions_under_left_padding_reach_a_model_that_others_wrap(how: str, mesh: Any) -> None:
-    """A wrapped model has another class, and positions are for the model's own."""
-    host, (tokens, attention) = hosted("GPT2", "torch"), make_tokens(side="left")
-    adapters = host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator())
-    with torch.no_grad():
-        expected = call_with_mask(host.model, tokens, attention)
-        wrapped: Any = host.model
-        if how == "DDP":
-            wrapped = torch.nn.parallel.DistributedDataParallel(wrapped)
-        else:
-            shard(adapters, mesh)
-        assert torch.equal(call_with_mask(wrapped, tokens, attention), expected)
 
 
 @pytest.mark.parametrize("directly", [False, True])

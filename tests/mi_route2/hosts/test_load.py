@@ -294,10 +294,10 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
     """
     libraries = "{'transformers', 'transformer_lens', 'nnsight', 'peft', 'mi_route2.engine', 'torch._dynamo'}"
     step = (
-        "p = torch.nn.Parameter(torch.ones(2)); o = RoutedAdamW([{'params': [p]}], lr=.1); o.zero_grad(); p.sum().backward(); "
+        "p = torch.nn.Parameter(torch.ones(2)); o = torch.optim.AdamW([{'params': [p]}], lr=.1); o.zero_grad(); p.sum().backward(); "
         "o.step(); o.load_state_dict(o.state_dict())"
     )
-    names = "import sys, torch, mi_route2; from mi_route2.routing.optimizer import RoutedAdamW"
+    names = "import sys, torch, mi_route2; from mi_route2.routing.optimizer import torch.optim.AdamW"
     world = "from studies.environments.micro.settings import WarmStartConfig, get_world"
     base = (
         "from studies.environments.micro.warmstart import train; train(get_world('strong'), WarmStartConfig(steps=2, batch=4), 0)"

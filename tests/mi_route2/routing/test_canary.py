@@ -102,9 +102,8 @@ def test_a_threshold_in_nats_is_one_of_the_largest_mean_log_ratio_itself() -> No
 
 def test_shuffled_flags_are_as_many() -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
-    flags = [
-        run(policy, calibrated(policy, CanarySpec(quantile=0.5, shuffle=s), canary()), batch).decision.flags for s in (False, True)
-    ]
+    specs = [CanarySpec(quantile=0.5, shuffle=shuffle) for shuffle in (False, True)]
+    flags = [run(policy, calibrated(policy, spec, canary()), batch).decision.flags for spec in specs]
     assert int(flags[0].sum()) == int(flags[1].sum()) > 0  # pyright: ignore
     assert not torch.equal(*flags)  # pyright: ignore
 

@@ -370,7 +370,7 @@ def test_flags_that_do_not_fit_are_one_sentence(what: str) -> None:
 def changed(directions: Directions, how: str, kind: str) -> Directions:
     first, *_ = directions.vectors
     v = directions.vectors[first]
-    other = {"nan": torch.full_like(v, torch.nan), "zero": torch.zeros_like(v), "shape": v[..., :-1]}
+    other = {"nan": torch.full_like(v, torch.nan), "shape": v[..., :-1]}
     if how in other:
         return replace(directions, vectors={**directions.vectors, first: other[how]})
     if how == "missing site":
@@ -384,11 +384,10 @@ def changed(directions: Directions, how: str, kind: str) -> Directions:
 SENTENCES = {
     "kind": "this route needs directions of",
     "base": "belong to base weights '1f', but this policy has",
-    "missing site": "there is no direction at blocks.0.attn.q: set",
-    "foreign site": r"there are directions, and no adapters, at blocks\.9\.attn\.q: set",
-    "shape": r"at blocks.0.attn.q has shape \[",
-    "nan": "at blocks.0.attn.q is 0, NaN or infinite",
-    "zero": "at blocks.0.attn.q is 0, NaN or infinite",
+    "missing site": "a direction without an adapter, or the reverse, at blocks.0.attn.q: set",
+    "foreign site": r"a direction without an adapter, or the reverse, at blocks\.9\.attn\.q: set",
+    "shape": r"at blocks.0.attn.q is \[",
+    "nan": "or not finite",
 }
 
 
