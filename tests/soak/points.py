@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 
 import mi_route2.files as files_module
 import studies.environments.sampling as sampling_module
