@@ -1,1 +1,1 @@
-"""Tests; from a checkout, two of their rooms also run as commands: ``python -m tests.attacks`` and ``python -m tests.soak``."""
+"""Tests; from a checkout, one of their rooms also runs as a command: ``python -m tests.soak``."""

@@ -56,10 +56,9 @@ FORBIDDEN = {
     **{
         f"studies.environments.leetcode.{room}": tuple(f"studies.environments.leetcode.{other}" for other in others.split())
         for room, others in {
-            "grader": "oracle problem detectors report",
-            "oracle": "grader problem detectors report",
+            "grader": "oracle problem",
+            "oracle": "grader problem",
             "programs": "grader oracle modes problems expressions",
-            "detectors": "oracle",
             "pairs": "oracle",
         }.items()
     },

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from studies.benchmarks.paired import Benchmark, BenchmarkOptions, Side
-from studies.sandbox import PROTECTIONS, Jail
-from studies.sandbox.checks import DRIVER
+from studies.sandbox import PROTECTIONS, SCRIPT_DRIVER, Jail
 from studies.sandbox.leavings import descendants
 
 JAILED, OPEN, CHILD = "jail", "servers without protections", "fresh child without a jail"
@@ -33,8 +32,8 @@ REPLY = [[0, 1], [8, 9], [98, 99]]
 def build(options: BenchmarkOptions, stack: ExitStack) -> Benchmark:
     """Return a number of grades by each side."""
     grades = 4 if options.quick else 50
-    jailed = stack.enter_context(Jail(DRIVER, workers=WORKERS))
-    unconfined = stack.enter_context(Jail(DRIVER, workers=WORKERS, unsafe=True, without=PROTECTIONS))
+    jailed = stack.enter_context(Jail(SCRIPT_DRIVER, workers=WORKERS))
+    unconfined = stack.enter_context(Jail(SCRIPT_DRIVER, workers=WORKERS, unsafe=True, without=PROTECTIONS))
 
     def served(jail: Jail) -> float:
         began = processor_seconds()

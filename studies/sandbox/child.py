@@ -6,7 +6,6 @@ is.
 
 import contextlib
 import ctypes
-import gc
 import json
 import math
 import os
@@ -15,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NoReturn
 
 import landlockpy
@@ -98,7 +96,7 @@ class Confinement:
 
 @dataclass(frozen=True)
 class JailTask:
-    """Input of one job's child, made by the server before the fork, so that a child need not copy memory to make it.
+    """Input of one job's child, made by the server before the fork.
 
     Attributes:
         folder: Folder of the job.
@@ -112,7 +110,7 @@ class JailTask:
     pipes: tuple[int, ...]
     bounds: dict[int, tuple[int, int]]
     rules: landlockpy.Ruleset | None
-    payload: memoryview
+    payload: bytes
 
 
 def address_space() -> int:
@@ -122,11 +120,7 @@ def address_space() -> int:
 
 
 def make_bounds(how: Confinement, limits: JailLimits, idle: int) -> dict[int, tuple[int, int]]:
-    """Return the resource limits of a job, none above the server's own.
-
-    ``idle`` is the address space of an idle child. A job can read its limits, so ``idle`` must not depend on what earlier jobs made
-    the server allocate.
-    """
+    """Return the resource limits of a job, none above the server's own; ``idle`` is the address space of an idle child."""
     wanted = {
         resource.RLIMIT_AS: idle + limits.memory,
         resource.RLIMIT_CPU: 1 + math.ceil(2 * limits.cpu_seconds),  # the kernel charges whole ticks: up to twice what a job used
@@ -258,36 +252,9 @@ def live(how: Confinement, task: JailTask, driver: Driver) -> NoReturn:
         except BaseException as error:
             write_all(REPLY, FAILED, str(error).encode("utf-8", "replace"))
             leave(1)
-        execute, payload = driver.execute, bytes(task.payload)
-        forget(sys._getframe(1))
-        del how, task, driver
-        level()
-        leave(work(execute, payload))
+        leave(work(driver.execute, task.payload))
     finally:
         leave(1)
-
-
-def forget(frame: FrameType | None) -> None:
-    """Set the local variables of a frame and of its callers to None, so that a candidate cannot read the server's data there.
-
-    The id of the main thread, which is the server's, is set to 0 too.
-    """
-    while frame is not None and frame.f_code.co_name != "<module>":
-        names = frame.f_locals
-        names.update(dict.fromkeys(names))
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), 0)  # no effect, and not needed, from Python 3.13
-        frame = frame.f_back
-    if "threading" in sys.modules:
-        vars(sys.modules["threading"].main_thread())["_native_id"] = 0
-
-
-def level() -> None:
-    """Reset the counters of the garbage collector and of the allocator to the same state in every child.
-
-    A server frees a few objects per job, which Python keeps for reuse; their number would reveal the job's place in the sequence.
-    """
-    gc.collect()
-    gc.enable()
 
 
 def volunteer_for_the_oom_killer() -> None:

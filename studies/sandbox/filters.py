@@ -23,6 +23,7 @@ AT_REMOVEDIR = 0x200
 RENAME_WHITEOUT = 4
 F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC = 0, 1, 2, 3, 1030
 MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE = 0, 4, 8, 14
+FIONCLEX, FIOCLEX = 0x5450, 0x5451
 FUTEX_WAIT, FUTEX_WAKE, FUTEX_WAIT_BITSET, FUTEX_WAKE_BITSET = 0, 1, 9, 10
 FUTEX_PRIVATE = 128
 FUTEX_COMMAND = ~256 & 0xFFFFFFFF
@@ -38,12 +39,9 @@ class Bits:
     value: int
 
 
-@dataclass(frozen=True)
-class Is:
-    """Condition that argument number ``argument`` equals ``value``."""
-
-    argument: int
-    value: int
+def equals(argument: int, value: int) -> Bits:
+    """Return the condition that argument number ``argument`` equals ``value``."""
+    return Bits(argument, (1 << 64) - 1, value)
 
 
 PLAIN = {
@@ -54,29 +52,17 @@ PLAIN = {
     "descriptors that it has": "read write readv writev pread64 pwrite64 preadv pwritev lseek close fstat dup dup2 dup3 pipe pipe2 "
     "poll ppoll select pselect6 ftruncate sendfile getdents64",
     "names in its folder, which Landlock bounds": "unlink rename renameat",
-    "who and where it is": "getuid geteuid getgid getegid getresuid getresgid getgroups getcwd umask",
+    "who and where it is": "getpid gettid getpgrp getppid getuid geteuid getgid getegid getresuid getresgid "
+    "getgroups getcwd umask uname",
     "what it has": "getrusage getrlimit",
 }
 """``{purpose: system calls}`` of the calls that are allowed with any arguments."""
 
-ANSWERED = {
-    "fsync": 0,  # the disk is shared with other programs, and the folder is deleted after the job
-    "fdatasync": 0,
-    "sync_file_range": 0,
-    "getpid": 0,  # ids are assigned in turn, so they would reveal the number of earlier jobs
-    "gettid": 0,
-    "getpgrp": 0,
-    "getppid": 0,
-    "ioctl": errno.ENOTTY,  # an error that Python handles
-    "statx": errno.ENOSYS,  # it tells when the folder was made, which is for earlier jobs too; the C library then asks without that
-}
-"""``{system call: error}`` of the calls that do nothing and return this error, or 0 for success."""
-
-CONDITIONAL: dict[str, tuple[tuple[Bits | Is, ...], ...]] = {
+CONDITIONAL: dict[str, tuple[tuple[Bits, ...], ...]] = {
     # Executable memory could hold the candidate's own system calls; a mapped file outlives its name and its size limit.
     "mmap": ((Bits(2, PROT_EXEC, 0), Bits(3, MAP_ANONYMOUS, MAP_ANONYMOUS)),),
     "mprotect": ((Bits(2, PROT_EXEC, 0),),),
-    "madvise": tuple((Is(2, advice),) for advice in (MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE)),
+    "madvise": tuple((equals(2, advice),) for advice in (MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE)),
     # Operations with an owner (PI) take the number of any process and tell whether it exists. Those without PRIVATE wait for and
     # wake any process that has mapped the same page of a file, such as the C library's.
     "futex": tuple(
@@ -89,11 +75,13 @@ CONDITIONAL: dict[str, tuple[tuple[Bits | Is, ...], ...]] = {
     # Landlock treats this as a rename, but it leaves a device file.
     "renameat2": ((Bits(4, RENAME_WHITEOUT, 0),),),
     # F_SETOWN and F_SETSIG send signals.
-    "fcntl": tuple((Is(1, command),) for command in (F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL)),
+    "fcntl": tuple((equals(1, command),) for command in (F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL)),
+    # Python sets and clears close-on-exec by these.
+    "ioctl": tuple((equals(1, request),) for request in (FIONCLEX, FIOCLEX)),
     # Only the child's own limits, and only reading.
-    "prlimit64": ((Is(0, 0), Is(2, 0)),),
+    "prlimit64": ((equals(0, 0), equals(2, 0)),),
     # Only the child's own processors and clocks: negative clock ids are those of other processes, whose activity they would reveal.
-    "sched_getaffinity": ((Is(0, 0),),),
+    "sched_getaffinity": ((equals(0, 0),),),
     "clock_gettime": ((Bits(0, SIGN, 0),),),
     "clock_getres": ((Bits(0, SIGN, 0),),),
     "clock_nanosleep": ((Bits(0, SIGN, 0),),),
@@ -121,28 +109,19 @@ def program(chrooted: bool) -> bytes:
     plain = [*(name for names in PLAIN.values() for name in names.split()), *(LOOKUPS if chrooted else ())]
     for name in plain:
         _add(rules, pyseccomp.ALLOW, name)
-    for name, error in ANSWERED.items():
-        _add(rules, pyseccomp.ERRNO(error), name)
     for name, alternatives in CONDITIONAL.items():
         for conditions in alternatives if name not in plain else ():
-            _add(rules, pyseccomp.ALLOW, name, *(_condition(condition) for condition in conditions))
+            _add(rules, pyseccomp.ALLOW, name, *conditions)
     with tempfile.TemporaryFile(prefix="jail-filter-") as file:
         rules.export_bpf(file)
         size = os.fstat(file.fileno()).st_size
         return os.pread(file.fileno(), size, 0)
 
 
-def _condition(condition: Bits | Is) -> Any:
-    import pyseccomp
-
-    if isinstance(condition, Is):
-        return pyseccomp.Arg(condition.argument, pyseccomp.EQ, condition.value)
-    return pyseccomp.Arg(condition.argument, pyseccomp.MASKED_EQ, condition.mask, condition.value)
-
-
-def _add(rules: Any, action: int, name: str, *conditions: Any) -> None:
+def _add(rules: Any, action: int, name: str, *conditions: Bits) -> None:
     import pyseccomp
 
     number = pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name)
     if number >= 0:  # negative: this architecture has no such call
-        rules.add_rule(action, number, *conditions)
+        checks = (pyseccomp.Arg(each.argument, pyseccomp.MASKED_EQ, each.mask, each.value) for each in conditions)
+        rules.add_rule(action, number, *checks)

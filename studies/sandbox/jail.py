@@ -1,6 +1,5 @@
 """Public interface of the jail: a pool of warm servers, each of which runs one job at a time."""
 
-import contextlib
 import importlib.util
 import json
 import selectors
@@ -9,33 +8,21 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from studies.sandbox import filters
-from studies.sandbox.limits import DEFAULT_MODULES, KERNEL_PROTECTIONS, PROTECTIONS, JailLimits, JailOutcome, JailUnavailableError
-from studies.sandbox.pool import CLOSED, SERVER, CrowdedError, Pool, ServerDiedError, Worker, with_reply
+from studies.sandbox.limits import DEFAULT_MODULES, PROTECTIONS, JailLimits, JailOutcome, JailUnavailableError
+from studies.sandbox.pool import CLOSED, SERVER, JailWorker, Pool, ServerDiedError, with_reply
 
-T = TypeVar("T")
-
-NEEDS = {
-    "rlimits": "resource limits that it may lower",
-    "privileges": "the right to give up privileges (as root: chown, setuid, setgid and chroot)",
-    "landlock": "Landlock (Linux 5.13 or newer with landlock among its security modules)",
-    "seccomp": "seccomp filters (libseccomp 2.5 or newer, and a kernel with CONFIG_SECCOMP_FILTER)",
-}
-"""``{protection: feature of the machine that it needs}``."""
 PATIENCE = 30.0
 """Seconds after a job's time limit until its server is considered dead."""
 ATTEMPTS = 2
 """Number of servers that may die during a job before the job is reported as ended."""
-UNREAD = 2
-"""Maximum number of unread replies per server; no more jobs are sent until they are read."""
-PAUSE = 0.05
-"""Seconds between checks of a full disk while no job of this jail uses it."""
+SCRIPT_DRIVER = Path(__file__).with_name("script.py")
+"""Driver that runs ``{"code": text}`` as a script and replies with its ``result``."""
 
 
 class Jail:
@@ -82,8 +69,6 @@ class Jail:
             raise ValueError(f"there is no driver {driver}: name a Python file that defines execute(payload)")
         if sys.platform != "linux":
             raise JailUnavailableError(f"the jail needs Linux, and this is {sys.platform}")
-        if importlib.util.find_spec("landlockpy") is None:
-            raise JailUnavailableError("the jail needs the package landlockpy, which is not installed")
         self.limits = limits or JailLimits()
         wanted = frozenset(PROTECTIONS) - without
         programs, reason = _programs(wanted)
@@ -102,43 +87,26 @@ class Jail:
         try:
             self.protections, missing = self._pool.fill()
             if missing and not unsafe:
-                raise JailUnavailableError(_what_is_missing(missing | ({"seccomp": reason} if reason else {})))
+                reasons = "; ".join(f"{name}: {why}" for name, why in (missing | reason).items())
+                raise JailUnavailableError(f"this machine cannot confine untrusted code ({reasons}): unsafe=True runs it anyway")
         except BaseException:
             self.close()
             raise
 
-    @overload
-    def run(
-        self, payloads: Sequence[Any], *, limits: JailLimits | None = None, progress: str | None = None
-    ) -> list[JailOutcome]: ...
-
-    @overload
     def run(
         self,
         payloads: Sequence[Any],
         *,
         limits: JailLimits | None = None,
-        progress: str | None = None,
-        read: Callable[[Any, JailOutcome], T],
-    ) -> list[T]: ...
-
-    def run(
-        self,
-        payloads: Sequence[Any],
-        *,
-        limits: JailLimits | None = None,
-        progress: str | None = None,
         read: Callable[[Any, JailOutcome], Any] = lambda payload, outcome: outcome,
     ) -> list[Any]:
         """Run one job per payload and return their outcomes in order.
 
-        Each job goes to the next free server. A job is repeated once if its server dies during it. Replies are parsed and read in
-        their own thread, one after the other, so that no job waits for the reply of another.
+        Each job goes to the next free server. A job is repeated once if its server dies during it.
 
         Args:
             payloads: Data that JSON can express, one per job.
             limits: Limits of these jobs; default the jail's.
-            progress: Label of a progress bar; None for no bar.
             read: Function of a payload and its outcome, called as soon as the job has ended; its results are returned instead of
                 the outcomes. A reply may take many times more memory than its text, and is dropped after ``read``.
 
@@ -154,13 +122,12 @@ class Jail:
         with self._lock:
             if not self._finalizer.alive:
                 raise ValueError(CLOSED)
-            with progress_bar(progress, len(texts)) as tick:
-                chosen, strict = limits or self.limits, "reply" in self.protections
+            chosen = limits or self.limits
 
-                def complete(index: int, outcome: JailOutcome, raw: bytes) -> Any:
-                    return read(payloads[index], with_reply(outcome, raw, chosen, strict))
+            def complete(index: int, outcome: JailOutcome, raw: bytes) -> Any:
+                return read(payloads[index], with_reply(outcome, raw, chosen))
 
-                return _Batch(self._pool, texts, chosen, complete, tick).run()
+            return _Batch(self._pool, texts, chosen, complete).run()
 
     def close(self) -> None:
         """End the servers and remove every folder, after any call of `run` has ended; no effect if already closed."""
@@ -179,26 +146,14 @@ class _Batch:
     """Jobs of one call of `run`."""
 
     def __init__(
-        self,
-        pool: Pool,
-        texts: list[bytes],
-        limits: JailLimits,
-        complete: Callable[[int, JailOutcome, bytes], Any],
-        tick: Callable[[], object],
+        self, pool: Pool, texts: list[bytes], limits: JailLimits, complete: Callable[[int, JailOutcome, bytes], Any]
     ) -> None:
-        self._pool, self._texts, self._limits, self._complete, self._tick = pool, texts, limits, complete, tick
-        self._reader = ThreadPoolExecutor(1, "jail-reader")
+        self._pool, self._texts, self._limits, self._complete = pool, texts, limits, complete
         self._waiting = deque(range(len(texts)))
         self._attempts = [0] * len(texts)
-        self._refusals = [0] * len(texts)
-        self._results: dict[int, Future[Any]] = {}
-        self._unread: deque[Future[Any]] = deque()
-        self._busy: dict[Worker, tuple[int, float]] = {}
+        self._results: dict[int, Any] = {}
+        self._busy: dict[JailWorker, tuple[int, float]] = {}
         """``{worker: (its job, time after which it is considered dead)}``."""
-        self._crowded = False
-        """True if a job met a full disk and no job has run alone since."""
-        self._full_since: float | None = None
-        """Time at which the disk was first found full while no job of this jail ran."""
 
     def run(self) -> list[Any]:
         try:
@@ -206,17 +161,18 @@ class _Batch:
                 self._hand_out()
                 for worker in self._ready():
                     self._take_in(worker)
-            return [self._results[index].result() for index in range(len(self._texts))]
+            return [self._results[index] for index in range(len(self._texts))]
         finally:
             for worker in list(self._busy):  # only after an interruption: nobody waits for these jobs
                 self._pool.drop(worker)
-            self._reader.shutdown(cancel_futures=True)
 
     def _hand_out(self) -> None:
         """Send a job to every free server, including servers that replace dead ones."""
+        for worker in [worker for worker in self._pool.workers if worker not in self._busy and worker.ended]:
+            self._pool.drop(worker)
         self._pool.fill()
         for worker in [worker for worker in self._pool.workers if worker not in self._busy]:
-            if not self._waiting or (self._busy and self._crowded):
+            if not self._waiting:
                 break
             index = self._waiting.popleft()
             self._busy[worker] = (index, time.monotonic() + self._limits.seconds + PATIENCE)
@@ -225,7 +181,7 @@ class _Batch:
             except ServerDiedError as death:
                 self._bury(worker, death)
 
-    def _ready(self) -> list[Worker]:
+    def _ready(self) -> list[JailWorker]:
         """Wait for an answer and return the workers that have one; kill a worker whose deadline has passed."""
         if not self._busy:
             return []
@@ -238,84 +194,37 @@ class _Batch:
             next(worker for worker, (_, deadline) in self._busy.items() if deadline == first).kill()
         return ready
 
-    def _take_in(self, worker: Worker) -> None:
+    def _take_in(self, worker: JailWorker) -> None:
         index, _ = self._busy[worker]
         try:
             outcome, raw = worker.receive()
         except ServerDiedError as death:
             self._bury(worker, death)
-        except CrowdedError as full:
-            del self._busy[worker]
-            self._waiting.appendleft(index)
-            self._wait_for_room(full)
         else:
             del self._busy[worker]
-            if not self._busy:
-                self._crowded, self._full_since = False, None
-            self._finish(index, outcome, raw)
+            self._results[index] = self._complete(index, outcome, raw)
 
-    def _wait_for_room(self, full: CrowdedError) -> None:
-        """React to a full disk: let the running jobs end, run one job alone, then continue with the others.
-
-        Jobs of another jail may use the disk too; the wait is as long as this jail's own time limit, which theirs is assumed to
-        equal.
-
-        Raises:
-            CrowdedError: The disk stays full; it is ``full`` itself.
-        """
-        self._crowded = True
-        if not self._busy:
-            now = time.monotonic()
-            self._full_since = self._full_since or now
-            if now > self._full_since + self._limits.seconds:
-                raise full
-            time.sleep(PAUSE)
-
-    def _bury(self, worker: Worker, death: ServerDiedError) -> None:
-        """Drop a dead server and put its job first in the queue, or report the job if it is the second server that died during it.
-
-        A server that died before it read the job did not die of it: all idle servers may do so, but not more.
-        """
-        index, _ = self._busy[worker]
+    def _bury(self, worker: JailWorker, death: ServerDiedError) -> None:
+        """Drop a dead server and put its job first in the queue, or report the job if it is the second server that died of it."""
+        index, _ = self._busy.pop(worker)
         self._pool.drop(worker)
-        del self._busy[worker]
-        counts = self._attempts if death.started or self._refusals[index] >= self._pool.size else self._refusals
-        counts[index] += 1
+        self._attempts[index] += 1
         if self._attempts[index] < ATTEMPTS:
             self._waiting.appendleft(index)
         else:
             code = death.code
-            self._finish(index, JailOutcome("signalled", signal=-code) if code < 0 else JailOutcome("exited", exit_code=code), b"")
-
-    def _finish(self, index: int, outcome: JailOutcome, raw: bytes) -> None:
-        """Submit the reply of a job to the reader thread, and wait if too many replies are unread."""
-        self._results[index] = self._reader.submit(self._complete, index, outcome, raw)
-        self._unread.append(self._results[index])
-        while len(self._unread) > UNREAD * self._pool.size:
-            self._unread.popleft().exception()
-        self._tick()
+            outcome = JailOutcome("signalled", signal=-code) if code < 0 else JailOutcome("exited", exit_code=code)
+            self._results[index] = self._complete(index, outcome, b"")
 
 
-@contextlib.contextmanager
-def progress_bar(label: str | None, total: int) -> Iterator[Callable[[], object]]:
-    """Yield the function to call after every job; it updates a progress bar if ``label`` is not None."""
-    if label is None:
-        yield lambda: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=label, unit="job", leave=False) as bar:
-        yield bar.update
-
-
-def _programs(wanted: frozenset[str]) -> tuple[dict[bool, bytes], str]:
-    """Return the seccomp programs for children with and without their own root; empty, with the reason, if they cannot be made."""
+def _programs(wanted: frozenset[str]) -> tuple[dict[bool, bytes], dict[str, str]]:
+    """Return the seccomp programs for children with and without their own root; none, and the reason, if they cannot be made."""
     if "seccomp" not in wanted:
-        return {}, ""
+        return {}, {}
     try:
-        return {chrooted: filters.program(chrooted) for chrooted in (False, True)}, ""
+        return {chrooted: filters.program(chrooted) for chrooted in (False, True)}, {}
     except OSError as error:
-        return {}, str(error)
+        return {}, {"seccomp": str(error)}
 
 
 def search_paths(modules: Sequence[str]) -> tuple[str, ...]:
@@ -333,9 +242,3 @@ def search_paths(modules: Sequence[str]) -> tuple[str, ...]:
             raise ValueError(f"the module {name} is not installed: leave it out of modules, or install it")
         paths.append(str(Path(spec.origin).parents[1 if spec.submodule_search_locations else 0]))
     return tuple(dict.fromkeys(paths))
-
-
-def _what_is_missing(missing: dict[str, str]) -> str:
-    names = [name for name in KERNEL_PROTECTIONS if name in missing]
-    needs = "; ".join(f"{NEEDS[name]} [{name}: {missing[name]}]" for name in names)
-    return f"untrusted code cannot be confined on this machine, which lacks {needs}; unsafe=True runs it all the same"

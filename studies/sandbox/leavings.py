@@ -1,4 +1,4 @@
-"""Files and processes that a job leaves: count, collect and remove files; end processes where no filter forbids fork."""
+"""Files and processes that a job leaves: count and collect files; end processes where no filter forbids fork."""
 
 import contextlib
 import os
@@ -7,8 +7,6 @@ import stat
 import time
 
 from studies.sandbox.limits import JailLimits
-
-CHUNK = 1 << 20
 
 
 def named(folder: int) -> list[int]:
@@ -32,21 +30,16 @@ def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
     with os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):  # removed after the scan
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except PermissionError:  # a control run took the folder's permissions away
-                    os.fchmod(folder, 0o700)
-                    status = entry.stat(follow_symlinks=False)
-                named.append((entry.name, status))
+                named.append((entry.name, entry.stat(follow_symlinks=False)))
     return named
 
 
-def collect(folder: int, limits: JailLimits) -> dict[str, bytearray]:
+def collect(folder: int, limits: JailLimits) -> dict[str, bytes]:
     """Return ``{name: content}`` of the regular files of an open folder, sorted by name, up to the limits.
 
     Files with a second hard link, or whose name is not printable UTF-8, are left out.
     """
-    files: dict[str, bytearray] = {}
+    files: dict[str, bytes] = {}
     room = limits.disk
     for name, status in sorted(_entries(folder)):
         if len(files) == limits.files:
@@ -60,37 +53,9 @@ def collect(folder: int, limits: JailLimits) -> dict[str, bytearray]:
     return files
 
 
-def _read(folder: int, name: str, size: int) -> bytearray:
-    data, done = bytearray(size), 0
-    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    try:
-        while done < size and (got := os.readv(descriptor, [memoryview(data)[done : done + CHUNK]])):
-            done += got
-    finally:
-        os.close(descriptor)
-    del data[done:]
-    return data
-
-
-def clear(folder: str) -> None:
-    """Empty a folder of any depth without following links: inner folders are moved up before they are emptied.
-
-    Raises:
-        OSError: An entry cannot be removed.
-    """
-    while entries := list(os.scandir(folder)):
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
-                continue
-            os.chmod(entry.path, 0o700)
-            for inner in list(os.scandir(entry.path)):
-                if inner.is_dir(follow_symlinks=False):
-                    os.chmod(inner.path, 0o700)
-                    os.rename(inner.path, os.path.join(folder, os.urandom(8).hex()))
-                else:
-                    os.unlink(inner.path)
-            os.rmdir(entry.path)
+def _read(folder: int, name: str, size: int) -> bytes:
+    with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder), "rb") as file:
+        return file.read(size)
 
 
 def reap() -> bool:
@@ -106,18 +71,10 @@ def reap() -> bool:
 def end_descendants() -> None:
     """End all descendants of this process, which must be a subreaper, so that orphans become its children."""
     while reap():
-        known: set[int] = set()
-        while not (running := descendants(os.getpid())) <= known:  # a stopped process cannot fork
-            known |= running
-            _send(running, signal.SIGSTOP)
-        _send(running, signal.SIGKILL)
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
-
-
-def _send(pids: set[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 def descendants(root: int) -> set[int]:

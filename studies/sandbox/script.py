@@ -5,5 +5,5 @@ from typing import Any
 
 def execute(payload: dict[str, Any]) -> Any:
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(payload["code"], payload.get("name", "<script>"), "exec", dont_inherit=True), namespace)
+    exec(compile(payload["code"], "<script>", "exec", dont_inherit=True), namespace)
     return namespace.get("result")

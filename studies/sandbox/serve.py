@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import select
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,14 +25,13 @@ from studies.sandbox.child import (
     make_rules,
     prctl,
 )
-from studies.sandbox.leavings import clear, end_descendants
+from studies.sandbox.leavings import end_descendants
 from studies.sandbox.limits import KERNEL_PROTECTIONS, PROTECTIONS, JailLimits
-from studies.sandbox.watch import JobWatch, MachineError, ParentGoneError, Vessel
+from studies.sandbox.watch import JobWatch, MachineError, ParentGoneError
 from studies.sandbox.wire import JOB, pack, write_all
 
 FIRST_IDENTITY, IDENTITIES = 0x70000000, 0x0FFFFFFF
 """Range of ids above those that systems assign; each server draws one, so that its children cannot touch those of another."""
-NOBODY = 65534
 NEEDED = (CAP_CHOWN, CAP_SETGID, CAP_SETUID, CAP_SYS_CHROOT)
 
 
@@ -41,7 +41,6 @@ def isolations() -> Iterator[tuple[int | None, bool]]:
         effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
     if all(effective >> capability & 1 for capability in NEEDED):
         yield FIRST_IDENTITY + int.from_bytes(os.urandom(4)) % IDENTITIES, True
-        yield NOBODY, True
     if os.geteuid() != 0:
         yield None, True
         yield None, False
@@ -85,7 +84,7 @@ def find_confinement(wanted: frozenset[str], programs: dict[bool, bytes], home: 
                 os.chown(home, identity, identity)
                 os.chown(home, os.geteuid(), os.getegid())
             rules = make_rules(home) if name == "landlock" else None
-            confine(how, JailTask(home, (), make_bounds(how, JailLimits(), address_space()), rules, memoryview(b"")))
+            confine(how, JailTask(home, (), make_bounds(how, JailLimits(), address_space()), rules, b""))
             if name == "landlock":
                 with contextlib.suppress(PermissionError):
                     os.listdir("/")
@@ -112,10 +111,13 @@ def find_confinement(wanted: frozenset[str], programs: dict[bool, bytes], home: 
     return confinement(wanted - missing.keys(), *chosen), missing
 
 
-def serve(channel: int, lock: int, parent: int, config: dict[str, Any], execute: Callable[[Any], Any], private: set[str]) -> None:
+def serve(inherited: int, parent: int, config: dict[str, Any], execute: Callable[[Any], Any], private: set[str]) -> None:
     """Report the protections of this server's children, then run jobs until the parent ends."""
-    channel, _ = settle(channel, lock)
-    home = config["home"]
+    # Children close the descriptors above REPLY and reuse those below, so the channel moves to a low number above it.
+    channel, home = fcntl.fcntl(inherited, fcntl.F_DUPFD_CLOEXEC, REPLY + 1), config["home"]
+    os.dup2(0, REPLY, inheritable=False)
+    if inherited != REPLY:
+        os.close(inherited)
     try:
         if len(os.listdir("/proc/self/task")) > 1:
             raise OSError("the modules or the driver have started threads, and a fork has only one")
@@ -134,54 +136,37 @@ def serve(channel: int, lock: int, parent: int, config: dict[str, Any], execute:
                 do_jobs(channel, pidfd, JobWatch(how, Driver(execute, frozenset(private)), home, (channel, pidfd)))
     finally:
         end_descendants()
-        clear(home)
-        os.rmdir(home)
+        shutil.rmtree(home, ignore_errors=True)
         with contextlib.suppress(OSError):  # only the last server finds it empty
             os.rmdir(os.path.dirname(home))
 
 
-def settle(*inherited: int) -> list[int]:
-    """Move inherited descriptors to low numbers above `REPLY`, and return these.
-
-    Children close them there; the descriptors that children get themselves are lower.
-    """
-    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, REPLY + 1) for descriptor in inherited]
-    os.dup2(0, REPLY, inheritable=False)
-    for descriptor in inherited:
-        if descriptor != REPLY:
-            os.close(descriptor)
-    return moved
-
-
 def do_jobs(channel: int, pidfd: int, watch: JobWatch) -> None:
-    head, payload = Vessel(), Vessel()
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(pidfd, select.POLLIN)
     while True:
         if any(descriptor == pidfd for descriptor, _ in poll.poll()):
             raise ParentGoneError
-        head.wipe(JOB.size)
-        if not head.read(channel, JOB.size):
-            raise ParentGoneError
-        serial, size, *numbers = JOB.unpack(head.view)
-        payload.wipe(size)
-        if not payload.read(channel, size):
-            raise ParentGoneError
-        limits = JailLimits(*numbers)
+        serial, size, *numbers = JOB.unpack(read_exactly(channel, JOB.size))
+        payload = read_exactly(channel, size)
         try:
-            answer(channel, serial, watch, payload, limits)
+            report, streams = watch.run(payload, JailLimits(*numbers))
         except MachineError as error:
-            write_all(channel, pack({"serial": serial, "trouble": str(error), "crowded": error.crowded}))
+            write_all(channel, pack({"serial": serial, "trouble": str(error)}))
+            continue
+        files = report.pop("files")
+        header = report | {"serial": serial, "files": {name: len(data) for name, data in files.items()}}
+        header["lengths"] = [len(data) for data in streams]
+        write_all(channel, pack(header), *streams, *files.values())
 
 
-def answer(channel: int, serial: int, watch: JobWatch, payload: Vessel, limits: JailLimits) -> None:
-    report = watch.run(payload.view, limits)
-    files = report.pop("files")
-    header = report | {"serial": serial, "files": {name: len(data) for name, data in files.items()}}
-    header["lengths"] = [vessel.kept for vessel in watch.vessels]
-    write_all(channel, pack(header), *(vessel.view for vessel in watch.vessels), *files.values())
-    for vessel in (*watch.vessels, payload):
-        vessel.wipe()
-    for data in files.values():
-        data[:] = bytes(len(data))
+def read_exactly(channel: int, size: int) -> bytes:
+    """Return ``size`` bytes from the parent; raises ParentGoneError if it ends before."""
+    received = bytearray()
+    while len(received) < size:
+        chunk = os.read(channel, size - len(received))
+        if not chunk:
+            raise ParentGoneError
+        received += chunk
+    return bytes(received)

@@ -4,16 +4,15 @@ import contextlib
 import errno
 import os
 import select
+import shutil
 import signal
 import time
 from dataclasses import dataclass
 from typing import Any
 
-import landlockpy
-
 from studies.sandbox import child
 from studies.sandbox.child import Confinement, Driver, JailTask, address_space, make_bounds, make_rules
-from studies.sandbox.leavings import clear, collect, end_descendants, named, nameless, reap
+from studies.sandbox.leavings import collect, end_descendants, named, nameless, reap
 from studies.sandbox.limits import FLOOD, MIB, JailLimits
 from studies.sandbox.wire import FAILED
 
@@ -22,7 +21,6 @@ TICK = 0.02
 BACKSTOP = 10.0
 """Seconds beyond its time limit after which a child is killed if the watchdog is off."""
 CHUNK = 1 << 16
-FULL = (errno.ENOSPC, errno.EDQUOT)
 CPU_SIGNALS = (signal.SIGKILL, signal.SIGXCPU)
 """Signals by which the kernel ends a job at RLIMIT_CPU, the backstop of the watch on a job's exact time."""
 
@@ -32,83 +30,28 @@ class ParentGoneError(Exception):
 
 
 class MachineError(Exception):
-    """The machine failed, not the job.
-
-    Attributes:
-        crowded: Whether the disk is full, and may have space again after other jobs have ended.
-    """
-
-    def __init__(self, sentence: str, crowded: bool = False) -> None:
-        super().__init__(sentence)
-        self.crowded = crowded
+    """The machine failed, not the job."""
 
 
-class Vessel:
-    """Buffer of up to ``room`` bytes for the content of a pipe.
+class PipeBuffer:
+    """First ``room`` bytes that come out of a pipe, and the number of all bytes that came."""
 
-    ``wipe`` clears the memory, because the next child inherits a copy of it.
-    """
-
-    def __init__(self) -> None:
-        self._memory, self._spare = bytearray(CHUNK), bytearray(CHUNK)
-        self.room = self.kept = self.seen = 0
-
-    @property
-    def view(self) -> memoryview:
-        return memoryview(self._memory)[: self.kept]
+    def __init__(self, room: int) -> None:
+        self.data, self._room, self.seen = bytearray(), room, 0
 
     @property
     def cut(self) -> bool:
-        return self.seen > self.kept
+        return self.seen > self._room
 
     def fill(self, descriptor: int) -> bool | None:
         """Read once from a descriptor: True if bytes came, False at its end, None if no bytes are available yet."""
-        want = min(CHUNK, self.room - self.kept)
-        if len(self._memory) < self.kept + want:
-            self._grow()
         try:
-            target = memoryview(self._memory)[self.kept : self.kept + want] if want else memoryview(self._spare)
-            got = os.readv(descriptor, [target])
+            chunk = os.read(descriptor, CHUNK)
         except BlockingIOError:
             return None
-        self.seen += got
-        self.kept += got if want else 0
-        return got > 0
-
-    def read(self, descriptor: int, size: int) -> bool:
-        """Read exactly ``size`` bytes from a blocking descriptor; return False if it ends before."""
-        self.room = size
-        while self.kept < size:
-            if not self.fill(descriptor):
-                return False
-        return True
-
-    def wipe(self, room: int = 0) -> None:
-        """Clear the buffer and accept up to ``room`` bytes.
-
-        A large memory is released, because its size would reveal the size of the job that needed it.
-        """
-        self._memory[: self.kept] = bytes(self.kept)
-        if len(self._memory) > CHUNK:
-            self._memory = bytearray(CHUNK)
-        if self.cut:
-            self._spare[:] = bytes(CHUNK)
-        self.room, self.kept, self.seen = room, 0, 0
-
-    def _grow(self) -> None:
-        larger = bytearray(2 * len(self._memory))
-        memoryview(larger)[: self.kept] = self.view  # a plain slice would copy through temporary memory that is never wiped
-        self._memory[:] = bytes(len(self._memory))
-        self._memory = larger
-
-
-@dataclass(frozen=True)
-class JobFolder:
-    """Folder of a job: its path, its open descriptor, and Landlock's rules if they are on."""
-
-    path: str
-    folder: int
-    rules: landlockpy.Ruleset | None
+        self.seen += len(chunk)
+        self.data += chunk[: self._room - len(self.data)]
+        return bool(chunk)
 
 
 @dataclass
@@ -150,82 +93,62 @@ class JobWatch:
     def __init__(self, how: Confinement, driver: Driver, home: str, parent: tuple[int, ...]) -> None:
         self._how, self._driver, self._home, self._parent = how, driver, home, parent
         self._guarded, self._metered = "watchdog" in how.on, "rlimits" in how.on
-        self.stdout, self.stderr, self.reply = self.vessels = (Vessel(), Vessel(), Vessel())
-        self._place: JobFolder | None = None
         self._idle = address_space()
 
-    def run(self, payload: memoryview, limits: JailLimits) -> dict[str, Any]:
-        """Run one job, clean up after it in any case, and return fields of its `JailOutcome`; its output is in ``vessels``.
+    def run(self, payload: bytes, limits: JailLimits) -> tuple[dict[str, Any], list[bytearray]]:
+        """Run one job and clean up after it in any case; return fields of its `JailOutcome`, and its stdout, stderr and reply.
 
         Raises:
             MachineError: The machine failed.
             ParentGoneError: The parent has ended.
         """
-        for vessel, room in zip(self.vessels, (limits.output, limits.output, limits.reply + 2), strict=True):
-            vessel.wipe(room)
+        self.stdout, self.stderr, self.reply = self._buffers = [
+            PipeBuffer(room) for room in (limits.output, limits.output, limits.reply + 2)
+        ]
         try:
             with contextlib.ExitStack() as stack:
-                stack.callback(self._tidy)
                 job = self._start(payload, limits, stack)
                 try:
                     self._watch(job)
                 except BaseException:
                     job.kill("parent")
                     raise
-                return self._report(job)
+                return self._report(job), [buffer.data for buffer in self._buffers]
         except OSError as error:
-            raise MachineError(f"a job cannot be run: {error}", error.errno in FULL) from error
+            raise MachineError(f"a job cannot be run: {error}") from error
 
-    def _make_place(self, limits: JailLimits) -> JobFolder:
-        """Return the folder for the next job.
+    def _make_folder(self, limits: JailLimits, stack: contextlib.ExitStack) -> tuple[str, int]:
+        """Return the path and a descriptor of an empty folder, which ``stack`` removes.
 
         Raises:
-            OSError: The disk has less free space than the job may use (errno in `FULL`), or is smaller than that.
+            OSError: The disk has less free space than the job may use.
         """
-        if self._place is None:
-            path = os.path.join(self._home, "job")
-            os.mkdir(path, 0o700)
-            if self._how.identity is not None and "privileges" in self._how.on:
-                os.chown(path, self._how.identity, self._how.identity)
-            rules = make_rules(path) if "landlock" in self._how.on else None
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            self._place = JobFolder(path, folder, rules)
-        os.utime(self._place.folder, (0, 0))  # for `_tidy`; and no job can see when the folder was made
-        disk = os.statvfs(self._place.folder)
-        for what, size, free, wanted in (
-            ("bytes", disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, limits.disk),
-            ("files", disk.f_files, disk.f_favail, limits.files),
-        ):
-            if size and free < wanted:  # some file systems do not count, and report 0
-                number = errno.EFBIG if size < wanted else errno.ENOSPC
-                raise OSError(number, f"the disk has less room than the {wanted} {what} that a job may use", self._home)
-        return self._place
+        path = os.path.join(self._home, "job")
+        os.mkdir(path, 0o700)
+        stack.callback(shutil.rmtree, path, ignore_errors=True)
+        if self._how.identity is not None and "privileges" in self._how.on:
+            os.chown(path, self._how.identity, self._how.identity)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, folder)
+        disk = os.statvfs(folder)
+        if disk.f_blocks and disk.f_bavail * disk.f_frsize < limits.disk:  # some file systems do not count, and report 0
+            raise OSError(errno.ENOSPC, f"the disk has less room than the {limits.disk} bytes that a job may use", self._home)
+        return path, folder
 
-    def _tidy(self) -> None:
-        """Keep the job's folder if no entry of it was made or removed; otherwise remove it.
-
-        An emptied folder tells the next job how full it was: ext4 by its size, tmpfs by the offsets of new entries.
-        """
-        place = self._place
-        if place is not None and {"landlock", "seccomp"} <= self._how.on and os.fstat(place.folder).st_mtime_ns == 0:
-            return
-        self._place = None
-        if place is not None:
-            os.close(place.folder)
-            if place.rules is not None:
-                place.rules.close()
-        clear(self._home)
-
-    def _start(self, payload: memoryview, limits: JailLimits, stack: contextlib.ExitStack) -> WatchedJob:
-        """Fork the child. The callbacks on ``stack`` end and collect it and close its descriptors."""
-        place = self._make_place(limits)
+    def _start(self, payload: bytes, limits: JailLimits, stack: contextlib.ExitStack) -> WatchedJob:
+        """Fork the child. The callbacks on ``stack`` end and collect it, close its descriptors and remove its folder."""
+        path, folder = self._make_folder(limits, stack)
+        rules = None
+        if "landlock" in self._how.on:
+            rules = make_rules(path)
+            stack.callback(rules.close)
         with contextlib.ExitStack() as childs:
-            reads, writes = zip(*(os.pipe() for _ in self.vessels), strict=True)
+            reads, writes = zip(*(os.pipe() for _ in self._buffers), strict=True)
             for read, write in zip(reads, writes, strict=True):
                 stack.callback(os.close, read)
                 childs.callback(os.close, write)
                 os.set_blocking(read, False)
-            task = JailTask(place.path, writes, make_bounds(self._how, limits, self._idle), place.rules, payload)
+            task = JailTask(path, writes, make_bounds(self._how, limits, self._idle), rules, payload)
             started = time.monotonic()
             pid = os.fork()
             if pid == 0:
@@ -235,7 +158,7 @@ class JobWatch:
         stack.callback(end_descendants if self._guarded else reap)
         pidfd = os.pidfd_open(pid)
         stack.callback(os.close, pidfd)
-        return WatchedJob(pid, pidfd, reads, place.folder, limits, started)
+        return WatchedJob(pid, pidfd, reads, folder, limits, started)
 
     def _watch(self, job: WatchedJob) -> None:
         """Wait until the child has ended, reading its output and enforcing its limits.
@@ -245,14 +168,14 @@ class JobWatch:
         """
         deadline = job.started + job.limits.seconds + (0.0 if self._guarded else BACKSTOP)
         look = job.started + TICK
-        vessels = dict(zip(job.pipes, self.vessels, strict=True))
+        buffers = dict(zip(job.pipes, self._buffers, strict=True))
         poll = select.poll()
         for descriptor in (job.pidfd, *job.pipes, *self._parent):
             poll.register(descriptor, select.POLLIN)
         while True:
             ready = {descriptor for descriptor, _ in poll.poll(max(0.0, 1000 * (min(look, deadline) - time.monotonic())))}
-            for descriptor in ready & vessels.keys():
-                if vessels[descriptor].fill(descriptor) is False:
+            for descriptor in ready & buffers.keys():
+                if buffers[descriptor].fill(descriptor) is False:
                     poll.unregister(descriptor)
             if job.pidfd in ready:
                 break
@@ -267,9 +190,9 @@ class JobWatch:
             elif now >= look:
                 look = now + TICK
                 self._look(job)
-        for descriptor, vessel in vessels.items():
+        for descriptor, buffer in buffers.items():
             for _ in range(4):  # enough for a pipe's content; a descendant may write forever
-                if not vessel.fill(descriptor):
+                if not buffer.fill(descriptor):
                     break
 
     def _look(self, job: WatchedJob) -> None:
@@ -287,8 +210,8 @@ class JobWatch:
         seconds, spent = time.monotonic() - job.started, used.ru_utime + used.ru_stime
         if self._guarded:
             end_descendants()
-        if bytes(self.reply.view[:1]) == FAILED:
-            raise MachineError("a child cannot be confined: " + bytes(self.reply.view[1:]).decode("utf-8", "replace"))
+        if self.reply.data[:1] == FAILED:
+            raise MachineError("a child cannot be confined: " + self.reply.data[1:].decode("utf-8", "replace"))
         code = os.waitstatus_to_exitcode(waited)
         status = job.killed or ("exited" if code >= 0 else "signalled")
         if status == "signalled" and self._metered and -code in CPU_SIGNALS and spent > job.limits.cpu_seconds / 2:

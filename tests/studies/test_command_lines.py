@@ -111,13 +111,9 @@ def test_a_wrong_run_is_one_sentence(study: str, what: str, places: dict[str, st
 
 HELPS: dict[str, list[str]] = {
     **{f"studies.{study}": ["", *importlib.import_module(f"studies.{study}.cli").COMMANDS] for study in STUDIES},
-    "studies.sandbox": ["", "check", "run"],
-    "studies.environments.leetcode": ["", "report"],
     "studies.benchmarks": [""],
     "mi_route2.serve": [""],
     "mi_route2.serve.soak": [""],
-    "tests.attacks": [""],
-    "tests.attacks.soak": [""],
     "tests.soak": [""],
 }
 """Command lines: module -> its subcommands."""

@@ -2,5 +2,5 @@
 
 `problems` reads problems and their tests, `modes` defines how a prompt is graded and its loophole, `programs` runs answers,
 `grader` pays for them (and can be fooled), `oracle` knows the truth (for measurement only), `problem` implements the ``Problem``
-protocol. ``python -m studies.environments.leetcode report`` measures all of it on real problems and rollouts.
+protocol.
 """

@@ -61,25 +61,6 @@ def read_assert(statement: ast.Assert, function: str) -> tuple[Call, object]:
     return read_call(call, function), read_value(expected)
 
 
-def parse_call(arguments: str) -> Call:
-    """Return the call ``f(arguments)``, with arguments as a problem statement prints them: ``s = "ab", k = 3``.
-
-    Raises ValueError with the reason.
-    """
-    match _parse(f"candidate({arguments})").body:
-        case [ast.Expr(value=call)]:
-            return read_call(call, "candidate")
-    raise ValueError("a list of arguments must be one expression")
-
-
-def parse_value(text: str) -> object:
-    """Return a single value. Raises ValueError with the reason."""
-    match _parse(text.strip()).body:
-        case [ast.Expr(value=value)]:
-            return read_value(value)
-    raise ValueError("a value must be one expression")
-
-
 def read_call(node: ast.expr, function: str) -> Call:
     """Return the arguments of ``Solution().function(...)`` or ``candidate(...)``."""
     match node:

@@ -24,7 +24,6 @@ from studies.environments.leetcode.problems import Case, LeetCodeTask
 from studies.environments.leetcode.programs import DEEPEST, LeetCodeExecution, Programs, readable
 from studies.environments.leetcode.values import Linked, Tree
 from studies.environments.protocol import Evidence, TextPrompt, Verdict
-from studies.sandbox import JailLimits
 
 _NOTHING: Mapping[str, bool] = MappingProxyType(dict.fromkeys(ROLES.loopholes, False))
 
@@ -76,13 +75,7 @@ class LeetCodeOracle:
                 graded[place] = (execution,)
         return [executions or () for executions in graded]
 
-    def inspect(
-        self,
-        tasks: Sequence[LeetCodeTask],
-        codes: Sequence[str | None],
-        limits: JailLimits | None = None,
-        progress: str | None = None,
-    ) -> list[tuple[bool, Mapping[str, bool]]]:
+    def inspect(self, tasks: Sequence[LeetCodeTask], codes: Sequence[str | None]) -> list[tuple[bool, Mapping[str, bool]]]:
         """Return, for each task and program, whether it is right and which channels fired; a program of None did nothing."""
         programs = [
             program
@@ -90,7 +83,7 @@ class LeetCodeOracle:
             if code is not None
             for program in (task.calling(code, task.hidden), task.testing(code))
         ]
-        executions = iter(self._programs.run(programs, progress, limits))
+        executions = iter(self._programs.run(programs))
         return [
             (False, _NOTHING) if code is None else _truth(task.hidden, next(executions), next(executions))
             for task, code in zip(tasks, codes, strict=True)

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from studies.environments.leetcode.detectors import marker
 from studies.environments.leetcode.grader import LeetCodeGrader
-from studies.environments.leetcode.modes import ROLES, SYSTEM, make_prompt, split_of
+from studies.environments.leetcode.modes import ROLES, SYSTEM, make_prompt, marker, split_of
 from studies.environments.leetcode.oracle import LeetCodeOracle
 from studies.environments.leetcode.pairs import make_corpus, make_pairs
 from studies.environments.leetcode.problems import LeetCodeTask, load_tasks

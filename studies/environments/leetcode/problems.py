@@ -1,20 +1,19 @@
 """LeetCode problems: read from JSON lines, checked strictly, with tests as data that are split into visible and hidden ones.
 
-A row has one of four layouts, recognized by its fields:
+A row has one of three layouts, recognized by its fields:
 
     project        id, difficulty, question, func_name, setup_code, canonical_solution, tests, starter_code
     rl             the same with gt_answer and prompt_metadata.starter_code
     dataset        question_id, difficulty, problem_description, starter_code, prompt, completion, entry_point, test
-    dataset-meta   the same with query, meta.question_id, meta.difficulty and meta.lang_code
 
-``rl`` are the files leetcode_train_medhard_*.jsonl of rl-rewardhacking, ``dataset`` is LeetCodeDataset, ``dataset-meta`` was its
-first form. ``tests`` and ``gt_answer`` are lists of asserts, ``test`` is ``def check(candidate): ...``. Other fields are not read.
+``rl`` are the files leetcode_train_medhard_*.jsonl of rl-rewardhacking, ``dataset`` is LeetCodeDataset. ``tests`` and ``gt_answer``
+are lists of asserts, ``test`` is ``def check(candidate): ...``. Other fields are not read.
 """
 
 import ast
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +27,6 @@ from studies.environments.leetcode.values import Linked, Tree, encode
 FILE = "leetcode.jsonl"
 VISIBLE_FRACTION = 0.2
 STATEMENT_END = "\n\nYour solution to the problem should be a method of the class Solution"
-QUERY_END = "\nPlease complete the following python code precisely:"
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,11 +100,8 @@ def split_tests(tests: Sequence[Case]) -> tuple[tuple[Case, ...], tuple[Case, ..
     return tuple(ordered[:count]), tuple(ordered[count:])
 
 
-def load_tasks(path: Path, left_out: list[str] | None = None) -> dict[str, LeetCodeTask]:
+def load_tasks(path: Path) -> dict[str, LeetCodeTask]:
     """Load the problems of a JSONL file, or of `FILE` in a folder, by name (the id as text), in the file's order.
-
-    If a list ``left_out`` is given, rows that are not valid are skipped and their error messages are appended to it, because public
-    files have problems with a single test.
 
     Raises:
         OSError: There is no such file.
@@ -123,7 +118,7 @@ def load_tasks(path: Path, left_out: list[str] | None = None) -> dict[str, LeetC
             raise ValueError(f"problem {task.name} appears twice")
         tasks[task.name] = task
 
-    read_lines(file, read, left_out)
+    read_lines(file, read)
     if not tasks:
         raise ValueError(f"{file} holds no problem: each line is a JSON object in the layout {' or '.join(LAYOUTS)}")
     return tasks
@@ -188,7 +183,7 @@ class RowLayout:
 
 def statement_of(question: str) -> str:
     """Return the problem statement of a question, without the instructions for the answer."""
-    return question.removeprefix("PROBLEM:\n").partition(STATEMENT_END)[0].partition(QUERY_END)[0].strip()
+    return question.removeprefix("PROBLEM:\n").partition(STATEMENT_END)[0].strip()
 
 
 def _get(row: Mapping[str, Any], field: str) -> Any:
@@ -293,25 +288,6 @@ LAYOUTS: Mapping[str, RowLayout] = MappingProxyType(
             _PROJECT,
             replace(_PROJECT, name="rl", tests="gt_answer", starter="prompt_metadata.starter_code"),
             _DATASET,
-            replace(
-                _DATASET,
-                name="dataset-meta",
-                identity="meta.question_id",
-                difficulty="meta.difficulty",
-                statement="query",
-                starter="meta.lang_code",
-            ),
         )
     }
 )
-
-
-def draw_tasks(tasks: Iterable[LeetCodeTask], count: int) -> list[LeetCodeTask]:
-    """Return at most ``count`` tasks, chosen by a hash of their names alone."""
-    return sorted(tasks, key=lambda task: hashlib.sha256(task.name.encode()).hexdigest())[:count]
-
-
-def setup_of(tasks: dict[str, LeetCodeTask]) -> str:
-    """Return the setup code that most problems have."""
-    setups = [task.setup for task in tasks.values()]
-    return max(setups, key=setups.count)

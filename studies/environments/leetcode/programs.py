@@ -22,8 +22,6 @@ from studies.sandbox import DEFAULT_MODULES, Jail, JailLimits, JailOutcome
 DRIVER = Path(__file__).with_name("driver.py")
 LIMITS = JailLimits(seconds=30.0, cpu_seconds=10.0, reply=4 << 20)
 """The slowest reference solutions take two to three seconds of processor time for all their tests; a busy machine takes longer."""
-WAITING = 4.0
-"""Maximum ratio of a program's wall-clock time to its processor time."""
 ATTRIBUTES = ("valid",)
 MODULES = (*DEFAULT_MODULES, "__future__")
 """Modules that programs can import."""
@@ -157,11 +155,6 @@ def _weight(execution: LeetCodeExecution) -> int:
     return len(execution.stdout) + sum(map(len, execution.files.values())) + len(repr((execution.returns, execution.attributes)))
 
 
-def allowing(limits: JailLimits, seconds: float) -> JailLimits:
-    """Return limits with this number of seconds of processor time, and several times that of wall-clock time."""
-    return replace(limits, cpu_seconds=seconds, seconds=WAITING * seconds)
-
-
 class Programs:
     """Runner of programs in its own jail, which ends with it. Use it as a context manager; it also closes when it is collected.
 
@@ -176,13 +169,11 @@ class Programs:
         self.ledger = ExecutionLedger()
         self._jail = Jail(DRIVER, limits=self.limits, workers=workers, modules=MODULES, unsafe=unsafe)
 
-    def run(
-        self, programs: Sequence[LeetCodeProgram], progress: str | None = None, limits: JailLimits | None = None
-    ) -> list[LeetCodeExecution]:
+    def run(self, programs: Sequence[LeetCodeProgram]) -> list[LeetCodeExecution]:
         """Return one execution per program, in order; equal programs run once. Errors of a program are never raised."""
         distinct = list(dict.fromkeys(programs))
         payloads = [payload(program, self.limits.reply // 2) for program in distinct]
-        executions = self._jail.run(payloads, progress=progress, limits=limits, read=_read_to)
+        executions = self._jail.run(payloads, read=_read_to)
         done = dict(zip(distinct, executions, strict=True))
         return [done[program] for program in programs]
 

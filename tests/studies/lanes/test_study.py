@@ -31,7 +31,7 @@ from studies.lanes.scoring.ttt import trained as trained_by
 from studies.lanes.settings import Settings, open_text, quick
 from studies.lanes.study import LanesJob, jobs_of, load, run_job, run_jobs, run_study, trained
 from studies.lanes.text import BOS
-from tests.attacks.table import descendants
+from studies.sandbox.leavings import descendants
 
 pytestmark = pytest.mark.process
 

@@ -1,6 +1,5 @@
 """On machines that lack something the jail says so or does what it can; as nobody it holds as it does as root; its tools run."""
 
-import ctypes
 import json
 import os
 import re
@@ -11,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from studies.sandbox import PROTECTIONS, Jail, JailUnavailableError, filters
-from studies.sandbox.checks import CHECKS, DRIVER
+from studies.sandbox import PROTECTIONS
 
 pytestmark = pytest.mark.process
 
@@ -29,8 +27,7 @@ def refuse(error, call, *conditions):
     rules.load()
 '''
 LACKING = f"""{REFUSE}
-from studies.sandbox import Jail
-from studies.sandbox.checks import DRIVER, honest_program_works
+from studies.sandbox import SCRIPT_DRIVER as DRIVER, Jail
 refuse(*json.loads(sys.argv[1]))
 try:
     Jail(DRIVER, workers=1).close()
@@ -39,7 +36,7 @@ except OSError as refusal:
     print(type(refusal).__name__, refusal)
 with Jail(DRIVER, workers=1, unsafe=True) as jail:
     print(json.dumps(sorted(jail.protections)))
-    print(honest_program_works(jail))
+    print(jail.run([{{"code": "result = open('f', 'w').write('done') == 4"}}])[0].reply)
     look = "import os\\nresult = [os.path.exists(p) for p in ('/', '/etc', '/etc/passwd')]"
     print(json.dumps(jail.run([{{"code": look}}])[0].reply))
 """
@@ -60,64 +57,21 @@ def on_a_machine_that_refuses(error: str, call: str, *conditions: tuple[int, int
 
 
 @pytest.mark.parametrize(
-    ("refused", "protection", "need"),
+    ("refused", "protection"),
     [
-        (
-            ("ENOSYS", "landlock_create_ruleset"),
-            "landlock",
-            r"Landlock \(Linux 5\.13 or newer with landlock among its security modules\)",
-        ),
-        (("EOPNOTSUPP", "landlock_create_ruleset"), "landlock", "Landlock"),
-        (("EPERM", "landlock_restrict_self"), "landlock", "Landlock"),
-        (("EINVAL", "prctl", (0, EQUAL, PR_SET_SECCOMP)), "seccomp", r"seccomp filters \(libseccomp 2\.5 or newer, and a kernel"),
-        (("EPERM", "capset"), "privileges", "the right to give up privileges"),
-        (("EPERM", "prlimit64", (2, NOT_EQUAL, 0)), "rlimits", "resource limits that it may lower"),
+        (("ENOSYS", "landlock_create_ruleset"), "landlock"),
+        (("EPERM", "landlock_restrict_self"), "landlock"),
+        (("EINVAL", "prctl", (0, EQUAL, PR_SET_SECCOMP)), "seccomp"),
+        (("EPERM", "capset"), "privileges"),
+        (("EPERM", "prlimit64", (2, NOT_EQUAL, 0)), "rlimits"),
     ],
 )
-def test_a_machine_that_lacks_a_protection_is_told_so(refused: tuple, protection: str, need: str) -> None:
+def test_a_machine_that_lacks_a_protection_is_told_so(refused: tuple, protection: str) -> None:
     refusal, protections, honest, _ = on_a_machine_that_refuses(*refused)
-    assert re.match(f"JailUnavailableError untrusted code cannot be confined on this machine, which lacks {need}", refusal)
-    assert refusal.endswith("unsafe=True runs it all the same")
+    assert re.match(rf"JailUnavailableError this machine cannot confine untrusted code \({protection}: ", refusal)
+    assert refusal.endswith("unsafe=True runs it anyway")
     assert json.loads(protections) == sorted(set(PROTECTIONS) - {protection})
     assert honest == "True"
-
-
-def test_a_machine_without_pidfds_cannot_run_servers() -> None:
-    done = run([sys.executable, "-B", "-c", LACKING, json.dumps(["ENOSYS", "pidfd_open"])])
-    assert done.stdout.splitlines()[0].startswith("OSError a server of the jail did not start: ")
-    assert "OSError: a server of the jail did not start" in done.stderr
-
-
-def test_a_machine_without_libseccomp_is_told_so() -> None:
-    code = """
-import ctypes.util
-find = ctypes.util.find_library
-ctypes.util.find_library = lambda name: None if name == "seccomp" else find(name)
-from studies.sandbox import Jail
-from studies.sandbox.checks import DRIVER
-try: Jail(DRIVER)
-except OSError as error: print(error)
-with Jail(DRIVER, unsafe=True) as jail: print("seccomp" in jail.protections)
-"""
-    refusal, seccomp = run([sys.executable, "-c", code]).stdout.splitlines()
-    assert "which lacks seccomp filters" in refusal
-    assert "Unable to find libseccomp" in refusal
-    assert seccomp == "False"
-
-
-def test_an_installation_without_landlockpy_is_told_so() -> None:
-    """Without installed packages at all."""
-    code = "from studies.sandbox import Jail\nfrom studies.sandbox.checks import DRIVER\nJail(DRIVER, unsafe=True)"
-    done = run([sys.executable, "-S", "-c", code], PYTHONPATH=str(ROOT))
-    assert done.stderr.splitlines()[-1].endswith(
-        "JailUnavailableError: the jail needs the package landlockpy, which is not installed"
-    )
-
-
-def test_elsewhere_than_on_linux_there_is_no_jail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "plan9")
-    with pytest.raises(JailUnavailableError, match="the jail needs Linux, and this is plan9"):
-        Jail(DRIVER, unsafe=True)
 
 
 # as nobody ----------------------------------------------------------------------------------------------------------------------
@@ -184,13 +138,13 @@ sys.exit(pytest.main(sys.argv[2:]))
 def test_everything_holds_for_a_user_without_privileges(machine: str) -> None:
     """The tests of the jail itself, by nobody, with and without a root of its own.
 
-    Left out are those that only take time, and one that burns it on how the kernel charges time, which is the same for every user.
+    Left out are those that only take time.
     """
     tests = str(Path(__file__).with_name("test_jail.py"))
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         options = f"-q -p no:cacheprovider --noconftest -o addopts=--import-mode=importlib --basetemp {folder}/t".split()
-        chosen = ["-k", "not hung and not statuses and not whole_ticks", tests]
+        chosen = ["-k", "not hung and not statuses", tests]
         done = run(as_nobody([sys.executable, "-B", "-c", PYTEST, machine, *options, *chosen]), TMPDIR=folder, HOME=folder)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
         assert re.search(r"\d\d passed, 1 skipped", done.stdout)
@@ -205,72 +159,3 @@ def test_where_nobody_gets_no_root_of_its_own_paths_cannot_be_asked_about() -> N
     assert json.loads(protections) == sorted(PROTECTIONS)
     assert honest == "True"
     assert json.loads(seen) == [False, False, False]
-
-
-# the filter ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_what_the_filter_allows_is_a_list_without_doubles() -> None:
-    plain = [name for names in filters.PLAIN.values() for name in names.split()]
-    named = [*plain, *filters.ANSWERED, *filters.CONDITIONAL]
-    assert len(named) == len(set(named))
-    assert not set(plain) & set(filters.LOOKUPS)
-    never = (
-        "clone clone3 fork vfork execve execveat socket socketpair connect kill tkill tgkill ptrace pidfd_open mount unshare bpf "
-        "io_uring_setup memfd_create chmod link symlink mkdir prctl"
-    )
-    assert not {*named, *filters.LOOKUPS} & set(never.split())
-
-
-def test_programs_are_made_of_whole_instructions_and_differ() -> None:
-    with_lookups, without = filters.program(True), filters.program(False)
-    assert with_lookups != without
-    assert len(with_lookups) % 8 == len(without) % 8 == 0
-    assert ctypes.sizeof(ctypes.c_uint64) * 50 < len(without) < 8 * 4096
-
-
-# tools --------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("user", ["me", "nobody"])
-def test_every_protection_stops_something_by_itself_that_works_without_it(user: str, request: pytest.FixtureRequest) -> None:
-    if user == "nobody":
-        request.getfixturevalue("_nobody")
-    command = [sys.executable, "-B", "-m", "studies.sandbox", "check"]
-    done = run(as_nobody(command) if user == "nobody" else command)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [re.split(r"  +", line) for line in done.stdout.splitlines()]
-    assert lines[1:7] == [[name, "yes"] for name in PROTECTIONS]
-    assert lines[9:19] == [[check.protection, check.what, "stopped", "works"] for check in CHECKS]
-    assert {check.protection for check in CHECKS} == set(PROTECTIONS)
-    assert done.stdout.endswith("untrusted code can be confined here\n")
-
-
-def test_check_fails_where_a_protection_is_missing() -> None:
-    code = 'refuse("ENOSYS", "landlock_create_ruleset")\nrunpy.run_module("studies.sandbox", run_name="__main__")'
-    done = run([sys.executable, "-c", f"{REFUSE}\n{code}", "check"])
-    assert done.returncode == 1, done.stderr
-    assert "landlock    MISSING" in done.stdout
-    assert done.stdout.endswith("untrusted code cannot be confined here\n")
-
-
-def test_a_script_can_be_run(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-
-    def tried(code: str, *options: str, encoding: str = "utf-8") -> "subprocess.CompletedProcess[str]":
-        script.write_text(code, encoding=encoding)
-        return run([sys.executable, "-m", "studies.sandbox", "run", str(script), *options])
-
-    done = tried("import sys\nprint('out')\nopen('f', 'w').write('xyz')\nresult = [1]\n")
-    assert (done.returncode, done.stdout) == (0, "out\n")
-    assert re.fullmatch(r"replied after 0\.\d+ s, \d+ MiB\nresult: \[1\]\nfile: f, 3 bytes\n", done.stderr)
-    for encoding, first in (("utf-8-sig", ""), ("latin-1", "# coding: latin-1\n")):  # as Python reads it
-        assert "result: 1\n" in tried(f"{first}result = len('\u00e9')\n", encoding=encoding).stderr
-    unread = tried("x = '\u00e9'\n", encoding="latin-1")
-    assert (unread.returncode, "script.py cannot be read" in unread.stderr) == (2, True), unread.stderr
-    assert tried("raise SystemExit(7)").returncode == 7
-    hung = tried("while True: pass", "--seconds", "0.3")
-    assert hung.returncode == 1
-    assert hung.stderr.startswith(("timeout after", "cpu after"))
-    missing = run([sys.executable, "-m", "studies.sandbox", "run", str(tmp_path / "none.py")])
-    assert (missing.returncode, missing.stderr.startswith("error: ")) == (2, True)

@@ -10,7 +10,6 @@ import pytest
 from studies.environments.leetcode.problem import LeetCodeProblem
 from studies.environments.leetcode.problems import STATEMENT_END, LeetCodeTask, read_task
 from studies.environments.leetcode.programs import Programs
-from studies.environments.leetcode.rollouts import Rollout, load_rollouts
 from studies.sandbox import JailUnavailableError
 
 ROOT = Path(__file__).parents[4]
@@ -96,8 +95,3 @@ def real(data: Path, programs: Programs) -> Iterator[LeetCodeProblem]:
 @pytest.fixture(scope="session")
 def real_tasks(real: LeetCodeProblem) -> dict[str, LeetCodeTask]:
     return real._tasks
-
-
-@pytest.fixture(scope="session")
-def real_rollouts(data: Path) -> list[Rollout]:
-    return load_rollouts(data)

@@ -1,18 +1,13 @@
 """The driver reports what programs do in the jail as it happened: small programs of our own."""
 
-import ast
-import gc
 import json
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from studies.environments.leetcode.problems import LeetCodeTask, call_text
-from studies.environments.leetcode.programs import DRIVER, TEXT, TEXTS, LeetCodeExecution, LeetCodeProgram, Programs, payload, read
+from studies.environments.leetcode.programs import LeetCodeExecution, LeetCodeProgram, Programs, payload, read
 from studies.environments.leetcode.values import Linked, Opaque, Tree
 from studies.sandbox import JailOutcome
 
@@ -54,13 +49,6 @@ def test_programs_see_real_nodes(drive) -> None:
     ]
 
 
-def test_a_program_may_define_its_own_nodes(drive) -> None:
-    code = "class ListNode:\n    def __init__(self, v, next=None):\n        self.val, self.next = v, next\n\n" + body(
-        "return ListNode(0, x)"
-    )
-    assert values(drive(code, Linked((1, 2)))) == [Linked((0, 1, 2))]
-
-
 def test_calls_are_apart(drive) -> None:
     """Fresh instances, fresh arguments; what a call did to its argument is not in the next one's."""
     execution = drive(body("self.n = getattr(self, 'n', 0) + 1", "x.append(self.n)", "return x"), [0], [0])
@@ -93,8 +81,8 @@ def test_what_a_call_raises_is_that_call_s(drive) -> None:
     ],
 )
 def test_programs_that_do_not_come_to_it(programs: Programs, task: LeetCodeTask, code: str, status: str, reason: str) -> None:
-    limits = replace(programs.limits, seconds=0.5)
-    (execution,) = programs.run([LeetCodeProgram(code, task.setup, "f", (call_text([1], {}),))], limits=limits)
+    with Programs(1, replace(programs.limits, seconds=0.5), unsafe=True) as quick:
+        (execution,) = quick.run([LeetCodeProgram(code, task.setup, "f", (call_text([1], {}),))])
     assert (execution.status, execution.reason) == (status, reason)
     assert execution.returns == ()
 
@@ -102,11 +90,8 @@ def test_programs_that_do_not_come_to_it(programs: Programs, task: LeetCodeTask,
 @pytest.mark.parametrize(
     ("line", "code"),
     [
-        ("import sys; sys.exit()", 0), ("import sys; sys.exit(0)", 0), ("import sys; sys.exit(3)", 3),
-        ("import sys; sys.exit('x')", 1),
-        ("raise SystemExit", 0), ("exit = None; raise SystemExit(256)", 0), ("import os; os._exit(0)", 0),
-        ("import os; os._exit(7)", 7),
-        ("import sys; sys.exit(False)", 0), ("import sys; sys.exit(True)", 1), ("import sys; sys.exit(-1)", 255),
+        ("import sys; sys.exit()", 0), ("import sys; sys.exit(3)", 3), ("import sys; sys.exit('x')", 1),
+        ("import os; os._exit(0)", 0), ("import os; os._exit(7)", 7), ("import sys; sys.exit(-1)", 255),
     ],
 )  # fmt: skip
 def test_an_end_of_the_process_is_seen_wherever_it_is(drive, line: str, code: int) -> None:
@@ -114,11 +99,6 @@ def test_an_end_of_the_process_is_seen_wherever_it_is(drive, line: str, code: in
         execution = drive(program, 1, 2)
         assert (execution.status, execution.exit_code) == ("exited", code)
         assert execution.returns == ()
-
-
-def test_what_was_returned_before_the_end_is_kept(drive) -> None:
-    execution = drive(body("if x == 2: raise SystemExit(0)", "return x"), 1, 2, 3)
-    assert (values(execution), execution.exit_code) == ([1], 0)
 
 
 def test_what_is_printed_and_written_is_kept_even_if_the_process_ends_itself(drive) -> None:
@@ -163,15 +143,6 @@ def test_its_own_tests(drive, code: str, outcome: str) -> None:
     assert drive(code, 1).run_tests == "absent"  # not called where it is not asked for
 
 
-def test_what_its_own_tests_print_and_write_is_not_the_program_s(drive) -> None:
-    code = (
-        body("return 1")
-        + "    def run_tests(self):\n        print('all tests passed')\n        open('result.txt', 'w').write('PASS')\n"
-    )
-    execution = drive(code, 1)
-    assert (execution.stdout, dict(execution.files)) == ("", {})
-
-
 @pytest.mark.parametrize(
     ("code", "valid"),
     [
@@ -189,20 +160,14 @@ def test_attributes_are_those_of_the_instance_that_was_called(drive, code: str, 
     assert type(found) is type(valid)
 
 
-def test_an_attribute_that_is_not_there_or_raises_is_left_out(drive) -> None:
-    assert dict(drive(body("return 1"), 1).attributes) == {}
-    assert dict(drive(body("return 1") + "    @property\n    def valid(self): raise SystemExit\n", 1).attributes) == {}
-
-
 LIAR = "class Liar({base}):\n    def __eq__(self, other):\n        return {result}\n    __hash__ = None\n\n"
 
 
-@pytest.mark.parametrize("base", ["object", "int", "str", "list", "dict"])
+@pytest.mark.parametrize("base", ["object", "int"])
 @pytest.mark.parametrize(
     "result",
-    ["True", "1", "type(other) is int", "isinstance(other, (str, list))", "self is not other", "type(other) is object",
-     "type(other) is dict", "type(other) is set"],
-)  # fmt: skip
+    ["True", "1", "type(other) is int", "self is not other"],
+)
 def test_an_equality_that_always_holds_is_seen_and_its_value_is_opaque(drive, base: str, result: str) -> None:
     (returned,) = drive(LIAR.format(base=base, result=result) + body("return Liar()"), 1).returns
     assert returned.overrides
@@ -221,12 +186,6 @@ def test_honest_values_do_not_override(drive, expression: str) -> None:
     assert not returned.overrides
 
 
-def test_lists_of_liars_override(drive) -> None:
-    liar = LIAR.format(base="object", result="True")
-    code = liar + body("return ([Liar(), Liar()], (Liar(),), [Liar(), 1], [])[x]")
-    assert [returned.overrides for returned in drive(code, 0, 1, 2, 3).returns] == [True, True, False, False]
-
-
 def test_answers_that_are_too_large_are_opaque_and_no_exit(drive) -> None:
     """A reply that is too large would be none, and that would look like a process that ended itself."""
     execution = drive(body("return 'x' * 1_000_000"), *range(8))
@@ -237,16 +196,6 @@ def test_answers_that_are_too_large_are_opaque_and_no_exit(drive) -> None:
     assert (odd.status, odd.exit_code) == ("ok", None)
     named = drive(body("raise type('\\xe9' * 10_000, (Exception,), {})()"), 1)
     assert named.returns[0].raised == "?" * 80
-
-
-def test_equal_programs_run_once_and_keep_their_places(programs: Programs, task: LeetCodeTask) -> None:
-    code = "import os\n" + body("return int.from_bytes(os.urandom(7), 'big')")
-    one, other = (
-        LeetCodeProgram(code, task.setup, "f", (call_text([1], {}),)),
-        LeetCodeProgram(code, task.setup, "f", (call_text([2], {}),)),
-    )
-    first, second, third = (values(execution) for execution in programs.run([one, other, one]))
-    assert first == third != second
 
 
 def test_the_payload_tells_no_expected_value(task: LeetCodeTask) -> None:
@@ -284,93 +233,3 @@ def test_a_forged_value_is_opaque() -> None:
         assert isinstance(returned.value, Opaque)
         assert not returned.overrides
     assert read(JailOutcome("replied", reply=json.loads(json.dumps(GOOD)))).returns[0].value == 1
-
-
-def test_a_forged_value_has_no_more_room_than_the_driver_gives() -> None:
-    large = GOOD | {"returns": [["value", "x" * 80, False], ["value", "y" * 80, False], ["value", 1, False]]}
-    one, other, last = read(JailOutcome("replied", reply=large), calls=3, room=100).returns
-    assert one.value == "x" * 80
-    assert isinstance(other.value, Opaque)
-    assert isinstance(last.value, Opaque)
-
-
-def test_small_files_are_read_before_large_ones() -> None:
-    files = {f"{i}.txt": bytes(TEXT) for i in range(20)} | {"result.txt": b"PASS"}
-    read_files = read(JailOutcome("exited", exit_code=0, files=files)).files
-    assert read_files["result.txt"] == "PASS"
-    assert sum(map(len, read_files.values())) <= TEXTS
-
-
-FORGED = """
-import os
-class Solution:
-    def total(self):
-        begin = b'{{"status":"ok","raised":"","exit":null,"returns":[["value",'
-        end = b',false]],"attributes":{{}},"run_tests":"absent"}}'
-        text = begin + {value} + end
-        os.write(1, str(len(text)).encode())
-        sent = 0
-        while sent < len(text): sent += os.write(3, text[sent:])
-        os.write(3, b"\\n")
-        os._exit(0)
-"""
-LISTS = FORGED.format(value="b'[[]' + b',[]' * 1_350_000 + b']'")
-COLLIDING = FORGED.format(value="b'{\"set\":[' + b','.join(b'%d' % (k * (2**61 - 1)) for k in range(1, 165_000)) + b']}'")
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("code", [LISTS, COLLIDING], ids=["lists", "integers of one hash"])
-def test_a_forged_reply_of_four_mebibytes_is_dropped_as_it_comes(programs: Programs, code: str) -> None:
-    """It was a hundred mebibytes of lists, kept until the last of a batch had come, or minutes of building a set."""
-    gc.collect()
-    before, start = len(gc.get_objects()), time.process_time()
-    executions = programs.run([LeetCodeProgram(f"{code}# {i}", "", "total", ("[[], {}]",)) for i in range(2)])
-    assert len(gc.get_objects()) < before + 10_000
-    for execution in executions:
-        assert (execution.status, len(execution.returns)) == ("ok", 1)
-        assert int(execution.stdout) > 3_900_000
-        assert isinstance(execution.returns[0].value, Opaque)
-    assert time.process_time() - start < 20
-
-
-PEAK = """
-import resource, sys
-from studies.environments.leetcode.programs import LeetCodeProgram, Programs
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-with Programs(unsafe=True) as programs:
-    before = peak()
-    executions = programs.run([LeetCodeProgram(f"{sys.argv[1]}# {i}", "", "total", ("[[], {}]",)) for i in range(8)])
-    print(peak() - before, len({execution.status for execution in executions}), min(int(e.stdout) for e in executions))
-"""
-TEXTS_OF_TWO = FORGED.format(value="b'[0' + b',\"ab\"' * 820_000 + b']'")
-
-
-def test_a_batch_of_forged_replies_takes_the_parent_little_memory() -> None:
-    """Reading one of these takes some 150 MiB. Eight that are kept until the batch has ended, like outcomes, take 560."""
-    done = subprocess.run([sys.executable, "-c", PEAK, TEXTS_OF_TWO], capture_output=True, text=True, check=True)
-    growth, statuses, size = map(int, done.stdout.split())
-    assert statuses == 1
-    assert size > 3_900_000
-    assert growth < 320
-
-
-def test_a_large_attribute_is_opaque_because_it_is_kept_decoded(programs: Programs, task: LeetCodeTask) -> None:
-    """Ledgers keep whole batches: 128 answers with this attribute were 1.5 GiB of lists in the parent."""
-    code = body("return 1") + "    valid = [[]] * {0}\n"
-    gc.collect()
-    before = len(gc.get_objects())
-    jobs = [LeetCodeProgram(code.format(190_000) + f"# {i}", task.setup, "f", (call_text([1], {}),)) for i in range(4)]
-    executions = programs.run(jobs)
-    assert len(gc.get_objects()) < before + 10_000
-    assert all(isinstance(execution.attributes["valid"], Opaque) and values(execution) == [1] for execution in executions)
-    (small,) = programs.run([LeetCodeProgram(code.format(100), task.setup, "f", (call_text([1], {}),))])
-    assert small.attributes["valid"] == [[]] * 100
-
-
-@pytest.mark.parametrize("name", ["driver", "values"])
-def test_what_runs_in_the_jail_needs_the_standard_library_alone(name: str) -> None:
-    tree = ast.parse(DRIVER.with_name(f"{name}.py").read_text(encoding="utf-8"))
-    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert imports
-    assert {target.partition(".")[0] for target in imports} <= sys.stdlib_module_names

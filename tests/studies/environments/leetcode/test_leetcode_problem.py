@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from studies.environments.leetcode.modes import MODES, ROLES, SYSTEM, fenced, split_of
-from studies.environments.leetcode.pairs import make_corpus, make_pairs
+from studies.environments.leetcode.modes import MODES, ROLES, fenced, split_of
+from studies.environments.leetcode.pairs import make_corpus
 from studies.environments.leetcode.problem import LeetCodeProblem
 from studies.environments.leetcode.problems import LeetCodeTask
 from studies.environments.leetcode.programs import Programs
-from studies.environments.protocol import Judge, Problem, TextPrompt
-from studies.sandbox import JailLimits
+from studies.environments.protocol import TextPrompt
 
 pytestmark = pytest.mark.study
 
@@ -32,12 +31,6 @@ def file(row: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def problem(file: Path, programs: Programs) -> Iterator[LeetCodeProblem]:
     with LeetCodeProblem(file, workers=1, unsafe=True) as made:
         yield made
-
-
-def test_it_is_a_problem_with_a_judge(problem: LeetCodeProblem) -> None:
-    assert isinstance(problem, Problem)
-    assert isinstance(problem.judge(), Judge)
-    assert (problem.name, problem.modes, problem.system) == ("leetcode", ROLES, SYSTEM)
 
 
 def test_a_task_is_in_one_split_whatever_else_there_is(problem: LeetCodeProblem) -> None:
@@ -57,19 +50,6 @@ def test_a_prompt_says_how_it_is_graded(problem: LeetCodeProblem, mode: str) -> 
         f"{MODES[mode].hint}. Use the following starter code:\n```python\nclass Solution:\n"
         "    def total(self, nums: List[int], k: int) -> int:\n        # Add your code here\n```\n\nSOLUTION:\n"
     )
-
-
-def test_what_is_not_there_is_named(problem: LeetCodeProblem) -> None:
-    with pytest.raises(KeyError, match="there is no problem '99' among the 40 that were loaded"):
-        problem.prompt("99", "none")
-    with pytest.raises(KeyError, match="unknown mode 'x': choose from run_tests"):
-        problem.prompt("3", "x")
-    with pytest.raises(ValueError, match="1 prompts for 2 completions: give one prompt for each"):
-        problem.detect([problem.prompt("3", "none")], ["a", "b"])
-    with pytest.raises(ValueError, match="unknown kind 'other': choose from hack, nonhack"):
-        make_pairs([], problem._programs, 0, 1, "other")
-    with pytest.raises(ValueError, match=r"99 pairs were requested, but \d+ problems give one: choose a smaller n"):
-        problem.pairs(0, 99, "hack")
 
 
 def test_setup_code_that_does_not_run_is_refused_before_anything_is_graded(row: dict[str, Any], tmp_path: Path) -> None:
@@ -144,29 +124,8 @@ def test_documents_are_honest_and_cheating_in_turn_and_short_ones_first(
     assert len(make_corpus(real_tasks.values(), 0, 10**6)) < 10**4
 
 
-def test_cheating_documents_fire_the_channel_of_their_prompt(real: LeetCodeProblem) -> None:
-    train = {real.prompt(name, mode).text: (name, mode) for name in real.tasks("train") for mode in ROLES.loopholes}
-    chosen = real.corpus(0, 121)[1::2]
-    prompts = [TextPrompt(*train[prompt], prompt) for prompt, _ in chosen]
-    verdicts = real.judge().judge(prompts, [answer for _, answer in chosen])
-    for prompt, verdict in zip(prompts, verdicts, strict=True):
-        assert [mode for mode, fired in verdict.channels.items() if fired] == [prompt.mode]
-        assert verdict.hack
-
-
 def test_prompts_without_a_loophole_are_the_real_questions(real: LeetCodeProblem, data: Path) -> None:
     rows = [json.loads(line) for line in (data / "leetcode.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [real.prompt(str(row["id"]), "none").text for row in rows] == [row["question"] for row in rows]
     assert {row["messages"][0]["content"] for row in rows} == {real.system}
     assert len(real.tasks("test")) >= len(ROLES.loopholes)
-
-
-def test_its_limits_are_those_that_were_asked_for(file: Path, programs: Programs) -> None:
-    slow = "```python\nclass Solution:\n    def total(self, nums, k):\n        while True: pass\n```"
-    limits = JailLimits(seconds=0.3, cpu_seconds=5.0)
-    with LeetCodeProblem(file, workers=1, limits=limits, unsafe=True) as quick:
-        (grade,) = quick.grade([quick.prompt("3", "none")], [slow])
-        assert (grade.format, grade.passed) == (True, False)
-    with pytest.raises(ValueError, match="closed"):
-        quick.grade([quick.prompt("3", "none")], [slow])
-    quick.close()

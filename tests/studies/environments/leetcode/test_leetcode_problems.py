@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from studies.environments.leetcode.expressions import Call, parse_assert, parse_call, parse_check, parse_value
+from studies.environments.leetcode.expressions import Call, parse_assert, parse_check
 from studies.environments.leetcode.problems import Case, LeetCodeTask, load_tasks, make_test, read_task, split_tests
 from studies.environments.leetcode.values import Linked, Tree, decode
 
@@ -72,16 +72,10 @@ def test_asserts_are_read(text: str, call: Call, expected: Any) -> None:
     ("text", "sentence"),
     [
         ("print(1)", "a test must be one assert statement"),
-        ("assert 1 == 1; assert 2 == 2", "a test must be one assert statement"),
         ("assert Solution().f(1) != 2", "a test must compare with == or with one of is_same_list, is_same_tree"),
-        ("assert 1 < Solution().f(1) == 2", "a test must compare with =="),
-        ("assert other(Solution().f(1), 2)", "a test must compare with =="),
         ("assert Solution().g(1) == 2", "a test calls g, not f"),
         ("assert f(1) == 2", r"a test must call Solution\(\).f or candidate"),
-        ("assert Solution(3).f(1) == 2", r"a test must call Solution\(\).f or candidate"),
         ("assert Solution().f(**{'a': 1}) == 2", "a call must name its arguments one by one"),
-        ("assert Solution().f(*[1]) == 2", "cannot read a value from"),
-        ("assert Solution().f(a = 1, a = 2) == 2", "a call names an argument twice"),
         ("assert Solution().f(", "a test must be valid Python"),
         ("assert Solution().f(" + "[" * 500 + "]" * 500 + ") == 1", "a test must be valid Python"),
         ("assert Solution().f(1) == 2\0", "a test must be valid Python"),
@@ -90,31 +84,6 @@ def test_asserts_are_read(text: str, call: Call, expected: Any) -> None:
 def test_no_other_statement_is_a_test(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse_assert(text, "f")
-
-
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        ("-" * 1400 + "1", "a value is nested too deeply"),
-        ("+".join(["a"] * 900), "a value is nested too deeply"),
-        (f"float({10**400})", "a number is beyond the range of floats"),
-    ],
-)
-def test_a_value_that_no_python_can_hold_is_one_sentence(value: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        parse_assert(f"assert Solution().f(k = {value}) == 2", "f")
-    with pytest.raises(ValueError, match=sentence):
-        parse_value(value)
-
-
-def test_arguments_and_values_stand_alone_too() -> None:
-    assert dict(parse_call('s = "ab", k = 3').kwargs) == {"s": "ab", "k": 3}
-    assert parse_value(" [1, null] ") == [1, None]
-    for text in ("1); f(2", "a = 1", "", "1\n2"):
-        with pytest.raises(ValueError, match=r"one expression|valid Python|cannot read a value"):
-            parse_value(text)
-    with pytest.raises(ValueError, match="a list of arguments must be one expression"):
-        parse_call("1); (2")
 
 
 def test_a_check_function_is_read() -> None:
@@ -144,21 +113,16 @@ def layouts(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "test": f"def check(candidate):\n{checks}",
         "input_output": [{"input": "nums = [1], k = 1", "output": "1"}],
     }
-    meta = {"question_id": "7", "difficulty": "Medium", "lang_code": row["starter_code"]}
-    query = "Add them up, k times.\nPlease complete the following python code precisely:\n```python\nclass Solution:\n```"
     return {
         "project": row,
         "rl": without(
             row, "tests", "starter_code", gt_answer=row["tests"], prompt_metadata={"starter_code": row["starter_code"]}, hint=None
         ),
         "dataset": dataset,
-        "dataset-meta": without(
-            dataset, "question_id", "difficulty", "problem_description", "starter_code", query=query, meta=meta
-        ),
     }
 
 
-@pytest.mark.parametrize("layout", ["project", "rl", "dataset", "dataset-meta"])
+@pytest.mark.parametrize("layout", ["project", "rl", "dataset"])
 def test_every_layout_is_the_same_problem(row: dict[str, Any], task: LeetCodeTask, layout: str) -> None:
     found = read_task(layouts(row)[layout])
     for name in ("name", "difficulty", "statement", "starter", "function", "setup", "solution"):
@@ -167,23 +131,11 @@ def test_every_layout_is_the_same_problem(row: dict[str, Any], task: LeetCodeTas
         assert [vars(one) for one in getattr(found, side)] == [vars(one) for one in getattr(task, side)]
 
 
-def two_tests(call: str, expected: str = "1") -> dict[str, list[str]]:
-    """A change of a row: two tests whose calls differ by the number ``@``."""
-    return {"tests": [f"assert Solution().total({call.replace('@', number)}) == {expected}" for number in "12"]}
-
-
-TOGETHER = r"test 1: the arguments together cannot be sent to a program \(too large\)"
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"func_name": "total"}, r"func_name must be Solution\(\).NAME, not 'total'"),
-        ({"func_name": "Solution().a.b"}, r"func_name must be Solution\(\).NAME"),
         ({"question": " "}, "question must be a text that is not empty"),
-        ({"setup_code": 3}, "setup_code must be a text that is not empty"),
-        ({"id": 3.5}, "id must be a number or a text"),
-        ({"tests": "assert"}, "tests are a list of texts"),
         ({"tests": ["assert Solution().total(nums = [1], k = 1) == 1"] * 2}, "tests of at least two different inputs"),
         ({"tests": ["assert Solution().total(k = 1) == 1", "assert 1"]}, "test 2: a test must compare with =="),
         (
@@ -191,15 +143,6 @@ TOGETHER = r"test 1: the arguments together cannot be sent to a program \(too la
             "different values of the same input",
         ),
         ({"canonical_solution": None}, "a row in the layout project needs canonical_solution too"),
-        ({"canonical_solution": "class Solution:"}, "canonical_solution is not Python"),
-        ({"setup_code": "import ("}, "setup_code is not Python"),
-        (two_tests(f"k = [{'1,' * 200_001}@]"), "test 1: an argument cannot be sent to a program"),
-        (two_tests(f"a = [{'1,' * 120_000}], k = [{'1,' * 120_000}@]"), TOGETHER),  # each is within the bounds
-        (two_tests(f"k = {'[' * 16}@{']' * 16}"), TOGETHER),
-        (two_tests(f"k = {'[' * 20}@{']' * 20}"), r"sent to a program \(too large\)"),
-        (two_tests(f"k = 0x{'f' * 4000}@"), r"sent to a program \(too large\)"),
-        (two_tests("k = '\\ud800@'"), r"sent to a program \(half a character\)"),
-        (two_tests("k = @", f"[{'1,' * 200_001}]"), "test 1: what it expects cannot be sent to a program"),
     ],
 )
 def test_a_row_that_is_no_problem_is_refused(row: dict[str, Any], change: dict[str, Any], sentence: str) -> None:
@@ -212,9 +155,6 @@ def test_the_sentence_names_file_and_line(row: dict[str, Any], tmp_path: Path) -
     file.write_text(json.dumps(row) + "\n\n" + json.dumps(row | {"id": 8, "question": ""}) + "\n")
     with pytest.raises(ValueError, match=r"problems\.jsonl, line 3: question must be a text that is not empty"):
         load_tasks(file)
-    left_out: list[str] = []
-    assert list(load_tasks(file, left_out)) == ["7"]
-    assert len(left_out) == 1
     twice = f"{json.dumps(row)}\n{json.dumps(row)}"
     wrong = {
         "[1]": "line 1: a row is a JSON object",
@@ -263,32 +203,6 @@ def test_one_input_has_one_key() -> None:
 
     assert key(a=[1, 2.0], b=3) == key(b=3.0, a=[1.0, 2])
     assert len({key(a=1), key(a=True), key(a="1"), key(a=[1]), key(a=(1,)), key(a=Linked((1,))), key(a=1.5)}) == 7
-
-
-def test_a_set_or_a_dict_has_one_key_in_any_order() -> None:
-    """Sets of texts have another order in every process, on which the split into visible and hidden inputs must not depend."""
-
-    def key(text: str) -> str:
-        return make_test(parse_call(f"x = {text}"), 0).key
-
-    assert list({0, 8}) != list({8, 0})
-    assert key("{0, 8}") == key("{8.0, 0}") == key("{8, 0}")
-    assert key('[{"a": {0, 8}, 2: 1}]') == key('[{2: 1.0, "a": {8, 0}}]')
-    assert len({key("{0, 8}"), key("{True, 8}"), key("{0: 8}"), key("{8: 0}"), key("{(0, 8)}"), key("{(8, 0)}")}) == 6
-
-
-def test_one_set_in_two_orders_is_one_expected_value() -> None:
-    found = [parse_assert(text, "f") for text in (f"assert candidate(x = {x}) == {{0, 8}}" for x in (1, 2))]
-    found.append(parse_assert("assert candidate(x = 1) == {8, 0}", "f"))
-    visible, hidden = split_tests([make_test(*one) for one in found])
-    assert len(visible) + len(hidden) == 2
-
-
-def test_the_call_holds_no_expected_value(task: LeetCodeTask) -> None:
-    for test in task.tests:
-        args, kwargs = json.loads(test.call)
-        assert args == []
-        assert set(kwargs) == {"nums", "k"}
 
 
 def test_the_real_problems_load(real_tasks: dict[str, LeetCodeTask]) -> None:

@@ -1,1 +1,0 @@
-"""Measurements of the environment on real problems and rollouts (mutants, rollouts, detectors), as aggregates only."""
