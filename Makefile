@@ -93,8 +93,7 @@ docs: $(STAMP)  ## build the write-up strictly into site/
 bench: $(STAMP)  ## paired ratios of time against peers
 	for name in routing hosts sweeps engine serve jail; do $(PY) -m studies.benchmarks $$name || exit 1; done
 
-soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage files; an hour of 32 clients of a server
-	$(PY) -m tests.soak --kills 100
+soak: $(STAMP)  ## an hour of 32 clients of a server
 	$(PY) -m mi_route2.serve.soak --minutes 60 --clients 32
 
 .venv-fuzz/.installed:

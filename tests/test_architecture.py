@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("mi_route2", "probes", "studies")
 HOSTS = ("transformer_lens", "nnsight")
 MAY_HOST = ("mi_route2.hosts", "studies.lanes", "studies.benchmarks")
-BROUGHT_BY = {"sklearn": "scikit_learn", "tokenizers": "transformers", "numpy": "scipy", "PIL": "matplotlib"}
+BROUGHT_BY = {"filelock": "torch", "sklearn": "scikit_learn", "tokenizers": "transformers", "numpy": "scipy", "PIL": "matplotlib"}
 """Import name -> the declared requirement that always brings it."""
 UNPICKLERS = ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 
@@ -278,6 +278,6 @@ def test_what_is_imported_is_declared() -> None:
             known_here = known_here | serve if within(name, "mi_route2.serve") else known_here
             known_here = known_here | {"plotly"} if name == "mi_route2.patching.grid" else known_here  # its error names the extra
             known_here = known_here | trl if within(name, "mi_route2.integrations") else known_here
-            known_here = known_here | {"submitit"} if name == "studies.common.cluster" else known_here  # so does its
+            known_here = known_here | {"submitit"} if name == "studies.common.workers" else known_here  # so does its
             foreign = {target.split(".")[0] for target in targets} - known_here
             assert not foreign, f"{name} imports {', '.join(foreign)}, which pyproject.toml does not require"

@@ -49,17 +49,16 @@ def run_command(commands: Mapping[str, Callable[..., Any]], name: str, descripti
     return 0
 
 
-def report_commands(module: str, printed: str | None = None) -> dict[str, Callable[..., Any]]:
-    """Return the commands ``report`` and ``publish`` of a study.
+def report_command(module: str, printed: str | None = None) -> Callable[..., Any]:
+    """Return the command ``report`` of a study.
 
     Args:
-        module: Module with the functions ``write_report(folder)`` and ``publish(folder, to)``. It is imported when a command runs,
-            because a help text must not wait for torch.
-        printed: File of the report that ``report`` prints.
+        module: Module with the function ``write_report(folder)``, imported when the command runs.
+        printed: File of the report that the command prints.
     """
 
     @dataclass(frozen=True)
-    class Report:
+    class ReportCommand:
         """Rewrite the tables and figures of a study's folder from its artifacts alone."""
 
         folder: tyro.conf.Positional[Path]
@@ -69,17 +68,7 @@ def report_commands(module: str, printed: str | None = None) -> dict[str, Callab
             if printed is not None:
                 print((self.folder / printed).read_text(encoding="utf-8"))
 
-    @dataclass(frozen=True)
-    class Publish:
-        """Copy the tables and figures of a study's folder to the write-up."""
-
-        folder: tyro.conf.Positional[Path]
-        to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
-
-        def __call__(self) -> None:
-            print(f"wrote {import_module(module).publish(named(self.folder), self.to)}")
-
-    return {"report": Report, "publish": Publish}
+    return ReportCommand
 
 
 def given_twice(words: Sequence[str]) -> str:

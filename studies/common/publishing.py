@@ -96,17 +96,6 @@ def update_showing(folder: Path) -> list[Path]:
     return update_pages(page for page in pages if page.is_file() and mark in page.read_bytes())
 
 
-def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Write the texts of a report by file name, each atomically; return their paths."""
-    return [write_whole(folder / name, text.encode()) for name, text in texts.items()]
-
-
-def write_table(folder: Path, name: str, data: Mapping[str, Any], text: str) -> None:
-    """Write ``name.json`` and ``name.md`` to a folder, each atomically; it is created if it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_texts(folder, {f"{name}.json": json.dumps(data, indent=1) + "\n", f"{name}.md": text})
-
-
 @contextmanager
 def published(place: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
     """Context: an empty folder, which replaces ``place`` on a clean exit and is deleted otherwise.

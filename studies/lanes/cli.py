@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import tyro
 
 from mi_route2.validation import demand_device
-from studies.common.cluster import Executor
-from studies.common.command_line import read_seeds, report_commands, run_command, show_paths
+from studies.common.command_line import read_seeds, report_command, run_command, show_paths
+from studies.common.workers import Executor
 from studies.lanes.config import Precision
 
 SEEDS = {"default": "10-12", "quick": "2", "full": "10-15"}
@@ -65,9 +65,9 @@ class Run:
         settings = settings_of(profile, open_text(self.text).sha256, self.dev.given())
         device = settings.training.device
         demand_device(device)  # before anything is written: raises if the device is not available
-        cluster = self.place.cluster()
+        self.place.check()
         workers = self.workers if self.workers is not None else 2 if device == "cpu" else 1
-        folder = run_study(settings, seeds, self.out, text=self.text, workers=workers, cluster=cluster)
+        folder = run_study(settings, seeds, self.out, text=self.text, workers=workers, executor=self.place)
         show_paths(write_report(folder))
         print((folder / TABLE).read_text(encoding="utf-8"))
 
@@ -84,7 +84,7 @@ class Arms:
             print(f"{arm.name:{width}}  {arm.about}")
 
 
-COMMANDS: dict[str, Any] = {"run": Run, **report_commands("studies.lanes.report", "claims.md"), "arms": Arms}
+COMMANDS: dict[str, Any] = {"run": Run, "report": report_command("studies.lanes.report", "claims.md"), "arms": Arms}
 
 
 def main() -> int:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from studies.common.artifacts import Artifact, read_part, write_part
-from studies.common.cluster import Cluster, run_each
-from studies.common.processes import exclusive, job_lock
+from studies.common.workers import Executor, demand, exclusive, job_lock, run_each
 from studies.lanes.arms import ARMS, Arm, arms_of
 from studies.lanes.instruments import DRAWN, INSTRUMENTS
 from studies.lanes.measures import MEASURES, Subject, measured, training_tokens
@@ -130,14 +129,6 @@ def trained(job: LanesJob) -> LanesModel:
     return model
 
 
-def run_jobs(jobs: Sequence[LanesJob], workers: int, cluster: Cluster | None = None, *, quiet: bool = False) -> None:
-    """Run every unfinished job of a study; raises the errors of `Job.finished` and `run_each`."""
-    todo = [job for job in jobs if not job.finished]
-    files = [job.path(part) for job in todo for part in job.part_names]
-    if todo:
-        run_each(run_job, todo, files, "lanes", workers=workers, cluster=cluster, folder=todo[0].folder, quiet=quiet)
-
-
 def run_study(
     settings: Settings,
     seeds: Sequence[int],
@@ -145,13 +136,14 @@ def run_study(
     *,
     text: Path | None = None,
     workers: int = 2,
-    cluster: Cluster | None = None,
+    executor: Executor = Executor(),  # noqa: B008 - frozen
     quiet: bool = False,
 ) -> Path:
     """Make everything that is missing of a study, and return its folder.
 
     Raises:
-        ValueError: If `workers` is less than 1, or the text is too short. Also raises the errors of `run_jobs`.
+        ValueError: If `workers` is less than 1, or the text is too short.
+        RuntimeError: If a job failed; the message names it.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")
@@ -163,7 +155,8 @@ def run_study(
             raise ValueError(f"what the study writes into {out} would be part of the text in {text}: choose another --out")
     with exclusive(folder):
         settings.write(folder)
-        run_jobs(jobs_of(settings, folder, text, seeds, arms_of(settings.full)), workers, cluster, quiet=quiet)
+        todo = [job for job in jobs_of(settings, folder, text, seeds, arms_of(settings.full)) if not job.finished]
+        demand(run_each(run_job, todo, workers=workers, executor=executor, folder=folder, what="lanes", quiet=quiet))
     return folder
 
 

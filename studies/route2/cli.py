@@ -13,9 +13,8 @@ import tyro
 
 from mi_route2.architectures import HOSTS
 from mi_route2.validation import unknown_name, write_json
-from studies.common.cluster import Executor
 from studies.common.command_line import Seeds, named, read_seeds, run_command, show_paths
-from studies.common.processes import exclusive
+from studies.common.workers import Executor, exclusive
 from studies.training.arms import ARMS, MAIN, get_arms
 from studies.training.settings import (
     CHAT,
@@ -36,7 +35,6 @@ Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.
 Pairs = Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")]
 ReportTo = Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKER_NAMES)}")]
 Device = Annotated[Literal["cpu", "cuda"], tyro.conf.arg(help="of a micro model; cuda is meant for a large one, such as strong-8m")]
-Live = Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")]
 
 
 @dataclass(frozen=True)
@@ -64,21 +62,18 @@ class Run:
     device: Device = "cpu"
     report: Annotated[bool, tyro.conf.arg(help="write table and figures at the end")] = True
     report_to: ReportTo = None
-    live: Live = True
     place: Annotated[Executor, tyro.conf.OmitArgPrefixes] = field(default_factory=Executor)
 
     def __call__(self) -> None:
-        from studies.training.cluster import run_training
         from studies.training.job import BACKEND, PRECISIONS, Job, base_cache, unusual_backend
         from studies.training.manifest import refuse_mixed
+        from studies.training.run import run_jobs
         from studies.training.tracking import require
         from studies.training.worlds import chosen_device, plan
 
         if self.report_to is not None:
             require(self.report_to)
-            if self.place.executor != "local":
-                raise ValueError("--report-to follows the processes of this machine: leave it out with --executor slurm")
-        cluster = self.place.cluster()
+        self.place.check()
         settings = override(self.settings(), self.override, self.config)
         every = tuple(name for name, arm in ARMS.items() if settings.chat is None or arm.canaries_of is None)
         arms = get_arms(every if self.arms == ("all",) else self.arms)
@@ -113,7 +108,7 @@ class Run:
                 print(plan(settings, settings.chat, PRECISIONS[self.precision], vllm=self.sampler == "vllm"))
             places, seeds = " and ".join(map(str, folders)), len({job.seed for job in jobs})
             print(f"{len(jobs)} runs into {places}; first the base models of {seeds} seeds are trained")
-            failures = run_training(jobs, self.workers, cluster, live=self.live, report_to=self.report_to)
+            failures = run_jobs(jobs, self.workers, self.place, report_to=self.report_to)
             if failures:
                 raise RuntimeError("; ".join(failures))
             if self.report:
@@ -216,12 +211,11 @@ class Full:
     workers: int = 2
     out: Path = Path("runs")
     report_to: ReportTo = None
-    live: Live = True
 
     def __call__(self) -> None:
         for preset in STUDIED:
             arms = tuple(name for name, arm in ARMS.items() if arm.ablation is None or preset == "strong")
-            Run(preset, self.seeds, arms, self.workers, self.out, report_to=self.report_to, live=self.live)()
+            Run(preset, self.seeds, arms, self.workers, self.out, report_to=self.report_to)()
 
 
 @dataclass(frozen=True)
@@ -385,7 +379,6 @@ class _Named:
     workers: int = 2
     out: Annotated[Path, tyro.conf.arg(help="where the run folders are kept, in a folder named as that of the file")] = Path("runs")
     to: Annotated[Path | None, tyro.conf.arg(help="folder of the report, replacing one there; default: that of the file")] = None
-    live: Live = True
 
     def _chosen(self, named: "Predictions") -> tuple[tuple[str, ...], str]:
         """Return the presets and seeds that are asked for."""
@@ -439,7 +432,7 @@ class Evidence(_Named):
     def _run(self, preset: str, seeds: str, arms: tuple[str, ...]) -> Run:
         """Return the runs of one preset of the file, or of a chat model in the world of that name."""
         common: dict[str, Any] = {"seeds": seeds, "arms": arms, "workers": self.workers, "device": self.device}
-        common |= {"out": self._folder, "report": False, "live": self.live}
+        common |= {"out": self._folder, "report": False}
         if preset in PRESETS:
             if self.model is not None or self.config is not None or self.precision != "float32":
                 raise ValueError(f"{self.predictions} is of the preset {preset}: leave out --model, --config and --precision")
@@ -465,7 +458,7 @@ class Course(_Named):
             settings = get_settings(preset)
             if settings.digest != named.presets[preset]:
                 raise ValueError(f"{self.predictions} names other settings of {preset} than there are now: write a new file")
-            run = Run(preset, seeds, canaries, self.workers, self._folder, report=False, live=self.live)
+            run = Run(preset, seeds, canaries, self.workers, self._folder, report=False)
             run()  # base models and canaries, which the arms start from
             root, cache = run.root(settings), base_cache(run.out, run.device)
             jobs += [Job(root, cache, settings, seed, arm) for seed in read_seeds(seeds) for arm in arms]

@@ -30,10 +30,10 @@ from mi_route2.files import write_whole
 from mi_route2.plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, SKY, VERMILLION, new_figure, save_figure, style
 from mi_route2.tensor_files import digest, read_tensors
 from mi_route2.validation import read_object
-from studies.common.processes import job_lock, run_pool
-from studies.common.publishing import compact, update_showing, write_texts
+from studies.common.publishing import compact, update_showing
 from studies.common.stats import Summary, mean, summary
-from studies.common.tables import interval, markdown_table, number
+from studies.common.tables import interval, markdown_table, number, write_texts
+from studies.common.workers import Executor, job_lock, run_each
 from studies.environments.protocol import Modes, Verdict
 from studies.route2.evidence import BUDGETS, read_predictions
 from studies.route2.headline import EXPLOIT, HACK, SOLVE
@@ -280,7 +280,8 @@ def write_courses(jobs: Sequence[Job], workers: int, to: Path, named: Prediction
     followed = [FollowedJob(job) for job in jobs]
     # The longest first, so that none of them is left for the end.
     left = sorted((part for part in followed if part.numbers is None), key=lambda part: -part.job.steps)
-    run_pool(follow, left, workers, [part.path for part in followed], "following", quiet=False)
+    if lost := run_each(follow, left, workers=workers, executor=Executor(), folder=to, what="following"):
+        raise RuntimeError("; ".join(reason for _, reason in lost))
     to.mkdir(parents=True, exist_ok=True)
     presets = dict.fromkeys(part.job.settings.preset for part in followed)
     courses = [collect([part for part in followed if part.job.settings.preset == preset]) for preset in presets]

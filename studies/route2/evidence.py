@@ -27,9 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mi_route2.validation import read_lines
 from studies.common.stats import Summary, mean, median, summary
 from studies.common.tables import interval, markdown_table, number
 from studies.route2.headline import EXPLOIT, HACK, SOLVE
@@ -38,7 +35,6 @@ from studies.route2.publish import EARLY, mask_quality, provenance
 from studies.route2.report.load import RunSet, read_report
 from studies.route2.report.measures import by_seed, stopped_after
 from studies.training.arms import ARMS
-from studies.training.recorder import TIMINGS
 from studies.training.settings import CHAT
 
 STOPPED = tuple(name for name, arm in ARMS.items() if arm.ablation == "early stopping")
@@ -159,7 +155,6 @@ def collect(runs: RunSet) -> Evidence:
                 row[f"{when}{key}"] = [quality.get((arm, seed), {}).get(key) for seed in runs.seeds]
         if arm in SIGNED:
             row["late_flagged"] = [flagged_late(finished[seed].metrics) if seed in finished else None for seed in runs.seeds]
-        row["seconds"] = [seconds(finished[seed].folder) if seed in finished else None for seed in runs.seeds]
         values[arm] = row
     return Evidence(named_as(runs.settings), runs.seeds, modes, provenance(runs), values)
 
@@ -179,37 +174,9 @@ def flagged_late(metrics: Sequence[Mapping[str, Any]]) -> float | None:
     return sum(row["flagged"] for row in flags) / total if total else None
 
 
-def seconds(folder: Path) -> float | None:
-    """Return the duration of a run's training, over all of its starts.
-
-    ``None`` if it was not trained, or if the time of some of its steps is not known, because they were made by a start that was
-    killed.
-    """
-    path = folder / TIMINGS
-    if not path.exists():
-        return None
-    remedy, names = "delete it, and the report gives no time of this run", ("from", "to", "seconds")
-
-    def read(_index: int, row: Any) -> list[Any]:
-        return [row.get(name) for name in names] if isinstance(row, dict) else [None]
-
-    try:
-        starts = read_lines(path, read)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{error}; {remedy}") from error
-    if not all(isinstance(each, float | int) and 0 <= each < np.inf for start in starts for each in start):
-        raise ValueError(f"{path} does not hold the seconds of every start: {remedy}")
-    reached = 0
-    for first, to, _ in starts:
-        if first > reached:
-            return None
-        reached = max(reached, to)
-    return sum(float(taken) for *_, taken in starts)
-
-
 def times(evidence: Evidence, arm: str) -> float | None:
     """Return the median over seeds of an arm's duration over that of vanilla at the same seed; ``None`` if vanilla was not run."""
-    if "vanilla" not in evidence.values:
+    if "vanilla" not in evidence.values or "seconds" not in evidence.values[arm]:
         return None
     pairs = zip(evidence.values[arm]["seconds"], evidence.values["vanilla"]["seconds"], strict=True)
     return median([duration / plain if duration is not None and plain else None for duration, plain in pairs])

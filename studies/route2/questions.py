@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from scipy.stats import spearmanr
 
 from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PURPLE, SKY, VERMILLION
-from studies.common.publishing import compact, update_showing, write_texts
+from studies.common.publishing import compact, update_showing
 from studies.common.stats import mean
-from studies.common.tables import interval, markdown_table, number
+from studies.common.tables import interval, markdown_table, number, write_texts
 from studies.route2.evidence import (
     AT_END,
     BUDGETS,

@@ -24,10 +24,10 @@ import numpy as np
 from mi_route2.files import write_whole
 from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, PURPLE, new_figure, save_figure, style
 from mi_route2.validation import read_object
-from studies.common.processes import run_pool
-from studies.common.publishing import compact, update_showing, write_texts
+from studies.common.publishing import compact, update_showing
 from studies.common.stats import Summary, mean, summary
-from studies.common.tables import interval, markdown_table, number
+from studies.common.tables import interval, markdown_table, number, write_texts
+from studies.common.workers import Executor, run_each
 from studies.route2.probing import GRADIENT, probe
 from studies.route2.report.figures import draw_means
 from studies.route2.report.load import read_report
@@ -129,7 +129,8 @@ def write_watch(jobs: Sequence[Job], per_mode: int, workers: int, to: Path) -> l
     """
     probed = [ProbedJob(job, per_mode, job.root / "watch") for job in jobs]
     left = [part for part in probed if part.numbers is None]
-    run_pool(measure, left, workers, [part.path for part in probed], "probing", quiet=False)
+    if lost := run_each(measure, left, workers=workers, executor=Executor(), folder=to, what="probing"):
+        raise RuntimeError("; ".join(reason for _, reason in lost))
     arms, seeds = list(dict.fromkeys(job.name for job in jobs)), list(dict.fromkeys(job.seed for job in jobs))
     numbers = {(part.job.name, part.job.seed): part.numbers or {} for part in probed}
     if not any(numbers.values()):

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import tyro
 
-from studies.common.cluster import Executor
-from studies.common.command_line import Config, Override, Seeds, Workers, read_seeds, report_commands, run_command, show_paths
+from studies.common.command_line import Config, Override, Seeds, Workers, read_seeds, report_command, run_command, show_paths
+from studies.common.workers import Executor
 from studies.steering.settings import Settings
 from studies.training.settings import PRESETS, get_settings, override
 
@@ -40,10 +40,11 @@ class Run:
             tasks=self.tasks,
             train=self.train,
         )
-        show_paths(run_study(settings, read_seeds(self.seeds), self.out, self.workers, self.place.cluster()))
+        self.place.check()
+        show_paths(run_study(settings, read_seeds(self.seeds), self.out, self.workers, self.place))
 
 
-COMMANDS = {"run": Run, **report_commands("studies.steering.report")}
+COMMANDS = {"run": Run, "report": report_command("studies.steering.report")}
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 
 from studies.common.artifacts import Artifact, read_part, write_part
-from studies.common.processes import job_lock
+from studies.common.workers import job_lock
 from studies.steering import cells as designs
 from studies.steering.cells import Bench, GateCell
 from studies.steering.fitting import LABELS, Fitted, fit

@@ -1,25 +1,18 @@
 """Tables and figures of a finished folder, from its artifacts alone: results.json, the .md files, the .png files."""
 
 import json
-import shlex
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from mi_route2.plots import save_figure, style
-from studies.common.command_line import seeds_argument
-from studies.common.publishing import compact, nested, published, write_texts
-from studies.common.tables import interval, markdown_page, markdown_table, number
+from studies.common.tables import interval, markdown_page, markdown_table, number, write_texts
 from studies.steering.answer import against_random, comparisons, frontier_counts, sentences
 from studies.steering.cells import DELETED, ON
 from studies.steering.figures import FIGURES
 from studies.steering.fitting import LABELS
 from studies.steering.results import KINDS, UNITS, Study, all_results, load_study, rows_of
-from studies.steering.settings import SUBJECTS, Settings
-from studies.training.settings import PRESETS, changes
+from studies.steering.settings import SUBJECTS
 
 SHOWN = (("hack_held", "hack, held out"), ("exploit_held", "exploit, held out"), ("hack_known", "hack, known"), ("solve", "solve"))
 DIFFERENCES = ("hack_held", "solve")
@@ -196,45 +189,3 @@ def roc_text(study: Study, results: Mapping[str, Any]) -> str:
         markdown_table(["model", "rollouts", "labelled hack", "pairs among them"], counts),
     ]
     return markdown_page(sections)
-
-
-PLACE, RESULTS, ANSWER = "steering", "results.json", "answer.md"
-
-
-def publish(folder: Path, to: Path) -> Path:
-    """Rewrite the report, copy it, and return the published folder, which is replaced atomically.
-
-    The provenance names the versions of what publishes; the manifests of the runs name those that trained them.
-    """
-    study = load_study(folder)
-    paths, settings = write_report(folder), study.settings
-    provenance = {
-        "study": folder.name,
-        "settings_hash": settings.digest,
-        "run_settings_hash": settings.run.digest,
-        "versions": {name: version(name) for name in ("mi-route2", "torch")},
-        "seeds": list(study.seeds),
-        "command": command(settings, study.seeds),
-    }
-    with published(to / PLACE, provenance) as part:
-        for path in (path for path in paths if path.suffix == ".png"):
-            shutil.copyfile(path, part / path.name)
-        (part / RESULTS).write_text(compact(json.loads((folder / RESULTS).read_text(encoding="utf-8"))), encoding="utf-8")
-        shutil.copyfile(folder / ANSWER, part / "headline.md")
-        # these pages are embedded in a page of the docs, where their headings are one level lower
-        texts = [path.read_text(encoding="utf-8") for path in paths if path.suffix == ".md" and path.name != ANSWER]
-        (part / "tables.md").write_text("\n".join(map(nested, texts)), encoding="utf-8")
-    return to / PLACE
-
-
-def command(settings: Settings, seeds: Sequence[int]) -> str:
-    """Return the command line that makes a study, or what does if it has settings that no command line can change."""
-    usual = Settings()
-    if settings.run.preset not in PRESETS or replace(settings, run=usual.run, tasks=usual.tasks, train=usual.train) != usual:
-        return f"studies.steering.study.run_study, with the settings in {RESULTS}"
-    words = [f"python -m studies.steering run --preset {settings.run.preset} --seeds {seeds_argument(seeds)}"]
-    given = {name: getattr(settings, name) for name in ("tasks", "train")}
-    words += [f"--{name} {value}" for name, value in given.items() if value != getattr(usual, name)]
-    if changed := changes(settings.run.as_dict(), PRESETS[settings.run.preset].as_dict()):
-        words += ["--override", shlex.join(changed)]
-    return " ".join(words)

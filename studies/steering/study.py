@@ -3,17 +3,22 @@
 from pathlib import Path
 
 from mi_route2.validation import write_json
-from studies.common.cluster import Cluster, run_each
-from studies.common.processes import exclusive
+from studies.common.workers import Executor, demand, exclusive, run_each
 from studies.environments.micro.language import all_tasks
 from studies.steering.job import SteeringJob, parts_of, run_steering
 from studies.steering.report import write_report
 from studies.steering.settings import FILE, SUBJECTS, Settings
-from studies.training.cluster import run_training
+from studies.training.run import run_jobs
 
 
 def run_study(
-    settings: Settings, seeds: list[int], out: Path, workers: int = 2, cluster: Cluster | None = None, *, quiet: bool = False
+    settings: Settings,
+    seeds: list[int],
+    out: Path,
+    workers: int = 2,
+    executor: Executor = Executor(),  # noqa: B008 - frozen
+    *,
+    quiet: bool = False,
 ) -> list[Path]:
     """Run the whole study and return the paths of the report.
 
@@ -27,8 +32,6 @@ def run_study(
         raise ValueError(f"there are {there} test tasks: choose fewer tasks than {settings.tasks}")
     jobs = [SteeringJob(settings, out, seed, subject) for seed in seeds for subject in SUBJECTS]
     runs = list(dict.fromkeys(job.run for job in jobs))
-    # base models first, because the arms start from them
-    runs = [run for run in runs if run.arm is None] + [run for run in runs if run.arm is not None]
     folder = out / settings.folder
     with exclusive(folder):
         settings.write(folder)
@@ -38,10 +41,9 @@ def run_study(
         if todo := [run for run in runs if not run.finished]:
             with exclusive(out / settings.run.folder):
                 write_json(out / settings.run.folder / FILE, settings.run.as_dict())
-                if failures := run_training(todo, workers, cluster, quiet=quiet, live=False):
+                if failures := run_jobs(todo, workers, executor, quiet=quiet):
                     raise RuntimeError("; ".join(failures))
         # the longest jobs first, so that no worker is left with one at the end
         left = sorted((job for job in jobs if not job.finished), key=lambda job: -len(parts_of(job.subject)))
-        files = [job.path(part) for job in left for part in parts_of(job.subject)]
-        run_each(run_steering, left, files, "experiments", workers=workers, cluster=cluster, folder=folder, quiet=quiet)
+        demand(run_each(run_steering, left, workers=workers, executor=executor, folder=folder, what="experiments", quiet=quiet))
         return write_report(folder)

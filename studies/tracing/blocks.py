@@ -35,9 +35,9 @@ from mi_route2.files import write_whole
 from mi_route2.plots import BLUE, GRAY, ORANGE, PAGE_WIDTH, new_figure, save_figure, style
 from mi_route2.rollouts import Policy
 from mi_route2.validation import read_object, write_json
-from studies.common.processes import exclusive
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.common.tables import UNDEFINED, markdown_table, number
+from studies.common.workers import exclusive
 from studies.environments.protocol import Witness, World
 from studies.training.arms import ARMS
 from studies.training.job import FULL, Job, finished_policy, micro_batches

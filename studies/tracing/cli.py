@@ -11,7 +11,6 @@ from typing import Annotated
 import tyro
 
 from mi_route2.validation import unknown_name, write_json
-from studies.common.cluster import Executor
 from studies.common.command_line import (
     Config,
     Override,
@@ -19,11 +18,11 @@ from studies.common.command_line import (
     Workers,
     named,
     read_seeds,
-    report_commands,
+    report_command,
     run_command,
     show_paths,
 )
-from studies.common.processes import exclusive
+from studies.common.workers import Executor, exclusive
 from studies.tracing.settings import ARMS, Settings
 from studies.training.settings import get_settings, override
 
@@ -44,7 +43,6 @@ class Run:
     pairs: Annotated[int, tyro.conf.arg(help="maximum number of pairs per contrast and seed")] = Settings.pairs
     draws: Annotated[int, tyro.conf.arg(help="number of draws of each control")] = Settings.draws
     rated: Annotated[int, tyro.conf.arg(help="prompts of each loophole for sampling hack rates")] = Settings.rated
-    live: Annotated[bool, tyro.conf.arg(help="show a table of arms and seeds during training; otherwise one bar")] = True
     place: Annotated[Executor, tyro.conf.OmitArgPrefixes] = field(default_factory=Executor)
 
     def __call__(self) -> None:
@@ -60,13 +58,13 @@ class Run:
         for name in ("prompts", "rated"):
             if (asked := getattr(settings, name)) > there:
                 raise ValueError(f"there are {there} test tasks: choose fewer {name} than {asked}")
-        cluster = self.place.cluster()
-        jobs = train(training, read_seeds(self.seeds), self.arms, self.workers, self.out, cluster, live=self.live)
+        self.place.check()
+        jobs = train(training, read_seeds(self.seeds), self.arms, self.workers, self.out, self.place)
         root = self.out / settings.folder
         with exclusive(root):
             write_json(root / "settings.json", settings.as_dict())
             write_json(root / "training.json", training.as_dict())
-            trace_jobs(root, settings, jobs, self.workers, cluster)
+            trace_jobs(root, settings, jobs, self.workers, self.place)
             show_paths(write_report(root))
             print((root / "table.md").read_text(encoding="utf-8"))
 
@@ -105,7 +103,7 @@ class Blocks:
         print((out / "blocks.md").read_text(encoding="utf-8"))
 
 
-COMMANDS = {"run": Run, "blocks": Blocks, **report_commands("studies.tracing.report")}
+COMMANDS = {"run": Run, "blocks": Blocks, "report": report_command("studies.tracing.report")}
 
 
 def main() -> int:

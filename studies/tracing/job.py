@@ -23,9 +23,8 @@ from mi_route2.sites import Site
 from mi_route2.tensor_files import read_tensors
 from mi_route2.validation import write_json
 from studies.common.artifacts import read_part, write_part
-from studies.common.cluster import Cluster, run_each
-from studies.common.processes import exclusive, job_lock
 from studies.common.seeds import numpy_generator, torch_generator
+from studies.common.workers import Executor, demand, exclusive, job_lock, run_each
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Witness
 from studies.tracing.pairs import BASE, CONTRASTS, SIDES, Pairs, gather, load_pairs, log_odds, save_pairs
@@ -33,9 +32,9 @@ from studies.tracing.patching import Patching, Score, cells, every_site, opposit
 from studies.tracing.rates import rate_states
 from studies.tracing.settings import UNTRAINED, Settings
 from studies.training.arms import ARMS, get_arms
-from studies.training.cluster import run_training
 from studies.training.job import FULL, Job, build_hosted, finished_policy
 from studies.training.manifest import read_manifest
+from studies.training.run import run_jobs
 from studies.training.settings import Settings as Training
 from studies.training.worlds import base_file, open_world
 
@@ -136,9 +135,7 @@ def train(
     arms: tuple[str, ...],
     workers: int,
     out: Path,
-    cluster: Cluster | None = None,
-    *,
-    live: bool = True,
+    executor: Executor = Executor(),  # noqa: B008 - frozen
 ) -> list[Job]:
     """Run the unfinished jobs of the base model and of every arm at every seed; return all jobs.
 
@@ -152,19 +149,24 @@ def train(
         with exclusive(root):
             write_json(root / "settings.json", training.as_dict())
             print(f"{len(todo)} of {len(jobs)} runs are still to be trained, into {root}")
-            failures = run_training(jobs, workers, cluster, live=live)
+            failures = run_jobs(jobs, workers, executor)
         if failures:
             raise RuntimeError("; ".join(failures))
     return jobs
 
 
 def trace_jobs(
-    root: Path, settings: Settings, jobs: list[Job], workers: int = 1, cluster: Cluster | None = None, *, quiet: bool = False
+    root: Path,
+    settings: Settings,
+    jobs: list[Job],
+    workers: int = 1,
+    executor: Executor = Executor(),  # noqa: B008 - frozen
+    *,
+    quiet: bool = False,
 ) -> None:
     """Trace every job that is not traced yet."""
     todo = [seed for seed in seed_tracings(root, settings, jobs) if not seed.finished]
-    files = [tracing.path for seed in todo for tracing in seed.tracings]
-    run_each(trace_seed, todo, files, "tracing", workers=workers, cluster=cluster, folder=root, quiet=quiet)
+    demand(run_each(trace_seed, todo, workers=workers, executor=executor, folder=root, what="tracing", quiet=quiet))
 
 
 def trace_seed(job: SeedTracing) -> None:

@@ -1,22 +1,17 @@
 """Report of a tracing folder, from its artifacts alone: table.json, table.md, headline.md, tables.md and the figures."""
 
-import hashlib
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from studies.common.command_line import seeds_argument
-from studies.common.publishing import compact, published, write_texts
-from studies.common.tables import UNDEFINED, interval, markdown_table, number
-from studies.tracing.figures import ADAPTER_NAMES, BESIDE, CARRIED, DELETING, write_figures
+from studies.common.tables import UNDEFINED, interval, markdown_table, number, write_texts
+from studies.tracing.figures import ADAPTER_NAMES, write_figures
 from studies.tracing.measures import Share, Traces, agreement, levels, load, rows
 from studies.tracing.pairs import CONTRASTS
 from studies.tracing.patching import CONTROLS, DELETION, EVERYWHERE, QUESTION
 from studies.tracing.rates import DELETED, KEPT_PATCHED, ON, PATCHED
 from studies.tracing.settings import UNTRAINED
-from studies.training.settings import PRESETS
 
 TABLE, TABLES, HEADLINE, WHOLE = "table.json", "tables.md", "headline.md", "table.md"
 ABOUT = {
@@ -257,41 +252,3 @@ def _linears(numbers: Table, contrast: str) -> str:
     ]
     header = ["Linear", *(f"{arm}: {ADAPTER_NAMES[adapter]}" for arm, adapter in columns)]
     return f"### Single Linears, contrast {contrast}, into the honest rollout\n\n" + markdown_table(header, body)
-
-
-NAME = "tracing"
-PUBLISHED = (TABLE, TABLES, HEADLINE, "settings.json", "training.json", CARRIED, BESIDE, DELETING)
-
-
-def publish(root: Path, to: Path) -> Path:
-    """Publish the tracing folder ``root`` under ``to`` and return the folder that was written.
-
-    Raises:
-        ValueError: If the folder is incomplete, or if its arms were not trained under an unchanged preset.
-    """
-    traces = load(root)
-    if traces.training != PRESETS[str(traces.training["preset"])].as_dict():
-        raise ValueError(f"the arms of {root} were trained under changed settings: publish a run of an unchanged preset")
-    write_report(root)
-    traced = {f"{arm}, seed {seed}": root / f"seed-{seed}" / f"{arm}.safetensors" for arm, seed in sorted(traces.contents)}
-    provenance = {
-        "study": traces.root.name,
-        "training": traces.settings.training,
-        "command": command(traces),
-        "artifacts": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in traced.items()},
-    }
-    with published(to / NAME, provenance) as part:
-        for name in PUBLISHED:
-            shutil.copyfile(root / name, part / name)
-        (part / TABLE).write_text(compact(json.loads((root / TABLE).read_text(encoding="utf-8"))), encoding="utf-8")
-    return to / NAME
-
-
-def command(traces: Traces) -> str:
-    """Return the command line that makes this folder."""
-    seeds = seeds_argument(traces.seeds(traces.arms[0]))
-    settings, usual = traces.settings, type(traces.settings)(traces.settings.training)
-    names = ("prompts", "answers", "pairs", "draws", "rated")
-    changed = "".join(f" --{name} {getattr(settings, name)}" for name in names if getattr(settings, name) != getattr(usual, name))
-    preset, arms = traces.training["preset"], " ".join(settings.arms)
-    return f"python -m studies.tracing run --preset {preset} --seeds {seeds} --arms {arms}{changed}"

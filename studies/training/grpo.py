@@ -146,7 +146,6 @@ def train(
     teachers: TeacherPool | None = None,
     penalty: float = 0.0,
     monitor: RewardMonitor | None = None,
-    stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepRecord]:
     """Run GRPO from step ``start``; yield a record after each step.
 
@@ -163,12 +162,9 @@ def train(
         teachers: Known hacks, which replace some rollouts of their prompts' groups.
         penalty: Taken off the reward of rollouts that ``monitor`` flags.
         monitor: By default, the world's weak detector.
-        stop: True if the run should end before its next step.
     """
     fraction = settings.none_fraction if none_fraction is None else none_fraction
     for step in range(start, settings.steps):
-        if stop():
-            return
         # Directions are fitted to the current policy, because as it learns, an old direction loses its meaning.
         overlap = route.refresh(policy, step)
         samples, batch, watched = gather(world, policy, teachers, seed, step, settings, fraction, penalty, monitor)

@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,9 +27,7 @@ from studies.training.grpo import StepRecord, varied
 from studies.training.job import micro_batches
 from studies.training.settings import Settings
 
-METRICS, ROLLOUTS, TIMINGS = "metrics.jsonl", "rollouts.jsonl.gz", "timings.jsonl"
-CURVES = "curves.json"
-"""File with the mark of the curves that a tracker shows of this run; it goes with the run's folder."""
+METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl.gz"
 
 
 def oriented(spec: RouteSpec, scores: Tensor | None, advantages: Tensor) -> Tensor | None:
@@ -107,8 +105,8 @@ class Recorder:
             path = self._folder / name
             self._hashes[name] = hash_of(path, path.stat().st_size if path.exists() else 0)
 
-    def note(self, record: StepRecord, policy: Policy, route: Route) -> None:
-        """Record one step. Reads the policy (teacher scores) without touching a gradient or a random number."""
+    def note(self, record: StepRecord, policy: Policy, route: Route) -> dict[str, Any]:
+        """Record one step, and return its row. Reads the policy (teacher scores) without touching a gradient or a random number."""
         verdicts = self._witness.judge(record.samples)
         rewards, prompts = record.batch.rewards, record.samples.prompts
         everyone = (~record.batch.teacher).nonzero()[:, 0].tolist()
@@ -121,6 +119,7 @@ class Recorder:
         scores = oriented(route.spec, record.decision.scores, record.batch.advantages[record.trained])
         self._metrics.append(row | self._mask_row(record, verdicts, scores, policy, route))
         self._rollouts += self._rollout_rows(record, verdicts, scores)
+        return self._metrics[-1]
 
     def _mask_row(
         self, record: StepRecord, verdicts: list[Verdict], scores: Tensor | None, policy: Policy, route: Route
@@ -231,43 +230,3 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a (gzipped) JSON Lines log."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     return [json.loads(line) for line in data.decode().splitlines()]
-
-
-class Follower:
-    """Reader of a growing JSON Lines log that returns every step once.
-
-    A resumed run cuts its log back to the last checkpoint and writes the same rows again, so rows with a step that was already read
-    are dropped. A line that is incomplete is read later, and so is all from the first on after one that is not JSON (left by a
-    crash, and cut by the resumed run).
-    """
-
-    def __init__(self, path: Path):
-        self.last = -1
-        """Highest step that was read; -1 before the first."""
-        self._path, self._at, self._inode = path, 0, -1
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the rows of steps that are new since the last call; none if the log does not exist yet."""
-        try:
-            with self._path.open("rb") as log:
-                now = os.fstat(log.fileno())
-                if now.st_size < self._at or now.st_ino != self._inode:
-                    self._at, self._inode = 0, now.st_ino
-                log.seek(self._at)
-                lines = log.read().split(b"\n")[:-1]
-        except FileNotFoundError:
-            return []
-        return list(self._new(lines))
-
-    def _new(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
-        for line in lines:
-            try:
-                row = json.loads(line)
-                step = int(row["step"])
-            except (ValueError, TypeError, KeyError):
-                self._at = 0  # perhaps the middle of a line, if the rows that were written again are of another length
-                return
-            self._at += len(line) + 1
-            if step > self.last:
-                self.last = step
-                yield row

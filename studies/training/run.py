@@ -1,27 +1,28 @@
-"""Run of one job: train its arm, evaluate it with the quarantine on and deleted, and write the result.
+"""Run of jobs: train an arm, evaluate it with the quarantine on and deleted, and write the result.
 
 The evaluation runs per mode, on tasks that warm start, pairs and GRPO never saw.
 """
 
 import contextlib
 import hashlib
-import json
+import multiprocessing
 import platform
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from mi_route2.adapters import save_adapters
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.validation import write_json
-from studies.common.processes import job_lock
 from studies.common.seeds import derive, torch_generator
+from studies.common.workers import Executor, job_lock, run_each
 from studies.environments.protocol import Forgetful, TeacherPool, Witness, World
 from studies.training.build import (
     MonitoredRoute,
@@ -35,48 +36,92 @@ from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_check
 from studies.training.grpo import StepRecord, train
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_hosted
 from studies.training.manifest import MANIFEST
-from studies.training.recorder import CURVES, METRICS, ROLLOUTS, TIMINGS, Recorder, append, opened, rates
+from studies.training.recorder import METRICS, ROLLOUTS, Recorder, opened, rates
 from studies.training.settings import Settings
 from studies.training.teacher import cached_pool
+from studies.training.tracking import curves, numbers
 from studies.training.worlds import ADVICE, open_world, out_of_memory
 
 CHECKPOINT_EVERY = 20
 
 
-def run_job(job: Job, progress: Callable[[int], None] = lambda n: None, stop: Callable[[], bool] = lambda: False) -> bool:
-    """Run or resume a job; ``progress`` receives numbers of finished steps. Return False if ``stop`` ended it early."""
-    torch.set_num_threads(1)
+def run_jobs(
+    jobs: Sequence[Job],
+    workers: int = 1,
+    executor: Executor = Executor(),  # noqa: B008 - frozen
+    *,
+    quiet: bool = False,
+    report_to: str | None = None,
+) -> list[str]:
+    """Run all jobs that are not finished; return a sentence for each failure.
+
+    Base models are trained first, because arms start from them, then arms, then arms whose canary is made of other arms' adapters.
+
+    Args:
+        jobs: The jobs.
+        workers: Number of processes of this machine.
+        executor: Where jobs run.
+        quiet: Show no progress bar.
+        report_to: Name of a tracker (see ``tracking``).
+    """
+    failures, failed = list[str](), set[Path]()
+    for what, stage in zip(("base models", "arms", "arms with a canary"), stages(jobs), strict=True):
+        todo = [job for job in stage if not job.finished]
+        late = [job for job in todo if failed & needed(job)]
+        failed |= {job.folder for job in late}
+        failures += [f"{job.name} at seed {job.seed} cannot start: a run that it starts from failed" for job in late]
+        todo = [job for job in todo if job not in late]
+        if not todo:
+            continue
+        work = partial(run_job, report_to=report_to)
+        lost = run_each(work, todo, workers=workers, executor=executor, folder=todo[0].root, what=what, quiet=quiet)
+        failures += [f"{job.name} at seed {job.seed} failed: {reason}" for job, reason in lost]
+        failed |= {job.folder for job, _ in lost}
+    return failures
+
+
+def stages(jobs: Sequence[Job]) -> tuple[list[Job], list[Job], list[Job]]:
+    """Return the base models, the arms that need nothing else, and the arms that need other arms' adapters."""
+    by_stage: tuple[list[Job], list[Job], list[Job]] = ([], [], [])
+    for job in jobs:
+        by_stage[0 if job.arm is None else 2 if job.canaries else 1].append(job)
+    return by_stage
+
+
+def needed(job: Job) -> set[Path]:
+    """Return the folders of the jobs from which this one starts."""
+    base = set() if job.arm is None or job.settings.chat is not None else {job.folder.with_name("base")}
+    return base | {canary.folder for canary in job.canaries}
+
+
+def run_job(job: Job, report_to: str | None = None) -> None:
+    """Run a job, or go on with it from its last checkpoint."""
+    torch.set_num_threads(1)  # the bits of a base model depend on the number of threads
     try:
-        return _run_locked(job, progress, stop)
+        with job_lock(job.folder):
+            if job.finished:
+                _drop_checkpoints(job.folder)  # of a run that was killed when it had just ended
+            else:
+                _run(job, report_to)
     except Exception as error:
         if job.settings.chat is not None and out_of_memory(error):
             raise ValueError(ADVICE) from error
         raise
 
 
-def _run_locked(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
-    with job_lock(job.folder):
-        if not job.finished:
-            return _run(job, progress, stop)
-        _drop_checkpoints(job.folder)  # of a run that was killed when it had just ended
-    progress(job.steps if job.arm else 1)
-    return True
-
-
-def _run(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
+def _run(job: Job, report_to: str | None) -> None:
     with job.open_sampler() as sampler, open_world(job.settings, sampler, job.device) as (world, witness):
         host, policy = build_hosted(job, job.cache)
         if job.arm is not None:
             # before anything steers the model, because all arms of a seed read this file
             teachers = cached_pool(world, policy, job.seed, job.settings.teachers, job.pool, job.tries)
             with steered(job, world, host, policy):
-                trained = _train(job, world, witness, policy, teachers, progress, stop)
-            if not trained:
-                return False
+                _train(job, world, witness, policy, teachers, report_to)
         report = evaluate(world, witness, policy, job.settings, job.seed)
     _finish(job, policy, report)
-    progress(1 if job.arm is None else 0)
-    return True
+    if job.arm is not None and report_to is not None:
+        with curves(report_to, job, job.steps) as log:
+            log(job.steps, numbers(report, "eval"))
 
 
 def _train(
@@ -85,12 +130,11 @@ def _train(
     witness: Witness,
     policy: Policy,
     teachers: TeacherPool | None,
-    progress: Callable[[int], None],
-    stop: Callable[[], bool],
-) -> bool:
+    report_to: str | None,
+) -> None:
     assert job.arm is not None
     settings, folder = job.settings, job.folder
-    for name in (METRICS, ROLLOUTS, TIMINGS):
+    for name in (METRICS, ROLLOUTS):
         opened(folder / name).close()  # what is in the place of one is told now, and not once there is something to lose
     for path in (folder / CHECKPOINT, folder / PREVIOUS):
         if path.is_dir():
@@ -99,24 +143,18 @@ def _train(
     learn_lessons(job, world, policy, teachers)
     recorder = Recorder(folder, world, witness, teachers, settings)
     start = resume(folder, policy.adapters, optimizer, route, identity=job.identity, logs=(METRICS, ROLLOUTS))
-    if not start:  # curves of an earlier start, which left no checkpoint, are not those of this run
-        (folder / CURVES).unlink(missing_ok=True)
     recorder.go_on()
-    progress(start)
-    began = time.perf_counter()
-    done = start
-    for record in training(job, world, witness, policy, route, optimizer, teachers, start=start, stop=stop):
-        recorder.note(record, policy, route)
-        done = record.step + 1
-        if done % CHECKPOINT_EVERY == 0 or done == job.steps:
-            logs = recorder.flush()
-            save_checkpoint(folder, policy.adapters, optimizer, route, step=done, identity=job.identity, logs=logs)
-        progress(1)
-    seconds = {"from": start, "to": done, "seconds": time.perf_counter() - began}
-    append(folder / TIMINGS, (json.dumps(seconds) + "\n").encode())
-    if done == job.steps:
-        recorder.check()  # otherwise the manifest would certify logs that something else changed
-    return done == job.steps
+    records = training(job, world, witness, policy, route, optimizer, teachers, start=start)
+    alone = multiprocessing.parent_process() is None  # beside others, only the bar of all jobs is shown
+    with curves(report_to, job, start) as log:
+        for record in tqdm(records, job.name, job.steps, initial=start, leave=False, delay=3, disable=None if alone else True):
+            row = recorder.note(record, policy, route)
+            log(record.step, numbers(row, "train"))
+            done = record.step + 1
+            if done % CHECKPOINT_EVERY == 0 or done == job.steps:
+                logs = recorder.flush()
+                save_checkpoint(folder, policy.adapters, optimizer, route, step=done, identity=job.identity, logs=logs)
+    recorder.check()  # otherwise the manifest would certify logs that something else changed
 
 
 def training(
@@ -129,7 +167,6 @@ def training(
     teachers: TeacherPool | None,
     *,
     start: int = 0,
-    stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepRecord]:
     """Train the job's arm from step ``start``, with what its arm brings to the main loop; yield a record after each step."""
     assert job.arm is not None
@@ -140,7 +177,6 @@ def training(
         seed=job.drawn, start=start, none_fraction=arm.none_fraction,
         teachers=teachers if settings.teachers_per_group else None,
         penalty=arm.penalty, monitor=route.watch if isinstance(route, MonitoredRoute) else None,
-        stop=stop,
     )  # fmt: skip
     for record in records:
         done = record.step + 1

@@ -112,7 +112,7 @@ def test_a_study_on_the_device_is_the_cpus_in_float64(arm: str, settings: Settin
             tmp_path / device / "run", tmp_path / device / "cache",
             replace(settings, chat=replace(settings.chat, device=device)), 0, ARMS[arm], precision="float64",
         )  # fmt: skip
-        assert run_job(own)
+        run_job(own)
         found.append(own)
     own, cpu = (load_file(one.folder / FULL) for one in found)
     assert_close(own, cpu)

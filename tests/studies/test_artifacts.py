@@ -1,24 +1,13 @@
 """An artifact that was changed is refused, and a published folder is the new one or the old one, whole."""
 
-import errno
-import hashlib
-import io
-import json
-import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image
 
 from mi_route2.files import whole_folder
-from studies.common import publishing
 from studies.common.artifacts import read_part, write_part
-from studies.common.publishing import nested, published, repacked, update_showing
 
 
 def test_a_part_is_refused_where_any_of_its_bytes_was_changed(tmp_path: Path) -> None:
@@ -114,95 +103,3 @@ def test_of_two_that_make_a_new_folder_the_second_does_not_replace_the_first(tmp
         context.__exit__(None, None, None)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model" / "text").read_text() == "first"
-
-
-def test_a_leftover_of_a_killed_publisher_is_no_obstacle(tmp_path: Path) -> None:
-    place = tmp_path / "results" / "pub"
-    for text in ("old", "new"):
-        left = place.with_name(f".pub.{os.getpid()}.old") / "left"
-        left.mkdir(parents=True, exist_ok=True)
-        with published(place, {}) as folder:
-            (folder / "a.txt").write_text(text)
-    assert (place / "a.txt").read_text() == "new"
-
-
-def png(pixels: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)
-    return buffer.getvalue()
-
-
-@given(st.integers(0, 2**32 - 1), st.booleans())
-def test_repacking_keeps_every_pixel_and_never_grows(seed: int, opaque: bool) -> None:
-    pixels = np.random.default_rng(seed).integers(0, 3, (5, 7, 4), dtype=np.uint8) * 100
-    if opaque:
-        pixels[..., 3] = 255
-    before = png(pixels)
-    after = repacked(before)
-    assert len(after) <= len(before)
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(after)).convert("RGBA")), pixels)
-
-
-def publish(place: Path, text: str) -> None:
-    with published(place, {"command": text}) as folder:
-        (folder / "table.md").write_text(text)
-        (folder / "figure.png").write_bytes(png(np.full((4, 4, 4), 255, np.uint8)))
-
-
-def test_a_published_folder_vouches_for_each_of_its_files(tmp_path: Path) -> None:
-    with published(tmp_path / "study", {}) as folder:
-        (folder / "table-of-before.md").write_text("left")
-    publish(tmp_path / "study", "two")
-    provenance = json.loads((tmp_path / "study/provenance.json").read_text())
-    files = {path.name: path for path in (tmp_path / "study").iterdir() if path.name != "provenance.json"}
-    assert files.keys() == {"table.md", "figure.png"}
-    assert provenance["command"] == "two"
-    assert provenance["files"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
-    assert files["figure.png"].stat().st_size < len(png(np.full((4, 4, 4), 255, np.uint8)))
-    # a run of changed settings with --to as its --out, and runs and notes in a folder that was published
-    for own in ("strong-12345678/seed-0", "study/lanes-default-12345678", "study/notes.md"):
-        (tmp_path / own).mkdir(parents=True)
-        with pytest.raises(ValueError, match=rf"holds {Path(own).name}, which was not published.*give another --to"):
-            publish((tmp_path / own).parent, "three")
-        (tmp_path / own).rmdir()  # it is there
-    (tmp_path / "study" / "provenance.json").write_text("{")
-    with pytest.raises(ValueError, match=r"provenance\.json.*give another --to"):
-        publish(tmp_path / "study", "three")
-
-
-def test_a_publication_that_fails_half_way_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish(tmp_path / "study", "one")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "study").iterdir()}
-
-    def full(data: bytes) -> bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(publishing, "repacked", full)
-    with pytest.raises(OSError, match=r"^could not write .*study, give a path .*: No space left on device$"):
-        publish(tmp_path / "study", "two")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "study").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["study"]
-
-
-BEGIN, END = "<!-- shown: results/study/table.md -->", "<!-- end of results/study/table.md -->"
-
-
-@pytest.mark.parametrize("block", [f"{BEGIN}\nold\n", f"{BEGIN}\nold\n{END.upper()}", f"{BEGIN} \nold\n{END}", f"{BEGIN}old{END}"])
-def test_a_block_that_would_never_be_filled_is_an_error(tmp_path: Path, block: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "page.md"
-    publish(tmp_path / "results" / "study", "one")
-    whole = f"# Page\n\n{BEGIN}\nold\n{END}\n"
-    page.write_text(whole)
-    (tmp_path / "folder.md").mkdir()  # neither shows anything: with --to NAME this folder may be any
-    (tmp_path / "latin.md").write_bytes(b"caf\xe9")
-    monkeypatch.chdir(tmp_path / "results" / "study")
-    update_showing(Path())
-    assert page.read_text() == whole.replace("old", "\none\n")
-    page.write_text(whole + block)
-    with pytest.raises(ValueError, match=r"page\.md shows results/study/table\.md in a block that has no end of its own: write"):
-        update_showing(tmp_path / "results" / "study")
-    assert page.read_text() == whole + block
-
-
-def test_headings_of_a_nested_page_lie_one_level_down() -> None:
-    assert nested("# One\n\ntext # no heading\n\n## Two\n") == "## One\n\ntext # no heading\n\n### Two\n"

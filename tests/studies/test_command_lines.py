@@ -60,7 +60,7 @@ OTHERS: dict[str, tuple[str, list[str], str]] = {
     **{
         f"{command} of {study}, {what}": (study, [command, place], place)
         for study in STUDIES
-        for command in ("report", "publish")
+        for command in (("report", "publish") if study == "route2" else ("report",))
         for what, place in (("no folder", "NONE"), ("an empty folder", "EMPTY"), ("a damaged folder", "DAMAGED"))
     },
 }  # fmt: skip
@@ -114,7 +114,6 @@ HELPS: dict[str, list[str]] = {
     "studies.benchmarks": [""],
     "mi_route2.serve": [""],
     "mi_route2.serve.soak": [""],
-    "tests.soak": [""],
 }
 """Command lines: module -> its subcommands."""
 SLOW = ("torch", "transformers", "transformer_lens", "nnsight", "matplotlib", "scipy", "sklearn", "pandas", "numba", "fastapi")

@@ -3,23 +3,21 @@
 import json
 import os
 import shutil
-import signal
-import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from filelock import FileLock
 
-from studies.common.processes import locked
 from studies.environments.micro import warmstart
 from studies.environments.micro.settings import WarmStartConfig, get_world
 from studies.environments.micro.warmstart import cached_at, warm_start
 from studies.training.arms import ARMS, Arm
 from studies.training.job import Job
+from studies.training.recorder import Recorder
+from studies.training.run import run_job
 from studies.training.settings import CHAT, ChatModel, Settings, changes, get_settings
 from studies.training.worlds import weights_hash
 
@@ -65,7 +63,7 @@ def made_once(factory: "pytest.TempPathFactory", name: str, make: Callable[[Path
     base = factory.getbasetemp()
     made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"{name}-made"
     whole = made.with_suffix(".whole")
-    with locked(made.with_suffix(".lock"), f"another worker is still making {made}", patience=300.0):
+    with FileLock(made.with_suffix(".lock"), timeout=300):
         if not whole.exists():
             shutil.rmtree(made, ignore_errors=True)
             made.mkdir()
@@ -97,21 +95,25 @@ def train_base_again(training: Settings, cache: Path) -> None:
     warmstart._save(base, *cached_at(*made_of))
 
 
-def tell(link: Connection) -> None:
-    """Say what this process is and has: for ``studies.common.processes.start``."""
-    link.send(
-        {
-            "parent": os.getppid(),
-            "seconds": time.process_time(),
-            "interrupted": signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-            "environment": dict(os.environ),
-            "path": sys.path,
-            "folder": os.getcwd(),
-        }
-    )
+class StopError(BaseException):
+    """Stops a run as Ctrl-C does."""
 
 
-def sleep(link: Connection) -> None:
-    """Say whose fork this is, and do nothing more."""
-    link.send(os.getppid())
-    time.sleep(60)
+def run_until(job: Job, steps: int) -> None:
+    """Run a job, and stop it after some steps."""
+    note, left = Recorder.note, [steps]
+
+    def noted(recorder: Recorder, *given: Any) -> Any:
+        if not left[0]:
+            raise StopError
+        left[0] -= 1
+        return note(recorder, *given)
+
+    Recorder.note = noted
+    try:
+        run_job(job)
+    except StopError:
+        return
+    finally:
+        Recorder.note = note
+    raise AssertionError("the run was not stopped")

@@ -1,24 +1,15 @@
 """Tables and figures of a finished study folder, from its artifacts alone: claims.md, claims.json, arms.md, the .png files."""
 
 import json
-import platform
-import shutil
 from collections.abc import Sequence
-from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 
 from mi_route2.plots import save_figure, style
-from mi_route2.validation import read_object
-from studies.common.command_line import seeds_argument
-from studies.common.publishing import compact, nested, published, write_texts
-from studies.common.tables import markdown_page, markdown_table
+from studies.common.tables import markdown_page, markdown_table, write_texts
 from studies.lanes.arms import ARMS
 from studies.lanes.report.claims import CLAIMS, VERDICTS, JudgedClaim, judge
 from studies.lanes.report.estimates import Estimate, read
 from studies.lanes.report.figures import FIGURES
-from studies.lanes.settings import FILE, Settings, open_text, settings_of
 from studies.lanes.study import Study, load
 
 TABLE, ARMS_TABLE, JSON = "claims.md", "arms.md", "claims.json"
@@ -133,54 +124,3 @@ def arms_text(study: Study) -> str:
     ]
     header = ["arm", "what it is", "BPB", "minus gptj"]
     return f"# Lanes: every arm\n\n{head(study)}\n\n{markdown_table(header, body, left=2)}"
-
-
-COMMANDS = MappingProxyType({"default": "python -m studies.lanes run", "full": "python -m studies.lanes run --full"})
-NAME, HEADLINE, TABLES = "lanes", "headline.md", "tables.md"
-
-
-def publish(root: Path, to: Path) -> Path:
-    """Publish the study folder ``root`` under ``to`` and return the folder that was written.
-
-    The provenance names the versions of what publishes; ``runtime`` in the settings names the torch that computed the study.
-
-    Raises:
-        ValueError: If the study is incomplete, or was a trial.
-    """
-    profile = Settings.read(root).profile
-    if profile not in COMMANDS:
-        raise ValueError(f"{root} is a trial (profile {profile!r}): publish a run without --quick and --dev")
-    study = load(root)
-    paths = write_report(root)
-    provenance = {
-        "study": root.name,
-        "settings_hash": study.settings.digest,
-        "text_hash": study.settings.text,
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("mi-route2", "torch")},
-        "seeds": list(study.seeds),
-        "command": command(study.settings, study.seeds),
-    }
-    with published(to / NAME, provenance) as folder:
-        for path in (path for path in paths if path.suffix == ".png"):
-            shutil.copyfile(path, folder / path.name)
-        for name in (JSON, FILE):
-            data = read_object(root / name, f"`python -m studies.lanes report {root}` rewrites it")
-            (folder / name).write_text(compact(data), encoding="utf-8")
-        for name, text in ((HEADLINE, TABLE), (TABLES, ARMS_TABLE)):
-            page = (root / text).read_text(encoding="utf-8").partition("\n")[2].lstrip()  # without the title
-            (folder / name).write_text(nested(page), encoding="utf-8")
-    return to / NAME
-
-
-def command(settings: Settings, seeds: Sequence[int]) -> str:
-    """Return the command line that makes a study, or what does if it has settings that no command line can change.
-
-    ``FOLDER`` stands for the user's text, whose hash is in the provenance.
-    """
-    usual = settings_of("full" if settings.full else "default", settings.text, {})
-    machine = {"compressor": settings.evaluation.compressor}  # as in ``runtime``, what is installed chooses
-    if settings != replace(usual, runtime=settings.runtime, evaluation=replace(usual.evaluation, **machine)):
-        return f"studies.lanes.study.run_study, with the settings in {FILE}"
-    given = "" if open_text(None).sha256 == settings.text else " --text FOLDER"
-    return f"{COMMANDS[settings.profile]} --seeds {seeds_argument(seeds)}{given}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from studies.common.publishing import write_texts
+from studies.common.tables import write_texts
 from studies.route2.report.figures import write_all_arms, write_cos_over_time, write_training
 from studies.route2.report.load import VANILLA, RunSet, load_runs, read_rollouts
 from studies.route2.report.show import write_page

@@ -2,13 +2,8 @@
 
 import itertools
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,9 +24,8 @@ from studies.lanes.scoring.tapin import Mixing
 from studies.lanes.scoring.ttt import adapt
 from studies.lanes.scoring.ttt import trained as trained_by
 from studies.lanes.settings import Settings, open_text, quick
-from studies.lanes.study import LanesJob, jobs_of, load, run_job, run_jobs, run_study, trained
+from studies.lanes.study import LanesJob, jobs_of, load, run_job, run_study, trained
 from studies.lanes.text import BOS
-from studies.sandbox.leavings import descendants
 
 pytestmark = pytest.mark.process
 
@@ -79,6 +73,13 @@ def test_settings_come_back_and_name_their_folder(tiny: Settings, tmp_path: Path
     assert len({one.folder for one in (tiny, *changed)}) == 4
 
 
+def whole(job: LanesJob, part: str) -> bool:
+    try:
+        return job.read(part) is not None
+    except ValueError:
+        return False
+
+
 def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: Settings, texts: Path, tmp_path: Path) -> None:
     """Some of the parts lost, and what a killed worker leaves behind beside them; what is there is not made again."""
     out, rng = tmp_path, random.Random(0)
@@ -99,54 +100,12 @@ def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: Settings, 
     for path in missing:  # a JSON file is written last: without its tensors it was damaged, not cut
         path.unlink()
     inodes = [path.stat().st_ino for path in left]
-    run_jobs(jobs, 1, quiet=True)
+    for job in jobs:
+        run_job(job)
     assert all(job.finished for job in jobs)
     assert [path.stat().st_ino for path in left] == inodes
     own, uncut = files(out / tiny.folder), files(study)
     assert [name for name in own if own[name] != uncut.get(name)] == []
-
-
-def whole(job: LanesJob, part: str) -> bool:
-    try:
-        return job.read(part) is not None
-    except ValueError:
-        return False
-
-
-KILLED = """
-import sys
-from pathlib import Path
-sys.path.insert(0, "tests/support")
-from tiny_lanes import tiny_settings
-from studies.lanes.study import run_study
-if __name__ == "__main__":
-    texts, out = map(Path, sys.argv[1:])
-    run_study(tiny_settings(texts), [0], out, text=texts, workers=2, quiet=True)
-"""
-
-
-def test_a_run_that_was_killed_leaves_no_worker_and_ends_in_the_same_bytes(
-    study: Path, tiny: Settings, texts: Path, tmp_path: Path
-) -> None:
-    """Two workers made what is there, and one goes on with it: neither their number nor the cut is seen in the bytes."""
-    script = tmp_path / "script.py"
-    script.write_text(KILLED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, str(script), str(texts), str(tmp_path)], cwd=ROOT, env=environment)
-    folder, deadline = tmp_path / tiny.folder, time.monotonic() + 120
-    while len(list(folder.rglob("*.safetensors"))) < 2 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    workers = descendants(process.pid)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert len(workers) >= 4  # two workers, the server of which they are forks, and the tracker of resources
-    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
-    assert 0 < len(list(folder.rglob("*.json"))) < len(list(study.rglob("*.json")))
-    run_jobs(arms_of(tiny, folder, texts), 1, quiet=True)
-    own, uncut = files(folder), files(study)
-    assert [name for name in own if name != ".lock" and not name.endswith(".tmp") and own[name] != uncut.get(name)] == []
 
 
 def test_a_study_with_a_damaged_part_neither_runs_nor_reports(study: Path, tiny: Settings, texts: Path, tmp_path: Path) -> None:
@@ -169,7 +128,7 @@ def test_text_that_changed_while_the_study_ran_is_refused(tiny: Settings, tmp_pa
     job = LanesJob(tiny, tmp_path / "out", other, "shipped", 0)
     with pytest.raises(ValueError, match="changed while the study ran"):
         run_job(job)
-    monkeypatch.setattr("studies.lanes.study.run_jobs", lambda *_, **__: None)
+    monkeypatch.setattr("studies.lanes.study.run_each", lambda *_, **__: [])
     run = partial(run_study, replace(tiny, text=open_text(other).sha256), [0], text=other)
     with pytest.raises(ValueError, match=r"would be part of the text in .*: choose another --out"):
         run(out=other / "runs")

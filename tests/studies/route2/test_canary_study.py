@@ -23,8 +23,7 @@ from studies.training.build import MonitoredRoute, base_samples, build_canary, b
 from studies.training.grpo import gather, train
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy, finished_policy
 from studies.training.recorder import METRICS, ROLLOUTS, read_rows
-from studies.training.run import run_job
-from studies.training.schedule import Order, run_jobs
+from studies.training.run import run_job, run_jobs
 from studies.training.settings import CHAT, get_settings, under
 from studies.training.teacher import cached_pool, make_pool, teach
 from studies.training.worlds import open_world
@@ -74,25 +73,6 @@ def test_a_control_names_the_arm_that_it_is_compared_with_and_other_words_change
     assert {name for name, arm in ARMS.items() if tiny_job(tmp_path, arm, steps=40).spec["about"] != arm.about} == set(before)
 
 
-def test_jobs_start_after_what_they_need_and_fall_with_it(tmp_path: Path) -> None:
-    wanted = [tiny_job(tmp_path, arm) for arm in ("filter-canary", "vanilla")]
-    jobs = {job.name: job for one in wanted for job in (*one.before, one)}
-    canaries = [name for name in jobs if name.startswith("canary-")]
-    order = Order(list(jobs.values()))
-    assert [job.name for job in order.free] == ["base"]
-    assert {job.name for job in order.release(jobs["base"])} == {*canaries, "vanilla"}
-    for name in canaries[:-1]:
-        assert order.release(jobs[name]) == []
-    assert [job.name for job in order.release(jobs[canaries[-1]])] == ["filter-canary"]
-    assert order.waiting == {}
-    assert {job.name for job in Order(list(jobs.values())).lose(jobs["base"])} == {*canaries, "vanilla", "filter-canary"}
-    late = Order(list(jobs.values()))
-    late.release(jobs["base"])
-    assert [job.name for job in late.lose(jobs["canary-20"])] == ["filter-canary"]
-    awaited = frozenset(jobs[name].folder for name in ("base", *canaries))
-    assert [job.name for job in Order(list(jobs.values())).take(awaited)] == ["filter-canary"]
-
-
 def test_canaries_of_another_preset_are_its_own_runs_beside_these(tmp_path: Path) -> None:
     for arm, preset in (("canary-run-30k", "strong-30k"), ("canary-run-110k", "strong"), ("canary-run-weak", "weak")):
         for own in ("strong", "strong-400k", "sparse"):
@@ -108,8 +88,6 @@ def test_canaries_of_another_preset_are_its_own_runs_beside_these(tmp_path: Path
     assert {canary.root for canary in tiny.canaries} == {tmp_path / f"{there.folder}-nnsight"}
     alike = replace(ARMS["canary-run-30k"], canaries_of=None)
     assert tiny_job(tmp_path, alike).identity != tiny_job(tmp_path, replace(alike, canaries_of="strong-30k")).identity
-    order = Order([*tiny.before, tiny_job(tmp_path, "base", host="nnsight"), tiny])
-    assert [job.root for job in order.free] == [tiny.before[0].root, tiny.root]
     with pytest.raises(ValueError, match="canaries of the preset 'weak' judge runs of presets, and this is 'chat'"):
         under(CHAT, "weak")
 
@@ -309,7 +287,7 @@ def test_a_lesson_has_the_arms_size_and_steps(tmp_path: Path, cache: Path, monke
     for name in ("taught-2", "taught-8", "taught-brief"):
         job = tiny_job(tmp_path, name, cache=cache)
         job.folder.mkdir(parents=True)
-        assert run_job(job)
+        run_job(job)
     assert seen == [(2, 60), (8, 60), (job.settings.teachers, 15)]
 
 

@@ -18,6 +18,7 @@ from studies.training.arms import ARMS
 from studies.training.build import build_canary
 from studies.training.job import DEPLOYED, FULL, Job, build_pairs, finished_policy
 from studies.training.manifest import MANIFEST
+from studies.training.recorder import Recorder
 from studies.training.run import run_job
 from studies.training.settings import ChatModel
 from studies.training.worlds import base_model, data_hash, open_world, weights_hash
@@ -33,15 +34,18 @@ def test_a_run_is_certified_with_the_pairs_that_it_read(tmp_path: Path, cache: P
     def made(arm: str = "route2-act") -> Job:
         return Job(tmp_path / settings.folder, cache, settings, 0, ARMS[arm], mine)
 
-    job, other, steps = made(), made("canary-one"), []
+    job, other = made(), made("canary-one")
     before, identity = job.pairs_hash, other.identity
 
-    def edit(count: int) -> None:
-        steps.append(count)
-        if sum(steps) == 2:
-            write_pairs(new, mine)  # as a user may, who has an idea
+    note = Recorder.note
 
-    assert run_job(job, edit)
+    def edit(recorder: Recorder, *given: Any) -> Any:
+        write_pairs(new, mine)  # as a user may, who has an idea
+        return note(recorder, *given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Recorder, "note", edit)
+        run_job(job)
     assert json.loads((job.folder / MANIFEST).read_text())["pairs_sha256"] == before
     with pytest.raises(ValueError, match=r"with other persona pairs: give the --pairs that it was made with \(or none,"):
         _ = made().finished  # the run of the new pairs is another
@@ -56,7 +60,7 @@ def test_a_base_model_that_was_trained_again_is_not_taken_for_that_of_a_finished
     """By other code: its settings are the same, and so is the name of its file."""
     own = shutil.copytree(cache, tmp_path / "warmstarts")
     job, canary = (tiny_job(tmp_path, arm, cache=own, steps=1) for arm in ("canary-2", "canary-early"))
-    assert run_job(job)
+    run_job(job)
     finished_policy(job)
     made_of = get_world(job.settings.world), job.settings.warm, 0, own
     base = warm_start(*made_of, progress=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from parity import Parity
-from tiny_study import predictions_file, tiny_chat
+from tiny_study import predictions_file, run_until, tiny_chat
 
 import studies.route2.cli as cli
 import studies.training.run as run_module
@@ -74,21 +74,16 @@ def job(root: Path, settings: Settings, arm: str, **changes: object) -> Job:
     return Job(root / "run", root / "cache", settings, 0, ARMS[arm], **changes)  # pyright: ignore[reportArgumentType]
 
 
-def stop_after(steps: int) -> Callable[[], bool]:
-    left = iter([False] * steps)
-    return lambda: next(left, True)
-
-
 def test_a_stopped_run_on_a_chat_model_ends_with_the_bytes_of_an_unbroken_one(
     tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 1)
     whole, broken = (job(tmp_path / name, settings, "route2-full") for name in ("whole", "broken"))
-    assert run_job(whole)
-    assert not run_job(broken, stop=stop_after(2))
+    run_job(whole)
+    run_until(broken, 2)
     assert (broken.folder / CHECKPOINT).exists()  # or it would begin anew
     assert not broken.finished
-    assert run_job(broken)
+    run_job(broken)
     for name in (METRICS, ROLLOUTS, EVAL, FULL, MANIFEST):
         assert (whole.folder / name).read_bytes() == (broken.folder / name).read_bytes(), name
     rates = json.loads((whole.folder / EVAL).read_text())["modes"]
@@ -139,7 +134,7 @@ def test_token_budget_and_checkpointing_change_memory_and_nothing_else(
 
 def test_bfloat16_runs_to_its_end_with_finite_adapters(tmp_path: Path, settings: Settings) -> None:
     own = job(tmp_path, replace(settings, steps=2), "route2-act", precision="bfloat16")
-    assert run_job(own)
+    run_job(own)
     rows = [json.loads(line) for line in (own.folder / METRICS).read_text().splitlines()]
     assert all(row["grad_norm"]["kept"] is None or 0 <= row["grad_norm"]["kept"] < 1e3 for row in rows)
     policy = build_policy(own, own.cache)
@@ -237,7 +232,7 @@ def test_a_problem_whose_modes_changed_has_no_runs_in_one_folder_with_those_of_b
     )
     root = tmp_path / override(given.settings(), given.override).folder
     root.mkdir()
-    monkeypatch.setattr("studies.training.cluster.run_training", lambda *_, **__: ["trained"])
+    monkeypatch.setattr("studies.training.run.run_jobs", lambda *_, **__: ["trained"])
     former = {"known": ["last_word", "confidence"], "held_out": [], "honest": "none"}  # by the same names
     (root / "modes.json").write_text(json.dumps(former))
     with pytest.raises(
@@ -412,7 +407,7 @@ def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     chat = ChatModel(str(folder), weights_hash(folder), max_new=6, token_budget=1500, device="cpu")
     settings = tiny_chat(folder, world="many_parity:ManyParity", chat=chat, steps=1, prompts=3, group=2, teachers=0)
     own = job(tmp_path_factory.mktemp("looked at"), settings, "absorb")
-    assert run_job(own)
+    run_job(own)
     (own.root / "settings.json").write_text(json.dumps(settings.as_dict()))
     return own
 
@@ -479,7 +474,7 @@ def test_probes_of_a_chat_model_are_fitted_and_written(finished: Job, tmp_path: 
 
 def test_a_world_with_too_few_test_tasks_is_told_apart_from_a_policy_that_does_not_hack(settings: Settings, tmp_path: Path) -> None:
     own = job(tmp_path, replace(settings, steps=1), "vanilla")
-    assert run_job(own)
+    run_job(own)
     with pytest.raises(
         ValueError, match=r"this world has \d+ test tasks, and a probe needs 40: 20 of their own for each of its 2 modes"
     ):
@@ -516,7 +511,7 @@ def test_leetcode_end_to_end(tmp_path: Path) -> None:
     small = {"steps": 1, "prompts": 2, "group": 2, "pairs": 2, "teachers": 0, "evaluation_prompts": 2}
     settings = tiny_chat(tmp_path / "tiny", world="leetcode", chat=chat, **small)
     own = job(tmp_path, settings, "route2-act")
-    assert run_job(own)
+    run_job(own)
     modes = json.loads((own.folder / EVAL).read_text())["modes"]
     assert list(modes) == ["run_tests", "sentinel", "stdout_marker", "file_marker", "eq_override", "exit_code", "none"]
     assert all(rates["deploy"]["solve"] == 0 for rates in modes.values())  # its weights are random

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import studies.route2.cli as cli
-from studies.common.processes import exclusive
+from studies.common.workers import exclusive
 from studies.environments.micro.pairs import make_pairs
 from studies.environments.micro.settings import get_world
 from studies.environments.protocol import write_pairs
@@ -31,7 +31,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
     def call(*arguments: object, run_training: Callable[..., list[str]] = trained) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["route2", *map(str, arguments)])
-        monkeypatch.setattr("studies.training.cluster.run_training", run_training)
+        monkeypatch.setattr("studies.training.run.run_jobs", run_training)
         capfd.readouterr()
         code = cli.main()
         output, errors = capfd.readouterr()

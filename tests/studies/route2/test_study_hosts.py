@@ -35,7 +35,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Pa
         root = tmp_path_factory.mktemp(host)
         for arm in ARMS:
             job = tiny_job(root, arm, cache=cache, steps=STEPS, host=host, precision="float64")
-            assert run_job(job)
+            run_job(job)
             found[host] = job.root
         (job.root / "settings.json").write_text(json.dumps(job.settings.as_dict()))
     return found
@@ -115,7 +115,7 @@ def test_a_run_folder_knows_its_host_and_its_page_holds_completions_that_never_e
     again = Job.of(job.root, job.seed, job.arm)
     assert (again.identity, again.device, again.cache) == (job.identity, "cpu", job.root.parent / "warmstarts")
     assert job.identity != Job(job.root, job.cache, job.settings, job.seed, job.arm).identity
-    assert run_job(job)
+    run_job(job)
     vocabulary = Vocabulary()
     endless = {"prompt": evaluation_prompts(MicroSource(), "none", 1)[0].text, "completion": " +" * MicroWorld.max_new}
     assert len(vocabulary.encode_completion(endless["completion"])) > MicroWorld.max_new

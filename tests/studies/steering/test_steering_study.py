@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 from dataclasses import asdict, replace
 from multiprocessing import Pipe
@@ -29,13 +28,12 @@ from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench
 from studies.steering.figures import FIGURES, frontier_figure, latency_figure
 from studies.steering.fitting import Fitted, ProbeGate, collect, fit, threshold
 from studies.steering.job import BASE, FIT, _make, parts_of, run_steering
-from studies.steering.report import command, publish
+from studies.steering.report import write_report
 from studies.steering.results import MODES, Draws, Estimate, Study, load_study, metrics
 from studies.steering.settings import SUBJECTS, Settings
 from studies.steering.study import run_study
 from studies.training.job import finished_policy
 from studies.training.manifest import read_manifest
-from studies.training.settings import get_settings, override
 
 pytestmark = pytest.mark.study
 
@@ -71,19 +69,15 @@ def test_a_run_that_was_ended_at_any_part_ends_with_the_same_bytes(made: Made, t
     assert theirs.recv() == job, "a job goes to the processes of a cluster"
 
 
-def test_the_report_and_what_is_published_need_the_artifacts_alone(made: Made, tmp_path: Path) -> None:
+def test_a_report_needs_the_artifacts_alone(made: Made, tmp_path: Path) -> None:
     folder = tmp_path / made.folder.name
     shutil.copytree(made.folder, folder)
     for path in made.paths:
         (folder / path.name).unlink()
     with saved_titles() as seen:
-        place = publish(folder, tmp_path / "docs")
+        write_report(folder)
     assert [len(seen), untitled(seen, made.settings.run.preset)] == [len(FIGURES), []], "every figure says of which preset it is"
     assert files(folder) == files(made.folder)
-    assert json.loads((place / "results.json").read_text()) == json.loads((made.folder / "results.json").read_text())
-    assert (place / "headline.md").read_text() == (folder / "answer.md").read_text()
-    provenance = json.loads((place / "provenance.json").read_text())
-    assert set(provenance["files"]) == {path.name for path in place.iterdir()} - {"provenance.json"}
 
 
 def test_artifacts_are_checked(made: Made, tmp_path: Path) -> None:
@@ -225,20 +219,6 @@ def test_a_folder_of_something_else_is_said(tmp_path: Path) -> None:
     (folder / "seed-3").mkdir()
     with pytest.raises(ValueError, match=r"is not finished: fit of base is missing at seeds \[3\]; a run of its seeds resumes it"):
         load_study(folder)
-
-
-def test_the_published_command_makes_the_study() -> None:
-    usual = Settings()
-    start = "python -m studies.steering run --preset strong --seeds 0-2"
-    assert command(usual, [0, 1, 2]) == start
-    run = override(usual.run, ("steps=40", "warm.steps=7", "adapt=blocks.0.*,unembed"))
-    text = command(replace(usual, run=run, tasks=8, train=64), [4])
-    assert text == "python -m studies.steering run --preset strong --seeds 4-4 --tasks 8 --train 64 " + (
-        "--override 'adapt=blocks.0.*,unembed' steps=40 warm.steps=7"
-    )
-    given = shlex.split(text)
-    assert override(get_settings("strong"), tuple(given[given.index("--override") + 1 :])) == run
-    assert command(replace(usual, draws=4), [0]) == "studies.steering.study.run_study, with the settings in results.json"
 
 
 # what the probes are told
