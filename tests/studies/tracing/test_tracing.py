@@ -222,7 +222,7 @@ def test_what_was_traced_on_pairs_of_another_base_model_is_traced_anew(
     before = read_tensors(root / "seed-0" / PAIRS)[1]
     (notes := root / "seed-0/notes.json").touch()  # a user's
     monkeypatch.setattr("studies.tracing.job.trace", None)  # as a kill behind the pairs would
-    with pytest.raises(TypeError):
+    with pytest.raises(RuntimeError, match="not callable"):
         trace_jobs(root, settings_of(tiny_training()), jobs[:1])
     after = read_tensors(root / "seed-0" / PAIRS)[1]
     assert {name for name in before if before[name] != after[name]} >= {BASE}
