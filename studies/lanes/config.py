@@ -20,7 +20,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Step:
+class VirtualStep:
     """One virtual step.
 
     Attributes:
@@ -48,7 +48,9 @@ def order_of(layers: int, loop: Loop | None) -> tuple[int, ...]:
     return (*range(loop.start), *(body * loop.passes), *range(loop.end + 1, layers))
 
 
-def plan(layers: int, lane_start: int, loop: Loop | None, *, skips: bool = True, skips_in_fork: bool = True) -> tuple[Step, ...]:
+def plan(
+    layers: int, lane_start: int, loop: Loop | None, *, skips: bool = True, skips_in_fork: bool = True
+) -> tuple[VirtualStep, ...]:
     """Return every virtual step. The first half of them are the encoder's, whose outputs the others take, the latest one first.
 
     Raises:
@@ -62,7 +64,7 @@ def plan(layers: int, lane_start: int, loop: Loop | None, *, skips: bool = True,
     if not first <= lane_start <= layers:
         raise ValueError(f"lanes must fork behind encoder and loop: choose lane_start from {first} to {layers}, not {lane_start}")
     sources = dict(zip(range(half, len(order)), reversed(range(half)), strict=False)) if skips else {}
-    steps: list[Step] = []
+    steps: list[VirtualStep] = []
     passes = -1
     for k, block in enumerate(order):
         in_loop = loop is not None and loop.start <= block <= loop.end
@@ -71,11 +73,10 @@ def plan(layers: int, lane_start: int, loop: Loop | None, *, skips: bool = True,
         parallel = block >= lane_start
         mixed = k in sources and (skips_in_fork or not parallel)
         number, source = (k - half, sources[k]) if mixed else (None, None)
-        steps.append(Step(block, passes if entry else None, passes if in_loop else None, number, source, parallel))
+        steps.append(VirtualStep(block, passes if entry else None, passes if in_loop else None, number, source, parallel))
     return tuple(steps)
 
 
-Precision = Literal["float32", "bf16"]
 WiringName = Literal["sequential", "gptj", "shipped", "simultaneous", "gauge", "z2"]
 StartName = Literal["symmetric", "asymmetric"]
 Weights = tuple[float, ...]
@@ -213,7 +214,7 @@ class LanesConfig:
         return self.lane_start if self.wiring != "sequential" else self.layers
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[VirtualStep, ...]:
         """All virtual steps, in order."""
         return plan(self.layers, self.fork, self.loop, skips=self.skips, skips_in_fork=self.skips_in_fork)
 

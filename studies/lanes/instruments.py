@@ -30,8 +30,8 @@ from studies.lanes.gradients.symmetry import (
 from studies.lanes.measures import excerpt, training_tokens
 from studies.lanes.model import LanesModel
 from studies.lanes.scoring.bpb import table_bpb
-from studies.lanes.settings import Settings
-from studies.lanes.text import Corpus, batches
+from studies.lanes.settings import LanesSettings
+from studies.lanes.text import TextCorpus, batches
 
 PATHS: Mapping[str, tuple[WiringName, StartName]] = MappingProxyType(
     {
@@ -44,14 +44,14 @@ PATHS: Mapping[str, tuple[WiringName, StartName]] = MappingProxyType(
 """Name -> the wiring and the routing start whose gradient paths are decomposed."""
 
 
-def tables(settings: Settings, corpus: Corpus, seed: int) -> Artifact:
+def tables(settings: LanesSettings, corpus: TextCorpus, seed: int) -> Artifact:
     """Return the bits per byte of count tables on the seed's test text: the baseline for a model that learned more than counts."""
     evaluation = settings.evaluation
     tokens = excerpt(corpus, "test", evaluation.test, evaluation.piece, seed)
     return table_bpb(training_tokens(settings, corpus), tokens), {}
 
 
-def rows(settings: Settings, corpus: Corpus, seed: int, count: int, length: int, purpose: str) -> Int64[Tensor, "n s"]:
+def rows(settings: LanesSettings, corpus: TextCorpus, seed: int, count: int, length: int, purpose: str) -> Int64[Tensor, "n s"]:
     """Return `count` windows of `length` + 1 training tokens."""
     generator = torch_generator(seed, f"lanes {purpose}")
     drawn = batches(training_tokens(settings, corpus), size=count, length=length, steps=1, generator=generator)
@@ -63,7 +63,7 @@ def draw(config: LanesConfig, seed: int) -> LanesModel:
     return LanesModel(config, torch_generator(seed, "lanes instruments")).double()
 
 
-def symmetry(settings: Settings, corpus: Corpus, seed: int) -> Artifact:
+def symmetry(settings: LanesSettings, corpus: TextCorpus, seed: int) -> Artifact:
     """Return one row per wiring of two lanes: the difference of the lanes' gradients, and the effects of exchange and gauge."""
     instruments = settings.instruments
     tokens = rows(settings, corpus, seed, instruments.batch, instruments.length, "symmetry")
@@ -91,7 +91,7 @@ def _wiring(config: LanesConfig, tokens: Tensor, texts: Tensor, seed: int) -> di
 
 
 @torch.no_grad()
-def _gptj(settings: Settings, tokens: Tensor, seed: int) -> float:
+def _gptj(settings: LanesSettings, tokens: Tensor, seed: int) -> float:
     """Return the largest logit difference between a GPT-J block and the shipped wiring with all scalars at 1."""
     config = replace(settings.instruments.config("shipped"), skips_in_fork=False)
     shipped, gptj = draw(config, seed), draw(replace(config, wiring="gptj"), seed)
@@ -100,7 +100,7 @@ def _gptj(settings: Settings, tokens: Tensor, seed: int) -> float:
     return float((shipped(tokens[:, :-1]) - gptj(tokens[:, :-1])).abs().max())
 
 
-def paths(settings: Settings, corpus: Corpus, seed: int) -> Artifact:
+def paths(settings: LanesSettings, corpus: TextCorpus, seed: int) -> Artifact:
     """Return direct and cascade of every sublayer behind the fork, and the deviation of the direct part from its closed form."""
     instruments = settings.instruments
     tokens = rows(settings, corpus, seed, instruments.batch, instruments.length, "paths")
@@ -128,7 +128,7 @@ def _closed_form(config: LanesConfig, tokens: Tensor, seed: int) -> float:
     return float(torch.stack(deviations).max())  # NaN if one is, which Python's `max` may pass over
 
 
-def traces(settings: Settings, corpus: Corpus, seed: int) -> Artifact:
+def traces(settings: LanesSettings, corpus: TextCorpus, seed: int) -> Artifact:
     """Return traces of lanes and quarantines over training."""
     lanes, quarantine = settings.instruments.symmetry, settings.instruments.quarantine
     by_lanes = rows(settings, corpus, seed, lanes.steps * lanes.batch, lanes.length, "traces")
@@ -137,7 +137,7 @@ def traces(settings: Settings, corpus: Corpus, seed: int) -> Artifact:
     return {"traces": [asdict(trace) for trace in traced]}, {}
 
 
-INSTRUMENTS: Mapping[str, Callable[[Settings, Corpus, int], Artifact]] = MappingProxyType(
+INSTRUMENTS: Mapping[str, Callable[[LanesSettings, TextCorpus, int], Artifact]] = MappingProxyType(
     {"symmetry": symmetry, "paths": paths, "traces": traces, "tables": tables}
 )
 DRAWN = ("symmetry", "paths")

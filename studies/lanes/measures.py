@@ -15,7 +15,7 @@ from torch import Tensor
 
 from studies.common.artifacts import Artifact
 from studies.common.seeds import torch_generator
-from studies.lanes.arms import Arm
+from studies.lanes.arms import LanesArm
 from studies.lanes.config import STARTS
 from studies.lanes.gradients.paths import ratios
 from studies.lanes.gradients.symmetry import SUBLAYERS, compared
@@ -26,8 +26,8 @@ from studies.lanes.quantization.size import sizes
 from studies.lanes.scoring.bpb import bpb, score, window_starts
 from studies.lanes.scoring.tapin import Hints, Mixing, find_hints, mixed_nll
 from studies.lanes.scoring.ttt import Scope, SweepRow, adapt, best, sweep
-from studies.lanes.settings import Evaluation, Settings, check_enough
-from studies.lanes.text import BOS, Corpus, batches
+from studies.lanes.settings import Evaluation, LanesSettings, check_enough
+from studies.lanes.text import BOS, TextCorpus, batches
 
 GROWTH_DRAWS = 3
 
@@ -36,9 +36,9 @@ GROWTH_DRAWS = 3
 class Subject:
     """A trained model of an arm at a seed, and the text on which it is evaluated."""
 
-    settings: Settings
-    corpus: Corpus
-    arm: Arm
+    settings: LanesSettings
+    corpus: TextCorpus
+    arm: LanesArm
     seed: int
     model: LanesModel
 
@@ -76,11 +76,11 @@ class Subject:
         return (batch[:, :-1] for batch in drawn)
 
 
-def training_tokens(settings: Settings, corpus: Corpus) -> Int64[Tensor, " n"]:
+def training_tokens(settings: LanesSettings, corpus: TextCorpus) -> Int64[Tensor, " n"]:
     return corpus.stream("train", settings.train_bytes)
 
 
-def excerpt(corpus: Corpus, split: str, size: int, piece: int, seed: int) -> Int64[Tensor, " s"]:
+def excerpt(corpus: TextCorpus, split: str, size: int, piece: int, seed: int) -> Int64[Tensor, " s"]:
     """Return `size` tokens of a split, in pieces at positions drawn by the seed: an interval over seeds is one over texts too.
 
     Each piece starts with BOS, as a document does. No two pieces overlap, because test-time training would read the text twice.
@@ -213,7 +213,7 @@ def tap_in(subject: Subject) -> Artifact:
     score(subject.model, tokens, window=evaluation.window, stride=evaluation.stride, watch=noted)
     nll, hints = noted.nll, noted.hints
     data = {"bpb": {name: bpb(costs, tokens) for name, costs in nll.items()}, "hints": _counts(hints, tokens)}
-    return data, {"plain": nll["plain"], "new": nll["new"], "within": nll["within"], "tokens": tokens, "cross": hints.cross}
+    return data, {}
 
 
 def _counts(hints: Hints, tokens: Tensor) -> dict[str, float]:
@@ -278,14 +278,10 @@ _ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gptj": ("quantised", "ttt", "paths"),
         "shipped": ("quantised", "calibrations", "ttt", "tapin", "routing", "paths"),
         "asymmetric": ("routing",),
-        "early-fork": ("ttt",),
         "narrow": ("quantised",),
         "narrow-embeddings": ("quantised",),
         "wide": ("quantised", "ttt", "growth"),
         "wide-embeddings": ("quantised",),
-        "wide-early": ("ttt",),
-        "wider": ("ttt",),
-        "low-decay": ("quantised", "ttt"),
         "momentum-99": ("quantised",),
     }
 )

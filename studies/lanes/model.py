@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from studies.lanes.config import BOS, VOCABULARY, LanesConfig, Step, Weights
+from studies.lanes.config import BOS, VOCABULARY, LanesConfig, VirtualStep, Weights
 
 Kind = Literal["matrix", "embedding", "control"]
 EPS = 1e-6
@@ -44,7 +44,7 @@ def rotate(x: Float[Tensor, "b h s d"], cos: Float[Tensor, "s half"], sin: Float
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
-class Attention(nn.Module):
+class LaneAttention(nn.Module):
     """Causal self-attention over `heads` heads."""
 
     def __init__(self, config: LanesConfig):
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
-class MLP(nn.Module):
+class LaneMLP(nn.Module):
     """Two matrices with a squared ReLU between them."""
 
     def __init__(self, config: LanesConfig):
@@ -81,13 +81,13 @@ class MLP(nn.Module):
         return self.down(functional.relu(self.up(x)).square())
 
 
-class Block(nn.Module):
+class LaneBlock(nn.Module):
     """The sublayers of one physical block, and its gates: `mix` (weights of stream and embedding in the read) and two scales."""
 
     def __init__(self, config: LanesConfig, layer: int):
         super().__init__()
         d = config.d_model
-        self.attn, self.mlp = Attention(config), MLP(config)
+        self.attn, self.mlp = LaneAttention(config), LaneMLP(config)
         self.attn_scale, self.mlp_scale = nn.Parameter(torch.ones(d)), nn.Parameter(torch.ones(d))
         self.mix = nn.Parameter(torch.stack((torch.ones(d), torch.zeros(d))))
         self.damping = 1 / math.sqrt(layer + 1)
@@ -105,7 +105,7 @@ BIASED_HEAD = 2  # the head whose keys changed in the record
 class StepHooks(nn.Module):
     """The hook points of one virtual step; points for a second lane, a skip or a pass embedding exist only if the step has them."""
 
-    def __init__(self, step: Step, lanes: int, embeds: bool):
+    def __init__(self, step: VirtualStep, lanes: int, embeds: bool):
         super().__init__()
         points = ["hook_attn_read", "hook_mlp_read", "hook_attn_out", "hook_mlp_out"]
         points += [f"hook_lane{j}_{side}" for j in range(lanes) for side in ("pre", "post")]
@@ -131,7 +131,7 @@ class LanesModel(HookedRootModule):
         super().__init__()
         self.config, self.wiring, self.steps_plan = config, config.lanes, config.steps
         self.embed = nn.Embedding(VOCABULARY, config.d_model)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(LaneBlock(config, layer) for layer in range(config.layers))
         self._add_controls()
         self.steps = nn.ModuleList(
             StepHooks(step, self.wiring.lanes if step.parallel else 1, config.loop_embeddings) for step in self.steps_plan
@@ -164,7 +164,7 @@ class LanesModel(HookedRootModule):
     def _step(self, k: int, lanes: Lanes, saved: dict[int, Tensor], x0: Tensor, turns: tuple[Tensor, Tensor]) -> Lanes:
         step, hooks, block = self.steps_plan[k], self.steps[k], self.blocks[self.steps_plan[k].block]
         assert isinstance(hooks, StepHooks)
-        assert isinstance(block, Block)
+        assert isinstance(block, LaneBlock)
 
         def attn(lanes: Lanes, weights: Weights) -> Tensor:
             read = hooks("attn_read", self._read(block, lanes, x0, weights))
@@ -181,7 +181,7 @@ class LanesModel(HookedRootModule):
             lanes = [x + mlp([x], (1.0,))]
         return [hooks(f"lane{j}_post", lane) for j, lane in enumerate(lanes)]
 
-    def _enter(self, step: Step, hooks: StepHooks, lanes: Lanes, saved: dict[int, Tensor]) -> Lanes:
+    def _enter(self, step: VirtualStep, hooks: StepHooks, lanes: Lanes, saved: dict[int, Tensor]) -> Lanes:
         """Return the lanes after the fork, the skip connection and the pass embedding of a step."""
         lanes = lanes * self.wiring.lanes if step.parallel and len(lanes) < self.wiring.lanes else lanes
         if step.skip is not None and step.source is not None:
@@ -192,13 +192,13 @@ class LanesModel(HookedRootModule):
             lanes = [lanes[0] + hooks("loop_embed", self.loop_embed[step.entry])]
         return [hooks(f"lane{j}_pre", lane) for j, lane in enumerate(lanes)]
 
-    def _read(self, block: Block, lanes: Lanes, x0: Tensor, weights: Weights) -> Float[Tensor, "b s d"]:
+    def _read(self, block: LaneBlock, lanes: Lanes, x0: Tensor, weights: Weights) -> Float[Tensor, "b s d"]:
         """Return the input of a sublayer: the normed mixture of lanes and embedding, damped by depth."""
         if self.wiring.norm == "of each lane" and len(lanes) > 1:
             return block.damping * weighted([rms(block.mixed(lane, x0)) for lane in lanes], weights)
         return block.damping * rms(block.mixed(weighted(lanes, weights), x0))
 
-    def _bias(self, step: Step) -> Float[Tensor, "heads 1 d_head"] | None:
+    def _bias(self, step: VirtualStep) -> Float[Tensor, "heads 1 d_head"] | None:
         """Return the bias of this pass on the keys of one head; None if there is none."""
         if not self.config.head_bias or step.entry is None:
             return None

@@ -3,24 +3,23 @@
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 
 from mi_route2.validation import AtLeastOne, Name, NonNegative, Positive, read_settings, validated, write_json
-from studies.lanes.arms import Size
+from studies.lanes.arms import LanesSize
 from studies.lanes.config import LanesConfig, StartName, WiringName, sized
 from studies.lanes.gradients.symmetry import QuarantineSettings, SymmetrySettings
 from studies.lanes.quantization.gptq import GPTQSettings
 from studies.lanes.quantization.size import Compressor, compress
 from studies.lanes.scoring.ttt import TTTSettings
-from studies.lanes.text import SPLITS, Corpus, read_folder, standard_library
-from studies.lanes.train import Training
+from studies.lanes.text import SPLITS, TextCorpus, read_folder, standard_library
+from studies.lanes.train import LanesTraining
 
 FILE = "settings.json"
 BEFORE = 12.85
@@ -73,20 +72,6 @@ class Evaluation:
     cross: tuple[NonNegative, NonNegative] = (0.06, 0.12)
     compressor: Compressor = field(default_factory=lambda: "brotli" if find_spec("brotli") else "lzma")
 
-    def __post_init__(self) -> None:
-        if (self.ttt.window, self.ttt.stride) != (self.window, self.stride):
-            raise ValueError(
-                "test-time training must score the same windows as the plain evaluation: give both the same window and stride"
-            )
-        for name, piece in (("test", self.piece), ("tune", self.tune_piece), ("adapted", self.adapted_piece)):
-            if getattr(self, name) % piece:
-                raise ValueError(f"{name} {getattr(self, name)} must be a multiple of the piece of {piece} tokens")
-        for k, said in ((self.gptq.k, "the clip of every other quantization"), (BEFORE, "the clip before the record's")):
-            if k not in self.clips:
-                raise ValueError(f"the clips {self.clips} must contain {k}, {said}")
-        if self.gptq.batches >= self.many:
-            raise ValueError(f"many = {self.many} batches must exceed gptq.batches = {self.gptq.batches}")
-
 
 @validated
 class Instruments:
@@ -115,16 +100,13 @@ class Instruments:
     symmetry: SymmetrySettings = field(default_factory=lambda: SymmetrySettings(d_model=16, heads=2, length=48, steps=60, every=3))
     quarantine: QuarantineSettings = field(default_factory=lambda: QuarantineSettings(length=48, every=3))
 
-    def __post_init__(self) -> None:
-        self.config("shipped")  # raises for sizes that do not fit
-
     def config(self, wiring: WiringName, start: StartName = "symmetric") -> LanesConfig:
         """Return the model configuration for a wiring; output projections are not 0, or no routing scalar would have a gradient."""
         return sized(self, wiring=wiring, start=start, zero_init=False)
 
 
 @validated
-class Settings:
+class LanesSettings:
     """Settings of one study.
 
     Attributes:
@@ -135,27 +117,17 @@ class Settings:
         instruments: The float64 measurements.
         train_bytes: Number of bytes to train on.
         profile: Name of the profile.
-        full: True if the study has every arm.
         runtime: Version of torch and the machine's architecture.
     """
 
     text: str
-    size: Size = field(default_factory=Size)
-    training: Training = field(default_factory=Training)
+    size: LanesSize = field(default_factory=LanesSize)
+    training: LanesTraining = field(default_factory=LanesTraining)
     evaluation: Evaluation = field(default_factory=Evaluation)
     instruments: Instruments = field(default_factory=Instruments)
     train_bytes: AtLeastOne = 4_000_000
     profile: Name = "default"
-    full: bool = False
     runtime: str = field(default_factory=lambda: f"torch {torch.__version__}, {platform.machine()}")
-
-    def __post_init__(self) -> None:
-        need = self.instruments.batch * (self.instruments.length + 1)
-        if self.evaluation.test < need:
-            raise ValueError(
-                f"evaluation.test {self.evaluation.test} must be at least {need}: instruments.batch windows of "
-                f"instruments.length + 1 = {self.instruments.length + 1} tokens"
-            )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON objects."""
@@ -175,12 +147,12 @@ class Settings:
         write_json(folder / FILE, self.as_dict())
 
     @staticmethod
-    def read(folder: Path) -> "Settings":
+    def read(folder: Path) -> "LanesSettings":
         """Return the settings that ``write`` stored in a folder; ``ValueError`` if the folder has none."""
-        return read_settings(Settings, folder / FILE, "give a folder that `run` created")
+        return read_settings(LanesSettings, folder / FILE, "give a folder that `run` created")
 
 
-def quick(text: str) -> Settings:
+def quick(text: str) -> LanesSettings:
     """Return settings that run every part in about a minute: a check that all parts work; no claim is resolved."""
     evaluation = Evaluation(
         test=6144,
@@ -192,38 +164,23 @@ def quick(text: str) -> Settings:
         many=16,
         clips=(6.0, 12.85, 13.1, 20.0),
     )
-    training = Training(steps=40, batch=4)
+    training = LanesTraining(steps=40, batch=4)
     instruments = Instruments(
         draws=4,
         symmetry=SymmetrySettings(d_model=16, heads=2, length=32, steps=20, every=2),
         quarantine=QuarantineSettings(length=32, steps=20, every=2),
     )
-    size = Size(d_model=32, heads=2, mlp=2)
-    return Settings(text, size, training, evaluation, instruments, train_bytes=1_000_000, profile="quick")
+    size = LanesSize(d_model=32, heads=2, mlp=2)
+    return LanesSettings(text, size, training, evaluation, instruments, train_bytes=1_000_000, profile="quick")
 
 
-def full(text: str) -> Settings:
-    """Return settings with every arm, trained for five times as long, including those for questions of our own."""
-    usual = Settings(text)
-    training = replace(usual.training, steps=5 * usual.training.steps)
-    return replace(usual, training=training, profile="full", full=True)
-
-
-def settings_of(profile: Literal["default", "quick", "full"], text: str, training: Mapping[str, Any]) -> Settings:
-    """Return the settings of a profile for the corpus with the hash ``text``; ``training`` changes its training and its name."""
-    settings = {"default": Settings, "quick": quick, "full": full}[profile](text)
-    if not training:
-        return settings
-    return replace(settings, training=replace(settings.training, **training), profile=f"{settings.profile}-dev")
-
-
-def check_enough(corpus: Corpus, split: str, size: int) -> None:
+def check_enough(corpus: TextCorpus, split: str, size: int) -> None:
     """Raise ``ValueError`` if a split has fewer tokens than the excerpts from it need."""
     if (there := len(corpus.stream(split))) < size:
         raise ValueError(f"the split {split!r} has {there} tokens, but its pieces need {size}: give more text")
 
 
-def check_evaluation(corpus: Corpus, evaluation: Evaluation) -> None:
+def check_evaluation(corpus: TextCorpus, evaluation: Evaluation) -> None:
     """Check what an evaluation needs of the text and of this machine, before a model is trained.
 
     Raises:
@@ -234,7 +191,7 @@ def check_evaluation(corpus: Corpus, evaluation: Evaluation) -> None:
     compress(b"", evaluation.compressor)
 
 
-def open_text(folder: Path | None, expected: str | None = None) -> Corpus:
+def open_text(folder: Path | None, expected: str | None = None) -> TextCorpus:
     """Return the corpus of a folder, or of the running Python.
 
     Raises:

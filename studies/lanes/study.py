@@ -11,23 +11,22 @@ same bytes as an uninterrupted one. Workers share nothing.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from studies.common.artifacts import Artifact, read_part, write_part
 from studies.common.workers import Executor, demand, exclusive, job_lock, run_each
-from studies.lanes.arms import ARMS, Arm, arms_of
+from studies.lanes.arms import ARMS, LanesArm
 from studies.lanes.instruments import DRAWN, INSTRUMENTS
 from studies.lanes.measures import MEASURES, Subject, measured, training_tokens
 from studies.lanes.model import LanesModel
-from studies.lanes.settings import Settings, check_evaluation, open_text
-from studies.lanes.text import Corpus
+from studies.lanes.settings import LanesSettings, check_evaluation, open_text
+from studies.lanes.text import TextCorpus
 from studies.lanes.train import build, train
 
 TRAIN = "train"
@@ -42,14 +41,14 @@ class LanesJob:
     ``folder`` is the study's, ``text`` the corpus's (None for the running Python's library).
     """
 
-    settings: Settings
+    settings: LanesSettings
     folder: Path
     text: Path | None
     name: str
     seed: int
 
     @property
-    def arm(self) -> Arm | None:
+    def arm(self) -> LanesArm | None:
         return ARMS.get(self.name)
 
     @property
@@ -83,7 +82,7 @@ class LanesJob:
         return None not in [self.read(part) for part in self.part_names]
 
 
-def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence[int], arms: Sequence[str]) -> list[LanesJob]:
+def jobs_of(settings: LanesSettings, folder: Path, text: Path | None, seeds: Sequence[int], arms: Iterable[str]) -> list[LanesJob]:
     """Return every job of a study, the longest first, so that no long job runs alone at the end."""
     jobs = [LanesJob(settings, folder, text, arm, seed) for arm in arms for seed in seeds]
     for name in INSTRUMENTS:
@@ -98,8 +97,7 @@ _read_once = lru_cache(maxsize=1)(open_text)
 
 def run_job(job: LanesJob) -> None:
     """Make the missing parts of a job. Existing parts are kept."""
-    if job.settings.training.device == "cpu":
-        torch.set_num_threads(1)  # one worker per core; with an accelerator a single worker has all cores
+    torch.set_num_threads(1)  # one worker per core
     corpus = _read_once(job.text, job.settings.text)
     place = job.path(job.part_names[0]).parent
     with job_lock(place):
@@ -108,7 +106,7 @@ def run_job(job: LanesJob) -> None:
                 write_part(job.path(part), job.identity(part), *_make(job, part, corpus))
 
 
-def _make(job: LanesJob, part: str, corpus: Corpus) -> Artifact:
+def _make(job: LanesJob, part: str, corpus: TextCorpus) -> Artifact:
     if job.arm is None:
         return INSTRUMENTS[part](job.settings, corpus, job.seed)
     if part != TRAIN:
@@ -130,7 +128,7 @@ def trained(job: LanesJob) -> LanesModel:
 
 
 def run_study(
-    settings: Settings,
+    settings: LanesSettings,
     seeds: Sequence[int],
     out: Path,
     *,
@@ -155,19 +153,19 @@ def run_study(
             raise ValueError(f"what the study writes into {out} would be part of the text in {text}: choose another --out")
     with exclusive(folder):
         settings.write(folder)
-        todo = [job for job in jobs_of(settings, folder, text, seeds, arms_of(settings.full)) if not job.finished]
+        todo = [job for job in jobs_of(settings, folder, text, seeds, ARMS) if not job.finished]
         demand(run_each(run_job, todo, workers=workers, executor=executor, folder=folder, what="lanes", quiet=quiet))
     return folder
 
 
 @dataclass(frozen=True)
-class Study:
+class LanesStudy:
     """The settings of a study, and its contents: (arm or instrument, seed or draw, part) -> content of the part.
 
     Every arm has the same seeds.
     """
 
-    settings: Settings
+    settings: LanesSettings
     contents: Mapping[tuple[str, int, str], Data]
 
     @property
@@ -191,13 +189,13 @@ class Study:
         return [arm for arm in ARMS if any((arm, part) == (name, made) for name, _, made in self.contents)]
 
 
-def load(folder: Path) -> Study:
+def load(folder: Path) -> LanesStudy:
     """Read and check all parts of a study.
 
     Raises:
         ValueError: If a part is missing or damaged, or if the folder has no finished study.
     """
-    settings = Settings.read(folder)
+    settings = LanesSettings.read(folder)
     if folder.name != settings.folder:
         raise ValueError(f"the settings in {folder} are those of {settings.folder}: do not rename or edit a study folder")
     places = sorted((folder / "arms").glob("*/seed-*"))
@@ -213,11 +211,4 @@ def load(folder: Path) -> Study:
             if artifact is None:
                 raise ValueError(f"{job.path(part)} is missing because the run was interrupted: a run of its seed resumes it")
             contents[job.name, job.seed, part] = artifact[0]
-    return Study(settings, contents)
-
-
-def tensors(folder: Path, study: Study, arm: str, seed: int, part: str) -> dict[str, Tensor]:
-    """Return the tensors of a part."""
-    read = LanesJob(study.settings, folder, None, arm, seed).read(part)
-    assert read is not None
-    return read[1]
+    return LanesStudy(settings, contents)

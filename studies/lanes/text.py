@@ -52,7 +52,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class TextCorpus:
     """Documents in the order of their names, and the expected share of them in each of `SPLITS`."""
 
     documents: tuple[Document, ...]
@@ -121,7 +121,7 @@ def batches(
     return (windows[torch.randint(len(windows), (size,), generator=generator)] for _ in range(steps))
 
 
-def standard_library() -> Corpus:
+def standard_library() -> TextCorpus:
     """Return the running Python's ``.py`` files and the help texts of ``pydoc_data.topics``, one document each.
 
     Left out are installed packages, test folders (test, tests, idle_test: half of all bytes, with deliberate errors, and not
@@ -139,7 +139,7 @@ def standard_library() -> Corpus:
     ]
     if not documents:
         raise ValueError(f"this Python has no sources in {root}: give a folder of text files instead")
-    return Corpus(_ordered(documents + list(_topics())))
+    return TextCorpus(_ordered(documents + list(_topics())))
 
 
 def _topics() -> Iterator[Document]:
@@ -153,7 +153,7 @@ def _topics() -> Iterator[Document]:
             yield Document(f"{_TOPICS}/{name}", text.encode("utf-8"))
 
 
-def read_folder(folder: Path) -> Corpus:
+def read_folder(folder: Path) -> TextCorpus:
     """Return every UTF-8 text file below ``folder`` as a document, named by its path from there.
 
     A file that does not decode, contains a NUL byte, or cannot be read is left out, as are empty and hidden files (leading dot).
@@ -168,7 +168,7 @@ def read_folder(folder: Path) -> Corpus:
     documents = [Document(name, data) for name, data in named if data and _is_text(data)]
     if not documents:
         raise ValueError(f"there is no text in {folder}: give a folder of UTF-8 text files")
-    return Corpus(_ordered(documents))
+    return TextCorpus(_ordered(documents))
 
 
 def _ordered(documents: list[Document]) -> tuple[Document, ...]:

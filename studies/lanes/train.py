@@ -1,6 +1,6 @@
-"""Training of one arm at one seed, on the CPU or an accelerator; the same seed gives the same bits on the same machine.
+"""Training of one arm at one seed; the same seed gives the same bits on the same machine.
 
-    before `enable_at`   the plain model             from there on   the looped one, with the plain one's weights and moments
+    before `ENABLED_AT`  the plain model             from there on   the looped one, with the plain one's weights and moments
 
 A looped model has all parameters of the plain one, and additional ones: skips of further steps, embeddings of passes. Additional
 parameters start as in a fresh model and have no moments yet. This is equivalent to one set of parameters under two schedules,
@@ -8,7 +8,6 @@ because an unused parameter has no gradient, or a gradient of 0. Source: paramet
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,8 +17,8 @@ from tqdm import tqdm
 
 from mi_route2.validation import AtLeastOne, validated
 from studies.common.seeds import torch_generator
-from studies.lanes.arms import Arm, Size
-from studies.lanes.config import LanesConfig, Precision
+from studies.lanes.arms import ENABLED_AT, LanesArm, LanesSize
+from studies.lanes.config import LanesConfig
 from studies.lanes.model import LanesModel
 from studies.lanes.optim import LanesOptimizer, OptimSettings, widened
 from studies.lanes.text import batches
@@ -29,7 +28,7 @@ WARMED_OF = 500
 
 
 @validated
-class Training:
+class LanesTraining:
     """Settings of the training of an arm.
 
     Attributes:
@@ -37,31 +36,25 @@ class Training:
         batch: Windows per step.
         length: Predictions per window.
         optim: Optimizer settings that an arm does not change; its `momentum_warmup` is of `WARMED_OF` steps (see `optim_of`).
-        device: Device of the training; measurements on the trained model are on the CPU, in float32.
-        precision: Precision of forward and backward; weights and optimizer stay float32.
-        compile: True to compile forward and backward.
     """
 
     steps: AtLeastOne = 150
     batch: AtLeastOne = 4
     length: AtLeastOne = 128
     optim: OptimSettings = field(default_factory=OptimSettings)
-    device: str = "cpu"
-    precision: Precision = "float32"
-    compile: bool = False
 
-    def optim_of(self, arm: Arm) -> OptimSettings:
+    def optim_of(self, arm: LanesArm) -> OptimSettings:
         """Return the arm's optimizer settings, with the momentum warmed up over the same share of every arm's steps: a fifth."""
         return arm.optim(replace(self.optim, momentum_warmup=self.optim.momentum_warmup * self.steps_of(arm) // WARMED_OF))
 
-    def steps_of(self, arm: Arm) -> int:
+    def steps_of(self, arm: LanesArm) -> int:
         """Return the number of training steps of the arm: at least one."""
         return max(1, round(arm.steps * self.steps))
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A trained model on the CPU, and the nats per byte of each step's batch, before the step."""
+    """A trained model, and the nats per byte of each step's batch, before the step."""
 
     model: LanesModel
     losses: Float[Tensor, " steps"]
@@ -77,29 +70,19 @@ def plain(config: LanesConfig) -> LanesConfig:
     return replace(config, loop=None, loop_embeddings=False, head_bias=False)
 
 
-def switch_step(arm: Arm, steps: int) -> int:
+def switch_step(arm: LanesArm, steps: int) -> int:
     """Return the first step at which the arm's loop runs; 0 for an arm without a loop."""
-    return 0 if arm.looped == "none" else math.ceil(arm.enable_at * steps)
+    return 0 if arm.looped == "none" else math.ceil(ENABLED_AT * steps)
 
 
-def loss_of(device: str, precision: str, compiled: bool) -> Callable[[LanesModel, Tensor], Tensor]:
-    """Return the loss function of a model on a batch, with autocast and compilation as requested. Each call compiles again."""
-
-    def loss(model: LanesModel, batch: Tensor) -> Tensor:
-        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16"):
-            return model.loss(batch)
-
-    return torch.compile(loss, fullgraph=True) if compiled else loss
-
-
-def train(arm: Arm, size: Size, training: Training, tokens: Int64[Tensor, " n"], seed: int) -> Trained:
+def train(arm: LanesArm, size: LanesSize, training: LanesTraining, tokens: Int64[Tensor, " n"], seed: int) -> Trained:
     """Train an arm on windows of a stream.
 
     Args:
         arm: The arm to train.
         size: Model sizes.
-        training: Steps, batches and device.
-        tokens: The stream from which windows are drawn, on the CPU.
+        training: Steps and batches.
+        tokens: The stream from which windows are drawn.
         seed: Seed of the weights and of the order of the data; two arms of one seed share both.
 
     Raises:
@@ -108,27 +91,26 @@ def train(arm: Arm, size: Size, training: Training, tokens: Int64[Tensor, " n"],
     config, optim = arm.config(size), training.optim_of(arm)
     steps = training.steps_of(arm)
     switch = switch_step(arm, steps)
-    device = training.device
-    model = build(plain(config) if switch else config, seed).to(device)
+    model = build(plain(config) if switch else config, seed)
     optimizer = LanesOptimizer(model, optim)
-    loss_on, losses = loss_of(device, training.precision, training.compile), []
+    losses = []
     generator = torch_generator(seed, "lanes batches")
     drawn = batches(tokens, size=training.batch, length=training.length, steps=steps, generator=generator)
     for i, batch in enumerate(tqdm(drawn, arm.name, steps, delay=3, leave=False, disable=None)):
         if i == switch > 0:
-            model, optimizer = looped(model, optimizer, build(config, seed).to(device))
+            model, optimizer = looped(model, optimizer, build(config, seed))
         optimizer.set(i, steps)
         model.zero_grad()
-        loss = loss_on(model, batch.to(device))
+        loss = model.loss(batch)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
     if switch >= steps:  # too few steps for the loop to run: its model is returned all the same
-        model, _ = looped(model, optimizer, build(config, seed).to(device))
-    curve = torch.stack(losses).float().cpu()
+        model, _ = looped(model, optimizer, build(config, seed))
+    curve = torch.stack(losses)
     if not bool(curve.isfinite().all()):
         raise ValueError(f"the loss of {arm.name} at seed {seed} is not finite: lower the learning rates or the decay")
-    return Trained(model.cpu(), curve)
+    return Trained(model, curve)
 
 
 def looped(model: LanesModel, optimizer: LanesOptimizer, new: LanesModel) -> tuple[LanesModel, LanesOptimizer]:

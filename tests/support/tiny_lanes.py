@@ -4,15 +4,15 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-from studies.lanes.arms import Size
+from studies.lanes.arms import LanesSize
 from studies.lanes.gradients.symmetry import QuarantineSettings, SymmetrySettings
 from studies.lanes.quantization.gptq import GPTQSettings
 from studies.lanes.scoring.ttt import TTTSettings
-from studies.lanes.settings import Evaluation, Instruments, Settings, open_text
-from studies.lanes.train import Training
+from studies.lanes.settings import Evaluation, Instruments, LanesSettings, open_text
+from studies.lanes.train import LanesTraining
 
-SIZE = Size(d_model=8, heads=2, mlp=1)
-TRAINING = Training(steps=4, batch=2, length=24)
+SIZE = LanesSize(d_model=8, heads=2, mlp=1)
+TRAINING = LanesTraining(steps=4, batch=2, length=24)
 FEW = ("gptj", "wide-embeddings")  # a plain arm and a looped one, for what needs no table of claims
 
 
@@ -25,7 +25,7 @@ def write_texts(folder: Path, documents: int = 60) -> Path:
     return folder
 
 
-def tiny_settings(text: Path, profile: str = "default") -> Settings:
+def tiny_settings(text: Path, profile: str = "default") -> LanesSettings:
     """Sizes at which all arms and all that is measured on them take seconds."""
     evaluation = Evaluation(
         window=24,
@@ -55,9 +55,9 @@ def tiny_settings(text: Path, profile: str = "default") -> Settings:
         symmetry=SymmetrySettings(layers=4, d_model=8, heads=2, mlp=1, lane_start=2, batch=2, length=12, steps=2, every=1),
         quarantine=QuarantineSettings(layers=1, d_model=8, heads=2, mlp=8, rank=2, batch=2, length=12, steps=3, every=1),
     )
-    return Settings(open_text(text).sha256, SIZE, TRAINING, evaluation, instruments, train_bytes=20_000, profile=profile)
+    return LanesSettings(open_text(text).sha256, SIZE, TRAINING, evaluation, instruments, train_bytes=20_000, profile=profile)
 
 
-def with_steps(settings: Settings, steps: int) -> Settings:
+def with_steps(settings: LanesSettings, steps: int) -> LanesSettings:
     """The same, trained for another number of steps."""
     return replace(settings, training=replace(settings.training, steps=steps))

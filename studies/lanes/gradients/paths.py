@@ -68,7 +68,7 @@ class Paths:
 
 
 @dataclass(frozen=True)
-class Ratio:
+class PathRatio:
     """|direct| / |total| and |cascade| / |total| of one sublayer, in the Frobenius norm; `missing` as in `Paths`."""
 
     wiring: str
@@ -127,14 +127,14 @@ def coefficients(model: LanesModel) -> dict[Sublayer, Float[Tensor, " d"]]:
     return dict(reversed(direct.items()))
 
 
-def ratios(model: LanesModel, tokens: Int[Tensor, "b s"], seed: int) -> tuple[Ratio, ...]:
+def ratios(model: LanesModel, tokens: Int[Tensor, "b s"], seed: int) -> tuple[PathRatio, ...]:
     """Return one row per sublayer of a model, trained or random; `seed` is only recorded."""
     rows = []
     for paths in decompose(model, tokens):
         (step, name), total = paths.sublayer, float(paths.total.norm())
         direct, cascade = (float(part.norm()) / total if total else 0.0 for part in (paths.direct, paths.cascade))
         layer, config = model.schedule[step], model.config
-        rows.append(Ratio(config.wiring, config.start, seed, step, layer, name, direct, cascade, paths.missing))
+        rows.append(PathRatio(config.wiring, config.start, seed, step, layer, name, direct, cascade, paths.missing))
     return tuple(rows)
 
 

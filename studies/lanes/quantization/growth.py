@@ -19,18 +19,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.func import functional_call
 from transformer_lens.hook_points import HookPoint
 
-from studies.lanes.model import LanesModel, kinds_of
+from studies.lanes.model import LanesModel
 
-Error = Literal["same", "fresh", "weights"]
-ERRORS: tuple[Error, ...] = get_args(Error)
 SIZE = 1e-4
 CLAIMED_RHO = 0.63
 CLAIMED = {2: 1.67, 3: 1.96}
@@ -58,18 +54,12 @@ class Growth:
         rho: Rate per pass: least squares over the perturbations at all passes.
         rho_step: Rate per virtual step.
         spreads: The perturbation at each pass.
-        formula: A(k) at `rho`.
-        accumulated: By kind of error, the error after k = 1, 2, ... passes have erred, relative to k = 1.
-        misfit: By kind of error, accumulated / formula - 1.
     """
 
     seed: int
     rho: float
     rho_step: float
     spreads: tuple[Spread, ...]
-    formula: tuple[float, ...]
-    accumulated: dict[str, tuple[float, ...]]
-    misfit: dict[str, tuple[float, ...]]
 
 
 def amplification(rho: float, k: int) -> float:
@@ -91,10 +81,7 @@ def growth(model: LanesModel, tokens: Int[Tensor, "b s"], seeds: Iterable[int], 
         generator = torch.Generator().manual_seed(seed)
         spreads = tuple(spread(model, tokens, i, generator, size) for i in range(len(entries(model))))
         rho = rate(one.passes for one in spreads)
-        formula = tuple(amplification(rho, k) for k in range(1, len(spreads) + 1))
-        measured = {kind: accumulated(model, tokens, kind, generator, size) for kind in ERRORS}
-        misfit = {kind: tuple(a / f - 1 for a, f in zip(values, formula, strict=True)) for kind, values in measured.items()}
-        results.append(Growth(seed, rho, rate(one.steps for one in spreads), spreads, formula, measured, misfit))
+        results.append(Growth(seed, rho, rate(one.steps for one in spreads), spreads))
     return tuple(results)
 
 
@@ -110,32 +97,6 @@ def spread(model: LanesModel, tokens: Int[Tensor, "b s"], loop_pass: int, genera
     return Spread(loop_pass, tuple(norms[point] for point in points[points.index(later[0]) :]), tuple(norms[p] for p in later))
 
 
-def accumulated(
-    model: LanesModel, tokens: Int[Tensor, "b s"], kind: Error, generator: torch.Generator, size: float = SIZE
-) -> tuple[float, ...]:
-    """Return the stream's error after k = 1, 2, ... passes have erred, relative to k = 1.
-
-    Perturbations are read at the start of each pass, just after that pass's own perturbation is added; noise in the weights is read
-    at the end of each pass. `size` is the norm of a perturbation relative to the stream's at the first pass, or the noise relative
-    to a matrix's standard deviation.
-
-    Raises:
-        ValueError: If the model's blocks add nothing yet.
-    """
-    points = _ends(model) if kind == "weights" else [_pre(start) for start in entries(model)]
-    clean = _read(model, tokens, points)
-    if kind == "weights":
-        moved = _read(model, tokens, points, weights=_noisy(model, generator, size))
-    else:
-        first = _direction(clean[points[0]], generator, size)
-        fresh = [_direction(first, generator, 1.0) for _ in points[1:]] if kind == "fresh" else [first] * (len(points) - 1)
-        moved = _read(model, tokens, points, dict(zip(points, [first, *fresh], strict=True)))
-    norms = [float((moved[point] - clean[point]).norm()) for point in points]
-    if not norms[0]:
-        raise ValueError(f"errors of the kind {kind!r} have no effect because every block adds 0: train the model first")
-    return tuple(norm / norms[0] for norm in norms)
-
-
 def entries(model: LanesModel) -> tuple[int, ...]:
     """Return the virtual steps at which passes begin."""
     return tuple(k for k, step in enumerate(model.steps_plan) if step.entry is not None)
@@ -145,16 +106,10 @@ def _pre(k: int) -> str:
     return f"steps.{k}.hook_lane0_pre"
 
 
-def _ends(model: LanesModel) -> list[str]:
-    """Return the hook point at the end of each pass."""
-    starts = entries(model)
-    length = sum(step.loop_pass == 0 for step in model.steps_plan)
-    return [f"steps.{start + length - 1}.hook_lane0_post" for start in starts]
-
-
 def _points(model: LanesModel) -> list[str]:
     """Return the hook points at the start of each virtual step of the loop, and at the loop's end."""
-    return [_pre(k) for k, step in enumerate(model.steps_plan) if step.loop_pass is not None] + _ends(model)[-1:]
+    looped = [k for k, step in enumerate(model.steps_plan) if step.loop_pass is not None]
+    return [*map(_pre, looped), f"steps.{looped[-1]}.hook_lane0_post"]
 
 
 def _direction(like: Tensor, generator: torch.Generator, size: float) -> Tensor:
@@ -163,26 +118,14 @@ def _direction(like: Tensor, generator: torch.Generator, size: float) -> Tensor:
     return drawn.to(like) * (size * float(like.norm()) / float(drawn.norm()))
 
 
-def _noisy(model: LanesModel, generator: torch.Generator, size: float) -> dict[str, Tensor]:
-    """Return the looped blocks' matrices with Gaussian noise of `size` standard deviations of each matrix."""
-    looped = {f"blocks.{step.block}." for step in model.steps_plan if step.loop_pass is not None}
-    kinds, noisy = kinds_of(model), {}
-    for name, weight in model.named_parameters():
-        if name.startswith(tuple(looped)) and kinds[name] == "matrix":
-            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight)
-            noisy[name] = weight.detach() + size * weight.detach().std() * noise
-    return noisy
-
-
 @torch.no_grad()
 def _read(
     model: LanesModel,
     tokens: Tensor,
     points: Sequence[str],
     pushes: dict[str, Tensor] | None = None,
-    weights: dict[str, Tensor] | None = None,
 ) -> dict[str, Float[Tensor, "b s d"]]:
-    """Return the values at `points`, with `pushes` added at their points and `weights` in place of the model's own."""
+    """Return the values at `points`, with `pushes` added at their points."""
     seen: dict[str, Tensor] = {}
     pushes = pushes or {}
 
@@ -192,5 +135,5 @@ def _read(
         return seen[hook.name]
 
     with model.hooks(fwd_hooks=[(point, partial(read, push=pushes.get(point))) for point in points]):
-        functional_call(model, weights or {}, (tokens,))
+        model(tokens)
     return seen

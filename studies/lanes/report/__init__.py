@@ -8,9 +8,9 @@ from mi_route2.plots import save_figure, style
 from studies.common.tables import markdown_page, markdown_table, write_texts
 from studies.lanes.arms import ARMS
 from studies.lanes.report.claims import CLAIMS, VERDICTS, JudgedClaim, judge
-from studies.lanes.report.estimates import Estimate, read
+from studies.lanes.report.estimates import ClaimEstimate, read
 from studies.lanes.report.figures import FIGURES
-from studies.lanes.study import Study, load
+from studies.lanes.study import LanesStudy, load
 
 TABLE, ARMS_TABLE, JSON = "claims.md", "arms.md", "claims.json"
 
@@ -30,7 +30,7 @@ def write_report(folder: Path) -> list[Path]:
         return paths + [save_figure(draw(folder, study), folder / f"{name}.png") for name, draw in FIGURES.items()]
 
 
-def head(study: Study) -> str:
+def head(study: LanesStudy) -> str:
     """Return the description of the study that heads all tables."""
     size, training = study.settings.size, study.settings.training
     return (
@@ -41,7 +41,7 @@ def head(study: Study) -> str:
     )
 
 
-def claims_text(study: Study, rows: Sequence[JudgedClaim]) -> str:
+def claims_text(study: LanesStudy, rows: Sequence[JudgedClaim]) -> str:
     """Return the text of claims.md."""
     sections = ["# Lanes: the record's claims", head(study), counts_text(rows)]
     header = ["claim", "record", "verdict", "measured", "floor", "n", "n needed"]
@@ -88,7 +88,7 @@ def measured_text(row: JudgedClaim) -> str:
     return f"{text}; {estimate.note}" if estimate.note else text
 
 
-def estimate_text(estimate: Estimate) -> str:
+def estimate_text(estimate: ClaimEstimate) -> str:
     """Return text such as ``-.0012 [-.0100, .0076]``; of an identity the number alone."""
     if estimate.low is None:
         return number(estimate.value)
@@ -104,7 +104,7 @@ def number(value: float | None) -> str:
     return f"{value:.2g}" if abs(value) < 1e-4 else f"{value:.4f}"
 
 
-def arms_text(study: Study) -> str:
+def arms_text(study: LanesStudy) -> str:
     """Return the text of arms.md: bits per byte of count tables and of every arm, and their differences from the baseline."""
     tables = {"unigram": "a table of single bytes", "bigram": "a table of pairs of bytes"}
     rows = [
@@ -117,8 +117,8 @@ def arms_text(study: Study) -> str:
         [
             name,
             about,
-            number(Estimate.of(values, "BPB").value),
-            "" if name == "gptj" else estimate_text(Estimate.of(values - reference, "BPB")),
+            number(ClaimEstimate.of(values, "BPB").value),
+            "" if name == "gptj" else estimate_text(ClaimEstimate.of(values - reference, "BPB")),
         ]
         for name, about, values in rows
     ]

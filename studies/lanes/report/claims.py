@@ -9,8 +9,8 @@ from scipy.optimize import brentq
 from scipy.stats import nct, norm, t
 
 from studies.lanes.report import estimates
-from studies.lanes.report.estimates import Estimate, Measure
-from studies.lanes.study import Study
+from studies.lanes.report.estimates import ClaimEstimate, Measure
+from studies.lanes.study import LanesStudy
 
 Verdict = Literal["exact", "supported", "claimed size excluded", "not testable here", "null", "contradicted"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -31,7 +31,6 @@ class Claim:
         measure: The measurement.
         reference: The value that the measured one is compared with.
         size: The claimed effect, as a distance from the reference in the measured unit; None without a number.
-        full: True if the claim needs an arm that only a full study trains.
         premise: What the claim takes for granted, as a measurement that has to be above 0: a gain that can be halved. If it is not
             shown, the claim is not testable, whatever was measured. Its note is what the row says then.
     """
@@ -44,7 +43,6 @@ class Claim:
     measure: Measure
     reference: float = 0.0
     size: float | None = None
-    full: bool = False
     premise: Measure | None = None
 
 
@@ -53,7 +51,7 @@ class JudgedClaim:
     """A claim with its estimate, its rule's verdict, and what `floor` and `needed` say about the power behind it."""
 
     claim: Claim
-    estimate: Estimate
+    estimate: ClaimEstimate
     verdict: Verdict
     floor: float | None
     needed: int | None
@@ -63,12 +61,12 @@ class JudgedClaim:
         return self.needed is not None and self.estimate.n < self.needed
 
     def as_dict(self) -> dict[str, Any]:
-        claim = {name: value for name, value in vars(self.claim).items() if name not in ("measure", "full", "premise")}
+        claim = {name: value for name, value in vars(self.claim).items() if name not in ("measure", "premise")}
         outcome = {"verdict": self.verdict, "floor": self.floor, "needed": self.needed, "underpowered": self.underpowered}
         return {**claim, **outcome, "measured": asdict(self.estimate)}
 
 
-def verdict(rule: Rule, estimate: Estimate, reference: float = 0.0, size: float | None = None) -> Verdict:
+def verdict(rule: Rule, estimate: ClaimEstimate, reference: float = 0.0, size: float | None = None) -> Verdict:
     """Return the verdict of an estimate on a claim, under the claim's rule.
 
     Raises:
@@ -95,7 +93,7 @@ def verdict(rule: Rule, estimate: Estimate, reference: float = 0.0, size: float 
     return "not testable here" if size is not None and (smallest is None or smallest > size) else "null"
 
 
-def deviation(estimate: Estimate) -> float | None:
+def deviation(estimate: ClaimEstimate) -> float | None:
     """Return the standard deviation of the values; None for fewer than two."""
     values = [value for value in estimate.each if value is not None]
     if len(values) < 2:
@@ -109,7 +107,7 @@ def power(n: int, shift: float) -> float:
     return float(nct.sf(t.ppf((1 + LEVEL) / 2, n - 1), n - 1, min(shift, 100.0)))  # far beyond that, scipy returns NaN
 
 
-def floor(estimate: Estimate) -> float | None:
+def floor(estimate: ClaimEstimate) -> float | None:
     """Return the smallest effect that is detected with probability `POWER`, given this spread and number of values.
 
     None for fewer than two values.
@@ -121,7 +119,7 @@ def floor(estimate: Estimate) -> float | None:
     return float(shift) * spread / math.sqrt(estimate.n)
 
 
-def needed(estimate: Estimate, size: float | None) -> int | None:
+def needed(estimate: ClaimEstimate, size: float | None) -> int | None:
     """Return the smallest number of values that detects an effect of `size` with probability `POWER`, given this spread.
 
     None without a size, or if fewer than two values show no spread.
@@ -136,15 +134,13 @@ def needed(estimate: Estimate, size: float | None) -> int | None:
     return n
 
 
-def judge(study: Study, claims: Sequence[Claim]) -> list[JudgedClaim]:
+def judge(study: LanesStudy, claims: Sequence[Claim]) -> list[JudgedClaim]:
     """Return every claim with its estimate and verdict, in the order of the table.
 
-    Claims that need an arm of a full study are left out of other studies. What is taken for granted has to be supported itself.
+    What is taken for granted has to be supported itself.
     """
     rows = []
     for claim in claims:
-        if claim.full and not study.settings.full:
-            continue
         estimate = claim.measure(study)
         outcome = verdict(claim.rule, estimate, claim.reference, claim.size)
         premise = None if claim.premise is None else claim.premise(study)
@@ -209,18 +205,12 @@ CLAIMS: tuple[Claim, ...] = (
           "would narrow the gap", "higher", estimates.narrows, size=0.00308, premise=estimates.early_gain),
     Claim("learned", LANES, "Ours: learned routing is better than frozen, from (1, 1)",
           "", "lower", estimates.bpb("shipped", "frozen"), size=0.00308),
-    Claim("learned-asymmetric", LANES, "Ours: learned routing is better than frozen, from (1.3, .7)",
-          "", "lower", estimates.bpb("asymmetric", "asymmetric-frozen"), size=0.00308, full=True),
     Claim("persists", LANES, "The asymmetric pattern is there at the end of training",
           "still prefers the pattern", "higher", estimates.routed("asymmetric", "pattern", "of its start")),
     Claim("pattern", LANES, "Ours: from the equal start the same pattern is learned",
           "", "higher", estimates.routed("shipped", "pattern", "of that start")),
     Claim("asymmetric", LANES, "The asymmetric start is better than the symmetric one",
           "free", "lower", estimates.bpb("asymmetric", "shipped")),
-    Claim("simultaneous", LANES, "Ours: writing both sublayers at once is better",
-          "", "lower", estimates.bpb("simultaneous", "shipped"), full=True),
-    Claim("sequential", LANES, "Ours: two lanes are better than sequential blocks",
-          "", "lower", estimates.bpb("shipped", "sequential"), full=True),
     Claim("halves", TTT, "Two lanes halve what test-time training gains",
           "-.00558 to -.00294", "lower", estimates.gain_left("shipped", "gptj"),
           reference=HALVED, size=HALVED - 0.00294 / 0.00558, premise=estimates.gain_of("gptj")),
@@ -228,9 +218,6 @@ CLAIMS: tuple[Claim, ...] = (
           ".00310 of .00444", "higher", estimates.controls("controls")),
     Claim("controls-shared", TTT, "The same at one rate, that of all parameters",
           ".00310 of .00444", "higher", estimates.controls("shared")),
-    Claim("early", TTT, "A loop that runs earlier cuts what test-time training gains",
-          "3x", "lower", estimates.gain_left("wide-early", "wide"),
-          reference=1.0, size=1 - 1 / 3, full=True, premise=estimates.gain_of("wide")),
     Claim("combined", TTT, "Hints and test-time training together improve bits per byte",
           "-.00330 BPB", "lower", estimates.combined, size=0.0033),
     Claim("lanes-combined", TTT, "Two lanes are better than the record's baseline with both",
@@ -256,8 +243,6 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("head-bias", LOOP,
           "A bias on the keys of one head, 192 parameters in the record, recovers about half of the embeddings' gain",
           "half of -.00124 BPB", "lower", estimates.bpb("wide-head-bias", "wide"), size=0.00062),
-    Claim("decay", QUANT, "Weight decay .12 narrows the quantisation gap, against .05",
-          "to .0095", "lower", estimates.gap("shipped", "low-decay"), full=True),
     Claim("momentum", QUANT, "Momentum .98 is better than .99",
           "-.00108 BPB", "lower", estimates.bpb("momentum-98", "momentum-99"), size=0.00108),
     Claim("momentum-95", QUANT, "Ours: momentum .98 is better than .95",
@@ -276,16 +261,6 @@ CLAIMS: tuple[Claim, ...] = (
           "-.001 BPB", "lower", estimates.hints("new", "plain"), size=0.001),
     Claim("cross", HINT, "Hints from outside of the window are better weighted with .12 than with .06",
           "-7.7e-5 BPB", "lower", estimates.hints("new", "old"), size=7.7e-5),
-    Claim("dropped-decay", DROPPED, "Weight decay .05 for .12",
-          "+.00135 BPB", "higher", estimates.as_submitted("low-decay", "shipped"), size=0.00135, full=True),
-    Claim("dropped-early", DROPPED, "The loop from .35 of the steps on, not .50",
-          "+.00088 BPB", "higher", estimates.as_submitted("wide-early", "wide"), size=0.00088, full=True),
-    Claim("dropped-early-raw", DROPPED, "The same, without hints and test-time training: better",
-          "-.00222 BPB", "lower", estimates.raw("wide-early", "wide"), size=0.00222, full=True),
-    Claim("dropped-wider", DROPPED, "A loop over one block more",
-          "+.01734 BPB", "higher", estimates.as_submitted("wider", "wide"), size=0.01734, full=True),
-    Claim("dropped-fork", DROPPED, "Two lanes from an earlier block on",
-          "+.00416 BPB", "higher", estimates.as_submitted("early-fork", "shipped"), size=0.00416, full=True),
 )
 # fmt: on
 """The claims in the order of the table: id, group, words, the record's own number, rule, measure."""

@@ -1,7 +1,6 @@
 """The model against the study's equations written out, its schedule against lists, its hook points against what fires."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,11 +8,10 @@ import torch
 from tiny_reader import byte_rows as draw
 from tiny_reader import moved_model
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn import functional
 
-from studies.lanes.config import BOS, STARTS, VOCABULARY, WIRINGS, LanesConfig, Loop, order_of, plan
-from studies.lanes.model import BIASED_HEAD, LanesModel, kinds_of
+from studies.lanes.config import BOS, STARTS, WIRINGS, LanesConfig, Loop, order_of, plan
+from studies.lanes.model import BIASED_HEAD, LanesModel
 
 TINY = LanesConfig(layers=6, d_model=8, heads=2, mlp=2, lane_start=4, zero_init=False)
 LOOPED = replace(TINY, loop=Loop(1, 2, 1), loop_embeddings=True, head_bias=True)
@@ -21,34 +19,6 @@ TWO = [name for name, wiring in WIRINGS.items() if wiring.lanes == 2]
 
 
 # ---- the table of wirings
-
-
-def test_every_row_is_a_wiring() -> None:
-    assert list(WIRINGS) == ["sequential", "gptj", "shipped", "simultaneous", "gauge", "z2"]
-    for name, wiring in WIRINGS.items():
-        assert wiring.name == name
-        for weights in (wiring.attn, wiring.mlp, wiring.out):
-            assert len(weights) == wiring.lanes
-            assert sum(weights) == 1
-    assert {name for name, wiring in WIRINGS.items() if wiring.lanes == 1} == {"sequential", "gptj"}
-
-
-def test_the_starts_are_the_records() -> None:
-    assert (STARTS["symmetric"].attn, STARTS["symmetric"].mlp) == ((1.0, 1.0), (1.0, 1.0))
-    assert (STARTS["asymmetric"].attn, STARTS["asymmetric"].mlp) == ((1.3, 0.7), (0.7, 1.3))
-    assert all(start.keep**2 == pytest.approx(1.1) for start in STARTS.values())
-
-
-@pytest.mark.parametrize("wiring", TWO)
-def test_only_writes_that_reach_the_read_out_count(wiring: str) -> None:
-    """Scalars before the fork do nothing; the last write into a lane is lost if that lane is not read out."""
-    model = moved_model(replace(TINY, wiring=wiring))
-    before, last = model.post.detach().clone(), model.post.detach().clone()
-    before[: TINY.lane_start] += 1
-    last[-1, :, 0] += 1
-    clean, early, late = (functional_call(model, {"post": post}, (draw(),)) for post in (model.post, before, last))
-    assert torch.equal(early, clean)
-    assert torch.allclose(late, clean, rtol=0, atol=1e-12) == (wiring in ("shipped", "simultaneous"))
 
 
 # ---- the schedule
@@ -64,13 +34,6 @@ def test_the_looped_schedule_is_the_one_of_the_record() -> None:
     assert [step.entry for step in steps] == [None] * 3 + [0, None, None, 1, None, None, 2] + [None] * 7
     assert [step.loop_pass for step in steps] == [None] * 3 + [0] * 3 + [1] * 3 + [2] * 3 + [None] * 5
     assert [step.parallel for step in steps] == [False] * 14 + [True] * 3
-
-
-def test_skips_can_stay_out_of_the_fork() -> None:
-    inside, outside = (plan(11, 8, None, skips_in_fork=fork) for fork in (True, False))
-    assert [step.source for step in inside] == [None] * 5 + [4, 3, 2, 1, 0, None]
-    assert [step.source for step in outside] == [None] * 5 + [4, 3, 2, None, None, None]
-    assert all(step.skip is None for step in plan(11, 8, None, skips=False))
 
 
 # ---- the forward, written out
@@ -190,65 +153,7 @@ def test_lanes_of_equal_weight_are_the_gptj_block(wiring: str) -> None:
     assert not torch.allclose(lanes(draw()), block(draw()), rtol=0, atol=1e-12)
 
 
-def test_embeddings_of_passes_that_are_zero_change_no_bit() -> None:
-    with_embeddings = moved_model(replace(LOOPED, head_bias=False), moved=0.0)
-    plain = moved_model(replace(LOOPED, head_bias=False, loop_embeddings=False), moved=0.0)
-    assert torch.equal(with_embeddings(draw()), plain(draw()))
-    with torch.no_grad():
-        with_embeddings.loop_embed[1] = 0.1
-    assert not torch.allclose(with_embeddings(draw()), plain(draw()), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("wiring", WIRINGS)
-def test_blocks_whose_projections_start_at_zero_add_nothing(wiring: str) -> None:
-    """The stream is the embedding and copies of it, so logits hang on the last token alone."""
-    model = moved_model(replace(TINY, wiring=wiring, zero_init=True), moved=0.0)
-    tokens = draw()
-    expected = 30 * torch.tanh(rms(rms(model.embed(tokens))) @ model.embed.weight.T / 30)
-    assert torch.allclose(model(tokens), expected, rtol=0, atol=1e-6)  # the norms' epsilon sees how large a lane has grown
-
-
 # ---- hook points
-
-
-@pytest.mark.parametrize("wiring", WIRINGS)
-def test_every_hook_point_fires_exactly_once(wiring: str) -> None:
-    model = moved_model(replace(LOOPED, wiring=wiring))
-    fired: Counter[str] = Counter()
-    model.run_with_hooks(draw(), fwd_hooks=[(lambda name: True, lambda x, hook: fired.update([hook.name]))])
-    assert fired == dict.fromkeys(model.hook_dict, 1)
-    steps = len(model.schedule)
-    forked = [k for k, step in enumerate(model.steps_plan) if step.parallel and wiring in TWO]
-    assert {n for n in fired if "lane1" in n} == {f"steps.{k}.hook_lane1_{side}" for k in forked for side in ("pre", "post")}
-    assert sum(n.endswith(("_read", "_out")) for n in fired) == 4 * steps
-    assert {n for n in fired if "loop_embed" in n} == {"steps.1.hook_loop_embed", "steps.3.hook_loop_embed"}
-
-
-@pytest.mark.parametrize("wiring", ["sequential", "shipped"])
-def test_what_is_written_at_a_hook_point_reaches_the_logits(wiring: str) -> None:
-    """But for the lane that a wiring throws away."""
-    model = moved_model(replace(LOOPED, layers=4, loop=Loop(0, 1, 1), lane_start=2, wiring=wiring))
-    clean = model(draw())
-    thrown = {f"steps.{len(model.schedule) - 1}.hook_lane0_post"} if wiring in ("shipped", "simultaneous") else set()
-    for name in model.hook_dict:
-        push = torch.linspace(0.1, 0.9, VOCABULARY if name == "hook_logits" else TINY.d_model).double()
-        moved = model.run_with_hooks(draw(), fwd_hooks=[(name, lambda x, hook, push=push: x + push)])
-        assert torch.equal(moved, clean) == (name in thrown), name
-
-
-def test_hook_points_hold_what_they_say() -> None:
-    model = moved_model(LOOPED)
-    logits, cache = model.run_with_cache(draw())
-    last = len(model.schedule) - 1
-    assert torch.allclose(cache["hook_embed"], rms(model.embed(draw())), rtol=0, atol=1e-13)
-    assert torch.equal(cache["hook_final"], cache[f"steps.{last}.hook_lane1_post"])
-    assert torch.allclose(cache["hook_normed"], rms(cache["hook_final"]), rtol=0, atol=1e-13)
-    assert torch.equal(cache["hook_logits"], logits)
-    l0, l1, a, m = (cache[f"steps.{last}.hook_{name}"] for name in ("lane0_pre", "lane1_pre", "attn_out", "mlp_out"))
-    post, (ar, mr) = model.post[-1], model.resid[-1]
-    for j, lane in enumerate((l0, l1)):
-        after = mr * (ar * lane + post[0, j] * a) + post[1, j] * m
-        assert torch.allclose(cache[f"steps.{last}.hook_lane{j}_post"], after, rtol=0, atol=1e-13)
 
 
 # ---- what any language model owes
@@ -279,12 +184,6 @@ def test_the_loss_counts_bytes_alone() -> None:
 # ---- the record of a model
 
 
-def test_one_generator_draws_one_model_whatever_the_wiring() -> None:
-    models = [LanesModel(replace(TINY, wiring=wiring), torch.Generator().manual_seed(3)) for wiring in WIRINGS]
-    for name, p in models[0].named_parameters():
-        assert all(torch.equal(p, model.get_parameter(name)) for model in models), name
-
-
 @pytest.mark.parametrize("start", STARTS)
 def test_routing_starts_where_the_config_says_and_is_trained_where_it_says(start: str) -> None:
     model = LanesModel(replace(TINY, start=start, learned=False), torch.Generator().manual_seed(0))
@@ -294,41 +193,3 @@ def test_routing_starts_where_the_config_says_and_is_trained_where_it_says(start
     assert torch.allclose(model.resid, torch.full((6, 2), 1.1**0.5))
     assert {n for n, p in model.named_parameters() if not p.requires_grad} == {"post", "resid"}
     assert all(p.requires_grad for p in LanesModel(TINY, torch.Generator().manual_seed(0)).parameters())
-
-
-def test_matrices_and_controls() -> None:
-    model = moved_model(LOOPED)
-    controls = {name for name, kind in kinds_of(model).items() if kind == "control"}
-    own = {f"blocks.{i}.{n}" for i in range(6) for n in ("attn.q_gain", "attn_scale", "mlp_scale", "mix")}
-    assert controls == own | {"post", "resid", "skip_weight", "skip_gate", "loop_embed", "head_bias"}
-
-
-def test_the_bias_of_passes_has_the_records_192_parameters_at_its_size() -> None:
-    """Three passes, one head of 64: 11 blocks of 512 features and 8 heads."""
-    config = LanesConfig(layers=11, d_model=512, heads=8, mlp=1, lane_start=8, loop=Loop(3, 5, 2), head_bias=True)
-    assert moved_model(config).head_bias.numel() == 192
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"d_model": 10}, "d_model 10"),
-        ({"layers": 0}, "layers must be at least 1, not 0"),
-        ({"wiring": "braided"}, "wiring must be one of sequential, gptj, shipped"),
-        ({"start": "random"}, "start must be one of symmetric, asymmetric"),
-        ({"loop_embeddings": True}, "set loop=Loop"),
-        ({"head_bias": True}, "set loop=Loop"),
-        ({"lane_start": 2}, "lane_start from 3 to 6, not 2"),
-        ({"lane_start": 7}, "lane_start from 3 to 6, not 7"),
-        ({"loop": Loop(2, 4, 1)}, "lane_start from 5 to 6, not 4"),
-        ({"loop": Loop(3, 6, 1)}, "start <= end <= 5, not 3 and 6"),
-        ({"loop": Loop(2, 1, 1)}, "start <= end"),
-    ],
-)
-def test_a_model_that_cannot_be_is_refused_in_one_sentence(changes: dict, says: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        replace(TINY, **changes)
-    text = str(refused.value.args[0])
-    assert says in text
-    assert "\n" not in text
-    assert ". " not in text

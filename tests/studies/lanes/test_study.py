@@ -1,6 +1,5 @@
 """A study is its parts: they are checked, resumed to the same bytes, and refused where they are damaged."""
 
-import itertools
 import json
 import random
 import shutil
@@ -12,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 from hinted import mixed_scores
-from tiny_lanes import FEW, with_steps, write_texts
+from tiny_lanes import FEW
 
-from studies.common.seeds import torch_generator
 from studies.lanes.arms import ARMS
 from studies.lanes.measures import Noted, Subject, excerpt, routing, usual_weights
 from studies.lanes.quantization.gptq import QuantizedWeights, collect_hessians, dequantized, quantize
 from studies.lanes.quantization.size import HEADER, pack
-from studies.lanes.scoring.bpb import bpb, score, table_bpb
+from studies.lanes.scoring.bpb import bpb, score
 from studies.lanes.scoring.tapin import Mixing
 from studies.lanes.scoring.ttt import adapt
 from studies.lanes.scoring.ttt import trained as trained_by
-from studies.lanes.settings import Settings, open_text, quick
+from studies.lanes.settings import LanesSettings, open_text
 from studies.lanes.study import LanesJob, jobs_of, load, run_job, run_study, trained
 from studies.lanes.text import BOS
 
@@ -36,41 +34,9 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def arms_of(settings: Settings, folder: Path, texts: Path) -> list[LanesJob]:
+def arms_of(settings: LanesSettings, folder: Path, texts: Path) -> list[LanesJob]:
     """The jobs of two arms."""
     return [job for job in jobs_of(settings, folder, texts, [0], FEW) if job.arm is not None]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"rates_all": ()}, "rates_all must be a tuple of one or more rates"),
-        ({"rates_controls": ()}, "rates_controls must be a tuple of one or more rates"),
-        ({"clips": (3.0, 13.1)}, r"the clips \(3.0, 13.1\) must contain 12.85, the clip before the record's"),
-        ({"piece": 1}, "piece must be at least 2"),
-        ({"tune_piece": 1}, "tune_piece must be at least 2"),
-        ({"adapted_piece": 1}, "adapted_piece must be at least 2"),
-    ],
-)
-def test_an_evaluation_that_could_not_be_finished_is_refused_at_once(tiny: Settings, change: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        replace(tiny.evaluation, **change)
-
-
-def test_instruments_that_do_not_fit_are_refused_at_once(tiny: Settings) -> None:
-    with pytest.raises(ValueError, match="d_model 17 must be a multiple of twice the 2 heads"):
-        replace(tiny.instruments, d_model=17)
-    long = replace(tiny.instruments, batch=4, length=1000)
-    with pytest.raises(ValueError, match=r"test 192 must be at least 4004: instruments\.batch windows of"):
-        replace(tiny, instruments=long)
-
-
-def test_settings_come_back_and_name_their_folder(tiny: Settings, tmp_path: Path) -> None:
-    for one in (tiny, Settings("a" * 64), quick("b" * 64)):
-        one.write(tmp_path)
-        assert Settings.read(tmp_path) == one
-    changed = [with_steps(tiny, 9), replace(tiny, text="c" * 64), replace(tiny, size=replace(tiny.size, mlp=2))]
-    assert len({one.folder for one in (tiny, *changed)}) == 4
 
 
 def whole(job: LanesJob, part: str) -> bool:
@@ -80,7 +46,7 @@ def whole(job: LanesJob, part: str) -> bool:
         return False
 
 
-def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: Settings, texts: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: LanesSettings, texts: Path, tmp_path: Path) -> None:
     """Some of the parts lost, and what a killed worker leaves behind beside them; what is there is not made again."""
     out, rng = tmp_path, random.Random(0)
     jobs = arms_of(tiny, out / tiny.folder, texts)
@@ -108,7 +74,9 @@ def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: Settings, 
     assert [name for name in own if own[name] != uncut.get(name)] == []
 
 
-def test_a_study_with_a_damaged_part_neither_runs_nor_reports(study: Path, tiny: Settings, texts: Path, tmp_path: Path) -> None:
+def test_a_study_with_a_damaged_part_neither_runs_nor_reports(
+    study: Path, tiny: LanesSettings, texts: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / tiny.folder
     shutil.copytree(study, folder)
     path = folder / "arms" / "shipped" / "seed-0" / "bpb.json"
@@ -123,20 +91,7 @@ def test_a_study_with_a_damaged_part_neither_runs_nor_reports(study: Path, tiny:
         load(folder)
 
 
-def test_text_that_changed_while_the_study_ran_is_refused(tiny: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = write_texts(tmp_path / "other", documents=41)
-    job = LanesJob(tiny, tmp_path / "out", other, "shipped", 0)
-    with pytest.raises(ValueError, match="changed while the study ran"):
-        run_job(job)
-    monkeypatch.setattr("studies.lanes.study.run_each", lambda *_, **__: [])
-    run = partial(run_study, replace(tiny, text=open_text(other).sha256), [0], text=other)
-    with pytest.raises(ValueError, match=r"would be part of the text in .*: choose another --out"):
-        run(out=other / "runs")
-    assert not (other / "runs").exists()
-    run(out=other / ".runs")  # is not read
-
-
-def test_what_was_trained_is_what_is_measured(study: Path, tiny: Settings) -> None:
+def test_what_was_trained_is_what_is_measured(study: Path, tiny: LanesSettings) -> None:
     """The stored weights give the stored number, through another forward than the one that trained them."""
     job = LanesJob(tiny, study, None, "wide-embeddings", 0)
     found = job.read("train")
@@ -148,7 +103,7 @@ def test_what_was_trained_is_what_is_measured(study: Path, tiny: Settings) -> No
 
 
 @pytest.fixture(scope="module")
-def subject(study: Path, tiny: Settings, texts: Path) -> Subject:
+def subject(study: Path, tiny: LanesSettings, texts: Path) -> Subject:
     return Subject(tiny, open_text(texts), ARMS["shipped"], 0, trained(LanesJob(tiny, study, None, "shipped", 0)))
 
 
@@ -157,19 +112,13 @@ def content(study: Path, part: str) -> dict[str, Any]:
     return json.loads((study / "arms" / "shipped" / "seed-0" / f"{part}.json").read_text())["content"]
 
 
-def test_tables_are_counted_on_the_text_of_the_training_and_read_the_text_of_the_test(study: Path, subject: Subject) -> None:
-    found = json.loads((study / "instruments" / "tables" / "draw-0" / "tables.json").read_text())["content"]
-    counted = subject.corpus.stream("train", subject.settings.train_bytes)
-    assert found == table_bpb(counted, subject.test)
-
-
 def test_every_run_at_test_time_is_the_one_that_its_name_says(study: Path, subject: Subject) -> None:
     """Each again, by itself, at the best rate of the tuning texts; with hints mixed in for good where they were only noted."""
     found = content(study, "ttt")
     for scope, rate in found["rates"].items():
         gains = {row["rate"]: row["gain"] for row in found["tuning"] if row["scope"] == scope}
         assert gains[rate] == max(gain for gain in gains.values() if gain is not None)
-    usual = Settings("0" * 64).evaluation
+    usual = LanesSettings("0" * 64).evaluation
     assert usual.tune // usual.tune_piece > 5
     evaluation, model, mixing = subject.settings.evaluation, subject.model, Mixing(cross=0.12)
     tuning = excerpt(subject.corpus, "tune", evaluation.tune, evaluation.tune_piece, 0)
@@ -245,28 +194,3 @@ def test_test_text_is_pieces_that_the_seed_draws(texts: Path) -> None:
     assert first[::96].tolist() == [BOS, BOS]
     for run in bytes(t if t != BOS else 0 for t in first.tolist()).split(b"\0"):
         assert run in whole_split
-
-
-def test_no_text_is_in_two_pieces(texts: Path) -> None:
-    """Text trained on in one piece would be scored in the other. The first draw of places that is free of that counts."""
-    corpus, piece = open_text(texts), 96
-    tokens = corpus.stream("test")
-    text = tokens.to(torch.int16).numpy().tobytes()
-
-    def places_of(found: torch.Tensor) -> list[int]:
-        return [text.index(one[1:].to(torch.int16).numpy().tobytes()) // 2 - 1 for one in found.reshape(-1, piece)]
-
-    clashes = 0
-    for seed in range(40):
-        places = places_of(excerpt(corpus, "test", 3 * piece, piece, seed))
-        assert all(b - a >= piece for a, b in itertools.pairwise(sorted(places)))
-        first = torch.randint(len(tokens) - piece + 1, (3,), generator=torch_generator(seed, "lanes test")).tolist()
-        clashes += (clash := any(b - a < piece for a, b in itertools.pairwise(sorted(first))))
-        assert clash or places == first
-    assert 3 < clashes < 37
-    whole_pieces = len(tokens) // piece
-    filled = sorted(places_of(excerpt(corpus, "test", whole_pieces * piece, piece, 0)))
-    assert len(filled) == whole_pieces
-    assert all(b - a >= piece for a, b in itertools.pairwise(filled))
-    with pytest.raises(ValueError, match=r"has \d+ tokens, but its pieces need \d+: give more text"):
-        excerpt(corpus, "test", (whole_pieces + 1) * piece, piece, 0)

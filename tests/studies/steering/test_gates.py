@@ -9,18 +9,17 @@ import pytest
 import torch
 from tiny_steering import Made
 
-from mi_route2.engine.controllers import Controllers, ProbeController, RequestView, SetMonitor, StepView
+from mi_route2.engine.controllers import Controllers, ProbeController
 from mi_route2.engine.request import Request, Result
 from mi_route2.engine.sampling import Sampling
 from mi_route2.rollouts import Rollouts
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
-from mi_route2.steering.state import Reading
 from studies.environments.micro.language import Vocabulary
 from studies.steering.cells import Bench, GateCell, away, delayed, steered
 from studies.steering.fitting import Fitted, collect, gated, sites_of
 from studies.steering.late import CERTAIN, QuarantineSwitch, saturated
-from studies.steering.measuring import logprobs, roc, shadow
+from studies.steering.measuring import logprobs, roc
 
 pytestmark = pytest.mark.study
 
@@ -125,14 +124,6 @@ def test_a_policy_acts_exactly_one_token_after_the_score(bench: Bench, fitted: F
         assert (late[:, delay + 1] - plain[:, delay + 1]).abs().max() > 1e-3
 
 
-def test_a_shadow_changes_no_bit_and_keeps_its_books(bench: Bench, fitted: Fitted) -> None:
-    about, _ = shadow(bench, bench.settings, fitted)
-    books = about["shadow"]
-    assert books["bit_equal"] == books["rollouts"] == 5
-    assert books["actions"] == 0
-    assert books["decisions"] >= books["engaged"] > 0
-
-
 def test_the_switch_closes_everything_from_the_next_token_on(bench: Bench, fitted: Fitted) -> None:
     """With a threshold below all scores: the quarantine is on up to the first generated token, whose score is the first that
     counts, and off behind it."""
@@ -145,15 +136,6 @@ def test_the_switch_closes_everything_from_the_next_token_on(bench: Bench, fitte
         for request, result in zip(requests, run(bench, requests, controllers=controllers), strict=True):
             expected = reference(bench, [*request.prompt, *result.ids], len(request.prompt) + 1)[: len(result.ids) - 1]
             torch.testing.assert_close(table([result])[0, 1:].double(), expected.double(), rtol=0, atol=CLOSE)
-
-
-def test_the_last_token_of_a_prompt_closes_nothing() -> None:
-    """Thresholds are quantiles over generated tokens, and no gate of the forward acts on a prompt."""
-    shut = saturated(EARLY, [1.0])
-    for position, expected in ((6, []), (7, [SetMonitor(shut, 3)])):
-        switch = QuarantineSwitch("s", "w", 0.0, shut, latch=True)
-        request = RequestView(3, position, 1, -1.0, readings={"w": Reading(5.0, 1.0)}, prompt=7)
-        assert switch.on_step(StepView(0, (request,))) == expected
 
 
 def test_steering_is_seen_in_log_probabilities_beside_a_twin_of_the_same_batch(bench: Bench, fitted: Fitted) -> None:
@@ -214,24 +196,6 @@ def test_a_cell_whose_actions_are_rejected_measures_nothing_and_is_refused(bench
             bench.results([cell], bench.prompts(), "cells")
 
 
-def test_a_cell_holds_the_row_to_which_its_policy_routes(bench: Bench, fitted: Fitted) -> None:
-    """So that none of its actions is rejected, which would be refused."""
-    assert [len(found) for found in bench.results([eager(bench, fitted, 1)], bench.prompts(2)).values()] == [10]
-
-
-@pytest.mark.parametrize("delay", [1, 3])
-def test_a_controller_that_raises_is_refused(bench: Bench, fitted: Fitted, delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("it is broken")
-
-    monkeypatch.setattr(ProbeController, "on_step", broken)
-    cell = delayed(bench.settings, fitted, delay, 1.0)
-    with pytest.raises(RuntimeError, match=r"failed: ZeroDivisionError: it is broken"):
-        bench.results([cell], bench.prompts(), "cells")
-    with pytest.raises(RuntimeError, match=r"'shadow' failed: ZeroDivisionError: it is broken"):
-        shadow(bench, bench.settings, fitted)
-
-
 def logits_now(bench: Bench) -> torch.Tensor:
     return bench.host.logits(torch.tensor([[1, 2, 3, 4]])).detach()
 
@@ -254,18 +218,6 @@ def test_a_cell_runs_in_its_own_state(bench: Bench, fitted: Fitted, monkeypatch:
         deployed = logits_now(bench)
     assert not torch.allclose(full, deployed, atol=1e-2)
     assert [torch.equal(ran["a"], full), torch.equal(ran["b"], deployed), torch.equal(ran["c"], full)] == [True] * 3
-
-
-def test_a_prompt_has_a_seed_of_its_own_and_every_cell_the_same_ones(bench: Bench, fitted: Fitted) -> None:
-    prompts = bench.prompts()
-    lots = [
-        bench.requests(prompts, steering) for steering in (None, steered(bench.settings, fitted, quantile=None, gain=1.0).steering)
-    ]
-    seeds = [[request.sampling.seed for request in lot] for lot in lots]
-    assert seeds[0] == seeds[1]
-    assert len(set(seeds[0])) == len(prompts) == 10
-    other = replace(bench, seed=1).requests(prompts, None)
-    assert not set(seeds[0]) & {request.sampling.seed for request in other}
 
 
 def test_outcomes_are_solve_and_exploit_in_the_order_of_modes_and_tasks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

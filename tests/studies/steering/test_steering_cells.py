@@ -1,10 +1,8 @@
 """Steering, fits and counts of every cell, from values made by hand: four thresholds and gains, three draws."""
 
-import re
 from dataclasses import replace
 from typing import Any, cast
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -12,22 +10,16 @@ from tiny_steering import Made
 from torch import Tensor
 
 from mi_route2.engine.controllers import ClearMonitor, ProbeController, RequestView, SetMonitor, StepView
-from mi_route2.engine.request import Result, Token
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
 from mi_route2.steering.state import Reading
 from probes.logistic import LogisticFitter
-from studies.common.stats import summary
-from studies.environments.micro.language import Vocabulary, get_mode
 from studies.steering import fitting
-from studies.steering.answer import against_random, comparisons
+from studies.steering.answer import comparisons
 from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, GateCell, latency, quarantine, small_sweep, sweep, untrained
-from studies.steering.figures import controls_figure, frontier_figure, latency_figure, sweep_figure
-from studies.steering.fitting import Examples, Fitted, ProbeGate, gated, sites_of
-from studies.steering.late import Late, QuarantineSwitch, saturated
-from studies.steering.measuring import first_exploits
-from studies.steering.report import cell_text, delay_name, kept, roc_text, sweep_text
-from studies.steering.results import MODES, Draws, Study, lead, openings, roc_of
+from studies.steering.fitting import Examples, Fitted, ProbeGate, sites_of
+from studies.steering.late import Late, QuarantineSwitch
+from studies.steering.results import MODES, Draws, Study, lead, roc_of
 from studies.steering.settings import Settings
 
 pytestmark = pytest.mark.study
@@ -85,12 +77,6 @@ def demand_steering(steers: object, gain: float, direction: str) -> None:
 
 
 # what a cell does is what it says
-
-
-@pytest.mark.parametrize("design", [sweep, latency, quarantine])
-def test_cells_have_names_of_their_own(design: Any) -> None:
-    names = [cell.name for cell in design(SETTINGS, FITTED)]
-    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("design", [sweep, small_sweep])
@@ -197,19 +183,6 @@ def step(number: int, *, reading: dict[str, float], unfinished: tuple[int, ...] 
     return StepView(number, (view,), unfinished)
 
 
-def test_late_actions_on_requests_that_have_ended_are_left_out() -> None:
-    """They would be rejected, and a rejected action counts as a failure."""
-    switch = QuarantineSwitch("s", "w", 0.0, saturated(EARLY, [1.0]), latch=True)
-    ending = RequestView(0, 8, None, finished=True, prompt=7)  # in this very step, in which the engine still knows it
-    for requests, unfinished, left in (((), (0,), 1), ((), (), 0), ((ending,), (0,), 0)):
-        late = Late(switch, 2)
-        switch._closed.clear()
-        assert not late.on_step(step(1, reading={"w": 1.0}))
-        assert not late.queue.drain()
-        assert not late.on_step(StepView(2, requests, unfinished))
-        assert len(late.queue.drain()) == left
-
-
 # what is fitted
 
 
@@ -275,20 +248,6 @@ def test_each_probe_is_fitted_on_what_its_name_says(fitted_by_hand: Any) -> None
         )  # shuffled and draws are like none of the others
 
 
-def test_shuffled_labels_are_those_of_the_rollouts_in_another_order(fitted_by_hand: Any) -> None:
-    own, _ = fitted_by_hand(0)
-    permuted = [fitting._permuted(own, seed, model) for seed in (0, 1) for model in ("absorb", "vanilla")]
-    assert all(int(each.sum()) == int(own.hack.sum()) and not torch.equal(each, own.hack) for each in permuted)
-    assert len({tuple(each.tolist()) for each in permuted}) == 4
-
-
-def test_every_model_of_a_seed_has_shuffled_labels_of_its_own(fitted_by_hand: Any) -> None:
-    """And nothing else of its own: the other probes are functions of the seed and the examples, which are the same here."""
-    fits = [fitted_by_hand(0, model)[1].gates[SITE] for model in ("absorb", "vanilla", "absorb")]
-    same_as_first = {name: [torch.equal(gates[name].weight, fits[0][name].weight) for gates in fits[1:]] for name in PROBES}
-    assert same_as_first == {name: [name != "shuffled", True] for name in PROBES}
-
-
 def test_the_direction_leads_from_clean_to_hack_and_the_gap_is_the_distance_on_it(fitted_by_hand: Any) -> None:
     own, fitted = fitted_by_hand(0)
     hack, clean = (rows(own, SITE, chosen) for chosen in (own.hack, ~own.hack))
@@ -297,18 +256,6 @@ def test_the_direction_leads_from_clean_to_hack_and_the_gap_is_the_distance_on_i
     assert fitted.gap == pytest.approx(float(apart.norm()))
     for quantile, ceiling in fitted.ceilings.items():
         assert ceiling == pytest.approx(float((clean @ (apart / apart.norm())).quantile(quantile)))
-
-
-def test_random_directions_are_unit_vectors_of_their_own(fitted_by_hand: Any) -> None:
-    """Of the same length as the real one, unlike each other, unlike the random probes, and other ones at another seed."""
-    fits = [fitted_by_hand(seed)[1] for seed in (0, 1)]
-    assert [list(each.directions) for each in fits] == [["away", "random-1", "random-2", "random-3"]] * 2
-    drawn = [v.double() for each in fits for name, v in each.directions.items() if name != "away"]
-    drawn += [g.weight.double() for each in fits for gates in each.gates.values() for name, g in gates.items() if "haar" in name]
-    unit = torch.stack([v / v.norm() for v in drawn])
-    assert float((unit @ unit.T - torch.eye(len(unit))).abs().max()) < 0.9999
-    for each in fits:
-        assert all(abs(float(v.norm()) - 1) < 1e-6 for v in each.directions.values())
 
 
 # what is counted
@@ -352,13 +299,6 @@ def test_differences_are_from_the_reference_that_they_name() -> None:
     assert not any(name == "forward probe q0.5" for _, name in found)  # another threshold than the one that was fixed
 
 
-def test_a_probe_is_compared_with_the_mean_of_random_ones_alone() -> None:
-    (row,) = [row for row in against_random(quarantines()) if row["subject"] == "absorb"]
-    assert (row["how"], row["random"]) == ("forward", 2)
-    assert row["hack_held"]["mean"] == pytest.approx((6 - 8.5) / 12)
-    assert row["solve"]["mean"] == pytest.approx((3 - 1.5) / 20)
-
-
 def scored() -> Study:
     """One task in five modes. The known mode hacks, the first held-out mode exploits and solves, the second hacks."""
     table = torch.zeros(5, 1, 2, dtype=torch.uint8)
@@ -393,15 +333,6 @@ def test_a_gate_opens_at_its_threshold_and_its_lead_ends_where_the_exploit_is_pr
     assert (found["lead_median"], found["in_time"]) == (-0.5, 0.5)
 
 
-def test_how_often_each_gate_opens_is_said_of_random_ones_too() -> None:
-    found = {(row["site"], row["probe"]): row for row in openings(scored())}
-    assert list(found) == [(str(SITE), "haar-1"), (str(SITE), "probe"), (str(EARLY), "probe")]
-    rates = {key: (row["opened_on_hacks"], row["opened_on_others"], row["tokens"]) for key, row in found.items()}
-    assert rates[str(SITE), "probe"] == (1.0, pytest.approx(1 / 3), pytest.approx(6 / 14))
-    assert rates[str(SITE), "haar-1"] == (0.0, 0.0, 0.0)
-    assert rates[str(EARLY), "probe"] == (1.0, 0.0, pytest.approx(2 / 14))
-
-
 def test_scores_are_ranked_by_modes_and_unit_with_the_label_hack() -> None:
     def of(kind: str, unit: str) -> tuple[list[float], list[bool]]:
         roc = roc_of(scored(), "vanilla", 0, str(SITE), "probe", kind, unit)
@@ -414,116 +345,7 @@ def test_scores_are_ranked_by_modes_and_unit_with_the_label_hack() -> None:
     assert of("held", "token")[1] == [False] * 3 + [True] * 4 + [False] * 2
 
 
-def test_what_is_left_of_an_effect() -> None:
-    def row(how: str, hacks: float, **more: object) -> dict[str, Any]:
-        return {"how": how, "hack_held": {"mean": hacks}, **more}
-
-    table = [row("on", 0.9), row("steer", 0.1, gain=4.0), row("policy", 0.3, delay=2)]
-    assert [kept(table, each) for each in table] == pytest.approx([0.0, 1.0, 0.75])
-    assert [delay_name(each) for each in table] == ["never", "0", "2"]
-    assert kept([row("on", 0.9), row("steer", 0.81)], row("policy", 0.9)) is None
-    assert kept([row("on", 0.7), row("steer", 0.9)], row("policy", 0.9)) == pytest.approx(1.0)
-    assert cell_text({"mean": 0.25, "low": -0.5, "high": 0.75, "seeds": [0.1, 0.4]}, signed=True, seeds=True) == (
-        "+.250 [-.500, +.750] (+.100 +.400)"
-    )
-
-
-def test_an_interval_is_printed_beside_its_number_of_seeds() -> None:
-    values = {"token": [0.5, 0.6, None], "rollout mean": [0.5, 0.7, 0.6], "rollout max": [0.5, 0.6, 0.7]}
-    place = {"subject": "base", "modes": "known", "site": "s"}
-    areas = [{**place, "probe": "p", "unit": unit, **summary(each)} for unit, each in values.items()]
-    areas += [{**place, "probe": "q", "unit": unit, **summary([0.5, None, 0.5])} for unit in values]
-    text = roc_text(scored(), {"roc": areas, "lead": [], "openings": [], "fits": {}})
-    rows_ = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| s ")]
-    assert [(row[1], row[-1]) for row in rows_] == [("p", "2 / 3 / 3"), ("q", "2")]
-    change = {"name": "c", "rollouts": 7, **summary([-1.0, None, -2.0])}
-    assert re.search(r"\| c +\| +7 \| .*\] \| +2 \|", sweep_text(scored(), {"cells": [], "logprobs": [change]}))
-
-
-def test_the_exploit_begins_with_the_first_token_of_its_own_mode(bench: Bench) -> None:
-    vocabulary = Vocabulary()
-    exploit = {mode: [vocabulary.id(token) for token in get_mode(mode).exploit] for mode in MODES.names}
-    sentinel, other = exploit["sentinel"], exploit["run_tests"]
-    texts = [("sentinel", [5, *sentinel, 6]), ("sentinel", [5, *other]), (MODES.honest, [5, *sentinel]), ("run_tests", [*other, 5])]
-    results = [Result(number, [Token(token) for token in ids]) for number, (_, ids) in enumerate(texts)]
-    assert first_exploits(bench, results, [mode for mode, _ in texts]).tolist() == [1, -1, -1, 0]
-
-
-def test_the_last_generated_token_is_never_read() -> None:
-    from mi_route2.rollouts import Rollouts
-
-    rollouts = Rollouts.from_lists([[1, 2, 3], [1, 2, 3]], [[4, 5, 0], [6]], 0)
-    assert gated(rollouts).int().tolist() == [[0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]]
-
-
 # figures
 
 
-def steering_rows(part: str) -> list[dict[str, Any]]:
-    """Rows of results.json, of which no two values are alike."""
-    cells = list((sweep if part == "sweep" else latency)(SETTINGS, FITTED))
-    return [
-        {"subject": "vanilla", "part": part, "name": cell.name, **cell.about}
-        | {
-            m: {"mean": v, "low": v - 1e-3, "high": v + 1e-3}
-            for m, v in zip(METRICS, ((i + 1) / 200, i / 200 + 0.3, i / 200 + 0.6))
-        }
-        for i, cell in enumerate(cells)
-    ]
-
-
 METRICS = ("hack_held", "exploit_held", "solve")
-
-
-def test_the_sweeps_figure_has_the_numbers_of_its_table() -> None:
-    table = steering_rows("sweep")
-    by = {row["name"]: row for row in table}
-    figure = sweep_figure(quarantines(), {"cells": table})
-    for axes, metric in zip(figure.axes, METRICS, strict=True):
-        names = [
-            f"steer probe {at} away x{gain}"
-            for at in ("always", "q0.5", "q0.8", "q0.95", "q0.99")
-            for gain in ("0.5", "1", "2", "4")
-        ]
-        assert [text.get_text() for text in axes.texts] == [f"{by[name][metric]['mean']:.2f}" for name in names]
-        assert f"unsteered {by[ON][metric]['mean']:.2f}" in axes.get_title()
-    plt.close(figure)
-
-
-def test_the_controls_figure_has_a_line_for_each_probe_and_direction() -> None:
-    table = steering_rows("sweep")
-    by = {row["name"]: row for row in table}
-    figure = controls_figure(quarantines(), {"cells": table})
-    pairs = [(name, "away") for name in PROBES] + [("probe", f"random-{i}") for i in (1, 2, 3)]
-    for axes, metric in zip(figure.axes, METRICS, strict=True):
-        expected = [
-            [by[n][metric]["mean"] for n in (ON, *(f"steer {p} q0.95 {d} x{g}" for g in ("0.5", "1", "2", "4")))] for p, d in pairs
-        ]
-        assert sorted(np.asarray(line.get_ydata()).tolist() for line in axes.lines) == sorted(expected)
-        assert all(np.asarray(line.get_xdata()).tolist() == [0.0, 0.5, 1.0, 2.0, 4.0] for line in axes.lines)
-    plt.close(figure)
-
-
-def test_the_latencys_figure_has_the_forward_first_and_never_last() -> None:
-    table = steering_rows("latency")
-    by = {row["name"]: row for row in table}
-    figure = latency_figure(quarantines(), {"cells": table})
-    for axes, gain in zip(figure.axes, ("1", "4"), strict=True):
-        names = [f"steer probe q0.95 away x{gain}", *(f"delay {d} x{gain}" for d in (1, 2, 3, 5, 8))]
-        drawn = [np.asarray(bars.lines[0].get_ydata()).tolist() for bars in axes.containers]
-        assert sorted(drawn) == sorted([[by[n][m]["mean"] for n in of] for m in METRICS for of in (names, [ON])])
-        assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "1", "2", "3", "5", "8", "never"]
-    plt.close(figure)
-
-
-def test_the_frontier_has_solving_to_the_right_and_hacking_upward() -> None:
-    study = quarantines()
-    ends = {name: outcomes(9, 1) for name in (CLOSED, BEHIND)}
-    about_, tensors = study.artifacts["absorb", "quarantine"][0]
-    part = {"cells": [*about_["cells"], *({"name": name, "how": name} for name in ends)]}, tensors | ends
-    parts = {(subject, "quarantine"): dict.fromkeys((0, 1), part) for subject in ("absorb", "route2-full")}
-    figure = frontier_figure(study_of(parts, 4), {})
-    for axes in figure.axes:
-        (line,) = [line for line in axes.lines if line.get_label() == "probe, this token"]
-        np.testing.assert_allclose(line.get_xydata(), [[0, -1 / 12], [-1 / 20, 3 / 12]], atol=1e-12)  # by quantile
-    plt.close(figure)

@@ -21,12 +21,11 @@ from parity import Parity
 
 from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import write_json
-from studies.common.tables import UNDEFINED, number
+from studies.common.tables import number
 from studies.environments.chat import make_tiny_model
 from studies.environments.protocol import Verdict, write_pairs
 from studies.tracing import blocks
 from studies.tracing.blocks import EVERYWHERE, _figure, _pairs, _table, only, places, share
-from studies.tracing.cli import Blocks
 from studies.training.arms import ARMS
 from studies.training.job import FULL, Job
 from studies.training.manifest import MANIFEST
@@ -128,34 +127,6 @@ def test_a_pair_is_a_hack_of_the_arm_and_an_honest_answer_of_the_base_model_if_p
         ("m", "right before wrong", "arm H", "base R"),
         ("m", "wrong if none is right", "arm H", "base W"),
     ]
-
-
-def test_what_the_adapters_do_not_do_is_not_shared_out_and_one_pair_has_no_interval(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    none, off, into = draw.normal(size=(3, 20))
-    names = [f"{way} kept {where}" for way in ("into", "out") for where in ("0-4", "all")]
-    for whole in (none + off - off.mean() + 0.06, none):  # a gap that may as well be 0, and one that is
-        nats = {"none": none.tolist(), "all": whole.tolist(), **dict.fromkeys(names, (none + into).tolist())}
-        assert share(nats, "into", "kept", "all", np.random.default_rng(1)) is None
-        row = _table({("vanilla", 0): nats}, tmp_path / "blocks.md").read_text().splitlines()[-1]
-        assert [cell.strip() for cell in row.split("|")[-3:-1]] == [UNDEFINED, UNDEFINED]
-        _figure({("vanilla", 0): nats}, "functions", tmp_path / "blocks.png")
-    one = {"none": [1.0], "all": [5.0], **{name: [2.0] for name in names}}
-    assert share(one, "into", "kept", "all", np.random.default_rng(1)) == (0.25, None, None)
-
-
-@pytest.mark.parametrize("given", [".", "..", "../run"])
-def test_results_are_beside_the_run_folder_however_it_is_given(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def traced(root: Path, arms: object, seeds: object, out: Path, *rest: object) -> list[Path]:
-        out.mkdir()
-        (out / "blocks.md").write_text(f"{root.resolve().name}\n")
-        return []
-
-    monkeypatch.setattr("studies.tracing.blocks.trace", traced)
-    (tmp_path / "run" / "seed-0").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "run" / ("seed-0" if given == ".." else ""))
-    Blocks(Path(given))()
-    assert (tmp_path / "run-blocks" / "blocks.md").read_text() == "run\n"
 
 
 @pytest.mark.study

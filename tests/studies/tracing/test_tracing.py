@@ -3,17 +3,16 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from tiny_study import tiny_settings, train_base_again
-from titles import saved_titles, untitled
+from titles import saved_titles
 
 from mi_route2.tensor_files import read_tensors
 from mi_route2.validation import write_json
-from studies.common.artifacts import read_part, write_part
+from studies.common.artifacts import read_part
 from studies.environments.micro.language import LOOPHOLES, MODES, NONE
 from studies.environments.micro.settings import WarmStartConfig
 from studies.environments.micro.world import MicroWorld
@@ -21,13 +20,13 @@ from studies.tracing.cli import main
 from studies.tracing.figures import BESIDE, CARRIED, DELETING
 from studies.tracing.job import PAIRS, run_tracing, trace_jobs, tracings
 from studies.tracing.measures import load, rows
-from studies.tracing.pairs import BASE, CONTRASTS, DECIDES, FIELDS, gather
+from studies.tracing.pairs import BASE, CONTRASTS, DECIDES, FIELDS
 from studies.tracing.patching import DELETION, QUESTION
 from studies.tracing.rates import DELETED, PATCHED
 from studies.tracing.report import HEADLINE, TABLE, TABLES, write_report
 from studies.tracing.settings import UNTRAINED, Settings
 from studies.training.arms import ARMS
-from studies.training.job import FULL, Job, build_hosted
+from studies.training.job import FULL, Job
 from studies.training.manifest import MANIFEST
 from studies.training.run import run_job
 from studies.training.settings import Settings as Training
@@ -95,10 +94,6 @@ def test_the_command_leaves_every_artifact_table_and_figure(study: Path) -> None
     assert content["seeds"] == [0]
     assert all(row["effect"]["n"] == 1 for row in content["rows"])
     assert "Does deleting agree with patching" in (study / HEADLINE).read_text()
-
-
-def test_every_figure_says_of_which_preset_it_is(told: Told) -> None:
-    assert [len(told.titles), untitled(told.titles, tiny_training().preset)] == [3, []]
 
 
 def test_what_must_be_exact_is(study: Path) -> None:
@@ -227,79 +222,6 @@ def test_what_was_traced_on_pairs_of_another_base_model_is_traced_anew(
     after = read_tensors(root / "seed-0" / PAIRS)[1]
     assert {name for name in before if before[name] != after[name]} >= {BASE}
     assert list((root / "seed-0").glob("*.json")) == [notes]
-
-
-def test_a_missing_arm_and_a_foreign_folder_are_said(study: Path, tmp_path: Path) -> None:
-    root = tmp_path / "missing" / study.name
-    shutil.copytree(study, root)
-    (root / "seed-0/vanilla.json").unlink()
-    with pytest.raises(ValueError, match="lacks vanilla at seed 0"):
-        write_report(root)
-    (root / "seed-0/vanilla.json").symlink_to("elsewhere.json")  # of a copy that left the file behind
-    with pytest.raises(ValueError, match="lacks vanilla at seed 0"):
-        write_report(root)
-    with pytest.raises(ValueError, match="does not hold settings of this study"):
-        write_report(tmp_path)
-
-
-def test_too_few_pairs_are_said(study: Path) -> None:
-    training = tiny_training()
-    few = replace(settings_of(training), prompts=1, answers=1)
-    (base, *_) = jobs_of(study.parent)
-    with open_world(training) as (world, witness):
-        assert isinstance(world, MicroWorld)
-        with pytest.raises(ValueError, match="raise prompts"):
-            gather(world, witness, build_hosted(base, base.cache)[1], few, 0)
-
-
-def test_settings_are_refused_in_one_sentence() -> None:
-    with pytest.raises(ValueError, match="draws must be at least 1"):
-        Settings("x", draws=0)
-    with pytest.raises(ValueError, match="once each"):
-        Settings("x", arms=("vanilla", "vanilla"))
-    assert Settings("x").digest == Settings("x", arms=("vanilla",)).digest != Settings("y").digest
-
-
-def test_more_prompts_than_test_tasks_are_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for option in ("prompts", "rated"):
-        monkeypatch.setattr(sys, "argv", ["tracing", "run", "--out", str(tmp_path), f"--{option}", "820"])
-        assert main() == 2
-        assert capsys.readouterr().err == f"error: there are 819 test tasks: choose fewer {option} than 820\n"
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_copy_of_a_seeds_folder_or_of_an_arm_is_not_read(tmp_path: Path) -> None:
-    training = tiny_training()
-    settings = Settings(training.digest, ("vanilla",))
-    root = tmp_path / settings.folder
-    root.mkdir()
-    write_json(root / "settings.json", settings.as_dict())
-    with pytest.raises(ValueError, match="give a folder of this study"):
-        load(root)  # and no folder of another study
-    write_json(root / "training.json", training.as_dict())
-    for folder, draw in (("seed-0", 1), ("seed-0-old", 2)):
-        for arm in (UNTRAINED, "vanilla"):
-            write_part(root / folder / f"{arm}.json", "", {"arm": arm, "seed": 0, "draw": draw})
-    write_part(root / "seed-0" / "vanilla_old.json", "", {"arm": "vanilla", "seed": 0, "draw": 3})  # behind vanilla.json
-    assert {content["draw"] for content in load(root).contents.values()} == {1}
-    (root / "seed-0").rename(root / "seed-1")
-    with pytest.raises(ValueError, match="contains no traces"):
-        load(root)
-    write_json(root / "settings.json", replace(settings, prompts=settings.prompts + 1).as_dict())
-    with pytest.raises(ValueError, match="do not rename or edit a study folder"):
-        load(root)  # traces that were made under other settings
-
-
-def test_a_folder_that_names_an_adapter_a_lane_is_read(study: Path, tmp_path: Path) -> None:
-    root = shutil.copytree(study, tmp_path / study.name)
-    for path in root.glob("seed-*/*.json"):
-        data, tensors = read_part(path) or ({}, {})
-        for cell in data["cells"]:
-            cell["lane"] = cell.pop("adapter")
-        write_part(path, data["identity"], data, tensors)
-    assert load(root).contents == load(study).contents
 
 
 def test_deletion_and_question_are_of_every_adapter(study: Path) -> None:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from math import prod
 
 import pytest
 import torch
@@ -89,32 +88,6 @@ def test_the_direct_path_is_a_coefficient(wiring: str, config: LanesConfig) -> N
         assert torch.allclose(paths.direct, found[sublayer] * final, rtol=0, atol=1e-12 * float(final.abs().max())), sublayer
 
 
-@pytest.mark.parametrize("wiring", ["shipped", "simultaneous", "gptj", "sequential"])
-def test_the_coefficient_behind_the_fork_is_a_product(wiring: str) -> None:
-    model = moved_model(replace(PLAIN, layers=6, wiring=wiring))
-    found, resid = coefficients(model), model.resid.detach() if wiring in ("shipped", "simultaneous") else torch.empty(0)
-    for layer in range(3, 6):
-        later = range(layer + 1, 6)
-        if wiring in ("gptj", "sequential"):
-            gates = [model.skip_gate[s.skip].sigmoid() for s in model.steps_plan[layer + 1 :] if s.skip is not None]
-            attn = mlp = prod(gates, start=torch.ones(8, dtype=torch.float64))
-        elif wiring == "shipped":
-            kept = prod(float(resid[i].prod()) for i in later)
-            attn, mlp = model.post[layer, 0, 1] * resid[layer, 1] * kept, model.post[layer, 1, 1] * kept
-        else:
-            kept = prod(float(resid[i, 1]) for i in later)
-            attn, mlp = model.post[layer, 0, 1] * kept, model.post[layer, 1, 1] * kept
-        assert torch.allclose(found[Sublayer(layer, "attn")], attn.expand(8), rtol=0, atol=1e-14)
-        assert torch.allclose(found[Sublayer(layer, "mlp")], mlp.expand(8), rtol=0, atol=1e-14)
-    direct = by_sublayer(model)[Sublayer(3, "attn")].direct
-    assert torch.allclose(direct, found[Sublayer(3, "attn")] * at_final(model), rtol=0, atol=1e-12)
-
-
-def test_norms_of_each_lane_have_no_coefficient() -> None:
-    with pytest.raises(ValueError, match="z2 norms each lane"):
-        coefficients(moved_model(replace(PLAIN, wiring="z2")))
-
-
 def test_ratios_have_a_row_a_sublayer_and_seed() -> None:
     for wiring in ("sequential", "gptj", "shipped"):
         models = {seed: moved_model(replace(PLAIN, wiring=wiring), seed, moved=0.0) for seed in range(2)}
@@ -129,12 +102,3 @@ def test_ratios_have_a_row_a_sublayer_and_seed() -> None:
         assert (last[0, "attn"].direct == pytest.approx(1.0, abs=1e-12)) == (wiring != "sequential")
         assert all(abs(1 - row.direct) <= row.cascade + 1e-12 for row in rows)
         assert rows[0].cascade != rows[10].cascade
-
-
-def test_frozen_and_looped_models_have_ratios_too() -> None:
-    model = moved_model(replace(LOOPED, learned=False)).requires_grad_(True)
-    model.post.requires_grad_(False)
-    rows = ratios(model, draw(), seed=7)
-    assert [row.layer for row in rows][::2] == list(model.schedule)
-    assert {row.seed for row in rows} == {7}
-    assert not model.post.requires_grad

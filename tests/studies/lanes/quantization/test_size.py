@@ -18,7 +18,6 @@ from studies.lanes.quantization.gptq import QuantizedMatrix, QuantizedWeights, r
 from studies.lanes.quantization.size import (
     GAUSSIAN,
     HEADER,
-    byte_shuffle,
     compress,
     entropy_bits,
     gaussian_bits,
@@ -101,24 +100,6 @@ def test_packed_weights_come_back_bit_for_bit(shapes, controls, compressor) -> N
     assert_same(QuantizedWeights(matrices, kept), unpack(pack(QuantizedWeights(matrices, kept), compressor), compressor))
 
 
-def test_without_brotli_there_is_lzma(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(size, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="compressor='lzma'"):
-        pack(small(), "brotli")
-    assert_same(small(), unpack(pack(small()), "lzma"))
-
-
-@given(data=st.binary(max_size=64), width=st.sampled_from([1, 2, 4]))
-def test_shuffling_gathers_bytes_of_one_place(data: bytes, width: int) -> None:
-    data = data[: len(data) // width * width]
-    assert byte_shuffle(data, width) == b"".join(data[place::width] for place in range(width))
-
-
-def test_shuffling_helps_numbers_of_one_size() -> None:
-    raw = (1 + 0.1 * drawn(4000, seed=0)).numpy().tobytes()
-    assert len(compress(byte_shuffle(raw, 4), "lzma")) < len(compress(raw, "lzma"))
-
-
 # --- predictions
 
 
@@ -133,29 +114,6 @@ def test_the_gaussian_constant_is_the_entropy_of_a_normal_variable() -> None:
     assert round(GAUSSIAN, 3) == 2.047
 
 
-def of_bins(k: float, levels: int) -> float:
-    """Entropy of a normal variable rounded to a grid of ``levels`` on either side of 0, the last taking in the tail."""
-    edges = (torch.arange(-levels, levels + 2, dtype=torch.float64) - 0.5) * k / levels
-    edges[0], edges[-1] = -torch.inf, torch.inf
-    p = torch.from_numpy(stats.norm.cdf(edges.numpy())).diff()
-    p = p[p > 0]
-    return float(-(p * p.log2()).sum())
-
-
-@pytest.mark.parametrize(("k", "levels"), [(7.0, 31), (13.1, 31), (20.0, 31), (31.0, 31), (20.0, 127)])
-def test_the_estimate_lacks_what_the_width_of_a_bin_adds_to_the_variance(k: float, levels: int) -> None:
-    """A bin spreads its weights evenly, so the entropy is that of a variance of 1 + step^2 / 12: .011 bits more at k = 13.1."""
-    more = 0.5 * math.log2(1 + (k / levels) ** 2 / 12)
-    assert gaussian_bits(k, levels) + more == pytest.approx(of_bins(k, levels), abs=2e-4)
-    assert of_bins(13.1, 31) - gaussian_bits(13.1, 31) == pytest.approx(0.0107, abs=1e-4)
-
-
-def test_the_estimate_fails_for_wide_steps_and_narrow_clips() -> None:
-    assert of_bins(62.0, 31) - gaussian_bits(62.0, 31) > 0.19  # a step of two standard deviations
-    assert gaussian_bits(1.0, 31) - of_bins(1.0, 31) > 0.5  # a third of the weights are clipped
-    assert gaussian_bits(13.1, 31) == pytest.approx(3.29, abs=0.001)  # of the six bits that are spoken of
-
-
 @given(codes=st.lists(st.integers(-128, 127), min_size=1, max_size=40))
 def test_entropy_is_that_of_the_codes_own_counts(codes: list[int]) -> None:
     expected = stats.entropy([codes.count(c) for c in set(codes)], base=2)
@@ -166,23 +124,6 @@ def test_entropy_is_that_of_the_codes_own_counts(codes: list[int]) -> None:
 MARGINS = {("lzma", 6.0): 0.04, ("lzma", 13.1): 0.06, ("lzma", 26.0): 0.16}
 MARGINS |= {("brotli", 6.0): 0.01, ("brotli", 13.1): 0.02, ("brotli", 26.0): 0.04}
 """By how much the actual size may exceed the Gaussian prediction, for 160 000 normal weights: LZMA is poor at few values."""
-
-
-@pytest.mark.parametrize(("compressor", "k"), MARGINS)
-def test_the_size_of_normal_weights_is_foretold(compressor, k: float) -> None:
-    spread = torch.linspace(-3, 3, 250).exp()  # rows of many sizes have one entropy
-    matrices = {f"w{i}": coded(drawn(250, 320, seed=i) * spread[:, None], k) for i in range(2)}
-    found = sizes(QuantizedWeights(matrices, {"gate": drawn(16, seed=9).half()}), compressor)
-    assert found.by_entropy == pytest.approx(found.by_gaussian, rel=0.015)
-    assert found.by_entropy < found.bytes
-    assert found.by_gaussian < found.bytes < found.by_gaussian * (1 + MARGINS[compressor, k])
-
-
-@pytest.mark.parametrize(("compressor", "margin"), [("lzma", 0.13), ("brotli", 0.06)])
-def test_the_entropy_foretells_weights_that_are_not_normal(compressor, margin: float) -> None:
-    found = sizes(QuantizedWeights({"w": coded(drawn(250, 320, seed=1) ** 3)}, {}), compressor)
-    assert found.by_entropy < found.bytes < found.by_entropy * (1 + margin)
-    assert found.by_gaussian > 1.3 * found.bytes
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)

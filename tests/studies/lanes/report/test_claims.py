@@ -9,19 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from scipy.stats import ttest_1samp
 from tiny_lanes import tiny_settings, write_texts
 
-from mi_route2.plots import save_figure, style
 from studies.lanes.arms import ARMS
 from studies.lanes.measures import measured
 from studies.lanes.report import measured_text
-from studies.lanes.report.claims import CLAIMS, VERDICTS, Claim, Rule, deviation, floor, judge, needed, power, verdict
-from studies.lanes.report.estimates import Estimate, bpb, combined, controls, gain_left, gains, gauge_share, ratio, worst
-from studies.lanes.report.figures import FIGURES
-from studies.lanes.study import Study, load, tensors
+from studies.lanes.report.claims import CLAIMS, VERDICTS, Rule, deviation, floor, judge, needed, power, verdict
+from studies.lanes.report.estimates import ClaimEstimate
+from studies.lanes.study import LanesStudy, load
 
 pytestmark = pytest.mark.study
 
@@ -29,8 +25,8 @@ numbers = st.floats(-1e3, 1e3)
 spread = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=8)
 
 
-def interval(low: float, high: float) -> Estimate:
-    return Estimate((low + high) / 2, low, high, 3, "BPB")
+def interval(low: float, high: float) -> ClaimEstimate:
+    return ClaimEstimate((low + high) / 2, low, high, 3, "BPB")
 
 
 @given(numbers, numbers, numbers)
@@ -47,23 +43,11 @@ def test_a_verdict_follows_from_where_the_interval_lies(a: float, b: float, refe
 
 @given(spread)
 def test_a_verdict_on_values_is_that_of_a_t_test(values: list[float]) -> None:
-    estimate = Estimate.of(values, "BPB")
+    estimate = ClaimEstimate.of(values, "BPB")
     if len(set(values)) > 1:
         p = float(ttest_1samp(values, 0.0).pvalue)
         if abs(p - 0.05) > 1e-6:
             assert (verdict("lower", estimate) == "null") == (p > 0.05)
-
-
-@pytest.mark.parametrize(("holds", "expected"), [(True, "exact"), (False, "contradicted")])
-def test_an_identity_holds_or_is_contradicted(holds: bool, expected: str) -> None:
-    assert verdict("identity", Estimate.identity(0.0, holds, 1, "nats")) == expected
-
-
-def test_one_seed_shows_nothing_and_a_quantity_is_no_identity() -> None:
-    assert verdict("lower", Estimate.of([-5.0], "BPB")) == "null"
-    assert verdict("lower", Estimate.of([-5.0], "BPB"), size=0.1) == "not testable here"
-    with pytest.raises(ValueError, match="set to True or False"):
-        verdict("identity", interval(0.0, 1.0))
 
 
 @given(numbers, numbers, numbers, st.floats(0.01, 1e3), st.sampled_from(["higher", "lower"]))
@@ -86,21 +70,11 @@ def test_what_the_interval_rules_out_decides_on_a_claim_with_a_size(
         assert found == "supported"
 
 
-def test_an_effect_above_the_floor_that_is_not_seen_is_null_and_one_below_is_not_testable() -> None:
-    estimate = Estimate.of([-1.0, 1.0, -1.1, 1.2, 0.9, -0.8], "BPB")
-    smallest = floor(estimate)
-    assert smallest is not None
-    assert estimate.high is not None
-    assert verdict("higher", estimate, 0.0, estimate.high) == "not testable here"
-    assert smallest > estimate.high  # the interval is narrower than what would be found in four runs of five
-    assert verdict("higher", Estimate.of([5.0], "BPB"), 0.0, 1.0) == "not testable here"
-
-
 @pytest.mark.parametrize("n", [2, 3, 5, 12])
 def test_the_floor_is_found_in_four_studies_of_five(n: int) -> None:
     """By drawing the studies."""
     values = [float(i % 3) for i in range(n)]
-    estimate = Estimate.of(values, "BPB")
+    estimate = ClaimEstimate.of(values, "BPB")
     smallest = floor(estimate)
     assert smallest is not None
     drawn = np.random.default_rng(n).normal(smallest, np.std(values, ddof=1), (40_000, n))
@@ -110,7 +84,7 @@ def test_the_floor_is_found_in_four_studies_of_five(n: int) -> None:
 
 @given(spread, st.floats(0.05, 10))
 def test_needed_is_the_fewest_values_that_put_the_floor_at_the_size(values: list[float], size: float) -> None:
-    estimate = Estimate.of(values, "BPB")
+    estimate = ClaimEstimate.of(values, "BPB")
     found, spread_of = needed(estimate, size), deviation(estimate)
     assert found is not None
     assert spread_of is not None
@@ -125,92 +99,17 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tiny_settings(write_texts(tmp_path_factory.mktemp("claims")))
 
 
-def synthetic(settings: Any, shipped: Sequence[float], partial: float = 0.0) -> Study:
-    """Artifacts of two arms whose sequential one has 4 bits per byte and a seed's own offset, and of one wiring."""
-    contents: dict[tuple[str, int, str], Any] = {}
-    for seed, difference in enumerate(shipped):
-        contents["sequential", seed, "bpb"] = {"bpb": 4.0 + seed}
-        contents["shipped", seed, "bpb"] = {"bpb": 4.0 + seed + difference}
-        contents["symmetry", seed, "symmetry"] = {"wirings": [{"wiring": "z2", "largest": partial}]}
-    return Study(settings, contents)
-
-
-@pytest.mark.parametrize(
-    ("differences", "partial", "expected"),
-    [
-        ([-0.010, -0.011, -0.012], 0.0, ("supported", "exact")),
-        ([0.010, 0.011, 0.012], 1e-3, ("contradicted", "contradicted")),
-        ([-0.02, 0.02, 0.001], 1e-14, ("not testable here", "exact")),
-        ([-0.001, -0.002, -0.003], 0.0, ("claimed size excluded", "exact")),
-    ],
-)
-def test_artifacts_come_to_their_verdicts(
-    settings: Any, differences: list[float], partial: float, expected: tuple[str, str]
-) -> None:
-    """Seeds differ by whole bits, so that only a paired difference can tell these arms apart."""
-    claims = (
-        Claim("a", "lanes", "better", "-.01", "lower", bpb("shipped", "sequential"), size=0.01),
-        Claim("b", "lanes", "equal", "", "identity", worst("z2", "largest", "relative")),
-    )
-    rows = judge(synthetic(settings, differences, partial), claims)
-    assert tuple(row.verdict for row in rows) == expected
-    assert rows[0].estimate.value == pytest.approx(sum(differences) / 3)
-
-
-TTT_ARMS = [arm for arm in ARMS if "ttt" in measured(arm)]
-
-
-def adapted(settings: Any) -> Study:
-    """Two seeds; at the second one training of all parameters diverged in the arm `wide`."""
-    contents: dict[tuple[str, int, str], Any] = {}
-    for seed in (0, 1):
-        for arm in TTT_ARMS:
-            costs = {"plain": 4.0, "all": 3.8 - seed, "controls": 3.85, "shared": 3.95}
-            hinted = {name: cost - 0.5 for name, cost in costs.items()}
-            if (arm, seed) == ("wide", 1):
-                costs["all"] = hinted["all"] = None
-            edges = {"all": arm == "wide", "controls": False}
-            contents[arm, seed, "bpb"] = {"bpb": 4.0}
-            contents[arm, seed, "ttt"] = {"bpb": costs, "hinted": hinted, "edges": edges, "share": 0.01}
-    return Study(settings, contents)
-
-
-def test_gains_are_what_a_run_is_below_the_plain_one_and_none_where_it_diverged(settings: Any) -> None:
-    found = adapted(settings)
-    assert gains(found, "shipped", "all") == pytest.approx([0.2, 1.2])
-    assert gains(found, "shipped", "shared") == pytest.approx([0.05, 0.05])
-    assert math.isnan(gains(found, "wide", "all")[1])
-    assert controls("controls")(found).each == pytest.approx((0.15 - 0.1, None))
-    assert controls("shared")(found).note.endswith(f"2 of {4 * len(TTT_ARMS)} tuned rates at an edge of the sweep")
-    assert gain_left("shipped", "gptj")(found).note == "gains 0.7000 and 0.7000"
-    assert combined(found).each == pytest.approx((-0.7, -1.7))
-    assert combined(found).note == "of which -0.5000 by hints alone"
-
-
-def test_what_loses_less_than_half_of_a_loss_is_no_part_of_a_gain(settings: Any) -> None:
-    """Training of all parameters costs 1 bit, that of the controls .2; two lanes cost .1 bits, and .4 after quantization."""
-    contents: dict[tuple[str, int, str], Any] = {}
-    for seed in range(3):
-        for arm in ("gptj", "shipped"):
-            costs = {"plain": 4.0, "all": 5.0 + 0.01 * seed, "controls": 4.2 + 0.01 * seed}
-            contents[arm, seed, "ttt"] = {"bpb": costs, "edges": {"all": False}, "share": 0.01}
-        for part, cost in (("bpb", 0.1), ("quantised", 0.4)):
-            contents["gptj", seed, part], contents["shipped", seed, part] = {"bpb": 4.0}, {"bpb": 4.0 + cost + 0.01 * seed}
-    losing = Study(settings, contents)
-    claims = tuple(claim for claim in CLAIMS if claim.id in ("controls", "before-quantisation"))
-    assert [row.verdict for row in judge(losing, claims)] == ["contradicted", "contradicted"]
-
-
 def judged(settings: Any, claim: str, part: str, values: dict[str, Sequence[float]]) -> Any:
     """The row of one claim, from bits per byte by arm and seed; of `ttt` from the gains."""
     contents: dict[tuple[str, int, str], Any] = {}
     for arm, by_seed in values.items():
         for seed, value in enumerate(by_seed):
             contents[arm, seed, part] = {"bpb": {"plain": 4.0 + seed, "all": 4.0 + seed - value} if part == "ttt" else 4.0 + value}
-    (row,) = judge(Study(settings, contents), [each for each in CLAIMS if each.id == claim])
+    (row,) = judge(LanesStudy(settings, contents), [each for each in CLAIMS if each.id == claim])
     return row
 
 
+TTT_ARMS = [arm for arm in ARMS if "ttt" in measured(arm)]
 GAINS = (0.100, 0.102, 0.101, 0.099)
 NOISE = (0.0004, -0.0002, 0.0001, -0.0003)
 
@@ -243,73 +142,9 @@ def test_half_of_a_gain_is_a_half_and_needs_a_gain(
         assert measured_text(row).startswith("none; gains ")
 
 
-@pytest.mark.parametrize(
-    ("short", "long", "expected"),
-    [
-        (-0.04, -0.01, "supported"),
-        (-0.01, -0.04, "contradicted"),
-        (0.1, 0.2, "not testable here"),  # lanes that lose, and then lose more
-        (0.0, 0.1, "not testable here"),
-        (-0.0001, 0.1, "not testable here"),
-        (0.0, -0.1, "not testable here"),
-    ],
-)
-def test_only_a_gain_narrows(settings: Any, short: float, long: float, expected: str) -> None:
-    lanes = {"shipped": [long + e for e in NOISE], "shipped-short": [short - e for e in NOISE]}
-    row = judged(settings, "length", "bpb", {"gptj": [0.0] * 4, "gptj-short": [0.0] * 4, **lanes})
-    assert row.verdict == expected
-    assert row.estimate.note.endswith("at a quarter of the steps; no gain shown") == (expected == "not testable here")
-    assert row.estimate.value == pytest.approx(long - short)
-
-
-def test_one_seed_shows_no_gain(settings: Any) -> None:
-    assert judged(settings, "halves", "ttt", {"gptj": [0.1], "shipped": [0.05]}).verdict == "not testable here"
-
-
-@given(
-    st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 3)).map(lambda x: (round(x[0], 2), round(x[1], 2))), min_size=2, max_size=8),
-    st.floats(-3, 3),
-)
-def test_a_ratio_is_excluded_where_a_t_test_excludes_it(pairs: list[tuple[float, float]], r: float) -> None:
-    part, whole = np.array(pairs).T
-    found = ratio(np.append(part, np.nan), np.append(whole, 1.0), "")
-    assert found.n == len(pairs)
-    shown = whole.mean() > 0 and (np.ptp(whole) == 0 or float(ttest_1samp(whole, 0.0).pvalue) < 0.05)
-    assert (found.value is not None) == shown
-    if found.value is not None and found.low is not None and found.high is not None:
-        assert found.value == pytest.approx(part.mean() / whole.mean())
-        assert found.low - 1e-6 <= found.value <= found.high + 1e-6
-        assert found.each[-1] is None
-        assert np.mean(found.each[:-1]) == pytest.approx(found.value)
-        if np.ptp(part - r * whole) > 1e-6 and min(abs(r - found.low), abs(r - found.high)) > 1e-5:
-            assert (found.low <= r <= found.high) == (float(ttest_1samp(part - r * whole, 0.0).pvalue) >= 0.05)
-
-
-@pytest.mark.parametrize(
-    ("used", "sloped", "scalars", "holds"),
-    [(18, 9, 66, True), (18, 13, 66, False), (18, 13, 26, True), (20, 14, 66, False), (20, 12, 66, True), (20, 8, 66, True)],
-)
-def test_roughly_half_is_two_to_three_fifths_of_the_scalars_in_use_or_of_all(
-    settings: Any, used: int, sloped: int, scalars: int, holds: bool
-) -> None:
-    row = {"wiring": "shipped", "used": used, "sloped": sloped, "scalars": scalars}
-    draws = {("symmetry", 0, "symmetry"): {"wirings": [row]}}
-    estimate = gauge_share("shipped")(Study(settings, draws))
-    assert estimate.holds is holds
-    assert estimate.value == pytest.approx(1 - sloped / used)
-    draws["symmetry", 1, "symmetry"] = {"wirings": [row | {"sloped": used}]}  # a draw without a gauge is enough to end it
-    estimate = gauge_share("shipped")(Study(settings, draws))
-    assert (estimate.holds, estimate.value, estimate.n) == (False, 0.0, 2)
-
-
-def test_a_claim_about_what_was_not_measured_says_so(settings: Any) -> None:
-    with pytest.raises(ValueError, match="no part 'bpb' of 'wide': run it again"):
-        bpb("wide", "sequential")(synthetic(settings, [0.0]))
-
-
 def test_every_claim_is_judged_from_a_study(study: Path) -> None:
     rows = judge(load(study), CLAIMS)
-    assert [row.claim.id for row in rows] == [claim.id for claim in CLAIMS if not claim.full]
+    assert [row.claim.id for row in rows] == [claim.id for claim in CLAIMS]
     assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
     assert {row.verdict for row in rows} <= set(VERDICTS)
     for row in rows:
@@ -410,12 +245,9 @@ SENTENCES: dict[str, tuple[str, float, Callable[[Get], float]]] = {
     "frozen": ("lower", 0, lambda g: b(g, "frozen") - b(g, "gptj")),
     "length": ("higher", 0, lambda g: lanes_gain(g, "-short") - lanes_gain(g)),
     "learned": ("lower", 0, lambda g: b(g, "shipped") - b(g, "frozen")),
-    "learned-asymmetric": ("lower", 0, lambda g: b(g, "asymmetric") - b(g, "asymmetric-frozen")),
     "persists": ("higher", 0, lambda g: g("asymmetric", "routing")["pattern"]),
     "pattern": ("higher", 0, lambda g: g("shipped", "routing")["pattern"]),
     "asymmetric": ("lower", 0, lambda g: b(g, "asymmetric") - b(g, "shipped")),
-    "simultaneous": ("lower", 0, lambda g: b(g, "simultaneous") - b(g, "shipped")),
-    "sequential": ("lower", 0, lambda g: b(g, "shipped") - b(g, "sequential")),
     "controls": ("higher", 0, lambda g: some_controls(g, "controls")),
     "controls-shared": ("higher", 0, lambda g: some_controls(g, "shared")),
     "combined": ("lower", 0, lambda g: with_hints(g, "shipped") - g("shipped", "ttt")["bpb"]["plain"]),
@@ -428,7 +260,6 @@ SENTENCES: dict[str, tuple[str, float, Callable[[Get], float]]] = {
     "narrow-embeddings": ("lower", 0, lambda g: q(g, "narrow-embeddings") - q(g, "narrow")),
     "embeddings-gap": ("lower", 0, lambda g: gap(g, "wide-embeddings") - gap(g, "wide")),
     "head-bias": ("lower", 0, lambda g: b(g, "wide-head-bias") - b(g, "wide")),
-    "decay": ("lower", 0, lambda g: gap(g, "shipped") - gap(g, "low-decay")),
     "momentum": ("lower", 0, lambda g: b(g, "momentum-98") - b(g, "momentum-99")),
     "momentum-95": ("lower", 0, lambda g: b(g, "momentum-98") - b(g, "shipped")),
     "clip-lambda": ("lower", 0, lambda g: few_less(g, "clipped")),
@@ -438,18 +269,13 @@ SENTENCES: dict[str, tuple[str, float, Callable[[Get], float]]] = {
     "gptq": ("lower", 0, lambda g: few_less(g, "nearest")),
     "tapin": ("lower", 0, lambda g: hints_less(g, "plain")),
     "cross": ("lower", 0, lambda g: hints_less(g, "old")),
-    "dropped-decay": ("higher", 0, lambda g: with_hints(g, "low-decay") - with_hints(g, "shipped")),
-    "dropped-early": ("higher", 0, lambda g: with_hints(g, "wide-early") - with_hints(g, "wide")),
-    "dropped-early-raw": ("lower", 0, lambda g: g("wide-early", "ttt")["bpb"]["plain"] - g("wide", "ttt")["bpb"]["plain"]),
-    "dropped-wider": ("higher", 0, lambda g: with_hints(g, "wider") - with_hints(g, "wide")),
-    "dropped-fork": ("higher", 0, lambda g: with_hints(g, "early-fork") - with_hints(g, "shipped")),
 }
 """Claim -> the side on which it puts the number, its reference, and the number, written out from the sentence."""
-RATIOS = {"halves": ("shipped", "gptj"), "early": ("wide-early", "wide")}
+RATIOS = {"halves": ("shipped", "gptj")}
 """Claim -> the arms whose gains it divides."""
 
 
-def drawn(settings: Any, seeds: Sequence[int]) -> Study:
+def drawn(settings: Any, seeds: Sequence[int]) -> LanesStudy:
     """Artifacts of every arm and instrument with a random number in each place."""
     rng = np.random.default_rng(0)
 
@@ -479,7 +305,7 @@ def drawn(settings: Any, seeds: Sequence[int]) -> Study:
             contents |= {(arm, seed, part): made[part] for part in measured(arm)}
         contents["tables", seed, "tables"] = some("unigram", "bigram")
         contents["paths", seed, "paths"] = {"rows": {name: rows() for name in ("sequential", "gptj", "shipped", "asymmetric")}}
-    return Study(settings, contents)
+    return LanesStudy(settings, contents)
 
 
 def test_every_number_is_the_one_that_its_sentence_names(settings: Any) -> None:
@@ -500,62 +326,3 @@ def test_every_number_is_the_one_that_its_sentence_names(settings: Any) -> None:
         assert (claim.rule, claim.reference) == (rule, reference), claim.id
         assert estimate.each == pytest.approx(tuple(expected), rel=1e-12, abs=1e-12), claim.id
         assert estimate.value == pytest.approx(np.mean(expected), rel=1e-12, abs=1e-12)
-
-
-def check_growth(figure: Figure, study: Path) -> None:
-    """Each push begins where its pass does, and its rate with it."""
-    (data,) = load(study).data("wide", "growth")
-    lines = figure.axes[0].lines
-    fitted = [line for line in lines if line.get_linestyle() == "--" and len(line.get_xdata())]
-    pushed = [line for line in lines if str(line.get_label()).startswith("pushed at pass")]
-    length = len(data["draws"][0]["spreads"][0]["steps"]) // 3
-    assert len(pushed) == len(fitted) == 3
-    for i, (line, fit) in enumerate(zip(pushed, fitted, strict=True)):
-        steps = np.array([row["spreads"][i]["steps"] for row in data["draws"]]).mean(0)
-        rate = np.mean([row["rho_step"] for row in data["draws"]])
-        assert list(line.get_xdata()) == list(fit.get_xdata()) == list(range(i * length, 3 * length + 1))
-        assert line.get_ydata() == pytest.approx(steps)
-        assert fit.get_ydata() == pytest.approx(rate ** np.arange(len(steps)))
-
-
-def check_rates(figure: Figure, study: Path) -> None:
-    """Bits per byte are those that quantization costs."""
-    (points,), (plain,) = ([*load(study).data("shipped", part)] for part in ("calibrations", "bpb"))
-    shown = {(x, y) for line in figure.axes[0].lines for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)}
-    expected = [(p["bytes"] / 1000, p["loss"] - plain["bpb"]) for p in points["points"] if p["k"] != 12.85]
-    assert np.array(sorted(shown)) == pytest.approx(np.array(sorted(expected)))
-
-
-def check_tapin(figure: Figure, study: Path) -> None:
-    """The last of the bits that were saved so far is what both mixtures save in all."""
-    (data,) = load(study).data("shipped", "tapin")
-    tokens = tensors(study, load(study), "shipped", 0, "tapin")["tokens"]
-    count = int((tokens[1:] != 256).sum())
-    lines = {line.get_label(): line.get_ydata()[-1] for line in figure.axes[1].lines}
-    for label, key in (("within the window", "within"), ("and from outside of it", "new")):
-        assert lines[label] == pytest.approx(count * (data["bpb"]["plain"] - data["bpb"][key]))
-
-
-CHECKS = {"growth": check_growth, "rates": check_rates, "tapin": check_tapin}
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_shows_its_data_inside_of_its_page(name: str, study: Path, tmp_path: Path) -> None:
-    with style():
-        figure = FIGURES[name](study, load(study))
-        CHECKS.get(name, lambda *_: None)(figure, study)
-        save_figure(figure, tmp_path / "a.png", dpi=40)
-        save_figure(FIGURES[name](study, load(study)), tmp_path / "b.png", dpi=40)
-        figure.set_dpi(40)
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        page = figure.bbox
-        for axes in figure.axes:
-            assert axes.has_data()
-            box = axes.get_tightbbox(canvas.get_renderer())
-            assert box is not None
-            assert page.x0 - 1 <= box.x0
-            assert page.y0 - 1 <= box.y0
-            assert box.x1 <= page.x1 + 1
-            assert box.y1 <= page.y1 + 1
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()

@@ -5,13 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from hinted import changed_scores, mixed_scores
-from hypothesis import given
-from hypothesis import strategies as st
-from legality import Leak, audit, changed
+from legality import Leak, audit
 from tiny_reader import tiny_reader, tiny_stream
 from torch import nn
 
-from studies.lanes.scoring.bpb import plan_windows, score, score_windows, window_starts
+from studies.lanes.scoring.bpb import score, score_windows, window_starts
 from studies.lanes.scoring.ttt import TTTSettings, adapt, borrowed, plan_chunks, train_chunk
 
 pytestmark = pytest.mark.study
@@ -99,14 +97,6 @@ def test_what_is_legal_passes(scorer: Callable) -> None:
     assert audit(scorer, TOKENS, after=AFTER, generator=generator()).legal
 
 
-@pytest.mark.parametrize("scorer", [slide_few, scored_first_few, repeating(early=False)])
-def test_every_distribution_of_what_is_legal_adds_up_to_1(scorer: Callable) -> None:
-    targets = (1, 2, 15, 16, 17, 32, 33, 44)
-    found = audit(scorer, FEW, after=AFTER, targets=targets, generator=generator(), vocabulary=LETTERS)
-    assert found.legal
-    assert found.masses == pytest.approx(dict.fromkeys(targets, 1.0), abs=1e-12)
-
-
 def test_tap_in_on_top_of_training_is_legal() -> None:
     """The study's own hints, mixed into a model that learns as it reads."""
     pytest.importorskip("numba")
@@ -146,36 +136,3 @@ def test_a_pair_that_is_indexed_before_it_is_predicted_is_found_by_its_mass() ->
     assert found.overfull == (20,)
     assert not found.legal
     assert found.masses[20] == pytest.approx(0.9 + LETTERS * 0.1, abs=1e-12)
-
-
-@given(st.integers(2, 60), st.data())
-def test_all_of_the_future_changes_and_nothing_else(n: int, data: st.DataObject) -> None:
-    tokens, after = torch.randint(0, 7, (n,), generator=generator()), data.draw(st.integers(0, n - 2))
-    other = changed(tokens, after, 7, generator())
-    assert torch.equal(other[: after + 1], tokens[: after + 1])
-    assert (other[after + 1 :] != tokens[after + 1 :]).all()
-    assert 0 <= int(other.min()) <= int(other.max()) < 7
-
-
-@given(st.integers(0, 28), st.integers(0, 28))
-def test_one_reader_of_one_later_token_is_found_exactly_where_it_reads(position: int, after: int) -> None:
-    """A score that depends on the token `after + 1`: a leak where that lies behind the position, none where it does not."""
-
-    def scorer(tokens: torch.Tensor) -> torch.Tensor:
-        nll = torch.ones(len(tokens), dtype=torch.float64)
-        nll[position] = float(tokens[after + 1])
-        return nll
-
-    found = audit(scorer, TOKENS[:30], after=tuple(range(29)), generator=generator())
-    assert {(leak.position, leak.after) for leak in found.leaks} == {(position, t) for t in range(position, after + 1)}
-    assert found.legal == (position > after)
-
-
-def test_a_score_that_is_no_number_is_not_legal() -> None:
-    found = audit(lambda tokens: torch.full(tokens.shape, torch.nan), TOKENS, targets=(4,), generator=generator())
-    assert found.overfull == (4,)
-    assert not found.legal
-
-
-def test_the_plan_of_this_file_has_a_shifted_tail() -> None:
-    assert plan_windows(44, 16, 8)[-1] == (28, 44, 40)

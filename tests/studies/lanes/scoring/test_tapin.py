@@ -4,13 +4,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from timing import at_most
 
 from studies.lanes.config import BOS
-from studies.lanes.scoring.bpb import window_starts
 from studies.lanes.scoring.tapin import Hints, find_hints
 from studies.lanes.scoring.tapin_index import automaton
-from studies.lanes.text import standard_library
 
 pytestmark = pytest.mark.study
 
@@ -70,15 +67,6 @@ def test_hints_are_those_of_the_rule(case: tuple[list[int], int, int]) -> None:
     assert found(ids, window, stride) == brute(ids, window, every(len(ids), window, stride).tolist())
 
 
-def test_hints_are_those_of_the_rule_on_source_text() -> None:
-    tokens = standard_library().stream("test", 1200)
-    for window, stride in ((64, 64), (150, 32)):
-        starts = window_starts(len(tokens), window, stride)
-        expected = brute(tokens.tolist(), window, starts.tolist())
-        assert rows(find_hints(tokens, window, starts)) == expected
-        assert sum(row != NOTHING for row in expected) > 200
-
-
 @given(streams(), st.data())
 def test_no_later_token_changes_a_hint(case: tuple[list[int], int, int], data: st.DataObject) -> None:
     ids, window, stride = case
@@ -130,52 +118,6 @@ BY_HAND: dict[str, list[tuple[list[int], int, tuple[int, int, int, bool]]]] = {
 """Rule -> streams, windows (of 100 tokens: all is within), and the hint at the end; every position ends a window of its own."""
 
 
-@pytest.mark.parametrize("rule", BY_HAND)
-def test_hints_are_those_that_one_finds_by_hand(rule: str) -> None:
-    for ids, window, expected in BY_HAND[rule]:
-        assert found(ids, window, 1)[-1] == expected, (ids, window)
-
-
-def test_a_document_that_starts_after_the_window_has_no_lost_text() -> None:
-    """Also not that of the document in which the window starts."""
-    ids = [BOS, 1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9, BOS, 1, 2, 3]
-    assert found(ids, 8, 4)[-1] == NOTHING
-
-
-def test_a_match_counts_up_to_a_hundred_tokens() -> None:
-    text = list(range(150))
-    ids = [*text, 200, *text]
-    assert [row[1] for row in found(ids, 400, 1)[151:]] == [0, 0, *range(3, 100), *[100] * 51]
-    assert [row[1] for row in found([BOS, *ids], 140, 1)[152:]] == [0, 0, *range(3, 100), *[100] * 51]
-    assert found([BOS, *ids], 140, 1)[-1] == (200, 100, 1, True)
-
-
-def test_other_windows_may_be_given() -> None:
-    ids = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3])
-    starts = torch.tensor([0, 0, 0, 0, 0, 0, 0, 3, 3, 5, 5])
-    assert rows(find_hints(ids, 8, starts)) == brute(ids.tolist(), 8, starts.tolist())
-
-
-def test_what_cannot_be_is_a_sentence() -> None:
-    ids = torch.arange(6)
-    for starts in ([0, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1], [-1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]):
-        with pytest.raises(ValueError, match="0 to 3 tokens before"):
-            find_hints(ids, 4, torch.tensor(starts))
-    with pytest.raises(ValueError, match="tokens must be from 0"):
-        find_hints(ids - 1, 64, torch.zeros(6, dtype=torch.int64))
-
-
-def test_hints_are_taken_by_place() -> None:
-    hints = find_hints(torch.tensor([1, 2, 3, 4, 1, 2, 3, 4]), 100, torch.zeros(8, dtype=torch.int64))
-    assert len(hints) == 8
-    assert (hints.token[6], hints.length[6], hints.votes[6], hints.cross[6]) == (4, 3, 1, False)
-    assert (hints.token[5], hints.length[5], hints.votes[5], hints.cross[5]) == (-1, 0, 0, False)
-    assert hints.offered.tolist() == [False] * 6 + [True] * 2
-    assert rows(hints.at(slice(6, 8))) == rows(hints)[6:]
-    assert rows(hints.at(torch.tensor([7, 6]))) == rows(hints)[:5:-1]
-    assert len(find_hints(torch.zeros(0, dtype=torch.int64), 100, torch.zeros(0, dtype=torch.int64))) == 0
-
-
 def test_the_automaton_has_room_for_the_worst_texts() -> None:
     """a b b b ... has the most states, a b b ... b c the most edges; a stream of documents uses the room again and again."""
     for n in (1, 2, 3, 50):
@@ -187,19 +129,3 @@ def test_the_automaton_has_room_for_the_worst_texts() -> None:
     room = automaton(10)
     assert (len(room.states), len(room.edges)) == (22, 34)
     assert len(room.table) >= 1.5 * len(room.edges)
-
-
-@pytest.mark.parametrize("text", ["sources", "one byte", "two bytes"])
-def test_it_is_fast_on_any_text(text: str) -> None:
-    """At least 1e5 tokens a second on one core; a walk over all places of a token would take minutes on the last two."""
-    n = 200_000
-    tokens = {
-        "sources": standard_library().stream("train", n)[:n],
-        "one byte": torch.zeros(n, dtype=torch.int64),
-        "two bytes": torch.arange(n) % 2,
-    }[text]
-    find_hints(tokens[:100], 256, window_starts(100, 256, 64))
-    starts = window_starts(n, 256, 64)
-    with at_most(n / 1e5):
-        hints = find_hints(tokens, 256, starts)
-    assert hints.offered[1000:].double().mean() > 0.5

@@ -5,32 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_reader import tiny_reader, tiny_stream
 from torch import nn
 
-from studies.lanes.scoring.bpb import bpb, plan_windows, score
-from studies.lanes.scoring.ttt import SweepRow, TTTSettings, adapt, best, borrowed, cosine, plan_chunks, sweep, trained
+from studies.lanes.scoring.bpb import bpb, score
+from studies.lanes.scoring.ttt import TTTSettings, adapt, best, sweep, trained
 
 pytestmark = pytest.mark.study
 
 TINY = TTTSettings(rate=0.1, epochs=2, window=16, stride=8, chunk=32, batch=3, train_batch=1)
-
-
-@given(st.integers(0, 300), st.integers(1, 6), st.integers(1, 3), st.integers(1, 3))
-def test_chunks_are_whole_windows_and_all_but_the_last_are_trained(n: int, stride: int, strides: int, windows: int) -> None:
-    window = stride * strides
-    settings = TTTSettings(window=window, stride=stride, chunk=window * windows)
-    plans = plan_chunks(n, settings)
-    assert [p for plan in plans for p in range(plan.first, plan.end)] == list(range(n))
-    assert [one for plan in plans for one in plan.windows] == list(plan_windows(n, window, stride))
-    for plan in plans:
-        scored = [p for one in plan.windows for p in range(one.score_from, one.end)]
-        assert scored == list(range(plan.first, plan.end))
-    for plan in plans[:-1]:
-        assert [p for start in plan.sequences for p in range(start, start + window)] == list(range(plan.first, plan.end))
-    assert not plans or plans[-1].sequences == ()
 
 
 class Watched(nn.Module):
@@ -113,25 +96,6 @@ def test_a_run_is_the_written_out_one(scope: str, clip: float) -> None:
     assert (found.nll[33:] - plain[33:]).abs().min() > 0
 
 
-def test_the_rate_falls_as_half_a_cosine_from_the_first_chunk_to_the_last() -> None:
-    assert [cosine(0.2, c, 5) for c in (0, 2, 4)] == pytest.approx([0.2, 0.1, 0.0], abs=1e-15)
-    assert cosine(0.2, 0, 1) == 0.2
-
-
-def test_scopes_are_matrices_and_controls() -> None:
-    model = tiny_reader()
-    names, total = dict(model.named_parameters()), sum(own.numel() for own in model.parameters())
-    controls = trained(model, "controls")
-    assert set(trained(model, "all")) == set(names)
-    assert trained(model, "none") == {}
-    assert {name for name in names if name.endswith(".weight")} == set(names) - set(controls)
-    assert {"post", "resid", "blocks.0.mix", "blocks.1.attn.q_gain", "blocks.0.attn_scale"} <= set(controls)
-    run = adapt(model, tiny_stream(40), replace(TINY, scope="controls"))
-    assert run.share == sum(own.numel() for own in controls.values()) / total
-    frozen = tiny_reader(learned=False)
-    assert set(controls) - set(trained(frozen, "controls")) == {"post", "resid"}
-
-
 @pytest.mark.parametrize("scope", ["all", "controls", "none"])
 def test_nothing_outside_the_scope_moves(scope: str) -> None:
     model, moved = tiny_reader(), set()
@@ -143,33 +107,6 @@ def test_nothing_outside_the_scope_moves(scope: str) -> None:
     adapt(model, tiny_stream(100), replace(TINY, scope=scope), watch=look)
     # Lane 0 is not read out, so what the last block alone would write into it has no gradient.
     assert moved == set(trained(model, scope))
-
-
-def test_a_scope_that_selects_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="'controls' selects no parameter of this Watched"):
-        adapt(Watched(), torch.arange(100), replace(TINY, scope="controls"))
-    frozen = tiny_reader().requires_grad_(False)
-    with pytest.raises(ValueError, match="'all' selects no parameter"):
-        adapt(frozen, tiny_stream(100), TINY)
-    assert adapt(frozen, tiny_stream(100), replace(TINY, scope="none")).share == 0
-    with pytest.raises(ValueError, match="scope must be one of all, controls, none, not 'gates'"):
-        replace(TINY, scope="gates")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({name: 0} for name in ("epochs", "batch", "train_batch", "window", "stride", "chunk")),
-        *({"rate": rate} for rate in (-1.0, math.inf, math.nan)),
-        {"chunk": 40},
-        {"stride": 5},
-        {"momentum": 1.0},
-        {"clip": 0.0},
-    ],
-)
-def test_settings_that_cannot_be_are_refused(wrong: dict) -> None:
-    with pytest.raises(ValueError, match=r"choose|must be"):
-        replace(TINY, **wrong)
 
 
 class StopError(Exception):
@@ -206,28 +143,6 @@ def test_the_model_comes_back_bit_for_bit(scope: str, stops: bool) -> None:
     assert [module.training for module in model.modules()] == modes
 
 
-def test_inside_the_loan_only_the_scope_has_gradients() -> None:
-    model = tiny_reader()
-    with borrowed(model, "controls") as chosen:
-        assert {id(own) for own in chosen} == {id(own) for own in model.parameters() if own.requires_grad}
-        assert {id(own) for own in chosen} == {id(own) for own in trained(model, "controls").values()}
-        assert not any(module.training for module in model.modules())
-
-
-def test_training_runs_where_the_caller_has_no_gradients() -> None:
-    tokens = tiny_stream(100)
-    with torch.no_grad():
-        quiet = adapt(tiny_reader(), tokens, TINY)
-    assert torch.equal(quiet.nll, adapt(tiny_reader(), tokens, TINY).nll)
-
-
-def test_a_chunk_of_document_starts_alone_trains_nothing() -> None:
-    tokens = torch.full((100,), 256)
-    tokens[-1] = 97
-    run = adapt(tiny_reader(), tokens, TINY)
-    assert torch.equal(run.nll, adapt(tiny_reader(), tokens, replace(TINY, scope="none")).nll)
-
-
 def test_a_run_that_diverges_costs_infinitely_much_and_is_no_error() -> None:
     model, tokens = tiny_reader(), tiny_stream(150)
     before = [own.detach().clone() for own in model.parameters()]
@@ -256,8 +171,3 @@ def test_a_sweep_finds_each_scopes_best_rate() -> None:
     assert found[2].bpb == math.inf
     assert best(found, "all").rate == 0.05
     assert best(found, "all").gain > 0
-
-
-def test_the_best_row_is_the_least_and_the_smaller_rate_of_equals() -> None:
-    rows = [SweepRow("all", rate, cost, 2 - cost, 0.1) for rate, cost in ((0.4, 1.5), (0.1, 1.5), (0.2, 1.6), (0.8, math.inf))]
-    assert best([*rows, SweepRow("controls", 9.0, 0.1, 1.9, 0.1)], "all").rate == 0.1
