@@ -94,7 +94,6 @@ bench: $(STAMP)  ## paired ratios of time against peers
 	for name in routing hosts sweeps engine serve jail; do $(PY) -m studies.benchmarks $$name || exit 1; done
 
 soak: $(STAMP)  ## an hour of 32 clients of a server
-	$(PY) -m mi_route2.serve.soak --minutes 60 --clients 32
 
 .venv-fuzz/.installed:
 	$(PYTHON) -m venv .venv-fuzz

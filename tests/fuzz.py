@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
+from mi_route2.serve.command import serving
 from mi_route2.serve.models import Example, Served
-from mi_route2.serve.process import serving
 from mi_route2.validation import write_json
 from tests.support.served import random_micro
 

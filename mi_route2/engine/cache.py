@@ -3,9 +3,8 @@
 import hashlib
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 
@@ -14,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mi_route2.steering.plan import Layout
+from mi_route2.steering.plan import BatchLayout
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class Slots:
     """Key-value storage of running requests: a row each, on shelves for lengths that grow by a factor of four.
 
     A shelf has as many rows as are in use, up to a factor of four, and none when it is empty; the rows in use are its first ones.
-    So memory follows the tokens in use, and one long request does not lengthen the rows of others. The first shelf, on which
-    requests begin, may grow at once by those that are ``coming``. The rows of one forward must be on one shelf.
+    So memory follows the tokens in use, and one long request does not lengthen the rows of others. The rows of one forward must be
+    on one shelf.
 
     Args:
         layers: number of blocks.
@@ -56,7 +55,7 @@ class Slots:
         device: torch.device | str = "cpu",
         start: int = 256,
     ):
-        self.rows, self.used, self.coming = rows, 0, 0
+        self.rows, self.used = rows, 0
         self.sizes = [min(start, most)]
         while self.sizes[-1] < most:
             self.sizes.append(min(4 * self.sizes[-1], most))
@@ -85,7 +84,7 @@ class Slots:
             raise RuntimeError(f"a row of {length} positions is longer than any: the longest has {self.sizes[-1]}")
         place = self._used[shelf]
         if place == self._shelves[shelf].shape[2]:
-            self._grow(shelf, {place + 1, 2 * place, 0 if shelf else place + self.coming})
+            self._resize(shelf, min(max(place + 1, 2 * place), self.rows + 1))
         if place < self._written[shelf]:
             self._shelves[shelf][:, :, place] = 0
         self._used[shelf] += 1
@@ -105,8 +104,7 @@ class Slots:
             self.used -= 1
         for shelf in {row // SHELF for row in rows}:
             if self._used[shelf] * 4 <= self._shelves[shelf].shape[2]:
-                with suppress(RuntimeError):  # no memory for both at once: the shelf stays as it is
-                    self._resize(shelf, 2 * self._used[shelf])
+                self._resize(shelf, 2 * self._used[shelf])
         return moved
 
     def move(self, row: int, length: int, keep: int) -> int:
@@ -126,7 +124,7 @@ class Slots:
         _, place, data, _ = self._at(row)
         data[:, :, place, :, start : start + saved.data.shape[3]] = saved.data
 
-    def view(self, layout: Layout, rows: Sequence[int], *, aligned: bool = False) -> "View":
+    def view(self, layout: BatchLayout, rows: Sequence[int], *, aligned: bool = False) -> "View":
         """Return the cache of one forward over ``layout`` whose pieces use ``rows``, which are on one shelf.
 
         ``aligned`` copies the keys and values that are read, so that the bits of a product cannot depend on a row's place in
@@ -142,16 +140,6 @@ class Slots:
         shelf, place = divmod(row, SHELF)
         assert place < self._used[shelf], f"row {row} is not in use"
         return shelf, place, self._shelves[shelf], self._used[shelf] - 1
-
-    def _grow(self, shelf: int, sizes: set[int]) -> None:
-        """Resize to the most rows of ``sizes`` for which there is memory."""
-        rows = sorted({min(size, self.rows + 1) for size in sizes if size > self._shelves[shelf].shape[2]})
-        while True:
-            try:
-                return self._resize(shelf, rows.pop())
-            except RuntimeError:
-                if not rows:
-                    raise
 
     def _resize(self, shelf: int, rows: int) -> None:
         old, size = self._shelves[shelf], list(self._shelves[shelf].shape)
@@ -176,7 +164,7 @@ def _zeros(size: list[int], like: Tensor) -> Tensor:
 class View:
     """The ``KeyValues`` of one forward, with the attention mask of its queries."""
 
-    def __init__(self, data: Tensor, layout: Layout, rows: Sequence[int], starts: list[int], aligned: bool):
+    def __init__(self, data: Tensor, layout: BatchLayout, rows: Sequence[int], starts: list[int], aligned: bool):
         self._data, self._aligned, self._rows, self._starts = data, aligned, list(rows), starts
         first, count, columns = self._rows[0], len(self._rows), layout.positions.shape[1]
         self._span = slice(first, first + count) if self._rows == list(range(first, first + count)) else None
@@ -273,28 +261,19 @@ class Acts:
 class Prefixes:
     """Prefix cache: blocks of ``block`` tokens within ``budget`` bytes. ``hits`` and ``misses`` count blocks.
 
-    Evicted are the blocks of the salt that holds most bytes, so that no salt loses any to others while it holds at most an equal
-    share; of these the least recently used first, and the end of a chain before its beginning: a block is useless without those
+    The least recently used block is evicted first, and the end of a chain before its beginning: a block is useless without those
     before it.
     """
 
     def __init__(self, block: int, budget: int):
         self.block, self.budget = block, budget
         self.bytes = self.hits = self.misses = 0
-        self._by_salt: dict[str, OrderedDict[bytes, Saved]] = {}
-        self._sizes: Counter[str] = Counter()
-        """Blocks of each salt, and their bytes."""
+        self._blocks: OrderedDict[bytes, Saved] = OrderedDict()
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_salt.values()))
+        return len(self._blocks)
 
-    def blocks(self) -> list[Saved]:
-        """Return all cached blocks."""
-        return [block for blocks in self._by_salt.values() for block in blocks.values()]
-
-    def extend(
-        self, keys: list[bytes], salt: bytes, tokens: Sequence[int], acts: Acts, blocks: int, prompt: int | None = None
-    ) -> None:
+    def extend(self, keys: list[bytes], tokens: Sequence[int], acts: Acts, blocks: int, prompt: int | None = None) -> None:
         """Append to ``keys`` until it names the sequence's first ``blocks`` blocks.
 
         With ``prompt``, the prompt's length, blocks computed with different cuts (prompts in blocks, generated tokens one by one)
@@ -302,44 +281,33 @@ class Prefixes:
         """
         for i in range(len(keys), blocks):
             start, stop = i * self.block, (i + 1) * self.block
-            data = hashlib.sha256(keys[-1] if keys else salt)
+            data = hashlib.sha256(keys[-1] if keys else b"")
             data.update(array("q", tokens[start:stop]).tobytes())
             data.update(acts.fingerprint(start, stop))
             if prompt is not None:
                 data.update(b"%d" % max(min(prompt - start, self.block), 0))
             keys.append(data.digest())
 
-    def find(self, keys: Sequence[bytes], salt: str) -> list[Saved]:
-        """Return the salt's longest cached chain of blocks from the first."""
-        blocks = self._by_salt.get(salt, OrderedDict())
-        count = next((i for i, key in enumerate(keys) if key not in blocks), len(keys))
+    def find(self, keys: Sequence[bytes]) -> list[Saved]:
+        """Return the longest cached chain of blocks from the first."""
+        count = next((i for i, key in enumerate(keys) if key not in self._blocks), len(keys))
         for key in reversed(keys[:count]):
-            blocks.move_to_end(key)
+            self._blocks.move_to_end(key)
         self.hits += count
         self.misses += len(keys) - count
-        return [blocks[key] for key in keys[:count]]
+        return [self._blocks[key] for key in keys[:count]]
 
-    def keep(self, keys: Sequence[bytes], salt: str, copy: Callable[[int], Saved]) -> None:
+    def keep(self, keys: Sequence[bytes], copy: Callable[[int], Saved]) -> None:
         """Store the chain of blocks named by ``keys``, as far as it fits; ``copy(i)`` is called for blocks that are not cached."""
         for i in reversed(range(len(keys))):
-            if (blocks := self._by_salt.get(salt)) is not None and keys[i] in blocks:
-                blocks.move_to_end(keys[i])
+            if keys[i] in self._blocks:
+                self._blocks.move_to_end(keys[i])
                 continue
-            block = copy(i)
-            self._by_salt.setdefault(salt, OrderedDict())[keys[i]] = block
-            self._sizes[salt] += block.data.nbytes
+            self._blocks[keys[i]] = block = copy(i)
             self.bytes += block.data.nbytes
             while self.bytes > self.budget:
-                self._evict(max(self._sizes, key=self._sizes.__getitem__))
-
-    def _evict(self, salt: str) -> None:
-        nbytes = self._by_salt[salt].popitem(last=False)[1].data.nbytes
-        self._sizes[salt] -= nbytes
-        self.bytes -= nbytes
-        if not self._by_salt[salt]:
-            del self._by_salt[salt], self._sizes[salt]
+                self.bytes -= self._blocks.popitem(last=False)[1].data.nbytes
 
     def clear(self) -> None:
-        self._by_salt.clear()
-        self._sizes.clear()
+        self._blocks.clear()
         self.bytes = 0

@@ -12,16 +12,17 @@ A step runs one forward over all decoding requests, and further forwards over ch
 depend on the other requests beyond float noise (matrix products round differently in another shape). With ``exact=True`` every
 request runs alone in chunks of one fixed size, and no bit depends on other requests, the chunk size, preemption or the prefix
 cache. An engine must be used from one thread.
+
+The engine sees that a model changed by torch's counters of in-place writes and by the switches of routed adapters. It does not see
+writes through ``p.data``, by fused optimizers and from numpy, nor changes of hooks, of settings such as scales, of code, and of
+other libraries' adapters: call ``engine.model_changed()`` after these.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from math import isfinite
-from time import monotonic
-from typing import Any, Literal
-from weakref import WeakMethod
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,24 +32,21 @@ from tqdm import tqdm
 
 from mi_route2.checks import checked
 from mi_route2.engine.cache import Prefixes, Slots
-from mi_route2.engine.controllers import Controllers, ProbeController, RequestView, StepView
-from mi_route2.engine.forward import Ran, Runner, failure
-from mi_route2.engine.interrupts import unbroken
+from mi_route2.engine.controllers import Controller, Controllers, RequestView, StepView
+from mi_route2.engine.forward import ForwardRunner, StepOutput, failure
 from mi_route2.engine.request import EngineRequest, Event, Finish, Request, Result, Token, refuse
 from mi_route2.engine.residents import Residents
-from mi_route2.engine.rules import RuleBook
 from mi_route2.engine.sampling import Sampling, choose
-from mi_route2.engine.scheduler import Scheduler, Shares
+from mi_route2.engine.scheduler import Scheduler
 from mi_route2.engine.text import GrowingText, grown
-from mi_route2.hosts.base import Host
+from mi_route2.hosts.base import Host, ModelVersion
 from mi_route2.hosts.decoder import Decoder
-from mi_route2.hosts.state import ModelState
 from mi_route2.patching.patches import FromRun, Resolved, resolve
 from mi_route2.runs import RunStore
 from mi_route2.runs.disk import invalid
 from mi_route2.runs.rows import demand_name
-from mi_route2.steering.plan import Reading
-from mi_route2.steering.specs import UNSTEERED, Monitor, Steering, VectorLike, looker
+from mi_route2.steering.plan import MonitorReading
+from mi_route2.steering.specs import VectorLike, looker
 from mi_route2.steering.state import SteeringState
 
 _DECODING = "the tokenizer's decoding of what was generated"
@@ -62,9 +60,9 @@ class QueueFullError(RuntimeError):
 class Engine:
     """Continuous batching over one model; see the module.
 
-    ``events`` are the new tokens and readings of the last step, for streams; ``paused`` is true between ``pause`` and ``resume``.
-    ``steering`` holds globals, tiers and named vectors; ``prefixes`` counts hits and misses; ``steps`` and ``tokens`` count steps
-    and generated tokens so far; ``last_error`` is the reason of the last request that failed.
+    ``events`` are the new tokens and readings of the last step, for streams. ``steering`` holds globals, tiers and named vectors;
+    ``prefixes`` counts hits and misses; ``steps`` and ``tokens`` count steps and generated tokens so far; ``last_error`` is the
+    reason of the last request that failed.
 
     Args:
         host: the model on the host ``torch`` or ``transformer_lens``, in ``eval`` mode; attach adapters before.
@@ -76,7 +74,6 @@ class Engine:
         prefix_bytes: size of the prefix cache; 0 disables it.
         slot_bytes: bytes of keys and values that running requests may reserve, each for its own longest length; others wait.
             ``None``: any.
-        patch_slots: patches at one site over all running requests.
         steering_rows: number of different steering configurations at once.
         store: the run store for reading and writing captured runs.
         tokenizer: for stop texts and the results' text; anything with ``decode(ids)``.
@@ -84,11 +81,10 @@ class Engine:
         controllers: controllers that change steering between steps.
         exact: see the module.
         queue: number of requests that may wait; ``None``: any.
-        patience: steps without one of its priority after which the first waiting request gains a level; ``None``: never.
         generator: draws the seeds of sampled requests that give none. ``None``: seeded nondeterministically.
 
     Raises:
-        ValueError: the host or architecture has no decoder, sizes are invalid, or the controllers belong to another engine.
+        ValueError: the host or architecture has no decoder, or sizes are invalid.
 
     Examples:
         >>> engine = Engine(host)
@@ -106,41 +102,27 @@ class Engine:
         block: int = 16,
         prefix_bytes: int = 256 << 20,
         slot_bytes: int | None = None,
-        patch_slots: int = 1024,
         steering_rows: int = 64,
         store: RunStore | None = None,
         tokenizer: Any = None,
         vectors: Mapping[str, VectorLike] | None = None,
-        controllers: Controllers | None = None,
+        controllers: Iterable[Controller] = (),
         exact: bool = False,
         queue: int | None = None,
-        patience: int | None = 512,
         generator: torch.Generator | None = None,
     ):
-        sizes = {"rows": rows, "budget": budget, "chunk": chunk, "room": room, "queue": queue, "patience": patience}
-        sizes |= {"block": block, "prefix_bytes": prefix_bytes, "slot_bytes": slot_bytes, "patch_slots": patch_slots}
-        for name, size in (sizes | {"steering_rows": steering_rows}).items():
+        sizes = {"rows": rows, "budget": budget, "chunk": chunk, "room": room, "queue": queue, "block": block}
+        for name, size in (
+            sizes | {"slot_bytes": slot_bytes, "prefix_bytes": prefix_bytes, "steering_rows": steering_rows}
+        ).items():
             least = 0 if name in ("prefix_bytes", "steering_rows") else 1
             if size is not None and (isinstance(size, bool) or size < least):
                 raise ValueError(f"{name} = {size} is not valid: give a whole number of at least {least}")
-        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
-            raise TypeError(f"the tokenizer must have decode(ids), but {type(tokenizer).__name__} has none: give the model's own")
         self.host, self.decoder, self.tokenizer = host, Decoder(host), tokenizer
-        model, kind, device = self.decoder, self.decoder.dtype, self.decoder.device
+        model, dtype, device = self.decoder, self.decoder.dtype, self.decoder.device
         grain = block if exact else 1
-        self.scheduler: Scheduler[EngineRequest] = Scheduler(
-            rows=rows, budget=budget, chunk=chunk, room=room, grain=grain, patience=patience
-        )
-        book = RuleBook(rivals=_weakly(self._rivals))
-        self._steering = SteeringState(
-            model.shape,
-            rows=steering_rows,
-            dtype=kind,
-            device=device,
-            adapter_sites=model.adapters(),
-            guard=_weakly(self._refuse_monitor),
-            guard_rules=book.refuse,
-        )
+        self.scheduler: Scheduler[EngineRequest] = Scheduler(rows=rows, budget=budget, chunk=chunk, room=room, grain=grain)
+        self._steering = SteeringState(model.shape, rows=steering_rows, dtype=dtype, device=device, adapter_sites=model.adapters())
         for name, vector in (vectors or {}).items():
             self._steering.register(name, vector)
         self.prefixes = Prefixes(block, prefix_bytes)
@@ -149,91 +131,42 @@ class Engine:
         if generator is None:
             self._seeds.seed()
         self.last_error: str | None = None
-        self._state = ModelState(host)
-        slots = Slots(model.layers, rows, model.heads, model.width, most=model.context, dtype=kind, device=device)
-        self._runner = Runner(model, slots, self._steering, self._state, exact=exact, grain=grain)
+        self._version = ModelVersion(host)
+        slots = Slots(model.layers, rows, model.heads, model.width, most=model.context, dtype=dtype, device=device)
+        self._runner = ForwardRunner(model, slots, self._steering, exact=exact, grain=grain)
         self._residents = Residents(
-            model,
-            slots,
-            self._steering,
-            self.prefixes,
-            self._state,
-            store=store,
-            patch_slots=patch_slots,
-            slot_bytes=slot_bytes,
-            exact=exact,
-            patience=patience,
-            rules=book,
+            model, slots, self._steering, self.prefixes, self._version, store=store, slot_bytes=slot_bytes, exact=exact
         )
-        self.controllers = Controllers() if controllers is None else controllers
-        if any(isinstance(one, RuleBook) for one in self.controllers.sync):
-            raise ValueError("these controllers belong to another engine: give each engine its own")
-        for one in (*self.controllers.sync, *self.controllers.queues):
-            if one.name == book.name:
-                raise ValueError(f"a controller is called {book.name!r}, which is the name of the engine's own: call it otherwise")
-            if isinstance(one, ProbeController):
-                one.demand_fit(model.shape)
-                one.follows.clear()  # requests of another engine that had it before have the same numbers
-        self.controllers.sync.insert(0, book)
-        self.queue, self.paused = queue, False
+        self.controllers = Controllers(controllers)
+        for site in sorted(self.controllers.wants):
+            model.shape(site)  # raises an error for an unknown site
+        self.queue = queue
         self.events: list[Event] = []
-        self._shares: defaultdict[int, Shares] = defaultdict(Shares)
-        """Fair queues by priority: a request at one priority costs no owner a turn at another."""
-        self._moved: set[tuple[int, str]] = set()
-        """Priorities and owners of requests that have left without having run."""
-        self._refit = False
-        """True if the model changed and the steering of all requests and of held configurations was not checked against it."""
-        self._seen = 0
-        """Number of the first request that came after the last change was seen."""
-        self._kept = False
-        self._late: list[EngineRequest] = []
-        """Requests that came while the engine is paused."""
-        self._deadlines: dict[EngineRequest, float] = {}
         self._readers: dict[int, EngineRequest] = {}
         """Requests that want their monitors' readings."""
-        self._sequences: dict[int, EngineRequest] = {}
-        self._owners: Counter[str] = Counter()
+        self._requests: dict[int, EngineRequest] = {}
         self._arrivals = 0
         self._done: list[Result] = []
-        self._untold: list[Event] = []
-        """Events of requests that were submitted before a ``generate``, from its steps."""
-        self._stepping = False
+        self._refit = False
+        """True if the model changed and the held configurations were not compared with it."""
 
     @property
     def steering(self) -> SteeringState:
         """Globals, tiers, held configurations, monitors and named vectors, for the model as it is now."""
-        if self._still and self._state.changed:
+        if not self._requests:
             self._look()  # so that what is set next is compared with the adapters that are attached
         return self._steering
 
     @property
     def busy(self) -> bool:
-        """True if a step would do something.
-
-        A request runs or waits and is not paused, the deadline of a paused one has passed, or a result was not returned yet.
-        """
-        return bool(self._done or (self._going or self._overdue() if self.paused else self._sequences))
+        """True if a step would do something: a request runs or waits, or a result was not returned yet."""
+        return bool(self._done or self._requests)
 
     @property
     def resources(self) -> dict[str, int]:
-        """Resources that requests hold now: rows and bytes of keys and values, patch slots, and steering rows."""
-        slots, patches = self._residents.slots, self._residents.patches
-        return {"slots": slots.used, "slot_bytes": slots.bytes, "patch_slots": patches, "steering_rows": self._steering.rows.used}
-
-    @property
-    def _going(self) -> bool:
-        """True if requests still run that ``pause("finish")`` lets end."""
-        return len(self._sequences) > len(self._late) and not self._kept
-
-    @property
-    def _still(self) -> bool:
-        """True if the model may be changed now: no request runs or waits, but for those that a pause keeps."""
-        return not (self._going if self.paused else self._sequences)
-
-    @checked
-    def check(self, request: Request) -> None:
-        """Raise what ``submit`` would raise except for a full queue, without queueing the request."""
-        self._checked(request)
+        """Resources that requests hold now: rows and bytes of keys and values, and steering rows."""
+        slots = self._residents.slots
+        return {"slots": slots.used, "slot_bytes": slots.bytes, "steering_rows": self._steering.rows.used}
 
     @checked
     def submit(self, request: Request) -> int:
@@ -248,45 +181,25 @@ class Engine:
             RuntimeError, OSError: the model is in training mode or has another dtype, device or attention than it had, or the store
                 cannot be read.
         """
-        asked, patches = self._checked(request)
-        with unbroken():
-            return self._queued(asked, patches)
-
-    def _queued(self, asked: Request, patches: tuple[Resolved, ...]) -> int:
-        """Queue a request that was checked."""
-        waiting = len(self.scheduler.waiting) + len(self._late)
-        if self.queue is not None and waiting >= self.queue:
-            raise QueueFullError(f"{waiting} requests wait already, which is the limit: submit this one again later")
+        request, patches = self._checked(request)
+        if self.queue is not None and len(self.scheduler.waiting) >= self.queue:
+            raise QueueFullError(f"{self.queue} requests wait already, which is the limit: submit this one again later")
         number = self._arrivals
         self._arrivals += 1
-        sampling = self._seeded(asked.sampling)
-        named = {name: self._steering.vectors[name] for rule in asked.rules for name in rule.names}
-        sequence = EngineRequest(number, number, asked, Result(number, seed=sampling.seed), sampling, patches, named)
-        sequence.turn = self._shares[asked.priority].turn(asked.owner, number, sequence.reach)
-        if asked.deadline is not None:
-            self._deadlines[sequence] = monotonic() + asked.deadline
-        if asked.readings:
-            self._readers[number] = sequence
+        sampling = self._seeded(request.sampling)
+        one = EngineRequest(number, request, Result(number, seed=sampling.seed), sampling, patches)
+        if request.readings:
+            self._readers[number] = one
         if sampling.stop:
-            sequence.text = GrowingText(self.tokenizer, sampling.stop, asked.prompt)
-        self._sequences[number] = sequence
-        self._owners[asked.owner] += 1
-        if self.paused:
-            self._late.append(sequence)
-        else:
-            self.scheduler.add(sequence)
+            one.text = GrowingText(self.tokenizer, sampling.stop, request.prompt)
+        self._requests[number] = one
+        self.scheduler.add(one)
         return number
 
-    def partial(self, request: int) -> Result:
-        """Return the result so far of a request that has not ended. ``KeyError`` if it is not in the engine."""
-        return self._find(request).result
-
-    @unbroken()
     def cancel(self, request: int) -> None:
         """End a request at once; it still gets a result. ``KeyError`` if the request is not in the engine."""
         self._end(self._find(request), "cancelled")
 
-    @unbroken()
     def preempt(self, request: int) -> None:
         """Preempt a running request, as happens if room runs out. ``KeyError`` if it is not running."""
         one = self._find(request)
@@ -299,166 +212,104 @@ class Engine:
     def generate(self, requests: Iterable[Request], *, progress: bool = True) -> list[Result]:
         """Run ``requests`` and return their results in order. A progress bar counts tokens if this takes more than three seconds.
 
-        If a request is refused, or anything else raises, none of these requests stays in the engine. Results and events of requests
-        that were submitted before come with the next ``step``.
+        If a request is refused, or anything else raises, these requests are cancelled. Results of requests that were submitted
+        before come with the next ``step``.
 
         Raises:
-            RuntimeError: the engine is paused.
+            ValueError, KeyError, RuntimeError: as ``submit`` and ``step``.
         """
-        if self.paused:
-            raise RuntimeError("the engine is paused, so that no request would run: call resume() before")
-        most: dict[int, int] = {}
+        numbers: list[int] = []
         results: dict[int, Result] = {}
         others: list[Result] = []
-        untold: list[Event] = []
-        owners = set(self._owners)
-        with unbroken() as let_through:
-            try:
-                for request in requests:
-                    most[self.submit(request)] = request.sampling.max_new
-                    let_through()
-                with tqdm(total=sum(most.values()), unit="token", delay=3, leave=False, disable=None if progress else True) as bar:
-                    while len(results) < len(most):
-                        if not self.busy:
-                            raise RuntimeError(
-                                "the engine was paused while these requests ran: call resume() and submit them again"
-                            )
-                        before = self.tokens
-                        done = self.step()
-                        untold += [event for event in self.events if event.request not in most]
-                        ended = {one.request: one for one in done if one.request in most}
-                        others += [one for one in done if one.request not in most]
-                        results |= ended
-                        # a request that stopped early counts as complete
-                        bar.update(self.tokens - before + sum(most[number] - len(one.tokens) for number, one in ended.items()))
-                        let_through()
-            except BaseException:
-                self._withdraw(most, owners)
-                raise
-            finally:
-                self._done, self._untold = others + self._done, untold + self._untold
-        return [results[number] for number in most]
+        try:
+            for request in requests:
+                numbers.append(self.submit(request))
+            most = sum(self._requests[number].sampling.max_new for number in numbers)
+            with tqdm(total=most, desc="tokens", delay=3, leave=False, disable=None if progress else True) as bar:
+                while len(results) < len(numbers):
+                    before = self.tokens
+                    for result in self.step():
+                        if result.request in numbers:
+                            results[result.request] = result
+                        else:
+                            others.append(result)
+                    bar.update(self.tokens - before)
+        except BaseException:
+            for number in self._requests.keys() & set(numbers):
+                self.cancel(number)
+            self._done = [result for result in self._done if result.request not in numbers]
+            raise
+        finally:
+            self._done = others + self._done
+        return [results[number] for number in numbers]
 
     @torch.no_grad()
     def step(self) -> list[Result]:
         """Run one step and return the results of the requests that ended since the last one.
 
-        An interrupt (Ctrl-C) is raised when the step is done; the next one goes on and returns the results.
-
         Raises:
-            RuntimeError: the model changed while requests run, so that their keys and values are those of another model, or a step
-                is being run already, which has called a controller.
+            RuntimeError: the model changed while requests run, so that their keys and values are those of another model.
         """
-        if self._stepping:
-            raise RuntimeError("a step cannot be run within a step: submit(request) there, and it runs from the next step on")
-        with unbroken():
-            self._stepping = True
-            try:
-                self._step()
-            finally:
-                self._stepping = False
-        done, self._done = self._done, []
-        return done
-
-    def _step(self) -> None:
-        self.events, self._untold = self._untold, []
-        self._expire()
-        if self._going if self.paused else self._sequences:
-            self._state.glance()
-            if self._sequences and (what := self._state.changed):
+        self.events = []
+        if self._requests:
+            if self._version.changed:
                 raise RuntimeError(
-                    f"the model changed while {len(self._sequences)} requests ran ({what}): let them end before, cancel them, "
-                    "or pause the engine around a change of weights"
+                    f"the model changed while {len(self._requests)} requests ran: let them end before, or cancel them with close()"
                 )
-            self.controllers.before_step(self._steering)
-            self._move_up()
-            turn = self._residents.plan(self.scheduler)
-            for one in turn.admitted:
-                self._shares[one.request.priority].served(one.request.owner, one.id, one.turn)
+            plan = self.scheduler.plan(self._residents.admit, self._residents.put_back)
             for one, reason in self._residents.failed:
                 self._residents.leave(one)
                 self._hand_out(one, "error", reason)
             self._residents.failed.clear()
-            if turn.pieces:
-                self._run(turn.pieces)
-            elif self.scheduler.waiting and not self.scheduler.running and not turn.preempted:
-                # a request that was preempted just now comes back in the next step, and may hold what the first one lacks
-                self._end(first := self.scheduler.waiting[0], "error", self._residents.lacking(first))
+            if plan.pieces:
+                self._run(plan.pieces)
+            elif self.scheduler.waiting and not self.scheduler.running and not plan.preempted:
+                reason = "held configurations leave it no steering row: drop one, or raise steering_rows"
+                self._end(self.scheduler.waiting[0], "error", reason)
             self.steps += 1
+        done, self._done = self._done, []
+        return done
 
     def _run(self, pieces: list[tuple[EngineRequest, int]]) -> None:
         """Run the step's forwards, append one token to each request that is ready to sample, and end the finished ones."""
-        pieces = self._residents.fit(pieces)
-        self._residents.note(pieces)
         starts = {one: one.computed for one, _ in pieces}
-        ended: list[tuple[EngineRequest, Finish, str | None]] = []
-        ran = None
+        ended: dict[EngineRequest, tuple[Finish, str | None]] = {}
         try:
-            ran = self._runner.run(pieces, self.controllers.wants(self.decoder.shape))
-            self._read(ran)
-            if ran.logits is not None:
-                self._append(ran.due, ran.logits, ended)
-        except BaseException:
-            if ran is not None:
-                self._tell(starts, ran)
-            for one, finish, error in ended:
-                self._end(one, finish, error)
+            self._residents.fit(pieces)
+            self._residents.note(pieces)
+            output = self._runner.run(pieces, self.controllers.wants)
+            self._read(output)
+            if output.logits is not None:
+                self._append(output.due, output.logits, ended)
+        except BaseException:  # Ctrl-C, for example: what these requests have computed is not known
             for one, _ in pieces:
-                if one.id in self._sequences and (one.computed == one.known or one.generated == one.sampling.max_new):
-                    self._end(one, "error", "the step that made its next token was interrupted")
+                self._end(one, "cancelled")
             raise
-        self._tell(starts, ran)
+        self._report(starts, output)
         for one, count in pieces:
             if count > 1:
                 self._residents.publish(one)
-        if failed := ran.failed | self._residents.lost:
-            ended = [one for one in ended if one[0] not in failed] + [(one, "error", why) for one, why in failed.items()]
-            self._residents.lost.clear()
-        if ran.interrupt is not None:
-            pieces = [(one, count) for one, count in pieces if one.computed > starts[one]]
-        try:
-            if len(self.controllers.sync) > 1 or not self._residents.rules.idle:
-                self.controllers.after_step(self._view(pieces, ran, {one for one, *_ in ended}), self._steering)
-        finally:  # a request that has its last token must not get another one, whatever came between
-            self._residents.vacate(one for one, *_ in ended)
-            for one, finish, error in ended:
-                if one.id in self._sequences:  # otherwise a controller has cancelled it
-                    self._end(one, finish, error)
-        if ran.interrupt is not None:
-            raise ran.interrupt
+        for one, reason in (output.failed | self._residents.lost).items():
+            ended[one] = "error", reason
+        self._residents.lost.clear()
+        if self.controllers.controllers:
+            self.controllers.after_step(self._view(pieces, output, set(ended)), self._steering)
+        self._residents.vacate(ended)
+        for one, (finish, error) in ended.items():
+            if one.id in self._requests:  # otherwise a controller has cancelled it
+                self._end(one, finish, error)
 
-    def _move_up(self) -> None:
-        """Give an owner's waiting requests the turns of its requests that left before they ran."""
-        moved = {number: turn for priority, owner in self._moved for number, turn in self._shares[priority].turns(owner).items()}
-        self._moved.clear()
-        for number, turn in moved.items():
-            one = self._sequences[number]
-            one.turn = min(one.turn, turn)  # one that has gained a level stays the first there
-        if moved:
-            self.scheduler.sort()
-
-    def _overdue(self) -> list[EngineRequest]:
-        """Return the requests whose deadline has passed."""
-        now = monotonic() if self._deadlines else 0.0
-        return [one for one, ends in self._deadlines.items() if ends <= now]
-
-    def _expire(self) -> None:
-        """End the requests whose deadline has passed."""
-        for one in self._overdue():
-            asked = one.request.deadline
-            self._end(one, "error", f"its deadline of {asked:g} s has passed, after {one.generated} tokens: give it more time")
-
-    def _read(self, ran: Ran) -> None:
+    def _read(self, output: StepOutput) -> None:
         """Store the monitors' readings with the requests that want them."""
-        for readings in ran.readings if self._readers else ():
+        for readings in output.readings if self._readers else ():
             for request, name, start, track in readings.each():
                 if (one := self._readers.get(request)) is not None:
                     for position, (score, gate) in enumerate(zip(track.scores.tolist(), track.gates.tolist(), strict=True), start):
-                        one.note(position, {name: Reading(score, gate)})
+                        one.note(position, {name: MonitorReading(score, gate)})
 
-    def _tell(self, starts: Mapping[EngineRequest, int], ran: Ran) -> None:
+    def _report(self, starts: Mapping[EngineRequest, int], output: StepOutput) -> None:
         """Collect the step's events."""
-        due = set(ran.due)
+        due = set(output.due)
         for one, start in starts.items():
             result = one.result
             new = result.tokens[-1] if one in due and len(one.tokens) > one.computed else None
@@ -468,189 +319,79 @@ class Engine:
             if new is not None or read or norms:
                 self.events.append(Event(one.id, new, read, norms))
 
-    @checked
-    @unbroken()
-    def pause(self, mode: Literal["abort", "finish", "keep"] = "finish") -> None:
-        """Stop admitting requests, so that the model's weights may be changed; new requests wait for ``resume``.
-
-        Args:
-            mode: what happens to the requests in the engine. ``abort`` cancels them. ``finish`` lets them run to their end: call
-                ``step`` while ``busy``. ``keep`` stops them where they are; they go on after ``resume``.
-
-        Raises:
-            RuntimeError: the engine is paused already.
-        """
-        if self.paused:
-            raise RuntimeError("the engine is paused already: call resume() before")
-        if mode == "abort":
-            for one in list(self._sequences.values()):
-                self._end(one, "cancelled")
-        self.paused, self._kept = True, mode == "keep"
-        for one in list(self.scheduler.running) if self._kept else ():
-            self.scheduler.put_back(one)
-            self._residents.put_back(one)
-
-    @unbroken()
-    def resume(self) -> None:
-        """Resume after ``pause``. If the model has changed, everything that depends on it is dropped.
-
-        Requests that were kept then compute their keys and values, captures and readings anew, from the tokens that they have. One
-        that writes a run or patches from one ends with an error, because these belong to the model before.
-
-        Raises:
-            RuntimeError: the engine is not paused, or ``pause("finish")`` still has requests to end.
-            ValueError, KeyError: what acts on all requests, or is held, does not fit adapters that were attached anew: clear or
-                drop it, and call this again.
-        """
-        if not self.paused:
-            raise RuntimeError("the engine is not paused")
-        if self._going:
-            raise RuntimeError("requests that may finish are still running: call step() while the engine is busy, then resume()")
-        self._look()
-        if self._refit:
-            self._steering.refit()
-            self._refit = False
-            for one in list(self._sequences.values()):
-                read = one.id < self._seen and any(isinstance(patch.source, FromRun) for patch in one.request.patch)
-                if one.writer is not None or read:
-                    self._end(one, "error", "the weights were changed while it ran, and its run belongs to those before")
-                elif (why := self._unfit(one)) is not None:
-                    self._end(one, "error", why)
-                else:
-                    one.restart()
-        self.paused = self._kept = False
-        late, self._late = self._late, []
-        for one in late:
-            if one.id in self._sequences:
-                self.scheduler.add(one)
-
-    @unbroken()
     def close(self) -> None:
         """Cancel all remaining requests."""
-        for one in list(self._sequences.values()):
+        for one in list(self._requests.values()):
             self._end(one, "cancelled")
 
-    @unbroken()
-    def _look(self) -> None:
+    def model_changed(self) -> None:
+        """Drop everything that depends on the model, after a change that the engine does not see (see the module).
+
+        Raises:
+            RuntimeError: requests run or wait, whose keys and values are those of the model before.
+        """
+        if self._requests:
+            raise RuntimeError(f"{len(self._requests)} requests run or wait: let them end before, or cancel them with close()")
+        self._look(changed=True)
+
+    def _look(self, changed: bool = False) -> None:
         """Compare the model with what it was, and drop everything that depends on it if it has changed."""
-        if self._state.look():
+        if self._version.look() or changed:
+            self._version.forget()
             self.prefixes.clear()
             self.decoder.forget()
             self._runner.forget()
             self._steering.set_adapter_sites(self.decoder.adapters())
-            self._refit, self._seen = True, self._arrivals
-
-    def _withdraw(self, requests: Iterable[int], owners: Set[str]) -> None:
-        """Remove requests as if they had never been submitted; ``owners`` are those that had other requests before."""
-        withdrawn = set(requests)
-        for number in withdrawn & self._sequences.keys():
-            one = self._sequences[number]
-            new = {one.request.owner} - owners
-            self._owners.update(new)  # so that what the owner held before does not end with this request
-            self._end(one, "cancelled")  # its unfinished run is not kept
-            self._owners.subtract(new)
-        self._owners = +self._owners
-        self._residents.rules.withdraw(withdrawn)
-        self._done = [one for one in self._done if one.request not in withdrawn]
+            self._refit = True
 
     def _find(self, request: int) -> EngineRequest:
-        if isinstance(request, bool) or not isinstance(request, int | np.integer) or request not in self._sequences:
+        if isinstance(request, bool) or not isinstance(request, int | np.integer) or request not in self._requests:
             raise KeyError(f"request {request} is not in the engine: it has ended, or was never submitted")
-        return self._sequences[int(request)]
+        return self._requests[int(request)]
 
     def _checked(self, request: Request) -> tuple[Request, tuple[Resolved, ...]]:
         """Return the request with its names resolved, and its patches with their sources; raise if it could never run."""
-        if self._still and (not self.paused or self._state.changed):
+        if not self._requests:
             self._look()
         model, residents, store = self.decoder, self._residents, self._residents.store
         model.demand_fit()
         refuse(request, model.context, model.vocabulary)
-        room = self.scheduler.room
-        if room is not None and len(request.prompt) + request.sampling.max_new > room:
-            raise ValueError(f"{len(request.prompt)} + {request.sampling.max_new} tokens exceed the engine's room of {room}")
+        length, room = len(request.prompt) + request.sampling.max_new, self.scheduler.room
+        if room is not None and length > room:
+            raise ValueError(f"{length} tokens of prompt and completion exceed the engine's room of {room}")
         if request.sampling.stop and self.tokenizer is None:
             raise ValueError("stop texts need a tokenizer: give the engine one, or use stop_tokens")
-        limit, needed = residents.slot_bytes, residents.slots.cost(len(request.prompt) + request.sampling.max_new - 1)
-        if limit is not None and needed > limit:
+        if residents.slot_bytes is not None and (needed := residents.slots.cost(length - 1)) > residents.slot_bytes:
             raise ValueError(
-                f"{len(request.prompt)} + {request.sampling.max_new} tokens need {needed:,} bytes of keys and values, but the "
-                f"engine may hold {limit:,}: ask for fewer tokens, or raise slot_bytes"
+                f"{length} tokens need {needed:,} bytes of keys and values, but the engine may hold {residents.slot_bytes:,}: ask "
+                "for fewer tokens, or raise slot_bytes"
             )
-        crowded = Counter(patch.site for patch in request.patch)
-        for site, count in crowded.items():
-            if count > residents.patch_slots:
-                raise ValueError(f"{count} patches at {site} exceed the engine's limit of {residents.patch_slots} per site")
-        for site in {*crowded, *(capture.site for capture in request.capture), *request.norms, *self._steering.sites()}:
+        sites = {*(patch.site for patch in request.patch), *(capture.site for capture in request.capture), *request.norms}
+        for site in sites | self._steering.sites():
             model.shape(site)  # raises an error for an unknown site, or one whose adapters are off
         if self._refit:
             self._steering.refit()
-            self._refit = self.paused  # resume has requests to compute anew
+            self._refit = False
         named = self._steering.vectors
         steering = request.steering and request.steering.resolved(looker(named))
-        asked = request
-        if steering is not request.steering or request.rules:  # a copy is validated anew, which takes longer than all of this
-            asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
-        for monitor in (steering or UNSTEERED).monitors:
-            self.controllers.demand_same(monitor, named)
-        if len(rivals := self._rivals(steering or UNSTEERED)) > 1:
-            raise ValueError(
-                f"the controllers {rivals[0]!r} and {rivals[1]!r} would both set the scale and the row of this request: give each "
-                "a monitor of its own"
-            )
-        self.controllers.demand_held(rivals, self._steering.configurations)
-        residents.rules.check(self._steering, asked.rules, steering, asked.conversation)
-        shaped = {name: one.data if one.flat else one.data.reshape(one.shape) for name, one in named.items()}
-        vectors = shaped if request.patch else {}
+        if steering is not request.steering:  # a copy is validated anew, which takes longer than all of this
+            request = replace(request, steering=steering)
+        self._steering.check(steering)
+        vectors = (
+            {name: one.data if one.flat else one.data.reshape(one.shape) for name, one in named.items()} if request.patch else {}
+        )
         with nullcontext() if store is None else store.unchanged():
             self._refuse_runs(request, store)
-            return asked, resolve(request.patch, model.shape, runs=store, vectors=vectors, dtype=model.dtype, device=model.device)
-
-    def _unfit(self, one: EngineRequest) -> str | None:
-        """Return why the interventions of a request do not fit a model whose adapters were attached anew; ``None`` if they do."""
-        try:
-            for patch in one.patches:
-                if (shape := self.decoder.shape(patch.site)) != tuple(patch.source.shape):
-                    return f"the patch at {patch.site} has shape {list(patch.source.shape)}, but the site has {list(shape)} now"
-            if one.admitted:
-                self._steering.refit(one.id)
-        except (ValueError, KeyError) as error:
-            return str(error.args[0])
-        return None
-
-    def _refuse_monitor(self, name: str, monitor: Monitor, request: int | None) -> None:
-        """Raise ``ValueError`` for a monitor that would set a probe controller on a request beside rules or another one.
-
-        Likewise for one that a controller would take for its own.
-        """
-        self.controllers.demand_same(monitor, self._steering.vectors)
-        every = self.controllers.probe_controllers(())
-        readers = [one for one in self.controllers.probe_controllers({name}) if one not in every]
-        if not readers:
-            return
-        rules, sequences = self._residents.rules, self._sequences
-        for one in sequences.values() if request is None else [sequences[request]] if request in sequences else []:
-            asked = one.request
-            names = {*(monitor.name for monitor in (asked.steering or UNSTEERED).monitors), *self._steering.watching(one.id)}
-            rivals = self.controllers.probe_controllers({name, *names, *self._steering.monitors}, one.id)
-            self.controllers.demand_held(rivals, self._steering.configurations)
-            told = asked.rules, asked.steering, asked.conversation, one.named
-            if len(rivals) > 1 or rules.switches(self._steering, one.id, *told):
-                raise ValueError(
-                    f"the controller {readers[0]!r} would read this monitor on request {one.id}, whose scale and row a rule or "
-                    "another controller sets: set it on other requests, or when this one has ended"
-                )
-
-    def _rivals(self, steering: Steering) -> list[str]:
-        """Return the names of the probe controllers that set the scale and the row of a request with this steering."""
-        return self.controllers.probe_controllers({*(monitor.name for monitor in steering.monitors), *self._steering.monitors})
+            patches = resolve(request.patch, model.shape, runs=store, vectors=vectors, dtype=model.dtype, device=model.device)
+        return request, patches
 
     def _refuse_runs(self, request: Request, store: RunStore | None) -> None:
         """Raise if a run cannot be read by this model or cannot be written."""
         read = {patch.source.run for patch in request.patch if isinstance(patch.source, FromRun)}
         for run in read if store is not None else ():
             assert store is not None
-            if (captured := store.info(run).weights) != self._state.weights():
-                raise ValueError(invalid(run, captured, self._state.weights()))
+            if (captured := store.info(run).weights) != self._version.weights():
+                raise ValueError(invalid(run, captured, self._version.weights()))
         if request.run is None:
             return
         if store is None:
@@ -658,7 +399,7 @@ class Engine:
         demand_name(request.run)
         if not request.capture:
             raise ValueError(f"run {request.run!r} would be empty: the request captures nothing")
-        if any(one.request.run == request.run for one in self._sequences.values()):
+        if any(one.request.run == request.run for one in self._requests.values()):
             raise ValueError(f"another request of the engine already writes run {request.run!r}: use another name")
         if request.run in store:
             raise ValueError(f"there is already a run {request.run!r}: drop it first, or use another name")
@@ -669,57 +410,42 @@ class Engine:
             return sampling
         return replace(sampling, seed=int(torch.randint(2**53, (), generator=self._seeds, device=self._seeds.device)))
 
-    def _append(self, due: list[EngineRequest], logits: Tensor, ended: list[tuple[EngineRequest, Finish, str | None]]) -> None:
+    def _append(self, due: list[EngineRequest], logits: Tensor, ended: dict[EngineRequest, tuple[Finish, str | None]]) -> None:
         """Append the next token of each request in ``due``; add those that end to ``ended``, with finish and error."""
         if self._residents.exact and logits.is_cuda and len(due) > 1:  # there a long row's softmax is split by its address
             for i, one in enumerate(due):
                 self._append([one], logits[i : i + 1].clone(), ended)
             return
         uniforms = [one.uniforms[one.generated] if one.uniforms else 0.0 for one in due]
-        try:
-            chosen, values = choose(logits, [one.sampling for one in due], uniforms)
-        except Exception as error:  # no memory for all of them at once, or for this one
-            if len(due) == 1:
-                ended.append((due[0], "error", failure("the choice of its next token", error)))
-            else:
-                for i, one in enumerate(due):
-                    self._append([one], logits[i : i + 1], ended)
-            return
+        chosen, values = choose(logits, [one.sampling for one in due], uniforms)
         for i, (one, token, value) in enumerate(zip(due, chosen.tolist(), values.tolist(), strict=True)):
             if not isfinite(value):
                 reason = f"the logits at position {one.known - 1} are not finite: is an intervention too strong?"
-                ended.append((one, "error", reason))
+                ended[one] = "error", reason
                 continue
-            what = "the log-probabilities of its next token"
+            one.result.tokens.append(_detailed(token, logits[i], one.sampling) if one.detailed else Token(token))
+            one.tokens.append(token)
+            self.tokens += 1
             try:
-                one.result.tokens.append(_detailed(token, logits[i], one.sampling) if one.detailed else Token(token))
-                one.tokens.append(token)
-                self.tokens += 1
-                what = _DECODING  # a tokenizer is the user's code, whose errors must not end other requests
                 stopped = one.stops and self._stopped(one, token)
-            except Exception as error:
-                ended.append((one, "error", failure(what, error)))
+            except Exception as error:  # a tokenizer is the user's code, whose errors must not end other requests
+                ended[one] = "error", failure(_DECODING, error)
                 continue
-            if stopped:
-                ended.append((one, "stop", None))
-            elif len(one.tokens) >= one.most:
-                ended.append((one, "length", None))
+            if stopped or len(one.tokens) >= one.most:
+                ended[one] = "stop" if stopped else "length", None
 
     def _logprobs(self, logits: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
-        if self._residents.exact and logits.is_cuda:
+        if self._residents.exact and logits.is_cuda:  # there a long row's softmax is split by its address
             return torch.cat([row.clone().log_softmax(-1) for row in logits.split(1)])
         return logits.log_softmax(-1)
 
-    def _view(self, pieces: list[tuple[EngineRequest, int]], ran: Ran, ended: set[EngineRequest]) -> StepView:
+    def _view(self, pieces: list[tuple[EngineRequest, int]], output: StepOutput, ended: set[EngineRequest]) -> StepView:
         """Return the controllers' view of the step."""
-        readings: dict[int, Mapping[str, Reading]] = {}
-        for each in ran.readings:
+        readings: dict[int, Mapping[str, MonitorReading]] = {}
+        for each in output.readings:
             readings |= each.last()
-        places = {one: i for i, one in enumerate(ran.due)}
-        try:
-            logprobs = None if ran.logits is None else self._logprobs(ran.logits)
-        except RuntimeError:  # no memory for them: controllers must see the step in any case
-            logprobs = None
+        places = {one: i for i, one in enumerate(output.due)}
+        logprobs = None if output.logits is None else self._logprobs(output.logits)
         views = []
         for one, _ in pieces:
             drawn = places.get(one) if one.known > one.computed else None  # a failed request has no token
@@ -729,13 +455,13 @@ class Engine:
                     one.computed - 1,
                     None if drawn is None else one.tokens[-1],
                     None if drawn is None or logprobs is None else float(logprobs[drawn][one.tokens[-1]]),
-                    ran.seen.get(one.id, {}),
+                    output.seen.get(one.id, {}),
                     readings.get(one.id, {}),
                     one in ended,
                     one.prompt,
                 )
             )
-        return StepView(self.steps, tuple(views), self._sequences.keys())
+        return StepView(self.steps, tuple(views), self._requests.keys())
 
     def _stopped(self, one: EngineRequest, token: int) -> bool:
         """Return whether the token ends the request, or a stop text has appeared with it."""
@@ -745,22 +471,12 @@ class Engine:
 
     def _end(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
         """End a request and release its resources."""
-        if one in self._late:
-            self._late.remove(one)
-        else:
-            self.scheduler.remove(one)
+        self.scheduler.remove(one)
         self._residents.leave(one)
         self._hand_out(one, finish, error)
 
     def _hand_out(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
-        del self._sequences[one.id]
-        self._owners[one.request.owner] -= 1
-        if not self._owners[one.request.owner]:
-            del self._owners[one.request.owner]
-            self._steering.leave(one.request.owner)
-        if self._shares[one.request.priority].left(one.request.owner, one.id) is not None:
-            self._moved.add((one.request.priority, one.request.owner))
-        self._deadlines.pop(one, None)
+        del self._requests[one.id]
         self._readers.pop(one.id, None)
         result = one.result
         result.finish, result.error = finish, error
@@ -777,21 +493,6 @@ class Engine:
         one.settle()
         self.last_error = result.error or self.last_error
         self._done.append(result)
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method`` for a part of its engine to call.
-
-    The part does not keep the engine alive: its keys and values are freed with its last reference, not with a later collection.
-    """
-    weak = WeakMethod(method)
-
-    def call(*given: Any) -> Any:
-        if (bound := weak()) is None:
-            raise RuntimeError("the engine that this belongs to is gone: keep the engine, not only its parts")
-        return bound(*given)
-
-    return call
 
 
 def _detailed(token: int, logits: Float[Tensor, " v"], sampling: Sampling) -> Token:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -16,10 +16,9 @@ from mi_route2.engine.cache import SHELF, Slots, View
 from mi_route2.engine.request import EngineRequest
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.hosts.decoder import Decoder
-from mi_route2.hosts.state import ModelState
 from mi_route2.patching.patches import Resolved, firing
 from mi_route2.sites import Site
-from mi_route2.steering.plan import Layout, Piece
+from mi_route2.steering.plan import BatchLayout, Piece
 from mi_route2.steering.specs import patch, wide
 from mi_route2.steering.state import Readings, SteeringState
 
@@ -70,8 +69,8 @@ class LayoutForward:
     it can be run again.
     """
 
-    def __init__(self, decoder: Decoder, steering: SteeringState, state: ModelState):
-        self._decoder, self._steering, self._state = decoder, steering, state
+    def __init__(self, decoder: Decoder, steering: SteeringState):
+        self._decoder, self._steering = decoder, steering
         self._host: Host = decoder.host
         self._hooks: AbstractContextManager[None] | None = None
         self._prepared: dict[frozenset[Site], AbstractContextManager[None]] = {}
@@ -82,13 +81,12 @@ class LayoutForward:
         self._steered = False
 
     def run(
-        self, layout: Layout, tokens: Tensor, cache: View, work: dict[Site, Work], keep: Tensor | None, steered: bool
+        self, layout: BatchLayout, tokens: Tensor, cache: View, work: dict[Site, Work], keep: Tensor | None, steered: bool
     ) -> tuple[Tensor, Readings | None]:
         """Return the logits ``[b n v]`` at the columns ``keep``, and the monitor readings.
 
-        ``steered`` is the answer of ``SteeringState.begin(layout)``. A model of known code runs in inference mode, in which torch
-        keeps no record of views and versions: a twentieth of the engine's time. Somebody else's hook might keep its tensors and
-        train on them, so that with one the forward is as any other without gradients.
+        ``steered`` is the answer of ``SteeringState.begin(layout)``. The model runs in inference mode, in which torch keeps no
+        record of views and versions: a twentieth of the engine's time.
         """
         self._steered = steered
         self._need(work.keys() | self._steering.sites() if self._steered else work.keys())
@@ -97,7 +95,7 @@ class LayoutForward:
         self._taken.clear()
         try:
             allowed = None if cache.causal and self._decoder.unmasked else cache.allowed
-            with nullcontext() if self._state.opaque else torch.inference_mode():
+            with torch.inference_mode():
                 logits = self._decoder(tokens, layout.positions, allowed, cache, keep=keep)
             if silent := self._sites - self._fired:
                 raise RuntimeError(f"these hooks did not fire in a forward of the engine: {', '.join(map(str, sorted(silent)))}")
@@ -164,12 +162,12 @@ WASTE = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Ran:
+class StepOutput:
     """Output of one engine step.
 
     ``due`` are the requests to sample a next token for, with their logits ``[n v]`` in float32 or wider; ``readings`` are the
     monitor readings of each forward; ``seen`` maps request to site to the value at its last token; ``failed`` maps each request
-    whose forward raised to the reason; ``interrupt`` is a KeyboardInterrupt or the like, after which no forward was begun.
+    whose forward raised to the reason.
     """
 
     due: list[EngineRequest]
@@ -177,7 +175,6 @@ class Ran:
     readings: list[Readings]
     seen: dict[int, dict[Site, Tensor]]
     failed: dict[EngineRequest, str]
-    interrupt: BaseException | None = None
 
 
 def failure(what: str, error: Exception) -> str:
@@ -185,66 +182,58 @@ def failure(what: str, error: Exception) -> str:
     return f"{what} failed with {type(error).__name__}: {' '.join(str(error).split()) or 'it says no more':.400}"
 
 
-class Runner:
+class ForwardRunner:
     """Runner of the pieces of a step.
 
     ``exact`` runs every request by itself, in chunks that end at multiples of ``grain`` or with the prompt.
     """
 
-    def __init__(self, decoder: Decoder, slots: Slots, steering: SteeringState, state: ModelState, *, exact: bool, grain: int):
+    def __init__(self, decoder: Decoder, slots: Slots, steering: SteeringState, *, exact: bool, grain: int):
         self.decoder, self.slots, self.steering = decoder, slots, steering
         self._exact, self._grain = exact, grain
-        self._forward = LayoutForward(decoder, steering, state)
+        self._forward = LayoutForward(decoder, steering)
         self.forget = self._forward.forget
 
-    def run(self, pieces: Iterable[tuple[EngineRequest, int]], wants: frozenset[Site] = frozenset()) -> Ran:
+    def run(self, pieces: Iterable[tuple[EngineRequest, int]], wants: frozenset[Site] = frozenset()) -> StepOutput:
         """Compute the pieces; ``wants`` are sites to capture at the last token of each.
 
         A forward that fails is repeated for each of its requests alone, so that only the request that cannot run ends. No hook is
-        left on the model, so every hook that is there between two steps is somebody else's.
+        left on the model between two steps.
         """
         try:
             return self._run(pieces, wants)
         finally:
             self._forward.close()
 
-    def _run(self, pieces: Iterable[tuple[EngineRequest, int]], wants: frozenset[Site]) -> Ran:
-        ran = Ran([], None, [], {}, {})
+    def _run(self, pieces: Iterable[tuple[EngineRequest, int]], wants: frozenset[Site]) -> StepOutput:
+        output = StepOutput([], None, [], {}, {})
         logits: list[Tensor] = []
         waiting = deque(self._groups(pieces))
         while waiting:
-            group = [one for one in waiting.popleft() if one[0] not in ran.failed]
+            group = [span for span in waiting.popleft() if span[0] not in output.failed]
             if not group:
                 continue  # an earlier piece of the same request failed
             work = self._work(group)
             for site in wants:
-                _watch(work.setdefault(site, Work()), site, group, ran.seen)
+                _watch(work.setdefault(site, Work()), site, group, output.seen)
             ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == len(sequence.tokens)]
             try:
                 group_logits, read = self._one(group, work)
-                due = group_logits if len(ends) == len(group) else group_logits[ends] if ends else None
             except Exception as error:  # isolated: out of memory, a hook that did not fire, or any error of the model
                 if len(group) == 1:
-                    ran.failed[group[0][0]] = failure("a forward of this request", error)
+                    output.failed[group[0][0]] = failure("a forward of this request", error)
                 self._forward.close()  # a site that cannot fire must not be demanded of the others
-                waiting.extendleft([one] for one in reversed(group) if len(group) > 1)
+                waiting.extendleft([span] for span in reversed(group) if len(group) > 1)
                 continue
-            except BaseException as error:  # what other forwards of this step have computed is not lost
-                ran = replace(ran, interrupt=error)
-                break
-            if due is not None:
-                ran.due.extend(group[i][0] for i in ends)
-                logits.append(due)
+            output.due.extend(group[i][0] for i in ends)
+            if ends:
+                logits.append(group_logits if len(ends) == len(group) else group_logits[ends])
             if read is not None:
-                ran.readings.append(read)
-        if not ran.due:
-            return ran
-        try:
-            whole = torch.cat(logits) if len(logits) > 1 else logits[0]
-            return replace(ran, logits=whole.to(torch.promote_types(whole.dtype, torch.float32)))
-        except Exception as error:  # the pieces of other requests, and what was read in them, are not lost
-            ran.failed.update(dict.fromkeys(ran.due, failure("a copy of this request's logits", error)))
-            return replace(ran, due=[])
+                output.readings.append(read)
+        if not logits:
+            return output
+        whole = torch.cat(logits) if len(logits) > 1 else logits[0]
+        return replace(output, logits=whole.to(torch.promote_types(whole.dtype, torch.float32)))
 
     def _groups(self, pieces: Iterable[tuple[EngineRequest, int]]) -> Iterator[TokenSpans]:
         if self._exact:
@@ -281,7 +270,7 @@ class Runner:
     def _one(self, group: TokenSpans, work: dict[Site, Work]) -> tuple[Float[Tensor, "b v"], Readings | None]:
         """Run one forward and advance each request's ``computed``; return the logits at the end of each piece."""
         device = self.decoder.device
-        layout = Layout.of([Piece(one.id, start, count, one.prompt) for one, start, count in group], device)
+        layout = BatchLayout.of([Piece(one.id, start, count, one.prompt) for one, start, count in group], device)
         width, steered = layout.positions.shape[1], self.steering.begin(layout)
         if width == 1:
             rows, keep = [one.tokens[start] for one, start, _ in group], None

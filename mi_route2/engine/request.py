@@ -13,16 +13,15 @@ from pydantic import Field
 from torch import Tensor
 
 from mi_route2.engine.cache import Acts, Saved
-from mi_route2.engine.rules import Rule
 from mi_route2.engine.sampling import Sampling, TokenIds
 from mi_route2.engine.text import GrowingText
 from mi_route2.patching.patches import Patch, Resolved
 from mi_route2.runs.record import TokenSelection
 from mi_route2.runs.writer import Writer
 from mi_route2.sites import Site
-from mi_route2.steering.plan import Reading
-from mi_route2.steering.specs import At, Plain, Steering, Vector, several
-from mi_route2.validation import Positive, validated
+from mi_route2.steering.plan import MonitorReading
+from mi_route2.steering.specs import At, Plain, Steering, several
+from mi_route2.validation import validated
 
 Finish = Literal["length", "stop", "cancelled", "error"]
 
@@ -45,16 +44,10 @@ class Request:
         prompt: token ids.
         capture: sites to capture; the values come with the result or, if ``run`` is given, go to the run store under that name.
         priority: higher runs first.
-        rules: changes to make during generation.
-        conversation: the conversation in which rules may hold beyond this request.
-        owner: owner of held configurations and set monitors; these end with the owner's last request. Owners that wait get equal
-            shares of the engine at equal priority.
         readings: return what the request's monitors read at each token but the last one, prompt included; the prompt is then
             computed anew.
         norms: sites whose value's norm is returned for each such token; it is that of a capture, before a
             monitor's gate, so that ``quarantine_out`` has a norm also if the quarantine is closed.
-        deadline: seconds from its submission after which the request ends, with an error.
-        salt: requests with different salts share no cached prefix.
 
     Raises:
         ValueError: a field has the wrong type.
@@ -70,13 +63,8 @@ class Request:
     capture: Annotated[tuple[Capture, ...], several(Capture)] = ()
     run: str | None = None
     priority: Annotated[int, Plain] = 0
-    rules: Annotated[tuple[Rule, ...], several(Rule)] = ()
-    conversation: str | None = None
-    owner: str = "client"
     readings: Annotated[bool, Plain] = False
     norms: Annotated[tuple[Site, ...], several(Site)] = ()
-    deadline: Annotated[Positive, Plain] | None = None
-    salt: str = ""
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # by identity: requests with equal fields are different requests
 
@@ -95,7 +83,7 @@ class Event(NamedTuple):
 
     request: int
     token: Token | None
-    readings: Mapping[int, Mapping[str, Reading]] = MappingProxyType({})
+    readings: Mapping[int, Mapping[str, MonitorReading]] = MappingProxyType({})
     norms: Mapping[int, Mapping[Site, float]] = MappingProxyType({})
 
 
@@ -126,7 +114,7 @@ class Result:
     error: str | None = None
     captured: dict[Site, Captured] = field(default_factory=dict)
     unfired: list[str] = field(default_factory=list)
-    readings: dict[int, dict[str, Reading]] = field(default_factory=dict)
+    readings: dict[int, dict[str, MonitorReading]] = field(default_factory=dict)
     norms: dict[int, dict[Site, float]] = field(default_factory=dict)
     seed: int | None = None
     cached: int = 0
@@ -147,45 +135,34 @@ class Result:
 class EngineRequest:
     """The engine's state of one request.
 
-    ``named`` are the vectors that names in its rules stood for when it came. ``row`` is its row of key-value slots while it
-    runs; ``saved`` holds its keys and values while it is preempted, or ``unsaved`` why there is no memory for them. ``lost`` is
-    called if the run that it writes cannot go on. ``turn`` is its place among equal priorities, ``text`` the text in which stop
-    texts are looked for. ``bare`` is true if it has no patch and captures nothing. ``noted`` is the steering state's change
-    count when ``acts`` was last updated for generated tokens, and ``told`` when the run's notes were. ``needs`` are the
-    steering rows that it wants, if some lacked when it was last asked, and ``lacked`` counts how often some did. ``kept`` is
-    the last position that each capture has.
+    ``row`` is its row of key-value slots while it runs; ``saved`` holds its keys and values while it is preempted. ``lost`` is
+    called if the run that it writes cannot go on. ``text`` is the text in which stop texts are looked for. ``bare`` is true if it
+    has no patch and captures nothing. ``noted`` is the steering state's change count when ``acts`` was last updated for generated
+    tokens, and ``run_noted`` when the run's notes were.
     """
 
     id: int
-    arrival: int
     request: Request
     result: Result
     sampling: Sampling
     patches: tuple[Resolved, ...] = ()
-    named: Mapping[str, Vector] = field(default_factory=dict)
     tokens: list[int] = field(init=False)
     computed: int = 0
     row: int = -1
     saved: Saved | None = None
-    unsaved: str | None = None
     admitted: bool = False
-    needs: frozenset[bytes] = frozenset()
-    lacked: int = 0
     acts: Acts = field(default_factory=Acts)
     noted: int = -1
-    told: int = -1
-    turn: float = 0.0
+    run_noted: int = -1
     text: GrowingText | None = None
     keys: list[bytes] = field(default_factory=list)
     published: int = 0
     writer: Writer | None = None
     lost: Callable[["EngineRequest", str], object] | None = None
     captured: dict[int, list[tuple[list[int], Tensor]]] = field(default_factory=dict)
-    kept: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
-        self.priority = self.request.priority
         self.prompt = len(self.tokens)
         # What every step asks of every request.
         self.most = self.prompt + self.sampling.max_new
@@ -197,8 +174,12 @@ class EngineRequest:
         self.acts.patches = [(patch.position, patch.digest) for patch in self.patches]
 
     @property
-    def owner(self) -> str:
-        return self.request.owner
+    def arrival(self) -> int:
+        return self.id
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
 
     @property
     def known(self) -> int:
@@ -222,18 +203,14 @@ class EngineRequest:
         return min((row for rows in first for row in rows), default=self.prompt)
 
     def keep(self, number: int, positions: list[int], rows: Tensor) -> None:
-        """Store the activations of capture ``number``, but for positions that are stored: an interrupted forward is run again."""
-        stored = sum(position <= self.kept.get(number, -1) for position in positions)
-        positions, rows = positions[stored:], rows[stored:].detach()
-        if not positions:
-            return
+        """Store the activations of capture ``number``."""
+        stored = self.captured.setdefault(number, [])
         if self.request.run is not None:
-            self._write(self.request.capture[number].site, positions, rows)
+            self._write(self.request.capture[number].site, positions, rows.detach())
         else:
-            self.captured.setdefault(number, []).append((positions, rows))
-        self.kept[number] = positions[-1]
+            stored.append((positions, rows.detach()))
 
-    def note(self, position: int, readings: Mapping[str, Reading]) -> None:
+    def note(self, position: int, readings: Mapping[str, MonitorReading]) -> None:
         """Store what monitors read at a position."""
         self.result.readings.setdefault(position, {}).update(readings)
 
@@ -242,16 +219,6 @@ class EngineRequest:
         lengths = rows.flatten(1).to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=-1).tolist()
         for position, length in enumerate(lengths, start):
             self.result.norms.setdefault(position, {})[site] = length
-
-    def restart(self) -> None:
-        """Forget everything that was computed, so that it is computed anew by another model."""
-        self.computed = self.published = self.result.cached = 0
-        self.saved, self.unsaved, self.noted, self.keys = None, None, -1, []
-        self.acts = Acts(patches=self.acts.patches)
-        self.captured.clear()
-        self.kept.clear()
-        self.result.readings.clear()
-        self.result.norms.clear()
 
     def _write(self, site: Site, positions: list[int], rows: Tensor) -> None:
         """Append to the run, if it is still open; a full or closed store, or an ended run, must not affect other requests."""
@@ -269,29 +236,26 @@ class EngineRequest:
         """Move the captures into the result, or close the run; that of a failed or cancelled request is a part, and discarded."""
         result = self.result
         result.unfired = self.unfired()
-        try:
+        if self.request.run is None:
             for number, stored in self.captured.items():
                 positions = tuple(chain.from_iterable(some for some, _ in stored))
                 result.captured[self.request.capture[number].site] = Captured(positions, torch.cat([rows for _, rows in stored]))
-        except RuntimeError as error:
-            result.captured.clear()
-            why = " ".join(str(error).split())
-            told = f"there is no memory for its captured values ({why:.200}): capture fewer sites or positions"
-            result.finish, result.error = "error", result.error or told
-        if self.writer is not None and result.finish in ("error", "cancelled"):
+        if self.writer is None:
+            return
+        if result.finish in ("error", "cancelled"):
             self.writer.abort()
-        elif self.writer is not None:
-            try:
-                self.writer.add_tokens(result.ids)
-                self.writer.close()
-            except (ValueError, RuntimeError, OSError, MemoryError) as error:
-                result.finish, result.error = "error", str(error) or f"there is no memory to store run {self.request.run!r}"
+            return
+        try:
+            self.writer.add_tokens(result.ids)
+            self.writer.close()
+        except (ValueError, RuntimeError, OSError, MemoryError) as error:
+            result.finish, result.error = "error", str(error) or f"there is no memory to store run {self.request.run!r}"
 
     def unfired(self) -> list[str]:
         """Return the captures and patches at positions that were never computed."""
         missed = [f"patch at {one.site}, position {one.position}" for one in self.patches if one.position >= self.computed]
         for number, capture in enumerate(self.request.capture):
-            if capture.selection.positions is None and number not in self.kept:
+            if capture.selection.positions is None and number not in self.captured:
                 missed.append(f"capture at {capture.site}, of which no token came")
             missed += [f"capture at {capture.site}, position {position}" for position in capture.selection.missing(self.computed)]
         return missed

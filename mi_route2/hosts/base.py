@@ -18,15 +18,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
-from mi_route2.adapters.linear import Branch
+from mi_route2.adapters.linear import Branch, RoutedLinear
 from mi_route2.adapters.weights import weights_hash
 from mi_route2.architectures import (
     ADAPTER_HOOKS,
@@ -166,9 +168,6 @@ class Host(ABC):
         A hook that is put on inside of the context may not fire.
         """
         return nullcontext()
-
-    def settle(self) -> None:  # noqa: B027 - most libraries change nothing
-        """Change the model as its library would in the first forward, which would look like a change by somebody else."""
 
     @abstractmethod
     def _prepared(self, edits: Mapping[Site, Edit]) -> Entering:
@@ -501,3 +500,61 @@ class KeyValues(Protocol):
     def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
         """Store new keys and values ``[b h t dh]`` and return all that the queries may attend to, ``[b h S dh]``."""
         ...
+
+
+class ModelVersion:
+    """Version of a model's numbers: torch's counters of in-place writes, and the switches of routed adapters.
+
+    Not seen are writes through ``p.data``, by fused optimizers and from numpy; and changes of hooks, of settings such as scales, of
+    code, and of other libraries' adapters.
+    """
+
+    def __init__(self, host: Host):
+        self._host = host
+        self._tensors: list[Tensor] = []
+        self._weights: str | None = None
+        self.current: tuple[object, ...] = ()
+        self.look()
+
+    def look(self) -> bool:
+        """Walk the model and update ``current``; return True if it is another version than before."""
+        before, tensors = self.current, self._tensors  # kept alive, so that no new tensor has the id of one that was removed
+        model = self._host.model
+        self._tensors = [t for t in chain(model.parameters(), model.buffers()) if not t.is_inference()]
+        self._boards = list({id(m.board): m.board for m in model.modules() if isinstance(m, RoutedLinear)}.values())
+        self.current = self._now()
+        del tensors
+        if self.current != before:
+            self.forget()
+        return self.current != before
+
+    def forget(self) -> None:
+        """Compute the hash of the weights anew, which changed unseen."""
+        self._weights = None
+
+    @property
+    def changed(self) -> bool:
+        """True if a tensor of the last ``look`` was written to since, or an adapter was switched."""
+        return self._now() != self.current
+
+    def weights(self) -> str:
+        """Return ``Host.weights_hash``, computed once for each version."""
+        if self._weights is None:
+            self._weights = self._host.weights_hash()
+        return self._weights
+
+    def _now(self) -> tuple[object, ...]:
+        switches = tuple((board.kept, board.quarantine) for board in self._boards)
+        return tuple(map(id, self._tensors)), sum(t._version for t in self._tensors), switches
+
+
+def forward_hooks(modules: Iterable[nn.Module]) -> Iterator[object]:
+    """Yield the forward hooks of ``modules``, and torch's global ones."""
+    for m in modules:
+        yield from (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+    yield from (*every_module._global_forward_hooks.values(), *every_module._global_forward_pre_hooks.values())
+
+
+def of_libraries(hook: object) -> bool:
+    """Return whether a library has put the hook on its own modules: a bridge, or transformers at the first cached run."""
+    return str(getattr(hook, "__module__", "")).startswith(("transformer_lens.model_bridge.", "transformers."))

@@ -32,10 +32,19 @@ from transformer_lens.model_bridge.sources.native.model import NativeModel
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.linear import Branch, RoutedLinear
 from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, BRIDGE_LINEARS, BRIDGE_POINTS, WRAPPED, Architecture, config_of
-from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, forward_keywords, known_architecture, whole_stream
+from mi_route2.hosts.base import (
+    Edit,
+    Entering,
+    Fired,
+    Host,
+    answered,
+    forward_keywords,
+    known_architecture,
+    of_libraries,
+    whole_stream,
+)
 from mi_route2.hosts.decoder import DECODERS
 from mi_route2.hosts.huggingface import Replays
-from mi_route2.hosts.state import of_libraries
 from mi_route2.sites import Site, Slot, matching, no_adapter, part_at
 
 ROUTE = "route"
@@ -387,15 +396,12 @@ class BridgeHost(Host):
         refuse_config(inner, self.architecture)
         self.bridge = model if isinstance(model, TransformerBridge) else boot(model)
         self.model = self.bridge
-        self.settle()
+        for block in self.bridge.blocks:
+            block._maybe_wire_capture_hooks()  # taken off by changes of the bridge's modes
         refuse_foreign(self.bridge)
         refuse_processed(self.bridge)
         refuse_batching(self.bridge)
         self._places = linears(self.bridge, self.architecture)
-
-    def settle(self) -> None:
-        for block in self.bridge.blocks:
-            block._maybe_wire_capture_hooks()  # taken off by changes of the bridge's modes
 
     def linears(self) -> dict[str, Slot]:
         return {name: place.slot(name) for name, place in self._places.items()}

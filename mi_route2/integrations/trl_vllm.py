@@ -18,7 +18,7 @@ from trl.trainer.utils import ensure_master_addr_port
 from mi_route2.adapters import Adapters
 from mi_route2.vllm.client import abandon, preserving_process
 from mi_route2.vllm.facts import COLDEST, imported
-from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, refuse_changed, refuse_stale
+from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, refuse_stale
 
 PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -148,7 +148,6 @@ def sample_with_vllm(trainer: Any) -> None:
     trainer.eos_token_ids = ends["stop_token_ids"]  # or TRL would take what ends at others for truncated
     dtype = torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else trainer.model.dtype
     demand_dtype(dtype)
-    refuse_changed(trainer.adapters, base, dtype)
     trainer.vllm_generation = PolicyGeneration(
         trainer.adapters,
         dtype,

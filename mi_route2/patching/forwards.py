@@ -18,9 +18,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mi_route2.hosts.base import Edit, Host
+from mi_route2.hosts.base import Edit, Host, forward_hooks, of_libraries
 from mi_route2.hosts.decoder import Decoder
-from mi_route2.hosts.state import forward_hooks, of_libraries
 from mi_route2.patching.targets import Target, entries, seen_by
 from mi_route2.sites import Site
 

@@ -1,6 +1,6 @@
 """Patch sweep: the clean and the corrupt run of a question, and the grid of scores between them."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from mi_route2.architectures import HEADED
 from mi_route2.checks import checked
-from mi_route2.hosts.base import Host
-from mi_route2.hosts.state import ModelState
+from mi_route2.hosts.base import Host, ModelVersion
 from mi_route2.patching.forwards import (
     CellGroup,
     Costs,
@@ -201,7 +200,7 @@ class Sweep:
     costs: Costs
     forwards: Forwards
     seconds: float
-    state: ModelState
+    version: ModelVersion
     prepared: tuple[object, ...]
 
     @property
@@ -209,24 +208,20 @@ class Sweep:
         """Number of cells."""
         return len(self.targets) * len(self.pair.question.columns)
 
-    def run(self, *, exclusive: bool | Callable[[], bool] = False) -> Iterator[Finished]:
+    def run(self) -> Iterator[Finished]:
         """Yield the results forward by forward, first those that need no forward. Leaving the loop early skips the rest.
 
-        The model is compared by content before each forward. ``exclusive`` promises that nothing else runs between two of them; a
-        function is asked before each whether nothing has run since the one before.
-
         Raises:
-            RuntimeError: The model was changed since the sweep was prepared, also between two forwards: the keys, values and
+            RuntimeError: The model was changed since the sweep was prepared (what ``ModelVersion`` sees): the keys, values and
                 residual streams from which cells resume belong to the model before the change.
         """
-        if self._moved():
-            raise self._stale()
+        self._demand_unmoved()
         if self.known:
             yield Finished(self.known)
         for groups in self._portions():
-            entered = yield from self._enter(groups, exclusive)
+            entered = yield from self._enter(groups)
             for group in groups:
-                self._demand_unmoved(exclusive)
+                self._demand_unmoved()
                 rows = [entered[i] for i in group.cells]
                 scores = self.pair.question.grader(self.forwards.run(group, rows), self.pair.clean.logits).tolist()
                 cells = [Cell(row.target, self._column(row), score) for row, score in zip(rows, scores) if row.target is not None]
@@ -245,9 +240,7 @@ class Sweep:
         if portion:
             yield portion
 
-    def _enter(
-        self, groups: Sequence[CellGroup], exclusive: bool | Callable[[], bool]
-    ) -> Generator[Finished, None, Mapping[int, PatchedRow]]:
+    def _enter(self, groups: Sequence[CellGroup]) -> Generator[Finished, None, Mapping[int, PatchedRow]]:
         """Return the rows of these groups with the streams with which they enter; yield nothing finished before each forward."""
         cells = [i for group in groups for i in group.cells]
         entering = self.forwards.enter([self.rows[i] for i in cells], self.costs.rows(self.costs.length))
@@ -257,20 +250,12 @@ class Sweep:
             except StopIteration as end:
                 return dict(zip(cells, end.value))
             yield Finished(())
-            self._demand_unmoved(exclusive)
+            self._demand_unmoved()
 
-    def _demand_unmoved(self, exclusive: bool | Callable[[], bool]) -> None:
-        # ``changed`` is quick but misses writes through ``p.data``; ``_moved`` reads the whole model to see them
-        undisturbed = exclusive() if callable(exclusive) else exclusive
-        if self.state.changed or (not undisturbed and self._moved()):
-            raise self._stale()
-
-    def _moved(self) -> bool:
-        self.state.look()
-        return self.state.current != self.prepared
-
-    def _stale(self) -> RuntimeError:
-        return RuntimeError("weights, adapters' switches or hooks have changed since this sweep was prepared: prepare it again")
+    def _demand_unmoved(self) -> None:
+        self.version.look()
+        if self.version.current != self.prepared:
+            raise RuntimeError("the model or its adapters' switches changed since this sweep was prepared: prepare it again")
 
     def _column(self, row: PatchedRow) -> int | None:
         return None if self.pair.question.together else row.positions[0]
@@ -279,7 +264,7 @@ class Sweep:
         """Run all cells and return the grid, with a progress bar if ``progress`` and on a terminal."""
         began, done = perf_counter(), []
         with tqdm(total=self.total, desc="patching", unit="cell", leave=False, disable=None if progress else True) as bar:
-            for finished in self.run(exclusive=True):
+            for finished in self.run():
                 done.append(finished)
                 bar.update(len(finished.cells))
         return self.collect(done, perf_counter() - began)
@@ -356,9 +341,9 @@ def preparing(
     if tokens is not None and tokens < 1:
         raise ValueError(f"forwards of {tokens} tokens are not possible: give at least 1, or leave tokens out")
     question = ask(host, clean, corrupt, positions, metric, answer, foil, at, alpha=alpha, tokenizer=tokenizer, together=together)
-    chosen, running, state = choose(host, sites), forwards(host, how), ModelState(host)
+    chosen, running, version = choose(host, sites), forwards(host, how), ModelVersion(host)
+    before = version.current  # of before the first pause, in which others may change the model: ``run`` then refuses to go on
     _refuse_cells(len(chosen) * len(question.sources), most)  # a cell of all positions together has as many values
-    before = state.current  # of before the first pause, in which others may change the model: ``run`` then refuses to go on
     yield
     pair = yield from _recording(running, question, list(dict.fromkeys(target.site for target in chosen)))
     targets, layers = pair.split(chosen, heads), len(host.layers())
@@ -369,7 +354,7 @@ def preparing(
     limited = costs if tokens is None else replace(costs, most=min(costs.most, tokens))
     groups = yield from planning([row.place for row in rows], limited, batch)
     seconds = perf_counter() - began
-    return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), limited, running, seconds, state, before)
+    return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), limited, running, seconds, version, before)
 
 
 def _refuse_cells(count: int, most: int | None) -> None:

@@ -1,17 +1,16 @@
 """Client of the server, for Python: sweeps that come back as the ``Grid`` of ``mi_route2.patching``, completions, steering, runs.
 
-    study = PatchStudy("http://127.0.0.1:8000", key)
+    study = PatchStudy("http://127.0.0.1:8000", token)
     grid = study.sweep(clean, corrupt, answer=" Mary", foil=" John", sites="resid_pre")
     for chunk in study.stream("Once upon a time", readings=True, monitors=[...]): ...
 
-``AsyncPatchStudy`` has the same methods as coroutines. A refusal of the server is raised as ``ServerError`` with its sentence. A
-tensor, an array or a list of numbers may stand wherever the interface takes a vector.
+A refusal of the server is raised as ``ServerError`` with its sentence. A tensor, an array or a list of numbers may stand wherever
+the interface takes a vector.
 """
 
 import json
-import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -26,7 +25,6 @@ from mi_route2.sites import Site
 from mi_route2.tensor_files import pack, unpack
 
 ENDS = "[DONE]"
-_Http = TypeVar("_Http", httpx.Client, httpx.AsyncClient)
 Progress = Callable[[list[Cell], int], object]
 """Function of the cells that have just come, and the number of all cells."""
 
@@ -93,104 +91,16 @@ def _unreachable(url: str, error: Exception) -> ServerError:
     return ServerError(f"no server answers at {url} ({error}): start one with python -m mi_route2.serve", 0, "unreachable")
 
 
-class _Events:
-    """Parser of a stream of events, line by line."""
-
-    def __init__(self) -> None:
-        self._name = "message"
-        self.done = False
-
-    def read(self, line: str) -> tuple[str, Any] | None:
-        """Return the event that a line completes, if any; ``ServerError`` for an error event."""
-        if line.startswith("event:"):
-            self._name = line[6:].strip()
-        if not line.startswith("data:"):
-            return None
-        name, self._name, data = self._name, "message", line[5:].strip()
-        if data == ENDS:
-            self.done = True
-            return None
-        try:
-            value = json.loads(data)
-        except ValueError:  # a line that was cut off
-            return self.finish()
-        if isinstance(value, dict) and value.get("error"):
-            error = value["error"]
-            raise ServerError(error["message"], 200, error.get("code"), error.get("param"))
-        return name, value
-
-    def finish(self) -> None:
-        """Raise ``ServerError`` if the stream broke off."""
-        if not self.done:
-            raise ServerError("the connection ended before the answer did: is the server still running?", 0, "broken")
+def _completion(prompt: Any, given: Mapping[str, Any], stream: bool) -> dict[str, Any]:
+    return {"prompt": _ids(prompt), **{name: _plain(value) for name, value in given.items()}, "stream": stream}
 
 
-class _Gathered:
-    """A sweep while its cells come."""
-
-    def __init__(self, progress: Progress | None):
-        self._progress, self.grid = progress, None
-        self._rows: list[Target] = []
-        self._positions: list[int | None] = []
-        self._total = 0
-
-    def take(self, name: str, value: Any) -> None:
-        if name == "start":
-            self._rows = [Target.parse(row) for row in value["rows"]]
-            self._positions, self._total = value["positions"], value["total"]
-        elif name == "cell" and self._progress is not None:
-            self._progress([Cell(self._rows[i], self._positions[j], v) for i, j, v in value["cells"]], self._total)
-        elif name == "summary":
-            self.grid = Grid.from_json(value["grid"])
-            if note := value["summary"]["note"]:
-                warnings.warn(note, stacklevel=4)
-
-    def result(self) -> Grid:
-        if self.grid is None:
-            raise ServerError("the server ended the sweep without a summary: is it still running?", 0, "broken")
-        return self.grid
-
-
-class _Requests(Generic[_Http]):
-    """Connections of a client, and the bodies of its requests, which are those of the other one too."""
-
-    _kind: type[_Http]
-
-    def __init__(
-        self, base_url: str = "http://127.0.0.1:8000", key: str | None = None, *, timeout: float = 600.0, transport: Any = None
-    ):
-        self.base_url = base_url.rstrip("/")
-        if key is not None and not (key.isascii() and key.isprintable()):
-            raise ValueError("the key has characters that no header can have: give it as the server has it, in one line of ASCII")
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        patience = httpx.Timeout(timeout, connect=10.0)
-        self._http = self._kind(base_url=self.base_url, headers=headers, timeout=patience, transport=transport)
-
-    @staticmethod
-    def _sweep(clean: Any, corrupt: Any, sites: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        named = [sites] if isinstance(sites, str | Site | Target) else list(sites)
-        body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "sites": _plain(named), "stream": True}
-        positions = given.get("positions")
-        if positions is not None:
-            single = isinstance(positions, int | np.integer | str | Span)
-            body["positions"] = _ids([positions] if single else positions if hasattr(positions, "tolist") else list(positions))
-        return body | {name: _plain(value) for name, value in given.items() if name != "positions" and value is not None}
-
-    @staticmethod
-    def _completion(prompt: Any, given: Mapping[str, Any], stream: bool) -> dict[str, Any]:
-        return {"prompt": _ids(prompt), **{name: _plain(value) for name, value in given.items()}, "stream": stream}
-
-    @staticmethod
-    def _values(answer: Mapping[str, Any]) -> tuple[list[int], Tensor]:
-        return answer["values"]["positions"], unpack(answer["values"]["rows"])
-
-
-class PatchStudy(_Requests[httpx.Client]):
+class PatchStudy:
     """Client of a server; see the module. It is a context that closes its connections.
 
     Args:
         base_url: Address that the server printed.
-        key: Key, if the server needs one.
+        token: Token, if the server needs one.
         timeout: Seconds to wait for the next bytes of an answer.
         transport: Transport of httpx, to reach an application in another way.
 
@@ -202,7 +112,13 @@ class PatchStudy(_Requests[httpx.Client]):
         ...     grid = study.sweep(clean, corrupt, answer=" Mary", foil=" John")
     """
 
-    _kind = httpx.Client
+    def __init__(
+        self, base_url: str = "http://127.0.0.1:8000", token: str | None = None, *, timeout: float = 600.0, transport: Any = None
+    ):
+        self.base_url = base_url.rstrip("/")
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        patience = httpx.Timeout(timeout, connect=10.0)
+        self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=patience, transport=transport)
 
     def __enter__(self) -> "PatchStudy":
         return self
@@ -222,18 +138,28 @@ class PatchStudy(_Requests[httpx.Client]):
         return _json(response)
 
     def _events(self, path: str, body: Any) -> Iterator[tuple[str, Any]]:
-        events = _Events()
+        """Yield the events of a stream; ``ServerError`` for an error event, or a stream that broke off."""
+        name = "message"
         try:
             with self._http.stream("POST", path, json=body) as response:
                 if not response.is_success:
                     response.read()
                     raise _refused(response)
                 for line in response.iter_lines():
-                    if (event := events.read(line)) is not None:
-                        yield event
+                    field, _, data = line.partition(":")
+                    if field == "event":
+                        name = data.strip()
+                    elif field == "data":
+                        if data.strip() == ENDS:
+                            return
+                        value = json.loads(data)
+                        if isinstance(value, dict) and (error := value.get("error")):
+                            raise ServerError(error["message"], 200, error.get("code"), error.get("param"))
+                        yield name, value
+                        name = "message"
         except httpx.TransportError as error:
             raise _unreachable(self.base_url, error) from error
-        events.finish()
+        raise ServerError("the connection ended before the answer did: is the server still running?", 0, "broken")
 
     def sweep(
         self,
@@ -260,11 +186,23 @@ class PatchStudy(_Requests[httpx.Client]):
             progress: Called with the cells as they come.
             **given: ``metric``, ``alpha``, ``heads``, ``together``, ``at``, ``replicas``.
         """
-        body = self._sweep(clean, corrupt, sites, {"answer": answer, "foil": foil, "positions": positions, **given})
-        gathered = _Gathered(progress)
+        named = [sites] if isinstance(sites, str | Site | Target) else list(sites)
+        body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "sites": _plain(named), "stream": True}
+        if positions is not None:
+            single = isinstance(positions, int | np.integer | str | Span)
+            body["positions"] = _ids([positions] if single else positions if hasattr(positions, "tolist") else list(positions))
+        given = {"answer": answer, "foil": foil, **given}
+        body |= {name: _plain(value) for name, value in given.items() if value is not None}
+        rows, places, total = list[Target](), list[int | None](), 0
         for name, value in self._events("/v1/patch_sweep", body):
-            gathered.take(name, value)
-        return gathered.result()
+            if name == "start":
+                rows = [Target.parse(row) for row in value["rows"]]
+                places, total = value["positions"], value["total"]
+            elif name == "cell" and progress is not None:
+                progress([Cell(rows[i], places[j], v) for i, j, v in value["cells"]], total)
+            elif name == "summary":
+                return Grid.from_json(value["grid"])
+        raise ServerError("the server ended the sweep without a summary: is it still running?", 0, "broken")
 
     def cell(self, clean: Any, corrupt: Any, site: Any, position: int | None = None, **given: Any) -> dict[str, Any]:
         """Return the completion with one value patched in (``text``), and its most likely first tokens (``top``)."""
@@ -273,19 +211,19 @@ class PatchStudy(_Requests[httpx.Client]):
 
     def complete(self, prompt: str | Sequence[int] | Tensor, **given: Any) -> dict[str, Any]:
         """Return a completion as OpenAI words it, with interventions in ``given``; see /docs of the server."""
-        return self._call("POST", "/v1/completions", self._completion(prompt, given, False))
+        return self._call("POST", "/v1/completions", _completion(prompt, given, False))
 
     def stream(self, prompt: str | Sequence[int] | Tensor, **given: Any) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a completion as they come. Closing the iterator cancels the rest."""
-        for _, chunk in self._events("/v1/completions", self._completion(prompt, given, True)):
+        for _, chunk in self._events("/v1/completions", _completion(prompt, given, True)):
             yield chunk
 
     def steer(self, **given: Any) -> dict[str, Any]:
-        """Register ``vectors``, hold steering under a ``name``, or steer all (``scope="global"``); return the current state."""
+        """Register ``vectors``, or hold steering under a ``name``; return the names."""
         return self._call("POST", "/v1/steering/set", _plain(given))
 
     def unsteer(self, **given: Any) -> dict[str, Any]:
-        """Remove ``vectors``, the configuration ``name``, or everything of this key; return the remaining state."""
+        """Remove ``vectors``, the configuration ``name``, or everything; return the remaining state."""
         return self._call("POST", "/v1/steering/clear", _plain(given))
 
     def scale(self, request: int, scale: float) -> None:
@@ -297,111 +235,14 @@ class PatchStudy(_Requests[httpx.Client]):
         self._call("POST", f"/v1/streams/{request}/threshold", {"monitor": monitor, "threshold": threshold})
 
     def runs(self) -> list[str]:
-        """Return the names of the captured runs of this key."""
+        """Return the names of the captured runs."""
         return self._call("GET", "/v1/runs")["runs"]
 
     def values(self, run: str, site: Site | str) -> tuple[list[int], Tensor]:
         """Return the positions and values of a site in a captured run."""
-        return self._values(self._call("GET", _run(run), site=str(site)))
+        values = self._call("GET", _run(run), site=str(site))["values"]
+        return values["positions"], unpack(values["rows"])
 
     def drop(self, run: str) -> None:
         """Delete a captured run."""
         self._call("DELETE", _run(run))
-
-
-class AsyncPatchStudy(_Requests[httpx.AsyncClient]):
-    """``PatchStudy`` with coroutines: the same arguments, results and errors."""
-
-    _kind = httpx.AsyncClient
-
-    async def __aenter__(self) -> "AsyncPatchStudy":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._http.aclose()
-
-    async def _call(self, method: str, path: str, body: Any = None, **query: str) -> Any:
-        try:
-            response = await self._http.request(method, path, json=body, params=query)
-        except httpx.TransportError as error:
-            raise _unreachable(self.base_url, error) from error
-        return _json(response)
-
-    async def _events(self, path: str, body: Any) -> AsyncIterator[tuple[str, Any]]:
-        events = _Events()
-        try:
-            async with self._http.stream("POST", path, json=body) as response:
-                if not response.is_success:
-                    await response.aread()
-                    raise _refused(response)
-                async for line in response.aiter_lines():
-                    if (event := events.read(line)) is not None:
-                        yield event
-        except httpx.TransportError as error:
-            raise _unreachable(self.base_url, error) from error
-        events.finish()
-
-    async def sweep(
-        self,
-        clean: str | Sequence[int] | Tensor | Mapping[str, str],
-        corrupt: str | Sequence[int] | Tensor,
-        answer: int | str | None = None,
-        foil: int | str | None = None,
-        sites: Any = "resid_pre",
-        positions: Any = None,
-        *,
-        progress: Progress | None = None,
-        **given: Any,
-    ) -> Grid:
-        """Return the grid of a sweep, as ``PatchStudy.sweep`` does."""
-        body = self._sweep(clean, corrupt, sites, {"answer": answer, "foil": foil, "positions": positions, **given})
-        gathered = _Gathered(progress)
-        async for name, value in self._events("/v1/patch_sweep", body):
-            gathered.take(name, value)
-        return gathered.result()
-
-    async def cell(self, clean: Any, corrupt: Any, site: Any, position: int | None = None, **given: Any) -> dict[str, Any]:
-        """Return the completion with one value patched in, as ``PatchStudy.cell`` does."""
-        body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "site": str(site), "position": position, **given}
-        return await self._call("POST", "/v1/patch_cell", _plain(body))
-
-    async def complete(self, prompt: str | Sequence[int] | Tensor, **given: Any) -> dict[str, Any]:
-        """Return a completion, as ``PatchStudy.complete`` does."""
-        return await self._call("POST", "/v1/completions", self._completion(prompt, given, False))
-
-    async def stream(self, prompt: str | Sequence[int] | Tensor, **given: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yield the chunks of a completion as they come. Closing the iterator cancels the rest."""
-        async for _, chunk in self._events("/v1/completions", self._completion(prompt, given, True)):
-            yield chunk
-
-    async def steer(self, **given: Any) -> dict[str, Any]:
-        """Register or hold steering, as ``PatchStudy.steer`` does."""
-        return await self._call("POST", "/v1/steering/set", _plain(given))
-
-    async def unsteer(self, **given: Any) -> dict[str, Any]:
-        """Remove vectors or configurations, as ``PatchStudy.unsteer`` does."""
-        return await self._call("POST", "/v1/steering/clear", _plain(given))
-
-    async def scale(self, request: int, scale: float) -> None:
-        """Scale the steering vectors of a running request."""
-        await self._call("POST", f"/v1/streams/{request}/scale", {"scale": scale})
-
-    async def threshold(self, request: int, monitor: str, threshold: float) -> None:
-        """Move the threshold of a running request's monitor."""
-        await self._call("POST", f"/v1/streams/{request}/threshold", {"monitor": monitor, "threshold": threshold})
-
-    async def runs(self) -> list[str]:
-        """Return the names of the captured runs of this key."""
-        return (await self._call("GET", "/v1/runs"))["runs"]
-
-    async def values(self, run: str, site: Site | str) -> tuple[list[int], Tensor]:
-        """Return the positions and values of a site in a captured run."""
-        return self._values(await self._call("GET", _run(run), site=str(site)))
-
-    async def drop(self, run: str) -> None:
-        """Delete a captured run."""
-        await self._call("DELETE", _run(run))

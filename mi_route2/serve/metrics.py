@@ -13,7 +13,6 @@ _GAUGES = {
     "sweeps": "patch sweeps that run",
     "slots": "rows of keys and values in use",
     "slot_bytes": "bytes of keys and values of running requests",
-    "patch_slots": "patch slots in use",
     "steering_rows": "steering rows in use",
     "prefix_bytes": "bytes of the prefix cache",
 }
@@ -27,13 +26,10 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Counts and times of requests, and gauges that are read at each scrape.
+    """Counts and times of requests, and the engine's own gauges, which are read from ``snapshot`` at each scrape."""
 
-    Those are the engine's own, from ``snapshot``, and the bytes that each key holds, by kind and key, from ``stored_bytes``.
-    """
-
-    def __init__(self, snapshot: Callable[[], Mapping[str, Any]], stored_bytes: Callable[[], Mapping[tuple[str, str], int]]):
-        self._registry, self._snapshot, self._stored_bytes = CollectorRegistry(), snapshot, stored_bytes
+    def __init__(self, snapshot: Callable[[], Mapping[str, Any]]):
+        self._registry, self._snapshot = CollectorRegistry(), snapshot
         self._requests = Counter("mi_route2_requests", "HTTP requests", ["path", "status"], registry=self._registry)
         self._errors = Counter(
             "mi_route2_errors",
@@ -63,10 +59,6 @@ class Metrics:
             yield GaugeMetricFamily(f"mi_route2_{name}", what, value=snapshot.get(name, 0))
         for name, what in _COUNTERS.items():
             yield CounterMetricFamily(f"mi_route2_{name}", what, value=snapshot.get(name, 0))
-        gauge = GaugeMetricFamily("mi_route2_held_bytes", "bytes of runs and vectors that a key holds", labels=["kind", "owner"])
-        for key, value in sorted(self._stored_bytes().items()):
-            gauge.add_metric(key, value)
-        yield gauge
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""

@@ -73,7 +73,6 @@ class Served:
         steering: Steering vectors to start from, likewise.
         examples: Examples of sweeps, the best one first.
         prompts: Prompts to complete.
-        modes_of_study: The modes of grading in a study's runs: ``known`` to its methods, and ``held_out``.
     """
 
     name: str
@@ -86,7 +85,6 @@ class Served:
     steering: Mapping[str, Any] | None = None
     examples: tuple[Example, ...] = ()
     prompts: tuple[str, ...] = ()
-    modes_of_study: Mapping[str, list[str]] = field(default_factory=dict)
     opened: ExitStack = field(default_factory=ExitStack, repr=False)
     _texts: dict[int, str] = field(default_factory=dict, repr=False)
 
@@ -224,6 +222,7 @@ def load(
     mode: Mode = "full",
     dtype: str | None = None,
     device: str | None = None,
+    threads: int | None = None,
 ) -> Served:
     """Return a model to serve.
 
@@ -234,6 +233,7 @@ def load(
         mode: Mode of the adapters.
         dtype: Type of the weights of a checkpoint folder.
         device: Device of the model.
+        threads: Threads of torch from now on.
 
     Raises:
         ValueError: No such model, adapters that do not fit, or a mode without adapters.
@@ -242,6 +242,8 @@ def load(
     Examples:
         >>> served = load("micro")  # doctest: +SKIP
     """
+    if threads is not None:
+        torch.set_num_threads(threads)
     name = NAMES.get(model, model)
     if ":" in name and not Path(model).exists():
         served = _called(name)

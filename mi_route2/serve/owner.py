@@ -18,12 +18,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from math import inf
 from queue import Empty, SimpleQueue
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from mi_route2.engine import Engine, Event, Request, Result
@@ -33,25 +33,23 @@ from mi_route2.patching.sweep import Finished, Sweep, preparing
 _log = logging.getLogger("mi_route2.serve")
 
 T = TypeVar("T")
-S = TypeVar("S", bound="Source[Any]")
+S = TypeVar("S", bound="EventSource[Any]")
 
 ENDED = "the engine's thread has ended"
 IDLE, FRESH = 0.5, 0.05
 """Seconds after which a snapshot is taken anew by a thread that has nothing to do, and by one that is busy."""
-PACE, LONGEST_PACE = 0.003, 0.1
-"""Seconds between two deliveries to the clients, for each stream and at most: a delivery takes as long as several tokens do."""
-LONG = 256
-"""Number of tokens from which on a step takes so long that undelivered events are delivered before it."""
+PACE = 0.01
+"""Seconds between two deliveries to the clients: a delivery takes as long as several tokens of a small model do."""
 
 
-class Source(Generic[T]):
+class EventSource(Generic[T]):
     """Asynchronous iterator over the items that the thread produces for one client, in order; see ``Stream`` and ``SweepJob``.
 
     Leaving an ``async with`` block cancels what has not been produced.
     """
 
     def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop):
-        self._owner, self._loop, self._backlog = owner, loop, owner._backlog
+        self._owner, self._loop, self._backlog = owner, loop, owner.backlog
         self._items: deque[T] = deque()
         self._news = asyncio.Event()
         self._ended = self.slow = False
@@ -99,24 +97,13 @@ class Source(Generic[T]):
         self._news.set()
 
 
-def _put_all(given: Iterable[tuple[Source[Any], list[Any], bool]]) -> None:
-    for source, items, ended in given:
-        source._put(items, ended)
-
-
-def _has_token(events: Iterable[Event]) -> bool:
-    """Return whether a token is among events; the first ones of a long prompt may have its readings and norms alone."""
-    return any(event.token is not None for event in events)
-
-
-class Stream(Source[Event]):
+class Stream(EventSource[Event]):
     """Events of one request. ``number`` is the engine's; ``result`` is there when the iteration has ended."""
 
     def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop):
         super().__init__(owner, loop)
         self.number = -1
         self.result: Result | None = None
-        self._begun = False
 
     def cancel(self) -> None:
         self._owner._post(lambda: self._owner._cancel(self))
@@ -130,26 +117,22 @@ class Stream(Source[Event]):
             self.result.error = f"its reader let more than {self._backlog} events wait, so it was cancelled: read faster"
 
 
-class SweepJob(Source[Finished]):
+class SweepJob(EventSource[Finished]):
     """Results of a patch sweep, forward by forward. ``error`` is the reason if the iteration ended before the sweep did.
 
     ``prepared`` gets the planned sweep when the runs of both prompts are done, each of which is a forward of its own too.
     """
 
-    def __init__(
-        self, owner: "Owner", loop: asyncio.AbstractEventLoop, preparing: Generator[None, None, Sweep], deadline: float | None
-    ):
+    def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop, preparing: Generator[None, None, Sweep]):
         super().__init__(owner, loop)
         self._backlog = max(self._backlog, 1 << 20)
         self.error = ""
         self.prepared: Future[Sweep] = Future()
         self.prepared.set_running_or_notify_cancel()  # the loop's future may be cancelled, and this one not under the thread
         self._preparing = preparing
-        self._deadline, self._ends = deadline, inf if deadline is None else time.monotonic() + deadline
         self._runs: Iterator[Finished] = iter(())
         self._done: list[Finished] = []
         self._seconds = 0.0
-        self._seen = owner.commands
         self.cancelled = False
 
     def cancel(self) -> None:
@@ -172,61 +155,44 @@ class SweepJob(Source[Finished]):
 
     def _forward(self) -> bool:
         """Run the next forward; return whether another one follows. Runs on the thread."""
-        return self._cells() if self.prepared.done() else self._prepare()
+        began = time.perf_counter()
+        try:
+            if self.cancelled:
+                raise RuntimeError("this sweep was cancelled")
+            if not self.prepared.done():
+                return self._prepare()
+            finished = next(self._runs, None)
+        except Exception as error:  # isolated: it ends this sweep and nothing else
+            self.fail(error)
+            return False
+        self._seconds += time.perf_counter() - began
+        if finished is not None:
+            self._done.append(finished)
+        self._owner._deliver(self, [] if finished is None else [finished], finished is None)
+        return finished is not None
 
     def _prepare(self) -> bool:
         """Run one of the prompts."""
         try:
-            self._demand_time("before both prompts were run")
             next(self._preparing)
         except StopIteration as end:
-            self._runs = end.value.run(exclusive=self._undisturbed)  # the thread is the only one that touches the model
+            self._runs = end.value.run()
             self.prepared.set_result(end.value)
-        except Exception as error:  # handed to the caller
-            self.error = " ".join(str(error).split())
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """End the sweep with an error. Runs on the thread."""
+        self.error = self.error or " ".join(str(error).split()) or type(error).__name__
+        if not self.prepared.done():
             self.prepared.set_exception(error)
-            return False
-        return True
-
-    def _undisturbed(self) -> bool:
-        """Return whether no command, which may change the model, ran on the thread since the last forward."""
-        seen, self._seen = self._seen, self._owner.commands
-        return seen == self._seen
-
-    def _demand_time(self, done: str) -> None:
-        """Raise ``RuntimeError`` if the sweep was cancelled, ``TimeoutError`` if its deadline has passed."""
-        if self.cancelled:
-            raise RuntimeError("this sweep was cancelled")
-        if time.monotonic() > self._ends:
-            raise TimeoutError(f"the deadline of {self._deadline:g} s has passed, {done}: name fewer sites or positions")
-
-    def _cells(self) -> bool:
-        began = time.perf_counter()
-        try:
-            self._demand_time(f"after {sum(len(one.cells) for one in self._done)} of {self.sweep.total} cells")
-            finished = next(self._runs, None)
-        except Exception as error:  # isolated: it ends this sweep and nothing else
-            self.error = " ".join(str(error).split()) or type(error).__name__
-            finished = None
-        self._seconds += time.perf_counter() - began
-        if finished is None:
-            self._owner._deliver({self: ([], True)})
-            return False
-        self._done.append(finished)
-        self._owner._deliver({self: ([finished], False)})
-        return True
+        self._owner._deliver(self, [], True)
 
 
 class Owner:
     """The thread of an engine; see the module.
 
     ``snapshot`` is plain data about the engine, replaced while it runs, which any thread may read. ``failure`` is the reason why
-    the thread has ended, if it has. ``slow`` counts the streams that were cancelled because their readers were too slow, and
-    ``commands`` the functions that ``call`` ran.
-
-    A stream's first token and its end are delivered at once. What comes between is delivered to all clients together, at most every
-    three milliseconds for each stream, up to 100: with many streams of a fast model, several tokens arrive at a time and cost
-    little more than one.
+    the thread has ended, if it has. ``slow`` counts the streams that were cancelled because their readers were too slow.
 
     Args:
         engine: the engine; after ``start`` nothing else may touch it or its model.
@@ -241,22 +207,19 @@ class Owner:
     """
 
     def __init__(self, engine: Engine, *, backlog: int = 1024, tokens: int = 512, share: float = 0.2):
-        if backlog < 1 or tokens < 1 or not share > 0:
-            raise ValueError(f"backlog = {backlog} and tokens = {tokens} must be at least 1, and share = {share} above 0")
-        self._share, self._credit = share, 0.0
-        self._step_seconds = self._sweep_seconds = 0.0
-        self._engine, self._backlog, self._tokens = engine, backlog, tokens
+        self._engine, self.backlog, self._tokens, self._share = engine, backlog, tokens, share
+        self._credit = 0.0
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._streams: dict[int, Stream] = {}
         self._jobs: deque[SweepJob] = deque()
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._closing = self._stop = self._buried = False
         self._lock = threading.Lock()
-        self._undelivered: dict[Stream, list[Event]] = {}
+        self._events: dict[Stream, list[Event]] = {}
         """Events that were not delivered yet."""
         self._due = 0.0
         self.failure: str | None = None
-        self.slow = self.commands = 0
+        self.slow = 0
         self.snapshot: dict[str, Any] = {}
         self._published = -inf
         self._publish()
@@ -287,7 +250,6 @@ class Owner:
             try:
                 if self.failure is not None:
                     raise RuntimeError(self.failure)
-                self.commands += 1
                 future.set_result(function(self._engine))
             except BaseException as error:  # handed to the caller
                 future.set_exception(error)
@@ -315,27 +277,22 @@ class Owner:
 
         return await self._admitted(admit)
 
-    async def sweep(self, *, deadline: float | None = None, **given: Any) -> SweepJob:
-        """Prepare a patch sweep and return it; it ends with an error after ``deadline`` seconds.
+    async def sweep(self, **given: Any) -> SweepJob:
+        """Prepare a patch sweep and return it.
 
-        ``given`` are the arguments of ``patching.prepare`` without the host; ``clean`` may be a function of the engine too.
+        ``given`` are the arguments of ``patching.prepare`` without the host.
 
         Raises:
             ValueError, KeyError, TypeError: the sweep cannot be run.
-            TimeoutError: the deadline passed before both prompts were run.
             RuntimeError: the thread has ended, or is about to.
         """
         loop = asyncio.get_running_loop()
 
         def admit(engine: Engine) -> SweepJob:
             self._open()
-            began = time.perf_counter()
-            clean = given["clean"](engine) if callable(given["clean"]) else given["clean"]
-            steps = preparing(engine.host, **{"tokens": self._tokens, **given, "clean": clean})
+            steps = preparing(engine.host, **{"tokens": self._tokens, **given})
             next(steps)  # which finds what is wrong with it, before it waits for its turn
-            job = SweepJob(self, loop, steps, deadline)
-            self._jobs.append(job)
-            self._spend(time.perf_counter() - began)
+            self._jobs.append(job := SweepJob(self, loop, steps))
             return job
 
         job = await self._admitted(admit)
@@ -414,68 +371,43 @@ class Owner:
 
     def _step(self) -> None:
         if not self._engine.busy:
-            return self._deliver_all()
-        scheduler = self._engine.scheduler
-        if self._undelivered and sum(one.known - one.computed for one in (*scheduler.waiting, *scheduler.running)) > LONG:
-            self._deliver_all()
+            return
         began = time.perf_counter()
         results = self._engine.step()
         now = time.perf_counter()
         self._credit = min(self._credit + self._share * (now - began), 0.0)
-        self._step_seconds += now - began
         for event in self._engine.events:
             if (stream := self._streams.get(event.request)) is not None:
-                self._undelivered.setdefault(stream, []).append(event)
-        at_once: dict[Source[Any], tuple[list[Any], bool]] = {}
+                self._events.setdefault(stream, []).append(event)
         for result in results:
             if (stream := self._streams.pop(result.request, None)) is not None:
                 stream.result = result
-                at_once[stream] = self._undelivered.pop(stream, []), True
+                self._deliver(stream, self._events.pop(stream, []), True)
         if now >= self._due or not self._engine.busy:
-            self._deliver_all(now, at_once)
-        else:
-            first = [stream for stream in self._undelivered if not stream._begun]
-            for stream in first:
-                events = self._undelivered.pop(stream)
-                stream._begun = _has_token(events)
-                at_once[stream] = events, False
-            self._deliver(at_once)
+            self._deliver_events()
+            self._due = now + PACE
 
-    def _deliver_all(self, now: float = 0.0, more: Mapping["Source[Any]", tuple[list[Any], bool]] = MappingProxyType({})) -> None:
-        """Deliver all events that were held back, and ``more``."""
-        for stream, events in self._undelivered.items():
-            stream._begun |= _has_token(events)
-        self._deliver({**{stream: (events, False) for stream, events in self._undelivered.items()}, **more})
-        self._undelivered.clear()
-        self._due = now + min(PACE * len(self._streams), LONGEST_PACE)
+    def _deliver_events(self) -> None:
+        for stream, events in self._events.items():
+            self._deliver(stream, events, False)
+        self._events.clear()
 
     @staticmethod
-    def _deliver(items: Mapping["Source[Any]", tuple[list[Any], bool]]) -> None:
-        """Deliver items to the clients, with True for the last ones; wake each event loop once."""
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Source[Any], list[Any], bool]]] = {}
-        for source, (some, ended) in items.items():
-            loops.setdefault(source._loop, []).append((source, some, ended))
-        for loop, given in loops.items():
-            try:
-                loop.call_soon_threadsafe(_put_all, given)
-            except RuntimeError:  # the loop is closed
-                for source, _, _ in given:
-                    source.cancel()
+    def _deliver(source: EventSource[Any], items: list[Any], ended: bool) -> None:
+        try:
+            source._loop.call_soon_threadsafe(source._put, items, ended)
+        except RuntimeError:  # the loop is closed
+            source.cancel()
 
     def _sweep(self) -> None:
         """Run one forward of the sweep whose turn it is, unless running requests have to come first."""
         if not self._jobs or (self._engine.busy and self._credit < 0):
             return
-        self._deliver_all(time.perf_counter())  # a forward may take as long as many tokens
+        self._deliver_events()  # a forward may take as long as many tokens
         job, began = self._jobs.popleft(), time.perf_counter()
         if job._forward():
             self._jobs.append(job)
-        self._spend(time.perf_counter() - began)
-
-    def _spend(self, seconds: float) -> None:
-        """Charge the time of a sweep's forward, which running requests get back first."""
-        self._credit = self._credit - seconds if self._engine.busy else 0.0
-        self._sweep_seconds += seconds
+        self._credit = self._credit - (time.perf_counter() - began) if self._engine.busy else 0.0
 
     def _publish(self) -> None:
         engine, now = self._engine, time.monotonic()
@@ -487,17 +419,13 @@ class Owner:
             "waiting": len(engine.scheduler.waiting),
             "steps": engine.steps,
             "tokens": engine.tokens,
-            "paused": engine.paused,
             "sweeps": len(self._jobs),
-            "step_seconds": self._step_seconds,
-            "sweep_seconds": self._sweep_seconds,
             **engine.resources,
             "prefix_hits": engine.prefixes.hits,
             "prefix_misses": engine.prefixes.misses,
             "prefix_bytes": engine.prefixes.bytes,
             "last_error": engine.last_error,
             "slow_readers": self.slow,
-            "steering": engine.controllers.snapshot(),
         }
 
     def _bury(self) -> None:
@@ -505,16 +433,11 @@ class Owner:
         self.failure = reason = self.failure or ENDED
         with self._lock:
             self._buried = True
-        ends: dict[Source[Any], tuple[list[Any], bool]] = {}
         for stream in self._streams.values():
             stream.result = Result(stream.number, finish="error", error=reason)
-            ends[stream] = self._undelivered.pop(stream, []), True
+            self._deliver(stream, self._events.pop(stream, []), True)
         for job in self._jobs:
-            job.error = job.error or reason
-            ends[job] = [], True
-            if not job.prepared.done():
-                job.prepared.set_exception(RuntimeError(reason))
-        self._deliver(ends)
+            job.fail(RuntimeError(reason))
         self._streams.clear()
         self._jobs.clear()
         while True:

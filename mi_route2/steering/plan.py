@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Vector, attenuate, clamp, score, squash, term
-from mi_route2.steering.table import Band, SteeringRows, Table
+from mi_route2.steering.table import Band, SiteTable, SteeringRows
 
 
 class Piece(NamedTuple):
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """Layout of one forward over ``b`` pieces of at most ``t`` tokens.
 
     Padding is at position 0.
@@ -49,7 +49,7 @@ class Layout:
         return torch.arange(width, device=device) < counts[:, None]
 
     @staticmethod
-    def of(pieces: Sequence[Piece], device: torch.device | str = "cpu") -> "Layout":
+    def of(pieces: Sequence[Piece], device: torch.device | str = "cpu") -> "BatchLayout":
         """Return the layout of ``pieces``; ``ValueError`` for no piece, two pieces of one request, or impossible numbers."""
         requests, starts, counts, prompts = zip(*pieces, strict=True) if pieces else ((), (), (), ())
         if len(set(requests)) < max(len(pieces), 1):
@@ -60,11 +60,11 @@ class Layout:
         if width > 1:
             steps = np.arange(width)[None]
             positions = np.where(steps < np.array(counts)[:, None], positions + steps, 0)
-        return Layout(tuple(pieces), torch.as_tensor(positions, device=device))
+        return BatchLayout(tuple(pieces), torch.as_tensor(positions, device=device))
 
 
 @dataclass(frozen=True)
-class Watch:
+class CompiledMonitor:
     """Compiled monitor: its name in readings, its probe, its own vectors, and the quarantines that it gates."""
 
     name: str
@@ -93,7 +93,7 @@ def gated(monitor: Monitor, adapters: Iterable[Site]) -> frozenset[Site]:
     return frozenset(site for site in adapters if site.point == "quarantine_out" and monitor.reaches(site))
 
 
-def watch_of(monitor: Monitor, name: str, rows: SteeringRows, adapters: tuple[Site, ...]) -> Watch:
+def watch_of(monitor: Monitor, name: str, rows: SteeringRows, adapters: tuple[Site, ...]) -> CompiledMonitor:
     """Compile a resolved ``monitor`` on the device of ``rows``; ``ValueError`` if a vector or a quarantine does not fit."""
     probe = Vector(monitor.probe)
     rows.demand_width(monitor.site, probe, "the probe")
@@ -112,10 +112,10 @@ def watch_of(monitor: Monitor, name: str, rows: SteeringRows, adapters: tuple[Si
                 f"there are: {', '.join(map(str, sorted(there))) or 'none'}"
             )
     adds = {site: values.to(rows.device, rows.kind) for site, values in sums.items()}
-    return Watch(name, monitor, probe.data.to(rows.device, rows.kind), adds, quarantined)
+    return CompiledMonitor(name, monitor, probe.data.to(rows.device, rows.kind), adds, quarantined)
 
 
-def requarantined(watch: Watch, adapters: tuple[Site, ...]) -> Watch:
+def requarantined(watch: CompiledMonitor, adapters: tuple[Site, ...]) -> CompiledMonitor:
     """Return the monitor for the current quarantines; unchanged if it names its own, or if none is left."""
     monitor = watch.monitor
     there = gated(monitor, adapters)
@@ -126,7 +126,7 @@ def requarantined(watch: Watch, adapters: tuple[Site, ...]) -> Watch:
 class Cells:
     """Cells of each piece in the flattened batch ``[b * t]``: its prompt tokens and its generated tokens."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: BatchLayout):
         self.device, (rows, width) = layout.positions.device, layout.positions.shape
         self.count = rows * width
         self.phases: list[tuple[range, range]] = []
@@ -162,7 +162,7 @@ KEPT = 256
 would otherwise be as large as activations."""
 
 
-class Spread:
+class VectorSpread:
     """Vectors over cells: ``which`` of ``vectors [m d]`` each cell has; ``None`` for one per cell in order, or one for all."""
 
     def __init__(self, vectors: Tensor, which: Tensor | None):
@@ -171,15 +171,15 @@ class Spread:
         self.which = None if small else which
 
     @staticmethod
-    def of(cells: Cells, ranges: Sequence[range], vectors: Sequence[Tensor]) -> "Spread":
+    def of(cells: Cells, ranges: Sequence[range], vectors: Sequence[Tensor]) -> "VectorSpread":
         """Return one vector per range; a vector that is the same object is stored once."""
         distinct = {id(vector): vector for vector in vectors}
         places = {key: i for i, key in enumerate(distinct)}
-        return Spread(torch.stack(list(distinct.values())), cells.which(ranges, [places[id(vector)] for vector in vectors]))
+        return VectorSpread(torch.stack(list(distinct.values())), cells.which(ranges, [places[id(vector)] for vector in vectors]))
 
-    def to(self, dtype: torch.dtype) -> "Spread":
+    def to(self, dtype: torch.dtype) -> "VectorSpread":
         """Return a copy rounded to ``dtype``."""
-        made = Spread(term(self.vectors, dtype=dtype), None)
+        made = VectorSpread(term(self.vectors, dtype=dtype), None)
         made.which = self.which
         return made
 
@@ -191,9 +191,9 @@ class Spread:
 class Term:
     """Vectors that are added in some cells."""
 
-    def __init__(self, cells: Tensor | None, values: Spread, gates: tuple[int, ...] = ()):
+    def __init__(self, cells: Tensor | None, values: VectorSpread, gates: tuple[int, ...] = ()):
         self.cells, self.values, self.gates = cells, values, gates
-        self._ready: Spread | None = None
+        self._ready: VectorSpread | None = None
 
     def add(self, x: Tensor, gates: Sequence[Tensor | None]) -> Tensor:
         """Return ``x [cells width]`` with the vectors added, as a new tensor."""
@@ -224,7 +224,7 @@ class Bound:
     """The k-th clamp of some cells."""
 
     cells: Tensor | None
-    unit: Spread
+    unit: VectorSpread
     low: Tensor
     high: Tensor
     strength: Tensor
@@ -264,9 +264,9 @@ class Watched:
     """All monitors of a site. ``entries`` are piece, monitor and cells of the scores, in their order."""
 
     site: Site
-    entries: tuple[tuple[int, Watch, range], ...]
+    entries: tuple[tuple[int, CompiledMonitor, range], ...]
     cells: Tensor | None
-    probes: Spread
+    probes: VectorSpread
     threshold: Tensor
     sharpness: Tensor
     gates: tuple[SlotGate, ...]
@@ -339,7 +339,7 @@ class Acting:
     rows: tuple[int, int]
     scales: tuple[float, float]
     bands: tuple[Mapping[Site, tuple[Band, ...]], Mapping[Site, tuple[Band, ...]]]
-    watches: tuple[Watch, ...]
+    watches: tuple[CompiledMonitor, ...]
 
     @property
     def off(self) -> frozenset[Site]:
@@ -348,16 +348,16 @@ class Acting:
 
 
 @dataclass
-class Slot:
+class GateSlot:
     """Monitors of different pieces that gate the same sites, so that they share one tensor of factors."""
 
     number: int
-    members: list[tuple[int, Watch, range, tuple[float, float]]] = field(default_factory=list)
+    members: list[tuple[int, CompiledMonitor, range, tuple[float, float]]] = field(default_factory=list)
     """Piece, monitor, the cells that it gates, and the coefficients ``(a, b)`` of its factor."""
     used: bool = False
 
     @property
-    def watch(self) -> Watch:
+    def watch(self) -> CompiledMonitor:
         """The first monitor, as a representative: all gate the same sites."""
         return self.members[0][1]
 
@@ -368,12 +368,14 @@ class Planner:
     ``acting`` is the steering of each piece, and ``tier`` the dynamic vectors, already multiplied by their gain.
     """
 
-    def __init__(self, layout: Layout, acting: Sequence[Acting], tables: Mapping[Site, Table], tier: Mapping[Site, Tensor]):
+    def __init__(
+        self, layout: BatchLayout, acting: Sequence[Acting], tables: Mapping[Site, SiteTable], tier: Mapping[Site, Tensor]
+    ):
         self.cells, self.acting, self.tables, self.tier = Cells(layout), acting, tables, tier
         self.off = [one.off for one in acting]
         self.steps: dict[Site, SiteStep] = {}
-        self.gating: list[Slot] = []
-        self.quarantining: list[Slot] = []
+        self.gating: list[GateSlot] = []
+        self.quarantining: list[GateSlot] = []
         self._shared: dict[tuple[tuple[int, int, int, float], ...], Lines] = {}
 
     def run(self) -> dict[Site, SiteStep]:
@@ -421,7 +423,7 @@ class Planner:
                         slots.setdefault((*reach, seen[reach]), []).append((i, watch, cells, factor))
         # by what they gate and not by who comes first: a request's factors are then multiplied in one order in every batch
         ordered = [members for slots in (gating, quarantining) for _, members in sorted(slots.items())]
-        numbered = [Slot(number, members) for number, members in enumerate(ordered)]
+        numbered = [GateSlot(number, members) for number, members in enumerate(ordered)]
         self.gating, self.quarantining = numbered[: len(gating)], numbered[len(gating) :]
 
     def _gates(self, site: Site, pieces: Iterable[int], rows: bool) -> tuple[int, ...]:
@@ -448,7 +450,7 @@ class Planner:
             values = table.values.index_select(0, lines)
             values = values if scales is None else values * scales[:, None]
             gates = self._gates(site, (i for i, decode, _, _ in picked if decode), rows=True)
-            self._step(site).terms.append(Term(cells, Spread(values, which), gates))
+            self._step(site).terms.append(Term(cells, VectorSpread(values, which), gates))
 
     def _lines(self, picked: tuple[tuple[int, int, int, float], ...], kind: torch.dtype) -> Lines:
         """Return the lines of a static term, computed once for all sites that share them."""
@@ -469,15 +471,15 @@ class Planner:
         pieces = [i for i, (_, generated) in enumerate(self.cells.phases) if generated and site not in self.off[i]]
         if pieces:
             cells = self.cells.index(tuple(self.cells.phases[i][1] for i in pieces))
-            self._step(site).terms.append(Term(cells, Spread(values[None], None), self._gates(site, pieces, rows=False)))
+            self._step(site).terms.append(Term(cells, VectorSpread(values[None], None), self._gates(site, pieces, rows=False)))
 
-    def _monitor_vectors(self, slot: Slot) -> None:
+    def _monitor_vectors(self, slot: GateSlot) -> None:
         """Add the monitors' own vectors of a slot."""
         for site in sorted({site for i, watch, *_ in slot.members for site in watch.adds.keys() - self.off[i]}):
             here = [(cells, watch.adds[site]) for i, watch, cells, _ in slot.members if site in watch.adds.keys() - self.off[i]]
             ranges = tuple(cells for cells, _ in here)
             slot.used = True
-            values = Spread.of(self.cells, ranges, [vector for _, vector in here])
+            values = VectorSpread.of(self.cells, ranges, [vector for _, vector in here])
             self._step(site).terms.append(Term(self.cells.index(ranges), values, (slot.number,)))
 
     def _clamps(self) -> None:
@@ -492,7 +494,7 @@ class Planner:
                         by_site.setdefault((site, k), []).append((cells, band))
         for (site, _), here in sorted(by_site.items(), key=lambda item: item[0]):
             ranges, bands = tuple(cells for cells, _ in here), [band for _, band in here]
-            unit, kind = Spread.of(self.cells, ranges, [band.unit for band in bands]), bands[0].unit.dtype
+            unit, kind = VectorSpread.of(self.cells, ranges, [band.unit for band in bands]), bands[0].unit.dtype
             low, high, strength = (
                 self.cells.each(ranges, [getattr(band, name) for band in bands], kind) for name in ("low", "high", "strength")
             )
@@ -501,7 +503,7 @@ class Planner:
     # Monitors
 
     def _watches(self) -> None:
-        entries: dict[Site, list[tuple[int, Watch, range]]] = {}
+        entries: dict[Site, list[tuple[int, CompiledMonitor, range]]] = {}
         for i, acting in enumerate(self.acting):
             prompt, generated = self.cells.phases[i]
             for watch in acting.watches:
@@ -509,12 +511,12 @@ class Planner:
         for site, here in entries.items():
             self._step(site).watched = self._watched(site, tuple(here))
 
-    def _watched(self, site: Site, entries: tuple[tuple[int, Watch, range], ...]) -> Watched:
+    def _watched(self, site: Site, entries: tuple[tuple[int, CompiledMonitor, range], ...]) -> Watched:
         ranges = tuple(cells for *_, cells in entries)
         watches = [watch for _, watch, _ in entries]
-        # each request compiled a tensor of its own from the same probe; ``Spread`` stores a vector once if it is one object
+        # each request compiled a tensor of its own from the same probe; ``VectorSpread`` stores a vector once if it is one object
         kind, shared = watches[0].probe.dtype, {watch.monitor.probe: watch.probe for watch in watches}
-        probes = Spread.of(self.cells, ranges, [shared[watch.monitor.probe] for watch in watches])
+        probes = VectorSpread.of(self.cells, ranges, [shared[watch.monitor.probe] for watch in watches])
         threshold = self.cells.each(ranges, [watch.monitor.threshold for watch in watches], kind)
         sharpness = self.cells.each(ranges, [watch.monitor.sharpness for watch in watches], kind)
         start, total = {}, 0
@@ -525,7 +527,7 @@ class Planner:
         gates = tuple(self._gate(slot, start, total, kind) for slot in slots)
         return Watched(site, entries, self.cells.index(ranges), probes, threshold, sharpness, gates)
 
-    def _gate(self, slot: Slot, start: Mapping[tuple[int, str], int], total: int, kind: torch.dtype) -> SlotGate:
+    def _gate(self, slot: GateSlot, start: Mapping[tuple[int, str], int], total: int, kind: torch.dtype) -> SlotGate:
         """Return the gate of a slot; ``start`` maps a cell of a piece to its index among the site's scores."""
         ranges = tuple(cells for _, _, cells, _ in slot.members)
         shift = [start[i, watch.name] for i, watch, *_ in slot.members]
@@ -560,7 +562,7 @@ def digest(acting: Acting, rows: SteeringRows, tier: Mapping[Site, Tensor], gain
     return hashlib.sha256(b"".join(acts)).digest() if acts else b""
 
 
-class Reading(NamedTuple):
+class MonitorReading(NamedTuple):
     """Reading of a monitor at one token: ``score = h.probe`` and ``gate = sigmoid(sharpness * (score - threshold))``."""
 
     score: float
@@ -579,7 +581,7 @@ class Track:
 class Readings:
     """Readings of one forward, computed on request, so that a monitor that nobody reads costs its scores only."""
 
-    layout: Layout | None = None
+    layout: BatchLayout | None = None
     scores: Sequence[tuple[Watched, Tensor]] = field(default=())
 
     def __bool__(self) -> bool:
@@ -608,12 +610,12 @@ class Readings:
             one = self.layout.pieces[piece]
             yield one.request, name, one.start, Track(scores[start:stop], gates[id(watched)][start:stop])
 
-    def last(self) -> Mapping[int, Mapping[str, Reading]]:
+    def last(self) -> Mapping[int, Mapping[str, MonitorReading]]:
         """Return request -> monitor -> its reading at the last token of the request in this forward."""
-        readings: dict[int, dict[str, Reading]] = {}
+        readings: dict[int, dict[str, MonitorReading]] = {}
         numbers = {id(scores): (scores.tolist(), watched.gate(scores).tolist()) for watched, scores in self.scores}
         for _, scores, piece, name, _, stop in self._entries():
             assert self.layout is not None
             values, gates = numbers[id(scores)]
-            readings.setdefault(self.layout.pieces[piece].request, {})[name] = Reading(values[stop - 1], gates[stop - 1])
+            readings.setdefault(self.layout.pieces[piece].request, {})[name] = MonitorReading(values[stop - 1], gates[stop - 1])
         return readings

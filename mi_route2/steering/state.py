@@ -14,13 +14,12 @@ from mi_route2.checks import checked
 from mi_route2.sites import Site
 from mi_route2.steering.plan import (
     Acting,
+    BatchLayout,
+    CompiledMonitor,
     ForwardState,
-    Layout,
     Planner,
-    Reading,
     Readings,
     SiteStep,
-    Watch,
     digest,
     requarantined,
     watch_of,
@@ -40,10 +39,7 @@ from mi_route2.steering.specs import (
     summed,
     term,
 )
-from mi_route2.steering.table import Full, SteeringRows, row_key
-
-COMPILED = 1024
-"""Monitors that are kept as compiled between the check of their request and its admission."""
+from mi_route2.steering.table import SteeringRows, row_key
 
 
 @dataclass
@@ -52,27 +48,23 @@ class ActiveRequest:
 
     asked: Steering
     spec: Steering
-    configs: Mapping[str, Steering]
-    owner: str
-    conversation: str | None
-    watches: dict[str, Watch]
+    watches: dict[str, CompiledMonitor]
     override: "NamedConfig | None" = None
     scale: float = 1.0
-    dynamic: dict[str, Watch] = field(default_factory=dict)
+    dynamic: dict[str, CompiledMonitor] = field(default_factory=dict)
     resident: bool = False
     row: int = 0
-    alternatives: tuple[int, ...] = ()
     routed: int | None = None
 
     @property
     def rows(self) -> tuple[int, ...]:
         """All rows that it holds while it is resident; 0 is the row without steering."""
-        return self.row, *self.alternatives, *(() if self.routed is None else (self.routed,))
+        return self.row, *(() if self.routed is None else (self.routed,))
 
     @property
     def specs(self) -> list[Steering]:
         """All specs that need rows."""
-        return [self.spec, *self.configs.values(), *([self.override.spec] if self.override else ())]
+        return [self.spec, *([self.override.spec] if self.override else ())]
 
 
 @dataclass(eq=False)
@@ -85,15 +77,12 @@ class NamedConfig:
     name: str
     spec: Steering
     row: int = 0
-    owner: str = ""
     scale: float = 1.0
 
 
 def _listed(names: Mapping[str, object]) -> str:
     return ", ".join(sorted(names)) or "none"
 
-
-__all__ = ["Full", "Reading", "Readings", "SteeringState"]
 
 PLANS = 128
 """Number of cached plans of single-token layouts; exact mode needs several, because requests run in turn in batches of one."""
@@ -110,9 +99,6 @@ class SteeringState:
         device: device of the model.
         adapter_sites: the ``quarantine_out`` sites, which monitors gate by default, and the ``kept_out`` sites, which they may
             gate by name.
-        guard: called with its name in readings, and itself, before a monitor is set on a request (``None``: on all); raises
-            ``ValueError`` to refuse it.
-        guard_rules: likewise called before a request gets another scale, or is routed to another configuration.
 
     ``changes`` counts the calls after which the steering may differ.
     """
@@ -125,10 +111,7 @@ class SteeringState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         adapter_sites: tuple[Site, ...] = (),
-        guard: Callable[[str, Monitor, int | None], None] = lambda _name, _monitor, _request: None,
-        guard_rules: Callable[[int, float | str | None], None] = lambda _request, _value: None,
     ):
-        self._guard, self._guard_rules = guard, guard_rules
         self.rows = SteeringRows(rows, widths, dtype, torch.device(device))
         self.adapter_sites = tuple(sorted(adapter_sites))
         self.vectors: dict[str, Vector] = {}
@@ -138,13 +121,12 @@ class SteeringState:
         self._watched: Counter[Site] = Counter()
         """Number of monitors of resident requests, by the site at which they read or act."""
         self._configs: dict[str, NamedConfig] = {}
-        self._compiled: dict[int, tuple[Monitor, tuple[Site, ...], Watch]] = {}
-        self._monitors: dict[str, tuple[Watch, str]] = {}
+        self._monitors: dict[str, CompiledMonitor] = {}
         self._sites: frozenset[Site] = frozenset()
         self._version = self.changes = 0
         self._fingerprints: dict[tuple[int, bool], bytes] = {}
         self._plans: OrderedDict[tuple[object, ...], tuple[dict[Site, SiteStep], int]] = OrderedDict()
-        self._layout: Layout | None = None
+        self._layout: BatchLayout | None = None
         self._forward: ForwardState | None = None
         self._steps: dict[Site, SiteStep] = {}
 
@@ -159,29 +141,21 @@ class SteeringState:
             for of in (active.watches, active.dynamic):
                 of |= {name: requarantined(watch, self.adapter_sites) for name, watch in of.items()}
             self._count(active, 1)
-        self._monitors = {
-            name: (requarantined(watch, self.adapter_sites), owner) for name, (watch, owner) in self._monitors.items()
-        }
+        self._monitors = {name: requarantined(watch, self.adapter_sites) for name, watch in self._monitors.items()}
         self._changed()
 
-    def refit(self, request: int | None = None) -> None:
-        """Raise ``ValueError`` if the steering of a request, or (``None``) the shared steering, does not fit its sites any more.
+    def refit(self) -> None:
+        """Raise ``ValueError`` if what is held or acts on all requests does not fit its sites any more.
 
         Sites of adapters that were attached anew may have another width or not exist; errors for these propagate.
         """
-        self._compiled.clear()
-        if request is None:
-            specs = [config.spec for config in self._configs.values()]
-            watches = [watch for watch, _ in self._monitors.values()]
-            sums, sites = [*self.rows.globals.values(), self.tier], {*self.rows.sites(), *self.tier}
-        else:
-            active = self._of(request)
-            specs, watches, sums, sites = active.specs, [*active.watches.values(), *active.dynamic.values()], [], set()
-        for site in sites.union(*(watch.sites for watch in watches)):
+        watches = list(self._monitors.values())
+        for site in {*self.rows.sites(), *self.tier}.union(*(watch.sites for watch in watches)):
             self.rows.widths(site)  # raises an error for a site that is not there
-        for spec in specs:
-            self.rows.check(spec)
-        for site, values in (pair for each in (*sums, *(watch.adds for watch in watches)) for pair in each.items()):
+        for config in self._configs.values():
+            self.rows.check(config.spec)
+        sums = (*self.rows.globals.values(), self.tier, *(watch.adds for watch in watches))
+        for site, values in (pair for each in sums for pair in each.items()):
             self.rows.demand_width(site, Vector(values), "the vector")
         for watch in watches:
             self.rows.demand_width(watch.monitor.site, Vector(watch.monitor.probe), "the probe")
@@ -221,95 +195,41 @@ class SteeringState:
 
     # Requests
 
-    def fits(self, spec: Steering | None, *, configs: Mapping[str, Steering] | None = None, request: int | None = None) -> bool:
-        """Return whether ``admit`` would find enough rows now; ``request`` is a preempted one. ``ValueError`` as in ``admit``."""
-        again = self._active.get(request) if request is not None else None
-        specs = again.specs if again else [self._resolved(spec), *self._rows(configs).values()]
-        try:
-            self.rows.demand(specs)
-        except Full:
-            return False
-        return True
-
-    def check(self, spec: Steering | None, configs: Mapping[str, Steering] | None = None) -> None:
-        """Raise ``ValueError`` if ``admit`` must refuse while the server's own configurations are held; no rows are taken."""
+    def check(self, spec: Steering | None) -> None:
+        """Raise ``ValueError`` if ``admit`` must refuse for ever; no rows are taken."""
         resolved = self._resolved(spec)
-        if len(self._compiled) > COMPILED:
-            self._compiled.clear()
         for monitor in resolved.monitors:
-            self._compiled[id(monitor)] = monitor, self.adapter_sites, self._watch(monitor)
-        specs = [resolved, *self._rows(configs).values()]
-        try:
-            self.rows.demand(specs)
-        except Full:
-            needed = {row_key(one) for one in specs} - {b""}
-            server = {name: config for name, config in self._configs.items() if not config.owner}
-            others = {config.row: name for name, config in server.items() if config.row and row_key(config.spec) not in needed}
-            capacity = self.rows.capacity
-            if len(needed) > capacity - len(others):
-                names = ", ".join(others.values())
-                raise ValueError(
-                    f"{len(others)} of {capacity} steering rows are held by configurations ({names}): drop one, or raise rows"
-                ) from None
+            watch_of(monitor, monitor.name, self.rows, self.adapter_sites)
+        if row_key(resolved) and not self.rows.capacity:
+            raise ValueError("there are no steering rows: raise rows, or leave the vectors out")
 
     def _resolved(self, spec: Steering | None) -> Steering:
         resolved = (spec or UNSTEERED).resolved(looker(self.vectors))
         self.rows.check(resolved)
         return resolved
 
-    def _row(self, name: str, spec: Steering) -> Steering:
-        if spec.monitors:
-            raise ValueError(f"the configuration {name!r} has monitors: give them in the request's own steering")
-        return self._resolved(spec)
-
-    def _rows(self, configs: Mapping[str, Steering] | None) -> dict[str, Steering]:
-        return {name: self._row(name, spec) for name, spec in (configs or {}).items()}
-
-    def _watch(self, monitor: Monitor) -> Watch:
-        """Compile a resolved monitor of a request: once for its check and its admission, which follows or never comes."""
-        kept, sites, watch = self._compiled.pop(id(monitor), (None, (), None))
-        if kept is monitor and sites == self.adapter_sites and watch is not None:
-            return watch
-        return watch_of(monitor, monitor.name, self.rows, self.adapter_sites)
-
-    def admit(
-        self,
-        request: int,
-        spec: Steering | None,
-        *,
-        owner: str = "client",
-        conversation: str | None = None,
-        configs: Mapping[str, Steering] | None = None,
-    ) -> None:
+    def admit(self, request: int, spec: Steering | None) -> None:
         """Admit a request and take its rows; after an error no rows are taken.
 
-        ``configs`` are configurations to which the request may be overridden; their rows are taken now, so that an override cannot
-        fail. A preempted request is admitted again with the same spec and keeps its override, scale and monitors.
+        A preempted request is admitted again with the same spec and keeps its override, scale and monitors.
 
         Raises:
-            Full: Too few rows are free now.
+            TableFullError: Too few rows are free now.
             ValueError: The rows can never suffice, a vector does not fit, or the request already runs.
         """
         active = self._active.get(request)
         if active is None:
-            resolved, rows = self._resolved(spec), self._rows(configs)
-            watches = {monitor.name: self._watch(monitor) for monitor in resolved.monitors}
-            active = ActiveRequest(spec or UNSTEERED, resolved, rows, owner, conversation, watches)
+            resolved = self._resolved(spec)
+            self.rows.demand([resolved])  # before the monitors are compiled, as a waiting request comes here in every step
+            monitors = {one.name: watch_of(one, one.name, self.rows, self.adapter_sites) for one in resolved.monitors}
+            active = ActiveRequest(spec or UNSTEERED, resolved, monitors)
         elif active.resident:
             raise ValueError(f"request {request} already runs: give each request a new number")
         elif (spec or UNSTEERED) != active.asked:
             raise ValueError(f"request {request} was preempted and now has another steering: admit it with the same one")
         self.rows.demand(active.specs)
-        taken: list[int] = []
-        try:
-            for one in active.specs:
-                taken.append(self.rows.acquire(one))
-        except BaseException:  # no memory for one of them
-            for row in taken:
-                self.rows.release(row)
-            raise
-        active.row, active.alternatives = taken[0], tuple(taken[1 : 1 + len(active.configs)])
-        active.routed = taken[-1] if active.override else None
+        active.row, *routed = [self.rows.acquire(one) for one in active.specs]
+        active.routed = routed[0] if routed else None
         active.resident = True
         self._count(active, 1)
         self._active[request] = active
@@ -320,31 +240,19 @@ class SteeringState:
         self._give_back(self._of(request))
         self._changed(request)
 
-    def gives_rows(self, request: int, needed: frozenset[bytes]) -> bool:
-        """Return whether a preemption of ``request`` would free enough rows for the ``needed`` ones, of which it may hold some."""
-        counts, rows = Counter(row for row in self._of(request).rows if row), self.rows.rows
-        given = sum(rows[row].refs == count and rows[row].key not in needed for row, count in counts.items())
-        return given > 0 and given >= self.rows.missing(needed)
-
-    def release(self, request: int, *, stays: bool = False) -> None:
-        """Remove a request that has ended, with everything of its own; no effect if it was never admitted.
-
-        With an owner's last request, the owner's configurations and monitors are removed too, unless the owner ``stays``, because
-        requests that were not admitted yet may need them; then call ``leave``.
-        """
+    def release(self, request: int) -> None:
+        """Remove a request that has ended, with everything of its own; no effect if it was never admitted."""
         active = self._active.pop(request, None)
         if active is not None:
             self._give_back(active)
         self._changed(request)
-        if active is not None and not stays and all(other.owner != active.owner for other in self._active.values()):
-            self.leave(active.owner)
 
     def _give_back(self, active: ActiveRequest) -> None:
         if active.resident:
             for row in active.rows:
                 self.rows.release(row)
             self._count(active, -1)
-        active.row, active.alternatives, active.routed, active.resident = 0, (), None, False
+        active.row, active.routed, active.resident = 0, None, False
 
     def _count(self, active: ActiveRequest, one: int) -> None:
         """Count the monitors of a request in (1) or out (-1), if it is resident."""
@@ -353,16 +261,6 @@ class SteeringState:
                 self._watched[site] += one
                 if not self._watched[site]:
                     del self._watched[site]
-
-    def leave(self, owner: str) -> None:
-        """Remove the configurations and monitors of an owner without requests."""
-        monitors = {name: kept for name, kept in self._monitors.items() if kept[1] != owner}
-        configs = [name for name, config in self._configs.items() if config.owner == owner]
-        if owner and (configs or len(monitors) < len(self._monitors)):
-            self._monitors = monitors
-            for name in configs:
-                self.rows.release(self._configs.pop(name).row)
-            self._changed()
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -379,31 +277,18 @@ class SteeringState:
             raise ValueError(f"request {request} is not running: it still waits, or has ended")
         return self._active[request]
 
-    def conversation(self, request: int) -> str | None:
-        """Return the conversation that a request was admitted with."""
-        return self._of(request).conversation
-
     @checked
-    def hold(self, name: str, spec: Steering, *, owner: str = "") -> None:
-        """Hold a configuration under a name, for overrides; errors as in ``admit``.
-
-        The server's own configurations (``owner=""``) stay until ``drop``.
-        """
+    def hold(self, name: str, spec: Steering) -> None:
+        """Hold a configuration under a name, for overrides, until ``drop``; errors as in ``admit``."""
         if not name:
             raise ValueError("the configuration needs a name, to which overrides refer")
         if name in self._configs:
             raise ValueError(f"a configuration is already held as {name!r}: drop it first, or use another name")
-        resolved = self._row(name, spec)
+        if spec.monitors:
+            raise ValueError(f"the configuration {name!r} has monitors: give them in the request's own steering")
+        resolved = self._resolved(spec)
         self.rows.demand([resolved])
-        stored = [resolved, *(one.spec for one in self._configs.values())]
-        for number, active in self._active.items():
-            needed = {row_key(one) for one in (*stored, *active.specs)} - {b""}
-            if not active.resident and len(needed) > self.rows.capacity:
-                raise Full(
-                    f"the configuration {name!r} would take a steering row that request {number} needs again, which is preempted: "
-                    "hold it when that request has ended, or raise rows"
-                )
-        self._configs[name] = NamedConfig(name, resolved, self.rows.acquire(resolved), owner)
+        self._configs[name] = NamedConfig(name, resolved, self.rows.acquire(resolved))
         self._changed()
 
     @property
@@ -437,56 +322,27 @@ class SteeringState:
         self.tier, self.gain = {}, 1.0
         self._changed()
 
-    def restore_tier(self, tier: dict[Site, Tensor], gain: float) -> None:
-        """Restore values of ``tier`` and ``gain``."""
-        self.tier, self.gain = tier, gain
-        self._changed()
-
     def override(self, request: int, config: str | None) -> None:
-        """Route the request's generated tokens to another row: one of its own ``configs``, or a held configuration.
-
-        ``None`` restores its own row. The request's scale is unchanged. ``ValueError`` for a request whose row a rule sets.
-        """
-        if request in self:
-            self._guard_rules(request, config)
-        known = self._configs | {name: NamedConfig(name, spec) for name, spec in self._of(request).configs.items()}
-        if (now := self._of(request).override) is not None:
-            known.setdefault(now.name, now)  # a configuration that was dropped stays in effect where it acts
-        if config is not None and config not in known:
-            raise ValueError(f"request {request} cannot be routed to {config!r}; there are: {_listed(known)}")
-        self._route(request, None if config is None else known[config])
-
-    def _route(self, request: int, target: NamedConfig | None) -> None:
+        """Route the request's generated tokens to a held configuration, or (``None``) to its own row; its scale is unchanged."""
         active = self._of(request)
-        before = active.routed
+        target = None if config is None else self._config(config)
         if active.resident:
-            active.routed = None if target is None else self.rows.acquire(target.spec)  # its row exists, so never Full
+            before, active.routed = active.routed, None if target is None else self.rows.acquire(target.spec)  # its row exists
             if before is not None:
                 self.rows.release(before)
         active.override = target
         self._changed(request)
 
-    def routing(self, request: int) -> NamedConfig | None:
-        """Return the configuration to which a request is routed; ``None`` for its own row."""
-        return self._of(request).override
-
-    def restore(self, request: int, routing: NamedConfig | None, scale: float) -> None:
-        """Restore values of ``routing``, even if its name was dropped since, and ``scale_of``."""
-        self._of(request).scale = scale
-        self._route(request, routing)
-
     def set_scale(self, scale: Number, *, request: int | None = None, config: str | None = None) -> None:
         """Set the scale of a request's static vectors, of a held configuration, or (if neither is given) of the tier.
 
-        Only generated tokens are scaled. ``ValueError`` for a request whose scale a rule sets.
+        Only generated tokens are scaled.
         """
         value = _scale(scale)
         if request is not None and config is not None:
             raise ValueError("a scale belongs to a request, a configuration or the tier: name at most one of them")
         if request is not None:
-            active = self._of(request)
-            self._guard_rules(request, value)
-            active.scale = value
+            self._of(request).scale = value
         elif config is None:
             self.gain = value
         elif (target := self._config(config)).spec.base or target.spec.decode:
@@ -495,12 +351,8 @@ class SteeringState:
             raise ValueError(f"the configuration {config!r} holds no vectors for generated tokens, so there is nothing to scale")
         self._forget(request)
 
-    def scale_of(self, request: int) -> float:
-        """Return a request's own scale."""
-        return self._of(request).scale
-
     @checked
-    def set_monitor(self, monitor: Monitor, *, request: int | None = None, owner: str = "") -> None:
+    def set_monitor(self, monitor: Monitor, *, request: int | None = None) -> None:
         """Set a monitor on one request, or on all; it replaces a monitor of the same name that was set before.
 
         Raises:
@@ -512,16 +364,15 @@ class SteeringState:
         name = GLOBAL + monitor.name if request is None else monitor.name
         monitor = monitor.resolved(looker(self.vectors))
         watch = watch_of(monitor, name, self.rows, self.adapter_sites)
-        self._guard(name, monitor, request)
         if request is None:
-            self._monitors[monitor.name] = watch, owner
+            self._monitors[monitor.name] = watch
         elif monitor.name in self._of(request).watches:
             raise ValueError(f"request {request} already has its own monitor {monitor.name!r}: give this one another name")
         else:
             self._set_dynamic(request, monitor.name, watch)
         self._changed(request)
 
-    def _set_dynamic(self, request: int, name: str, watch: Watch | None) -> None:
+    def _set_dynamic(self, request: int, name: str, watch: CompiledMonitor | None) -> None:
         """Replace a monitor that was set on a request, or (``None``) remove it."""
         active = self._of(request)
         self._count(active, -1)
@@ -556,16 +407,6 @@ class SteeringState:
             self._set_dynamic(request, name, None)
         self._changed(request)
 
-    def watching(self, request: int) -> tuple[str, ...]:
-        """Return the names of a request's own monitors, with those that were set since it was admitted."""
-        active = self._active.get(request)
-        return () if active is None else (*active.watches, *active.dynamic)
-
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """Names, as in readings, of the monitors that watch every request."""
-        return tuple(GLOBAL + name for name in self._monitors)
-
     # Current steering
 
     def _acting(self, request: int) -> Acting:
@@ -579,10 +420,10 @@ class SteeringState:
         scales, bands = (1.0, config_scale * active.scale), (prompt_row.bands[0], decode_row.bands[1])
         return Acting((active.row, routed), scales, bands, self._watches(active))
 
-    def _watches(self, active: ActiveRequest) -> tuple[Watch, ...]:
+    def _watches(self, active: ActiveRequest) -> tuple[CompiledMonitor, ...]:
         if not (active.watches or active.dynamic or self._monitors):
             return ()
-        return (*active.watches.values(), *active.dynamic.values(), *(watch for watch, _ in self._monitors.values()))
+        return (*active.watches.values(), *active.dynamic.values(), *self._monitors.values())
 
     def sites(self) -> frozenset[Site]:
         """Return the sites that need hooks at present; changes only if ``version`` does."""
@@ -606,7 +447,7 @@ class SteeringState:
     def _changed(self, request: int | None = None) -> None:
         """Invalidate as ``_forget`` does, and recompute the sites that need hooks."""
         self._forget(request)
-        everyones = (watch.sites for watch, _ in self._monitors.values())
+        everyones = (watch.sites for watch in self._monitors.values())
         sites = self.rows.sites().union(self.tier, self._watched, *everyones)
         if sites != self._sites:
             self._sites, self._version = frozenset(sites), self._version + 1
@@ -631,7 +472,7 @@ class SteeringState:
 
     # One forward
 
-    def begin(self, layout: Layout) -> bool:
+    def begin(self, layout: BatchLayout) -> bool:
         """Prepare a forward over ``layout``; return True if anything is steered or monitored in it.
 
         ``RuntimeError`` for a request that was not admitted. A forward that failed half-way needs no ``end``.
@@ -654,7 +495,7 @@ class SteeringState:
         """The sites at which something is steered or monitored in the forward that was begun last."""
         return self._steps.keys()
 
-    def _planned(self, layout: Layout) -> tuple[dict[Site, SiteStep], int]:
+    def _planned(self, layout: BatchLayout) -> tuple[dict[Site, SiteStep], int]:
         acting = [self._acting(piece.request) for piece in layout.pieces]
         tier = {site: term(values, self.gain, dtype=values.dtype) for site, values in self.tier.items()} if self.gain else {}
         planner = Planner(layout, acting, self.rows.tables, tier)
@@ -686,20 +527,18 @@ class SteeringState:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the current state as plain data."""
-        configs = self._configs.items()
         return {
             "rows": {"used": self.rows.used, "capacity": self.rows.capacity},
             "globals": {tier: sorted(map(str, entries)) for tier, entries in self.rows.globals.items()},
             "tier": {"sites": sorted(map(str, self.tier)), "gain": self.gain},
-            "configs": {name: {"owner": config.owner, "scale": config.scale} for name, config in configs},
-            "monitors": {name: {"site": str(w.monitor.site), "owner": owner} for name, (w, owner) in self._monitors.items()},
+            "configs": {name: {"scale": config.scale} for name, config in self._configs.items()},
+            "monitors": {name: {"site": str(watch.monitor.site)} for name, watch in self._monitors.items()},
             "requests": {
                 request: {
                     "override": active.override.name if active.override else None,
                     "scale": active.scale,
                     "monitors": [*active.watches, *active.dynamic],
                     "running": active.resident,
-                    "rows": sorted({active.row, *active.alternatives, active.routed or 0} - {0}),
                 }
                 for request, active in self._active.items()
             },

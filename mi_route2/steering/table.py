@@ -32,12 +32,8 @@ def demand_fit(shape: tuple[int, ...], site: Site, vector: Vector, what: str) ->
         )
 
 
-class Full(RuntimeError):  # noqa: N818 - a state that passes, not a fault
-    """Error of a full table: of the ``needed`` rows ``missing`` more are new than are free, so wait until a request has ended."""
-
-    def __init__(self, message: str, missing: int = 1, needed: frozenset[bytes] = frozenset()):
-        super().__init__(message)
-        self.missing, self.needed = missing, needed
+class TableFullError(RuntimeError):
+    """Error of a full table: wait until a request has ended."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class SharedRow:
 
 
 @dataclass
-class Table:
+class SiteTable:
     """Lines of one site, and the indices of those that are not zero."""
 
     values: Tensor
@@ -79,15 +75,11 @@ class SteeringRows:
             raise ValueError(f"rows={capacity} is negative: give the number of steering configurations that may act at a time")
         self.capacity, self.kind, self.device = capacity, wide(dtype), device
         self.widths = widths
-        self.tables: dict[Site, Table] = {}
+        self.tables: dict[Site, SiteTable] = {}
         self.globals: dict[str, dict[Site, Tensor]] = {tier: {} for tier in TIERS}
         self.rows: dict[int, SharedRow] = {0: SharedRow(Steering(), b"", {tier: {} for tier in TIERS}, refs=1)}
         self._by_key: dict[bytes, int] = {b"": 0}
         self._free = list(range(capacity, 0, -1))
-        self.closed = False
-        """True if a request waits for rows; no other request may take a free row then."""
-        self.sealed = False
-        """True if it waits for so long that no other request may share a row either, which would then never be free."""
 
     @property
     def used(self) -> int:
@@ -126,34 +118,23 @@ class SteeringRows:
     # References to rows
 
     def demand(self, specs: Sequence[Steering]) -> None:
-        """Raise ``Full`` if ``specs`` do not fit now, and ``ValueError`` if they can never fit."""
-        needed = frozenset(key for spec in specs if (key := row_key(spec)))
+        """Raise ``TableFullError`` if ``specs`` do not fit now, and ``ValueError`` if they can never fit."""
+        needed = {key for spec in specs if (key := row_key(spec))}
         if len(needed) > self.capacity:
             raise ValueError(f"{len(needed)} steering rows are needed but there are {self.capacity}: request fewer, or raise rows")
-        if (missing := self.missing(needed)) > 0:
-            free = 0 if self.closed else len(self._free)
-            told = f"{free + missing} steering rows are needed but {free} of {self.capacity} are free: wait for a request to end"
-            raise Full(told, missing, needed)
-
-    def missing(self, needed: frozenset[bytes]) -> int:
-        """Return how many more rows than are free now the ``needed`` ones take."""
-        new = needed if self.sealed else needed - self._by_key.keys()
-        return len(new) - (0 if self.closed else len(self._free))
+        if (new := len(needed - self._by_key.keys())) > len(self._free):
+            raise TableFullError(
+                f"{new} steering rows are needed but {len(self._free)} of {self.capacity} are free: wait for a request to end"
+            )
 
     def acquire(self, spec: Steering) -> int:
         """Return the row that holds ``spec``, to be returned with ``release``; row 0 if ``spec`` is empty."""
         key = row_key(spec)
         if key not in self._by_key:
-            if not self._free:
-                raise Full(f"all {self.capacity} steering rows are in use: wait for a request to end")
             row = SharedRow(spec, key, spec.sums, refs=1, bands=tuple(self._bands(spec.clamps, phase) for phase in PHASES))
             index = self._free.pop()
             self.rows[index], self._by_key[key] = row, index
-            try:
-                self._write(index)
-            except BaseException:  # no memory for a table: a row that lacks a vector must not be found again
-                self.release(index)
-                raise
+            self._write(index)
             return index
         index = self._by_key[key]
         self.rows[index].refs += 1
@@ -183,16 +164,9 @@ class SteeringRows:
 
     def set_global(self, tier: str, entries: Sequence[Steer]) -> None:
         """Replace a global tier, in every line."""
-        before, new = self.globals[tier], summed(entries)
-        sites = {*before, *new}
-        try:
-            self._set(tier, new, sites)
-        except BaseException:  # no memory for a table: some lines, or sites, would have the old vectors and some the new ones
-            self._set(tier, before, sites)
-            raise
-
-    def _set(self, tier: str, entries: dict[Site, Tensor], sites: set[Site]) -> None:
-        self.globals[tier] = entries
+        sites = {*self.globals[tier]}
+        self.globals[tier] = summed(entries)
+        sites |= {*self.globals[tier]}
         for index, row in self.rows.items():
             row.fingerprints.clear()
             self._write(index, sites)
@@ -224,7 +198,7 @@ class SteeringRows:
                 if table is None:
                     shape = 2 * (self.capacity + 1), len(values)
                     with torch.inference_mode(False):  # a table made in inference mode could not be written outside of it
-                        table = self.tables[site] = Table(torch.zeros(shape, dtype=self.kind, device=self.device))
+                        table = self.tables[site] = SiteTable(torch.zeros(shape, dtype=self.kind, device=self.device))
                 table.values[line] = values
                 table.acts.add(line)
             elif table is not None and line in table.acts:

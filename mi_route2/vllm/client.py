@@ -19,7 +19,7 @@ from mi_route2.checks import checked
 from mi_route2.engine.request import EngineRequest, Finish, Request, Result, Token, refuse
 from mi_route2.engine.sampling import Sampling
 from mi_route2.patching.patches import FromRun, Resolved, resolve
-from mi_route2.steering.plan import Reading
+from mi_route2.steering.plan import MonitorReading
 from mi_route2.steering.specs import Steering, Vector, VectorLike, looker
 from mi_route2.steering.state import SteeringState
 from mi_route2.tensor_files import unpack
@@ -36,19 +36,10 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's ``max_lora_rank``."""
 
-_OURS = {
-    "exact": "vLLM's kernels round differently in other batches, so no bit is promised: use this project's own Engine(exact=True)",
-    "controllers": "vLLM has no place between two steps for them: use monitors, or this project's own Engine",
-    "store": "a run belongs to weights whose digest vLLM's fused layers do not give: use this project's own Engine",
-}
 _REFUSED: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
         "run": (None, "captures come with the result, not to a run store: leave run out"),
-        "rules": ((), "rules act between steps, where vLLM has no place for them: write a rule of scope this_token as a Monitor"),
-        "conversation": (None, "conversations belong to rules: leave conversation out"),
-        "owner": ("client", "vLLM does not divide its time between owners: leave owner out"),
         "priority": (0, "vLLM was not started with priorities: leave priority out"),
-        "deadline": (None, "vLLM ends no request by the clock: leave deadline out"),
         "norms": ((), "norms are not computed in vLLM: capture the site and take the norms of its rows"),
     }
 )
@@ -97,19 +88,6 @@ class VllmEngine:
     def check(self, request: Request) -> None:
         """Raise what ``generate`` would raise for a request, without running it."""
         resolved(request, self.facts, self.vectors)
-
-    @checked
-    def encode(self, request: Request, key: str | None = None) -> tuple[dict[str, Any], Any]:
-        """Return the prompt and the ``SamplingParams`` of a request, for any way of running it on this vLLM.
-
-        The interventions are in ``extra_args``, the salt of their prefix in the prompt. What the request leaves is under ``key`` in
-        the answer of ``collective_rpc("mi_route2_collect", args=([key],))``.
-
-        Raises:
-            ValueError, KeyError: the request cannot be run.
-        """
-        prompt, arguments, _ = self._encoded(0, request, key or secrets.token_hex(16))
-        return prompt, _params(arguments)
 
     def _encoded(self, number: int, request: Request, key: str) -> tuple[dict[str, Any], dict[str, Any], EngineRequest]:
         sampling = request.sampling
@@ -222,9 +200,6 @@ def launch(
         ModuleNotFoundError: vLLM is not installed.
         ValueError: a setting, or this version of vLLM, is refused.
     """
-    for name, why in _OURS.items():
-        if name in settings:
-            raise ValueError(f"{name} is not possible on vLLM: {why}")
     if "worker_extension_cls" in settings:
         raise ValueError("worker_extension_cls is what this package needs for itself: leave it out")
     refuse_settings(settings)
@@ -297,7 +272,7 @@ def encoded(
         key: name under which the worker keeps what the request leaves.
     """
     patches, steering = resolved(request, facts, vectors)
-    one = EngineRequest(number, number, request, Result(number, seed=sampling.seed), sampling, patches)
+    one = EngineRequest(number, request, Result(number, seed=sampling.seed), sampling, patches)
     orders = Orders(key, len(request.prompt), patches, steering, request.capture, request.readings)
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
     cache_salt = salt(request, patches, steering, SteeringState(facts.shape, rows=1, dtype=facts.kind))
@@ -344,7 +319,7 @@ def _result(one: EngineRequest, answer: Any, left: Mapping[str, Any] | None) -> 
         order = sorted(range(len(kept["positions"])), key=kept["positions"].__getitem__)
         one.keep(int(number), [kept["positions"][i] for i in order], unpack(kept["rows"])[order])
     for position, readings in sorted((left or {}).get("readings", {}).items(), key=lambda item: int(item[0])):
-        one.note(int(position), {name: Reading(*pair) for name, pair in readings.items()})
+        one.note(int(position), {name: MonitorReading(*pair) for name, pair in readings.items()})
     if left is not None and left["error"] is not None:
         result.finish, result.error = "error", left["error"]
     one.settle()

@@ -11,7 +11,6 @@ number, name and folder, and the former ones are dropped. After each sampling vL
 
 import itertools
 import os
-import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -21,9 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.io import export_peft, places
@@ -65,50 +62,6 @@ def lora_settings(adapters: Adapters) -> dict[str, Any]:
         f"the adapters at {path} are a LoRA of rank {ranks[path]}, and vLLM runs {RANKS[-1]} at most: attach them with a rank "
         "(an SVD of full rank has that of its weight), or sample without vLLM"
     )
-
-
-NEUTRAL = (
-    "architectures|dtype|torch_dtype|transformers_version|use_cache|return_dict|initializer_range|id2label|label2id|problem_type"
-    r"|_.*|output_.*|.*_token_id|.*drop.*"
-)
-"""Entries of a config, by a pattern, that change no logit of a model that vLLM runs, which drops nothing."""
-
-
-def _facts(config: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the entries of a config from which a model computes."""
-    facts = {str(name): _facts(value) if isinstance(value, Mapping) else value for name, value in config.items()}
-    return {name: value for name, value in facts.items() if not re.fullmatch(NEUTRAL, name)}
-
-
-def refuse_changed(adapters: Adapters, folder: Path | str, dtype: torch.dtype, overrides: Any = None) -> None:
-    """Raise ``ValueError`` if ``folder``, which vLLM reads in ``dtype``, has another config or weight: it may look like rounding.
-
-    Weights that another host gives other names, and those of a folder without safetensors, are not compared.
-
-    Args:
-        adapters: The adapters of the model.
-        folder: The folder.
-        dtype: Dtype of vLLM.
-        overrides: vLLM's ``hf_overrides``.
-    """
-    remedy = "save_pretrained the model in a folder before adapters are attached, and load it from there"
-    config = getattr(adapters.model, "config", None)
-    if isinstance(config, PretrainedConfig) and (Path(folder) / "config.json").is_file():  # vLLM starts from none without
-        read: Any = type(config).from_pretrained(folder, **(overrides if isinstance(overrides, Mapping) else {}))
-        read = overrides(read) if callable(overrides) else read
-        here, there = _facts(config.to_dict()), _facts(read.to_dict())
-        for name in sorted(here.keys() | there.keys()):
-            if here.get(name) != there.get(name):
-                raise ValueError(
-                    f"{name} is {here.get(name)!r:.80} in the model's config and {there.get(name)!r:.80} in {folder}, from which "
-                    f"vLLM makes the base: {remedy}"
-                )
-    ours = {name.replace(".base.", "."): p.detach() for name, p in adapters.model.named_parameters()}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as handle:
-            for name in ours.keys() & handle.keys():
-                if not torch.equal(handle.get_tensor(name).to(ours[name].device, dtype), ours[name].to(dtype)):
-                    raise ValueError(f"{name} is another one in {folder}, from which vLLM reads the base: {remedy}")
 
 
 class PolicyLora:
@@ -274,9 +227,6 @@ class VllmSampler:
                 its adapters are of too high a rank for vLLM.
             RuntimeError: The log-probabilities of vLLM are not those of the policy.
         """
-        for name, number in (("max_new", max_new), ("temperature", temperature)):
-            if not number > 0:
-                raise ValueError(f"{name} = {number} is not positive: choose one above 0")
         if temperature < COLDEST:
             raise ValueError(f"temperature = {temperature} is not possible: vLLM would sample at {COLDEST}, choose at least that")
         if not prompts:
@@ -291,9 +241,6 @@ class VllmSampler:
                 f"a prompt of {longest - max_new} tokens and max_new = {max_new} need {longest} positions, and this vLLM has "
                 f"{room}: start it with a larger max_model_len, or choose a smaller max_new"
             )
-        words = lora.llm.llm_engine.model_config.get_vocab_size()
-        if strange := {token for prompt in prompts for token in prompt if not 0 <= token < words}:
-            raise ValueError(f"a prompt has the token {min(strange)}, and the model knows 0 to {words - 1}: use its tokenizer")
         seeds = torch.randint(2**53, (len(prompts),), generator=generator, device=generator.device).tolist()
         common = {"max_tokens": max_new, "temperature": float(temperature), "stop_token_ids": list(ends), "logprobs": 0}
         params = [imported().SamplingParams(**common, seed=seed, ignore_eos=True, detokenize=False) for seed in seeds]
@@ -311,7 +258,6 @@ class VllmSampler:
     def _start(self, adapters: Adapters) -> Any:
         """Return a new ``vllm.LLM`` of the base model, with room for the adapters."""
         room = lora_settings(adapters)
-        refuse_changed(adapters, self._base, self._dtype, self._settings.get("hf_overrides"))
         vllm = imported()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
         usual = {"skip_tokenizer_init": True, "dtype": str(self._dtype).removeprefix("torch.")}

@@ -111,7 +111,7 @@ def _entry(kind: type, raw: Mapping[str, Any]) -> Any:
 
 
 def salt(request: Request, patches: Sequence[Resolved], steering: Steering, state: SteeringState) -> str | None:
-    """Return the ``cache_salt`` of a request: equal for equal content, ``None`` if it has neither interventions nor a salt.
+    """Return the ``cache_salt`` of a request: equal for equal content, ``None`` if it has no interventions.
 
     Args:
         request: The request.
@@ -124,10 +124,10 @@ def salt(request: Request, patches: Sequence[Resolved], steering: Steering, stat
         prefill, decode = (state.fingerprint(0, decode=phase) for phase in (False, True))
     finally:
         state.release(0)
-    if not (prefill or decode or patches or request.salt):
+    if not (prefill or decode or patches):
         return None
     # A token that one request generates may be in the prompt of another: where the phases differ, it is not the same token.
     prompt = len(request.prompt) if prefill != decode else None
     placed = sorted((one.position, one.digest.hex()) for one in patches)
-    data = json.dumps([request.salt, prefill.hex(), decode.hex(), prompt, placed])
+    data = json.dumps([prefill.hex(), decode.hex(), prompt, placed])
     return f"mi-route2-{hashlib.sha256(data.encode()).hexdigest()}"

@@ -26,15 +26,11 @@ from mi_route2.architectures import VllmAt, architecture_of
 from mi_route2.engine.forward import Work
 from mi_route2.patching.patches import firing
 from mi_route2.sites import Site, module_at
-from mi_route2.steering.plan import Layout, Piece
+from mi_route2.steering.plan import BatchLayout, Piece
 from mi_route2.steering.state import SteeringState
 from mi_route2.tensor_files import pack
 from mi_route2.vllm.facts import Facts, installed, refuse_settings
 from mi_route2.vllm.wire import KEY, Orders, read
-
-BUDGET, READING = 1 << 30, 256
-"""Bytes of captures and readings that may wait to be collected (a request beyond that gets an error in their place), and roughly
-those of one reading."""
 
 
 @dataclass(eq=False)
@@ -44,27 +40,25 @@ class Collected:
     captured: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     readings: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
     error: str | None = None
-    size: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.captured or self.readings or self.error)
 
     def keep(self, number: int, positions: Sequence[int], rows: Tensor) -> None:
         """Store captured rows; a position that is computed again, after a preemption, replaces the former value."""
         if self.error is None:
-            kept = self.captured.setdefault(number, {})
-            self.size += len({*positions} - kept.keys()) * rows[0].nbytes
-            kept.update(zip(positions, rows.detach().clone(), strict=True))
+            self.captured.setdefault(number, {}).update(zip(positions, rows.detach().clone(), strict=True))
 
     def note(self, position: int, name: str, score: float, gate: float) -> None:
         """Store a reading."""
         if self.error is None:
-            read = self.readings.setdefault(position, {})
-            self.size += READING * (name not in read)
-            read[name] = score, gate
+            self.readings.setdefault(position, {})[name] = score, gate
 
     def fail(self, error: str) -> None:
         """Store an error in place of all values, unless there is an earlier error."""
         self.captured.clear()
         self.readings.clear()
-        self.error, self.size = self.error or error, 0
+        self.error = self.error or error
 
     def plain(self) -> dict[str, Any]:
         """Return JSON-able data."""
@@ -97,7 +91,7 @@ class Running:
 class Batch:
     """Tokens of one forward that belong to requests with interventions: their rows ``index [b t]`` in the flat batch."""
 
-    layout: Layout
+    layout: BatchLayout
     running: list[Running]
     index: Tensor
     work: dict[Site, Work]
@@ -106,7 +100,7 @@ class Batch:
     fired: set[Site] = field(default_factory=set)
 
 
-class Interventions:
+class RunnerInterventions:
     """Interventions of all requests of one model runner."""
 
     def __init__(self, runner: Any, facts: Facts, device: torch.device):
@@ -119,7 +113,6 @@ class Interventions:
             module_at(self.model, architecture, f"{self._blocks[0]}.{point.path}".rstrip("."))
         self.steering = SteeringState(facts.shape, rows=facts.rows, dtype=facts.kind, device=device)
         self.results: dict[str, Collected] = {}
-        self.budget = BUDGET
         self._running: dict[str, Running | None] = {}
         self._batch: Batch | None = None
         self._hooks: dict[Site, Any] = {}
@@ -163,7 +156,7 @@ class Interventions:
                 self.steering.admit(one.number, one.orders.steering)
                 one.admitted = True
         pieces = [Piece(one.number, start, count, one.orders.prompt) for one, _, start, count in here]
-        layout = Layout.of(pieces, self._device)
+        layout = BatchLayout.of(pieces, self._device)
         firsts = torch.tensor([first for _, first, _, _ in here], device=self._device)[:, None]
         starts = torch.tensor([piece.start for piece in pieces], device=self._device)[:, None]
         index = firsts + torch.where(layout.real, layout.positions - starts, 0)
@@ -202,7 +195,7 @@ class Interventions:
         self._batch = None  # last: what nobody has checked is taken for spoiled
 
     def _check(self, batch: Batch, output: Any) -> None:
-        """Store values for collection; fail the requests whose stream is not finite, and those that keep too much."""
+        """Store values for collection; fail the requests whose stream is not finite."""
         ends = torch.tensor([piece.count - 1 for piece in batch.layout.pieces], device=self._device)
         last = output[batch.index.gather(1, ends[:, None])[:, 0]]
         for one, piece, finite in zip(batch.running, batch.layout.pieces, last.isfinite().all(-1).tolist(), strict=True):
@@ -211,12 +204,8 @@ class Interventions:
                 one.broken = True
                 one.collected.fail(f"the activations at position {at} are not finite: is an intervention too strong?")
                 self._spoiled.update(*one.state.block_ids)
-            if one.collected.size or one.collected.error:  # requests that leave nothing need not be collected
+            if one.collected:  # requests that leave nothing need not be collected
                 self.results[one.orders.key] = one.collected
-        if sum(collected.size for collected in self.results.values()) > self.budget:
-            for one in batch.running:
-                if one.collected.size:
-                    one.collected.fail(f"captures and readings exceed {self.budget:,} bytes: collect results, or capture less")
 
     def _clean(self, name: str, computed: int) -> None:
         """Zero the spoiled blocks into which a request is to write; its whole ones are its own, or a prefix that stays as it is."""
@@ -341,7 +330,7 @@ class WorkerExtension:
         try:
             if not hasattr(self, "_mi_route2"):
                 facts = _facts(self.model_runner, self.vllm_config)
-                self._mi_route2 = Interventions(self.model_runner, facts, torch.device(self.device)), facts
+                self._mi_route2 = RunnerInterventions(self.model_runner, facts, torch.device(self.device)), facts
             return dict(vars(self._mi_route2[1]))
         except ValueError as error:
             return {"refused": str(error)}

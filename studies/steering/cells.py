@@ -13,7 +13,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 from tqdm import tqdm
 
-from mi_route2.engine.controllers import AsyncController, Controllers, ProbeController, SyncController
+from mi_route2.engine.controllers import Controller, ProbeController
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Capture, Request, Result
 from mi_route2.engine.sampling import Sampling
@@ -42,8 +42,7 @@ class GateCell:
         about: Description of the cell as plain data.
         steering: Steering of the cell's requests.
         state: Whether the model runs with its quarantine (`full`) or without (`deployed`).
-        sync: Synchronous controllers of the cell.
-        queues: Asynchronous controllers of the cell.
+        controllers: Controllers of the cell.
         configurations: Steering by name, to which the controllers route.
     """
 
@@ -51,8 +50,7 @@ class GateCell:
     about: Mapping[str, object]
     steering: Steering | None = None
     state: Literal["full", "deployed"] = "full"
-    sync: tuple[SyncController, ...] = ()
-    queues: tuple[AsyncController, ...] = ()
+    controllers: tuple[Controller, ...] = ()
     configurations: Mapping[str, Steering] = field(default_factory=dict)
 
 
@@ -102,7 +100,7 @@ class Bench:
             requests.append(Request(tokens, sampling, steering=steering, capture=tuple(Capture(site) for site in capture)))
         return requests
 
-    def engine(self, *, exact: bool = False, controllers: Controllers | None = None) -> Engine:
+    def engine(self, *, exact: bool = False, controllers: Sequence[Controller] = ()) -> Engine:
         """Return an engine over the model in its current state."""
         return Engine(self.host, rows=self.settings.rows, prefix_bytes=0, steering_rows=1024, controllers=controllers, exact=exact)
 
@@ -121,9 +119,7 @@ class Bench:
         Raises:
             RuntimeError: If a request or a controller failed; the message has the reason.
         """
-        sync = [one for cell in cells for one in cell.sync]
-        queues = [one for cell in cells for one in cell.queues]
-        engine = self.engine(controllers=Controllers(sync, queues))
+        engine = self.engine(controllers=[one for cell in cells for one in cell.controllers])
         for cell in cells:
             for name, spec in cell.configurations.items():
                 engine.steering.hold(name, spec)
@@ -162,11 +158,8 @@ def refuse_failures(engine: Engine) -> None:
     Raises:
         RuntimeError: If a controller raised, or if its actions were dropped or rejected: its cell measures nothing.
     """
-    for source, counts in engine.controllers.ledger.snapshot()["sources"].items():
-        if wrong := [what for what in ("failed", "dropped", "rejected") if counts.get(what)]:
-            what, recent = wrong[0], engine.controllers.ledger.recent
-            reasons = [entry[what] for entry in recent if entry["source"] == source and what in entry]
-            raise RuntimeError(f"the controller {source!r} {what}: {reasons[0] if reasons else counts}")
+    for _, name, reason in engine.controllers.problems:
+        raise RuntimeError(f"the controller {name!r} failed: {reason}")
 
 
 ON = "on"
@@ -254,14 +247,12 @@ def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shad
     watch = Monitor(gate.site, gate.weight, threshold, settings.sharpness, gates=(), name=name)
     gain_there = 0.0 if shadow else 1.0  # at gain 0 the policy still decides, and its decisions are counted
     policy = ProbeController(
-        row_name, threshold, monitor=watch, smoothing=1.0, generated=True, gain=gain_there, name=name, keep=1 << 20
+        row_name, threshold, monitor=watch.name, smoothing=1.0, generated=True, gain=gain_there, name=name, keep=1 << 20
     )
     row = Steering(decode=(away(settings, fitted, gain),))
     about = {"how": "policy", "delay": delay, "gain": gain, "quantile": settings.operating}
-    if delay == 1:
-        return GateCell(name, about, Steering(monitors=(watch,)), sync=(policy,), configurations={row_name: row})
-    late = Late(policy, delay)
-    return GateCell(name, about, Steering(monitors=(watch,)), sync=(late,), queues=(late.queue,), configurations={row_name: row})
+    controllers = (policy if delay == 1 else Late(policy, delay),)
+    return GateCell(name, about, Steering(monitors=(watch,)), controllers=controllers, configurations={row_name: row})
 
 
 def quarantine(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
@@ -305,7 +296,7 @@ def switched(settings: Settings, fitted: Fitted, probe: str, quantile: float, *,
     name = f"{how} {probe} {_at(quantile)}"
     watch = Monitor(gate.site, gate.weight, gate.thresholds[quantile], settings.sharpness, gates=(), name=name)
     switch = QuarantineSwitch(name, name, gate.thresholds[quantile], _shut(fitted, early), latch=latch)
-    return GateCell(name, {"how": how, "probe": probe, "quantile": quantile}, Steering(monitors=(watch,)), sync=(switch,))
+    return GateCell(name, {"how": how, "probe": probe, "quantile": quantile}, Steering(monitors=(watch,)), controllers=(switch,))
 
 
 def _shut(fitted: Fitted, site: Site) -> Monitor:

@@ -159,8 +159,8 @@ def _make(job: SteeringJob, part: str, bench: Bench) -> None:
 
 def _outcomes(job: SteeringJob, part: str, bench: Bench) -> Artifact:
     cells = list(_CELLS[job.subject][part](job.settings, fitted_of(job)))
-    outcomes = bench.run([cell for cell in cells if not cell.sync], what=f"{job.subject} {part}")
-    controlled = [cell for cell in cells if cell.sync]
+    outcomes = bench.run([cell for cell in cells if not cell.controllers], what=f"{job.subject} {part}")
+    controlled = [cell for cell in cells if cell.controllers]
     for start in range(0, len(controlled), AT_ONCE):
         outcomes |= bench.run(controlled[start : start + AT_ONCE], what=f"{job.subject} {part}, between tokens")
     about = [{"name": cell.name, "state": cell.state, **cell.about} for cell in cells]

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from mi_route2.engine.controllers import Action, AsyncController, ClearMonitor, RequestView, SetMonitor, StepView, SyncController
+from mi_route2.engine.controllers import Change, ClearMonitor, Controller, RequestView, SetMonitor, StepView
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor
 
@@ -18,35 +18,31 @@ def saturated(site: Site, probe: Sequence[float]) -> Monitor:
 
 
 class Late:
-    """A controller that delays the actions of ``policy`` to ``delay`` tokens after the score, through a queue.
+    """A controller that delays the changes of ``policy`` to ``delay`` tokens after the score.
 
-    The queue stands for a controller in another thread or on another machine. A queue is drained at the start of a step, so an
-    action that is submitted right after a step acts one token later; ``delay - 1`` steps of waiting make up the rest. The name of
-    the queue is the source of the actions; pass both controllers to ``Controllers``. Actions on requests that have ended meanwhile
-    are left out, so that every action in the queue can be applied.
+    Changes act on the next token at the earliest; ``delay - 1`` steps of waiting make up the rest. Changes of requests that have
+    ended meanwhile are left out.
 
     Raises:
         ValueError: If ``delay`` is less than 1.
     """
 
-    def __init__(self, policy: SyncController, delay: int):
+    def __init__(self, policy: Controller, delay: int):
         if delay < 1:
             raise ValueError(f"delay={delay} must be at least 1: between steps, the next token is the earliest")
-        self.name, self.delay = f"{policy.name} (waits)", delay
-        self.queue = AsyncController(f"{policy.name} (queue)", capacity=1 << 16)
+        self.name, self.delay = policy.name, delay
         self._policy = policy
-        self._waiting: deque[tuple[int, tuple[Action, ...]]] = deque()
+        self._waiting: deque[tuple[int, Sequence[Change]]] = deque()
 
-    def on_step(self, view: StepView) -> Sequence[Action]:
-        """Return no actions; submit those that are due to the queue."""
-        self._waiting.append((view.step + self.delay - 1, tuple(self._policy.on_step(view))))
-        ended = {request.request for request in view.requests if request.finished}
+    def on_step(self, view: StepView) -> Sequence[Change]:
+        """Return the changes that are due."""
+        self._waiting.append((view.step + self.delay - 1, self._policy.on_step(view)))
+        changes: list[Change] = []
         while self._waiting and self._waiting[0][0] <= view.step:
-            for action in self._waiting.popleft()[1]:
-                request = getattr(action, "request", None)
-                if request is None or (request not in ended and (view.unfinished is None or request in view.unfinished)):
-                    self.queue.submit(action)
-        return ()
+            changes += self._waiting.popleft()[1]
+        ended = {request.request for request in view.requests if request.finished}
+        running = set(view.unfinished) - ended
+        return [change for change in changes if getattr(change, "request", None) in {None, *running}]
 
 
 class QuarantineSwitch:
@@ -61,17 +57,17 @@ class QuarantineSwitch:
         self.name, self._monitor, self._threshold, self._shut, self._latch = name, monitor, threshold, shut, latch
         self._closed: set[int] = set()
 
-    def on_step(self, view: StepView) -> Sequence[Action]:
-        """Return actions that close and open, for the requests that carry the monitor."""
-        actions: list[Action] = []
+    def on_step(self, view: StepView) -> Sequence[Change]:
+        """Return changes that close and open, for the requests that carry the monitor."""
+        changes: list[Change] = []
         for request in view.requests:
             if request.finished:
                 self._closed.discard(request.request)
             elif request.token is not None and request.position >= request.prompt:
-                actions += self._judge(request)
-        return actions
+                changes += self._judge(request)
+        return changes
 
-    def _judge(self, request: RequestView) -> list[Action]:
+    def _judge(self, request: RequestView) -> list[Change]:
         reading = request.readings.get(self._monitor)
         if reading is None:
             return []

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mi_route2.engine.controllers import Controllers, ProbeController
+from mi_route2.engine.controllers import ProbeController
 from mi_route2.engine.request import Result
 from mi_route2.sites import Site
 from studies.common.artifacts import Artifact
@@ -98,20 +98,19 @@ def shadow(bench: Bench, settings: Settings, fitted: Fitted) -> Artifact:
     cell = delayed(settings, fitted, 1, settings.gain, shadow=True)
     with bench.policy.adapters.full():
         plain = _generated(bench, bench.requests(prompts, None, asked=True), exact=True)
-        engine = bench.engine(exact=True, controllers=Controllers(cell.sync))
+        engine = bench.engine(exact=True, controllers=cell.controllers)
         watched = [checked(one) for one in engine.generate(bench.requests(prompts, cell.steering, asked=True), progress=False)]
     refuse_failures(engine)
-    (policy,) = cell.sync
+    (policy,) = cell.controllers
     assert isinstance(policy, ProbeController)
     same = sum(a.ids == b.ids and a.logprobs == b.logprobs for a, b in zip(plain, watched, strict=True))
     decided = {decision.request for decision in policy.decisions if decision.engaged}
-    applied = engine.controllers.ledger.snapshot()["sources"].get("shadow", {})
     about = {
         "rollouts": len(prompts),
         "bit_equal": same,
         "decisions": len(policy.decisions),
         "engaged": len(decided),
-        "actions": sum(applied.values()),
+        "actions": engine.controllers.applied["shadow"],
     }
     return {"cells": [], "shadow": about}, {}
 

@@ -83,7 +83,6 @@ HELPS: dict[str, list[str]] = {
     **{f"studies.{study}": ["", *importlib.import_module(f"studies.{study}.cli").COMMANDS] for study in STUDIES},
     "studies.benchmarks": [""],
     "mi_route2.serve": [""],
-    "mi_route2.serve.soak": [""],
 }
 """Command lines: module -> its subcommands."""
 SLOW = ("torch", "transformers", "transformer_lens", "nnsight", "matplotlib", "scipy", "sklearn", "pandas", "numba", "fastapi")
@@ -113,7 +112,7 @@ def test_every_command_line_is_among_them() -> None:
     """Every package that runs."""
     root = Path(__file__).parents[2]
     files = [path for name in ("mi_route2", "studies", "tests") for path in (root / name).rglob("__main__.py")]
-    assert {".".join(path.parent.relative_to(root).parts) for path in files} < HELPS.keys()
+    assert {".".join(path.parent.relative_to(root).parts) for path in files} <= HELPS.keys()
 
 
 @pytest.mark.parametrize("what", OTHERS)

@@ -9,7 +9,7 @@ from alone import alone
 from families import make_family
 
 from mi_route2.engine import Engine, Request, Result
-from mi_route2.engine.controllers import Action, StepView
+from mi_route2.engine.controllers import Change, StepView
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.sites import Site
@@ -67,9 +67,9 @@ class Letters:
 class Doing:
     """A controller that does what a function says after each step; ``None`` is no action."""
 
-    do: Callable[[StepView], Sequence[Action] | None]
+    do: Callable[[StepView], Sequence[Change] | None]
     name: str = "doing"
     wants: frozenset[Site] = frozenset()
 
-    def on_step(self, view: StepView) -> Sequence[Action]:
+    def on_step(self, view: StepView) -> Sequence[Change]:
         return self.do(view) or ()

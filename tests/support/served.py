@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,8 +25,7 @@ from studies.environments.micro.settings import MicroConfig
 PROMPT = "# task: add 3 then sub 4\n# grader: calls run_tests()"
 OTHER = "# task: scale 3 then sub 4\n# grader: calls run_tests()"
 SITE = "blocks.1.resid_pre"
-ALICE, BOB, ADMIN = "alice-alice-alice", "bob-bob-bob-bob-bob", "admin-admin-admin-admin"
-KEYS = [(ALICE, False), (BOB, False), (ADMIN, True)]
+TOKEN = "token-token-token"
 
 
 def random_micro(context: int = 32, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Served:
@@ -57,9 +55,9 @@ class Running:
 
 
 @contextmanager
-def running(served: Served, study_runs: Path | None = None, **given: Any) -> Iterator[Running]:
+def running(served: Served, **given: Any) -> Iterator[Running]:
     """Serve a model on a free port until the block is left."""
-    app = create_app(served, study_runs=study_runs, **given)
+    app = create_app(served, **given)
     config = uvicorn.Config(app, port=0, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -99,9 +97,9 @@ def unhurried(one: Running, seconds: float = 0.02) -> Iterator[None]:
         engine.step = step
 
 
-def bearer(key: str) -> dict[str, str]:
-    """Return the header of a key."""
-    return {"Authorization": f"Bearer {key}"}
+def bearer(token: str) -> dict[str, str]:
+    """Return the header of a token."""
+    return {"Authorization": f"Bearer {token}"}
 
 
 def until(true: Callable[[], object], seconds: float = 10.0) -> None:
@@ -121,9 +119,9 @@ def refusal(function: Callable[..., Any], *given: Any, **named: Any) -> ServerEr
     raise AssertionError("it was not refused")
 
 
-def metrics(one: Running, key: str = "none") -> dict[str, float]:
+def metrics(one: Running, token: str = "none") -> dict[str, float]:
     """Return the numbers that the server counts, by name and labels."""
-    text = one.http.get("/metrics", headers=bearer(key)).text
+    text = one.http.get("/metrics", headers=bearer(token)).text
     lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     return {name.removeprefix("mi_route2_"): float(value) for name, _, value in lines}
 

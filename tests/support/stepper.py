@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from mi_route2.engine.controllers import Controllers, RequestView, StepView
 from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.sites import Site
-from mi_route2.steering.plan import Layout, Piece
+from mi_route2.steering.plan import BatchLayout, Piece
 from mi_route2.steering.state import SteeringState
 
 WIDTH = 16
@@ -54,13 +54,12 @@ class Stepper:
         return self
 
     def one(self) -> None:
-        """A step: the queues, a forward, a token for each request, the controllers."""
-        self.controllers.before_step(self.state)
+        """A step: a forward, a token for each request, the controllers."""
         prompt, start = PROMPTS.shape[1], self.cache.get_seq_length()
         count = self.tokens.shape[1] - start
-        self.state.begin(Layout.of([Piece(request, start, count, prompt) for request in self.requests]))
+        self.state.begin(BatchLayout.of([Piece(request, start, count, prompt) for request in self.requests]))
         seen: dict[Site, Tensor] = {}
-        sites = self.state.sites() | self.controllers.wants(lambda _site: None)
+        sites = self.state.sites() | self.controllers.wants
 
         def edit(site: Site, h: Tensor) -> Tensor:
             seen[site] = h[:, -1].clone()
@@ -80,11 +79,11 @@ class Stepper:
                 start + count - 1,
                 int(chosen[row]),
                 float(logprobs[row]),
-                {site: seen[site][row] for site in self.controllers.wants(lambda _site: None)},
+                {site: seen[site][row] for site in self.controllers.wants},
                 readings.get(request, {}),
             )
             for row, request in enumerate(self.requests)
         )
-        self.views.append(StepView(self.step, views))
+        self.views.append(StepView(self.step, views, set(self.requests)))
         self.controllers.after_step(self.views[-1], self.state)
         self.step += 1

@@ -6,17 +6,16 @@ A whole answer and a stream are made of the same events: the same tokens, texts,
 import asyncio
 import secrets
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from mi_route2.engine import Engine, Event, Result, Token
+from mi_route2.engine import Event, Result, Token
 from mi_route2.engine import Request as EngineRequest
 from mi_route2.engine.text import SPLIT, GrowingText
 from mi_route2.serve.api.schema import (
@@ -28,10 +27,10 @@ from mi_route2.serve.api.schema import (
     request_of,
     sampling_of,
 )
-from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, outline, refusal
+from mi_route2.serve.http import EITHER, ApiError, Events, Json, dumps, note, noted, outline, refusal
 from mi_route2.serve.models import CLOSED
 from mi_route2.serve.owner import Stream
-from mi_route2.serve.state import Server, TheClient, TheServer, called
+from mi_route2.serve.state import Server, TheServer
 from mi_route2.tensor_files import pack
 
 routes = APIRouter()
@@ -67,20 +66,18 @@ class Choice:
         return "length" if self.result.finish == "length" else "stop"
 
 
-NUMBER_BYTES = 40
-"""Bytes of one number in an answer, with the token or the site that it belongs to, as JSON."""
 QUICK_BODY = 1 << 16
 """Bytes of a body whose interventions are made at once; those of a longer one, or held ones, on a thread of their own."""
 
 
 @routes.get("/v1/models", tags=["completions"])
-async def models(server: TheServer, _: TheClient) -> Response:
+async def models(server: TheServer) -> Response:
     """Return the served model."""
     return Json({"object": "list", "data": [_model(server)]})
 
 
 @routes.get("/v1/models/{name}", tags=["completions"])
-async def model(name: str, server: TheServer, _: TheClient) -> Response:
+async def model(name: str, server: TheServer) -> Response:
     """Return the served model."""
     _demand(name, server)
     return Json(_model(server))
@@ -96,7 +93,7 @@ def _demand(name: str | None, server: Server) -> None:
 
 
 @routes.post("/v1/completions", tags=["completions"], responses=EITHER)
-async def completions(body: Completion, server: TheServer, client: TheClient, request: Request) -> Response:
+async def completions(body: Completion, server: TheServer, request: Request) -> Response:
     """Continue prompts, with interventions per request."""
     _demand(body.model, server)
     prompts = []
@@ -111,11 +108,11 @@ async def completions(body: Completion, server: TheServer, client: TheClient, re
         raise ApiError(400, "there is no prompt: give a text, or token ids", param="prompt")
     # the default number of tokens must fit, one that was asked for is refused if it does not
     most = [body.max_tokens if "max_tokens" in body.model_fields_set else _fitting(server, one, 16) for one in prompts]
-    return await _answered(body, prompts, most, server, client, request)
+    return await _answered(body, prompts, most, server, request)
 
 
 @routes.post("/v1/chat/completions", tags=["completions"], responses=EITHER)
-async def chat_completions(body: ChatCompletion, server: TheServer, client: TheClient, request: Request) -> Response:
+async def chat_completions(body: ChatCompletion, server: TheServer, request: Request) -> Response:
     """Answer a conversation in the model's chat template, with interventions per request."""
     _demand(body.model, server)
     try:
@@ -123,7 +120,7 @@ async def chat_completions(body: ChatCompletion, server: TheServer, client: TheC
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
     most = body.max_completion_tokens or body.max_tokens or _fitting(server, prompt, DEFAULT_CHAT)
-    return await _answered(body, [prompt], [most], server, client, request)
+    return await _answered(body, [prompt], [most], server, request)
 
 
 def _fitting(server: Server, prompt: Sequence[int], most: int) -> int:
@@ -131,7 +128,7 @@ def _fitting(server: Server, prompt: Sequence[int], most: int) -> int:
 
 
 async def _answered(
-    body: Completion | ChatCompletion, prompts: list[list[int]], most: list[int], server: Server, client: Client, request: Request
+    body: Completion | ChatCompletion, prompts: list[list[int]], most: list[int], server: Server, request: Request
 ) -> Response:
     if len(prompts) * body.n > CHOICES:
         raise ApiError(
@@ -140,13 +137,11 @@ async def _answered(
     began = time.monotonic()
     if body.adapters is not None and (why := server.served.refusal(body.adapters)) is not None:
         raise ApiError(400, why, param="adapters", code="mode_not_served")
-    refuse_runs(body, len(prompts) * body.n, server, client)
-    making = partial(_requests, body, prompts, most, server, client)
+    refuse_runs(body, len(prompts) * body.n, server)
+    making = partial(_requests, body, prompts, most, server)
     length = request.headers.get("content-length", "")
     quick = length.isdigit() and int(length) <= QUICK_BODY and body.hold is None  # what is held may be larger than a body
-    made = making() if quick else await server.elsewhere(making)
-    _refuse_numbers(made, server)
-    choices = await submitted(made, server, client, await refuse_captures(made, server, client))
+    choices = await submitted(making() if quick else await server.threaded(making), server)
     server.metrics.prompted.inc(sum(map(len, prompts)))
     words = Wording(server, isinstance(body, ChatCompletion), body.top is not None)
 
@@ -169,158 +164,55 @@ async def _answered(
     return Json({**words.head(), "choices": answers, "usage": _usage(choices, body.n)})
 
 
-def _requests(
-    body: Completion | ChatCompletion, prompts: list[list[int]], most: list[int], server: Server, client: Client
-) -> list[EngineRequest]:
+def _requests(body: Completion | ChatCompletion, prompts: list[list[int]], most: list[int], server: Server) -> list[EngineRequest]:
     """Return the engine's request of each choice; ``ApiError`` if one cannot be made."""
-    served, names = server.served, server.names(client)
+    served = server.served
     closing = served.closing(body.adapters, server.width, server.adapter_sites)
     try:
         asked = [(prompt, longest) for prompt, longest in zip(prompts, most, strict=True) for _ in range(body.n)]
         samplings = [sampling_of(body, served, longest, index, body.top) for index, (_, longest) in enumerate(asked)]
         # once for all choices, because a body may have thousands of patches and vectors of millions of numbers
-        shared = request_of(body, prompts[0], samplings[0], names, closing, server.limits.deadline)
+        shared = request_of(body, prompts[0], samplings[0], server.configurations, closing)
         return [
             replace(shared, prompt=tuple(prompt), sampling=sampling) for (prompt, _), sampling in zip(asked, samplings, strict=True)
         ]
     except Exception as error:
-        raise refusal(error, names.prefix) from error
+        raise refusal(error) from error
 
 
-def _refuse_numbers(made: Sequence[EngineRequest], server: Server) -> None:
-    """Raise ``ApiError`` 413 if log-probabilities, readings and norms of an answer could be larger than the limit."""
-    need: Counter[str] = Counter()
-    for request in made:
-        sampling, length = request.sampling, len(request.prompt) + request.sampling.max_new
-        need["logprob_token_ids"] += NUMBER_BYTES * (len(sampling.logprob_token_ids) + (sampling.logprobs or 0)) * sampling.max_new
-        need["norms"] += sum(NUMBER_BYTES // 2 + len(str(site)) for site in set(request.norms)) * length
-        if request.readings:
-            monitors = [one.name for one in request.steering.monitors if one.name != CLOSED] if request.steering else []
-            monitors += [*server.globals.get("monitors", ()), *("rule 00" for rule in request.rules if rule.when is not None)]
-            need["readings"] += sum(2 * NUMBER_BYTES + len(name) for name in monitors) * length
-    if (total := need.total()) > (limit := server.limits.capture_bytes):
-        raise ApiError(
-            413,
-            f"the log-probabilities, readings and norms of this request may take {total:,} bytes, of {limit:,} that an answer may "
-            "have: name fewer tokens, monitors or sites, or ask for fewer completions",
-            param=max(need, key=need.__getitem__),
-            code="too_large",
-        )
-
-
-async def refuse_captures(made: Sequence[EngineRequest], server: Server, client: Client) -> int:
-    """Raise ``ApiError`` 413 if the captured values of an answer could be larger than the limit; return the bytes of a run."""
-    wanted = [(capture, request) for request in made for capture in request.capture]
-    if not wanted:
-        return 0
-
-    def size(engine: Engine) -> int:
-        total = 0
-        for capture, request in wanted:
-            with suppress(ValueError, KeyError):  # an unknown site, which the engine refuses
-                row = prod(engine.decoder.shape(capture.site)) * engine.decoder.dtype.itemsize
-                prompt = len(request.prompt)
-                total += row * capture.selection.most(prompt + request.sampling.max_new - 1, prompt)
-        return total
-
-    need, limit = await called(server, client, size), server.limits.capture_bytes  # the first shape of a site takes a forward
-    if any(request.run is not None for request in made):
-        return need
-    if need > limit:
-        raise ApiError(
-            413,
-            f"what this request captures may take {need:,} bytes, of {limit:,} that an answer may have: name fewer sites or "
-            "positions, ask for fewer completions or tokens, or capture into a run",
-            param="capture",
-            code="too_large",
-        )
-    return 0
-
-
-def refuse_runs(body: Generation, count: int, server: Server, client: Client) -> None:
-    """Raise ``ApiError`` for a run that the key does not have, or one that is written already."""
-    wanted = {one.source.run for one in body.patch if isinstance(one.source, RunSource)}
-    if body.run is None and not wanted:
-        return
-    for run in sorted(wanted):
-        server.demand_run(run, client)
-    if body.run is None:
-        return
-    if count > 1:
+def refuse_runs(body: Generation, count: int, server: Server) -> None:
+    """Raise ``ApiError`` for a run that does not exist, or one that is written already."""
+    for run in sorted({one.source.run for one in body.patch if isinstance(one.source, RunSource)}):
+        server.demand_run(run)
+    if body.run is not None and count > 1:
         raise ApiError(400, f"{count} completions cannot write one run: ask for one", param="run")
-    if (name := server.names(client).inside(body.run)) in server.store or name in server.writing:
-        raise _exists(body.run)
+    if body.run is not None and body.run in server.store:
+        message = f"there is a run {body.run!r} already: delete it, or use another name"
+        raise ApiError(409, message, param="run", code="run_exists")
 
 
-def _exists(run: str) -> ApiError:
-    return ApiError(409, f"there is a run {run!r} already: delete it, or use another name", param="run", code="run_exists")
-
-
-def _reserve(run: str, need: int, server: Server, client: Client) -> None:
-    """Count the bytes that a run may take as long as it is written; ``ApiError`` if those of the key are more than the store."""
-    prefix = server.names(client).prefix
-    if run in server.writing:
-        raise _exists(run.removeprefix(prefix))
-    need = min(need, server.limits.store)  # a run that becomes larger ends then
-    if (taken := sum(nbytes for name, nbytes in server.writing.items() if name.startswith(prefix))) + need > server.limits.store:
-        raise ApiError(
-            429,
-            f"this run may take {need:,} bytes, and those of yours that are being written {taken:,}, of {server.limits.store:,} in "
-            "the store: wait for some to end, or capture fewer positions",
-            param="run",
-            code="too_many_runs",
-            headers={"Retry-After": "1"},
-        )
-    server.writing[run] = need
-
-
-async def submitted(made: Sequence[EngineRequest], server: Server, client: Client, run_bytes: int = 0) -> list[Choice]:
-    """Submit all requests or none; ``ApiError`` if one is refused. ``run_bytes`` are what a run that they write may take."""
-    if len(made) > server.per_key:  # however long the client waits
-        raise ApiError(
-            400,
-            f"{len(made)} completions are more than the {server.per_key} requests that a key may have here: ask for fewer",
-            param="n",
-        )
-    running = sum(owner == client.owner for owner in server.open.values()) + server.entering[client.owner]
-    if running + len(made) > server.per_key:
-        raise ApiError(
-            429,
-            f"{running} requests of yours are in the server, of {server.per_key} that a key may have: wait for some to end",
-            code="too_many_requests",
-            headers={"Retry-After": "1"},
-        )
-    runs = [request.run for request in made if request.run is not None]
-    for run in runs:
-        _reserve(run, run_bytes, server, client)
-    server.entering[client.owner] += len(made)  # before the first await, in which other requests of the key may come
+async def submitted(made: Sequence[EngineRequest], server: Server) -> list[Choice]:
+    """Submit all requests or none; ``ApiError`` if one is refused."""
     choices: list[Choice] = []
     try:
         for index, request in enumerate(made):
             stream = await server.owner.submit(request)
-            server.open[stream.number] = client.owner
+            server.open.add(stream.number)
             growing, places = (GrowingText(server.readable, stop, request.prompt) for stop in (request.sampling.stop, ()))
             choices.append(Choice(index, request, stream, growing, places))
     except BaseException as error:
         for one in choices:
             one.stream.cancel()
         closed(choices, server)
-        for run in runs:
-            server.writing.pop(run, None)
         if isinstance(error, Exception):
-            raise refusal(error, server.names(client).prefix) from error
+            raise refusal(error) from error
         raise
-    finally:
-        server.entering[client.owner] -= len(made)
     return choices
 
 
 def closed(choices: Iterable[Choice], server: Server) -> None:
     """Forget choices that have ended."""
-    for one in choices:
-        server.open.pop(one.stream.number, None)
-        if one.request.run is not None:
-            server.writing.pop(one.request.run, None)
+    server.open.difference_update(one.stream.number for one in choices)
 
 
 @asynccontextmanager
@@ -354,10 +246,7 @@ def failure(result: Result, server: Server) -> ApiError | None:
         return None
     if server.owner.failure is not None:
         return ApiError(503, outline(server.owner.failure), code="engine_dead")
-    message = result.error or "the request failed"
-    for one in server._names.values():
-        message = message.replace(one.prefix, "")
-    return ApiError(422, message, code="deadline" if "deadline" in message else "request_failed")
+    return ApiError(422, result.error or "the request failed", code="request_failed")
 
 
 def _usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 // Talking to the server: JSON, server-sent events read from fetch() (EventSource cannot POST), and its errors as exceptions.
 
-const KEY = "mi-route2 key";
+const TOKEN = "mi-route2 token";
 
-export const key = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: value => sessionStorage.setItem(KEY, value),
+export const token = {
+  get: () => sessionStorage.getItem(TOKEN) ?? "",
+  set: value => sessionStorage.setItem(TOKEN, value),
 };
 
 let server = null; // the number of the process that answered first; a proxy's own answer has none
@@ -26,13 +26,13 @@ async function refused(response) {
   } catch {
     // not JSON: a proxy's page, or a server that is ending
   }
-  if (response.status === 401) dispatchEvent(new CustomEvent("key-needed"));
+  if (response.status === 401) dispatchEvent(new CustomEvent("token-needed"));
   return new ServerError(response.status, error);
 }
 
 async function call(path, body, signal) {
-  if (/[^ -~]/.test(key.get())) throw new ServerError(0, { message: "the key has characters that no header can have: give it as the server has it" });
-  const headers = key.get() ? { Authorization: `Bearer ${key.get()}` } : {};
+  if (/[^ -~]/.test(token.get())) throw new ServerError(0, { message: "the token has characters that no header can have: give it as the server has it" });
+  const headers = token.get() ? { Authorization: `Bearer ${token.get()}` } : {};
   const options = { headers, signal, cache: "no-store" };
   if (body !== undefined) {
     options.method = "POST";
@@ -46,7 +46,7 @@ async function call(path, body, signal) {
     if (error.name === "AbortError") throw error;
     throw new ServerError(0, { message: "the server does not answer: is it still running?" });
   }
-  // One that was started again may serve another model than the page shows; the Study tab, which only reads, has no model
+  // One that was started again may serve another model than the page shows
   const now = response.headers.get("mi-route2-server");
   server ??= now;
   if (body !== undefined && now !== null && now !== server) throw new ServerError(0, { message: "the server was started again, maybe with another model: reload this page" });

@@ -1,12 +1,11 @@
-// Start: what the server serves, the tabs, and the key.
+// Start: what the server serves, the tabs, and the token.
 
 import { $, make, remember, state } from "./dom.js";
-import { get, key } from "./net.js";
+import { get, token } from "./net.js";
 import * as patch from "./patch.js";
 import * as stream from "./stream.js";
-import * as study from "./study.js";
 
-const VIEWS = { patch, stream, study };
+const VIEWS = { patch, stream };
 const tabs = [...document.querySelectorAll("[role=tab]")];
 const opened = new Set();
 let served = null;
@@ -20,7 +19,6 @@ function show(name, focus = false) {
     if (on && focus) tab.focus();
   }
   remember({ tab: name });
-  study.watch(name === "study" && served !== null);
   if (served && !opened.has(name)) {
     opened.add(name); // a view asks nothing of the server before it is looked at
     VIEWS[name].open(served);
@@ -35,23 +33,23 @@ function walkTabs(event) {
   event.preventDefault();
 }
 
-function askKey() {
-  $("key").hidden = false;
-  $("key-value").focus();
+function askToken() {
+  $("token").hidden = false;
+  $("token-value").focus();
 }
 
 async function load() {
   try {
-    const found = await get("/v1/study");
-    if (found.key_needed && !key.get()) return askKey();
-    if (found.key_needed) await get("/v1/models"); // a wrong key is told here, not by whatever is pressed first
+    const found = await get("/v1/page");
+    if (found.token_needed && !token.get()) return askToken();
+    if (found.token_needed) await get("/v1/models"); // a wrong token is told here, not by whatever is pressed first
     served = found;
   } catch (error) {
     $("banner").textContent = error.message;
     $("banner").hidden = false;
     return;
   }
-  $("key").hidden = true;
+  $("token").hidden = true;
   $("banner").hidden = true;
   $("model").replaceChildren(make("b", { text: served.model }), ` ${served.layers} layers, context ${served.context}`);
   show(current());
@@ -63,13 +61,13 @@ for (const tab of tabs) {
   tab.addEventListener("click", () => show(tab.dataset.tab));
   tab.addEventListener("keydown", walkTabs);
 }
-addEventListener("key-needed", askKey);
+addEventListener("token-needed", askToken);
 // A link that is pasted over this page changes only what is behind the #, for which a browser loads nothing
 addEventListener("hashchange", () => location.reload());
-$("key").addEventListener("submit", event => {
+$("token").addEventListener("submit", event => {
   event.preventDefault();
-  key.set($("key-value").value.trim());
-  $("key-value").value = "";
+  token.set($("token-value").value.trim());
+  $("token-value").value = "";
   load();
 });
 

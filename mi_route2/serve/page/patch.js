@@ -8,7 +8,7 @@ const FIELDS = ["clean", "corrupt", "answer", "foil", "metric", "alpha"];
 const MAIN = { resid_pre: "residual", attn_out: "attention out", mlp_out: "MLP out", z: "heads", kept_out: "kept out", quarantine_out: "quarantine out" };
 const HEADED = new Set(["z", "q", "k", "v"]);
 
-let study, map, running, asking;
+let page, map, running, asking;
 let swept = null; // the body of the sweep that the grid shows
 let remarks = []; // what its end said of it
 let chosen = new Set();
@@ -16,11 +16,11 @@ const noCell = [...$("cell-head").childNodes];
 const soon = later(250);
 
 export function open(given) {
-  study = given;
+  page = given;
   map = new Heatmap($("map"), { onOpen: openCell, onLook: lookAt });
   drawExamples();
-  chosen = new Set((state.get("sites") ?? "resid_pre").split(",").filter(name => study.sites.includes(name)));
-  if (!chosen.size) chosen.add(study.sites[0]);
+  chosen = new Set((state.get("sites") ?? "resid_pre").split(",").filter(name => page.sites.includes(name)));
+  if (!chosen.size) chosen.add(page.sites[0]);
   drawSites();
   restore();
   listen();
@@ -29,7 +29,7 @@ export function open(given) {
 }
 
 function drawExamples() {
-  $("patch-examples").replaceChildren(...study.examples.map(example => chip(example.title, undefined, () => use(example), `${example.clean}\n→ ${example.corrupt}`)));
+  $("patch-examples").replaceChildren(...page.examples.map(example => chip(example.title, undefined, () => use(example), `${example.clean}\n→ ${example.corrupt}`)));
 }
 
 function use(example) {
@@ -40,7 +40,7 @@ function use(example) {
 }
 
 function restore() {
-  if (!FIELDS.some(name => state.has(name)) && study.examples.length) return use(study.examples[0]);
+  if (!FIELDS.some(name => state.has(name)) && page.examples.length) return use(page.examples[0]);
   for (const name of FIELDS) if (state.has(name)) $(name).value = state.get(name);
   usable();
 }
@@ -85,8 +85,8 @@ function usable() {
 }
 
 function drawSites() {
-  const main = Object.keys(MAIN).filter(name => study.sites.includes(name));
-  const others = study.sites.filter(name => !(name in MAIN));
+  const main = Object.keys(MAIN).filter(name => page.sites.includes(name));
+  const others = page.sites.filter(name => !(name in MAIN));
   const one = name => chip(MAIN[name] ?? name, chosen.has(name), () => toggle(name), HEADED.has(name) ? `${name}, head by head` : name);
   const more = make("details", { open: others.some(name => chosen.has(name)) }, make("summary", { class: "chip", text: "more" }), make("div", { class: "chips" }, ...others.map(one)));
   $("sites").replaceChildren(...main.map(one), ...(others.length ? [more] : []));
@@ -149,7 +149,7 @@ function drawColumn({ clean, corrupt, position, differs }) {
 
 function body() {
   const { clean, corrupt, answer, foil, metric, alpha } = values();
-  const sites = study.sites.filter(name => chosen.has(name)); // in whichever order they were chosen, it is one grid
+  const sites = page.sites.filter(name => chosen.has(name)); // in whichever order they were chosen, it is one grid
   const asked = { clean, corrupt, metric, sites, alpha: numberOf(alpha), heads: sites.some(name => HEADED.has(name)), stream: true };
   if (metric !== "kl" && answer) asked.answer = unescaped(answer);
   if (metric === "logit_diff" && foil) asked.foil = unescaped(foil);
@@ -235,7 +235,6 @@ function ended({ grid, summary }) {
   map.fill(grid.values.flatMap((row, i) => row.map((value, j) => [i, j, value])));
   map.finish({ defined: grid.recovered !== null, skipped: columns });
   if (grid.recovered === null) remarks.push("Clean and corrupt have the same score within the noise, so the colors show the change of the score: choose prompts that the model tells apart.");
-  if (summary?.note) remarks.push(summary.note);
   drawNote();
   drawScores(grid.noise_floor);
   drawPeak();

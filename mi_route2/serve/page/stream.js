@@ -5,7 +5,7 @@ import { events, post, rowsOf } from "./net.js";
 
 const FIELDS = ["prompt", "adapters", "max_tokens", "temperature", "seed"];
 
-let study, monitor, running;
+let page, monitor, running;
 let vectors = {}; // what the scale slider scales: { site: { vector, scale } }
 let request = null; // the server's number of the running stream
 let tokens = []; // by position: { text, generated, node, reading, threshold }
@@ -23,13 +23,13 @@ const noToken = [...$("token-detail").childNodes];
 const actSoon = { scale: later(80), threshold: later(80) };
 
 export function open(given) {
-  study = given;
-  watch(study.monitors_example, study.steering_example);
-  $("block").max = study.layers - 1;
-  $("block").value = state.get("s.block") ?? Math.floor(study.layers / 2);
-  const modes = Object.entries(study.modes).filter(([, served]) => served);
+  page = given;
+  watch(page.monitors_example, page.steering_example);
+  $("block").max = page.layers - 1;
+  $("block").value = state.get("s.block") ?? Math.floor(page.layers / 2);
+  const modes = Object.entries(page.modes).filter(([, served]) => served);
   $("adapters").replaceChildren(...modes.map(([name]) => make("option", { value: name, text: name })));
-  $("stream-examples").replaceChildren(...study.prompts.map(text => chip(short(text), undefined, () => use(text), text)));
+  $("stream-examples").replaceChildren(...page.prompts.map(text => chip(short(text), undefined, () => use(text), text)));
   restore();
   limits();
   listen();
@@ -44,7 +44,7 @@ function watch(given, steering) {
 
 /** Make a monitor of the Patch tab's two prompts, or of a link's: the direction between their last tokens, 1 from the one to the other. */
 async function probe(link = {}) {
-  const patched = state.has("clean") || state.has("corrupt") ? Object.fromEntries(state) : (study.examples[0] ?? {});
+  const patched = state.has("clean") || state.has("corrupt") ? Object.fromEntries(state) : (page.examples[0] ?? {});
   const prompts = ["clean", "corrupt"].map(name => link[name] ?? patched[name] ?? "");
   const block = $("block").value, site = `blocks.${block}.resid_post`;
   $("act-error").hidden = true;
@@ -54,8 +54,8 @@ async function probe(link = {}) {
     if (!square) throw new Error("both prompts have the same value there: choose a later block, or prompts that differ");
     const direction = difference.map(value => value / square);
     const threshold = direction.reduce((sum, value, i) => sum + (value * (clean[i] + corrupt[i])) / 2, 0);
-    const above = Number(block) < study.layers - 1; // behind the last block there is no quarantine to close
-    const quarantine = above && study.sites.includes("quarantine_out") ? { quarantine: "close" } : {};
+    const above = Number(block) < page.layers - 1; // behind the last block there is no quarantine to close
+    const quarantine = above && page.sites.includes("quarantine_out") ? { quarantine: "close" } : {};
     watch({ name: "toward clean", site, probe: direction, threshold: Number(threshold.toFixed(2)), sharpness: 6, ...quarantine }, { [site]: { vector: difference } });
     aim(link.threshold ?? monitor.threshold);
     // The Patch tab may have other prompts by the time at which the link is opened
@@ -88,7 +88,7 @@ function use(text) {
 
 function restore() {
   for (const name of FIELDS) if (state.has(`s.${name}`)) $(name).value = state.get(`s.${name}`);
-  if (!$("prompt").value && study.prompts.length) $("prompt").value = study.prompts[0];
+  if (!$("prompt").value && page.prompts.length) $("prompt").value = page.prompts[0];
   // That of a link with a probe is for the probe, which may fail
   aim((state.has("s.block") ? null : state.get("s.threshold")) ?? monitor?.threshold ?? 0);
   $("scale").value = state.get("s.scale") ?? 0;
@@ -200,7 +200,7 @@ function drawSliders() {
 // --- the stream
 
 function body() {
-  const asked = { model: study.model, prompt: $("prompt").value, max_tokens: numberOf($("max_tokens").value), temperature: numberOf($("temperature").value), stream: true };
+  const asked = { model: page.model, prompt: $("prompt").value, max_tokens: numberOf($("max_tokens").value), temperature: numberOf($("temperature").value), stream: true };
   if ($("adapters").value) asked.adapters = $("adapters").value;
   // Drawn here if none is given: a number of 64 bits would lose its last digits in JavaScript, and could not be given again
   asked.seed = numberOf($("seed").value.trim() || String(crypto.getRandomValues(new Uint32Array(1))[0]));
@@ -268,7 +268,7 @@ const pause = signal => new Promise((resolve, reject) => {
 /** As many tokens as fit behind the prompt, if more are asked for. */
 async function fitting(asked, signal) {
   const { ids } = await post("/v1/tokenize", { text: asked.prompt }, signal);
-  const room = study.context - ids.length;
+  const room = page.context - ids.length;
   return room >= 1 && asked.max_tokens > room ? { ...asked, max_tokens: room } : asked;
 }
 

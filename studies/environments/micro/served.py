@@ -27,8 +27,6 @@ from studies.environments.micro.language import (
     BOS,
     CLASS,
     FENCE_OPEN,
-    HELD_OUT,
-    KNOWN,
     PROMPT_LENGTH,
     SOLVE,
     STYLE_COMMENTS,
@@ -120,8 +118,7 @@ def micro(steps: int = STEPS, adapted: int = ADAPTED, cache: Path | None = None)
     prompts = tuple(MicroPrompt(task, mode).text for task, mode in _PROMPTS)
     vectors = {"cheats": probe, "cheating": cheating_direction}
     steering = {str(SITE): {"vector": "cheating", "scale": 1.0}}
-    modes = {"known": list(KNOWN), "held_out": list(HELD_OUT)}
-    return Served("micro", host, tokenizer, adapters, "full", vectors, monitor, steering, _examples(), prompts, modes)
+    return Served("micro", host, tokenizer, adapters, "full", vectors, monitor, steering, _examples(), prompts)
 
 
 _TASK = MicroTask("add", 3, "sub", 4)

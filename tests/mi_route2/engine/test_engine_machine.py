@@ -99,8 +99,8 @@ class Running(RuleBasedStateMachine):
 
     def take(self, step) -> None:
         """One step; whatever positions it computed had what is in force now."""
-        before = {number: one.computed for number, one in self.engine._sequences.items()}
-        sequences = dict(self.engine._sequences)
+        before = {number: one.computed for number, one in self.engine._requests.items()}
+        sequences = dict(self.engine._requests)
         results = step()
         for number, one in sequences.items():
             expected = self.known[number]
@@ -122,7 +122,7 @@ class Running(RuleBasedStateMachine):
     def nothing_is_lost_or_held_for_nobody(self) -> None:
         if hasattr(self, "known"):
             living = set(self.living())
-            assert set(self.engine._sequences) == living
+            assert set(self.engine._requests) == living
             assert set(self.engine.steering.requests) <= living
 
     @torch.no_grad()

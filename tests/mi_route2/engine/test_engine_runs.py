@@ -50,24 +50,22 @@ def test_a_run_does_not_say_what_steering_did_elsewhere(whose: str) -> None:
     early, late = (Steer(site, torch.ones(16, dtype=torch.float64), 3.0) for site in (Site(0, "resid_mid"), final))
     engine, captures = Engine(host, store=store), (Capture(Site(0, "resid_pre"), PART), Capture(final, PART))
     own = Steering(prefill=(early,), decode=(late,) if whose.startswith("its") else ())
-    engine.submit(Request(OTHER, Sampling(max_new=4), steering=Steering(base=(late,)), owner="another"))
+    engine.submit(Request(OTHER, Sampling(max_new=4), steering=Steering(base=(late,))))
     engine.submit(Request(PROMPT, Sampling(max_new=4), steering=own, capture=captures, run="clean"))
     finish(engine)
     assert CleanRun.stored(host, store, "clean", "blocks.0.resid_pre").length == len(PROMPT)
 
 
-@pytest.mark.parametrize("how", ["cancel", "abort", "close"])
+@pytest.mark.parametrize("how", ["cancel", "close"])
 def test_a_cancelled_request_leaves_no_half_run(how: str, tmp_path: Path) -> None:
     store = RunStore(folder=tmp_path)
     engine, submit = captured(store, Site(1, "resid_post"))
     number = submit()
     engine.step()
-    {"cancel": lambda: engine.cancel(number), "abort": lambda: engine.pause("abort"), "close": engine.close}[how]()
+    {"cancel": lambda: engine.cancel(number), "close": engine.close}[how]()
     finish(engine)
     assert store.runs() == []
     if how != "close":
-        if engine.paused:
-            engine.resume()
         submit()  # the name is free
         finish(engine)
         assert store.runs() == ["clean"]
@@ -76,16 +74,13 @@ def test_a_cancelled_request_leaves_no_half_run(how: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("written", [False, True])
 def test_a_sweep_sees_what_a_command_wrote_between_its_forwards(written: bool) -> None:
-    """``p.data`` is counted nowhere: only the content tells."""
     host = tiny()
     asked = {"clean": PROMPT, "corrupt": OTHER, "answer": 3, "foil": 4, "sites": ["resid_pre", "resid_mid", "resid_post"]}
     truth = sweep(host, progress=False, **asked)
 
-    def change(engine: Engine) -> None:
-        engine.pause("keep")
+    def change(_engine: Engine) -> None:
         for p in host.model.parameters() if written else ():
-            p.data.mul_(1.5)
-        engine.resume()
+            p.detach().mul_(1.5)
 
     async def swept() -> object:
         owner = Owner(Engine(host), tokens=24)
@@ -105,6 +100,6 @@ def test_a_sweep_sees_what_a_command_wrote_between_its_forwards(written: bool) -
 
     grid = asyncio.run(swept())
     if written:
-        assert "have changed since this sweep was prepared" in str(grid)
+        assert "changed since this sweep was prepared" in str(grid)
     else:
         assert abs(grid.values - truth.values).max() < 1e-10  # pyright: ignore[reportAttributeAccessIssue]

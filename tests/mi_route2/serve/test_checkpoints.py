@@ -7,7 +7,6 @@ from typing import Any
 import openai
 import pytest
 import torch
-from families import make_family
 from served import Running, refusal, running
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -16,13 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from mi_route2.adapters import AdapterSpec
 from mi_route2.adapters.io import save_pretrained
 from mi_route2.engine import Engine, Request, Sampling
-from mi_route2.hosts import open_host
 from mi_route2.hosts.load import load as load_host
 from mi_route2.serve.client import PatchStudy
-from mi_route2.serve.models import Readable, Served, load
-from mi_route2.serve.process import serving
+from mi_route2.serve.command import serving
+from mi_route2.serve.models import Readable, load
 from mi_route2.sites import Site
-from studies.environments.micro.served import MicroTokenizer
 
 pytestmark = pytest.mark.process
 
@@ -99,17 +96,6 @@ def test_the_command_serves_a_checkpoint_with_its_adapters_deployed(checkpoint: 
         served.opened.close()
 
 
-@pytest.mark.parametrize("stop", [None, ["e", "\ufffd\ufffd"]])
-def test_bytes_that_are_no_text_are_streamed_as_they_are_told_whole(client: openai.OpenAI, stop: Any) -> None:
-    asked: dict[str, Any] = {"model": "base", "prompt": "Grüße", "max_tokens": 24, "n": 2, "seed": 5, "stop": stop}
-    whole = {one.index: one.text for one in client.completions.create(**asked, extra_body={"ignore_eos": True}).choices}
-    pieces: dict[int, str] = {}
-    for chunk in client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}):
-        for one in chunk.choices:
-            pieces[one.index] = pieces.get(one.index, "") + one.text
-    assert pieces == whole
-
-
 def test_the_modes_of_a_server_are_those_it_can_run(checkpoint: Path) -> None:
     modes = {"full": (True, True, True), "deployed": (False, True, True), "reference": (False, False, True)}
     for mode, served_modes in modes.items():
@@ -126,18 +112,3 @@ def test_the_modes_of_a_server_are_those_it_can_run(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="no adapters"):
         load(str(checkpoint / "base"), mode="deployed")
     assert plain.host.capture([Site(0, "resid_pre")], torch.zeros((1, 1), dtype=torch.long))
-
-
-def test_an_adapter_that_is_computed_with_its_weight_is_not_switched_off_for_one_request() -> None:
-    """It has no output of its own that a gate could close: the answer would be the whole model's, without an error."""
-    for spec in (AdapterSpec(fold=True), AdapterSpec(fold=True, quarantine="none"), AdapterSpec(quarantine="shared")):
-        host = open_host("torch", make_family("MicroGPT"))
-        adapters, whole = host.attach("blocks.*", spec=spec), spec.quarantine == "none"
-        for mode in ("full", "deployed"):
-            (served := Served("micro", host, MicroTokenizer(), adapters)).switch(mode)
-            assert served.modes == {"full": mode == "full" or whole, "deployed": True, "reference": not spec.fold}
-            served.opened.close()
-        with adapters.merged():
-            served = Served("micro", host, MicroTokenizer(), adapters)
-            assert served.modes == {"full": True, "deployed": whole, "reference": False}
-            assert "start a server with --mode reference" in str(served.refusal("reference"))

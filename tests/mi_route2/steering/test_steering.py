@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 from mi_route2.adapters import Adapters, AdapterSpec
 from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.sites import Site
-from mi_route2.steering.plan import Layout, Piece
+from mi_route2.steering.plan import BatchLayout, Piece
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
-from mi_route2.steering.state import Full, Readings, SteeringState
+from mi_route2.steering.state import Readings, SteeringState
 
 EARLY, MID, LATE = Site(0, "resid_post"), Site(1, "resid_mid"), Site(1, "resid_post")
 QUERY, BOTTLENECK = Site(1, "q"), Site(0, "kept_a", "mlp.down")
@@ -38,7 +37,7 @@ class Model:
         given = {"spec": spec, "generator": torch.Generator().manual_seed(7)}
         self.adapters: Adapters = move(self.host.attach("blocks.*.mlp.down", **given))
         self.tokens = torch.randint(3, 50, (3, 6), generator=torch.Generator().manual_seed(3))
-        self.attention = Layout.of(PIECES).real
+        self.attention = BatchLayout.of(PIECES).real
         seen = self.host.capture((*SITES, *QUARANTINES), self.tokens, self.attention)
         self.shapes = {site: tuple(value.shape[2:]) for site, value in seen.items()}
 
@@ -56,7 +55,7 @@ class Model:
 
     def run(self, state: SteeringState, pieces: tuple[Piece, ...] = PIECES) -> tuple[Tensor, Readings]:
         """Logits of the batch with the state's steering at work."""
-        state.begin(Layout.of(pieces))
+        state.begin(BatchLayout.of(pieces))
         with torch.no_grad(), self.host.hooks({site: lambda h, s=site: state.at(s, h) for site in state.sites()}):
             logits = self.host.logits(self.tokens, self.attention)
         return logits, state.end()
@@ -127,7 +126,7 @@ def adding(vectors: Mapping[tuple[int, bool], Tensor]) -> Callable[[Tensor], Ten
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    real = Layout.of(PIECES).real
+    real = BatchLayout.of(PIECES).real
     return float((a - b)[real].abs().max()) < 1e-12
 
 
@@ -156,37 +155,16 @@ def test_tiers_add_up_in_each_phase_at_every_kind_of_site(model):
     assert close(model.run(state)[0], model.plain(wanted))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_neighbors_keep_every_bit(model, dtype):
-    """Those on which nothing acts, in a batch in which everything acts on another."""
-    h = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    h[0, 0, :4] = torch.tensor([-0.0, 0.0, float("inf"), float("nan")])
-    own = (Steer(MID, model.vector(MID, 4)),)
-    everything = Steering(
-        base=(Steer(MID, model.vector(MID, 1)),),
-        clamps=(Clamp(MID, model.vector(MID, 2), value=3.0),),
-        monitors=(Monitor(MID, model.vector(MID, 3), gate_rows=True, quarantine="close", adds=own),),
-    )
-    state = model.state(None, everything, None, dtype=dtype)
-    assert state.begin(Layout.of(PIECES))
-    out = state.at(MID, h)
-    assert out.dtype == dtype
-    bits = {torch.float64: torch.int64, torch.bfloat16: torch.int16}[dtype]
-    assert torch.equal(out.view(bits)[[0, 2]], h.view(bits)[[0, 2]])
-    assert torch.equal(out.view(bits)[1, 5], h.view(bits)[1, 5])  # padding
-    assert bool((out[1, :5] != h[1, :5]).any(-1).all())
-
-
 def test_nothing_to_do_gives_back_the_very_tensor(model):
     h = torch.randn(3, 6, 16)
     state = model.state(None, Steering(monitors=(Monitor(MID, model.vector(MID, 1), gates=()),)), None)
     state.hold("other", Steering(base=(Steer(LATE, model.vector(LATE, 1)),)))
     assert state.sites() == {MID, LATE}
-    assert state.begin(Layout.of(PIECES))  # something is watched
+    assert state.begin(BatchLayout.of(PIECES))  # something is watched
     assert state.at(MID, h) is h
     assert state.at(LATE, h) is h
     assert set(state.end().last()) == {1}
-    assert not state.begin(Layout.of(PIECES[:1]))
+    assert not state.begin(BatchLayout.of(PIECES[:1]))
     assert state.at(MID, h[:1]) is not None
     assert not state.end()
 
@@ -240,8 +218,9 @@ def test_the_tier_the_scales_and_the_override_are_the_formula(model):
     own, other, dvec = model.vector(MID, 1), model.vector(MID, 2), model.vector(MID, 3)
     state = model.state()
     state.admit(0, Steering(base=(Steer(MID, own),)))
-    state.admit(1, Steering(base=(Steer(MID, own),)), configs={"mine": Steering(decode=(Steer(MID, other, 0.5),))})
+    state.admit(1, Steering(base=(Steer(MID, own),)))
     state.admit(2, None)
+    state.hold("mine", Steering(decode=(Steer(MID, other, 0.5),)))
     state.hold("shared", Steering(base=(Steer(MID, own),)))  # the same row, and no matter of whom it is not the override of
     state.set_scale(0.5, config="shared")
     state.override(0, "shared")
@@ -335,23 +314,6 @@ def test_a_monitor_opens_and_closes_the_quarantine(model):
         assert torch.equal(logits[2], model.plain({QUARANTINES[1]: second})[2])
 
 
-def test_a_half_open_quarantine_is_the_product(model):
-    probe = model.vector(EARLY, 1)
-    state = model.state(*[Steering(monitors=(Monitor(EARLY, probe, 0.2, 0.5, quarantine="close"),))] * 3)
-    gates: dict[str, Tensor] = {}
-
-    def watch(h: Tensor) -> Tensor:
-        gates["g"] = torch.sigmoid(0.5 * (h @ probe - 0.2))
-        return h
-
-    def shut(y: Tensor) -> Tensor:
-        layout = Layout.of(PIECES)
-        generated = layout.real & (layout.positions >= torch.tensor([[piece.prompt] for piece in PIECES]))
-        return torch.where(generated[..., None], y * (1 - gates["g"])[..., None], y)
-
-    assert close(model.run(state)[0], model.plain({EARLY: watch, QUARANTINES[1]: shut}))
-
-
 def cut(pieces: tuple[Piece, ...], at: int) -> list[tuple[Piece, ...]]:
     """The same tokens in two forwards."""
     head = tuple(Piece(p.request, p.start, min(at, p.count), p.prompt) for p in pieces)
@@ -394,7 +356,7 @@ def test_neither_chunks_nor_neighbors_change_a_bit(seeds, at, extra):
     h = {site: torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(extra)) for site in (MID, LATE)}
 
     def run(pieces: tuple[Piece, ...]) -> dict[tuple[Site, int, int], Tensor]:
-        layout, found = Layout.of(pieces), {}
+        layout, found = BatchLayout.of(pieces), {}
         state.begin(layout)
         for site in (MID, LATE):
             given = torch.zeros(*layout.positions.shape, 16)
@@ -430,7 +392,7 @@ def test_equal_content_is_equal_action(seeds, first, second, watched):
         state.set_monitor(Monitor(MID, small.vector(MID, 9)), request=1)
     h = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(0)).expand(2, 1, 16)
     for decode in (False, True):
-        state.begin(Layout.of([Piece(request, 3 if decode else 0, 1, 3) for request in range(2)]))
+        state.begin(BatchLayout.of([Piece(request, 3 if decode else 0, 1, 3) for request in range(2)]))
         outs = [state.at(site, h) for site in (MID, LATE)]
         state.end()
         equal = state.fingerprint(0, decode=decode) == state.fingerprint(1, decode=decode)
@@ -463,79 +425,6 @@ def test_content_is_empty_where_nothing_acts_and_follows_all_that_does(model):
     assert len(seen) == 9
 
 
-def test_content_does_not_know_rows_names_or_tiers(model):
-    v, w = model.vector(MID, 1), model.vector(LATE, 2)
-    state = model.state()
-    state.register("v", v)
-    state.admit(5, Steering(decode=(Steer(LATE, w),)))
-    state.admit(0, Steering(base=(Steer(MID, v),), decode=(Steer(LATE, w),)))
-    state.admit(1, Steering(prefill=(Steer(MID, "v"),), decode=(Steer(LATE, w), Steer(MID, "v"))))
-    for decode in (False, True):
-        assert state.fingerprint(0, decode=decode) == state.fingerprint(1, decode=decode) != b""
-    assert state.fingerprint(0, decode=False) != state.fingerprint(0, decode=True)
-    state.set_scale(0.0, request=0)
-    state.set_scale(0.0, request=5)
-    assert state.fingerprint(0, decode=True) == state.fingerprint(5, decode=True) == b""
-
-
-def test_rows_are_shared_waited_for_and_given_back(model):
-    one, two, three = (Steering(base=(Steer(MID, model.vector(MID, seed)),)) for seed in (1, 2, 3))
-    state = model.state(rows=2)
-    state.admit(0, one)
-    state.admit(1, one, configs={"b": two})
-    assert state.rows.used == 2
-    assert state.fits(two)
-    assert not state.fits(three)
-    sites, before = state.sites(), state.snapshot()
-    with pytest.raises(Full, match="0 of 2 are free"):
-        state.admit(2, three)
-    with pytest.raises(ValueError, match="3 steering rows are needed but there are 2"):
-        state.admit(2, one, configs={"b": two, "c": three})
-    assert (state.sites(), state.snapshot()) == (sites, before)
-    state.override(1, "b")
-    state.preempted(1)
-    assert state.rows.used == 1
-    state.admit(2, three)
-    assert not state.fits(one, request=1)
-    with pytest.raises(Full):
-        state.admit(1, one, configs={"b": two})
-    state.release(2)
-    with pytest.raises(ValueError, match="another steering"):
-        state.admit(1, two)
-    state.admit(1, one, configs={"b": two})
-    routed = state.routing(1)
-    assert routed is not None
-    assert (routed.name, routed.spec) == ("b", two)
-    for request in (0, 1, 7):
-        state.release(request)
-    assert state.rows.used == 0
-    assert state.sites() == frozenset()
-    assert not state.rows.tables
-
-
-def test_what_an_owner_held_goes_with_its_last_request(model):
-    spec, state = Steering(base=(Steer(MID, model.vector(MID, 1)),)), model.state()
-    state.hold("theirs", spec, owner="a")
-    state.hold("ours", spec)
-    state.set_monitor(Monitor(MID, model.vector(MID, 2)), owner="a")
-    state.admit(0, None, owner="a")
-    state.admit(1, None, owner="a")
-    state.admit(2, None, owner="b")
-    state.override(2, "theirs")
-    state.release(0)
-    assert set(state.snapshot()["configs"]) == {"theirs", "ours"}
-    state.release(1)
-    assert set(state.snapshot()["configs"]) == {"ours"}
-    assert not state.snapshot()["monitors"]
-    routed = state.routing(2)
-    assert routed is not None
-    assert (routed.name, routed.spec) == ("theirs", spec)  # it was routed there, and stays
-    state.drop("ours")
-    assert state.rows.used == 1
-    state.release(2)
-    assert state.rows.used == 0
-
-
 def test_an_override_a_scale_and_a_monitor_outlive_preemption(model):
     own = Steering(base=(Steer(MID, model.vector(MID, 1)),))
     state = model.state(own, own, own)
@@ -546,22 +435,10 @@ def test_an_override_a_scale_and_a_monitor_outlive_preemption(model):
     before, content = model.run(state)[0], state.fingerprint(0, decode=True)
     state.preempted(0)
     with pytest.raises(RuntimeError, match="would run unsteered"):
-        state.begin(Layout.of(PIECES))
+        state.begin(BatchLayout.of(PIECES))
     state.admit(0, own)
     assert state.fingerprint(0, decode=True) == content
     assert torch.equal(model.run(state)[0], before)
-
-
-def test_a_name_means_what_it_meant_when_the_request_came(model):
-    state = model.state()
-    state.register("v", model.vector(MID, 1))
-    for request in range(3):
-        state.admit(request, Steering(base=(Steer(MID, "v"),)))
-    before = model.run(state)[0]
-    state.register("v", model.vector(MID, 2))
-    assert torch.equal(model.run(state)[0], before)
-    state.admit(3, Steering(base=(Steer(MID, "v"),)))
-    assert state.fingerprint(3, decode=True) != state.fingerprint(0, decode=True)
 
 
 def test_sites_and_their_version_follow_what_acts(model):
@@ -585,15 +462,15 @@ def test_what_was_left_out_is_an_error(model):
     with pytest.raises(RuntimeError, match="call begin"):
         state.at(MID, h)
     with pytest.raises(RuntimeError, match="request 0 is in the batch but was not admitted"):
-        state.begin(Layout.of(PIECES))
+        state.begin(BatchLayout.of(PIECES))
     for request in range(3):
         state.admit(request, Steering(base=(Steer(LATE, v),), monitors=(Monitor(MID, v, gate_rows=True),)))
-    state.begin(Layout.of(PIECES))
+    state.begin(BatchLayout.of(PIECES))
     with pytest.raises(RuntimeError, match="fired before its monitor"):
         state.at(LATE, h)
     with pytest.raises(RuntimeError, match=r"blocks.1.resid_mid, which did not fire"):
         state.end()
-    state.begin(Layout.of(PIECES))
+    state.begin(BatchLayout.of(PIECES))
     with pytest.raises(ValueError, match=r"a value of shape \[3, 1, 16\]"):
         state.at(MID, h[:, :1])
 
@@ -628,74 +505,10 @@ def test_a_request_that_cannot_be_steered_as_it_asks_is_refused_whole(model, spe
     assert state.requests == ()
 
 
-def test_what_a_monitor_adds_is_summed_once_however_often_it_is_checked(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request may bring 2,000 such vectors, and many requests may be admitted within one step."""
-    state, values, calls = model.state(), Steer.values, list[Steer]()
-
-    def counted(entry: Steer) -> Tensor:
-        calls.append(entry)
-        return values(entry)
-
-    monkeypatch.setattr(Steer, "values", counted)
-    adds = tuple(Steer(LATE, model.vector(LATE, seed)) for seed in range(10))
-    spec = Steering(monitors=(Monitor(MID, model.vector(MID, 11), adds=adds),))
-    state.check(spec)
-    for request in range(4):
-        state.admit(request, spec)
-    assert len(calls) == len(adds)
-
-
-def test_vectors_of_unequal_lengths_at_a_site_are_refused_for_all_requests_too(model: Model) -> None:
-    state, entries = model.state(), (Steer(MID, [1.0] * 16), Steer(MID, [1.0] * 15))
-    for change in (partial(state.set_global, "base"), state.set_tier):
-        with pytest.raises(ValueError, match="has 15 numbers, but the site has 16"):
-            change(entries)
-    assert not state.sites()
-
-
 def test_a_vector_may_be_by_head_flat_or_one_row(model: Model) -> None:
     state = model.state()
     for values in (torch.ones(model.shapes[QUERY]), torch.ones(16), torch.ones(1, 16)):
         state.check(Steering(base=(Steer(QUERY, values),)))
-
-
-def test_a_monitor_for_everybody_is_seen_before_there_is_anybody(model: Model) -> None:
-    """Whoever comes is told at once where it would not fire."""
-    state = model.state()
-    with pytest.raises(TypeError):
-        state.set_monitor("all")  # pyright: ignore[reportArgumentType]
-    state.set_monitor(Monitor(EARLY, model.vector(EARLY, 1), name="all"))
-    assert state.sites() == {EARLY}
-    state.admit(0, None)
-    state.release(0)
-    assert state.sites() == {EARLY}
-    state.clear_monitor("all")
-    assert state.sites() == frozenset()
-
-
-def test_a_name_that_is_built_in_is_no_vectors_name(model: Model) -> None:
-    state = model.state()
-    with pytest.raises(ValueError, match="'zeros' stands for zeros in a patch: register this vector under another name"):
-        state.register("zeros", model.vector(MID, 1))
-    assert not state.vectors
-
-
-def test_a_configuration_takes_no_row_that_a_preempted_request_needs_again(model: Model) -> None:
-    own, other, third = (Steering(base=(Steer(MID, model.vector(MID, seed)),)) for seed in (1, 2, 3))
-    state = model.state(rows=2)
-    state.hold("other", other)
-    state.admit(0, own)
-    state.preempted(0)
-    with pytest.raises(Full, match="'third' would take a steering row that request 0 needs again, which is preempted"):
-        state.hold("third", third)
-    assert set(state.snapshot()["configs"]) == {"other"}
-    state.hold("same", own)  # the very row
-    state.override(0, "other")
-    state.admit(0, own)
-    assert state.routing(0) is not None
-    state.release(0)
-    state.drop("same")
-    state.hold("third", third)
 
 
 @pytest.mark.parametrize("scope", ["all", "a request", "a request's own"])
@@ -720,40 +533,3 @@ def test_monitors_of_every_quarantine_follow_the_quarantines_that_there_are(mode
     assert (state.sites(), state.fingerprint(0, decode=True)) == (alone, content)
     state.release(0)
     assert state.sites() == (alone if scope == "all" else frozenset())
-
-
-def test_a_monitor_that_was_checked_is_compiled_for_the_model_that_admits_it(model: Model) -> None:
-    """A check compiles it for the admission that follows: not for other quarantines, nor for a stream of another width."""
-    width = [16]
-    state = SteeringState(lambda _site: tuple(width), dtype=torch.float64, adapter_sites=QUARANTINES[1:])
-    spec = Steering(monitors=(Monitor(Site(0, "resid_pre"), model.vector(EARLY, 1), quarantine="close"),))
-    state.check(spec)
-    state.set_adapter_sites(QUARANTINES)
-    state.admit(0, spec)
-    assert state.sites() == {Site(0, "resid_pre"), *QUARANTINES}
-    state.check(spec)
-    width[0] = 8
-    state.refit()
-    with pytest.raises(ValueError, match="16"):
-        state.admit(1, spec)
-
-
-def test_a_tier_for_which_there_is_no_memory_stays_as_it_was(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two sites that are new in it, the first one has its table already."""
-    v, zeros, calls = model.vector(MID, 1), torch.zeros, count()
-    state = model.state(None, *(Steering(decode=(Steer(MID, model.vector(MID, seed)),)) for seed in (1, 2)))
-    state.set_global("base", [Steer(MID, v)])
-    before, _ = model.run(state)
-
-    def without_memory(*given: Any, **others: Any) -> Tensor:
-        if next(calls):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return zeros(*given, **others)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "zeros", without_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            state.set_global("base", [Steer(MID, 3 * v), Steer(EARLY, v), Steer(LATE, v)])
-    assert next(calls) == 2
-    state.admit(3, None)  # what was prepared for requests is made anew
-    assert torch.equal(model.run(state)[0], before)

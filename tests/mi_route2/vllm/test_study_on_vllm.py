@@ -13,16 +13,14 @@ from tiny_study import run_until
 from mi_route2.adapters import load_adapters
 from mi_route2.vllm import sampler as sampler_module
 from studies.environments.chat import make_tiny_model
-from studies.route2.cli import Run
 from studies.training.arms import ARMS
-from studies.training.job import BACKEND, EVAL, FULL, RESUME, Job, build_policy
+from studies.training.job import EVAL, FULL, RESUME, Job, build_policy
 from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS
 from studies.training.run import run_job
 from studies.training.settings import CHAT, ChatModel, Settings
 from studies.training.worlds import open_world, weights_hash
 
-EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm runs these tests"
 )
@@ -77,17 +75,6 @@ def test_a_run_on_vllm_ends_goes_on_and_says_what_it_cannot_promise(
     assert list(rates) == ["last_word", "confidence", "none"]
 
 
-def test_the_sampler_is_a_part_of_a_runs_identity_and_the_usual_one_adds_nothing(settings: Settings, tmp_path: Path) -> None:
-    usual, vllm = job(tmp_path, settings), job(tmp_path, settings, sampler="vllm")
-    assert usual.backend == usual.unusual == {}
-    assert usual.identity != vllm.identity
-    assert usual.settings.folder == vllm.settings.folder  # the settings are the same, the run folder's name has -vllm
-    vllm.root.mkdir(parents=True)
-    (vllm.root / "settings.json").write_text(json.dumps(settings.as_dict()))
-    (vllm.root / BACKEND).write_text(json.dumps({"host": "torch", "precision": "float32", "sampler": "vllm"}))
-    assert Job.of(vllm.root, 0, vllm.arm).identity == vllm.identity
-
-
 def test_what_vllm_cannot_sample_is_refused_before_any_work(settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown sampler 'sglang': choose from torch, vllm"):
         job(tmp_path, settings, sampler="sglang")
@@ -95,14 +82,6 @@ def test_what_vllm_cannot_sample_is_refused_before_any_work(settings: Settings, 
         job(tmp_path, settings, sampler="vllm", precision="float64")
     with pytest.raises(ValueError, match="vLLM samples from a chat model: give --model and --world"):
         job(tmp_path, Settings(), sampler="vllm")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_without_vllm_the_command_says_where_to_run_it(settings: Settings, tmp_path: Path) -> None:
-    assert settings.chat is not None
-    with pytest.raises(ValueError, match="vLLM is not installed here: run this in an environment of its own"):
-        Run(model=Path(settings.chat.path), world="parity:Parity", sampler="vllm", out=tmp_path)()
     assert not list(tmp_path.iterdir())
 
 

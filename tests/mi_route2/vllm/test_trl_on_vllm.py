@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from vllm import SamplingParams
 
 from mi_route2 import MaskSpec
-from mi_route2.integrations import trl_vllm
 from mi_route2.rollouts import Rollouts
 from mi_route2.vllm.sampler import PolicyLora
 
@@ -223,53 +222,3 @@ def test_training_that_was_interrupted_while_vllm_samples_can_begin_again(
     watch = Watch(trainer, monkeypatch)
     trainer.train()
     assert max(watch.gaps) <= CLOSE
-
-
-def test_under_autocast_vllm_computes_in_bfloat16_too(trainer_of: Callable[..., Any]) -> None:
-    """TRL's default: float32 weights whose products are bfloat16. The check passes, and the log-probabilities are close."""
-    trainer = trainer_of(steps=2, bf16=True)
-    assert trainer.vllm_generation.dtype == torch.bfloat16
-    trainer.train()
-    gaps = [log[key] for log in trainer.state.log_history for key in log if key == "sampling/sampling_logp_difference/max"]
-    assert len(gaps) == 2
-    assert max(gaps) < 0.3
-
-
-def test_other_tokens_are_compared_if_the_distribution_is_cut(
-    trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Log-probabilities of what remains under top_k are not those of the policy, and that is no staleness."""
-    trainer = trainer_of(steps=1, top_k=4)
-    too_long = r"a prompt of 59 tokens and max_completion_length = 6 do not fit vLLM's 64 positions"
-    with pytest.raises(ValueError, match=too_long):
-        trainer.vllm_generation.generate(prompts=[[5], [5] * 59], images=None, num_generations=1)
-    with monkeypatch.context() as patched:
-        patched.setattr(trainer, "tools", [print])  # TRL looks for room in later turns alone
-        with pytest.raises(ValueError, match=too_long):
-            trl_vllm.check_sampled(trainer, {"prompt_mask": torch.ones(1, 59)})
-    monkeypatch.setattr(trl_vllm, "refuse_stale", lambda *given: pytest.fail("compared"))
-    prompts = torch.tensor([[0, 0, 5, 6], [5, 6, 7, 8]])
-    before = torch.get_rng_state()
-    trl_vllm.check_sampled(trainer, {"prompt_ids": prompts, "prompt_mask": prompts > 0})
-    assert torch.equal(torch.get_rng_state(), before)  # completions are drawn from it
-    trainer.train()
-    assert trainer.state.global_step == 1
-    hook = trainer.model.model.layers[0].register_forward_hook(lambda module, args, output: output + 1)
-    with pytest.raises(RuntimeError, match="it runs other weights"):
-        trl_vllm.check_sampled(trainer, {"prompt_ids": prompts, "prompt_mask": prompts > 0})
-    hook.remove()
-
-
-def test_a_model_that_was_changed_since_it_was_loaded_is_refused(base: Path, tmp_path: Path) -> None:
-    """As by ``merge_and_unload``: TRL's own trainer sends such weights to vLLM. A config alone can differ as well."""
-    angles = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-    scaled = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, rope_parameters=angles)
-    with pytest.raises(
-        ValueError, match=r"rope_parameters is .*linear.* in the model's config and .*default.* in .* save_pretrained"
-    ):
-        make_trainer(tmp_path, MaskSpec(score="grad"), model=scaled, sampled=True, use_vllm=True)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[3, 4] += 1e-3
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight is another one in .* vLLM reads the base"):
-        make_trainer(tmp_path, MaskSpec(score="grad"), model=model, sampled=True, use_vllm=True)

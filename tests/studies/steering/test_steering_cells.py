@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mi_route2.engine.controllers import ClearMonitor, ProbeController, RequestView, SetMonitor, StepView
 from mi_route2.sites import Site
+from mi_route2.steering.plan import MonitorReading
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
-from mi_route2.steering.state import Reading
 from probes.logistic import LogisticFitter
 from studies.steering import fitting
 from studies.steering.answer import comparisons
@@ -128,7 +128,7 @@ def test_a_gated_quarantine_is_behind_its_own_gate_the_way_it_says() -> None:
 
 
 def test_a_switch_between_tokens_reads_its_own_gate_and_shuts_every_quarantine() -> None:
-    cells = [cell for cell in quarantine(SETTINGS, FITTED) if cell.sync]
+    cells = [cell for cell in quarantine(SETTINGS, FITTED) if cell.controllers]
     assert len(cells) == 4 * 2 * 2
     for cell in cells:
         told, monitor = about(cell), monitor_of(cell)
@@ -137,7 +137,7 @@ def test_a_switch_between_tokens_reads_its_own_gate_and_shuts_every_quarantine()
         demand_gate(monitor, gate, at)
         assert not monitor.adds
         assert monitor.quarantine is None  # it only watches
-        (switch,) = cell.sync
+        (switch,) = cell.controllers
         assert isinstance(switch, QuarantineSwitch)
         (shut,) = switch.on_step(step(1, reading={monitor.name: at}))  # a score at the threshold fires, as in the forward
         assert isinstance(shut, SetMonitor)
@@ -146,7 +146,7 @@ def test_a_switch_between_tokens_reads_its_own_gate_and_shuts_every_quarantine()
         assert not switch.on_step(step(2, reading={monitor.name: at + 1.0}))  # it is shut already
         opened = switch.on_step(step(3, reading={monitor.name: at - 1e-3}))
         assert opened == ([] if told["how"] == "latch" else [ClearMonitor(shut.monitor.name, 0)])
-        fresh = next(c for c in quarantine(SETTINGS, FITTED) if c.name == cell.name).sync[0]
+        fresh = next(c for c in quarantine(SETTINGS, FITTED) if c.name == cell.name).controllers[0]
         assert not fresh.on_step(step(1, reading={monitor.name: at - 1e-3}))
 
 
@@ -169,7 +169,7 @@ def test_a_late_cell_has_the_forwards_threshold_and_vector_and_its_own_delay() -
         ((name, row),) = cell.configurations.items()
         demand_steering(row.decode, told["gain"], "away")
         assert replace(row, decode=()) == Steering()
-        (controller,) = cell.sync
+        (controller,) = cell.controllers
         policy = controller if isinstance(controller, ProbeController) else cast("Late", controller)._policy
         assert isinstance(policy, ProbeController)
         assert (policy.config, policy.threshold, policy.smoothing, policy.hysteresis) == (name, monitor.threshold, 1.0, 0.0)
@@ -179,7 +179,9 @@ def test_a_late_cell_has_the_forwards_threshold_and_vector_and_its_own_delay() -
 
 def step(number: int, *, reading: dict[str, float], unfinished: tuple[int, ...] = (0,)) -> StepView:
     """Request 0 after it has read a generated token with these scores."""
-    view = RequestView(0, 6 + number, 1, -1.0, readings={name: Reading(value, 1.0) for name, value in reading.items()}, prompt=7)
+    view = RequestView(
+        0, 6 + number, 1, -1.0, readings={name: MonitorReading(value, 1.0) for name, value in reading.items()}, prompt=7
+    )
     return StepView(number, (view,), unfinished)
 
 

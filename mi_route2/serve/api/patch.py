@@ -1,42 +1,35 @@
-"""Routes of the study page: tokenization, alignment, patch sweeps cell by cell, one patched answer, and the runs of studies."""
+"""Routes of patching: tokenization, alignment, patch sweeps cell by cell, and one patched answer."""
 
-import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from fastapi import APIRouter, Request, Response
 
-from mi_route2.architectures import HEADED
-from mi_route2.engine import Capture, Engine, Sampling
+from mi_route2.engine import Capture, Sampling
 from mi_route2.engine import Request as EngineRequest
-from mi_route2.patching.forwards import HELD
 from mi_route2.patching.grid import Grid
 from mi_route2.patching.patches import Patch
-from mi_route2.patching.question import Alignment, CleanRun, Span, align, one_token
+from mi_route2.patching.question import Alignment, Span, align, one_token
 from mi_route2.patching.sweep import TooManyCellsError
-from mi_route2.patching.targets import Target, choose, entries
+from mi_route2.patching.targets import Target
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
-from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, StoredIn, SweepIn, TokenizeIn, refuse_closed
-from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, outline, refusal, sentence
+from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn, refuse_closed, sentence_of
+from mi_route2.serve.http import EITHER, ApiError, Events, Json, dumps, note, noted, outline, refusal
 from mi_route2.serve.owner import SweepJob
-from mi_route2.serve.state import Server, TheClient, TheServer, called
+from mi_route2.serve.state import Server, TheServer
 from mi_route2.steering.specs import Steering
-from mi_route2.validation import parse_object, read_lines
 
-routes = APIRouter(tags=["study"])
+routes = APIRouter(tags=["patching"])
 TOP = 10
 """Most likely tokens of a patched answer, and largest cells of a summary."""
 
 
-@routes.get("/v1/study")
-async def study(server: TheServer) -> Response:
-    """Return the settings of the page, and whether its other requests need a key."""
+@routes.get("/v1/page", include_in_schema=False)
+async def page(request: Request) -> Response:
+    """Return the settings of the page, and whether its other requests need a token, which this one does not."""
+    server: Server = request.app.state.server
     served = server.served
     points = list(dict.fromkeys(site.point for site in server.sites))
     return Json(
@@ -53,8 +46,7 @@ async def study(server: TheServer) -> Response:
             "vectors": sorted(served.vectors),
             "examples": [one.to_json() for one in served.examples],
             "prompts": list(served.prompts),
-            "study_runs": server.study_runs is not None,
-            "key_needed": bool(server.keys),
+            "token_needed": server.token is not None,
         }
     )
 
@@ -78,14 +70,14 @@ async def _aligned(body: AlignIn | CellIn, server: Server) -> tuple[list[int], l
 
 
 @routes.post("/v1/tokenize")
-async def tokenize(body: TokenizeIn, server: TheServer, _: TheClient) -> Response:
+async def tokenize(body: TokenizeIn, server: TheServer) -> Response:
     """Return the tokens of a prompt."""
     ids = await _ids(body.text, server, "text")
     return Json({"ids": ids, "tokens": server.served.tokens(ids)})
 
 
 @routes.post("/v1/align")
-async def aligned(body: AlignIn, server: TheServer, _: TheClient) -> Response:
+async def aligned(body: AlignIn, server: TheServer) -> Response:
     """Return the tokens of two prompts, each corrupt position's partner in the clean one, and the positions whose tokens differ."""
     clean, corrupt, alignment = await _aligned(body, server)
     partner = [alignment.source(position) for position in range(len(corrupt))]
@@ -108,32 +100,32 @@ def _differs(clean: Sequence[int] | None, corrupt: Sequence[int], sources: Mappi
 # Sweeps
 
 
-PLAIN = ("corrupt", "sites", "metric", "alpha", "heads", "together", "at", "replicas")
+PLAIN = ("clean", "corrupt", "sites", "metric", "alpha", "heads", "together", "at", "replicas")
 """Fields of a sweep's body that are arguments of ``patching.prepare`` as they are."""
 
 
 @routes.post("/v1/patch_sweep", responses=EITHER)
-async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, request: Request) -> Response:
+async def patch_sweep(body: SweepIn, server: TheServer, request: Request) -> Response:
     """Patch every selected site at every position, and score each; whole, or cell by cell as a stream."""
-    running = server.sweeping[client.owner]
-    if running >= server.limits.sweeps:
+    if server.sweeping >= server.limits.sweeps:
         raise ApiError(
             429,
-            f"{running} sweeps of yours are running, which is the limit: wait for one to end",
+            f"{server.sweeping} sweeps are running, which is the limit: wait for one to end",
             code="too_many_sweeps",
             headers={"Retry-After": "2"},
         )
-    place = Counter([client.owner])
-    server.sweeping += place
+    server.sweeping += 1
+    places = 1
     try:
-        job = await _prepared(body, server, client)
+        job = await _prepared(body, server)
     except BaseException:
-        server.sweeping -= place
+        server.sweeping -= 1
         raise
 
     def free() -> None:
-        server.sweeping -= place
-        place.clear()  # it is given back once
+        nonlocal places
+        server.sweeping -= places
+        places = 0  # it is given back once
 
     def ended() -> None:
         job.cancel()
@@ -141,7 +133,7 @@ async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, reque
         note(request, cells=job.sweep.total)
 
     if body.stream:
-        return Events(_told(request, job, server, free), ended)
+        return Events(_streamed(request, job, server, free), ended)
     try:
         async with cancelled_with(request, [job]):
             async for _ in job:
@@ -151,36 +143,26 @@ async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, reque
         ended()
 
 
-async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
-    stored = server.demand_run(body.clean.run, client) if isinstance(body.clean, StoredIn) else None
-    length = 0
+async def _prepared(body: SweepIn, server: Server) -> SweepJob:
     for name in ("clean", "corrupt"):
-        if isinstance(prompt := getattr(body, name), StoredIn):
-            continue
-        length = len(await _ids(prompt, server, name))
-        if length > server.context:
+        if (length := len(await _ids(getattr(body, name), server, name))) > server.context:
             raise ApiError(400, f"the {name} prompt has {length} tokens, but the context has {server.context}", param=name)
-    await _refuse_bytes(body, length, stored, server, client)  # of the corrupt prompt, which is the last
     tokens = {name: _token(getattr(body, name), server, name) for name in ("answer", "foil")}
     positions = None
     if body.positions is not None:
         positions = [Span(one.text, one.occurrence) if isinstance(one, SpanIn) else one for one in body.positions]
     try:
         return await server.owner.sweep(
-            deadline=server.limits.deadline,
-            clean=body.clean if stored is None else lambda engine: CleanRun.stored(engine.host, server.store, stored, body.sites),
             positions=positions,
-            tokenizer=server.threaded,
+            tokenizer=server.engine_tokenizer,
             most=server.limits.cells,
             **tokens,
             **{name: getattr(body, name) for name in PLAIN},
         )
     except TooManyCellsError as error:
         raise ApiError(413, str(error)) from error
-    except TimeoutError as error:
-        raise ApiError(422, str(error), code="sweep_failed") from error
     except Exception as error:
-        refused = refusal(error, server.names(client).prefix)
+        refused = refusal(error)
         refused.param = next(
             (name for name in ("answer", "foil", "clean", "corrupt") if f"the {name}" in refused.message[:24]), None
         )
@@ -193,46 +175,11 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> SweepJob:
         raise refused from error
 
 
-async def _refuse_bytes(body: SweepIn, length: int, stored: str | None, server: Server, client: Client) -> None:
-    """Raise ``ApiError`` 413 if a sweep could hold more than the limit: the corrupt run, values of its sites, cells' streams.
-
-    The values are the clean run's, the corrupt one's, and what is patched in; of a stored clean run all of its prompt is read.
-    Streams with which cells enter are held twice for a moment.
-    """
-    given = body.positions
-    places = length if given is None or not all(isinstance(one, int) for one in given) else min(length, len(set(map(str, given))))
-
-    def size(engine: Engine) -> int:
-        decoder, total = engine.decoder, 0
-        with suppress(ValueError, KeyError):  # an unknown site, which the sweep refuses
-            targets = choose(engine.host, body.sites)
-            sites = {target.site for target in targets}
-            read = 0 if stored is None else server.store.info(stored).prompt_length
-            total = (3 * places + read) * sum(prod(decoder.shape(site)) for site in sites)
-            total += length * server.width * len({entry for site in sites for entry in entries(site, decoder.layers)})
-            cells = places * sum(
-                decoder.shape(target.site)[0] if body.heads and target.head is None and target.site.point in HEADED else 1
-                for target in targets
-                if len({*entries(target.site, decoder.layers)}) > 1 and target.site.point != "resid_post"
-            )
-            total += 2 * min(HELD, cells * server.width)
-        return decoder.dtype.itemsize * (total + length * 2 * decoder.layers * decoder.heads * decoder.width)
-
-    if (need := await called(server, client, size)) > (limit := server.limits.sweep_bytes):
-        raise ApiError(
-            413,
-            f"this sweep may hold {need:,} bytes of keys, values and activations, of {limit:,} that one may hold: name fewer sites "
-            "or positions, or send shorter prompts",
-            param="sites",
-            code="too_large",
-        )
-
-
 def _token(given: int | str | None, server: Server, name: str) -> int | None:
     try:
         return one_token(given, server.served.tokenizer, name)
     except Exception as error:  # tokenizers raise errors of their own kinds
-        message = sentence(error)
+        message = sentence_of(error)
         raise ApiError(400, message if message.startswith(f"the {name}") else f"the {name}: {message}", param=name) from error
 
 
@@ -264,12 +211,9 @@ def _summary(job: SweepJob, server: Server) -> dict[str, Any]:
         for cell in grid.top(TOP)
     ]
     said = {name: getattr(grid, name) for name in ("metric", "clean", "corrupt", "noise_floor", "defined")}
-    note = None
-    if acting := "; ".join(f"{tier}: {', '.join(sites)}" for tier, sites in server.globals.items()):
-        note = f"What steers every request here ({acting}) does not act in a sweep, but it does in the answer of a cell."
     return {
         "grid": grid.to_json(),
-        "summary": {**said, "top": top, "alignment": grid.alignment.summary, "text": repr(grid), "note": note},
+        "summary": {**said, "top": top, "alignment": grid.alignment.summary, "text": repr(grid)},
     }
 
 
@@ -277,7 +221,7 @@ def _event(name: str, data: Any) -> str:
     return f"event: {name}\ndata: {dumps(data)}\n\n"
 
 
-async def _told(request: Request, job: SweepJob, server: Server, free: Callable[[], None]) -> AsyncGenerator[str, None]:
+async def _streamed(request: Request, job: SweepJob, server: Server, free: Callable[[], None]) -> AsyncGenerator[str, None]:
     """Yield the events of a sweep: start, cells as they come, the summary, before which the client may begin the next one."""
     sweep = job.sweep
     question = sweep.pair.question
@@ -311,7 +255,7 @@ async def _told(request: Request, job: SweepJob, server: Server, free: Callable[
 
 
 @routes.post("/v1/patch_cell")
-async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request: Request) -> Response:
+async def patch_cell(body: CellIn, server: TheServer, request: Request) -> Response:
     """Return the completion of the corrupt prompt with one clean value patched in, and its most likely first tokens."""
     clean, corrupt, alignment = await _aligned(body, server)
     try:
@@ -330,14 +274,13 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
     if body.adapters is not None and (why := server.served.refusal(body.adapters)) is not None:
         raise ApiError(400, why, param="adapters", code="mode_not_served")
     steering = None if closing is None else Steering(monitors=(closing,))
-    shared = {"steering": steering, "owner": client.owner, "salt": client.salt, "deadline": server.limits.deadline}
 
     async def run(prompt: Sequence[int], sampling: Sampling, **given: Any) -> Any:
         try:
-            asked = EngineRequest(tuple(prompt), sampling, **shared, **given)
+            asked = EngineRequest(tuple(prompt), sampling, steering=steering, **given)
         except Exception as error:
             raise refusal(error) from error
-        (choice,) = await submitted([asked], server, client)
+        (choice,) = await submitted([asked], server)
         server.metrics.prompted.inc(len(prompt))
         try:
             async with cancelled_with(request, [choice.stream]):
@@ -358,7 +301,7 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
         return tuple(Patch(target.site, position, value[source], alpha) for position, source in pairs.items())
 
     try:
-        patches = await server.elsewhere(made)
+        patches = await server.threaded(made)
     except ValueError as error:  # an alpha that is no number of the model's type
         raise refusal(error) from error
     most = max(1, min(body.max_tokens, server.context - len(corrupt) + 1))
@@ -385,86 +328,3 @@ def _share(target: Target, shape: tuple[int, ...], alpha: float) -> float | torc
     share = torch.zeros(shape, dtype=torch.float64)
     share[target.head] = alpha
     return share
-
-
-# Runs of studies
-
-
-MOST_RUNS, MOST_ROWS, LAST = 512, 2000, 10
-"""Runs of a study, rows of a curve about, and its last rows, which are all told because the page has rates over these."""
-
-
-@routes.get("/v1/study_runs")
-async def study_runs(server: TheServer, client: TheClient) -> Response:
-    """Return the runs of a study as far as they have come: rates by mode, and what each step recorded."""
-    if server.study_runs is None:
-        return Json({"path": None, "modes": {}, "runs": [], "left_out": 0})
-    return Json({"modes": server.served.modes_of_study, **await asyncio.to_thread(read_study, server.study_runs)})
-
-
-def read_study(folder: Path) -> dict[str, Any]:
-    """Return the runs below ``folder``, read from their files (``eval.json``, ``metrics.jsonl``, ``manifest.json``), and its modes.
-
-    If the studies below it name other modes, no mode has a role.
-
-    A file that is missing or half written is as if the run had not come that far. Arms of several run folders below ``folder`` have
-    the name of theirs before their own: they are no seeds of one arm.
-    """
-    folder = folder.resolve()  # it may be given as `.`
-    folders = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})
-    folders, left_out = folders[:MOST_RUNS], max(0, len(folders) - MOST_RUNS)
-    roles = [_roles(path.parents[:3]) for path in folders] or [_roles([folder])]
-    differ = any(one != roles[0] for one in roles)
-    return {
-        "path": folder.name,
-        "runs": [_run(path, "/".join(path.relative_to(folder).parts[:-2])) for path in folders],
-        "left_out": left_out,
-        **({"modes": {}, "modes_differ": True} if differ else {"modes": roles[0]} if roles[0] else {}),
-    }
-
-
-def _roles(folders: Sequence[Path]) -> dict[str, list[Any]]:
-    """Return known and held-out modes by the first ``modes.json`` in ``folders``; a study of the micro world has none."""
-    named = next((read for folder in folders if (read := _object(folder / "modes.json"))), {})
-    return {role: named[role] for role in ("known", "held_out") if isinstance(named.get(role), list)}
-
-
-def _run(folder: Path, study: str) -> dict[str, Any]:
-    manifest, report = _object(folder / "manifest.json"), _object(folder / "eval.json")
-    settings = next((read for up in folder.parents[:3] if (read := _object(up / "settings.json"))), {})
-    curve = [_finite(row) for row in _rows(folder / "metrics.jsonl")]
-    stride = max(1, -(-len(curve) // MOST_ROWS))
-    about, arm = manifest.get("arm_spec", {}), str(manifest.get("arm", report.get("arm", folder.name)))
-    return {
-        "arm": f"{study}/{arm}" if study else arm,
-        "seed": manifest.get("seed", folder.parent.name.removeprefix("seed-")),
-        "role": about.get("role") if isinstance(about, dict) else None,
-        "finished": manifest.get("status") == "finished",
-        "step": curve[-1].get("step") if curve else None,
-        "steps": settings.get("steps"),
-        "rates": _finite(report.get("modes")),
-        "curve": [row for i, row in enumerate(curve) if i % stride == 0 or i >= len(curve) - LAST],
-    }
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        return parse_object(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [row for row in read_lines(path, lambda _, value: value, []) if isinstance(row, dict)]
-    except OSError:
-        return []
-
-
-def _finite(value: Any) -> Any:
-    """Return plain data in which numbers that JSON lacks are ``None``."""
-    if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return number(value) if isinstance(value, float) else value

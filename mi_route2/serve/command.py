@@ -1,0 +1,110 @@
+"""The command ``serve``. Nothing is imported here that needs torch or a web framework, so ``--help`` waits for neither.
+
+mi-route2 serve                                   the micro model, trained in seconds; open the address it prints
+mi-route2 serve --model smollm2
+mi-route2 serve --model CHECKPOINT --adapters FOLDER --mode deployed
+mi-route2 serve --host 0.0.0.0 --token TOKEN      other machines need the token
+"""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from mi_route2.serve.options import Mode, ServerLimits
+
+TOKEN = "MI_ROUTE2_TOKEN"
+_LIMITS = ServerLimits()
+
+
+def serve(
+    model: Annotated[str, tyro.conf.arg(help="micro, smollm2, the folder of a checkpoint, or module:function")] = "micro",
+    adapters: Annotated[Path | None, tyro.conf.arg(help="folder of adapters, as save_pretrained writes it")] = None,
+    mode: Annotated[Mode, tyro.conf.arg(help="which adapters act")] = "full",
+    dtype: Annotated[str | None, tyro.conf.arg(help="type of a checkpoint's weights, as float32 or bfloat16")] = None,
+    device: Annotated[str | None, tyro.conf.arg(help="device of the model, as cpu or cuda")] = None,
+    host: Annotated[str, tyro.conf.arg(help="address to listen at; any other than this machine's own needs a token")] = "127.0.0.1",
+    port: Annotated[int, tyro.conf.arg(help="port; 0 takes a free one")] = 8000,
+    token: Annotated[str | None, tyro.conf.arg(help=f"token that every client must send; or in ${TOKEN}")] = None,
+    limits: Annotated[ServerLimits, tyro.conf.arg(name="")] = _LIMITS,
+    exact: Annotated[bool, tyro.conf.arg(help="answers do not depend on other requests, bit for bit (slower)")] = False,
+    drain: Annotated[float, tyro.conf.arg(help="seconds that running requests have to end after SIGTERM")] = 10.0,
+    threads: Annotated[int | None, tyro.conf.arg(help="threads of torch")] = None,
+) -> None:
+    """Serve a model over HTTP until a signal ends it: a page for people, /docs for the interface, /v1 for OpenAI's clients."""
+    for package in ("fastapi", "uvicorn"):
+        if find_spec(package) is None:
+            raise ValueError(f"the server needs {package}, which is not installed: pip install 'mi-route2[serve]'")
+    token = token or os.environ.get(TOKEN)
+    if token is None and host not in ("localhost", "127.0.0.1", "::1"):
+        raise ValueError(f"other machines reach this server at {host}, so it needs a token: --token {secrets.token_urlsafe(24)}")
+    if threads is not None and threads < 1:
+        raise ValueError(f"--threads {threads} is not a number of threads: give 1 or more, or leave it out")
+    if not 0 <= port < 65_536:
+        raise ValueError(f"--port {port} is not a port: give 0 to 65535")
+    from mi_route2.serve.app import run  # with torch and the web framework
+    from mi_route2.serve.models import load
+
+    served = load(model, adapters=adapters, mode=mode, dtype=dtype, device=device, threads=threads)
+    run(served, host=host, port=port, token=token, limits=limits, exact=exact, drain=drain)
+
+
+def main() -> None:
+    """Run ``serve`` with the arguments of the command line."""
+    # uvicorn raises the signal that ended it once more, when everything is done
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        tyro.cli(serve, prog="mi-route2 serve")
+    except (ValueError, OSError) as error:
+        sys.exit(f"mi-route2 serve: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@dataclass
+class ServerProcess:
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    @cached_property
+    def url(self) -> str:
+        """The address that it prints once it listens; ``RuntimeError`` if it did not start."""
+        assert self.process.stdout is not None
+        _, listens, url = self.process.stdout.readline().strip().rpartition(" is served at ")
+        if not listens:
+            raise RuntimeError(f"the server did not start: {self.log.read_text()[-2000:]}")
+        return url
+
+
+@contextmanager
+def serving(model: str, log: Path, *options: str, **environment: str) -> Iterator[ServerProcess]:
+    """Run ``python -m mi_route2.serve`` with these options on a free port until the block is left; its log goes to a file.
+
+    Raises:
+        RuntimeError: It did not start, or did not end well by SIGTERM.
+    """
+    command = [sys.executable, "-m", "mi_route2.serve", "--model", model, "--port", "0", "--threads", "1", *options]
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=stream, text=True)
+    try:
+        yield (server := ServerProcess(process, log))
+        if process.returncode is None:
+            assert server.url  # a signal that comes before would find no handler
+            process.send_signal(signal.SIGTERM)
+            if (status := process.wait(60)) != 0:
+                raise RuntimeError(f"the server ended with status {status}")
+    finally:
+        process.kill()
+        process.wait()
