@@ -12,12 +12,12 @@ from time import perf_counter
 
 import httpx
 import torch
-from mi_route2.serve.command import serving
 
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Request
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
+from mi_route2.serve.command import serving
 from mi_route2.serve.models import Served, load
 from studies.benchmarks.engine import PROMPT, VOCABULARY, random_model
 from studies.benchmarks.paired import Benchmark, BenchmarkOptions, Side
