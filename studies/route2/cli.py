@@ -1,4 +1,4 @@
-"""``python -m studies.route2 COMMAND``: train arms, write tables and figures, look at rollouts.
+"""``python -m studies.route2 COMMAND``: train arms, report, compare arms over seeds, probe.
 
 Start with ``run --help``. All results are in ``--out/<preset>-<hash>/``; the same command, started again, goes on where it stopped.
 """
@@ -7,7 +7,7 @@ import importlib.util
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -20,16 +20,12 @@ from studies.training.settings import (
     CHAT,
     PRECISION_NAMES,
     PRESETS,
-    STUDIED,
     TRACKER_NAMES,
     ChatModel,
     Settings,
     get_settings,
     override,
 )
-
-if TYPE_CHECKING:
-    from studies.route2.predictions import Predictions
 
 Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
 Pairs = Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")]
@@ -38,7 +34,7 @@ Device = Annotated[Literal["cpu", "cuda"], tyro.conf.arg(help="of a micro model;
 
 
 @dataclass(frozen=True)
-class Run:
+class RunArms:
     """Train arms at several seeds, evaluate each on tasks never seen, and write the report. Safe to interrupt and start again."""
 
     preset: Annotated[str, tyro.conf.arg(help=f"one of {', '.join(PRESETS)}")] = "strong"
@@ -75,8 +71,7 @@ class Run:
             require(self.report_to)
         self.place.check()
         settings = override(self.settings(), self.override, self.config)
-        every = tuple(name for name, arm in ARMS.items() if settings.chat is None or arm.canaries_of is None)
-        arms = get_arms(every if self.arms == ("all",) else self.arms)
+        arms = get_arms(tuple(ARMS) if self.arms == ("all",) else self.arms)
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         if self.pairs is not None and not self.pairs.is_file():
@@ -115,7 +110,7 @@ class Run:
                 from studies.route2.report import write_report
 
                 show_paths(write_report(root))
-                print((root / "table.md").read_text(encoding="utf-8"))
+                print((root / "answer.md").read_text(encoding="utf-8"))
 
     @property
     def backend(self) -> dict[str, str]:
@@ -147,7 +142,7 @@ def _keep_modes(root: Path, settings: Settings) -> None:
     Raises:
         ValueError: If the folder's runs were made with others, which no run's identity tells: a problem's code is no part of it.
     """
-    from studies.route2.report.load import read_modes
+    from studies.route2.runs import read_modes
     from studies.training.worlds import MODES, modes_of
 
     modes = modes_of(settings)
@@ -204,23 +199,8 @@ class TinyModel:
 
 
 @dataclass(frozen=True)
-class Full:
-    """Run every arm at seeds 0-7 on the main presets, and the ablations on ``strong``. Takes hours; can be interrupted."""
-
-    seeds: Seeds = "0-7"
-    workers: int = 2
-    out: Path = Path("runs")
-    report_to: ReportTo = None
-
-    def __call__(self) -> None:
-        for preset in STUDIED:
-            arms = tuple(name for name, arm in ARMS.items() if arm.ablation is None or preset == "strong")
-            Run(preset, self.seeds, arms, self.workers, self.out, report_to=self.report_to)()
-
-
-@dataclass(frozen=True)
-class Report:
-    """Write table, figures, leakage and ablations of a run folder again."""
+class ReportAgain:
+    """Write the answer, table and figures of a run folder again."""
 
     root: tyro.conf.Positional[Path]
 
@@ -228,61 +208,22 @@ class Report:
         from studies.route2.report import write_report
 
         show_paths(write_report(self.root))
+        print((self.root / "answer.md").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
-class Plot:
-    """Draw the figures of a run folder again."""
+class CompareArms:
+    """Print contrasts between arms over seeds, with intervals, Holm's p and counts of failures; draw them beside the file."""
 
-    root: tyro.conf.Positional[Path]
-
-    def __call__(self) -> None:
-        from studies.route2.report import load_runs, write_figures
-
-        show_paths(write_figures(load_runs(self.root)))
-
-
-@dataclass(frozen=True)
-class Leakage:
-    """Print, per held-out mode, how much of vanilla's hacking remains after the quarantine is deleted."""
-
-    root: tyro.conf.Positional[Path]
+    contrasts: tyro.conf.Positional[Path]
+    runs: Annotated[tuple[Path, ...], tyro.conf.arg(help="run folders and CSV tables of runs; evidence.csv beside the file")] = ()
 
     def __call__(self) -> None:
-        from studies.route2.report import load_runs, write_leakage
+        from studies.route2.contrasts import write_contrasts
 
-        show_paths(write_leakage(load_runs(self.root)))
-        print((self.root / "leakage.md").read_text(encoding="utf-8"))
-
-
-@dataclass(frozen=True)
-class Show:
-    """Write an HTML page of an arm's rollouts, with tokens colored by probe score and by the changes of both adapters."""
-
-    root: tyro.conf.Positional[Path]
-    arm: str = "route2-full"
-    seed: int = 0
-    every: Annotated[int, tyro.conf.arg(help="show every n-th step")] = 20
-    pairs: Pairs = None
-
-    def __call__(self) -> None:
-        from studies.route2.annotate import Annotator
-        from studies.route2.report import read_rollouts, write_page
-        from studies.training.job import Job
-        from studies.training.worlds import open_world
-
-        if self.every < 1:
-            raise ValueError(f"every must be at least 1, not {self.every}")
-        job = Job.of(self.root, self.seed, get_arms((self.arm,))[0], self.pairs)
-        if not job.folder.exists():
-            have = sorted(p.name for p in (self.root / f"seed-{self.seed}").glob("*") if p.is_dir())
-            raise ValueError(
-                f"{self.root} has no run of {self.arm} at seed {self.seed}; it has {', '.join(have) or 'none at that seed'}"
-            )
-        rows = [row for row in read_rollouts(job.folder) if (row["step"] + 1) % self.every == 0 or row["step"] == 0]
-        with open_world(job.settings, device=job.device) as (world, _):
-            annotate = Annotator.of(job, world)
-            show_paths([write_page(rows, annotate, job.folder / "rollouts.html", f"{self.arm}, seed {self.seed}")])
+        text, paths = write_contrasts(self.contrasts, self.runs or (self.contrasts.with_name("evidence.csv"),))
+        print(text)
+        show_paths(paths)
 
 
 def _demand(per_mode: int) -> None:
@@ -326,159 +267,7 @@ class Probes:
             print(f"wrote {path}")
 
 
-@dataclass(frozen=True)
-class Watch:
-    """Fit the same probes on several arms over their seeds: a table and a figure of what they see of held-out modes."""
-
-    root: tyro.conf.Positional[Path]
-    arms: Annotated[tuple[str, ...], tyro.conf.arg(help="in the order of the figure")] = (
-        "vanilla-10", "vanilla-20", "vanilla-40", "vanilla",
-    )  # fmt: skip
-    seeds: Seeds = "3"
-    per_mode: Annotated[int, tyro.conf.arg(help="rollouts sampled in each mode")] = 512
-    workers: int = 2
-    to: Annotated[Path | None, tyro.conf.arg(help="folder of table and figure; the run folder if not given")] = None
-    pairs: Pairs = None
-
-    def __call__(self) -> None:
-        from studies.route2.watching import write_watch
-        from studies.training.job import Job
-
-        _demand(self.per_mode)
-        _demand_folder(self.to)
-        jobs = [Job.of(self.root, seed, arm, self.pairs) for arm in get_arms(self.arms) for seed in read_seeds(self.seeds)]
-        show_paths(write_watch(jobs, self.per_mode, self.workers, self.to or self.root))
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Copy a run folder's tables, figures and records into the docs, with the sentences that quote them."""
-
-    root: tyro.conf.Positional[Path]
-    to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
-    readme: Annotated[Path, tyro.conf.arg(help="its headline is replaced, for seeds that predictions name")] = Path("README.md")
-
-    def __call__(self) -> None:
-        from studies.route2.publish import publish, publish_short
-
-        folder = publish(self.root, self.to)
-        print(f"wrote {folder}")
-        for what in publish_short(folder, self.readme):
-            print(f"wrote {what}")
-
-
-@dataclass(frozen=True)
-class _Named:
-    """Options of commands that run what a predictions file names, or a part of it."""
-
-    predictions: Annotated[
-        tyro.conf.Positional[Path], tyro.conf.arg(help="for example docs/results/canary/predictions.toml: presets, seeds, arms")
-    ]
-    presets: Annotated[tuple[str, ...], tyro.conf.arg(help="some of the file's presets; default: all (give --to as well)")] = ()
-    seeds: Annotated[str | None, tyro.conf.arg(help="other seeds, to try it out: 120-122 (give --to as well)")] = None
-    workers: int = 2
-    out: Annotated[Path, tyro.conf.arg(help="where the run folders are kept, in a folder named as that of the file")] = Path("runs")
-    to: Annotated[Path | None, tyro.conf.arg(help="folder of the report, replacing one there; default: that of the file")] = None
-
-    def _chosen(self, named: "Predictions") -> tuple[tuple[str, ...], str]:
-        """Return the presets and seeds that are asked for."""
-        _demand_folder(self.to)
-        if (self.seeds is not None or self.presets) and self.to is None:
-            raise ValueError("a report of other seeds or presets would replace that of the file's: give it a folder with --to")
-        for preset in self.presets:
-            if preset not in named.presets:
-                raise ValueError(unknown_name(preset, list(named.presets), "preset of the file"))
-        return self.presets or tuple(named.presets), ",".join(map(str, named.seeds)) if self.seeds is None else self.seeds
-
-    @property
-    def _folder(self) -> Path:
-        return self.out / named(self.predictions.absolute().parent).name
-
-
-@dataclass(frozen=True)
-class Evidence(_Named):
-    """Train what a predictions file names, and write tables, tests and figures beside it. Takes hours; can be interrupted."""
-
-    also: Annotated[tuple[str, ...], tyro.conf.arg(help="further arms, which the report describes and does not test")] = ()
-    beside: Annotated[
-        tuple[Path, ...], tyro.conf.arg(help="folders of reports of other sizes, for the figure: docs/results/size")
-    ] = ()
-    model: Annotated[
-        Path | None, tyro.conf.arg(help="the chat model's folder, if the file names a world of chat models in place of a preset")
-    ] = None
-    config: Annotated[Path | None, tyro.conf.arg(help="with --model: its settings, in a TOML file")] = None
-    precision: Annotated[str, tyro.conf.arg(help=f"with --model: {' or '.join(PRECISION_NAMES)}")] = "float32"
-    device: Device = "cpu"
-
-    def __call__(self) -> None:
-        from studies.route2.evidence import named_as, read_predictions
-        from studies.route2.questions import write_evidence
-
-        named = read_predictions(self.predictions)
-        presets, seeds = self._chosen(named)
-        runs = {}
-        for preset in presets:
-            run = self._run(preset, seeds, (*named.arms, *self.also))
-            settings = override(run.settings(), (), run.config)
-            if settings.digest != named.presets[preset] or named_as(settings.as_dict()) != preset:
-                remedy = "write a new file" if self.model is None else "give the --model and --config that it was written for"
-                raise ValueError(f"{self.predictions} names other settings of {preset} than there are now: {remedy}")
-            runs[run.root(settings)] = run
-        for run in runs.values():
-            run()
-        roots = {root: read_seeds(seeds) for root in runs}
-        show_paths(write_evidence(roots, self.to or self.predictions.parent, named, self.beside))
-
-    def _run(self, preset: str, seeds: str, arms: tuple[str, ...]) -> Run:
-        """Return the runs of one preset of the file, or of a chat model in the world of that name."""
-        common: dict[str, Any] = {"seeds": seeds, "arms": arms, "workers": self.workers, "device": self.device}
-        common |= {"out": self._folder, "report": False}
-        if preset in PRESETS:
-            if self.model is not None or self.config is not None or self.precision != "float32":
-                raise ValueError(f"{self.predictions} is of the preset {preset}: leave out --model, --config and --precision")
-            return Run(preset, **common)
-        if self.model is None:
-            raise ValueError(f"{self.predictions} is of a chat model in the world {preset}: give the model's folder with --model")
-        return Run(world=preset, model=self.model, config=self.config, precision=self.precision, **common)
-
-
-@dataclass(frozen=True)
-class Course(_Named):
-    """Train a file's arms while looking at them after every step: what is learned when, by which adapter. Can be interrupted."""
-
-    def __call__(self) -> None:
-        from studies.route2.course import read_course_predictions, write_courses
-        from studies.training.job import Job, base_cache
-
-        named = read_course_predictions(self.predictions)
-        presets, seeds = self._chosen(named)
-        arms, jobs = get_arms(named.arms), []
-        canaries = tuple(dict.fromkeys(name for arm in arms for name in arm.canaries or ()))
-        for preset in presets:
-            settings = get_settings(preset)
-            if settings.digest != named.presets[preset]:
-                raise ValueError(f"{self.predictions} names other settings of {preset} than there are now: write a new file")
-            run = Run(preset, seeds, canaries, self.workers, self._folder, report=False)
-            run()  # base models and canaries, which the arms start from
-            root, cache = run.root(settings), base_cache(run.out, run.device)
-            jobs += [Job(root, cache, settings, seed, arm) for seed in read_seeds(seeds) for arm in arms]
-        show_paths(write_courses(jobs, self.workers, self.to or self.predictions.parent, named))
-
-
-@dataclass(frozen=True)
-class Arms:
-    """List the arms with their descriptions and baselines."""
-
-    def __call__(self) -> None:
-        width = max(map(len, ARMS))
-        for arm in ARMS.values():
-            print(f"{arm.name:{width}}  {arm.role:8}  {arm.about}" + (f"  [vs {arm.baseline}]" if arm.baseline else ""))
-
-
-COMMANDS = {
-    "run": Run, "full": Full, "tiny-model": TinyModel, "report": Report, "plot": Plot, "leakage": Leakage, "show": Show,
-    "probes": Probes, "publish": Publish, "watch": Watch, "evidence": Evidence, "course": Course, "arms": Arms,
-}  # fmt: skip
+COMMANDS = {"run": RunArms, "report": ReportAgain, "contrasts": CompareArms, "probes": Probes, "tiny-model": TinyModel}
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ from scipy.stats import t as student
 
 from mi_route2.plots import BLUE, GREEN, ORANGE, PAGE_WIDTH, VERMILLION, new_figure, save_figure, style
 from mi_route2.validation import unknown_name
-from studies.common.tables import markdown_table
+from studies.common.tables import markdown_page, markdown_table
 from studies.route2.runs import COLUMNS, load_runs
 
 MARGIN = 0.05
@@ -194,12 +194,11 @@ def contrast_table(frame: pd.DataFrame) -> str:
 
 
 def pooled(runs: pd.DataFrame, spec: Contrasts) -> pd.DataFrame:
-    """Return the summary: a row per pool and preset, with exploits, solving and failures over all fresh seeds."""
-    fresh = runs[runs.seed >= spec.fresh_from]
+    """Return the summary: a row per pool and preset, with exploits, solving and failures over its runs."""
     rows = []
     for pool in spec.pool:
         for preset in spec.presets:
-            cell = fresh[(fresh.preset == preset) & fresh.arm.isin(pool.arms)]
+            cell = runs[(runs.preset == preset) & runs.arm.isin(pool.arms)]
             if len(cell):
                 rows.append(
                     {
@@ -253,5 +252,26 @@ def draw_contrasts(frame: pd.DataFrame, path: Path) -> Path:
             ax.plot(mean, y, "o", color=colors[row.measure], markersize=5)
         ax.set_yticks(range(len(frame)), [f"{row.contrast} ({row.preset}, n {row.n})" for row in frame.itertuples()])
         ax.set_ylim(len(frame) - 0.5, -0.5)
-        ax.set_xlabel("paired difference of held-out exploits (red), hacks (orange) or solving (green), 95% interval")
+        ax.set_xlabel("paired difference of held-out exploits (red) or hacks (orange), 95% interval")
         return save_figure(figure, path)
+
+
+def write_contrasts(path: Path, tables: tuple[Path, ...]) -> tuple[str, list[Path]]:
+    """Return the summary and the contrasts of a file as text, and the paths of two figures drawn beside it.
+
+    Raises:
+        ValueError: Those of ``read_contrasts``, ``read_evidence`` and ``compare``.
+    """
+    spec = read_contrasts(path)
+    runs = read_evidence(tables)
+    runs = runs[runs.seed >= spec.fresh_from]
+    sections, paths = [], []
+    if spec.pool:
+        summary = pooled(runs, spec)
+        sections.append(pooled_table(summary, spec.presets))
+        paths.append(draw_pooled(summary, spec.presets, path.with_name("pooled.png")))
+    if spec.contrast:
+        frame = compare(runs, spec.contrast)
+        sections.append(contrast_table(frame))
+        paths.append(draw_contrasts(frame, path.with_name("contrasts.png")))
+    return markdown_page(sections), paths
