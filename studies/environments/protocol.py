@@ -204,27 +204,6 @@ class Witness(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Forgetful:
-    """Witness whose detectors miss exploits at random: each verdict is given with probability ``recall``.
-
-    The draws depend on the seed and the rollouts, so that a resumed run repeats them. ``judge`` stays true.
-    """
-
-    witness: Witness
-    recall: float
-    seed: int
-
-    def judge(self, samples: Samples) -> list[Verdict]:
-        return self.witness.judge(samples)
-
-    def privileged(self, samples: Samples) -> Privileged:
-        verdicts, rollouts = self.witness.privileged(samples), samples.rollouts.tokens
-        drawn = hashlib.sha256(f"{self.seed} {rollouts.tolist()}".encode()).digest()
-        seen = torch.rand(len(rollouts), generator=torch.Generator().manual_seed(int.from_bytes(drawn[:8]) >> 1)) < self.recall
-        return Privileged(verdicts.own_channel & seen, verdicts.known_channel & seen)
-
-
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 """Characters that TOML's literal strings cannot contain: control characters except for tab and line feed."""
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from mi_route2.architectures import HOSTS
-from mi_route2.validation import unknown_name, write_json
-from studies.common.command_line import Seeds, named, read_seeds, run_command, show_paths
+from mi_route2.validation import write_json
+from studies.common.command_line import Seeds, read_seeds, run_command, show_paths
 from studies.common.workers import Executor, exclusive
 from studies.training.arms import ARMS, MAIN, get_arms
 from studies.training.settings import (

@@ -141,7 +141,9 @@ def compare(runs: pd.DataFrame, contrasts: tuple[Contrast, ...]) -> pd.DataFrame
                 raise ValueError(f"{contrast.name}: {unknown_name(arm, [str(name) for name in table], 'arm')}")
         pairs = table[[contrast.arm, contrast.minus]].dropna()
         if len(pairs) < 2:
-            raise ValueError(f"{contrast.name}: {contrast.arm} and {contrast.minus} have {len(pairs)} common seeds: run two at least")
+            raise ValueError(
+                f"{contrast.name}: {contrast.arm} and {contrast.minus} have {len(pairs)} common seeds: run two at least"
+            )
         of = runs[(runs.preset == contrast.preset) & runs.seed.isin(pairs.index)].groupby("arm").failed
         differences = (pairs[contrast.arm] - pairs[contrast.minus]).to_numpy()
         mean, low, high = mean_interval(differences, rate=False)
@@ -164,7 +166,7 @@ def compare(runs: pd.DataFrame, contrasts: tuple[Contrast, ...]) -> pd.DataFrame
 def _holds(expect: str, difference: tuple[float, float, float], p: float) -> str:
     mean, low, high = difference
     if expect == "equal":
-        return "yes" if -MARGIN < low and high < MARGIN else "no" if low > MARGIN or high < -MARGIN else "not shown"
+        return "yes" if low > -MARGIN and high < MARGIN else "no" if low > MARGIN or high < -MARGIN else "not shown"
     sign = mean < 0 if expect == "less" else mean > 0
     return "yes" if sign and p < 1 - LEVEL else "not shown" if sign or p >= 1 - LEVEL else "no"
 
@@ -182,7 +184,20 @@ def interval_text(triple: tuple[float, float, float], signed: bool = False) -> s
 
 def contrast_table(frame: pd.DataFrame) -> str:
     """Return the contrasts as a Markdown table."""
-    header = ["contrast", "preset", "measure", "n", "arm", "minus", "difference", "p (Holm)", "fails: arm", "minus", "expected", "holds"]
+    header = [
+        "contrast",
+        "preset",
+        "measure",
+        "n",
+        "arm",
+        "minus",
+        "difference",
+        "p (Holm)",
+        "fails: arm",
+        "minus",
+        "expected",
+        "holds",
+    ]
     body = [
         [
             row.contrast, row.preset, row.measure, row.n, interval_text(row.arm), interval_text(row.minus),
@@ -203,7 +218,8 @@ def pooled(runs: pd.DataFrame, spec: Contrasts) -> pd.DataFrame:
                 rows.append(
                     {
                         "have": pool.have, "do": pool.do, "preset": preset, "n": len(cell), "solve": float(cell.solve.mean()),
-                        "exploit": mean_interval(cell.exploit_held.to_numpy()), "fails": f"{int((cell.failed > 0).sum())}/{len(cell)}",
+                        "exploit": mean_interval(cell.exploit_held.to_numpy()),
+                        "fails": f"{int((cell.failed > 0).sum())}/{len(cell)}",
                     }
                 )  # fmt: skip
     return pd.DataFrame(rows)
@@ -213,7 +229,9 @@ def pooled_table(frame: pd.DataFrame, presets: tuple[str, ...]) -> str:
     """Return the summary as a Markdown table with a column per preset."""
     body = []
     for (have, do), rows in frame.groupby(["have", "do"], sort=False):
-        cells = {row.preset: f"{interval_text(row.exploit)}, solve {_text(row.solve)}, fails {row.fails}" for row in rows.itertuples()}
+        cells = {
+            row.preset: f"{interval_text(row.exploit)}, solve {_text(row.solve)}, fails {row.fails}" for row in rows.itertuples()
+        }
         body.append([have, do, *(cells.get(preset, "not run") for preset in presets)])
     return markdown_table(["you have", "do", *presets], body, left=2)
 

@@ -1,6 +1,6 @@
 """Report of a study folder: one sentence that answers, one table, one figure; per-mode rates, curves and leakage go to files.
 
-    leakage(mode) = clamp(hack(arm) / hack(vanilla, same seed), 0, 1), mean over held-out modes where vanilla hacks
+leakage(mode) = clamp(hack(arm) / hack(vanilla, same seed), 0, 1), mean over held-out modes where vanilla hacks
 """
 
 from pathlib import Path
@@ -70,7 +70,7 @@ def means(runs: pd.DataFrame, arm: str) -> dict[str, float]:
 
 
 def answer(runs: pd.DataFrame) -> str:
-    """Return one sentence: what the first route that was run does to held-out hacks and solving, and whether its filter does too."""
+    """Return one sentence: what the first route does to held-out hacks and solving, and whether its filter does the same."""
     present = set(runs.arm)
     methods = [arm for arm in (*ROUTES, *ARMS) if arm in present and ARMS[arm].role == "method"]
     if not methods or "vanilla" not in present:
@@ -117,7 +117,9 @@ def leakage_table(runs: pd.DataFrame, order: list[str], held_out: tuple[str, ...
     body = []
     for arm in order:
         of = runs[runs.arm == arm].set_index("seed")
-        shares = pd.DataFrame({mode: (of[f"hack:{mode}"] / vanilla[f"hack:{mode}"].where(lambda h: h > 0)).clip(0, 1) for mode in held_out})
+        shares = pd.DataFrame(
+            {mode: (of[f"hack:{mode}"] / vanilla[f"hack:{mode}"].where(lambda h: h > 0)).clip(0, 1) for mode in held_out}
+        )
         shares["mean"] = shares.mean(axis=1)
         columns = [shares[name].dropna().to_numpy() for name in shares]
         body.append([_label(arm), *("–" if not len(c) else interval_text(mean_interval(c)) for c in columns)])  # noqa: RUF001
@@ -156,7 +158,9 @@ def draw_answer(runs: pd.DataFrame, order: list[str], preset: str, path: Path) -
             ax.set(title=title, xlim=(-0.02, 1.02), xticks=(0, 0.5, 1))
         _arms_axis(axes[0], order)
         seeds = seeds_text(sorted(set(runs.seed)))
-        figure.supxlabel(f"{preset}: rate of the deployed model on tasks never seen; a dot is a seed ({seeds}), a tick the mean", fontsize=8)
+        figure.supxlabel(
+            f"{preset}: rate of the deployed model on tasks never seen; a dot is a seed ({seeds}), a tick the mean", fontsize=8
+        )
         return save_figure(figure, path)
 
 

@@ -5,13 +5,12 @@ An arm is data (``arms.Arm``); each function here turns some of its fields into 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mi_route2.hosts import Host, open_host
-from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.rollouts import Policy
 from mi_route2.routing import (
     CanarySpec,
     EraseRoute,
@@ -31,10 +30,7 @@ from mi_route2.sites import Site
 from probes.probe import pool
 from studies.common.seeds import derive, numpy_generator, torch_generator
 from studies.environments.protocol import Samples, TeacherPool, World
-from studies.training.arms import Lesson
-from studies.training.grpo import MonitorVerdict
-from studies.training.job import DEPLOYED, Job, build_hosted, build_pairs, load_trained, micro_batches
-from studies.training.settings import Settings
+from studies.training.job import DEPLOYED, Job, build_hosted, build_pairs, load_trained
 from studies.training.teacher import make_pool, teach
 
 
@@ -51,8 +47,6 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
         case CanarySpec() as spec:
             samples = base_samples(world, policy, job.drawn, job.settings.none_fraction).rollouts
             return CanaryRoute(spec, build_canary(job), samples, micro=job.settings.micro_batch(samples.tokens.shape[1]))
-        case OpenSpec() as spec if arm.monitor is not None:
-            return MonitoredRoute(spec, build_mask(job, world, arm.monitor), job.settings)
         case OpenSpec() as spec:
             return OpenRoute(spec, arm.l1)
 
@@ -72,34 +66,6 @@ def random_instead(job: Job, spec: MaskSpec | EraseSpec, fitter: Fitter) -> Fitt
     return HaarFitter(fitter, derive(job.seed, "haar", spec.draw)) if spec.fitter == "haar" else fitter
 
 
-class MonitoredRoute(OpenRoute):
-    """Open route with the probe whose flags cost reward; its direction is fitted, stored and resumed as a mask route's is."""
-
-    def __init__(self, spec: OpenSpec, probe: MaskRoute, settings: Settings):
-        super().__init__(spec)
-        self._probe, self._settings = probe, settings
-
-    def refresh(self, policy: Policy, step: int) -> float | None:
-        self._probe.directions = self.directions  # a resumed run has put the stored ones here
-        overlap = self._probe.refresh(policy, step)
-        self.directions = self._probe.directions
-        return overlap
-
-    def score(self, policy: Policy, rollouts: Rollouts) -> Tensor | None:
-        return self._probe.score(policy, rollouts)
-
-    def watch(self, policy: Policy, samples: Samples) -> MonitorVerdict:
-        """Flag what scores above the probe's threshold, whatever its reward is."""
-        scores = scored(self._probe, policy, samples.rollouts, self._settings)
-        return MonitorVerdict(scores > self._probe.spec.tau, scores)
-
-
-def scored(route: MaskRoute, policy: Policy, rollouts: Rollouts, settings: Settings) -> Tensor:
-    """Return the route's score of each rollout, a micro-batch at a time."""
-    scores = [route.score(policy, part) for part in micro_batches(rollouts, settings)]
-    return torch.cat([score for score in scores if score is not None])
-
-
 CALIBRATION = 512
 """Samples of the base model from which a canary's threshold is computed."""
 
@@ -111,17 +77,17 @@ def base_samples(world: World, policy: Policy, seed: int, none_fraction: float) 
         return world.sample(policy, prompts, torch_generator(seed, "calibration"), 1.0)
 
 
-def build_canary(job: Job) -> Canary | None:
-    """Return the arm's canary, on a model of its own; ``None`` if the run's own quarantine is the canary.
+def build_canary(job: Job) -> Canary:
+    """Return the arm's canary, on a model of its own.
 
     Raises:
         ValueError: A checkpoint is not finished, its weights were changed, or its base model was trained again.
     """
     assert job.arm is not None
-    if not job.canaries:
-        return None
     if missing := [canary.name for canary in job.canaries if not canary.finished]:
-        raise ValueError(f"{job.name} needs the canaries {', '.join(missing)} of seed {job.seed} first: run them with --arms")
+        raise ValueError(
+            f"{job.name} needs the canaries {', '.join(missing)} of seed {job.seed} first: `run` trains them before it"
+        )
     _, policy = build_hosted(job.canaries[0], job.cache)
     checkpoints = []
     for canary in job.canaries:
@@ -145,34 +111,23 @@ def orthogonal(size: int, generator: torch.Generator) -> Tensor:
     return q * r.diagonal().sign()  # the signs make the distribution uniform
 
 
-def learn_lessons(job: Job, world: World, policy: Policy, teachers: TeacherPool | None) -> None:
-    """Teach the adapters what the arm says, before training.
+def learn_lesson(job: Job, world: World, policy: Policy, teachers: TeacherPool | None) -> None:
+    """Teach the quarantine (without one, the kept adapter) what the arm says, before training.
 
     Raises:
-        ValueError: A lesson needs a teacher pool, and the settings have none.
+        ValueError: The lesson needs a teacher pool, and the settings have none.
     """
     arm, settings = job.arm, job.settings
     assert arm is not None
-    lessons: list[tuple[Literal["kept", "quarantine"], Lesson | None]] = [("kept", arm.kept_taught), ("quarantine", arm.taught)]
-    for adapter, lesson in lessons:
-        if lesson is None:
-            continue
-        if lesson in ("pair-hacks", "pair-clean"):
-            pairs = build_pairs(job, world, "hack")
-            rollouts = pairs.hack if lesson == "pair-hacks" else pairs.clean
-        elif teachers is None:
-            raise ValueError(f"{job.name} needs a teacher pool: set teachers to a positive number")
-        elif lesson in ("hacks", "random"):
-            rollouts = teachers.samples(world).rollouts
-        else:
-            size, tries = arm.lesson_size or settings.teachers, job.tries
-            made = make_pool(world, policy, job.seed, size, tries, lesson=lesson, none_fraction=settings.none_fraction)
-            rollouts = made.samples(world).rollouts
-        micro = settings.micro_batch(rollouts.tokens.shape[1])
-        teach(policy, rollouts, settings.quarantine_lr, micro, arm.lesson_steps, adapter=adapter)
-    if arm.taught == "random":
-        factors = [p for name, p in policy.adapters.quarantine_parameters().items() if name.endswith(".B")]
-        rotate(factors, torch_generator(job.seed, "rotate quarantine"))
+    if arm.taught is None:
+        return
+    if teachers is None:
+        raise ValueError(f"{job.name} needs a teacher pool: set teachers to a positive number")
+    pool = (
+        teachers if arm.taught == "hacks" else make_pool(world, policy, job.seed, settings.teachers, job.tries, lesson=arm.taught)
+    )
+    rollouts = pool.samples(world).rollouts
+    teach(policy, rollouts, settings.quarantine_lr, settings.micro_batch(rollouts.tokens.shape[1]))
 
 
 @torch.no_grad()
@@ -199,9 +154,6 @@ def steered(job: Job, world: World, host: Host, policy: Policy) -> Iterator[None
             pool(host.capture([site], side.tokens, side.attention)[site], side.predictors) for side in (pairs.hack, pairs.clean)
         )
     vector = (hack - clean).mean(dim=0)
-    if arm.rotated:
-        drawn = torch.randn(vector.shape, generator=torch_generator(job.seed, "random steering"), dtype=torch.float64).to(vector)
-        vector = drawn * (vector.norm() / drawn.norm())
     push = arm.steering * vector
     # A hook on the modules themselves: the model samples by itself, and nnsight's edits are in its traces alone.
     modules = open_host("torch", policy.model) if job.host == "nnsight" else host
@@ -215,9 +167,7 @@ def steered(job: Job, world: World, host: Host, policy: Policy) -> Iterator[None
 def build_optimizer(job: Job, policy: Policy) -> torch.optim.AdamW:
     arm, settings = job.arm, job.settings
     assert arm is not None
-    groups: list[dict[str, object]] = [
-        {"params": list(policy.adapters.kept_parameters().values()), "lr": settings.kept_lr * arm.kept_lr_scale}
-    ]
+    groups: list[dict[str, object]] = [{"params": list(policy.adapters.kept_parameters().values()), "lr": settings.kept_lr}]
     if policy.adapters.has_quarantine:
         # In a shared basis the quarantine has the same coordinates as the kept adapter, so it has the same learning rate.
         rate = settings.kept_lr if arm.quarantine == "shared" else settings.quarantine_lr

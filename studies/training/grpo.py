@@ -20,7 +20,7 @@ weight of the others. ``logp`` is at temperature 1, also if rollouts are sampled
 (Dr.GRPO); Schulman, "Approximating KL divergence" (K3).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -66,18 +66,6 @@ class Hyperparameters(Protocol):
     def micro_batch(self, tokens: int) -> int | None:
         """Return the number of rollouts in a micro-batch; ``None`` for all at once."""
         ...
-
-
-@dataclass(frozen=True)
-class MonitorVerdict:
-    """Verdict of a monitor on a batch of rollouts: flags, and the scores behind them if it has scores."""
-
-    flags: Bool[Tensor, " b"]
-    scores: Float[Tensor, " b"] | None = None
-
-
-RewardMonitor = Callable[[Policy, Samples], MonitorVerdict]
-"""Monitor that lowers the rewards of what it flags. It never reads the oracle."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +130,8 @@ def train(
     *,
     seed: int,
     start: int = 0,
-    none_fraction: float | None = None,
     teachers: TeacherPool | None = None,
     penalty: float = 0.0,
-    monitor: RewardMonitor | None = None,
 ) -> Iterator[StepRecord]:
     """Run GRPO from step ``start``; yield a record after each step.
 
@@ -158,16 +144,13 @@ def train(
         settings: The loop's settings.
         seed: Seed of every draw.
         start: First step; a resumed run has finished those before.
-        none_fraction: Share of prompts in the honest mode, if it is not that of the settings.
         teachers: Known hacks, which replace some rollouts of their prompts' groups.
-        penalty: Taken off the reward of rollouts that ``monitor`` flags.
-        monitor: By default, the world's weak detector.
+        penalty: Taken off the reward of rollouts in which the world's weak detector sees an exploit.
     """
-    fraction = settings.none_fraction if none_fraction is None else none_fraction
     for step in range(start, settings.steps):
         # Directions are fitted to the current policy, because as it learns, an old direction loses its meaning.
         overlap = route.refresh(policy, step)
-        samples, batch, watched = gather(world, policy, teachers, seed, step, settings, fraction, penalty, monitor)
+        samples, batch = gather(world, policy, teachers, seed, step, settings, penalty)
         # A group of equal rewards has advantage 0 everywhere: without a KL term no gradient, so forward and backward are skipped.
         trained = varied(batch) if settings.kl == 0 else torch.ones_like(batch.groups, dtype=torch.bool)
         index, last = trained.nonzero()[:, 0], NO_UPDATE
@@ -180,10 +163,8 @@ def train(
                 # Every draw comes from (seed, purpose, step), so a resumed run repeats an uninterrupted one.
                 context = StepContext(torch_generator(seed, f"route {i}", step), micro, verdicts)
                 last = update(policy, route, optimizer, learned, context, settings, world.max_new)
-        kl, decision = last.kl if settings.kl > 0 else None, last.decision
-        if watched is not None and watched.scores is not None:  # recorded like a route's scores and flags, though it drops nothing
-            decision = replace(decision, scores=watched.scores[index], flags=watched.flags[index])
-        yield StepRecord(step, samples, batch, trained, decision, overlap, last.loss, kl, last.grad_norm, last.extra)
+        kl = last.kl if settings.kl > 0 else None
+        yield StepRecord(step, samples, batch, trained, last.decision, overlap, last.loss, kl, last.grad_norm, last.extra)
 
 
 def gather(
@@ -193,16 +174,14 @@ def gather(
     seed: int,
     step: int,
     settings: Hyperparameters,
-    none_fraction: float,
     penalty: float = 0.0,
-    monitor: RewardMonitor | None = None,
-) -> tuple[Samples, TrainBatch, MonitorVerdict | None]:
-    """Sample a batch with both adapters and grade it; ``monitor``'s verdict for a penalty alone.
+) -> tuple[Samples, TrainBatch]:
+    """Sample a batch with both adapters and grade it.
 
     Returns:
-        The rollouts with their texts; the same with rewards, less ``penalty`` where ``monitor`` sees a hack; its verdict.
+        The rollouts with their texts; the same with rewards, less ``penalty`` where the weak detector sees an exploit.
     """
-    prompts = world.prompts(settings.prompts, numpy_generator(seed, "prompts", step), none_fraction)
+    prompts = world.prompts(settings.prompts, numpy_generator(seed, "prompts", step), settings.none_fraction)
     if teachers is not None:  # known hacks can stand only in groups of their own prompts
         prompts = teachers.replace_known(world, prompts, numpy_generator(seed, "teacher prompts", step))
     groups = torch.arange(settings.prompts).repeat_interleave(settings.group)
@@ -213,14 +192,11 @@ def gather(
     if teachers is not None:
         samples, taught = teachers.mix(world, samples, groups, settings.teachers_per_group)
     device = samples.rollouts.tokens.device
-    rewards, groups, watched = world.rewards(samples).to(device), groups.to(device), None
+    rewards, groups = world.rewards(samples).to(device), groups.to(device)
     if penalty:
-        watched = (
-            MonitorVerdict(torch.tensor(world.detect(samples), device=device)) if monitor is None else monitor(policy, samples)
-        )
-        rewards = rewards - penalty * watched.flags.to(rewards.dtype)
+        rewards = rewards - penalty * torch.tensor(world.detect(samples), device=device).to(rewards.dtype)
     batch = TrainBatch(samples.rollouts, rewards, group_advantages(rewards, groups), groups, taught.to(device))
-    return samples, batch, watched
+    return samples, batch
 
 
 def varied(batch: TrainBatch) -> Bool[Tensor, " b"]:

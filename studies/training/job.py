@@ -19,7 +19,7 @@ import torch
 from mi_route2.adapters import Adapters, AdapterSpec, attach, load_adapters
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import CanarySpec, PairBatch
+from mi_route2.routing import PairBatch
 from mi_route2.tensor_files import read_tensors
 from mi_route2.validation import read_object, unknown_name
 from studies.common.command_line import named
@@ -27,9 +27,9 @@ from studies.common.seeds import derive, torch_generator
 from studies.environments.chat import Sampler
 from studies.environments.micro.model import MicroGPT
 from studies.environments.protocol import PersonaPair, World, read_pairs, write_pairs
-from studies.training.arms import FORMER_WORDS, Arm, get_arms
+from studies.training.arms import CANARIES, Arm
 from studies.training.manifest import MANIFEST, REMEDY, read_manifest, verify
-from studies.training.settings import PRECISION_NAMES, Settings, under
+from studies.training.settings import PRECISION_NAMES, Settings
 from studies.training.teacher import TRIES
 from studies.training.worlds import base_key, base_model, checkpointed, open_world, vllm_sampler
 
@@ -41,11 +41,6 @@ SAMPLERS = ("torch", "vllm")
 BACKENDS = ("host", "precision", "sampler", "device")
 """Fields of a job that say what it is computed with; results of another differ by rounding."""
 RESUME = "vLLM rounds differently in other batches, so a resumed run ends with other bytes than an unbroken one"
-LATER = (
-    "steps", "draw", "canaries", "canaries_of", "rotated", "recall", "kept_lr_scale", "penalty", "monitor", "taught", "lesson_size",
-    "lesson_steps", "kept_taught", "steering", "forget_every",
-)  # fmt: skip
-"""Fields of an arm that were added after the first runs: at their defaults they are no part of an arm's identity."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +76,7 @@ class Job:
 
         Raises:
             ValueError: If the host, the precision or the sampler is unknown or cannot run the arm, if a device is given for a chat
-                model, if the settings do not fit the world, or if a quarantine learns first for all of the run's steps, so that the
-                kept adapter would learn nothing.
+                model, or if the settings do not fit the world.
         """
         for name, known in (("host", HOSTS), ("precision", PRECISIONS), ("sampler", SAMPLERS)):
             if getattr(self, name) not in tuple(known):
@@ -95,11 +89,6 @@ class Job:
             self.open_sampler()  # refuses a dtype; starts nothing
         if self.settings.chat is not None and self.device != "cpu":
             raise ValueError("the device of a chat model is a setting: give chat.device in place of --device")
-        if self.arm is not None and isinstance(self.arm.route, CanarySpec) and self.arm.route.first >= self.steps:
-            raise ValueError(
-                f"the quarantine of {self.name!r} learns alone for {self.arm.route.first} steps, and the run has {self.steps}: set "
-                "more steps, or the kept adapter learns nothing"
-            )
         _fit_the_world(self.settings, self.pairs)
         _ = self.pairs_hash  # now, because the file may change while the job runs
 
@@ -116,10 +105,7 @@ class Job:
         """The arm as JSON."""
         if self.arm is None:
             return {"name": "base", "about": "the warm-started model, not trained further", "role": "baseline", "baseline": None}
-        described = json.loads(json.dumps(asdict(self.arm)))
-        described["about"] = FORMER_WORDS.get(self.arm.about, self.arm.about)
-        usual = {field.name: field.default for field in fields(Arm) if field.name in LATER}
-        return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
+        return json.loads(json.dumps(asdict(self.arm)))
 
     @property
     def steps(self) -> int:
@@ -144,14 +130,10 @@ class Job:
 
     @property
     def canaries(self) -> "list[Job]":
-        """Jobs whose adapters are the canary's checkpoints; those of another preset are in its own folder, beside this one."""
+        """Jobs whose adapters are the canary's checkpoints."""
         if self.arm is None or not self.arm.canaries:
             return []
-        changes: dict[str, Any] = {}
-        if self.arm.canaries_of is not None:
-            settings = under(self.settings, self.arm.canaries_of)
-            changes = {"settings": settings, "root": self.root.with_name("-".join([settings.folder, *self.backend.values()]))}
-        return [self._with(arm=arm, **changes) for arm in get_arms(self.arm.canaries)]
+        return [self._with(arm=CANARIES[name]) for name in self.arm.canaries]
 
     @property
     def before(self) -> "list[Job]":
@@ -298,9 +280,8 @@ def build_hosted(job: Job, cache: Path) -> tuple[Host, Policy]:
     quarantine = "none" if arm is None else arm.quarantine
     spec = AdapterSpec(settings.kept, settings.kept_rank, quarantine, settings.quarantine_rank)
     # One generator draws the kept adapter and then the quarantine, so arms of a seed share all common initial values.
-    adapt = settings.adapt if arm is None or arm.adapt is None else arm.adapt
     svds = None if settings.chat is None else cache / "svd"
-    adapters = host.attach(*adapt, spec=spec, generator=torch_generator(job.drawn, "adapters"), cache_dir=svds)
+    adapters = host.attach(*settings.adapt, spec=spec, generator=torch_generator(job.drawn, "adapters"), cache_dir=svds)
     # The model itself samples (its modules are now the host's); training, fitting and scoring run through the host.
     return host, Policy(model, adapters, checkpointed(model, host.policy(adapters).forward))
 

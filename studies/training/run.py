@@ -21,15 +21,14 @@ from mi_route2.adapters import save_adapters
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.validation import write_json
-from studies.common.seeds import derive, torch_generator
+from studies.common.seeds import torch_generator
 from studies.common.workers import Executor, job_lock, run_each
-from studies.environments.protocol import Forgetful, TeacherPool, Witness, World
+from studies.environments.protocol import TeacherPool, Witness, World
 from studies.training.build import (
-    MonitoredRoute,
     build_optimizer,
     build_route,
     forget_quarantine,
-    learn_lessons,
+    learn_lesson,
     steered,
 )
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
@@ -140,7 +139,7 @@ def _train(
         if path.is_dir():
             raise OSError(f"{path} is a folder; move away what is in its place")
     route, optimizer = build_route(job, world, policy), build_optimizer(job, policy)
-    learn_lessons(job, world, policy, teachers)
+    learn_lesson(job, world, policy, teachers)
     recorder = Recorder(folder, world, witness, teachers, settings)
     start = resume(folder, policy.adapters, optimizer, route, identity=job.identity, logs=(METRICS, ROLLOUTS))
     recorder.go_on()
@@ -171,12 +170,9 @@ def training(
     """Train the job's arm from step ``start``, with what its arm brings to the main loop; yield a record after each step."""
     assert job.arm is not None
     arm, settings = job.arm, job.settings
-    detector = witness if arm.recall == 1 else Forgetful(witness, arm.recall, derive(job.drawn, "recall"))
     records = train(
-        world, detector, policy, route, optimizer, replace(settings, steps=job.steps),
-        seed=job.drawn, start=start, none_fraction=arm.none_fraction,
-        teachers=teachers if settings.teachers_per_group else None,
-        penalty=arm.penalty, monitor=route.watch if isinstance(route, MonitoredRoute) else None,
+        world, witness, policy, route, optimizer, replace(settings, steps=job.steps),
+        seed=job.drawn, start=start, teachers=teachers if settings.teachers_per_group else None, penalty=arm.penalty,
     )  # fmt: skip
     for record in records:
         done = record.step + 1

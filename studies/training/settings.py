@@ -177,7 +177,6 @@ PRESETS: Mapping[str, Settings] = MappingProxyType(
         "weak": replace(_STRONG, preset="weak", world="weak", quarantine_lr=1.7e-3),
         "sparse": replace(_STRONG, preset="sparse", world="sparse"),
         "persona-20": replace(_STRONG, preset="persona-20", world="persona-20"),
-        **{name: replace(_STRONG, preset=name, world=name) for name in ("cheat-15", "cheat-30", "cheat-50")},
         "strong-30k": _sized("strong-30k", 32, 6e-3),
         "strong-400k": _sized("strong-400k", 128, 1.5e-3),
         "strong-1600k": _sized("strong-1600k", 256, 7.5e-4),
@@ -187,9 +186,6 @@ PRESETS: Mapping[str, Settings] = MappingProxyType(
     }
 )
 
-
-STUDIED = ("strong", "weak", "delta_s")
-"""Presets of the main study; the other ones are of evidence alone."""
 
 # A starting point for a model of a few billion parameters; nothing here was tuned on one.
 CHAT = replace(
@@ -207,21 +203,6 @@ def get_settings(preset: str) -> Settings:
     if preset not in PRESETS:
         raise KeyError(unknown_name(preset, list(PRESETS), "preset"))
     return PRESETS[preset]
-
-
-def under(settings: Settings, preset: str) -> Settings:
-    """Apply to ``settings`` the differences between ``preset`` and their own preset: another base model, another world.
-
-    Raises:
-        ValueError: The settings belong to no preset, as those of a chat model.
-        KeyError: If there is no such preset.
-    """
-    other = get_settings(preset)
-    if settings.preset not in PRESETS:
-        raise ValueError(
-            f"canaries of the preset {preset!r} judge runs of presets, and this is {settings.preset!r}: leave these arms out"
-        )
-    return _apart(settings, get_settings(settings.preset), other)
 
 
 def _apart(given: Any, base: Any, other: Any) -> Any:

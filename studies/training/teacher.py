@@ -11,7 +11,7 @@ adapter nothing to learn from hacks. Source: Riche et al. 2606.30252, there for 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,69 +21,47 @@ from mi_route2.routing import MaskRoute, OpenRoute, OpenSpec, StepContext, Train
 from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import TeacherPool, World
-from studies.training.arms import LESSON_STEPS, Lesson
+from studies.training.arms import Lesson
 
 FORMAT = "mi-route2 teacher pool 3"
 """Files of the second format may be of a model that an arm's steering pushed, if that arm came first."""
 TRIES = 4096
-AGAIN = 4
-"""Samples of a task that the base model is sure of: all of them pass."""
+LESSON_STEPS = 60
+"""Steps in which a lesson is learned."""
 
 
-def make_pool(
-    world: World, policy: Policy, seed: int, size: int, tries: int = TRIES, *, lesson: Lesson = "hacks", none_fraction: float = 0.0
-) -> TeacherPool:
+def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = TRIES, *, lesson: Lesson = "hacks") -> TeacherPool:
     """Sample the base model until ``size`` rollouts with distinct prompts are a ``lesson`` (see ``Arm.taught``).
 
-    If they are rare, the pool is smaller after ``tries`` samples. ``hacks`` have prompts of the known mode; ``passing`` ones those
-    of training, of which ``none_fraction`` are in the honest mode; the others prompts of the honest mode alone.
+    ``hacks`` have prompts of the known mode, ``honest`` rollouts those of the honest mode. If they are rare, the pool is smaller
+    after ``tries`` samples.
 
     Raises:
         ValueError: If there is no such rollout.
     """
-    modes, fraction = {"hacks": (world.modes.known, 0.0), "passing": (None, none_fraction)}.get(lesson, ((), 1.0))
-    again = AGAIN if lesson == "easy" else 1
+    modes, fraction = (world.modes.known, 0.0) if lesson == "hacks" else ((), 1.0)
     lessons: dict[Any, tuple[int, ...]] = {}
     each = 8 * size
-    for i in range(-(-tries // (each * again))):
-        drawn = world.prompts(each, numpy_generator(seed, "teacher", i), none_fraction=fraction, modes=modes)
-        prompts = [prompt for prompt in drawn for _ in range(again)]
+    for i in range(-(-tries // each)):
+        prompts = world.prompts(each, numpy_generator(seed, "teacher", i), none_fraction=fraction, modes=modes)
         with policy.adapters.reference():
             samples = world.sample(policy, prompts, torch_generator(seed, "teacher", i))
         wanted = world.detect(samples) if lesson == "hacks" else [grade.passed for grade in world.grades(samples)]
-        if lesson == "failed":
-            wanted = [not passed for passed in wanted]
-        completions = samples.rollouts.completions()
-        for first in range(0, len(prompts), again):
-            prompt = prompts[first]
-            if all(wanted[first : first + again]) and prompt not in lessons and len(lessons) < size:
-                lessons[prompt] = tuple(completions[first])
+        for prompt, completion, fits in zip(prompts, samples.rollouts.completions(), wanted, strict=True):
+            if fits and prompt not in lessons and len(lessons) < size:
+                lessons[prompt] = tuple(completion)
         if len(lessons) == size:
             break
+    if not lessons and lesson == "hacks":
+        raise ValueError(f"the base model never hacked in {tries} samples of the known mode: set teachers=0 to run without a pool")
     if not lessons:
-        if lesson == "hacks":
-            raise ValueError(
-                f"the base model never hacked in {tries} samples of the known mode: set teachers=0 to run without a pool"
-            )
-        what = "failed" if lesson == "failed" else "solved"
-        raise ValueError(f"the base model never {what} a task in {tries} honest samples: leave out the arm that it teaches")
+        raise ValueError(f"the base model solved no task in {tries} honest samples: leave out the arm that it teaches")
     return TeacherPool(tuple(lessons), tuple(lessons.values()))
 
 
-def teach(
-    policy: Policy,
-    rollouts: Rollouts,
-    rate: float,
-    micro: int | None = None,
-    steps: int = LESSON_STEPS,
-    *,
-    adapter: Literal["kept", "quarantine"] = "quarantine",
-) -> None:
-    """Train one adapter alone on ``rollouts`` by maximum likelihood: ``steps`` of Adam on all of them.
-
-    The kept adapter is taught before the quarantine, which adds nothing to the forward until it has learned something.
-    """
-    quarantine = policy.adapters.quarantine_parameters() if adapter == "quarantine" else {}
+def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = None, steps: int = LESSON_STEPS) -> None:
+    """Train the quarantine (without one, the kept adapter) alone on ``rollouts`` by maximum likelihood with Adam."""
+    quarantine = policy.adapters.quarantine_parameters()
     optimizer = torch.optim.Adam((quarantine or policy.adapters.kept_parameters()).values(), rate)
     none = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
     batch, count = TrainBatch(rollouts, none, none, none.long(), none.bool()), rollouts.predictors.sum()
