@@ -68,8 +68,9 @@ def load_runs(root: Path) -> pd.DataFrame:
         ValueError: Those of ``finished``; or a file is missing, damaged, or was changed since the run ended.
     """
     root = named(root)
+    manifests = finished(root)
     modes, preset = read_modes(root), Settings.read(root / "settings.json").preset
-    return pd.DataFrame([_row(folder, manifest, modes, preset) for folder, manifest in finished(root).items()])
+    return pd.DataFrame([_row(folder, manifest, modes, preset) for folder, manifest in manifests.items()])
 
 
 def _row(folder: Path, manifest: Manifest, modes: Modes, preset: str) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 import gzip
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,21 +15,18 @@ from safetensors import safe_open
 from tiny_study import FEW, run_until, tiny_job
 
 import studies.training.run as run_module
-from mi_route2.routing import CanarySpec, MaskRoute, MaskSpec
+from mi_route2.routing import MaskRoute
 from mi_route2.tensor_files import read_tensors
-from studies.common.seeds import derive
 from studies.environments.micro.oracle import MicroOracle
-from studies.environments.protocol import Forgetful, Verdict
-from studies.training.arms import ARMS, Arm
-from studies.training.build import build_route
+from studies.environments.protocol import Verdict
+from studies.training.arms import ARMS, MAIN, Arm
 from studies.training.checkpoint import CHECKPOINT
-from studies.training.job import DEPLOYED, EVAL, FULL, Job, build_policy
+from studies.training.job import DEPLOYED, EVAL, FULL, Job
 from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS, Recorder, oriented, read_rows
 from studies.training.run import run_job
-from studies.training.worlds import open_world
 
-COMPARISONS = ("name", "about", "role", "baseline", "same_rule_filter", "ablation")
+COMPARISONS = ("name", "about", "role", "baseline", "same_rule_filter")
 COMPARED = (METRICS, ROLLOUTS, FULL, DEPLOYED, EVAL, MANIFEST)
 
 
@@ -49,20 +45,11 @@ def first_of(first: str, second: str, *others: str) -> list[Any]:
     return [first, second, *(pytest.param(arm, marks=pytest.mark.study) for arm in others)]
 
 
-def of_its_own(name: str, **schedule: Any) -> Arm:
-    """Return an arm whose quarantine is its canary, on the schedule of a run of few steps."""
-    return replace(ARMS[name], route=replace(ARMS[name].route, **schedule))
-
-
 STATES = (
-    *(ARMS[name] for name in ("route2-full", "route2-grad", "erase", "shuffled", "grad-second-moment")),
-    *(ARMS[name] for name in ("penalty-full", "penalty-act-fixed", "preventative-2-random", "bands-full")),
+    *(ARMS[name] for name in ("route2-full", "route2-grad", "erase", "shuffled", "preventative-4")),
     replace(ARMS["sees-known-quarantine-fast-forgets"], forget_every=2),
-    # No checkpoint holds the calibration of a canary of other runs, which is made again; that of a run's own, and its snapshots,
-    # cannot be computed again from the adapters of a checkpoint. None is due where the run goes on.
-    replace(ARMS["filter-canary-run"], canaries=("canary-2",)),
-    of_its_own("canary-own", refresh_every=2, snapshots=(1, 2)),
-    of_its_own("canary-nats", first=2, snapshots=(1,)),
+    # No checkpoint holds the calibration of a canary, which is made again.
+    replace(ARMS["filter-canary"], canaries=("canary-10",)),
 )
 """Arms that together have every kind of state."""
 
@@ -84,22 +71,15 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: Path, a
     assert not (broken.folder / CHECKPOINT).exists()
 
 
-@pytest.mark.parametrize(
-    ("arm", "changes", "said"),
-    [
-        ("vanilla", {"recall": 0.5}, "recall is that of a detector, and the route of 'vanilla' reads none"),
-        ("penalty-act", {"route": ARMS["filter-act"].route}, "leave monitor out"),
-        ("penalty-act", {"monitor": MaskSpec(score="own_channel")}, "leave monitor out"),
-        ("shared-basis", {"taught": "honest"}, "no quarantine of its own that could be taught"),
-        ("vanilla", {"taught": "random"}, "no quarantine of its own that could be taught"),
-        ("vanilla", {"kept_taught": "pair-clean"}, "use taught, and leave kept_taught out"),
-        ("vanilla", {"forget_every": 2}, "has no quarantine of its own that could forget"),
-        ("absorb", {"clean": "score"}, "scores nothing: use clean='honest', or a score"),
-    ],
-)
-def test_an_arm_that_contradicts_itself_is_refused(arm: str, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        replace(ARMS[arm], **changes)
+def test_arms_are_few_and_each_names_arms_that_exist() -> None:
+    assert len(ARMS) <= 40
+    names = {"base", *ARMS}
+    for arm in ARMS.values():
+        assert arm.baseline in names
+        assert arm.same_rule_filter is None or ARMS[arm.same_rule_filter].quarantine == "none"
+    assert set(MAIN) <= set(ARMS)
+    with pytest.raises(ValueError, match="no quarantine of its own that could forget"):
+        replace(ARMS["vanilla"], forget_every=2)
 
 
 @pytest.mark.parametrize(("route", "name"), [("oracle", "filter-oracle"), ("oracle-known", "filter-known")])
@@ -109,31 +89,6 @@ def test_a_pair_of_bounds_has_the_same_flags_and_differs_in_the_quarantine_alone
     assert (own.quarantine, other.quarantine) == ("lora", "none")
     described = {"name", "about", "role", "same_rule_filter", "quarantine"}
     assert {f.name for f in fields(Arm) if getattr(own, f.name) != getattr(other, f.name)} <= described
-
-
-@pytest.mark.study
-def test_the_control_of_the_additive_route_has_axes_drawn_once_that_are_not_the_pairs(tmp_path: Path, cache: Path) -> None:
-    drawn = {}
-    for name in ("route-additive", "haar-additive"):
-        job = tiny_job(tmp_path, name, cache=cache)
-        job.folder.mkdir(parents=True)
-        with open_world(job.settings) as (world, _):
-            policy = build_policy(job, cache)
-            route = build_route(job, world, policy)
-            route.refresh(policy, 0)
-            first = route.directions
-            for p in policy.adapters.kept_parameters().values():
-                p.data.normal_(generator=torch.Generator().manual_seed(1))
-            route.refresh(policy, 5)
-        assert first is not None
-        drawn[name] = first.vectors
-        moved = any(not torch.equal(v, route.directions.vectors[site]) for site, v in first.vectors.items())
-        assert moved == (name == "route-additive")  # a control that a refresh overwrites is no control
-    for site, real in drawn["route-additive"].items():
-        random = drawn["haar-additive"][site].flatten(1)
-        assert random.shape == real.flatten(1).shape
-        assert torch.allclose(random @ random.mT, torch.eye(len(random)), atol=1e-5)
-        assert len(random) == 0 or (random @ real.flatten(1).mT).abs().max() < 0.95
 
 
 @pytest.mark.study
@@ -169,11 +124,8 @@ def test_a_lying_oracle_changes_weights_of_the_bound_alone(
 
 
 def shortened(arm: Arm) -> Arm:
-    """Return an arm for a run of two steps, whose lessons have three."""
-    short = replace(arm, steps=arm.steps and 2, canaries=arm.canaries and ("canary-2",), lesson_steps=min(arm.lesson_steps, 3))
-    if isinstance(route := short.route, CanarySpec) and route.first:
-        return replace(short, route=replace(route, first=1, snapshots=()))
-    return short
+    """Return an arm for a run of two steps."""
+    return replace(arm, canaries=arm.canaries and ("canary-10",))
 
 
 def traits(given: Any, of: str = "") -> set[str]:
@@ -204,8 +156,7 @@ def differing(arms: Iterable[Arm]) -> list[Arm]:
 @pytest.mark.parametrize("arm", differing(ARMS.values()), ids=lambda arm: arm.name)
 def test_every_trait_of_an_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path, cache: Path, arm: Arm) -> None:
     short = shortened(arm)
-    # The smallest base model of another preset hardly ever hacks: a pool of its hacks would be a long search.
-    job = tiny_job(tmp_path, short, cache=cache, steps=2, teachers=0 if arm.canaries_of else 4)
+    job = tiny_job(tmp_path, short, cache=cache, steps=2)
     for canary in job.canaries:
         run_job(canary)
     run_job(job)
@@ -218,44 +169,6 @@ def test_every_trait_of_an_arm_runs_and_its_deployed_file_holds_no_quarantine(tm
     assert len(gzip.decompress((job.folder / ROLLOUTS).read_bytes()).splitlines()) == 2 * 12
     report = json.loads((job.folder / EVAL).read_text())
     assert set(report["modes"]) == {"run_tests", "sentinel", "stdout_marker", "file_marker", "none"}
-
-
-@pytest.mark.study
-def test_what_an_arm_says_reaches_its_loop(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or two arms would be one run, and their comparison one of nothing."""
-    given: dict[str, Any] = {}
-
-    def loop(world: Any, witness: Any, policy: Any, route: Any, optimizer: Any, settings: Any, **named: Any) -> Iterator[Any]:
-        betas = [group["betas"] for group in optimizer.param_groups]
-        given.update(named, witness=witness, policy=policy, route=route, steps=settings.steps, betas=betas)
-        return iter(())
-
-    def of(arm: str) -> dict[str, Any]:
-        given.clear()
-        run_job(tiny_job(tmp_path, arm, cache=cache, teachers=0))
-        return {**given}
-
-    monkeypatch.setattr(run_module, "train", loop)
-    usual = of("route2-grad")
-    assert (usual["none_fraction"], usual["penalty"], usual["seed"], usual["steps"]) == (None, 0.0, 0, 4)
-    assert usual["betas"] == [(0.9, 0.99)] * 2
-    assert (usual["route"].l1, usual["route"].want_unrouted) == (0.0, False)
-    assert of("grad-no-none")["none_fraction"] == 0.0
-    assert of("grad-l1")["route"].l1 == 0.1
-    assert of("grad-second-moment")["route"].want_unrouted
-    assert of("vanilla-5")["steps"] == 5
-    assert of("canary-2")["seed"] == tiny_job(tmp_path, "canary-2").drawn != 0
-    assert (of("penalty-known")["penalty"], given["monitor"]) == (1.0, None)
-    assert of("penalty-act")["monitor"] == given["route"].watch
-    assert of("sees-25")["witness"] == Forgetful(given["witness"].witness, 0.25, derive(0, "recall"))
-    assert not isinstance(of("sees-100")["witness"], Forgetful)
-    drawn = {}
-    for arm, refitted in (("haar", False), ("haar-2", False), ("nonhack", False), ("route2-full", True)):
-        route, policy = of(arm)["route"], given["policy"]
-        route.refresh(policy, 0)
-        drawn[arm] = route.directions.vectors["unembed"]
-        assert (route.refresh(policy, 5) is not None) is refitted
-    assert not any(torch.equal(drawn[one], drawn[other]) for one, other in combinations(drawn, 2))
 
 
 @pytest.mark.study

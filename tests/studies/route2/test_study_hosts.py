@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from studies.route2.annotate import Annotator
 from tiny_study import tiny_job
 
 from mi_route2.hosts import HOSTS
@@ -16,7 +17,6 @@ from studies.environments.micro.settings import get_world
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import evaluation_prompts
 from studies.route2 import cli
-from studies.route2.annotate import Annotator
 from studies.route2.report import load_runs, write_tables
 from studies.training.job import BACKEND, EVAL, FULL, Job
 from studies.training.run import run_job
