@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export MALLOC_MMAP_THRESHOLD_ = 67108864
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 
-.PHONY: install study study-full evidence evidence-quick test test-rest test-shapes test-all test-vllm check check-tests docs bench soak fuzz clean
+.PHONY: install study evidence test test-rest test-shapes test-all test-vllm check check-tests docs bench soak fuzz clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -36,22 +36,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## the virtual environment alone
 
-study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in runs/ (minutes)
+study: $(STAMP)  ## the main experiment: 3 seeds, ten arms; one sentence, a table and figures in runs/ (minutes)
 	$(PY) -m studies.route2 run --preset strong --seeds $(SEEDS) --workers $(WORKERS)
 
-study-full: $(STAMP)  ## seeds 0-7, every arm, the main presets, ablations (hours)
-	$(PY) -m studies.route2 full --workers $(WORKERS)
-
-evidence: $(STAMP)  ## the experiments on the canary, misses, lessons, monitors, the map, starts, the canary's sign, sizes and canaries of other models and worlds, as their predictions name them: tables and figures in docs/results (some hours)
-	for name in canary canary-run canary-sparse; do $(PY) -m studies.route2 evidence docs/results/$$name/predictions.toml --workers $(WORKERS) || exit 1; done
-	$(PY) -m studies.route2 evidence docs/results/misses/predictions.toml --also sees-0 sees-0-quarantine --workers $(WORKERS)
-	$(PY) -m studies.route2 evidence docs/results/rates/predictions.toml --also sees-0 --workers $(WORKERS)
-	$(PY) -m studies.route2 evidence docs/results/canary-own/predictions.toml --also canary-own-rotated --workers $(WORKERS)
-	for name in kept taught honest lessons lessons-sparse monitors map starts sign size canary-other canary-weak canary-first canary-surprisal surprisal-others canary-nats cheats larger map-16 misses-16; do $(PY) -m studies.route2 evidence docs/results/$$name/predictions.toml --workers $(WORKERS) || exit 1; done
-	$(PY) -m studies.route2 course docs/results/course/predictions.toml --workers $(WORKERS)
-
-evidence-quick: $(STAMP)  ## the first of them on three tuning seeds of one preset, into runs/evidence
-	$(PY) -m studies.route2 evidence docs/results/canary/predictions.toml --presets strong --seeds 120-122 --workers $(WORKERS) --to runs/evidence
+evidence: $(STAMP)  ## table and figures of the evidence page, from docs/results/evidence.csv (seconds)
+	$(PY) -m studies.route2 contrasts docs/results/contrasts.toml
 
 test: $(STAMP)  ## the fast suite: every theorem once (three minutes on two cores)
 	$(PYTEST) --dist worksteal --shapes first -m "not ($(PARTS) or $(WHOLE))" --ignore tests/gpu --ignore tests/docs --ignore tests/real

@@ -44,7 +44,7 @@ class Pool(BaseModel, frozen=True, extra="forbid"):
 
 
 class Contrast(BaseModel, frozen=True, extra="forbid"):
-    """One paired contrast; ``expect`` is what was predicted before the runs."""
+    """One paired contrast; ``expect`` is the claim that is tested."""
 
     name: str
     preset: str

@@ -1,4 +1,4 @@
-"""Contrasts against scipy and by hand; the published table is what the command prints from the evidence."""
+"""Contrasts between arms: statistics against scipy's own and by hand, and the evidence page against its table of runs."""
 
 from pathlib import Path
 
@@ -7,70 +7,89 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from studies.route2.contrasts import Contrast, compare, failures, holm, mean_interval, read_contrasts, write_contrasts
+from studies.route2.contrasts import (
+    Contrast,
+    compare,
+    failures,
+    holm,
+    mean_interval,
+    pooled,
+    pooled_table,
+    read_contrasts,
+    read_evidence,
+)
+from studies.route2.runs import COLUMNS
+from studies.training.arms import ARMS
 
-RESULTS = Path(__file__).parents[3] / "docs/results"
-
-
-def runs(arms: dict[str, list[float]]) -> pd.DataFrame:
-    rows = [
-        {
-            "preset": "strong",
-            "arm": arm,
-            "seed": seed,
-            "exploit_held": value,
-            "hack_held": value,
-            "solve": 0.5,
-            "failed": value > 0.2,
-        }
-        for arm, values in arms.items()
-        for seed, value in enumerate(values)
-    ]
-    return pd.DataFrame(rows)
+DOCS = Path(__file__).parents[3] / "docs"
 
 
-def test_a_contrast_is_the_paired_t_test_of_scipy_over_common_seeds() -> None:
-    a, b = [0.1, 0.3, 0.2, 0.0], [0.5, 0.4, 0.9, 0.6, 0.7]
-    row = compare(runs({"a": a, "b": b}), (Contrast(name="x", preset="strong", arm="a", minus="b"),)).iloc[0]
-    test = stats.ttest_rel(a, b[:4])
-    interval = test.confidence_interval(0.95)
-    assert row.n == 4
-    assert row.difference == pytest.approx((np.mean(a) - np.mean(b[:4]), interval.low, interval.high))
-    assert (row.p, row.holm) == pytest.approx((test.pvalue, test.pvalue))
-    assert (row.fails, row.fails_minus) == (failures(np.array([0, 1, 0, 0])), failures(np.ones(4)))
-    assert row.holds == "yes"
+def runs_of(**arms: list[float]) -> pd.DataFrame:
+    """Return runs of one preset whose rates are all one number, with seeds from 0."""
+    rows = [["p", arm, seed, *[rate] * 6, int(rate > 0.2)] for arm, rates in arms.items() for seed, rate in enumerate(rates)]
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def test_intervals_of_rates_stay_in_the_unit_interval_and_counts_have_exact_ones() -> None:
-    assert mean_interval(np.array([0.0, 0.02, 0.9])) == pytest.approx((0.92 / 3, 0.0, 1.0))
-    assert failures(np.array([0, 0, 2, 1])) == "2/4 [.068, .932]"  # beta quantiles: B(.025; 2, 3), B(.975; 3, 2)
-    assert stats.beta.ppf([0.025, 0.975], [2, 3], [3, 2]) == pytest.approx([0.068, 0.932], abs=5e-4)
+def contrast(expect: str = "less") -> Contrast:
+    return Contrast.model_validate({"name": "c", "preset": "p", "arm": "a", "minus": "b", "expect": expect})
 
 
-def test_holm_is_its_definition() -> None:
-    assert holm(np.array([0.04, 0.01, 0.03])) == pytest.approx([0.06, 0.03, 0.06])
+def test_an_interval_is_scipys_and_a_rate_is_clipped() -> None:
+    values = np.array([0.0, 0.1, 0.5, 0.9])
+    expected = stats.t.interval(0.95, 3, loc=values.mean(), scale=stats.sem(values))
+    assert mean_interval(values, rate=False) == pytest.approx((values.mean(), *expected))
+    assert mean_interval(values)[1:] == (0.0, pytest.approx(min(expected[1], 1.0)))
+    assert np.isnan(mean_interval(values[:1])[1:]).all()
+
+
+def test_failures_have_clopper_pearsons_interval() -> None:
+    low, high = stats.beta.ppf(0.025, 2, 7), stats.beta.ppf(0.975, 3, 6)  # of 2 in 8
+    assert failures(np.array([1, 3, 0, 0, 0, 0, 0, 0])) == f"2/8 [{low:.3f}, {high:.3f}]".replace("0.", ".")
+
+
+def test_holm_by_hand() -> None:
+    # sorted .01 .02 .03 .5, times 4 3 2 1: .04 .06 .06 .5
+    assert holm(np.array([0.02, 0.5, 0.01, 0.03])) == pytest.approx([0.06, 0.5, 0.04, 0.06])
+
+
+def test_a_contrast_is_paired_by_seed() -> None:
+    runs = runs_of(a=[0.1, 0.2, 0.3, 0.1, 0.9], b=[0.5, 0.7, 0.6, 0.6])  # the fifth seed has no partner
+    row = compare(runs, (contrast(),)).iloc[0]
+    test = stats.ttest_rel([0.1, 0.2, 0.3, 0.1], [0.5, 0.7, 0.6, 0.6])
+    assert (row.n, row.p, row.holds) == (4, pytest.approx(test.pvalue), "yes")
+    assert row.difference == pytest.approx((-0.425, *test.confidence_interval(0.95)))
+    assert (row.fails[:3], row.fails_minus[:3]) == ("1/4", "4/4")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("[[contrast]]\nname = 'x'", "Field required"), ("presets = 3", "presets"), ("[[", "cannot read contrasts")],
+    ("b", "expect", "holds"),
+    [
+        ([0.41, 0.39, 0.4, 0.4], "equal", "yes"),
+        ([0.9, 0.1, 0.2, 0.5], "equal", "not shown"),
+        ([0.8, 0.79, 0.81, 0.8], "equal", "no"),
+        ([0.8, 0.79, 0.81, 0.8], "less", "yes"),
+        ([0.8, 0.79, 0.81, 0.8], "greater", "no"),
+    ],
 )
-def test_a_wrong_file_is_one_line(text: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "c.toml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=said):
-        read_contrasts(path)
+def test_what_holds(b: list[float], expect: str, holds: str) -> None:
+    assert compare(runs_of(a=[0.4, 0.4, 0.4, 0.4], b=b), (contrast(expect),)).iloc[0].holds == holds
 
 
-def test_an_arm_that_was_not_run_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown arm 'c'"):
-        compare(runs({"a": [0.0, 0.1], "b": [0.0, 0.2]}), (Contrast(name="x", preset="strong", arm="a", minus="c"),))
+def test_an_unknown_arm_and_a_run_given_twice_are_refused(tmp_path: Path) -> None:
+    runs = runs_of(a=[0.1, 0.2])
+    with pytest.raises(ValueError, match="'b'"):
+        compare(runs, (contrast(),))
+    runs.to_csv(tmp_path / "runs.csv", index=False)
+    with pytest.raises(ValueError, match="a at seed 0 of p is in two"):
+        read_evidence((tmp_path / "runs.csv", tmp_path / "runs.csv"))
 
 
-def test_the_evidence_gives_its_tables_and_figures(tmp_path: Path) -> None:
-    for name in ("contrasts.toml", "evidence.csv"):
-        (tmp_path / name).write_bytes((RESULTS / name).read_bytes())
-    text, paths = write_contrasts(tmp_path / "contrasts.toml", (tmp_path / "evidence.csv",))
-    assert [path.name for path in paths] == ["pooled.png", "contrasts.png"]
-    assert all(path.stat().st_size > 10_000 for path in paths)
-    assert "fails 208/208" in text
+def test_the_evidence_page_prints_its_table() -> None:
+    spec = read_contrasts(DOCS / "results/contrasts.toml")
+    runs = read_evidence((DOCS / "results/evidence.csv",))
+    table = pooled_table(pooled(runs[runs.seed >= spec.fresh_from], spec), spec.presets)
+    page = (DOCS / "results.md").read_text(encoding="utf-8")
+    assert table.strip() in page
+    named = {arm for row in spec.pool for arm in row.arms} | {arm for c in spec.contrast for arm in (c.arm, c.minus)}
+    assert named <= ARMS.keys()
+    assert named <= set(runs.arm)
