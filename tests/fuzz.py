@@ -20,9 +20,9 @@ from typing import Any
 
 import httpx
 
-from mi_route2.serve.command import serving
 from mi_route2.serve.models import Example, Served
 from mi_route2.validation import write_json
+from studies.benchmarks.serve import serving
 from tests.support.served import random_micro
 
 HERE = Path(__file__).parent

@@ -8,15 +8,14 @@ Nothing here touches the engine but ``Owner``, whose thread runs it.
 
 import asyncio
 import gc
-import importlib.util
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
@@ -32,16 +31,13 @@ from mi_route2.serve.api.schema import (
     SetSteering,
     SteeringIn,
     ThresholdIn,
-    site_of,
     steering_of,
 )
-from mi_route2.serve.http import ApiError, Front, Json, answer, invalid, log, noted, outline, refusal
+from mi_route2.serve.http import ApiError, Front, Json, answer, invalid, log, noted, outline
 from mi_route2.serve.models import CLOSED, Readable, Served
 from mi_route2.serve.options import ServerLimits
 from mi_route2.serve.state import Server, TheServer
-from mi_route2.sites import Site
 from mi_route2.steering.specs import looker
-from mi_route2.tensor_files import pack
 
 PAGE = Path(__file__).parent / "page"
 _POLICY = "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
@@ -146,11 +142,7 @@ def run(
 
 
 def _plain(request: Request, error: HTTPException) -> Json:
-    message = {
-        404: "there is no such address: see /docs for those that there are",
-        405: "this address takes another method: see /docs",
-    }
-    text, code = message.get(error.status_code, str(error.detail)), None
+    text, code = f"{error.detail}: see /docs for the addresses and their methods", None
     if error.status_code == 400 and (cause := error.__cause__) is not None:  # no text, too deep, or a number of too many digits
         text, code = f"the body is not JSON that can be read: {cause}", "invalid_json"
     return answer(noted(request, ApiError(error.status_code, text, code=code, headers=error.headers)))
@@ -280,34 +272,6 @@ async def list_runs(server: TheServer) -> Response:
     return Json({"runs": sorted(server.store.runs())})
 
 
-@routes.get("/v1/runs/{run}", tags=["runs"])
-async def get_run(run: str, server: TheServer, site: Annotated[str | None, Query(max_length=128)] = None) -> Response:
-    """Return the description of a run, and the values of one site if it is named."""
-    server.demand_run(run)
-    try:
-        about = await asyncio.to_thread(_described, server, run, None if site is None else site_of(site))
-    except (KeyError, ValueError) as error:
-        raise ApiError(404, refusal(error).message, code="unknown_run") from error
-    return Json({"run": run, **about})
-
-
-def _described(server: Server, run: str, site: Site | None) -> dict[str, Any]:
-    """Return the description of a run, and the values of ``site``."""
-    with server.store.unchanged():  # another run of this name may be written at any time
-        info = server.store.info(run)
-        about: dict[str, Any] = {
-            "tokens": list(info.tokens),
-            "prompt_length": info.prompt_length,
-            "bytes": info.nbytes,
-            "sites": [str(one) for one in info.sites],
-        }
-        if site is None:
-            return about
-        positions = server.store.positions(run, site)
-        rows = server.store.rows(run, site, positions)
-    return {**about, "values": {"site": str(site), "positions": positions, "rows": pack(rows)}}
-
-
 @routes.delete("/v1/runs/{run}", tags=["runs"])
 async def delete_run(run: str, server: TheServer) -> Response:
     """Drop a run."""
@@ -322,12 +286,3 @@ async def delete_run(run: str, server: TheServer) -> Response:
 @routes.get("/", include_in_schema=False)
 async def index() -> Response:
     return FileResponse(PAGE / "index.html", headers=_HEADERS)
-
-
-@routes.get("/plotly.min.js", include_in_schema=False)
-async def plotly() -> Response:
-    spec = importlib.util.find_spec("plotly")  # not imported, which takes a second
-    path = Path(str(spec and spec.origin)).parent / "package_data" / "plotly.min.js"
-    if not path.is_file():
-        raise ApiError(404, "plotly is not installed: pip install 'mi-route2[plotly]'")
-    return FileResponse(path, media_type="text/javascript")

@@ -22,7 +22,7 @@ from mi_route2.patching.grid import Cell, Grid
 from mi_route2.patching.question import Span
 from mi_route2.patching.targets import Target
 from mi_route2.sites import Site
-from mi_route2.tensor_files import pack, unpack
+from mi_route2.tensor_files import pack
 
 ENDS = "[DONE]"
 Progress = Callable[[list[Cell], int], object]
@@ -58,11 +58,6 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list | tuple | range) else value
 
 
-def _run(name: str) -> str:
-    """Return the address of a run; quoted, or ``mine?1`` would be the run ``mine``."""
-    return f"/v1/runs/{quote(name, safe='')}"
-
-
 def _ids(prompt: Any) -> Any:
     return prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else _plain(prompt)
 
@@ -76,15 +71,10 @@ def _refused(response: httpx.Response) -> ServerError:
 
 
 def _json(response: httpx.Response) -> Any:
-    """Return the content of an answer; ``ServerError`` if it is a refusal, or not this server's."""
+    """Return the content of an answer; ``ServerError`` if it is a refusal."""
     if not response.is_success:
         raise _refused(response)
-    try:
-        return response.json()
-    except ValueError as error:
-        raise ServerError(
-            f"what answers at {response.url} does not send JSON: give the address that the server printed", response.status_code
-        ) from error
+    return response.json()
 
 
 def _unreachable(url: str, error: Exception) -> ServerError:
@@ -163,7 +153,7 @@ class PatchStudy:
 
     def sweep(
         self,
-        clean: str | Sequence[int] | Tensor | Mapping[str, str],
+        clean: str | Sequence[int] | Tensor,
         corrupt: str | Sequence[int] | Tensor,
         answer: int | str | None = None,
         foil: int | str | None = None,
@@ -176,8 +166,7 @@ class PatchStudy:
         """Return the grid of a sweep; arguments are those of ``mi_route2.patching.sweep``.
 
         Args:
-            clean: Prompt whose values are patched in, or ``{"run": name}`` for that of a captured run, which then needs ``sites``
-                at every token of the prompt and ``resid_post`` of the last block at the last one.
+            clean: Prompt whose values are patched in.
             corrupt: Prompt that is run.
             answer: One token.
             foil: One token, for ``logit_diff``.
@@ -238,11 +227,6 @@ class PatchStudy:
         """Return the names of the captured runs."""
         return self._call("GET", "/v1/runs")["runs"]
 
-    def values(self, run: str, site: Site | str) -> tuple[list[int], Tensor]:
-        """Return the positions and values of a site in a captured run."""
-        values = self._call("GET", _run(run), site=str(site))["values"]
-        return values["positions"], unpack(values["rows"])
-
     def drop(self, run: str) -> None:
         """Delete a captured run."""
-        self._call("DELETE", _run(run))
+        self._call("DELETE", f"/v1/runs/{quote(run, safe='')}")

@@ -9,12 +9,7 @@ mi-route2 serve --host 0.0.0.0 --token TOKEN      other machines need the token
 import os
 import secrets
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -69,42 +64,3 @@ def main() -> None:
         sys.exit(f"mi-route2 serve: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-@dataclass
-class ServerProcess:
-    """A server in a process of its own."""
-
-    process: subprocess.Popen[str]
-    log: Path
-
-    @cached_property
-    def url(self) -> str:
-        """The address that it prints once it listens; ``RuntimeError`` if it did not start."""
-        assert self.process.stdout is not None
-        _, listens, url = self.process.stdout.readline().strip().rpartition(" is served at ")
-        if not listens:
-            raise RuntimeError(f"the server did not start: {self.log.read_text()[-2000:]}")
-        return url
-
-
-@contextmanager
-def serving(model: str, log: Path, *options: str, **environment: str) -> Iterator[ServerProcess]:
-    """Run ``python -m mi_route2.serve`` with these options on a free port until the block is left; its log goes to a file.
-
-    Raises:
-        RuntimeError: It did not start, or did not end well by SIGTERM.
-    """
-    command = [sys.executable, "-m", "mi_route2.serve", "--model", model, "--port", "0", "--threads", "1", *options]
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=stream, text=True)
-    try:
-        yield (server := ServerProcess(process, log))
-        if process.returncode is None:
-            assert server.url  # a signal that comes before would find no handler
-            process.send_signal(signal.SIGTERM)
-            if (status := process.wait(60)) != 0:
-                raise RuntimeError(f"the server ended with status {status}")
-    finally:
-        process.kill()
-        process.wait()

@@ -60,10 +60,6 @@ class Json(JSONResponse):
         return dumps(content).encode()
 
 
-EITHER: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
-"""Responses in the schema of a route that answers with one object or with a stream."""
-
-
 class Events(StreamingResponse):
     """Stream of events. ``ended`` is called once it is over, also if the client went away before the first one."""
 

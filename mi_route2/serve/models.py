@@ -8,7 +8,7 @@ import copy
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -26,8 +26,6 @@ from mi_route2.serve.options import Mode
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor
 
-MODES: tuple[Mode, ...] = get_args(Mode)
-OUTPUTS = ("kept_out", "quarantine_out")
 CLOSED = "adapters: deployed"
 """Name of the monitor that closes the quarantine of one request."""
 
@@ -41,10 +39,6 @@ class Example:
     corrupt: str
     answer: str
     foil: str
-
-    def to_json(self) -> dict[str, str]:
-        """Return the example as JSON values."""
-        return asdict(self)
 
 
 class Readable:
@@ -104,50 +98,27 @@ class Served:
         self.mode = mode
 
     @property
-    def has_quarantine(self) -> bool:
-        """True if the quarantine acts in the served mode."""
-        return self.adapters is not None and self.adapters.has_quarantine and self.mode == "full"
-
-    @property
     def modes(self) -> dict[str, bool]:
         """Modes that a request may ask for."""
-        return {mode: self.refusal(mode) is None for mode in MODES}
+        return {mode: self.refusal(mode) is None for mode in get_args(Mode)}
 
     def refusal(self, mode: str) -> str | None:
         """Return the reason for which a request cannot run in ``mode``; ``None`` if it can."""
-        if self.adapters is None or mode == self.mode:
+        if self.adapters is None or mode == self.mode or (mode, self.mode) == ("deployed", "full"):
             return None
-        if mode == "reference" or (mode == "deployed" and self.mode == "full"):
-            points = ("kept_out",) if self.mode == "deployed" else ("quarantine_out",) if mode == "deployed" else OUTPUTS
-            for site, branch in self.adapters.sites.items():
-                there = ("kept_out",) if branch.quarantine is None else OUTPUTS
-                if not {*points} & {*there} <= branch.fires:
-                    return (
-                        f"the adapters at {site} are merged and cannot be switched off for one request: start a server with "
-                        f"--mode {mode}"
-                    )
-            return None
-        if mode == "full" and self.mode == "deployed" and not self.adapters.has_quarantine:
-            return None
-        return (
-            f"this server runs its model with adapters in mode {self.mode}, and cannot switch to {mode} for one request: "
-            f"start a server with --mode {mode}, or leave `adapters` out"
-        )
+        return f"this server runs its model in mode {self.mode}: start a server with --mode {mode}, or leave `adapters` out"
 
     def closing(self, mode: str | None, width: int, adapters: Sequence[Site]) -> Monitor | None:
-        """Return the monitor that runs one request in ``mode`` on the model in its own; ``None`` if nothing needs to change.
+        """Return the monitor that runs one request without the quarantine; ``None`` if nothing needs to change.
 
-        Its gate is exactly 1 at every token, prompt included, so that every quarantine adds exactly 0, and in mode ``reference``
-        every kept adapter too. ``width`` is that of the residual stream, ``adapters`` are the outputs of those that are on.
+        Its gate is exactly 1 at every token, prompt included, so that every quarantine adds exactly 0. ``width`` is that of the
+        residual stream, ``adapters`` are the outputs of those that are on.
         """
-        points = {"deployed": ("quarantine_out",), "reference": OUTPUTS}.get(mode or "", ())
-        closed = [site for site in adapters if site.point in points]
-        if not closed or self.mode == mode:
+        if mode != "deployed" or all(site.point != "quarantine_out" for site in adapters):
             return None
         return Monitor(
-            Site(0, "resid_pre"), torch.zeros(width), threshold=-1e6, gates=(), quarantine="close",
-            quarantined=closed if mode == "reference" else None, prompt=True, name=CLOSED,
-        )  # fmt: skip
+            Site(0, "resid_pre"), torch.zeros(width), threshold=-1e6, gates=(), quarantine="close", prompt=True, name=CLOSED
+        )
 
     def encode(self, text: str, tokenizer: Any = None) -> list[int]:
         """Return the ids of a prompt, with the tokenizer's usual special tokens; ``ValueError`` for a text that it cannot read.
@@ -195,16 +166,8 @@ class Served:
 def _smollm2() -> Served:
     from mi_route2.models import smollm2, smollm2_tokenizer
 
-    examples = (
-        Example(
-            "Who gets the drink",
-            "When Mary and John went to the store, John gave a drink to",
-            "When Mary and John went to the store, Mary gave a drink to",
-            " Mary",
-            " John",
-        ),
-        Example("Capitals", "The capital of France is", "The capital of Italy is", " Paris", " Rome"),
-    )
+    story = "When Mary and John went to the store, {} gave a drink to"
+    examples = (Example("Who gets the drink", story.format("John"), story.format("Mary"), " Mary", " John"),)
     prompts = ("The capital of France is", "Once upon a time")
     return Served("smollm2", smollm2(), smollm2_tokenizer(), examples=examples, prompts=prompts)
 

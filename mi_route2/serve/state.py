@@ -19,8 +19,6 @@ from mi_route2.serve.owner import Owner
 from mi_route2.sites import Site
 
 T = TypeVar("T")
-NAMED = 20
-"""Names of runs in an error."""
 
 
 class Server:
@@ -75,9 +73,7 @@ class Server:
         """Raise ``ApiError`` 404 if there is no such run, with the reason if there was one."""
         if run and run in self.store:
             return
-        names, why = sorted(self.store.runs()), self.store.why_gone(run) if run else None
-        some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        raise ApiError(404, f"{why or f'there is no run {run!r}'}; there are: {some or 'none'}", code="unknown_run")
+        raise ApiError(404, self.store.why_gone(run) or f"there is no run {run!r}: see /v1/runs", code="unknown_run")
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run ``function`` on the engine's thread; its errors become answers."""

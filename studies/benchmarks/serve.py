@@ -3,9 +3,15 @@
 Times are on the clock, because a client waits by the clock: run this on a quiet machine.
 """
 
-from collections.abc import Sequence
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -17,12 +23,50 @@ from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Request
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
-from mi_route2.serve.command import serving
 from mi_route2.serve.models import Served, load
 from studies.benchmarks.engine import PROMPT, VOCABULARY, random_model
 from studies.benchmarks.paired import Benchmark, BenchmarkOptions, Side
 
 HTTP, IN_PROCESS, HTTP_ONE, ONE = "HTTP, at once", "engine, at once", "HTTP, one request", "engine, one request"
+
+
+@dataclass
+class ServerProcess:
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    @cached_property
+    def url(self) -> str:
+        """The address that it prints once it listens; ``RuntimeError`` if it did not start."""
+        assert self.process.stdout is not None
+        _, listens, url = self.process.stdout.readline().strip().rpartition(" is served at ")
+        if not listens:
+            raise RuntimeError(f"the server did not start: {self.log.read_text()[-2000:]}")
+        return url
+
+
+@contextmanager
+def serving(model: str, log: Path, *options: str, **environment: str) -> Iterator[ServerProcess]:
+    """Run ``python -m mi_route2.serve`` with these options on a free port until the block is left; its log goes to a file.
+
+    Raises:
+        RuntimeError: It did not start, or did not end well by SIGTERM.
+    """
+    command = [sys.executable, "-m", "mi_route2.serve", "--model", model, "--port", "0", "--threads", "1", *options]
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=stream, text=True)
+    try:
+        yield (server := ServerProcess(process, log))
+        if process.returncode is None:
+            assert server.url  # a signal that comes before would find no handler
+            process.send_signal(signal.SIGTERM)
+            if (status := process.wait(60)) != 0:
+                raise RuntimeError(f"the server ended with status {status}")
+    finally:
+        process.kill()
+        process.wait()
 
 
 class NumberTokenizer:

@@ -20,9 +20,9 @@ from mi_route2.patching import sweep
 from mi_route2.patching.patches import Patch
 from mi_route2.routing import MaskRoute, MaskSpec, PairBatch, PersonaFitter, TrainBatch, group_advantages
 from mi_route2.serve.client import PatchStudy
-from mi_route2.serve.command import serving
 from mi_route2.sites import Site
 from probes.mean_difference import MeanDifferenceFitter
+from studies.benchmarks.serve import serving
 
 pytestmark = [
     pytest.mark.real,

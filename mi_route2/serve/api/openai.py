@@ -27,7 +27,7 @@ from mi_route2.serve.api.schema import (
     request_of,
     sampling_of,
 )
-from mi_route2.serve.http import EITHER, ApiError, Events, Json, dumps, note, noted, outline, refusal
+from mi_route2.serve.http import ApiError, Events, Json, dumps, note, noted, outline, refusal
 from mi_route2.serve.models import CLOSED
 from mi_route2.serve.owner import Stream
 from mi_route2.serve.state import Server, TheServer
@@ -48,8 +48,6 @@ class Choice:
     request: EngineRequest
     stream: Stream
     growing: GrowingText
-    places: GrowingText
-    """The text up to each token whose log-probabilities are told, also behind a stop text."""
     tokens: int = 0
     begun: bool = False
     """True once a chunk of it was made."""
@@ -66,25 +64,11 @@ class Choice:
         return "length" if self.result.finish == "length" else "stop"
 
 
-QUICK_BODY = 1 << 16
-"""Bytes of a body whose interventions are made at once; those of a longer one, or held ones, on a thread of their own."""
-
-
 @routes.get("/v1/models", tags=["completions"])
 async def models(server: TheServer) -> Response:
     """Return the served model."""
-    return Json({"object": "list", "data": [_model(server)]})
-
-
-@routes.get("/v1/models/{name}", tags=["completions"])
-async def model(name: str, server: TheServer) -> Response:
-    """Return the served model."""
-    _demand(name, server)
-    return Json(_model(server))
-
-
-def _model(server: Server) -> dict[str, Any]:
-    return {"id": server.served.name, "object": "model", "created": 0, "owned_by": "mi-route2", "max_model_len": server.context}
+    about = {"id": server.served.name, "object": "model", "created": 0, "owned_by": "mi-route2", "max_model_len": server.context}
+    return Json({"object": "list", "data": [about]})
 
 
 def _demand(name: str | None, server: Server) -> None:
@@ -92,7 +76,7 @@ def _demand(name: str | None, server: Server) -> None:
         raise ApiError(404, f"there is no model {name!r} here: this server has {server.served.name!r}", code="model_not_found")
 
 
-@routes.post("/v1/completions", tags=["completions"], responses=EITHER)
+@routes.post("/v1/completions", tags=["completions"])
 async def completions(body: Completion, server: TheServer, request: Request) -> Response:
     """Continue prompts, with interventions per request."""
     _demand(body.model, server)
@@ -111,7 +95,7 @@ async def completions(body: Completion, server: TheServer, request: Request) -> 
     return await _answered(body, prompts, most, server, request)
 
 
-@routes.post("/v1/chat/completions", tags=["completions"], responses=EITHER)
+@routes.post("/v1/chat/completions", tags=["completions"])
 async def chat_completions(body: ChatCompletion, server: TheServer, request: Request) -> Response:
     """Answer a conversation in the model's chat template, with interventions per request."""
     _demand(body.model, server)
@@ -138,10 +122,8 @@ async def _answered(
     if body.adapters is not None and (why := server.served.refusal(body.adapters)) is not None:
         raise ApiError(400, why, param="adapters", code="mode_not_served")
     refuse_runs(body, len(prompts) * body.n, server)
-    making = partial(_requests, body, prompts, most, server)
-    length = request.headers.get("content-length", "")
-    quick = length.isdigit() and int(length) <= QUICK_BODY and body.hold is None  # what is held may be larger than a body
-    choices = await submitted(making() if quick else await server.threaded(making), server)
+    # on a thread of their own, because a body may have thousands of patches and vectors of millions of numbers
+    choices = await submitted(await server.threaded(partial(_requests, body, prompts, most, server)), server)
     server.metrics.prompted.inc(sum(map(len, prompts)))
     words = Wording(server, isinstance(body, ChatCompletion), body.top is not None)
 
@@ -171,7 +153,6 @@ def _requests(body: Completion | ChatCompletion, prompts: list[list[int]], most:
     try:
         asked = [(prompt, longest) for prompt, longest in zip(prompts, most, strict=True) for _ in range(body.n)]
         samplings = [sampling_of(body, served, longest, index, body.top) for index, (_, longest) in enumerate(asked)]
-        # once for all choices, because a body may have thousands of patches and vectors of millions of numbers
         shared = request_of(body, prompts[0], samplings[0], server.configurations, closing)
         return [
             replace(shared, prompt=tuple(prompt), sampling=sampling) for (prompt, _), sampling in zip(asked, samplings, strict=True)
@@ -198,8 +179,8 @@ async def submitted(made: Sequence[EngineRequest], server: Server) -> list[Choic
         for index, request in enumerate(made):
             stream = await server.owner.submit(request)
             server.open.add(stream.number)
-            growing, places = (GrowingText(server.readable, stop, request.prompt) for stop in (request.sampling.stop, ()))
-            choices.append(Choice(index, request, stream, growing, places))
+            growing = GrowingText(server.readable, request.sampling.stop, request.prompt)
+            choices.append(Choice(index, request, stream, growing))
     except BaseException as error:
         for one in choices:
             one.stream.cancel()
@@ -290,22 +271,17 @@ class Wording:
         said: dict[str, Any] = {"delta": {**role, "content": text}} if self.chat else {"text": text}
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
 
-    def logprobs(self, tokens: Sequence[Token], places: GrowingText) -> Any:
-        """Return the log-probabilities of tokens, which are added to ``places``, the text before them."""
+    def logprobs(self, tokens: Sequence[Token]) -> Any:
+        """Return the log-probabilities of tokens."""
         if not self.wants:
             return None
         texts = self.server.served.tokens([one.token for one in tokens])
         tops = [list(zip(self.server.served.tokens(list(one.top)), one.top.values(), strict=True)) for one in tokens]
         if not self.chat:
-            offsets = []
-            for one in tokens:  # not by their own texts: special tokens are left out, and a character may be of several
-                offsets.append(len(places.text))
-                places.push(one.token)
             return {
                 "tokens": texts,
                 "token_logprobs": [number(one.logprob) for one in tokens],
                 "top_logprobs": [_by_text(top) for top in tops],
-                "text_offset": offsets,
             }
         return {
             "content": [
@@ -386,7 +362,7 @@ async def _whole(choice: Choice, server: Server, words: Wording) -> dict[str, An
         "norms": _norms(result.norms),
         **_last(choice),
     }
-    said = words.whole(choice.index, result.text or "", words.logprobs(result.tokens, choice.places), choice.finish)
+    said = words.whole(choice.index, result.text or "", words.logprobs(result.tokens), choice.finish)
     return {**said, "mi_route2": extra}
 
 
@@ -422,14 +398,6 @@ async def _told(
 @asynccontextmanager
 async def _batches(choices: list[Choice]) -> AsyncIterator[Callable[[], Awaitable[tuple[Choice, list[Event]]]]]:
     """Context: a function that waits for the next events of any choice; none at its end."""
-    if len(choices) == 1:
-        (only,) = choices
-
-        async def next_of_one() -> tuple[Choice, list[Event]]:
-            return only, await only.stream.batch()
-
-        yield next_of_one
-        return
     # of one entry, so that the streams notice a client that does not read
     chunks: asyncio.Queue[tuple[Choice, list[Event]]] = asyncio.Queue(1)
 
@@ -459,7 +427,7 @@ def _going(
         "readings": _readings({at: one for event in events for at, one in event.readings.items()}),
         "norms": _norms({at: one for event in events for at, one in event.norms.items()}),
     }
-    logprobs = words.logprobs(tokens, choice.places) if tokens else None
+    logprobs = words.logprobs(tokens) if tokens else None
     return words.piece(choice.index, text, logprobs, None, first), extra
 
 

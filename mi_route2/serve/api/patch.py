@@ -1,6 +1,7 @@
 """Routes of patching: tokenization, alignment, patch sweeps cell by cell, and one patched answer."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -8,22 +9,20 @@ from fastapi import APIRouter, Request, Response
 
 from mi_route2.engine import Capture, Sampling
 from mi_route2.engine import Request as EngineRequest
-from mi_route2.patching.grid import Grid
 from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, Span, align, one_token
 from mi_route2.patching.sweep import TooManyCellsError
 from mi_route2.patching.targets import Target
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
-from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn, refuse_closed, sentence_of
-from mi_route2.serve.http import EITHER, ApiError, Events, Json, dumps, note, noted, outline, refusal
+from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn, sentence_of
+from mi_route2.serve.http import ApiError, Events, Json, dumps, note, noted, outline, refusal
 from mi_route2.serve.owner import SweepJob
 from mi_route2.serve.state import Server, TheServer
-from mi_route2.steering.specs import Steering
 
 routes = APIRouter(tags=["patching"])
 TOP = 10
-"""Most likely tokens of a patched answer, and largest cells of a summary."""
+"""Most likely tokens of a patched answer."""
 
 
 @routes.get("/v1/page", include_in_schema=False)
@@ -36,15 +35,13 @@ async def page(request: Request) -> Response:
         {
             "model": served.name,
             "layers": server.layers,
-            "heads": server.heads,
             "context": server.context,
             "sites": points,
             "mode": served.mode,
             "modes": served.modes,
             "monitors_example": served.monitor,
             "steering_example": served.steering,
-            "vectors": sorted(served.vectors),
-            "examples": [one.to_json() for one in served.examples],
+            "examples": [asdict(one) for one in served.examples],
             "prompts": list(served.prompts),
             "token_needed": server.token is not None,
         }
@@ -104,7 +101,7 @@ PLAIN = ("clean", "corrupt", "sites", "metric", "alpha", "heads", "together", "a
 """Fields of a sweep's body that are arguments of ``patching.prepare`` as they are."""
 
 
-@routes.post("/v1/patch_sweep", responses=EITHER)
+@routes.post("/v1/patch_sweep")
 async def patch_sweep(body: SweepIn, server: TheServer, request: Request) -> Response:
     """Patch every selected site at every position, and score each; whole, or cell by cell as a stream."""
     if server.sweeping >= server.limits.sweeps:
@@ -138,7 +135,7 @@ async def patch_sweep(body: SweepIn, server: TheServer, request: Request) -> Res
         async with cancelled_with(request, [job]):
             async for _ in job:
                 pass
-        return Json(_summary(job, server))
+        return Json(_grid(job, server))
     finally:
         ended()
 
@@ -162,16 +159,9 @@ async def _prepared(body: SweepIn, server: Server) -> SweepJob:
     except TooManyCellsError as error:
         raise ApiError(413, str(error)) from error
     except Exception as error:
-        refused = refusal(error)
-        refused.param = next(
-            (name for name in ("answer", "foil", "clean", "corrupt") if f"the {name}" in refused.message[:24]), None
-        )
-        if refused.message.startswith(("the metric", "answer and foil")):
-            refused.param = "foil" if "foil" in refused.message else "answer"
-        elif isinstance(error, KeyError):
-            refused.param = "clean" if "captured" in refused.message else "sites"
-        elif refused.message.startswith("position"):
-            refused.param = "positions"
+        refused, places = refusal(error), ("position", "site", "answer", "foil", "clean", "corrupt")
+        found = next((name for name in places if name in refused.message[:40]), None)
+        refused.param = {"site": "sites", "position": "positions"}.get(found or "", found)
         raise refused from error
 
 
@@ -183,7 +173,7 @@ def _token(given: int | str | None, server: Server, name: str) -> int | None:
         raise ApiError(400, message if message.startswith(f"the {name}") else f"the {name}: {message}", param=name) from error
 
 
-def _finished(job: SweepJob, server: Server) -> Grid:
+def _grid(job: SweepJob, server: Server) -> dict[str, Any]:
     """Return the grid of a job that has ended; ``ApiError`` if it failed."""
     try:
         grid = job.grid()
@@ -192,29 +182,7 @@ def _finished(job: SweepJob, server: Server) -> Grid:
             raise ApiError(503, outline(server.owner.failure), code="engine_dead") from error
         raise ApiError(422, str(error), code="sweep_failed") from error
     server.metrics.cells.inc(job.sweep.total)  # the grid has places of positions without a partner too
-    return grid
-
-
-def _summary(job: SweepJob, server: Server) -> dict[str, Any]:
-    grid = _finished(job, server)
-    rows = {target: i for i, target in enumerate(grid.sites)}
-    columns = {position: i for i, position in enumerate(grid.columns)}
-    top = [
-        {
-            "row": rows[cell.target],
-            "column": columns[cell.position],
-            "site": str(cell.target),
-            "position": cell.position,
-            "value": cell.value,
-            "recovered": (cell.value - grid.corrupt) / (grid.clean - grid.corrupt) if grid.defined else None,
-        }
-        for cell in grid.top(TOP)
-    ]
-    said = {name: getattr(grid, name) for name in ("metric", "clean", "corrupt", "noise_floor", "defined")}
-    return {
-        "grid": grid.to_json(),
-        "summary": {**said, "top": top, "alignment": grid.alignment.summary, "text": repr(grid)},
-    }
+    return {"grid": grid.to_json()}
 
 
 def _event(name: str, data: Any) -> str:
@@ -248,7 +216,7 @@ async def _streamed(request: Request, job: SweepJob, server: Server, free: Calla
             yield _event("cell", {"cells": cells})
     free()  # whoever has read the summary may ask again, before this response has ended
     try:
-        yield _event("summary", _summary(job, server))
+        yield _event("summary", _grid(job, server))
     except ApiError as error:
         yield _event("error", noted(request, error).body())
     yield "data: [DONE]\n\n"
@@ -267,17 +235,12 @@ async def patch_cell(body: CellIn, server: TheServer, request: Request) -> Respo
             raise ValueError(f"position {body.position} has no partner in the clean prompt ({alignment.summary}): choose another")
         shape = await server.owner.call(lambda engine: engine.decoder.shape(target.site))
         alpha = _share(target, shape, body.alpha)
-        closing = server.served.closing(body.adapters, server.width, server.adapter_sites)
-        refuse_closed(closing, [target.site])
     except Exception as error:
         raise refusal(error) from error
-    if body.adapters is not None and (why := server.served.refusal(body.adapters)) is not None:
-        raise ApiError(400, why, param="adapters", code="mode_not_served")
-    steering = None if closing is None else Steering(monitors=(closing,))
 
     async def run(prompt: Sequence[int], sampling: Sampling, **given: Any) -> Any:
         try:
-            asked = EngineRequest(tuple(prompt), sampling, steering=steering, **given)
+            asked = EngineRequest(tuple(prompt), sampling, **given)
         except Exception as error:
             raise refusal(error) from error
         (choice,) = await submitted([asked], server)

@@ -6,16 +6,15 @@ of numbers, the name of a registered one, or ``{"dtype": "float32", "shape": [64
 
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from mi_route2.architectures import ADAPTER_POINTS
 from mi_route2.engine import Capture, Request, Sampling
 from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.runs.record import SequencePart, TokenSelection
-from mi_route2.serve.models import CLOSED, MODES, Served
+from mi_route2.serve.models import CLOSED, Served
 from mi_route2.serve.options import Mode
 from mi_route2.sites import Site
 from mi_route2.steering.specs import KINDS, TIERS, Clamp, Monitor, Steer, Steering, Vector
@@ -163,7 +162,7 @@ class InterventionFields(SteeringIn):
     run: Name | None = Field(None, description="store what is captured under this name, for patches of later requests")
     readings: bool = False
     norms: Annotated[list[SiteName], Field(max_length=64)] = Field(default_factory=list)
-    adapters: Mode | None = Field(None, description=f"one of {', '.join(MODES)}")
+    adapters: Mode | None = None
     hold: Name | None = Field(None, description="name of a configuration that /v1/steering/set holds")
     top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
     ignore_eos: bool = False
@@ -179,16 +178,7 @@ class StreamOptions(Body):
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class WithoutNull(BaseModel):
-    """An object in which null stands for a field that is not given, as OpenAI's clients mean it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
-
-
-class Generation(WithoutNull, InterventionFields):
+class Generation(InterventionFields):
     """Fields common to completions and chat completions."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
@@ -232,23 +222,16 @@ class Completion(Generation):
         return self.logprobs
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: Text
-
-
-class Message(WithoutNull):  # an answer's message, which may be sent back, has `refusal`
+class Message(BaseModel):  # an answer's message, which may be sent back, has more fields
     """A message of a conversation."""
 
-    model_config = ConfigDict(extra="forbid")
     role: Annotated[str, Field(min_length=1, max_length=32)]
-    content: Text | Annotated[list[TextPart], Field(max_length=64)]
-    name: Annotated[str, Field(max_length=64)] | None = None
+    content: Text | list[dict[Literal["type", "text"], Text]]
 
     def plain(self) -> dict[str, str]:
         """Return the message as a chat template reads it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
+        text = self.content if isinstance(self.content, str) else "".join(part.get("text", "") for part in self.content)
+        return {"role": self.role, "content": text}
 
 
 class ChatCompletion(Generation):
@@ -312,7 +295,6 @@ class CellIn(Body):
     position: Position | None = Field(None, description="a position of the corrupt prompt; null: all at once")
     alpha: Number = 1.0
     max_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
-    adapters: Mode | None = None
 
 
 class TokenizeIn(Body):
@@ -445,19 +427,14 @@ def sampling_of(body: Generation, served: Served, max_new: int, index: int, top:
     )
 
 
-def refuse_closed(closing: Monitor | None, sites: Iterable[Site]) -> None:
-    """Raise ``ValueError`` for a site of an adapter that ``closing`` switches off, where a patch or a vector would be lost."""
-    points = () if closing is None else ("quarantine_out",) if closing.quarantined is None else tuple(ADAPTER_POINTS)
-    if off := [site for site in sites if site.point in points]:
-        raise ValueError(f"{off[0]} is of an adapter that is off in the mode of this request: leave `adapters` or this out")
-
-
-def _acting(request: Request) -> Iterator[Site]:
-    """Yield the sites at which a request changes values."""
+def refuse_closed(request: Request) -> None:
+    """Raise ``ValueError`` for a patch or a vector at a quarantine that is off in this request, where it would be lost."""
     steering = request.steering or Steering()
-    steered = (*(one for tier in TIERS for one in steering.vectors(tier)), *steering.clamps)
-    for one in (*request.patch, *steered, *(one for monitor in steering.monitors for one in monitor.adds)):
-        yield one.site
+    vectors = (one for tier in TIERS for one in steering.vectors(tier))
+    adds = (one for monitor in steering.monitors for one in monitor.adds)
+    for one in (*request.patch, *vectors, *steering.clamps, *adds):
+        if one.site.point == "quarantine_out":
+            raise ValueError(f"{one.site} is of an adapter that is off in the mode of this request: leave `adapters` or this out")
 
 
 def request_of(
@@ -485,5 +462,6 @@ def request_of(
         readings=body.readings,
         norms=tuple(map(site_of, body.norms)),
     )
-    refuse_closed(closing, _acting(request))
+    if closing is not None:
+        refuse_closed(request)
     return request

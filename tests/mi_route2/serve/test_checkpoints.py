@@ -17,9 +17,9 @@ from mi_route2.adapters.io import save_pretrained
 from mi_route2.engine import Engine, Request, Sampling
 from mi_route2.hosts.load import load as load_host
 from mi_route2.serve.client import PatchStudy
-from mi_route2.serve.command import serving
 from mi_route2.serve.models import Readable, load
 from mi_route2.sites import Site
+from studies.benchmarks.serve import serving
 
 pytestmark = pytest.mark.process
 
@@ -64,7 +64,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield one
 
 
-@pytest.mark.parametrize("mode", ["full", "deployed", "reference"])
+@pytest.mark.parametrize("mode", ["full", "deployed"])
 def test_the_chat_template_and_each_mode(checkpoint: Path, client: openai.OpenAI, mode: Any) -> None:
     """The mode of one request is that of switched adapters bit for bit, also of the prompt's values, beside other modes."""
     served = load(str(checkpoint / "base"), adapters=checkpoint / "adapters", mode=mode)
@@ -75,7 +75,7 @@ def test_the_chat_template_and_each_mode(checkpoint: Path, client: openai.OpenAI
     served.opened.close()
     messages: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Grüße"}]}]
     asked: dict[str, Any] = {"model": "base", "messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True}
-    for one in 2 * ("full", "deployed", "reference"):
+    for one in 2 * ("full", "deployed"):
         choice: Any = client.chat.completions.create(**asked, extra_body={"adapters": one}).choices[0]
         assert choice.mi_route2["prompt_token_ids"] == list(ids)
         assert ([token.logprob for token in choice.logprobs.content] == truth.logprobs) == (one == mode)
@@ -97,14 +97,13 @@ def test_the_command_serves_a_checkpoint_with_its_adapters_deployed(checkpoint: 
 
 
 def test_the_modes_of_a_server_are_those_it_can_run(checkpoint: Path) -> None:
-    modes = {"full": (True, True, True), "deployed": (False, True, True), "reference": (False, False, True)}
+    modes = {"full": (True, True, False), "deployed": (False, True, False), "reference": (False, False, True)}
     for mode, served_modes in modes.items():
         served = load(str(checkpoint / "base"), adapters=checkpoint / "adapters", mode=mode)  # pyright: ignore[reportArgumentType]
         assert tuple(served.modes.values()) == served_modes
         outputs = [site for site in served.host.sites() if site.point in ("kept_out", "quarantine_out")]
         fires = any(site.point == "quarantine_out" for site in outputs)
         assert (served.closing("deployed", 16, outputs) is None) == (mode != "full")
-        assert (served.closing("reference", 16, outputs) is None) == (mode == "reference")
         assert fires or mode != "full"
         served.opened.close()
     plain = load(str(checkpoint / "base"))

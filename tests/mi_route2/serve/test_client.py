@@ -46,8 +46,6 @@ def test_vectors_and_runs_come_and_go(call: Call) -> None:
     assert call("unsteer") == {"vectors": {"probe": 16, "push": 16}, "held": []}
     call("complete", PROMPT, capture=[{"site": SITE, "part": "prompt"}], run="mine", max_tokens=1)
     assert call("runs") == ["mine"]
-    positions, rows = call("values", "mine", SITE)
-    assert (positions, rows.shape) == (list(range(len(rows))), (len(random_micro().encode(PROMPT)), 16))
     call("drop", "mine")
     assert call("runs") == []
 
@@ -67,7 +65,6 @@ def test_errors_of_the_server_are_the_same_sentence(call: Call) -> None:
         (400, "complete", (PROMPT,), {"steering_vectors": {"nowhere": [1.0]}}),
         (422, "complete", (PROMPT,), {"n": 0}),
         (400, "stream", (PROMPT,), {"steering_vectors": {"nowhere": [1.0]}}),
-        (404, "values", ("nothing", SITE), {}),
         (404, "drop", ("nothing",), {}),
         (404, "scale", (10**6, 1.0), {}),
         (404, "threshold", (10**6, "probe", 1.0), {}),

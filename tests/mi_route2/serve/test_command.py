@@ -8,7 +8,7 @@ import pytest
 from served import PROMPT, TOKEN
 
 from mi_route2.serve.client import PatchStudy
-from mi_route2.serve.command import serving
+from studies.benchmarks.serve import serving
 
 MODEL = "tests.support.served:random_micro"
 

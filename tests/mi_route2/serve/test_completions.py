@@ -49,9 +49,6 @@ def ids() -> tuple[int, ...]:
 
 def test_models_and_health(server: Running, client: openai.OpenAI) -> None:
     assert [one.id for one in client.models.list()] == ["micro"]
-    assert client.models.retrieve("micro").id == "micro"
-    with pytest.raises(openai.NotFoundError, match="this server has 'micro'"):
-        client.models.retrieve("gpt")
     assert server.http.get("/health").json()["status"] == "ok"
     assert "mi_route2_requests_total" in server.http.get("/metrics").text
 
@@ -250,13 +247,9 @@ def test_a_client_that_goes_cancels_its_requests(server: Running, stream: bool) 
 OFF = "blocks.1.mlp.down.quarantine_out"
 
 
-@pytest.mark.parametrize(
-    ("mode", "site"), [("deployed", OFF), ("reference", OFF), ("reference", OFF.replace("quarantine_out", "kept_a"))]
-)
-def test_what_acts_on_an_adapter_that_is_off_in_the_requests_mode_is_refused(server: Running, mode: str, site: str) -> None:
+def test_what_acts_on_an_adapter_that_is_off_in_the_requests_mode_is_refused(server: Running) -> None:
     """A patch there would be lost, and a vector would act although the adapter is off."""
-    width = 2 if site.endswith("kept_a") else 16
-    vector = [1.0] * width
+    mode, site, vector = "deployed", OFF, [1.0] * 16
     add = {"site": site, "vector": vector}
     acts: list[dict[str, Any]] = [
         {"patch": [{"site": site, "position": 0, "source": "zeros"}]},
@@ -269,9 +262,6 @@ def test_what_acts_on_an_adapter_that_is_off_in_the_requests_mode_is_refused(ser
         answer = server.http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2, "adapters": mode, **one})
         assert (answer.status_code, "off in the mode of this request" in answer.text) == (400, True), answer.text
         assert server.http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2, **one}).status_code == 200
-    cell = {"clean": PROMPT, "corrupt": PROMPT, "site": site, "position": 1, "max_tokens": 1}
-    assert "off in the mode" in server.http.post("/v1/patch_cell", json={**cell, "adapters": mode}).text
-    assert server.http.post("/v1/patch_cell", json=cell).status_code == 200
     seen = {"prompt": PROMPT, "max_tokens": 2, "adapters": mode, "capture": [site], "norms": [site]}
     assert server.http.post("/v1/completions", json=seen).status_code == 200
 
