@@ -2,7 +2,6 @@
 zeros, the base model, an unchanged forward; what is equal up to rounding is held to the tolerance of its type."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.fixture(params=["svd", "svd-fold", "lora", "svd-shared"])
+@pytest.fixture(params=["svd", "lora", "svd-shared"])
 def spec(request: pytest.FixtureRequest) -> AdapterSpec:
     return SPECS[request.param]
 
@@ -90,8 +89,7 @@ def test_parameters_are_float32_on_the_device_and_reference_is_the_base(spec: Ad
         for name, p in [*policy.adapters.kept_parameters().items(), *policy.adapters.quarantine_parameters().items()]:
             if not name.endswith(".A"):
                 p.zero_()
-    if not spec.fold:
-        assert torch.equal(policy.model(tokens), base)
+    assert torch.equal(policy.model(tokens), base)
 
 
 def test_the_same_generator_draws_the_same_factors_on_every_device(dtype: torch.dtype) -> None:
@@ -212,13 +210,12 @@ def test_verdicts_pairs_and_a_canary_of_the_cpu_are_taken_beside_a_model_of_the_
     assert run(policy, route, batch).decision.flags.device.type == torch.device(DEVICE).type
 
 
-@pytest.mark.parametrize("fold", [False, True])
-def test_directions_of_a_file_are_erased_and_refitted_on_the_device(fold: bool, tmp_path: Path) -> None:
+def test_directions_of_a_file_are_erased_and_refitted_on_the_device(tmp_path: Path) -> None:
     """A file is read to the CPU."""
     pairs = PairBatch(*(moved_rollouts(make_batch(4, seed=s).rollouts) for s in (21, 22)), "h")
     batch, found = on_device(make_batch(N)), []
     for read in (False, True):
-        policy = cuda_policy(replace(SPECS["svd-shared"], fold=fold), torch.float32)
+        policy = cuda_policy(SPECS["svd-shared"], torch.float32)
         route = EraseRoute(EraseSpec(dispose="quarantine"), TopKFitter("grad", pairs))
         route.refresh(policy, 0)
         if read:

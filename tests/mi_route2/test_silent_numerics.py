@@ -3,41 +3,36 @@
 import copy
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 from families import make_family
-from mask_oracle import FixedFitter, assert_same, erase_route, mask_route, random_directions, run
-from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts, named_policy
+from mask_oracle import FixedFitter, erase_route, random_directions, run
+from tiny_policy import SPECS, make_batch, make_policy, make_rollouts
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from torch.nn.utils import parametrizations
 from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForCausalLM
 
-from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, Policy, Rollouts, attach, open_host
+from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, Policy, Rollouts, attach
 from mi_route2.adapters import export_merged, load_adapters, save_adapters, save_pretrained
-from mi_route2.adapters.gradients import Diagonal, Pairs
+from mi_route2.adapters.gradients import DiagonalGrad, MatrixGrad
 from mi_route2.adapters.io import TENSORS
 from mi_route2.adapters.svd import SVD
-from mi_route2.rollouts import call_with_mask, packed_forward
+from mi_route2.rollouts import call_with_mask
 from mi_route2.routing import (
     Directions,
-    OpenRoute,
-    OpenSpec,
     PairBatch,
     PersonaFitter,
-    StepContext,
     TopKFitter,
     group_advantages,
 )
 from mi_route2.routing.canary import Canary
-from mi_route2.routing.directions import ActivationReader, collect, floors
+from mi_route2.routing.directions import ActivationReader, collect, compare, floors
 from mi_route2.routing.mask import cosine
 from mi_route2.routing.routes import hack_component
 from mi_route2.vllm import VllmSampler
@@ -87,45 +82,6 @@ def other_models() -> dict[str, nn.Module]:
     return {"bart": BartForCausalLM(bart), "roberta": RobertaForCausalLM(roberta), "wrapped": Wrapped()}
 
 
-@pytest.mark.parametrize("name", ["bart", "roberta", "wrapped"])
-def test_a_model_that_counts_padding_is_refused_under_left_padding_alone(name: str) -> None:
-    model = other_models()[name]
-    policy = Policy(model, attach(model, "*", spec=LORA, generator=seeded()))
-    assert policy.logprobs(make_rollouts(3)).isfinite().all()
-    with pytest.raises(ValueError, match=r"gives tokens behind padding other logits than alone.*pad on the right"):
-        policy.logprobs(make_rollouts(3, left=True))
-
-
-@pytest.mark.parametrize("kind", ["act", "grad", "full"])
-def test_features_are_of_no_forward_that_a_policy_refuses(kind: Literal["act", "grad", "full"]) -> None:
-    """Activations would count the padding of pairs, and give a direction, where log-probabilities are refused."""
-    model = other_models()["wrapped"]
-    policy = Policy(model, attach(model, "*", spec=LORA, generator=seeded()))
-    pairs = PairBatch(make_rollouts(3, left=True), make_rollouts(3, seed=3, left=True), "")
-    with pytest.raises(ValueError, match="gives tokens behind padding other logits than alone"):
-        PersonaFitter("persona", kind, pairs).fit(policy, 0)
-    model = make_family("Llama")
-    policy = Policy(model, attach(model, "blocks.*", spec=LORA, generator=seeded()))
-    foreign = Rollouts.from_lists([[1], [1]], [[2, 3], [10_000, 4]], pad=0)
-    with pytest.raises(ValueError, match="10000 is not a token of this model"):
-        PersonaFitter("persona", kind, PairBatch(foreign, foreign, "")).fit(policy, 0)
-
-
-def test_nan_behind_padding_and_features_that_are_nan_are_refused() -> None:
-    """A NaN would be compared as no more than any threshold, and its rollout would teach the kept adapter."""
-    model = make_family("Llama").double()
-    model.set_attn_implementation("eager")
-    policy = Policy(model, attach(model, "blocks.*", spec=LORA, generator=seeded()))
-    with pytest.raises(ValueError, match="makes NaN of it"):
-        policy.logprobs(make_rollouts(3, left=True))
-    policy, batch = make_policy(SPECS["lora"]), make_batch()
-    policy.model.pos_embed.weight.data[9] = torch.nan  # a position that the longer rollouts reach  # pyright: ignore
-    route = MaskRoute(MaskSpec("act"), FixedFitter(random_directions(policy, "act")))
-    route.refresh(policy, 0)
-    with pytest.raises(ValueError, match=r"rollouts \[.*\] have activations or gradients that are NaN"):
-        route.backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits).sum(1))
-
-
 @pytest.mark.parametrize("kind", ["act", "grad", "full"])
 def test_pairs_that_are_nan_are_not_left_out_of_a_direction_in_silence(kind: Literal["act", "grad", "full"]) -> None:
     """A comparison with the floor of rounding errors would take NaN for a 0."""
@@ -159,12 +115,11 @@ def test_features_under_autocast_have_the_digits_of_what_the_linears_saw() -> No
     assert len(PersonaFitter("persona", "act", PairBatch(rollouts, alike, "")).fit(policy, 0).vectors) == 12
 
 
-@pytest.mark.parametrize("unit", ["rollout", "pooled"])
-def test_scores_under_autocast_have_the_digits_of_their_features(unit: Literal["rollout", "pooled"]) -> None:
+def test_scores_under_autocast_have_the_digits_of_their_features() -> None:
     """Flags of a module's own are decided in the forward, and so under its autocast. Oracle: float64."""
     policy, batch, seen = make_policy(SPECS["svd"], dtype=torch.float32), make_batch(), dict[str, Tensor]()
     batch = replace(batch, rewards=batch.rewards.float(), advantages=batch.advantages.float())
-    route = MaskRoute.from_pairs(PairBatch(make_rollouts(5), make_rollouts(5, seed=3), ""), MaskSpec("act", unit))
+    route = MaskRoute.from_pairs(PairBatch(make_rollouts(5), make_rollouts(5, seed=3), ""), MaskSpec("act"))
     route.refresh(policy, 0)
     assert route.directions is not None
     for site, module in policy.adapters.modules.items():
@@ -180,10 +135,10 @@ def test_scores_under_autocast_have_the_digits_of_their_features(unit: Literal["
     torch.testing.assert_close(scores, torch.stack(cosines).mean(0), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["svd", "lora", "lora-stacked"])
+@pytest.mark.parametrize("name", ["svd", "lora"])
 @pytest.mark.parametrize(
     "spec",
-    [MaskSpec("act"), MaskSpec("act", score_policy="ablated"), MaskSpec("grad"), MaskSpec("full", "rollout")],
+    [MaskSpec("act"), MaskSpec("act", score_policy="ablated"), MaskSpec("grad"), MaskSpec("full")],
     ids=lambda spec: f"{spec.score}-{spec.unit}-{spec.score_policy}",
 )
 def test_a_whole_step_under_autocast_is_the_one_whose_forward_is(spec: MaskSpec, name: str) -> None:
@@ -191,17 +146,16 @@ def test_a_whole_step_under_autocast_is_the_one_whose_forward_is(spec: MaskSpec,
     batch, runs = make_batch(), []
     batch = replace(batch, rewards=batch.rewards.float(), advantages=batch.advantages.float())
     for whole in (False, True):
-        policy = make_policy(SPECS[name.removesuffix("-stacked")], dtype=torch.float32)
-        policy.adapters.stack = name.endswith("-stacked")
+        policy = make_policy(SPECS[name], dtype=torch.float32)
         policy = Policy(policy.model, policy.adapters, autocast)
-        route = MaskRoute.from_pairs(PairBatch(make_rollouts(5), make_rollouts(5, seed=3), ""), spec, want_unrouted=True)
+        route = MaskRoute.from_pairs(PairBatch(make_rollouts(5), make_rollouts(5, seed=3), ""), spec)
         with torch.autocast("cpu", torch.bfloat16, enabled=whole):
             route.refresh(policy, 0)
             decision = route.backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits).sum(1) * part.advantages)
         assert route.directions is not None
         assert decision.scores is not None
         gradients = [p.grad for p in policy.adapters.kept_parameters().values()]
-        runs.append([*route.directions.vectors.values(), decision.scores, *gradients, *decision.unrouted.values()])
+        runs.append([*route.directions.vectors.values(), decision.scores, *gradients])
     for plain, under in zip(*runs, strict=True):
         torch.testing.assert_close(under, plain, rtol=0, atol=0)
 
@@ -222,23 +176,13 @@ def test_what_is_kept_is_computed_outside_of_autocast(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_an_unrouted_gradient_of_half_precision_is_summed_as_the_routed_one() -> None:
-    """Over many micro-batches; the second moment of an optimizer comes of it."""
-    policy, batch = make_policy(SPECS["lora"], dtype=torch.bfloat16), make_batch(12)
-    route = MaskRoute.from_flags(torch.zeros(12, dtype=torch.bool), want_unrouted=True)
-    context = StepContext(seeded(), micro=1)
-    decision = route.backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits), context)
-    for name, p in policy.adapters.kept_parameters().items():
-        assert torch.equal(decision.unrouted[name], p.grad)  # pyright: ignore[reportArgumentType]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_diagonal_gradient_that_nearly_cancels_has_its_digits(dtype: torch.dtype) -> None:
     """Products are summed as they are, and not rounded to half precision before. Oracle: float64."""
     generator = seeded()
     h = torch.randn(4, 1, 64, generator=generator) + 0.03 * torch.randn(4, 16, 64, generator=generator)
     dy = torch.randn(4, 16, 64, generator=generator)
-    gradient = Diagonal(h.to(dtype), (dy - dy.mean(1, keepdim=True)).to(dtype))
+    gradient = DiagonalGrad(h.to(dtype), (dy - dy.mean(1, keepdim=True)).to(dtype))
     exact = (gradient.h.double() * gradient.dy.double()).sum(1)
     torch.testing.assert_close(gradient.values().double(), exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient.weighted(torch.ones(4, 16)).double(), exact.sum(0), rtol=1e-5, atol=1e-5)
@@ -332,57 +276,8 @@ def test_activations_that_cancel_have_no_cosine() -> None:
     for padding in (0, 1, 3, 7):
         reader = ActivationReader(torch.arange(6 + padding)[None] < 6, {"s": torch.eye(16)})
         reader.read("s", torch.cat([x, torch.full((1, padding, 16), 9.0)], 1))
-        assert cosine(reader.features["s"], v, floors(reader.features, "act")["s"]).tolist() == [0.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_one_mean_for_sites_that_read_one_tensor(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is that of a reader of its own, bit for bit, and none is used again after a write or for another tensor."""
-    predictors, averaged = torch.arange(9)[None] < torch.tensor([5, 9, 0])[:, None], 0
-    x, other = (torch.randn(3, 9, 16, generator=seeded()).to(dtype) for _ in range(2))
-    x[0, 7], x[2, 0] = torch.nan, torch.inf
-    sites = [*"qkvwt", "elsewhere.q"]
-    basis = {site: torch.randn(4, 16, generator=seeded(), dtype=torch.float64) for site in ["attn." + s for s in sites] + sites}
-    reader, average = ActivationReader(predictors, basis), ActivationReader._average
-
-    def counted(self: ActivationReader, x: Tensor) -> tuple[Tensor, Tensor]:
-        nonlocal averaged
-        averaged += 1
-        return average(self, x)
-
-    def check(site: str, x: Tensor, times: int) -> None:
-        nonlocal averaged
-        averaged = 0
-        monkeypatch.setattr(ActivationReader, "_average", counted)
-        reader.read(site, x.detach())
-        monkeypatch.setattr(ActivationReader, "_average", average)
-        alone = ActivationReader(predictors, basis)
-        alone.read(site, x.clone())
-        kept = torch.where(predictors[..., None], x, 0.0).to(reader._calls[site][-1].values().dtype)
-        count = predictors.sum(dim=1).clamp_min(1)
-        expected = kept.sum(dim=1) / count[:, None] @ basis[site].to(kept).mT
-        assert averaged == times
-        assert torch.equal(reader._calls[site][-1].values(), alone.features[site].values())
-        assert torch.equal(reader._calls[site][-1].magnitude(), alone.features[site].magnitude())
-        torch.testing.assert_close(alone.features[site].values(), expected, rtol=1e-5, atol=1e-5)
-
-    check("attn.q", x, times=1)
-    check("attn.k", x, times=0)
-    check("attn.q", x, times=1)  # a second call: what lies in one buffer may be new without a count of its writes
-    check("attn.k", x, times=0)
-    x[1, 3] += 1
-    check("attn.v", x, times=1)
-    for site, written in (("attn.w", slice(None)), ("attn.t", (0, 1)), ("attn.q", (..., 3))):
-        x.data[written] *= 2  # of which torch counts nothing
-        check(site, x, times=1)
-    check("attn.elsewhere.q", x, times=1)
-    check("q", x, times=1)
-    check("w", x.mT.contiguous().mT, times=1)
-    with torch.inference_mode():
-        frozen = other.clone()
-        check("t", frozen, times=1)
-        check("q", frozen, times=1)
-    assert reader.features.keys() == {"attn.w", "attn.t", "attn.q", "attn.k", "attn.v", "attn.elsewhere.q", "q", "w", "t"}
+        inner, norms, magnitude = compare(reader.features["s"], v)
+        assert cosine(inner, norms, v.norm(), floors({"s": magnitude}, "act")["s"]).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("share", [1.0, 1e-2, 1e-3, 2e-4])
@@ -393,7 +288,7 @@ def test_the_norm_of_a_gradient_that_nearly_cancels_has_its_digits(share: float)
     dy = torch.randn(4, 16, 128, generator=generator)
     dy = dy - dy.mean(1, keepdim=True)
     exact = torch.bmm(dy.double().mT, h.double()).flatten(1).norm(dim=1)
-    torch.testing.assert_close(Pairs(h, dy).norms().double(), exact, rtol=0.02, atol=0)
+    torch.testing.assert_close(MatrixGrad(h, dy).norms().double(), exact, rtol=0.02, atol=0)
 
 
 def test_a_fingerprint_is_of_real_gradients_alone() -> None:
@@ -410,74 +305,6 @@ def test_a_fingerprint_is_of_real_gradients_alone() -> None:
 
 
 # ---- frozen factors, and models that write into what they get
-
-
-@pytest.mark.parametrize("frozen", [".B", ".A", "blocks.1."])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        MaskSpec("grad"),
-        MaskSpec("grad", unit="rollout", through="detach"),
-        MaskSpec("full", unit="rollout", through="detach"),
-        MaskSpec("act", through="detach"),
-    ],
-    ids=lambda spec: f"{spec.score}-{spec.unit}-{spec.through}",
-)
-def test_stacked_adapters_ask_the_gates_of_frozen_factors_too(spec: MaskSpec, frozen: str) -> None:
-    runs = []
-    for stack in (False, True):
-        policy = make_policy(SPECS["lora"])
-        policy.adapters.stack = stack
-        for name, p in policy.adapters.kept_parameters().items():
-            p.requires_grad_(frozen not in f".{name}" and not name.endswith(frozen))
-        route = MaskRoute(spec, FixedFitter(random_directions(policy, spec.score)))  # pyright: ignore[reportArgumentType]
-        route.refresh(policy, 0)
-        runs.append(run(policy, route, make_batch()))
-    plain, stacked = runs
-    assert_same(stacked.kept, plain.kept)
-    assert_same(stacked.quarantine, plain.quarantine)
-    assert torch.equal(stacked.decision.flags, plain.decision.flags)
-
-
-@pytest.mark.parametrize("both", [False, True], ids=["kept", "both"])
-@pytest.mark.parametrize("frozen", ["blocks.0.attn.q.", "blocks.0.", ""])
-@pytest.mark.parametrize(
-    ("name", "spec"),
-    [
-        ("lora", MaskSpec("full", unit="rollout")),
-        ("lora-stacked", MaskSpec("full", unit="rollout", through="detach")),
-        ("svd-shared", MaskSpec("full", unit="rollout")),
-        ("svd-fold", MaskSpec("grad", unit="rollout")),
-        ("lora-shared", MaskSpec("grad")),
-        ("svd-stacked", MaskSpec("full")),
-        ("lora", MaskSpec("act")),
-        ("lora", None),
-    ],
-)
-def test_frozen_adapters_where_no_input_needs_a_gradient_are_scored_as_others(
-    name: str, spec: MaskSpec | None, frozen: str, both: bool
-) -> None:
-    """Autograd runs nothing backwards there by itself. A frozen adapter learns nothing, and changes no flag and no other."""
-    policy, batch = named_policy(name), make_batch()
-    route = OpenRoute(OpenSpec()) if spec is None else mask_route(policy, spec)
-    expected = run(policy, route, batch)
-    for named in (policy.adapters.kept_parameters(), *([policy.adapters.quarantine_parameters()] if both else [])):
-        for n, p in named.items():
-            p.requires_grad_(not n.startswith(frozen))
-    if spec is None and both and not frozen:
-        with pytest.raises(ValueError, match=r"freeze no more than some of the adapters"):
-            route.backward(policy, batch, lambda logits, batch: batch.rollouts.logprobs(logits).sum())
-        return
-    own = run(policy, route, batch)
-    kept, quarantine = (
-        {n: torch.zeros_like(g) if learns_not and n.startswith(frozen) else g for n, g in gradients.items()}
-        for gradients, learns_not in ((expected.kept, True), (expected.quarantine, both))
-    )
-    assert_same(own.kept, kept)
-    assert_same(own.quarantine, quarantine)
-    if spec is not None:
-        torch.testing.assert_close(own.decision.scores, expected.decision.scores, rtol=0, atol=1e-12)
-        assert torch.equal(own.decision.flags, expected.decision.flags)
 
 
 def test_nothing_is_erased_from_a_frozen_adapter() -> None:
@@ -549,49 +376,6 @@ def test_a_hook_on_a_gradient_that_waits_for_its_flag_is_refused() -> None:
         run(policy, waiting, make_batch())
     handle.remove()
     run(policy, waiting, make_batch())
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_mask_of_ones_own_beside_other_hooks_is_still_asked_for(cached: bool) -> None:
-    policy = make_policy(SPECS["lora"])
-
-    def log(module: nn.Module, args: object, out: Tensor) -> None:
-        return None
-
-    for branch in policy.adapters.sites.values():
-        for point in (branch.hook_kept_a, branch.hook_kept, branch.hook_quarantine):
-            point.register_forward_hook(log)
-        branch.hook_mask.register_forward_hook(log if cached else lambda module, args, out: torch.zeros_like(out))
-    if cached:
-        run(policy, OpenRoute(OpenSpec()), make_batch())
-        return
-    with pytest.raises(RuntimeError, match=r"hook_mask was hooked at .* and did not fire"):
-        run(policy, OpenRoute(OpenSpec()), make_batch())
-
-
-@pytest.mark.parametrize("gain", [2.0, 1.005])
-@pytest.mark.parametrize("how", ["merged", "merged, later", "folded", "folded, later"])
-def test_a_forward_of_ones_own_is_not_left_out_of_a_merged_or_folded_weight(how: str, gain: float) -> None:
-    model = make_model()
-    linear = model.blocks[0].attn.o  # pyright: ignore[reportAttributeAccessIssue]
-    plain = linear.forward
-
-    def patched() -> None:
-        linear.forward = lambda x: gain * plain(x)
-
-    spec = SPECS["svd-fold" if how.startswith("folded") else "lora"]
-    if how == "folded":
-        patched()
-        with pytest.raises(ValueError, match=r"blocks.0.attn.o computes more than a matmul"):
-            attach(model, "blocks.*", spec=spec, generator=seeded())
-        return
-    policy = Policy(model, attach(model, "blocks.*", spec=spec, generator=seeded()))
-    if how == "merged":
-        patched()
-    context = policy.adapters.merged() if how.startswith("merged") else nullcontext()
-    with pytest.raises(ValueError, match=r"blocks.0.attn.o computes more than a matmul"), context:  # noqa: PT012
-        patched()
-        policy.logprobs(make_rollouts())
 
 
 # ---- files
@@ -688,39 +472,6 @@ def test_small_things_say_what_is_wrong(tmp_path: Path) -> None:
     assert torch.equal(model.inner(input=x), model.inner(x))
 
 
-@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_full_backward_hook])
-def test_stacked_adapters_run_one_by_one_under_a_hook_on_every_module(register: Callable[..., Any]) -> None:
-    policy, seen = named_policy("lora-stacked"), list[str]()
-    handle = register(lambda module, given, out: seen.append(type(module).__name__))
-    with policy.adapters.unrouted():
-        policy.logprobs(make_rollouts()).sum().backward()
-        handle.remove()
-        assert seen.count("LoRA") == 24
-        policy.logprobs(make_rollouts())
-    assert seen.count("LoRA") == 24
-
-
-@pytest.mark.parametrize("how", ["merged", "folded"])
-def test_an_argument_beside_the_input_is_not_lost(how: str) -> None:
-    class Times(nn.Linear):
-        def forward(self, input: Tensor, scale: float = 1.0) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return scale * super().forward(input)
-
-    class Calling(Toy):
-        def forward(self, tokens: Tensor, **_given: object) -> Tensor:
-            return self.inner(self.embed(tokens), 2.0)
-
-    torch.manual_seed(0)
-    model, tokens = Calling(Times(8, 8)), torch.zeros(1, 2, dtype=torch.long)
-    expected = model(tokens)
-    adapters = attach(model, "inner", spec=AdapterSpec("svd", fold=how == "folded"), generator=seeded())
-    with adapters.reference():
-        assert torch.equal(model(tokens), expected)
-    with adapters.merged() if how == "merged" else adapters.full(), torch.no_grad():
-        with pytest.raises(ValueError, match="inner is called with more than its input"):
-            model(tokens)
-
-
 def test_vllm_is_asked_for_no_prompt_and_torch_drops_nothing_beside_it(tmp_path: Path) -> None:
     model = make_family("Llama").train()
     for module in model.modules():
@@ -731,40 +482,3 @@ def test_vllm_is_asked_for_no_prompt_and_torch_drops_nothing_beside_it(tmp_path:
     assert torch.equal(*found)
     sampler = VllmSampler(tmp_path, dtype=torch.float32)
     assert sampler(policy, [], max_new=1, temperature=1.0, generator=seeded(), ends=(2,)) == []
-
-
-def test_no_tokens_are_refused_by_a_host_and_dropout_by_no_packed_forward() -> None:
-    model = make_family("Llama").train()
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.3  # pyright: ignore
-    packed_forward(model)
-    assert model.training
-    for shape in ((1, 0), (0, 3)):
-        with pytest.raises(ValueError, match=r"give at least one sequence of at least one token"):
-            open_host("torch", model).logits(torch.zeros(shape, dtype=torch.long))
-
-
-def test_an_optimizer_calls_its_closure() -> None:
-    p = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([{"params": [p]}], lr=0.1)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    assert float(optimizer.step(closure)) == 3.0
-    assert (p < 1).all()
-
-
-def test_an_unrouted_gradient_is_that_of_a_parameter_of_the_optimizer() -> None:
-    """Of a copy of the policy it would be ignored, and of another shape it would be broadcast."""
-    p = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([{"params": [p]}], lr=0.1)
-    p.grad = torch.ones(3)
-    for unrouted in ({p: torch.ones(1)}, {nn.Parameter(torch.ones(3)): torch.ones(3)}):
-        with pytest.raises(ValueError, match=r"fits no parameter of this optimizer: give those of the policy's own decision"):
-            optimizer.step(unrouted=unrouted)
-    assert torch.equal(p, torch.ones(3))

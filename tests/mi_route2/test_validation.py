@@ -55,8 +55,6 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "rank, a truth": (lambda: AdapterSpec(rank=True), "rank must be a whole number of at least 1 or none, not True"),
     "quarantine rank": (lambda: AdapterSpec(quarantine_rank=2.0), "quarantine_rank must be a whole number"),  # pyright: ignore
     "kept": (lambda: AdapterSpec(kept="lroa"), "kept must be one of svd, lora, not 'lroa'"),  # pyright: ignore
-    "fold, a number": (lambda: AdapterSpec(fold=1), "fold must be true or false, not 1"),  # pyright: ignore
-    "fold on a LoRA": (lambda: AdapterSpec("lora", 4, fold=True), "fold=True needs the full-rank SVD kept adapter"),
     "an unknown field": (lambda: AdapterSpec(ranks=4), "unknown setting 'ranks': did you mean 'rank'? choose from kept, rank"),  # pyright: ignore
     "too many values": (lambda: AdapterSpec("svd", None, "lora", 4, False, 1), "AdapterSpec takes at most 5 values"),  # pyright: ignore
     "tau, a word": (lambda: MaskSpec(tau="0.1"), "tau must be a finite number, not '0.1'"),  # pyright: ignore

@@ -8,7 +8,7 @@ from families import make_batch, make_policy
 from torch import Tensor, nn
 
 from mi_route2.adapters import AdapterSpec
-from mi_route2.rollouts import Policy, call_with_mask, packed_forward
+from mi_route2.rollouts import Policy, call_with_mask
 from probes.fingerprint import Fingerprint
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -49,14 +49,12 @@ def test_a_fingerprint_is_the_projection_of_the_gradient_of_every_weight(name: s
     assert [p.grad for p in policy.model.parameters()] == before
 
 
-def test_batches_and_packing_change_nothing() -> None:
+def test_batches_change_nothing() -> None:
     policy, rollouts = make_policy("Qwen3", LORA)[1], make_batch().rollouts
     fingerprint = drawn(policy)
     whole = fingerprint(policy, rollouts)
     parts = [fingerprint(policy, rollouts.rows(torch.tensor([row]))) for row in range(len(rollouts))]
     torch.testing.assert_close(torch.cat(parts), whole, **EXACT)
-    packed = replace(policy, forward=packed_forward(policy.model))
-    torch.testing.assert_close(fingerprint(packed, rollouts), whole, **EXACT)
     with torch.inference_mode():
         assert torch.equal(fingerprint(policy, make_batch().rollouts), whole)
 

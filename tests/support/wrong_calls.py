@@ -39,7 +39,6 @@ from mi_route2.patching import CleanRun, Grid, Target, attribute, cells, paths, 
 from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.routing import (
     CanarySpec,
-    DelayedRoute,
     Directions,
     EraseRoute,
     EraseSpec,
@@ -355,7 +354,6 @@ wrong("from_pairs: l1 as text", lambda: MaskRoute.from_pairs(pairs(), l1="0.1"),
 wrong("from_flags: nothing", lambda: MaskRoute.from_flags(None), TypeError, "flags")
 wrong("from_flags: a list", lambda: MaskRoute.from_flags([True, False]), TypeError, "torch.tensor(")
 wrong("from_flags: 0 and 1", lambda: MaskRoute.from_flags(torch.tensor([1, 0])), ValueError, "bool")
-wrong("from_flags: a switch as text", lambda: MaskRoute.from_flags(labels(), want_unrouted="no"), TypeError, "want_unrouted")
 wrong("refresh: the model", lambda: MaskRoute.from_pairs(pairs()).refresh(bare(), 0), TypeError, "Policy(")
 wrong("refresh: no step", lambda: MaskRoute.from_pairs(pairs()).refresh(policy()), TypeError, "step")
 wrong("refresh: half a step", lambda: by_flags().refresh(policy(), 0.5), TypeError, "step")
@@ -366,7 +364,6 @@ wrong("score: a batch", lambda: by_flags().score(policy(), batch()), TypeError, 
 wrong("backward: swapped", lambda: by_flags().backward(batch(), policy(), lambda logits, _: logits.sum()), TypeError, "Policy(")
 wrong("backward: no loss", lambda: by_flags().backward(policy(), batch(), None), TypeError, "function")
 wrong("open route: a text", lambda: OpenRoute("open"), TypeError, "OpenSpec()")
-wrong("delayed route: a number", lambda: DelayedRoute(10), TypeError, "DelayedSpec(")
 wrong("erase route: pairs as the fitter", lambda: EraseRoute(EraseSpec(), pairs()), TypeError, "EraseRoute.from_pairs(")
 wrong("erase route: k as the spec", lambda: EraseRoute.from_pairs(pairs(), 3), TypeError, "EraseSpec(")
 wrong("canary route: a text", lambda: CanaryRoute("canary", None, rollouts()), TypeError, "CanarySpec(")

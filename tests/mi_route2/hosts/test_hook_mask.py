@@ -1,13 +1,12 @@
 """A hook at ``hook_mask`` overrules what the route decided, exactly as the written-out policy says, for every kind of mask."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, make_family, move
+from families import FAMILIES
 from families import make_batch as family_batch
 from families import make_policy as family_policy
 from mask_oracle import (
@@ -30,13 +29,12 @@ from tiny_policy import SPECS, make_batch, make_policy
 from torch import Tensor
 from written_out import WrittenOut, written_out
 
-from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.hosts.nnsight import NNsightHost
 from mi_route2.hosts.transformer_lens import BridgeHost
 from mi_route2.rollouts import Policy
-from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, OpenSpec, TrainBatch
+from mi_route2.routing import MaskRoute, MaskSpec, TrainBatch
 
 N = 5
 Case = tuple[str, str, str, str]
@@ -232,7 +230,6 @@ def test_half_a_mask_is_half_a_gradient() -> None:
 
 
 KINDS = [
-    ("act", "rollout", "live", "filter"),
     ("grad", "rollout", "live", "filter"),
     ("act", "pooled", "live", "filter"),
     ("grad", "pooled", "live", "filter"),
@@ -296,73 +293,4 @@ HOOKS = ("torch hook", "torch pre-hook")
 WAYS = [("torch", how) for how in HOOKS] + [(host, how) for host in ("transformer_lens", "nnsight") for how in (*HOOKS, "its own")]
 
 
-@pytest.mark.parametrize(("host", "how"), WAYS)
-def test_a_mask_that_nobody_decides_is_an_error_on_every_host(host: str, how: str) -> None:
-    """Under an open route, and in a backward without a route; in a mask route's step the same hook acts."""
-    model = open_host(host, make_family("GPT2", attn="eager"))
-    adapters = move(model.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)))
-    policy, batch = model.policy(adapters), family_batch(4)
-    deciding = mask_route(policy, spec_of(("act", "rollout", "live", "filter"), tau=2.0))
-    with asked(model, policy, how):
-        with pytest.raises(RuntimeError, match=r"hook_mask.*did not fire.*MaskRoute\.from_flags"):
-            run(policy, OpenRoute(OpenSpec()), batch)
-        with policy.adapters.unrouted(), pytest.raises(RuntimeError, match=r"hook_mask.*MaskRoute\.from_flags"):
-            plain_loss(policy, batch, batch.advantages).backward()
-        own = run(policy, deciding, batch)
-    assert own.decision.extra["overruled"] == 1.0
-    assert not own.kept["blocks.1.mlp.up.B"].any()
-    run(policy, OpenRoute(OpenSpec()), batch)
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_mask_of_ones_own_on_a_bridge_is_no_cache_of_everything(cached: bool) -> None:
-    """TransformerLens wraps every hook in one function, by which a hook that writes the mask looks like those beside it."""
-    model = open_host("transformer_lens", make_family("GPT2", attn="eager"))
-    adapters = move(model.attach("blocks.1.mlp.up", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)))
-    branch: Any = adapters.sites["blocks.1.mlp.up"]
-
-    def log(value: Tensor, hook: object) -> None:
-        return None
-
-    for point in (branch.hook_kept_a, branch.hook_kept, branch.hook_quarantine):
-        point.add_hook(log)
-    branch.hook_mask.add_hook(log if cached else lambda keep, hook: 0 * keep)
-    with nullcontext() if cached else pytest.raises(RuntimeError, match=r"hook_mask was hooked at .* and did not fire"):
-        run(model.policy(adapters), OpenRoute(OpenSpec()), family_batch(4))
-
-
 BACKWARD = ("register_full_backward_hook", "register_full_backward_pre_hook")
-
-
-@pytest.mark.parametrize("how", [*BACKWARD, "transformer_lens"])
-def test_a_backward_hook_at_a_mask_is_refused_under_every_route_and_without_one(how: str) -> None:
-    """It would wait for ever: a mask has no gradient. The same hook at what the adapter adds fires."""
-    name = "transformer_lens" if how == "transformer_lens" else "torch"
-    model = open_host(name, make_family("GPT2", attn="eager"))
-    adapters = move(model.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)))
-    policy, batch = model.policy(adapters), family_batch(4)
-    routes = [mask_route(policy, spec_of(case)) for case in KINDS] + [OpenRoute(OpenSpec())]
-    fired: list[int] = []
-
-    @contextmanager
-    def hooked(point: str) -> Iterator[None]:
-        if isinstance(model, BridgeHost):
-            with model.bridge.hooks(bwd_hooks=[(f"blocks.1.mlp.in.route.{point}", lambda gradient, hook: fired.append(1))]):
-                yield
-            return
-        handle = getattr(getattr(policy.adapters.sites["blocks.1.mlp.up"], point), how)(lambda *_: fired.append(1))
-        yield
-        handle.remove()
-
-    with hooked("hook_mask"):
-        for route in routes:
-            with pytest.raises(RuntimeError, match=r"backward hook.*blocks\.1\.mlp\.up\.hook_mask.*forward hook there.*hook_kept"):
-                run(policy, route, batch)
-        with policy.adapters.unrouted(), pytest.raises(RuntimeError, match="no gradient passes a mask"):
-            plain_loss(policy, batch, batch.advantages)
-        with torch.no_grad():
-            policy.logits(batch.rollouts)
-    assert not fired
-    with hooked("hook_kept"):
-        run(policy, routes[0], batch)
-    assert fired

@@ -277,14 +277,6 @@ def test_adapters_that_are_switched_off_or_merged_are_no_sites() -> None:
         sweep(adapted, **{**ASKED, "sites": "quarantine_out"})
 
 
-def test_a_point_that_does_not_fire_is_an_error() -> None:
-    folded = open_host("torch", make_family("Qwen3"))
-    folded.attach("blocks.*.attn.q", spec=SPECS["svd"].__class__(kept="svd", fold=True), generator=torch.Generator().manual_seed(0))
-    assert [target.site.point for target in choose(folded, "blocks.*.attn.q.*")][:2] == ["kept_a", "quarantine_out"]
-    with pytest.raises(RuntimeError, match="did not fire"):
-        sweep(folded, **{**ASKED, "sites": Site(0, "kept_out", "attn.q")})
-
-
 def test_sites_are_chosen_by_point_by_glob_or_by_themselves() -> None:
     def names(*sites: Any) -> list[str]:
         return [str(target) for target in choose(HOST, list(sites))]
