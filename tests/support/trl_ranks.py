@@ -5,7 +5,6 @@ trl_ranks.py OUT FSDP.yaml      two processes, then four
     OUT/<how>/<case>-<rank>.safetensors     gradients of each optimizer step, and final weights
     OUT/<how>/<case>.json                   what was flagged in each step
     OUT/run                                 what a run on a sharded model left: see ``run``
-    OUT/refused-<rank>.json                 the sentences with which processes that differ were refused
 
 How: two processes under DDP; two and four under FSDP2, as the launcher's configuration has it.
 """
@@ -33,10 +32,9 @@ from torch.distributed import GradBucket
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, TrainerCallback
-from transformers.distributed import DistributedConfig
+from transformers import TrainerCallback
 
-from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
+from mi_route2 import AdapterSpec, MaskRoute, MaskSpec
 from mi_route2.adapters import save_adapters
 from mi_route2.integrations.trl import RoutedGRPOTrainer
 from mi_route2.rollouts import Rollouts
@@ -82,11 +80,7 @@ RANKED: dict[str, tuple[Any, AdapterSpec, dict[str, Any]]] = {
     "erase": (EraseSpec(k=2, dispose="quarantine"), SHARED, {}),
     "flagged": (MaskRoute.from_flags(lambda batch: torch.ones(len(batch.rollouts), dtype=torch.bool)), LORA, {}),
     "emptied": (MaskRoute.from_flags(lambda batch: batch.rewards > 0.2, kept_advantage="unflagged"), LORA, {}),
-    "sparing": (
-        CanaryRoute(
-            CanarySpec(quantile=0.5, relative_to="run", sparing=True, kept_advantage="own"), by_token, samples(range(3, 43))
-        ), LORA, {},
-    ),
+    "canary": (CanaryRoute(CanarySpec(quantile=0.5, kept_advantage="own"), by_token, samples(range(3, 43))), LORA, {}),
 }  # fmt: skip
 """Case -> rule, adapters and settings of TRL."""
 HOWS = {
@@ -203,45 +197,6 @@ def run(out: Path, kind: type[RoutedGRPOTrainer], processes: int) -> None:
     assert all(torch.equal(found[0][name], p) for name, p in found[1].items())
 
 
-def strangers(out: Path) -> None:
-    """Train on processes with adapters of other seeds, which FSDP2 leaves as they are, or a recorder on one; shuffle in each.
-
-    And on those whose canary has other samples, with parts of groups, and on a model that ``from_pretrained`` sharded.
-    """
-    rank, told = int(os.environ["RANK"]), []
-    judged = CanaryRoute(CanarySpec(kept_advantage="own"), by_token, samples(range(3 + rank, 43 + rank)))
-    recorded = {"record": Told() if rank else None}
-    for rule, own in ((MaskSpec(), {}), (MaskSpec(), recorded), (judged, {}), (MaskSpec(shuffle=True), {})):
-        model: Any = make_family("Llama")
-        adapters = LORA if told else attach(model, "blocks.*", spec=LORA, generator=torch.Generator().manual_seed(rank))
-        settings: dict[str, Any] = {"model": model, "kind": Sharding, "size": GROUP * PROMPTS // 2, "own": own}
-        try:
-            make_trainer(out / "trainer", rule, adapters, **settings)[0].train()
-        except ValueError as error:
-            told.append(str(error))
-    with patch_environment(accelerate_use_fsdp="false"):
-        trainer = make_trainer(out / "trainer", MaskSpec(), size=GROUP * PROMPTS // 2)[0]
-        next(p for name, p in trainer.model.named_parameters() if name.endswith("norm.weight")).requires_grad_(True)
-        try:
-            trainer.train()
-        except ValueError as error:
-            told.append(str(error))
-    make_family("Llama").save_pretrained(out / "base")  # transformers writes on the first process alone
-    PartialState().wait_for_everyone()
-    size, halved = GROUP * PROMPTS // 2, {"split_batches": True}  # accelerate gives each process a part of a batch, half a group
-    with patch_environment(accelerate_use_fsdp="false"):
-        try:
-            make_trainer(out / "trainer", RANKED["unflagged"][0], size=size, accelerator_config=halved)[0].train()
-        except ValueError as error:
-            told.append(str(error))
-        model = AutoModelForCausalLM.from_pretrained(out / "base", distributed_config=DistributedConfig(fsdp_size=2))
-        try:
-            make_trainer(out / "trainer", MaskSpec(), model=model, size=size)
-        except ValueError as error:
-            told.append(str(error))
-    (out / f"refused-{rank}.json").write_text(json.dumps(told))
-
-
 def rank(out: Path) -> None:
     warnings.simplefilter("ignore")
     if os.environ["WORLD_SIZE"] == "4":
@@ -251,7 +206,6 @@ def rank(out: Path) -> None:
             ranked(out / "ddp-2", 2, RoutedGRPOTrainer, HOWS["ddp-2"])
         ranked(out / "fsdp-2", 2, Sharding, HOWS["fsdp-2"])
         run(out / "run", Sharding, 2)
-        strangers(out)
     PartialState().destroy_process_group()
 
 

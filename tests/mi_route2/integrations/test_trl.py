@@ -1,13 +1,12 @@
 """TRL's own loop with a route takes the steps of ours, however its batch is cut, and ships the kept adapter alone."""
 
-import copy
 import functools
 import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from safetensors.torch import load_file
 pytest.importorskip("trl", reason="the extra trl is not installed: pip install 'mi-route2[trl]'")
 
 import peft
-from accelerate import ParallelismConfig
 from datasets import Dataset
 from families import make_family, make_rollouts, move
 from parity import Parity, parity
@@ -37,13 +35,11 @@ from tiny_trl import (
     our_policy,
     pairs,
     reward,
-    rollouts,
     tokenizer,
     weights,
 )
 from torch import Tensor
-from trl import GRPOTrainer
-from trl_ranks import HOWS, RANKED, SHARED, SVD, Sharding, run
+from trl_ranks import HOWS, RANKED, SHARED, SVD, run
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
 from mi_route2.adapters import load_adapters, save_adapters
@@ -52,21 +48,17 @@ from mi_route2.integrations.trl import ADAPTERS, RoutedGRPOTrainer, RoutedStep, 
 from mi_route2.rollouts import Rollouts
 from mi_route2.routing import (
     CanarySpec,
-    DelayedRoute,
-    DelayedSpec,
     EraseRoute,
     EraseSpec,
     HaarFitter,
     OpenRoute,
     OpenSpec,
-    PairBatch,
     PersonaFitter,
     Route,
     RouteSpec,
 )
 from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.specs import LEGAL, PRIVILEGED
-from mi_route2.vllm.sampler import _logprobs
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, make_tiny_model
 from studies.training.recorder import trl_record
 
@@ -90,9 +82,8 @@ def ours(spec: RouteSpec | MaskRoute | CanaryRoute) -> Route:
     if spec.fitter == "persona":
         return MaskRoute.from_pairs(pairs(), spec) if spec.needs_direction else MaskRoute(spec, None)
     assert spec.score in ("act", "grad", "full")
-    fixed = PersonaFitter(spec.fitter if spec.fitter == "nonhack" else "persona", spec.score, pairs(), refreshes=False)
     seed = _seed(config("nowhere").seed, "haar", spec.draw)
-    return MaskRoute(spec, HaarFitter(fixed, seed) if spec.fitter == "haar" else fixed)
+    return MaskRoute(spec, HaarFitter(PersonaFitter("persona", spec.score, pairs()), seed))
 
 
 def assert_close(own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
@@ -132,12 +123,10 @@ ROUTES |= {
     "erase": (EraseSpec(k=2), LORA),
     "erase to the quarantine": (EraseSpec(k=2, dispose="quarantine"), SHARED),
     "svd": (MaskSpec(), SVD),
-    "svd, folded": (MaskSpec(score="full", score_policy="ablated"), AdapterSpec("svd", quarantine_rank=2, fold=True)),
     "shared": (MaskSpec(unit="rollout"), SHARED),
     "no quarantine": (MaskSpec(score="act"), ALONE),
     "negative scale": (MaskSpec(score="act", negative_scale=0.3, reinforced_only=False), LORA),
     "random directions": (MaskSpec(fitter="haar", draw=1), LORA),
-    "pairs without a hack": (MaskSpec(fitter="nonhack"), LORA),
     "unflagged": (UNFLAGGED, LORA),
     "unflagged, detached": (MaskSpec(score="act", score_policy="ablated", kept_advantage="unflagged", through="detach"), LORA),
     "unflagged, no quarantine": (MaskSpec(score="full", score_policy="ablated", kept_advantage="unflagged"), ALONE),
@@ -181,53 +170,18 @@ def test_directions_are_refitted_when_our_own_loop_refits_them(name: str, tmp_pa
     assert trainer.route.directions.provenance.step == 2
 
 
-def grown_canary(draw: torch.Generator, count: int) -> tuple[Canary, list[dict[str, Tensor]]]:
-    """Return a canary of ``count`` drawn checkpoints, and them."""
-    policy = our_policy(ALONE)
-    own = policy.adapters.tensors(quarantine=False)
-    grown = [{n: torch.randn(t.shape, generator=draw, dtype=t.dtype) for n, t in own.items()} for _ in range(count)]
-    return Canary(policy, grown), grown
-
-
-def test_a_canary_and_a_quarantine_that_learns_first_do_what_they_do_in_our_own_loop(tmp_path: Path) -> None:
-    draw = torch.Generator().manual_seed(0)
-    canary, _ = grown_canary(draw, 2)
+def test_a_canary_does_what_it_does_in_our_own_loop(tmp_path: Path) -> None:
+    draw, policy = torch.Generator().manual_seed(0), our_policy(ALONE)
+    kept = policy.adapters.tensors(quarantine=False)
+    canary = Canary(policy, [{n: torch.randn(t.shape, generator=draw, dtype=t.dtype) for n, t in kept.items()} for _ in range(2)])
     words = torch.randint(3, 40, (24, 4), generator=draw).tolist()
-    samples = Rollouts.from_lists([[5, 6]] * len(words), words, 0)
-    route = CanaryRoute(CanarySpec(quantile=0.3), canary, samples)
+    route = CanaryRoute(CanarySpec(quantile=0.3), canary, Rollouts.from_lists([[5, 6]] * len(words), words, 0))
     trainer, seen = make_trainer(tmp_path, route, LORA, size=4, gradient_accumulation_steps=2)
     trainer.train()
     assert_ours(trainer, seen, route)
     assert any(0 < log.get("route/flagged", 0) < 1 for log in seen.logs)
-    trainer, seen = make_trainer(tmp_path, DelayedSpec(steps=1), LORA)
-    trainer.train()
-    assert_ours(trainer, seen, DelayedRoute(DelayedSpec(steps=1)))
     with pytest.raises(ValueError, match="pass CanaryRoute"):
         make_trainer(tmp_path, CanarySpec(), LORA)
-    for spec in (CanarySpec(decoys=0.5, refresh_every=1), CanarySpec()):  # a checkpoint would not hold their calibration either
-        with pytest.raises(ValueError, match="and TRL samples all with it: use a canary that was trained"):
-            make_trainer(tmp_path, CanaryRoute(spec, None, samples), LORA)
-    with pytest.raises(ValueError, match="not divided by a deviation"):
-        make_trainer(tmp_path, route, LORA, scale_rewards="group")
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_a_canary_likes_nothing_more_than_a_run_that_has_become_it_at_any_temperature(temperature: float, tmp_path: Path) -> None:
-    """Its log-ratios are at temperature 1, whatever the temperature at which the run is sampled and trained."""
-    canary, (grown,) = grown_canary(torch.Generator().manual_seed(0), 1)
-    rollouts = our_batch(0).rollouts
-    route = CanaryRoute(CanarySpec(quantile=0.5, relative_to="run"), canary, rollouts)
-    trainer, _ = make_trainer(tmp_path, route, LORA, temperature=temperature)
-    for name, tensor in trainer.adapters.tensors(quarantine=False).items():
-        tensor.copy_(grown[name])
-    route.refresh(trainer.policy, 0)
-    assert canary(rollouts).abs().max() > 1
-    score, monitor = route.score(trainer.policy, rollouts), route.monitor
-    assert score is not None
-    assert monitor is not None
-    assert monitor.center is not None
-    assert monitor.spread is not None
-    torch.testing.assert_close(score, (-monitor.center / monitor.spread).expand(len(rollouts)), rtol=0, atol=1e-10)
 
 
 CUTS = {
@@ -238,21 +192,16 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "stack"),
-    [("grad-pooled-live-filter", True), ("grad-pooled-live-filter", False), ("act-token-live-detach", True), ("unflagged", True)],
-)
+@pytest.mark.parametrize("name", ["svd", "act-token-live-detach", "unflagged"])
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_cut_of_a_batch_changes_nothing_nor_do_separate_adapters(cut: str, name: str, stack: bool, tmp_path: Path) -> None:
+def test_the_cut_of_a_batch_changes_nothing(cut: str, name: str, tmp_path: Path) -> None:
     rule, adapters = ROUTES[name]
     trainer, seen = make_trainer(tmp_path, rule, adapters, **CUTS[cut])
-    assert trainer.adapters.stack
-    trainer.adapters.stack = stack
     trainer.train()
     assert_ours(trainer, seen, ours(rule))
 
 
-@pytest.mark.parametrize("name", ["act-token-live-filter", "act-rollout-ablated-filter", "grad-pooled-live-filter"])
+@pytest.mark.parametrize("name", ["act-token-live-detach", "svd"])
 def test_left_padding_is_a_rounding(name: str, tmp_path: Path) -> None:
     """Padded positions rotate by other angles, which are float32; a padded token that counted would move gradients by percents."""
     rule, adapters = ROUTES[name]
@@ -310,20 +259,6 @@ def test_several_processes_learn_what_one_learns(how: str, case: str, ranks: Pat
         {f"weights/{name}": p for name, p in weights(policy.adapters).items()},
         {name: p for name, p in expected.items() if name.startswith("weights")},
     )
-
-
-def test_what_several_processes_cannot_route_is_refused(ranks: Path) -> None:
-    """On all of them, or some would wait for the others for ever."""
-    told = [json.loads((ranks / f"refused-{rank}.json").read_text()) for rank in range(2)]
-    assert told[0] == told[1]
-    assert [sentence.partition(":")[0] for sentence in told[0]] == [
-        "the adapters of the processes differ, so that their mean gradient is that of none",
-        *["the routes, pairs, canaries (their checkpoints and the base's samples) or recorders of the processes differ"] * 2,
-        "shuffle=True would shuffle the flags of each process apart",
-        "no process would send the gradient of model.layers.0.input_layernorm.weight, which is no adapter's",
-        "kept_advantage='unflagged' needs whole groups of 4 in each optimizer step of a process, but one has 2 here",
-        "a model that from_pretrained has sharded was never tried with a route",
-    ]
 
 
 def test_a_sharded_model_samples_evaluates_and_saves_what_a_whole_one_does(ranks: Path, tmp_path: Path) -> None:
@@ -387,40 +322,6 @@ def test_settings_do_what_they_do_in_our_own_loop(settings: Any, own: Ours, adap
     assert_ours(trainer, seen, ours(MaskSpec()), own, *adapt)
 
 
-def test_both_adapters_are_clipped_apart_with_the_unrouted_second_moment(tmp_path: Path) -> None:
-    def route() -> MaskRoute:
-        return MaskRoute.from_pairs(pairs(), MaskSpec(score="act", unit="rollout"), l1=0.1, want_unrouted=True)
-
-    trainer, seen = make_trainer(tmp_path, route(), max_grad_norm=0.05, size=4, gradient_accumulation_steps=2)
-    trainer.train()
-    assert_ours(trainer, seen, route(), Ours(max_norm=0.05))
-    norms = [seen.logs[0][f"grad_norm/{name}"] for name in ("kept", "quarantine")]
-    assert min(norms) > 0.05
-    assert seen.logs[0]["grad_norm"] == pytest.approx(torch.tensor(norms).norm().item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("want_unrouted", [False, True])
-def test_what_trains_beside_the_adapters_is_clipped_and_moves(want_unrouted: bool, tmp_path: Path) -> None:
-    model = make_family("Llama")
-    adapters = attach(model, "blocks.*", spec=LORA)
-    norm = model.get_submodule("model.norm").get_parameter("weight").requires_grad_(True)
-    before, norms = norm.detach().clone(), list[float]()
-    route = MaskRoute.from_pairs(pairs(), MaskSpec(score="act"), want_unrouted=want_unrouted)
-    trainer, seen = make_trainer(tmp_path, route, adapters, model=model, max_grad_norm=1e-3)
-    clip = trainer._clip_grad_norm
-
-    def clipped(model: Any) -> Tensor:
-        total = clip(model)
-        norms.append(float(norm.grad.norm()) if norm.grad is not None else 0.0)
-        return total
-
-    trainer._clip_grad_norm = clipped
-    trainer.train()
-    assert norms == pytest.approx([1e-3] * 2, rel=1e-2)
-    assert float((norm.detach() - before).abs().max()) > 1e-3
-    assert seen.logs[0]["grad_norm"] > max(seen.logs[0]["grad_norm/kept"], seen.logs[0]["grad_norm/quarantine"])
-
-
 @pytest.mark.parametrize("adapt", [("blocks.*",), ("blocks.*", "unembed")], ids=["fused", "unembed"])
 def test_log_probabilities_of_the_fused_head_are_those_of_the_models_own(adapt: tuple[str, ...], tmp_path: Path) -> None:
     """In a float32 run, of adapters that are not zero: TRL's fused head would leave out those at the unembedding."""
@@ -451,55 +352,6 @@ def test_the_defaults_of_trl_are_a_rounding(rule: MaskSpec, tmp_path: Path) -> N
     assert 0.999 < float(torch.cosine_similarity(*gradients, dim=0)) < 1
     assert {v.dtype for v in directions[1].vectors.values()} == {torch.float32}
     assert (0.9999 if rule.score == "act" else 0.999) < directions[0].overlap(directions[1]) <= 1 + 1e-6
-
-
-OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "pairs": (MaskSpec("act"), MaskSpec("act"), {"pairs": PairBatch(pairs().hack, pairs().clean, "others")}),
-    "drawn": (MaskSpec("act"), MaskSpec("act", fitter="haar"), {}),
-    "without a hack": (MaskSpec("act"), MaskSpec("act", fitter="nonhack"), {}),
-    "fewer axes": (EraseSpec(k=1), EraseSpec(k=2, refresh_every=0), {}),
-    "fewer drawn axes": (EraseSpec(k=1, fitter="haar"), EraseSpec(k=2, refresh_every=0, fitter="haar"), {}),
-}
-"""Rules of a run and of the trainer that shall resume it, and what else that one is given."""
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_a_run_is_not_resumed_with_other_directions(other: str, tmp_path: Path) -> None:
-    """``test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments`` has the same ones."""
-    before, after, own = OTHERS[other]
-    make_trainer(tmp_path, before, steps=1, **SAVED)[0].train()
-    trainer, _ = make_trainer(tmp_path, after, steps=2, own=own)
-    with pytest.raises(ValueError, match=r"has directions of other pairs, or of another draw, than this trainer's"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
-@pytest.mark.parametrize("unscored", [False, True])
-@pytest.mark.parametrize("scale", ["none", "group", "batch", "each function"])
-def test_equal_rewards_have_no_advantage(scale: str, unscored: bool, tmp_path: Path) -> None:
-    """TRL's mean of them rounds, it divides the rest by 1e-4, and Adam would make whole steps of that."""
-    none, steps = [None] * unscored, list[RoutedStep]()
-    means = {n: torch.tensor(2 * [[*[torch.nan] * unscored, *[0.3] * n]]).nanmean(dim=1)[0] for n in range(3, 40)}
-    size = next(n for n, mean in means.items() if mean != torch.tensor(0.3))
-    group = size + unscored
-    rewards = [*none, *[0.3] * size, *(0.25 * (i == 0) for i in range(group))]
-
-    normalized = {"multi_objective_aggregation": "normalize_then_sum"} if scale == "each function" else {"scale_rewards": scale}
-    settings: dict[str, Any] = {"size": 2 * group, "num_generations": group, "steps": 1, **normalized}
-    trainer, _ = make_trainer(tmp_path, OpenSpec(), own={"record": steps.append}, **settings)
-    trainer.reward_funcs = [lambda completions, **_columns: rewards]
-    trainer.train()
-    found = [(round(reward, 2), advantage) for reward, advantage in zip(steps[0].rewards, steps[0].advantages, strict=True)]
-    assert not any(advantage for reward, advantage in found if reward == 0.3)
-    assert all(advantage for reward, advantage in found if reward == 0.25)
-
-
-def test_shuffled_flags_are_as_many(tmp_path: Path) -> None:
-    plain, seen = make_trainer(tmp_path, MaskSpec(), size=2, gradient_accumulation_steps=4, steps=1)
-    plain.train()
-    control, other = make_trainer(tmp_path, MaskSpec(shuffle=True), size=2, gradient_accumulation_steps=4, steps=1)
-    control.train()
-    assert seen.logs[0]["route/flagged"] == other.logs[0]["route/flagged"] > 0
-    assert any(not torch.equal(seen.gradients[0][name], g) for name, g in other.gradients[0].items() if name.startswith("kept."))
 
 
 # ---- files
@@ -560,13 +412,10 @@ def test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments(tmp
     assert len(seen.gradients) == 1
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("step", [2, 3])
-def test_a_run_that_is_resumed_in_a_later_epoch_has_the_order_of_that_epoch(step: int, streamed: bool, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_in_a_later_epoch_has_the_order_of_that_epoch(step: int, tmp_path: Path) -> None:
     """Two steps an epoch; TRL draws the orders of all epochs from one generator, which no checkpoint holds."""
     settings: dict[str, Any] = {"size": 4, "gradient_accumulation_steps": 2, "steps": 4, "shuffle_dataset": True}
-    if streamed:  # of a length that no trainer knows
-        settings["data"] = Dataset.from_dict({"prompt": TEXTS}).to_iterable_dataset()
     whole, seen = make_trainer(tmp_path, MaskSpec(), **settings, **SAVED)
     whole.train()
     again, resumed = make_trainer(tmp_path / "again", MaskSpec(), **settings)
@@ -638,18 +487,6 @@ def test_a_checkpoint_that_was_not_finished_is_refused(tmp_path: Path, monkeypat
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_adapters_that_are_not_finite_leave_an_earlier_checkpoint_whole(tmp_path: Path) -> None:
-    make_trainer(tmp_path, MaskSpec(), **SAVED)[0].train()
-    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-1").iterdir() if path.is_file()}
-    trainer, _ = make_trainer(tmp_path, MaskSpec(), **SAVED)
-    with torch.no_grad():
-        next(iter(trainer.adapters.quarantine_parameters().values())).fill_(float("nan"))
-    trainer.state.global_step = 1
-    with pytest.raises(ValueError, match="holds values that are not finite: nothing was written"):
-        trainer._save_checkpoint(trainer.model, None)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-1").iterdir() if path.is_file()} == before
-
-
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     trainer, _ = make_trainer(tmp_path, OpenSpec())
     with pytest.raises(ValueError, match=r"route2_training.safetensors: give a checkpoint folder"):
@@ -679,53 +516,6 @@ def test_a_recorder_reads_every_rollout_with_its_flag(tmp_path: Path) -> None:
         assert step.scores is not None
         assert step.flags == [score > 0 and a > 0 for score, a in zip(step.scores, step.advantages)]
     assert [log["mine"] for log in seen.logs if "mine" in log] == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("more", [[*range(20, 40)], 20], ids=str)
-def test_completions_end_at_the_end_tokens_of_generation_kwargs(more: int | list[int], tmp_path: Path) -> None:
-    """Sampling ends there, and TRL would learn the padding behind them."""
-    ends, steps = {2, *([more] if isinstance(more, int) else more)}, list[RoutedStep]()
-    given = {"generation_kwargs": {"eos_token_id": more}, "own": {"record": steps.append}}
-    trainer, seen = make_trainer(tmp_path, OpenSpec(), sampled=True, steps=1, size=32, texts=TEXTS * 2, **given)
-    trainer.train()
-    rows = steps[0].completion_ids
-    assert not any(token in ends for row in rows for token in row[:-1])
-    assert any(row[-1] in ends - {2} for row in rows)
-    assert seen.logs[0]["completions/clipped_ratio"] == sum(row[-1] not in ends | {0} for row in rows) / len(rows)
-
-
-def test_a_model_whose_generation_config_cuts_what_is_drawn_is_refused(tmp_path: Path) -> None:
-    """TRL takes from it what GRPOConfig leaves open, as ``min_p``."""
-    model = make_family("Llama")
-    model.generation_config.min_p = 0.5
-    with pytest.raises(ValueError, match=r"min_p = 0.5 in the model's .* set model.generation_config.min_p = None"):
-        make_trainer(tmp_path, OpenSpec(), sampled=True, model=model)
-    make_trainer(tmp_path, OpenSpec(), sampled=True, model=model, min_p=0.0)[0].adapters.detach()
-    model.generation_config.min_p = None
-    for name in ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"):  # whose encoder is the prompt here
-        setattr(model.generation_config, name, 3)
-        with pytest.raises(ValueError, match=f"{name} = 3 in the model's"):
-            make_trainer(tmp_path, OpenSpec(), sampled=True, model=model)
-        setattr(model.generation_config, name, None)
-    model.generation_config.update(typical_p=1.0, suppress_tokens=[], encoder_repetition_penalty=1.0)
-    make_trainer(tmp_path, OpenSpec(), sampled=True, model=model)
-
-
-def test_a_recorder_reads_what_was_rewarded(tmp_path: Path) -> None:
-    """Also tokens from which nothing is learned: those of a tool, and those of completions that reached the longest length."""
-    steps: list[RoutedStep] = []
-
-    def with_a_tool(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
-        given = rollouts(prompts, trainer)
-        return given | {"env_mask": [[i % 2 for i in range(len(ids))] for ids in given["completion_ids"]]}
-
-    trainer, _ = make_trainer(tmp_path, MaskSpec(), mask_truncated_completions=True, own={"record": steps.append})
-    trainer.rollout_func = with_a_tool
-    trainer.train()
-    assert len(steps) == 2
-    for number, step in enumerate(steps):
-        assert sorted(step.completion_ids) == sorted(our_batch(number).rollouts.completions())
-        assert step.rewards == reward(step.completion_ids)
 
 
 def test_a_chat_world_pays_and_its_oracle_only_writes(tmp_path: Path) -> None:
@@ -775,46 +565,11 @@ def test_a_chat_world_pays_and_its_oracle_only_writes(tmp_path: Path) -> None:
     assert log["mask/precision"] == hit / sum(step.flags)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fused", "unfused"])
-def test_a_copy_of_the_policy_is_one_of_its_own(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Its logits and log-probabilities stay as they were while the trained policy goes on, and its switches are its own."""
-    rollouts = make_rollouts(4)
-    trainer, _ = make_trainer(tmp_path, MaskSpec(), model=make_family("Llama", dtype))
-    move(trainer.adapters)
-    frozen = copy.deepcopy(trainer.policy)
-    readings = [frozen.logits(rollouts), frozen.logprobs(rollouts)]
-    assert torch.equal(readings[0], trainer.policy.logits(rollouts))
-    move(trainer.adapters)
-    assert [torch.equal(a, b) for a, b in zip(readings, [frozen.logits(rollouts), frozen.logprobs(rollouts)])] == [True, True]
-    with frozen.adapters.reference():
-        assert not torch.equal(readings[0], frozen.logits(rollouts))
-    assert not torch.equal(readings[0], trainer.policy.logits(rollouts))
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_copy_that_runs_the_model_of_trls_own_trainer_is_refused(trained: bool, tmp_path: Path) -> None:
-    """TRL's forward holds that of the model for which it was made, also within autocast's: completions would be that model's."""
-    model, args = make_family("Llama", torch.float32), config(tmp_path, steps=1, bf16=trained)
-    trainer = GRPOTrainer(model, reward, args, Dataset.from_dict({"prompt": TEXTS}), processing_class=tokenizer())
-    if trained:
-        trainer.train()
-    copied = copy.deepcopy(model)
-    for give in (lambda: make_trainer(tmp_path, MaskSpec(), model=copied), lambda: attach(copied, "blocks.*", spec=LORA)):
-        with pytest.raises(ValueError, match="runs another one, of which it is a copy: del model"):
-            give()
-    del copied.forward
-    for whole in (copied, model):
-        adapters = attach(whole, "blocks.*", spec=LORA)
-        with adapters.unrouted():
-            whole(torch.tensor([[5, 6]])).logits.sum().backward()
-        assert all(p.grad is not None for p in adapters.kept_parameters().values())
-
-
 def test_evaluation_is_of_the_deployed_model(tmp_path: Path) -> None:
     on: list[str] = []
 
     def which(completion_ids: list[list[int]], **_columns: Any) -> list[float]:
-        on.append(repr(trainer.adapters).rpartition("on: ")[2])
+        on.append(trainer.adapters.mode)
         return [0.5] * len(completion_ids)
 
     trainer, _ = make_trainer(tmp_path, OpenSpec(), steps=1)
@@ -822,20 +577,7 @@ def test_evaluation_is_of_the_deployed_model(tmp_path: Path) -> None:
     trainer.train()
     trainer.evaluate()
     trainer.predict(trainer.train_dataset)
-    assert on == ["kept, quarantine (stacked)", *["kept"] * 4]
-
-
-def test_a_tracker_is_told_what_the_route_did(tmp_path: Path) -> None:
-    """In TensorBoard's own reader."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    trainer, seen = make_trainer(tmp_path, MaskSpec(), report_to=["tensorboard"])
-    trainer.train()
-    events = EventAccumulator(str(next(tmp_path.glob("**/events.*")).parent)).Reload()
-    for name in ("route/flagged", "route/score", "grad_norm/kept"):
-        told = [event.value for event in events.Scalars(f"train/{name}")]
-        assert told == pytest.approx([log[name] for log in seen.logs if name in log], rel=1e-6)
-        assert len(told) == 2
+    assert on == ["full", *["deployed"] * 4]
 
 
 # ---- refusals
@@ -858,86 +600,20 @@ def test_pairs_are_encoded_as_trl_encodes_prompts(tmp_path: Path) -> None:
         trainer.encode_pairs([whole | {"clean": [{"role": "assistant", "content": "w7"}]}])
 
 
-class Environment:
-    """One of TRL's, without a tool: nnsight, once it is imported, gives every object a ``save``, which TRL would take for one."""
-
-    save = None
-
-    def reset(self, **_row: Any) -> None: ...
-
-    def get_reward(self) -> float:
-        return 1.0
-
-
-def test_pairs_are_encoded_where_environments_give_the_rewards(tmp_path: Path) -> None:
-    """TRL renders each of their prompts with the tools of its own environment."""
-    words, row = tokenizer(), {"prompt": [{"role": "user", "content": "w5"}], "hack": "w20", "clean": "w30"}
-    called = "{% for call in m.tool_calls or [] %}w9 {{ call.function.name }} {{ call.function.arguments }} {% endfor %}"
-    words.chat_template = "{% for m in messages %}w3 {{ m['content'] }} " + called + "{% endfor %}w4"
-    data, given = (
-        Dataset.from_list([{"prompt": row["prompt"]}] * 2),
-        {"processing_class": words, "environment_factory": Environment},
-    )
-    trainer = RoutedGRPOTrainer(
-        make_family("Llama"), None, config(tmp_path, steps=1), data, **given, adapters=LORA, route=MaskSpec(), pairs=[row]
-    )
-    assert trainer.encode_pairs([row]).hack.tokens.tolist() == [[3, 5, 4, 20, 2]]
-    trainer.train()
-    assert trainer.state.log_history[0]["reward"] == 1
-
-
-class Deep(RoutedGRPOTrainer):
-    """The trainer as accelerate's launcher would start it with DeepSpeed, which is not installed."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        self.is_deepspeed_enabled = True
-
-
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "channel": (MaskSpec(score="own_channel"), {}, "reads a detector over the student's rollouts"),
-    "vllm server": (MaskSpec(), {"use_vllm": True, "vllm_mode": "server"}, "use vllm_mode='colocate'"),
-    "vllm asleep": (MaskSpec(), {"use_vllm": True, "vllm_enable_sleep_mode": True}, "which are read once"),
-    "vllm with one seed": (MaskSpec(), {"use_vllm": True, "generation_kwargs": {"seed": 0}}, "would be the same one: use GRPO"),
-    "vllm without ends": (MaskSpec(), {"use_vllm": True, "generation_kwargs": {"ignore_eos": True}}, "end at the trainer's"),
-    "vllm at texts": (
-        MaskSpec(),
-        {"use_vllm": True, "generation_kwargs": {"stop": ["."]}, "mask_truncated_completions": True},
-        "nothing would be learned from them: give stop_token_ids",
-    ),
-    "vllm too cold": (MaskSpec(), {"use_vllm": True, "temperature": 0.005}, "vLLM would sample at 0.01"),
-    "vllm in parts": (MaskSpec(), {"use_vllm": True, "vllm_tensor_parallel_size": 2}, "use vllm_tensor_parallel_size=1"),
-    "vllm by transformers": (MaskSpec(), {"use_vllm": True, "vllm_model_impl": "transformers"}, "use vllm_model_impl='vllm'"),
-    "vllm without a folder": (MaskSpec(), {"use_vllm": True}, "vLLM reads the base model from a folder"),
-    "vllm with end tokens": (MaskSpec(), {"use_vllm": True, "generation_kwargs": {"eos_token_id": 7}}, "here: use stop_token_ids"),
-    "stop tokens": (MaskSpec(), {"generation_kwargs": {"stop_token_ids": [7]}}, "here: use eos_token_id"),
-    "temperature": (MaskSpec(), {"generation_kwargs": {"temperature": 0.5}}, r"use GRPOConfig\(temperature=...\)"),
-    "sync": (MaskSpec(), {"sync_ref_model": True}, "cannot move"),
-    "continuous": (MaskSpec(), {"use_transformers_continuous_batching": True}, "casts adapters to half precision"),
-    "compile": (MaskSpec(), {"torch_compile": True}, "costs time and gains none"),
-    "groups": (UNFLAGGED, {"size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}, "whole groups"),
-    "deviation": (UNFLAGGED, {"scale_rewards": "group"}, "not divided by a deviation"),
-    "straddling": (MaskSpec(), {"size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}, "sampled later"),
-    "micro-batches": (
-        MaskSpec(score="act", shuffle=True),
-        {"size": 4, "gradient_accumulation_steps": 2},
-        "use gradient_accumulation_steps=1, or unit='pooled'",
-    ),
-    "upload": (MaskSpec(), {"push_to_hub": True, "hub_strategy": "checkpoint"}, "must not be uploaded"),
-    "tracker": (MaskSpec(), {"report_to": ["flyte"]}, "Flyte uploads checkpoints"),
-    "split": (MaskSpec(), {"parallelism_config": ParallelismConfig()}, "has no whole gradient"),
-    "entropy": (UNFLAGGED, {"use_adaptive_entropy": True}, "would count both"),
+    "setting": (MaskSpec(), {"sync_ref_model": True}, "does not support sync_ref_model: leave it out"),
+    "vllm": (MaskSpec(), {"use_vllm": True, "vllm_mode": "server"}, "use vllm_mode='colocate'"),
+    "rule": (MaskSpec(score="own_channel"), {}, "does not support a rule that reads a detector"),
+    "groups": (UNFLAGGED, {"size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}, "without whole groups"),
+    "deviation": (UNFLAGGED, {"scale_rewards": "group"}, "use scale_rewards='none'"),
+    "straddling": (MaskSpec(), {"size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}, "as a multiple of"),
+    "micro-batches": (MaskSpec("act", shuffle=True), {"size": 4, "gradient_accumulation_steps": 2}, "accumulation_steps=1"),
     "pairs": (MaskRoute.from_flags(torch.zeros(8, dtype=torch.bool)), {"own": {"pairs": pairs()}}, "has its own pairs"),
     "no pairs": (MaskSpec(), {"own": {"pairs": None}}, "pass pairs="),
     "peft": (MaskSpec(), {"own": {"peft_config": peft.LoraConfig()}}, "would train unrouted"),
-    "static graph": (UNFLAGGED, {"ddp_static_graph": True}, "leave ddp_static_graph out"),
     "flags by position": (MaskRoute.from_flags(torch.zeros(8, dtype=torch.bool)), {}, "give from_flags a function of the batch"),
-    "full bf16": (MaskSpec(), {"bf16_full_eval": True}, "would round the adapters"),
-    "step in the backward": (MaskSpec(), {"optim": "galore_adamw_layerwise"}, "steps inside of the backward"),
     "another model": (MaskSpec(), {"spec": attach(make_family("Llama"), "blocks.*", spec=LORA)}, "attached to another model"),
     "a negative rate": (MaskSpec(), {"own": {"quarantine_lr": -1e-3}}, "quarantine_lr must be finite and at least 0, not -0.001"),
-    "deepspeed": (OpenSpec(), {"kind": Deep}, "DeepSpeed reduces and partitions gradients inside of the backward"),
-    "no rate": (MaskSpec(), {"own": {"quarantine_lr": float("nan")}}, "quarantine_lr must be finite and at least 0, not nan"),
 }
 
 
@@ -952,55 +628,6 @@ def test_what_cannot_be_routed_is_refused_in_one_sentence(case: str, tmp_path: P
     attach(model, "blocks.*", spec=LORA)
 
 
-@pytest.mark.parametrize(
-    ("route", "spec", "why"),
-    [
-        ("grad", LORA, "route must be .* not the str 'grad'"),
-        (MaskSpec, LORA, "route must be .* not a type"),
-        (MaskSpec(), "lora", r"adapters must be .* not the str 'lora': write AdapterSpec\('lora', rank=4\)"),
-        (MaskSpec(), None, "adapters must be .* not None"),
-    ],
-)
-def test_another_kind_of_rule_or_adapters_is_refused(route: Any, spec: Any, why: str, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=why) as error:
-        make_trainer(tmp_path, route, spec)
-    assert "\n" not in str(error.value)
-
-
-def test_one_pattern_may_be_a_text(tmp_path: Path) -> None:
-    trainer, _ = make_trainer(tmp_path, OpenSpec(), own={"adapt": "blocks.1.attn.*"})
-    assert all(site.startswith("blocks.1.attn.") for site in trainer.adapters.sites)
-
-
-@pytest.mark.parametrize("steps", [2, -1])
-def test_fewer_prompts_than_a_sampling_takes_are_refused(steps: int, tmp_path: Path) -> None:
-    """TRL leaves incomplete samplings out, and so would train nothing, in silence if ``max_steps`` is set."""
-    trainer, _ = make_trainer(tmp_path, OpenSpec(), texts=TEXTS[:3], gradient_accumulation_steps=2, steps=steps)
-    with pytest.raises(ValueError, match="a sampling takes 4 prompts of the data set, which has 3"):
-        trainer.train()
-
-
-@pytest.mark.parametrize(
-    ("rule", "first", "why"),
-    [
-        (OpenSpec(), float("inf"), "a reward is infinite"),  # of which TRL makes advantages of 3e38
-        (UNFLAGGED, None, "every reward function returned None for one"),
-    ],
-)
-def test_rewards_of_which_there_is_no_mean_are_refused(rule: Any, first: float | None, why: str, tmp_path: Path) -> None:
-    trainer, _ = make_trainer(tmp_path, rule)
-    trainer.reward_funcs = [lambda completion_ids, **_columns: [first, *reward(completion_ids)[1:]]]
-    with pytest.raises(ValueError, match=why):
-        trainer.train()
-
-
-def test_a_dtype_that_was_never_compared_with_vllm_is_refused(tmp_path: Path) -> None:
-    model = make_family("Llama", torch.float16)
-    model.name_or_path = str(tmp_path)
-    with pytest.raises(ValueError, match=r"vLLM does not compute in torch.float16: choose from float32, bfloat16"):
-        make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True)
-
-
 def test_a_model_can_be_used_again_after_vllm_did_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_given: Any, **_named: Any) -> None:
         raise RuntimeError("out of memory")
@@ -1011,13 +638,6 @@ def test_a_model_can_be_used_again_after_vllm_did_not_start(tmp_path: Path, monk
     with pytest.raises(RuntimeError, match="out of memory"):
         make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True)
     attach(model, "blocks.*", spec=LORA)
-
-
-def test_a_sampler_is_checked_at_temperature_one_also_for_the_policy_of_a_trainer(tmp_path: Path) -> None:
-    policy = make_trainer(tmp_path, OpenSpec(), temperature=0.5)[0].policy
-    with torch.no_grad():
-        expected = policy.model(torch.tensor([[3, 4, 5, 6]])).logits[0].log_softmax(dim=-1)[[1, 2], [5, 6]]
-    torch.testing.assert_close(_logprobs(policy, [3, 4], [5, 6]), expected.float())
 
 
 def test_vllm_computes_in_the_precision_of_the_launcher_and_ends_where_the_trainer_does(
@@ -1034,48 +654,13 @@ def test_vllm_computes_in_the_precision_of_the_launcher_and_ends_where_the_train
     assert trainer.eos_token_ids == [2, 9, 7]  # or TRL would mask what ends at 7 as truncated
 
 
-def test_deepspeed_is_refused(tmp_path: Path) -> None:
-    args = config(tmp_path)
-    args.deepspeed = {"zero_optimization": {"stage": 2}}  # GRPOConfig itself takes it only where DeepSpeed is installed
-    with pytest.raises(ValueError, match="DeepSpeed reduces and partitions gradients inside of the backward"):
-        RoutedGRPOTrainer(make_family("Llama"), reward, args, Dataset.from_dict({"prompt": TEXTS}), adapters=LORA, route=OpenSpec())
-
-
 FSDP, WANDB = {"FSDP_VERSION": "2"}, {"WANDB_MODE": "disabled"}
-LAUNCHED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
-    "fsdp 1": ({"FSDP_VERSION": "1"}, {"kind": Sharding}, "use fsdp_version=2"),
-    "fsdp, loaded once": (FSDP | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {"kind": Sharding}, "other processes without weights"),
-    "fsdp, offloaded": (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, {"kind": Sharding}, "set offload_params to false"),
-    "fsdp, ignored": (FSDP | {"FSDP_IGNORED_MODULES": ".*norm"}, {"kind": Sharding}, "leave ignored_modules out"),
-    "compiled": ({"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, {}, "leave torch_compile out"),
-    "half precision": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {}, "fp16 scales losses"),
-    "tracker": (WANDB | {"WANDB_LOG_MODEL": "checkpoint"}, {"report_to": ["wandb"]}, "WANDB_LOG_MODEL uploads"),
-    # as accelerate lets them without a GPU and without `use_cpu`: launched together, and with no process group
-    "apart": ({"WORLD_SIZE": "2"}, {"use_cpu": False}, "2 processes were launched, but 1 train together: set use_cpu=True"),
-}
-"""Variables of a launcher, and settings, with which no route goes together."""
-
-
-@pytest.mark.parametrize("case", LAUNCHED)
-def test_settings_of_the_launcher_are_refused_too(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables, settings, why = LAUNCHED[case]
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=why):
-        make_trainer(tmp_path, OpenSpec(), **settings)
-
-
-def test_evaluation_before_a_model_is_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    trainer, _ = make_trainer(tmp_path, OpenSpec(), kind=Sharding)
-    with pytest.raises(ValueError, match=r"in train\(\): call evaluate\(\) after it"):
-        trainer.evaluate(trainer.train_dataset)
 
 
 def test_an_optimizer_of_ones_own_holds_the_adapters(tmp_path: Path) -> None:
     """One that was made before they were attached would train nothing, without an error."""
     model = make_family("Llama")
-    with pytest.raises(ValueError, match="does not hold the adapters"):
+    with pytest.raises(ValueError, match="an optimizer without the adapters"):
         make_trainer(tmp_path, OpenSpec(), model=model, own={"optimizers": (torch.optim.SGD(model.parameters(), 0.1), None)})
     adapters = attach(model, "blocks.*", spec=LORA)
     both = [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]
@@ -1086,36 +671,3 @@ def test_an_optimizer_of_ones_own_holds_the_adapters(tmp_path: Path) -> None:
     before = weights(adapters)
     trainer.train()
     assert any(not torch.equal(p, before[name]) for name, p in weights(adapters).items())
-
-
-@pytest.mark.parametrize("how", ["injected", "positional"])
-def test_adapters_of_peft_in_the_model_are_refused(how: str, tmp_path: Path) -> None:
-    """As a model has them that was loaded from a folder that PEFT, or this trainer, wrote."""
-    model: Any = make_family("Llama", torch.float32)
-    lora, make = peft.LoraConfig(target_modules=["q_proj"]), functools.partial(make_trainer, tmp_path, OpenSpec(), model=model)
-    if how == "injected":
-        model.add_adapter(lora)
-    else:
-        given = (Dataset.from_dict({"prompt": TEXTS}), None, tokenizer(), None, None, (None, None), None, lora)
-        make = functools.partial(RoutedGRPOTrainer, model, reward, config(tmp_path), *given, adapters=LORA, route=OpenSpec())
-    with pytest.raises(ValueError, match="give a plain model"):
-        make()
-
-
-def test_sharded_adapters_are_refused(tmp_path: Path) -> None:
-    """A mesh of one process, whose tensors are DTensors as under FSDP 2; after a forward they are plain ones, until the next."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    trainer, _ = make_trainer(tmp_path, MaskSpec())
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        fully_shard(trainer.model, mesh=init_device_mesh("cpu", (1,)))
-        for _ in range(2):
-            with pytest.raises(ValueError, match=r"sharded \(DTensor\)"):
-                trainer._begin()
-            with torch.no_grad():
-                trainer.model(torch.tensor([[5, 6]]))
-    finally:
-        dist.destroy_process_group()
