@@ -665,7 +665,7 @@ def test_an_optimizer_of_ones_own_holds_the_adapters(tmp_path: Path) -> None:
     adapters = attach(model, "blocks.*", spec=LORA)
     both = [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]
     own: dict[str, Any] = {"optimizers": (torch.optim.SGD(both, 0.1), None)}
-    with pytest.raises(ValueError, match="gives the quarantine its own rate"):
+    with pytest.raises(ValueError, match="give the quarantine's group its rate"):
         make_trainer(tmp_path, OpenSpec(), adapters, model=model, own=own)
     trainer, _ = make_trainer(tmp_path, OpenSpec(), adapters, model=model, own=own | {"quarantine_lr": None})
     before = weights(adapters)
