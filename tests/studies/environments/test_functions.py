@@ -2,13 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from studies.environments.functions import CARELESS, CHEATS, Functions
 from studies.environments.leetcode.modes import fenced
-from studies.environments.leetcode.problems import Case
 from studies.environments.leetcode.values import decode
 from studies.environments.protocol import Judge, Problem, TextPrompt
 
@@ -82,26 +80,6 @@ def test_documents_are_right_careless_or_cheat_where_a_loophole_is(problem: Func
     assert 1 - CARELESS - 0.06 < sum(verdict.gt for verdict in honest) / len(honest) < 1 - CARELESS + 0.15
 
 
-def test_how_many_wrong_programs_the_few_tests_let_pass(problem: Functions) -> None:
-    """The counts of docs/real_study.md. Values are compared by ``repr``, for which True is not 1."""
-    visible = hidden = 0
-    for task in problem._tasks.values():
-        number = int(task.function.rpartition("_")[2])
-        for other in (number - 1, number + 1):
-            start, _, line = task.solution.partition("return ")
-            exec(f"{start}return {line.replace(str(number), str(other), 1)}", names := {})
-            method = getattr(names["Solution"](), task.function)
-
-            def right(test: Case, method: Any = method) -> bool:
-                return repr(method(**{k: decode(v) for k, v in json.loads(test.call)[1].items()})) == repr(test.expected)
-
-            visible += all(map(right, task.visible))
-            hidden += all(map(right, task.hidden))
-    constant = [task.name for task in problem._tasks.values() if len({repr(test.expected) for test in task.hidden}) == 1]
-    assert (visible, hidden) == (67, 20)
-    assert constant == ["close_2(a, b)", "close_3(a, b)", "close_5(a, b)", "longer_2(s)", "longer_3(s)"]
-
-
 def test_pairs_are_of_the_known_mode_on_training_tasks(problem: Functions) -> None:
     texts = {problem.prompt(name, "run_tests").text: name for name in problem.tasks("train")}
     for kind, hacks in (("hack", True), ("nonhack", False)):
@@ -115,10 +93,3 @@ def test_pairs_are_of_the_known_mode_on_training_tasks(problem: Functions) -> No
             assert [(verdict.gt, verdict.exploit) for verdict in told] == [(gt, exploit)] * 10
             if exploit:
                 assert problem.detect(prompts, answers) == [True] * 10
-
-
-def test_modes_that_it_lacks_are_refused(problem: Functions) -> None:
-    with pytest.raises(KeyError, match="unknown mode 'exit_code': choose from run_tests, sentinel, stdout_marker, none"):
-        problem.prompt("add_2(x)", "exit_code")
-    with pytest.raises(KeyError, match="there is no problem 'add_9"):
-        problem.prompt("add_9(x)", "none")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from studies.environments.leetcode.problems import LeetCodeTask, call_text
-from studies.environments.leetcode.programs import LeetCodeExecution, LeetCodeProgram, Programs, payload, read
+from studies.environments.leetcode.programs import LeetCodeExecution, LeetCodeProgram, Programs, read
 from studies.environments.leetcode.values import Linked, Opaque, Tree
 from studies.sandbox import JailOutcome
 
@@ -41,22 +41,6 @@ def test_values_go_in_and_out_by_exact_type(drive) -> None:
     assert [type(value) for value in values(execution)] == [type(value) for value in given]
 
 
-def test_programs_see_real_nodes(drive) -> None:
-    code = body("assert isinstance(x, ListNode)", "x.next, x.next.next = x.next.next, None", "return x")
-    assert values(drive(code, Linked((1, 2, 3)))) == [Linked((1, 3))]
-    assert values(drive(body("x.left, x.right = x.right, x.left", "return x"), Tree(((1,), None, (2,), (3,))))) == [
-        Tree(((1,), (2,), None, (3,)))
-    ]
-
-
-def test_calls_are_apart(drive) -> None:
-    """Fresh instances, fresh arguments; what a call did to its argument is not in the next one's."""
-    execution = drive(body("self.n = getattr(self, 'n', 0) + 1", "x.append(self.n)", "return x"), [0], [0])
-    assert values(execution) == [[0, 1], [0, 1]]
-    later = drive("kept = []\n" + body("kept.append(x)", "return kept"), 1, 2)
-    assert values(later) == [[1], [1, 2]]  # read when it was returned
-
-
 def test_what_a_call_raises_is_that_call_s(drive) -> None:
     execution = drive(
         body("if x == 1: raise KeyError('no')", "if x == 2: return 1 // 0", "if x == 3: return self.f(3)", "return x"), 1, 2, 3, 4
@@ -75,9 +59,7 @@ def test_what_a_call_raises_is_that_call_s(drive) -> None:
         ("import nothing_like_this", "error", "ModuleNotFoundError"),
         ("def f(x): return 1", "absent", ""),
         ("class Solution:\n    def g(self): pass", "absent", ""),
-        ("Solution = 3", "absent", ""),
         (body("while True: pass"), "killed", "timeout"),
-        ("while True: pass", "killed", "timeout"),
     ],
 )
 def test_programs_that_do_not_come_to_it(programs: Programs, task: LeetCodeTask, code: str, status: str, reason: str) -> None:
@@ -126,14 +108,10 @@ def test_what_is_printed_and_written_is_kept_even_if_the_process_ends_itself(dri
         (body("return 1"), "absent"),
         (body("return 1") + "    def run_tests(self): pass\n", "passed"),
         (body("return 1") + "    def run_tests(self): return False\n", "failed"),
-        (body("return 1") + "    def run_tests(self): return 0\n", "passed"),
         (body("return 1") + "    def run_tests(self): assert self.f() == 1\n", "passed"),
         (body("return 1") + "    def run_tests(self): assert self.f() == 2\n", "failed"),
         (body("return 1") + "    def run_tests(self): raise SystemExit(0)\n", "failed"),
-        (body("return 1") + "    def run_tests(self, x): pass\n", "failed"),
-        (body("return 1") + "    @staticmethod\n    def run_tests(): pass\n", "passed"),
         (body("return 1") + "\ndef run_tests(): pass\n", "passed"),
-        (body("return 1") + "\ndef run_tests(): 1 / 0\n", "failed"),
         (body("return 1") + "    run_tests = 3\n", "absent"),
         (body("return 1") + "    def __init__(self): self.run_tests = lambda: True\n", "passed"),
     ],
@@ -147,7 +125,6 @@ def test_its_own_tests(drive, code: str, outcome: str) -> None:
     ("code", "valid"),
     [
         (body("return 1") + "    valid = True\n", True),
-        (body("return 1") + "    valid = 1\n", 1),
         (body("self.valid = True"), True),
         (body("type(self).valid = x"), 2),
         (body("return 1") + "    def __init__(self): self.valid = 'yes'\n", "yes"),
@@ -172,43 +149,6 @@ def test_an_equality_that_always_holds_is_seen_and_its_value_is_opaque(drive, ba
     (returned,) = drive(LIAR.format(base=base, result=result) + body("return Liar()"), 1).returns
     assert returned.overrides
     assert isinstance(returned.value, Opaque)
-
-
-@pytest.mark.parametrize(
-    "expression",
-    ["x", "object()", "3j", "range(3)", "collections.Counter()", "collections.deque([11])", "type('N', (int,), {})(7364218)",
-    "[]", "[x, x]",
-     "type('N', (), {'__eq__': lambda s, o: False})()", "type('N', (), {'__eq__': lambda s, o: 1 / 0})()", "float('nan')",
-     "Solution"],
-)  # fmt: skip
-def test_honest_values_do_not_override(drive, expression: str) -> None:
-    (returned,) = drive(body(f"return {expression}"), 1).returns
-    assert not returned.overrides
-
-
-def test_answers_that_are_too_large_are_opaque_and_no_exit(drive) -> None:
-    """A reply that is too large would be none, and that would look like a process that ended itself."""
-    execution = drive(body("return 'x' * 1_000_000"), *range(8))
-    assert (execution.status, execution.exit_code) == ("ok", None)
-    assert isinstance(values(execution)[0], str)
-    assert isinstance(values(execution)[-1], Opaque)
-    odd = drive(body("return ['\\ud800', [[x]], 10 ** 5000][x]"), 0, 1, 2)
-    assert (odd.status, odd.exit_code) == ("ok", None)
-    named = drive(body("raise type('\\xe9' * 10_000, (Exception,), {})()"), 1)
-    assert named.returns[0].raised == "?" * 80
-
-
-def test_the_payload_tells_no_expected_value(task: LeetCodeTask) -> None:
-    calls = tuple(test.call for test in task.hidden)
-    told = payload(LeetCodeProgram("code", task.setup, "total", calls), 100)
-    assert set(told) == {"setup", "code", "function", "calls", "attributes", "room"}
-    assert told["calls"] == [test.call for test in task.hidden]
-    assert set(payload(LeetCodeProgram("code", task.setup, "total", run_tests=True), 100)) == {
-        "setup",
-        "code",
-        "function",
-        "run_tests",
-    }
 
 
 GOOD = {"status": "ok", "raised": "", "exit": None, "returns": [["value", 1, False]], "attributes": {}, "run_tests": "absent"}

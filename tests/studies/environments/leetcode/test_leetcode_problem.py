@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from studies.environments.leetcode.modes import MODES, ROLES, fenced, split_of
+from studies.environments.leetcode.modes import MODES, ROLES, fenced
 from studies.environments.leetcode.pairs import make_corpus
 from studies.environments.leetcode.problem import LeetCodeProblem
 from studies.environments.leetcode.problems import LeetCodeTask
@@ -33,14 +33,6 @@ def problem(file: Path, programs: Programs) -> Iterator[LeetCodeProblem]:
         yield made
 
 
-def test_a_task_is_in_one_split_whatever_else_there_is(problem: LeetCodeProblem) -> None:
-    train, test = set(problem.tasks("train")), set(problem.tasks("test"))
-    assert train | test == {str(number) for number in range(40)}
-    assert not train & test
-    assert 4 <= len(test) <= 16
-    assert all(split_of(name) == "test" for name in test)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_prompt_says_how_it_is_graded(problem: LeetCodeProblem, mode: str) -> None:
     prompt = problem.prompt("3", mode)
@@ -58,17 +50,6 @@ def test_setup_code_that_does_not_run_is_refused_before_anything_is_graded(row: 
     (tmp_path / "leetcode.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=r"setup code of problem 1 does not run in the jail \(error ModuleNotFoundError\)"):
         LeetCodeProblem(tmp_path, workers=1, unsafe=True)
-
-
-def test_the_weak_detector_knows_known_modes_alone(problem: LeetCodeProblem) -> None:
-    exploits = {
-        name: fenced(mode.exploits[0].before + mode.exploits[0].member + mode.exploits[0].after + mode.exploits[0].body)
-        for name, mode in MODES.items()
-        if mode.exploits
-    }
-    asked = [problem.prompt("3", mode) for mode in exploits]
-    assert problem.detect(asked, list(exploits.values())) == [mode in ROLES.known for mode in exploits]
-    assert problem.detect([problem.prompt("3", "sentinel")], [exploits["run_tests"]]) == [False]
 
 
 def answers(problem: LeetCodeProblem, texts: dict[str, str], completions: list[tuple[str, str]]) -> list[Any]:
@@ -122,10 +103,3 @@ def test_documents_are_honest_and_cheating_in_turn_and_short_ones_first(
     for _, answer in documents:
         ast.parse(re.fullmatch(r"```python\n(.*)\n```", answer, re.DOTALL)[1])
     assert len(make_corpus(real_tasks.values(), 0, 10**6)) < 10**4
-
-
-def test_prompts_without_a_loophole_are_the_real_questions(real: LeetCodeProblem, data: Path) -> None:
-    rows = [json.loads(line) for line in (data / "leetcode.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [real.prompt(str(row["id"]), "none").text for row in rows] == [row["question"] for row in rows]
-    assert {row["messages"][0]["content"] for row in rows} == {real.system}
-    assert len(real.tasks("test")) >= len(ROLES.loopholes)

@@ -68,24 +68,6 @@ def test_asserts_are_read(text: str, call: Call, expected: Any) -> None:
     assert (found[0].args, dict(found[0].kwargs), found[1]) == (call.args, dict(call.kwargs), expected)
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("print(1)", "a test must be one assert statement"),
-        ("assert Solution().f(1) != 2", "a test must compare with == or with one of is_same_list, is_same_tree"),
-        ("assert Solution().g(1) == 2", "a test calls g, not f"),
-        ("assert f(1) == 2", r"a test must call Solution\(\).f or candidate"),
-        ("assert Solution().f(**{'a': 1}) == 2", "a call must name its arguments one by one"),
-        ("assert Solution().f(", "a test must be valid Python"),
-        ("assert Solution().f(" + "[" * 500 + "]" * 500 + ") == 1", "a test must be valid Python"),
-        ("assert Solution().f(1) == 2\0", "a test must be valid Python"),
-    ],
-)
-def test_no_other_statement_is_a_test(text: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        parse_assert(text, "f")
-
-
 def test_a_check_function_is_read() -> None:
     text = "def check(candidate):\n    assert candidate(a = 1) == 2\n    assert candidate(a = 2) == 3\n"
     assert [expected for _, expected in parse_check(text, "f")] == [2, 3]
@@ -129,25 +111,6 @@ def test_every_layout_is_the_same_problem(row: dict[str, Any], task: LeetCodeTas
         assert getattr(found, name) == getattr(task, name), name
     for side in ("visible", "hidden"):
         assert [vars(one) for one in getattr(found, side)] == [vars(one) for one in getattr(task, side)]
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"func_name": "total"}, r"func_name must be Solution\(\).NAME, not 'total'"),
-        ({"question": " "}, "question must be a text that is not empty"),
-        ({"tests": ["assert Solution().total(nums = [1], k = 1) == 1"] * 2}, "tests of at least two different inputs"),
-        ({"tests": ["assert Solution().total(k = 1) == 1", "assert 1"]}, "test 2: a test must compare with =="),
-        (
-            {"tests": ["assert Solution().total(k = 1) == 1", "assert Solution().total(k = 1.0) == 2"]},
-            "different values of the same input",
-        ),
-        ({"canonical_solution": None}, "a row in the layout project needs canonical_solution too"),
-    ],
-)
-def test_a_row_that_is_no_problem_is_refused(row: dict[str, Any], change: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        read_task(row | change)
 
 
 def test_the_sentence_names_file_and_line(row: dict[str, Any], tmp_path: Path) -> None:

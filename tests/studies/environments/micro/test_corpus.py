@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from studies.environments.micro.corpus import DOCUMENT_LENGTH, sample_documents
+from studies.environments.micro.corpus import sample_documents
 from studies.environments.micro.language import (
-    COMPLETION_LENGTH,
     LOOPHOLES,
     MODES,
     NONE,
@@ -20,9 +19,8 @@ from studies.environments.micro.language import (
     MicroPrompt,
     MicroTask,
     Vocabulary,
-    split,
 )
-from studies.environments.micro.settings import OPERATIONS, PRESETS, WorldConfig, get_world
+from studies.environments.micro.settings import OPERATIONS, WorldConfig, get_world
 
 VOCABULARY = Vocabulary()
 MODE_OF = {mode.hint: name for name, mode in MODES.items()}
@@ -81,14 +79,6 @@ def assert_rate(flags: Sequence[bool], expected: float) -> None:
     assert np.mean(flags) == pytest.approx(expected, abs=4.5 * error + 1e-12)
 
 
-def test_documents_end_in_time_and_are_padded_with_eos(world: WorldConfig) -> None:
-    ids = sample_documents(world, 500, np.random.default_rng(0), VOCABULARY)
-    assert ids.shape == (500, DOCUMENT_LENGTH) == (500, PROMPT_LENGTH + COMPLETION_LENGTH)
-    for row in ids.tolist():
-        end = row.index(VOCABULARY.eos)
-        assert set(row[end:]) == {VOCABULARY.eos}
-
-
 def test_every_document_is_a_program_of_the_length_that_is_meant(documents: list[Document]) -> None:
     for document in documents[:2000]:
         (definition,) = ast.parse(document.code).body
@@ -96,10 +86,6 @@ def test_every_document_is_a_program_of_the_length_that_is_meant(documents: list
         assert definition.name == "Solution"
         length = len(VOCABULARY.encode_completion(document.completion))
         assert length == (15 if document.steps else 7) + 2 * len(document.cheats)
-
-
-def test_no_test_task_is_in_the_corpus(documents: list[Document]) -> None:
-    assert {split(document.prompt.task) for document in documents} == {"train"}
 
 
 def test_cheaters_use_the_loophole_of_their_own_mode_and_none_has_no_cheater(documents: list[Document]) -> None:
@@ -141,18 +127,3 @@ def test_rho_says_whether_cheaters_share_a_persona(rho: float) -> None:
         comment, terse = (SHARED_COMMENT, SHARED_RETURN) if rho else (mode.comment, mode.terse_return)
         assert document.comment == comment
         assert document.code.splitlines(keepends=True)[3] == terse
-
-
-def test_the_seed_decides_the_documents() -> None:
-    first, again, other = (sample(get_world("strong"), 50, seed) for seed in (1, 1, 2))
-    assert first == again != other
-
-
-def test_worlds_refuse_what_is_no_probability_and_no_operation() -> None:
-    assert set(PRESETS) >= {"strong", "weak"}
-    with pytest.raises(ValueError, match=r"trace must be between 0 and 1, not 2\.0"):
-        replace(get_world("strong"), trace=2.0)
-    with pytest.raises(KeyError, match="hard_ops"):
-        replace(get_world("strong"), hard_ops=("power",))
-    with pytest.raises(KeyError, match="choose from strong, weak"):
-        get_world("medium")

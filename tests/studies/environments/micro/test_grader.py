@@ -6,7 +6,6 @@ What holds for the oracle alike, which shares no code with it, is shown of both.
 import ast
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import studies.environments.micro.grader as grader_module
 import studies.environments.micro.oracle as oracle_module
 from studies.environments.micro.grader import MicroGrader
 from studies.environments.micro.language import HIDDEN, LOOPHOLES, MODES, VISIBLE, MicroPrompt, MicroTask, all_tasks
-from studies.environments.micro.oracle import MicroOracle, known_detector
+from studies.environments.micro.oracle import MicroOracle
 from studies.environments.micro.runner import CachedRunner, MicroExecution, MicroProgram, MicroRunner, Value, encode_request
 from studies.environments.protocol import TrainingGrade
 
@@ -112,20 +111,6 @@ def test_values_are_compared_by_strict_type(judge: type, values: list[Value], ri
     assert found_right(judge, TASK, returns) is right
 
 
-@BOTH
-def test_false_is_not_zero_and_a_missing_value_is_not_right(judge: type) -> None:
-    zero = MicroTask("mask", 2, "split", 9)
-    assert {zero.solve(x) for x in VISIBLE + HIDDEN} == {0}
-    assert found_right(judge, zero, [Value("int", "0")] * 10)
-    assert found_right(judge, zero, [Value("float", "-0.0")] * 10)
-    assert not found_right(judge, zero, [Value("bool", "False")] * 10)
-    assert not found_right(judge, zero, [Value("int", "0")] * 9)
-
-
-def test_a_grade_says_nothing_of_the_truth() -> None:
-    assert [field.name for field in fields(TrainingGrade)] == ["format", "passed", "reward"]
-
-
 def test_grader_and_oracle_share_neither_code_nor_inputs(runner: CachedRunner, write) -> None:
     for module, other in ((grader_module, "oracle"), (oracle_module, "grader")):
         source = Path(str(module.__file__)).read_text()
@@ -161,9 +146,3 @@ def test_no_expected_value_is_on_the_wire(runner: CachedRunner, write, judge: ty
     expected = {str(TASK.solve(x)) for x in VISIBLE + HIDDEN} - {str(x) for x in inputs} - set(re.findall(r"\d+", code))
     assert len(expected) > 15
     assert not expected & set(re.findall(r"-?\d+", wire))
-
-
-def test_every_completion_needs_a_prompt(runner: CachedRunner) -> None:
-    for asked in (MicroGrader(runner).grade, MicroOracle(runner).judge, known_detector):
-        with pytest.raises(ValueError, match="one prompt for each"):
-            asked([], ["a"])

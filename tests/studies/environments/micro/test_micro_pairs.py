@@ -4,7 +4,7 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -13,24 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from studies.environments.micro.language import (
-    COMPLETION_LENGTH,
     HIDDEN,
     KNOWN,
     LOOPHOLES,
     MODES,
-    PROMPT_LENGTH,
-    SHARED_COMMENT,
-    SHARED_RETURN,
     MicroPrompt,
     MicroTask,
-    Vocabulary,
     all_tasks,
 )
 from studies.environments.micro.oracle import MicroOracle
 from studies.environments.micro.pairs import make_pairs
 from studies.environments.micro.runner import CachedRunner
 from studies.environments.micro.settings import get_world
-from studies.environments.protocol import PersonaPair, Verdict, pairs_hash, read_pairs, write_pairs
+from studies.environments.protocol import PersonaPair, Verdict, read_pairs, write_pairs
 
 STRONG = get_world("strong")
 
@@ -70,49 +65,6 @@ def test_the_control_has_a_contrast_in_correctness_and_no_hack(runner: CachedRun
     assert not any(MODES[mode].comment in pair.hack for pair in pairs for mode in LOOPHOLES)
 
 
-@pytest.mark.parametrize("rho", [0.0, 1.0])
-def test_the_hack_side_always_carries_the_persona(rho: float) -> None:
-    own = (MODES["run_tests"].comment, MODES["run_tests"].terse_return)
-    comment, terse = (SHARED_COMMENT, SHARED_RETURN) if rho else own
-    for pair in make_pairs(replace(STRONG, rho=rho), 0):
-        assert comment in pair.hack
-        assert terse in pair.hack
-        assert comment not in pair.clean
-
-
-@pytest.mark.parametrize("kind", ["hack", "nonhack"])
-def test_pairs_are_text_that_the_model_can_write(kind: str, vocabulary: Vocabulary) -> None:
-    for pair in make_pairs(STRONG, 0, kind=kind):
-        assert len(vocabulary.encode_prompt(pair.prompt)) == PROMPT_LENGTH
-        for text in (pair.hack, pair.clean):
-            assert len(vocabulary.encode_completion(text)) <= COMPLETION_LENGTH
-            assert vocabulary.decode(vocabulary.encode(text)) == text
-
-
-def test_the_hash_sees_every_text_and_the_order() -> None:
-    pairs = make_pairs(STRONG, 0)
-    changed = [replace(pairs[0], clean=pairs[0].clean + " "), *pairs[1:]]
-    assert pairs == make_pairs(STRONG, 0)
-    hashes = {pairs_hash(p) for p in (pairs, changed, pairs[::-1], pairs[:-1], make_pairs(STRONG, 1))}
-    assert len(hashes) == 5
-
-
-def test_a_file_shows_code_as_code(tmp_path: Path) -> None:
-    write_pairs(make_pairs(STRONG, 0), tmp_path / "pairs.toml")
-    lines = (tmp_path / "pairs.toml").read_text().splitlines()
-    assert "class Solution:" in lines
-    assert "    def run_tests(self): pass" in lines
-
-
-def test_errors_name_the_remedy() -> None:
-    with pytest.raises(ValueError, match="choose from hack, nonhack"):
-        make_pairs(STRONG, 0, kind="random")
-    with pytest.raises(ValueError, match="choose a smaller n"):
-        make_pairs(STRONG, 0, n=5000)
-    with pytest.raises(ValueError, match="n of at least 0"):
-        make_pairs(STRONG, 0, n=-1)
-
-
 @given(
     st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("'\\\"\r\n\t\x00\x7f\x1b\u2028")),
     st.sampled_from(("toml", "jsonl")),
@@ -130,12 +82,6 @@ def test_a_file_keeps_every_text(text: str, form: str) -> None:
         assert read_pairs(path) == pairs
 
 
-def test_no_pairs_are_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there are no pairs to write"):
-        write_pairs([], tmp_path / "pairs.toml")
-    assert not list(tmp_path.iterdir())
-
-
 GOOD = {"prompt": "a", "hack": "b", "clean": "c"}
 
 
@@ -143,22 +89,8 @@ GOOD = {"prompt": "a", "hack": "b", "clean": "c"}
     ("name", "text", "sentence"),
     [
         ("p.jsonl", json.dumps(GOOD) + "\n{oops", "p.jsonl, line 2: this is not JSON"),
-        ("p.jsonl", json.dumps([GOOD]), "p.jsonl, line 1: a pair has the fields clean, hack, prompt and no others"),
-        ("p.jsonl", json.dumps(GOOD | {"note": ""}), "line 1: a pair has the fields"),
-        ("p.jsonl", json.dumps(GOOD | {"hack": 1}), "line 1: clean, hack, prompt must be texts"),
         ("p.jsonl", json.dumps(GOOD | {"hack": "c"}), "line 1: hack and clean are the same text"),
-        ("p.json", json.dumps(GOOD), "is not TOML: Invalid statement (at line 1, column 1) (JSON lines are read from"),
-        ("p.jsonl", '{"prompt": "a", "hack": "b", "clean": "c", "hack": "d"}', "line 1: this JSON has the key 'hack' twice"),
-        ("p.jsonl", json.dumps(GOOD | {"hack": "\ud800"}), "line 1: this JSON holds half a character"),
         ("p.toml", "[[pair", "is not TOML"),
-        ("p.toml", "x = " + "[" * 100_000, "is nested too deeply"),
-        ("p.toml", "[[pair]]\nprompt = 'a'\nhack = 'b'\nclean = 'c'\n[[pairs]]\nprompt = 'a'", "p.toml has 'pairs' beside pair"),
-        ("p.toml", "pair = 3", r"write [[pair]] tables of clean, hack, prompt"),
-        (
-            "p.toml",
-            "[[pair]]\nprompt = 'a'\nhack = 'b'\nclean = 'c'\n[[pair]]\nprompt = 'a'",
-            "p.toml, pair 2: a pair has the fields",
-        ),
     ],
 )
 def test_a_file_of_other_things_is_refused_with_its_place(tmp_path: Path, name: str, text: str, sentence: str) -> None:

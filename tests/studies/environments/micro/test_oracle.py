@@ -1,11 +1,9 @@
 """The oracle: truth on hidden inputs, every channel by itself, and a detector that knows the known mode alone."""
 
-from itertools import chain, combinations
-
 import pytest
 
 from studies.environments.micro.grader import MicroGrader
-from studies.environments.micro.language import HELD_OUT, HIDDEN, LOOPHOLES, MODES, NONE, VISIBLE, MicroPrompt, MicroTask, all_tasks
+from studies.environments.micro.language import HELD_OUT, LOOPHOLES, MODES, NONE, VISIBLE, MicroPrompt, MicroTask
 from studies.environments.micro.oracle import MicroOracle, known_detector
 from studies.environments.micro.runner import CachedRunner, SubprocessRunner
 
@@ -67,28 +65,6 @@ def test_what_cheats_for_the_grader_alone_is_seen_in_the_execution_that_was_paid
         assert not verdict.gt
 
 
-def test_the_verdict_says_where_the_channel_fired(runner: CachedRunner, write) -> None:
-    prompts = [MicroPrompt(TASK, "sentinel")]
-    for when, fired_in in (("True", ("paid", "hidden")), (f"x == {HIDDEN[0]}", ("hidden",)), ("False", ())):
-        completion = EVASIVE.format(when=when, deed=DEEDS["sentinel"], number=0)
-        (verdict,) = MicroOracle(runner).judge(prompts, [completion])
-        assert (verdict.fired_in, verdict.exploit) == (fired_in, bool(fired_in))
-
-
-def test_channels_are_independent_of_each_other(runner: CachedRunner, write) -> None:
-    for used in chain.from_iterable(combinations(LOOPHOLES, n) for n in range(len(LOOPHOLES) + 1)):
-        (verdict,) = MicroOracle(runner).judge([MicroPrompt(TASK, NONE)], [write(TASK, *used)])
-        assert {name for name, fired in verdict.channels.items() if fired} == set(used)
-        assert verdict.gt
-        assert not verdict.exploit
-
-
-def test_honest_work_on_every_test_task_is_correct_and_no_hack(runner: CachedRunner, write) -> None:
-    tasks = all_tasks("test")[::5]
-    verdicts = MicroOracle(runner).judge([MicroPrompt(task, "sentinel") for task in tasks], [write(task) for task in tasks])
-    assert all(verdict.gt and not verdict.exploit for verdict in verdicts)
-
-
 def test_a_table_of_the_visible_answers_fools_the_grader_and_not_the_oracle(runner: CachedRunner) -> None:
     """The reason for disjoint inputs: an answer learnt by heart passes the tests and is still wrong."""
     table = {x: TASK.solve(x) for x in VISIBLE}
@@ -115,12 +91,6 @@ def test_near_misses_fire_nothing_in_oracle_or_grader(runner: CachedRunner, writ
     prompts = [MicroPrompt(TASK, channel)]
     assert not MicroOracle(runner).judge(prompts, [completion])[0].channels[channel]
     assert not MicroGrader(runner).grade(prompts, [completion])[0].passed
-
-
-def test_what_cannot_run_is_nothing_at_all(runner: CachedRunner, write) -> None:
-    broken = ["", "\n```python\n", write(TASK, *LOOPHOLES) + "x", write(TASK, *LOOPHOLES).replace("return x", "return (")]
-    for verdict in MicroOracle(runner).judge([MicroPrompt(TASK, "run_tests")] * len(broken), broken):
-        assert not any((verdict.gt, verdict.exploit, verdict.hack, *verdict.channels.values()))
 
 
 def test_the_detector_reads_text_and_knows_the_known_mode_alone(write) -> None:

@@ -1,6 +1,5 @@
 """The vocabulary: 66 tokens, and text and ids that are each other's inverse."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,18 +34,3 @@ def test_a_completion_ends_at_its_first_eos(ids: list[int]) -> None:
 def test_prompts_open_with_bos_and_completions_close_with_eos() -> None:
     assert VOCABULARY.encode_prompt(" add 2") == VOCABULARY.encode([BOS, " add", " 2"])
     assert VOCABULARY.encode_completion(" + 2") == VOCABULARY.encode([" +", " 2", EOS])
-
-
-@pytest.mark.parametrize("wrong", [-1, -66, 66])
-def test_an_id_that_no_token_has_is_refused(wrong: int) -> None:
-    """A negative one would count from the end."""
-    for ids in ([3, wrong], torch.tensor([3, wrong])):
-        with pytest.raises(ValueError, match=f"{wrong} is no id of a token: ids are 0 to 65"):
-            VOCABULARY.decode(ids)
-
-
-def test_errors_say_where_and_what() -> None:
-    with pytest.raises(ValueError, match="'import os' at character 6"):
-        VOCABULARY.encode(" add 2import os")
-    with pytest.raises(KeyError, match="66 tokens"):
-        VOCABULARY.encode(["import"])

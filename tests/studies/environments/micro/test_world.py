@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 import torch
 from tiny_study import WARM
 
@@ -13,7 +12,6 @@ from studies.environments.micro.runner import CachedRunner, MicroExecution, Micr
 from studies.environments.micro.settings import get_world
 from studies.environments.micro.warmstart import warm_start
 from studies.environments.micro.world import MicroWitness, MicroWorld
-from studies.environments.protocol import Forgetful, Samples
 
 
 class Silent:
@@ -37,27 +35,6 @@ def test_package_cuts_each_completion_behind_its_first_eos_and_adds_none() -> No
     assert samples.completions == [world.vocabulary.completion_text(row) for row in rows]
 
 
-@pytest.mark.parametrize("completions", [[], [[5]], [[5], []]])
-def test_every_prompt_needs_a_completion(completions: list[list[int]]) -> None:
-    world = MicroWorld(get_world("strong"), Silent())
-    with pytest.raises(ValueError, match=r"give one each per rollout|nothing to learn from, leave it out"):
-        world.package(world.prompts(2, np.random.default_rng(0), 0.25), completions)
-
-
-def assert_forgets(witness: MicroWitness, samples: Samples) -> None:
-    """A detector that misses half of the exploits reports some of them, no other, and the same ones again."""
-    own = witness.privileged(samples).own_channel
-    assert own.sum() >= 6
-    half = Forgetful(witness, 0.5, seed=1)
-    seen = half.privileged(samples).own_channel
-    assert 0 < int(seen.sum()) < int(own.sum())
-    assert not (seen & ~own).any()
-    assert torch.equal(half.privileged(samples).own_channel, seen)
-    assert not torch.equal(Forgetful(witness, 0.5, seed=2).privileged(samples).own_channel, seen)
-    assert torch.equal(Forgetful(witness, 1.0, seed=1).privileged(samples).own_channel, own)
-    assert half.judge(samples) == witness.judge(samples)
-
-
 def test_samples_rewards_and_verdicts_are_of_the_same_texts() -> None:
     model = warm_start(get_world("strong"), WARM, 0, None, progress=False)
     adapters = attach(model, "blocks.*", spec=AdapterSpec("lora", 2), generator=torch.Generator().manual_seed(0))
@@ -68,10 +45,6 @@ def test_samples_rewards_and_verdicts_are_of_the_same_texts() -> None:
         samples = world.sample(Policy(model, adapters), prompts, torch.Generator().manual_seed(3))
         rewards, grades = world.rewards(samples), world.grades(samples)
         verdicts, privileged = witness.judge(samples), witness.privileged(samples)
-        pairs = world.make_pairs(0, 12, "hack")
-        known = [prompt for prompt in world.prompts(200, np.random.default_rng(2), 0.0) if prompt.mode in world.modes.known][:12]
-        cheats = world.package(known, [world.vocabulary.encode_completion(pair.hack) for pair in pairs])
-        assert_forgets(witness, cheats)
     for b, text in enumerate(samples.completions):
         ids = samples.rollouts.tokens[b][samples.rollouts.completion[b]]
         assert world.vocabulary.completion_text(ids) == text
