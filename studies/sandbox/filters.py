@@ -1,7 +1,7 @@
 """System calls that a child may make: an allow-list as data, and the BPF program that libseccomp compiles from it.
 
-Every call that is not listed here fails with EPERM: processes and threads, sockets, signals to others, ptrace, ioctl, namespaces,
-mounts, keys, shared memory, links, folders, permissions and limits. A call of another architecture kills the process.
+Every call that is not listed here fails with EPERM: processes and threads, sockets, signals to others, ptrace, most of ioctl,
+namespaces, mounts, keys, shared memory, links, folders, permissions and limits. A call of another architecture kills the process.
 """
 
 import errno

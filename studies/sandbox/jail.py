@@ -15,7 +15,7 @@ from typing import Any
 
 from studies.sandbox import filters
 from studies.sandbox.limits import DEFAULT_MODULES, PROTECTIONS, JailLimits, JailOutcome, JailUnavailableError
-from studies.sandbox.pool import CLOSED, SERVER, JailWorker, Pool, ServerDiedError, with_reply
+from studies.sandbox.pool import CLOSED, SERVER, JailPool, JailWorker, ServerDiedError, with_reply
 
 PATIENCE = 30.0
 """Seconds after a job's time limit until its server is considered dead."""
@@ -82,7 +82,7 @@ class Jail:
             "programs": {str(int(chrooted)): code.hex() for chrooted, code in programs.items()},
         }
         self._lock = threading.RLock()
-        self._pool = Pool(config, workers)
+        self._pool = JailPool(config, workers)
         self._finalizer = weakref.finalize(self, self._pool.close)
         try:
             self.protections, missing = self._pool.fill()
@@ -146,7 +146,7 @@ class _Batch:
     """Jobs of one call of `run`."""
 
     def __init__(
-        self, pool: Pool, texts: list[bytes], limits: JailLimits, complete: Callable[[int, JailOutcome, bytes], Any]
+        self, pool: JailPool, texts: list[bytes], limits: JailLimits, complete: Callable[[int, JailOutcome, bytes], Any]
     ) -> None:
         self._pool, self._texts, self._limits, self._complete = pool, texts, limits, complete
         self._waiting = deque(range(len(texts)))

@@ -174,7 +174,7 @@ def with_reply(outcome: JailOutcome, raw: bytes, limits: JailLimits) -> JailOutc
         return outcome
 
 
-class Pool:
+class JailPool:
     """Servers of one jail and the folder that contains theirs; without a reference to the `Jail`, which can thus be collected."""
 
     def __init__(self, config: Mapping[str, Any], size: int) -> None:
