@@ -62,7 +62,6 @@ class RunArms:
 
     def __call__(self) -> None:
         from studies.training.job import BACKEND, PRECISIONS, Job, base_cache, unusual_backend
-        from studies.training.manifest import refuse_mixed
         from studies.training.run import run_jobs
         from studies.training.tracking import require
         from studies.training.worlds import chosen_device, plan
@@ -94,7 +93,6 @@ class RunArms:
             for job in jobs:
                 _ = job.finished  # a folder of another run is refused before any work
             for folder, of in folders.items():
-                refuse_mixed(folder, jobs[0].noted)
                 write_json(folder / "settings.json", of.as_dict())
                 if unusual:
                     write_json(folder / BACKEND, {"host": self.host, "precision": self.precision, **unusual})

@@ -27,7 +27,7 @@ from mi_route2.routing.directions import Provenance
 from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
 from mi_route2.validation import Natural, parse_object, read_record, validated
 
-FORMAT = "mi-route2 checkpoint 3"
+FORMAT = "mi-route2 checkpoint 4"
 CHECKPOINT, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
 START_ANEW = "choose another --out, or delete that arm's folder to start anew"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -35,28 +35,26 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @validated
 class Mark:
-    """Point in a log: its length in bytes, and the SHA-256 of these bytes (empty if an earlier version stored none)."""
+    """Point in a log: its length in bytes, and the SHA-256 of these bytes."""
 
     length: Natural
-    sha256: str = ""
+    sha256: str
 
 
 @validated
 class _Header:
-    """Metadata of a checkpoint; ``logs``, ``log_hashes`` and ``provenance`` are JSON."""
+    """Metadata of a checkpoint; ``logs`` and ``provenance`` are JSON."""
 
     format: str
     step: Annotated[str, Field(pattern=r"^\d+$", description="a whole number in digits")]
     identity: str
     base_hash: str
     logs: str
-    log_hashes: str = "{}"
     provenance: str | None = None
 
     @property
     def marks(self) -> dict[str, Mark]:
-        hashes = parse_object(self.log_hashes)
-        return {name: Mark(length, hashes.get(name, "")) for name, length in parse_object(self.logs).items()}
+        return {name: Mark(*mark) for name, mark in parse_object(self.logs).items()}
 
 
 def save_checkpoint(
@@ -83,8 +81,7 @@ def save_checkpoint(
         for key, value in optimizer.state.get(p, {}).items():
             tensors[f"optimiser.{key}.{name}"] = value
     meta = {"format": FORMAT, "step": str(step), "identity": identity, "base_hash": adapters.base_hash}
-    meta["logs"] = json.dumps({name: mark.length for name, mark in logs.items()})
-    meta["log_hashes"] = json.dumps({name: mark.sha256 for name, mark in logs.items()})
+    meta["logs"] = json.dumps({name: (mark.length, mark.sha256) for name, mark in logs.items()})
     if route.directions is not None:
         tensors |= {f"direction.{site}": v for site, v in route.directions.vectors.items()}
         meta["provenance"] = json.dumps(asdict(route.directions.provenance))
@@ -139,9 +136,8 @@ def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpo
         raise ValueError(str(error).removesuffix("; delete it and write it again")) from error
     if meta.get("format") != FORMAT:
         raise ValueError(f"{path} is not a checkpoint of this study (format {meta.get('format')!r}, expected {FORMAT!r})")
-    meta.pop("sha256", None)  # a second checksum, which earlier versions wrote
     try:
-        header = read_record(_Header, meta, optional=("log_hashes", "provenance"))
+        header = read_record(_Header, meta, optional=("provenance",))
         marks, provenance = header.marks, None if header.provenance is None else read_record(Provenance, header.provenance)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: its header is not of this version ({error})") from error
@@ -202,7 +198,7 @@ def refuse_changed(log: Path, mark: Mark, since: str) -> None:
     size = log.stat().st_size if log.exists() else 0
     if size < mark.length:
         raise ValueError(f"{log} has {size} bytes, but {since} was written after {mark.length}")
-    if mark.sha256 and hash_of(log, mark.length).hexdigest() != mark.sha256:
+    if hash_of(log, mark.length).hexdigest() != mark.sha256:
         raise ValueError(f"{log} was changed: its first {mark.length} bytes are not those after which {since} was written")
 
 

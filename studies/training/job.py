@@ -40,7 +40,6 @@ PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, n
 SAMPLERS = ("torch", "vllm")
 BACKENDS = ("host", "precision", "sampler", "device")
 """Fields of a job that say what it is computed with; results of another differ by rounding."""
-RESUME = "vLLM rounds differently in other batches, so a resumed run ends with other bytes than an unbroken one"
 
 
 @dataclass(frozen=True)
@@ -168,8 +167,6 @@ class Job:
         root = named(root)
         path = root / BACKEND
         backend = read_object(path, REMEDY) if path.exists() else {}
-        if unknown := sorted(backend.keys() - set(BACKENDS)):
-            raise ValueError(f"{path} says {unknown[0]!r}, and knows {', '.join(BACKENDS)}; {REMEDY}")
         cache = base_cache(root.parent, backend.get("device", "cpu"))
         return Job(root, cache, Settings.read(root / "settings.json"), seed, arm, pairs, **backend)
 
@@ -180,12 +177,7 @@ class Job:
 
     @property
     def unusual(self) -> dict[str, str]:
-        """Entries of the manifest beyond the usual ones: the backend, and the user's pairs."""
-        return self.noted | ({"resume": RESUME} if self.sampler == "vllm" else {})
-
-    @property
-    def noted(self) -> dict[str, str]:
-        """Backend and hash of the pairs, if not the default ones, as in ``unusual_entries``."""
+        """Backend and hash of the pairs, if not the default ones."""
         return self.backend | ({} if self.pairs_hash is None else {"pairs_sha256": self.pairs_hash})
 
     def open_sampler(self) -> AbstractContextManager[Sampler | None]:

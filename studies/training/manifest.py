@@ -33,7 +33,6 @@ class Manifest:
     precision: str | None = None
     sampler: str | None = None
     device: str | None = None
-    resume: str | None = None
     pairs_sha256: str | None = None
 
 
@@ -45,7 +44,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        return read_record(Manifest, read_object(path, REMEDY), optional=(*UNUSUAL, "resume"))
+        return read_record(Manifest, read_object(path, REMEDY), optional=UNUSUAL)
     except ValueError as error:
         told = str(error) if str(path) in str(error) else f"{path} is damaged ({error})"
         raise ValueError(f"{told}; delete {folder} to run this arm again") from error
@@ -70,13 +69,3 @@ def unusual_entries(manifest: Manifest) -> dict[str, str]:
     """Return host, precision, sampler, device and the pairs' hash of a run, if they are not the default ones."""
     entries = {name: getattr(manifest, name) for name in UNUSUAL}
     return {name: value for name, value in entries.items() if value is not None}
-
-
-def refuse_mixed(root: Path, unusual: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` if ``root`` holds a run with other pairs, or another host, precision, sampler or device."""
-    for path in sorted(root.glob(f"seed-*/*/{MANIFEST}")):
-        if (present := unusual_entries(read_manifest(path.parent))) != unusual:
-            raise ValueError(
-                f"{path.parent} was run with {present or 'the usual pairs, host and precision'}, and this would be run with "
-                f"{dict(unusual) or 'the usual ones'}: give this an --out of its own"
-            )

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from mi_route2.routing.optimizer import RoutedAdamW
 from processes import eventually
 from tiny_study import FEW, overrides, tiny_job
 
@@ -39,6 +38,9 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[3]
 STEPS = 6
 FROM_PREVIOUS = r"; going on from checkpoint.previous.safetensors, after 2 steps$"
+
+
+Parts = tuple[Policy, torch.optim.AdamW, Route]
 
 
 class StopError(BaseException):
@@ -99,7 +101,7 @@ def stopped(tmp_path: Path, late: Job) -> Job:
 
 
 @pytest.fixture(scope="module")
-def parts(late: Job) -> tuple[Policy, RoutedAdamW, Route]:
+def parts(late: Job) -> Parts:
     """A policy, an optimizer and a route that the late run's checkpoints fit."""
     with open_world(late.settings) as (world, _):
         policy = build_policy(late, late.cache)
@@ -351,9 +353,7 @@ def test_a_log_that_is_changed_during_a_run_gets_no_manifest(stopped: Job) -> No
     assert not (stopped.folder / MANIFEST).exists()
 
 
-def test_a_checkpoint_on_other_base_weights_or_adapters_is_refused(
-    late: Job, parts: tuple[Policy, RoutedAdamW, Route], cache: Path
-) -> None:
+def test_a_checkpoint_on_other_base_weights_or_adapters_is_refused(late: Job, parts: Parts, cache: Path) -> None:
     narrower = build_policy(job_in(late.root, cache, kept_rank=2), cache)
     with pytest.raises(ValueError, match=r"does not fit the model's adapters, first in adapter\.kept\.blocks\.1"):
         read_checkpoint(late.folder / CHECKPOINT, narrower.adapters, identity=late.identity)
@@ -368,7 +368,7 @@ def test_a_checkpoint_on_other_base_weights_or_adapters_is_refused(
         read_checkpoint(late.folder / CHECKPOINT, other.adapters, identity=late.identity)
 
 
-def test_without_a_checkpoint_a_run_begins_anew_with_empty_logs(stopped: Job, parts: tuple[Policy, RoutedAdamW, Route]) -> None:
+def test_without_a_checkpoint_a_run_begins_anew_with_empty_logs(stopped: Job, parts: Parts) -> None:
     for name in (CHECKPOINT, PREVIOUS):
         (stopped.folder / name).unlink()
     policy, optimizer, route = parts
