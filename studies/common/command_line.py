@@ -120,12 +120,6 @@ def seeds_text(seeds: Sequence[int]) -> str:
     return f"seeds {seeds[0]}-{seeds[-1]}" if whole else "seeds " + ", ".join(map(str, seeds))
 
 
-def seeds_argument(seeds: Sequence[int]) -> str:
-    """Return the seeds as an argument of ``--seeds``: ``0-7``, ``3-3`` or ``0,2,5``."""
-    text = seeds_text(seeds).partition(" ")[2].replace(" ", "")
-    return f"{text}-{text}" if text.isdigit() else text
-
-
 def named(folder: Path) -> Path:
     """Return a folder that was given as ``.`` or ``..`` by its path: a report prints its name, and looks beside it."""
     return folder.resolve() if folder.name in ("", "..") else folder

@@ -12,11 +12,10 @@ and the greatest value, so that seeds that agree have exactly their value, and a
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Sequence
+from typing import TypedDict
 
 from scipy.special import stdtrit
-from scipy.stats import binomtest
 
 LEVEL = 0.95
 
@@ -80,43 +79,6 @@ def summary(values: Sequence[Value], level: float = LEVEL) -> Summary:
     return Summary(mean=mean(values), median=median(values), lo=lo, hi=hi, n=len(_defined(values)), seeds=seeds)
 
 
-def paired_difference(arm: Mapping[int, Value], reference: Mapping[int, Value], level: float = LEVEL) -> tuple[list[int], Summary]:
-    """Return the seeds that both arms have, ascending, and the summary of `arm - reference` over them.
-
-    Pairing removes the effect of a seed on both arms (its warm start, its prompts), so the interval is that of the difference and
-    not of two independent means. A seed with an undefined value in either arm stays as `None`.
-    """
-    shared = sorted(arm.keys() & reference.keys())
-    differences = [_difference(arm[seed], reference[seed]) for seed in shared]
-    return shared, summary(differences, level)
-
-
-def rate(k: int, n: int) -> dict[str, Any]:
-    """Return ``k`` of ``n`` as a rate with its 95% Wilson interval; rate and interval are None if ``n`` is 0."""
-    if not n:
-        return {"k": k, "n": n, "rate": None, "low": None, "high": None}
-    wilson = binomtest(k, n).proportion_ci(method="wilson")
-    return {"k": k, "n": n, "rate": k / n, "low": float(wilson.low), "high": float(wilson.high)}
-
-
-def outliers(values: Sequence[Value], scale: float = 3.0, least: float = 0.1) -> list[bool]:
-    """Mark (never remove) the values far from the median: `|x - median| > max(scale * 1.4826 * MAD, least)`.
-
-    1.4826 makes the median absolute deviation an estimate of a normal's standard deviation; `least` keeps irrelevant differences in
-    a tight group of seeds from being marked. Fewer than three defined values have no outlier.
-    """
-    if len(_defined(values)) < 3:
-        return [False] * len(values)
-    quarters = [None if value is None else value / 4 for value in values]  # a difference of them never overflows
-    center = median(quarters)
-    assert center is not None
-    distances = [None if value is None else abs(value - center) for value in quarters]
-    spread = median(distances)
-    assert spread is not None
-    limit = max(scale * 1.4826 * spread, least / 4)
-    return [distance is not None and distance > limit for distance in distances]
-
-
 def _defined(values: Sequence[Value]) -> list[float]:
     defined = [float(value) for value in values if value is not None]
     if not all(map(math.isfinite, defined)):
@@ -134,7 +96,3 @@ def _scaled(values: Sequence[Value]) -> tuple[list[float], int]:
     defined = _defined(values)
     _, exponent = math.frexp(max(map(abs, defined), default=0.0))
     return [math.ldexp(value, -exponent) for value in defined], exponent
-
-
-def _difference(a: Value, b: Value) -> float | None:
-    return None if a is None or b is None else float(a) - float(b)

@@ -1,9 +1,7 @@
 """Numbers and tables as plain Markdown, readable in a terminal without rendering."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mi_route2.files import write_whole
 from studies.common.stats import Summary
@@ -54,19 +52,6 @@ def interval(summary: Summary, signed: bool = False) -> str:
     return f"{center} [{number(summary['lo'], signed)}, {number(summary['hi'], signed)}]"
 
 
-def percent(rate: Mapping[str, Any]) -> str:
-    """Format a rate and its interval in percent, for example ``99.7 [99.1, 99.9]``, or ``n/a`` without a rate."""
-    if rate["rate"] is None:
-        return "n/a"
-    return f"{100 * rate['rate']:.1f} [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}]"
-
-
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     """Write the texts of a report by file name, each atomically; return their paths."""
     return [write_whole(folder / name, text.encode()) for name, text in texts.items()]
-
-
-def write_table(folder: Path, name: str, data: Mapping[str, Any], text: str) -> None:
-    """Write ``name.json`` and ``name.md`` to a folder, each atomically; it is created if it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_texts(folder, {f"{name}.json": json.dumps(data, indent=1) + "\n", f"{name}.md": text})

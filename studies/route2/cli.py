@@ -4,7 +4,6 @@ Start with ``run --help``. All results are in ``--out/<preset>-<hash>/``; the sa
 """
 
 import importlib.util
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -83,24 +82,17 @@ class RunArms:
             for seed in read_seeds(self.seeds)
             for arm in (None, *arms)
         ]
-        jobs = list({job.folder: job for each in jobs for job in (*each.before, each)}.values())
+        jobs = list({job.folder: job for each in jobs for job in (*each.canaries, each)}.values())
         if not all(job.finished for job in jobs):
             chosen_device(self.device)  # a report of finished runs can be written without it
-        with ExitStack() as locks:
-            folders = {job.root: job.settings for job in jobs}
-            for folder in sorted(folders):
-                locks.enter_context(exclusive(folder))
-            for job in jobs:
-                _ = job.finished  # a folder of another run is refused before any work
-            for folder, of in folders.items():
-                write_json(folder / "settings.json", of.as_dict())
-                if unusual:
-                    write_json(folder / BACKEND, {"host": self.host, "precision": self.precision, **unusual})
+        with exclusive(root):
+            write_json(root / "settings.json", settings.as_dict())
+            if unusual:
+                write_json(root / BACKEND, unusual)
             if settings.chat is not None:
                 _keep_modes(root, settings)
                 print(plan(settings, settings.chat, PRECISIONS[self.precision], vllm=self.sampler == "vllm"))
-            places, seeds = " and ".join(map(str, folders)), len({job.seed for job in jobs})
-            print(f"{len(jobs)} runs into {places}; first the base models of {seeds} seeds are trained")
+            print(f"{len(jobs)} runs into {root}; base models first")
             failures = run_jobs(jobs, self.workers, self.place, report_to=self.report_to)
             if failures:
                 raise RuntimeError("; ".join(failures))

@@ -3,7 +3,6 @@
 ``run.run_job`` trains and evaluates a job; ``build`` makes what its arm brings to the main loop.
 """
 
-import copy
 import functools
 import hashlib
 import json
@@ -57,6 +56,7 @@ class Job:
         precision: Dtype of training; the warm start is float32 and is cast.
         sampler: ``torch``, or ``vllm`` for a chat model: engine that samples completions. Log-probabilities are always torch's.
         device: Device of a micro model; that of a chat model is a setting.
+        pairs_hash: SHA-256 of the file of pairs when the job was first made: the file may change while the job runs.
     """
 
     root: Path
@@ -69,6 +69,7 @@ class Job:
     precision: str = "float32"
     sampler: str = "torch"
     device: str = "cpu"
+    pairs_hash: str | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments before base models are trained.
@@ -89,7 +90,8 @@ class Job:
         if self.settings.chat is not None and self.device != "cpu":
             raise ValueError("the device of a chat model is a setting: give chat.device in place of --device")
         _fit_the_world(self.settings, self.pairs)
-        _ = self.pairs_hash  # now, because the file may change while the job runs
+        if self.pairs is not None and self.pairs_hash is None:
+            object.__setattr__(self, "pairs_hash", hashlib.sha256(self.pairs.read_bytes()).hexdigest())
 
     @property
     def name(self) -> str:
@@ -132,20 +134,7 @@ class Job:
         """Jobs whose adapters are the canary's checkpoints."""
         if self.arm is None or not self.arm.canaries:
             return []
-        return [self._with(arm=CANARIES[name]) for name in self.arm.canaries]
-
-    @property
-    def before(self) -> "list[Job]":
-        """Jobs that must be done before this one: its canaries, after their base model."""
-        canaries = self.canaries
-        return [canaries[0]._with(arm=None), *canaries] if canaries else []
-
-    def _with(self, **changes: Any) -> "Job":
-        """Return the job with other fields, and the hash of the pairs: one that is made anew would read the file as it is now."""
-        job = copy.copy(self)
-        for name, value in changes.items():
-            object.__setattr__(job, name, value)
-        return job
+        return [replace(self, arm=CANARIES[name]) for name in self.arm.canaries]
 
     @property
     def identity(self) -> str:
@@ -155,11 +144,6 @@ class Job:
             [self.settings.digest, self.seed, self.spec, self.pairs_hash, *self.backend.values(), *canaries], sort_keys=True
         )
         return hashlib.sha256(described.encode()).hexdigest()
-
-    @functools.cached_property
-    def pairs_hash(self) -> str | None:
-        """SHA-256 of the user's pairs file when the job was made; ``None`` if none was given."""
-        return None if self.pairs is None else hashlib.sha256(self.pairs.read_bytes()).hexdigest()
 
     @staticmethod
     def of(root: Path, seed: int, arm: Arm | None, pairs: Path | None = None) -> "Job":

@@ -41,7 +41,7 @@ def test_a_micro_study_on_the_device_is_the_cpus_in_float64(name: str, tmp_path:
     found = []
     for device in ("cpu", DEVICE):
         own = tiny_job(tmp_path / device, MICRO[name], cache=tmp_path / "cache", device=device, precision="float64")
-        for one in (*own.before, own):
+        for one in (*own.canaries, own):
             run_job(one)
         found.append(own)
     assert_close(*(load_file(one.folder / FULL) for one in reversed(found)))

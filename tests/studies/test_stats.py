@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from studies.common.stats import interval, mean, median, outliers, paired_difference, rate, summary
-from studies.common.tables import percent
+from studies.common.stats import interval, mean, median, summary
 
 RATES = st.floats(0, 1).map(lambda value: round(value, 9))
 SAMPLES = st.lists(RATES, min_size=2, max_size=12)
@@ -46,43 +45,10 @@ def test_one_seed_has_no_interval_and_no_seed_has_nothing() -> None:
     assert summary([]) == {"mean": None, "median": None, "lo": None, "hi": None, "n": 0, "seeds": []}
 
 
-@given(st.dictionaries(st.integers(0, 20), RATES, min_size=1))
-def test_the_difference_of_an_arm_from_itself_is_exactly_zero(arm: dict[int, float]) -> None:
-    seeds, result = paired_difference(arm, dict(arm))
-    assert seeds == sorted(arm)
-    assert result["seeds"] == [0.0] * len(arm)
-    assert (result["mean"], result["median"]) == (0.0, 0.0)
-    assert (result["lo"], result["hi"]) == ((0.0, 0.0) if len(arm) > 1 else (None, None))
-
-
-def test_the_paired_interval_is_that_of_the_paired_t_test_and_not_of_two_independent_means() -> None:
-    rng = np.random.default_rng(2)
-    luck = rng.normal(0, 0.3, 8)  # what a seed does to both arms
-    arm, reference = luck + rng.normal(0.1, 0.02, 8), luck + rng.normal(0, 0.02, 8)
-    _, result = paired_difference(dict(enumerate(arm.tolist())), dict(enumerate(reference.tolist())))
-    paired = scipy_stats.ttest_rel(arm, reference).confidence_interval(0.95)
-    assert (result["lo"], result["hi"]) == pytest.approx((paired.low, paired.high), abs=1e-12)
-    unpaired = scipy_stats.ttest_ind(arm, reference).confidence_interval(0.95)
-    assert paired.high - paired.low < 0.3 * (unpaired.high - unpaired.low)
-
-
-def test_only_seeds_of_both_arms_are_paired_and_undefined_ones_stay_undefined() -> None:
-    seeds, result = paired_difference({3: 0.5, 1: 0.9, 2: None}, {2: 0.1, 3: 0.25, 7: 0.0})
-    assert seeds == [2, 3]
-    assert result["seeds"] == [None, 0.25]
-    assert result["n"] == 1
-
-
-def test_the_seed_that_fails_is_marked_and_the_others_are_not() -> None:
-    values = [0.05, 0.04, 0.24, 0.03, 0.05, 0.05, 0.02, 0.04]
-    assert outliers(values) == [value == 0.24 for value in values]
-    assert outliers([None, *values]) == [False, *outliers(values)]
-
-
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_is_refused_wherever_it_stands(wrong: float) -> None:
     for values in ([wrong, 1.0, 2.0], [1.0, wrong, None], [2.0, 1.0, wrong]):
-        for statistic in (mean, median, interval, summary, outliers):
+        for statistic in (mean, median, interval, summary):
             with pytest.raises(ValueError, match="holds NaN or infinity: correct its computation, or give None"):
                 statistic(values)
 
@@ -97,10 +63,3 @@ def test_no_size_overflows_and_a_power_of_two_changes_no_digit(values: list[floa
     for key in ("mean", "median", "lo", "hi"):
         if abs(math.frexp(before[key])[1] + power) < 1020:
             assert after[key] == math.ldexp(before[key], power)
-
-
-def test_a_rate_is_printed_in_percent_with_its_wilson_interval() -> None:
-    z, p, n = 1.959963984540054, 0.25, 40
-    center, half = (p + z**2 / (2 * n)) / (1 + z**2 / n), z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    assert percent(rate(10, 40)) == f"25.0 [{100 * (center - half):.1f}, {100 * (center + half):.1f}]"
-    assert percent(rate(0, 0)) == "n/a"

@@ -43,7 +43,7 @@ def rows(job: Job) -> list[dict[str, Any]]:
 
 def test_canaries_are_trained_first_on_draws_of_their_own(finished: dict[str, Job], tmp_path: Path, cache: Path) -> None:
     job = tiny_job(tmp_path, "filter-canary", cache=cache)
-    assert [before.name for before in job.before] == ["base", *CANARIES]
+    assert [canary.name for canary in job.canaries] == list(CANARIES)
     assert len({canary.drawn for canary in job.canaries} | {job.drawn}) == 3
     canary, run = (rows(finished[name])[:12] for name in ("canary-10", "vanilla"))
     assert [row["prompt"] for row in canary] != [row["prompt"] for row in run]

@@ -1,24 +1,15 @@
 """The whole study under each library's hooks: one table, and the same weights."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from studies.route2.annotate import Annotator
 from tiny_study import tiny_job
 
 from mi_route2.hosts import HOSTS
 from mi_route2.tensor_files import read_tensors
-from studies.environments.micro.language import MicroSource, Vocabulary
-from studies.environments.micro.runner import SubprocessRunner
-from studies.environments.micro.settings import get_world
-from studies.environments.micro.world import MicroWorld
-from studies.environments.protocol import evaluation_prompts
-from studies.route2 import cli
-from studies.route2.report import load_runs, write_tables
-from studies.training.job import BACKEND, EVAL, FULL, Job
+from studies.training.job import BACKEND, FULL, Job
 from studies.training.run import run_job
 
 pytestmark = pytest.mark.study
@@ -54,19 +45,6 @@ def test_every_host_ends_with_the_same_weights(host: str, roots: dict[str, Path]
                 assert t.abs().max() > 1e-3, "nothing was trained"
 
 
-@pytest.mark.parametrize("host", [host for host in HOSTS if host != "torch"])
-def test_every_host_prints_the_same_table(host: str, roots: dict[str, Path]) -> None:
-    for arm in ARMS:
-        ours, plain = (json.loads((roots[h] / "seed-0" / arm / EVAL).read_text()) for h in (host, "torch"))
-        assert ours == plain
-    tables = []
-    for h in (host, "torch"):
-        write_tables(load_runs(roots[h]))
-        tables.append((roots[h] / "table.md").read_text())
-    assert tables[0].partition("\n|")[2] == tables[1].partition("\n|")[2]
-    assert "route2-full" in tables[0]
-
-
 def test_a_host_is_a_part_of_a_runs_identity(tmp_path: Path) -> None:
     jobs = [tiny_job(tmp_path, "vanilla", host=host, precision=p) for host in HOSTS for p in ("float32", "float64")]
     assert len({job.identity for job in jobs}) == len(jobs)
@@ -95,31 +73,3 @@ def test_a_run_on_a_gpu_is_another_one_beside_base_models_of_its_own(tmp_path: P
     (on_gpu.root / BACKEND).write_text(json.dumps({"device": "cuda"}))
     again = Job.of(on_gpu.root, on_gpu.seed, on_gpu.arm)
     assert (again.identity, again.cache) == (on_gpu.identity, tmp_path / "warmstarts-cuda")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without one")
-def test_a_gpu_that_is_not_there_costs_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["route2", "run", "--device", "cuda", "--out", str(tmp_path / "runs")])
-    assert cli.main() == 2
-    assert capsys.readouterr().err == "error: the device 'cuda' cannot be used here: choose from cpu\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_folder_knows_its_host_and_its_page_holds_completions_that_never_ended(tmp_path: Path, cache: Path) -> None:
-    job = tiny_job(tmp_path, "vanilla", cache=cache, steps=1, host="nnsight", precision="float64")
-    job.root.mkdir(parents=True)
-    (job.root / "settings.json").write_text(json.dumps(job.settings.as_dict()))
-    (job.root / BACKEND).write_text(json.dumps({"host": "nnsight", "precision": "float64"}))
-    again = Job.of(job.root, job.seed, job.arm)
-    assert (again.identity, again.device, again.cache) == (job.identity, "cpu", job.root.parent / "warmstarts")
-    assert job.identity != Job(job.root, job.cache, job.settings, job.seed, job.arm).identity
-    run_job(job)
-    vocabulary = Vocabulary()
-    endless = {"prompt": evaluation_prompts(MicroSource(), "none", 1)[0].text, "completion": " +" * MicroWorld.max_new}
-    assert len(vocabulary.encode_completion(endless["completion"])) > MicroWorld.max_new
-    with SubprocessRunner() as child:
-        annotate = Annotator.of(job, MicroWorld(get_world("strong"), child))
-        (read,) = annotate([endless])
-    assert len(read["tokens"]) == len(read["kept"]) == MicroWorld.max_new
