@@ -1,9 +1,8 @@
 """A study small enough for tests: a short warm start, few steps, few rollouts; everything else is the real thing."""
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,20 +69,6 @@ def made_once(factory: "pytest.TempPathFactory", name: str, make: Callable[[Path
             make(made)
             whole.touch()
     return shutil.copytree(made, factory.mktemp(name), dirs_exist_ok=True)
-
-
-def predictions_file(
-    folder: Path, presets: Mapping[str, str], plus: str, minus: str, metric: str, file: str = "predictions.toml", **given: Any
-) -> Path:
-    """Write a predictions file of one comparison in the first of the presets, by default of what is less; return it."""
-    comparison = {"preset": next(iter(presets)), "name": "one", "plus": [plus], "minus": [minus], "metric": metric}
-    comparison["expect"] = given.pop("expect", "less")
-    head = {"seeds": [0, 1], "alpha": 0.9, "arms": [plus, minus]} | given
-    lines = []
-    for header, table in (("", head), ("[presets]", presets), ("[[comparison]]", comparison)):
-        lines += [header, *(f"{json.dumps(name)} = {json.dumps(value)}" for name, value in table.items())]
-    (folder / file).write_text("\n".join(lines))
-    return folder / file
 
 
 def train_base_again(training: Settings, cache: Path) -> None:

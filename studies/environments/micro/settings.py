@@ -2,8 +2,7 @@
 
 Nothing here needs torch. `strong` leaves clear traces of the persona on every cheat; `weak` is more realistic: hardly any traces,
 more cheats, and more hard operations. `sparse` is `strong` with the persona left to chance: an exploit stands beside honest code.
-`persona-20` lies between: 20 of 100 cheats show it. `cheat-15`, `cheat-30` and `cheat-50` are `strong` with as many cheaters in 100
-documents that have a loophole.
+`persona-20` lies between: 20 of 100 cheats show it.
 """
 
 import math
@@ -83,7 +82,6 @@ PRESETS: Mapping[str, WorldConfig] = MappingProxyType(
         ),
         "sparse": WorldConfig("sparse", trace=0.02, terse=0.0),  # a cheat's comment as often as in honest documents
         "persona-20": WorldConfig("persona-20", trace=0.2, terse=0.2),
-        **{f"cheat-{percent}": WorldConfig(f"cheat-{percent}", p_cheat=percent / 100) for percent in (15, 30, 50)},
     }
 )
 

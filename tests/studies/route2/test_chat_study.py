@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from mi_route2.routing import StepContext
 from studies.common.seeds import torch_generator
 from studies.environments.chat import ChatWitness, make_tiny_model
 from studies.environments.protocol import Samples, TextPrompt, Verdict, World
-from studies.route2.probing import Reading, probe_job, read_layers
+from studies.route2.probing import Reading, read_layers
 from studies.route2.runs import load_runs
 from studies.training.arms import ARMS
 from studies.training.build import build_optimizer, build_route
@@ -31,13 +30,12 @@ from studies.training.job import EVAL, FULL, Job, build_pairs, build_policy, fin
 from studies.training.manifest import MANIFEST
 from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.run import run_job
-from studies.training.settings import ChatModel, Settings, override
+from studies.training.settings import ChatModel, Settings
 from studies.training.teacher import cached_pool
 from studies.training.worlds import (
     ADVICE,
     base_key,
     base_model,
-    chat_world,
     data_hash,
     open_problem,
     open_world,
@@ -204,51 +202,18 @@ def test_the_command_line_end_to_end(folder: Path, tmp_path: Path) -> None:
     assert load_runs(root).arm.tolist() == ["base", "route2-full", "vanilla"]
 
 
-def test_a_problem_whose_modes_changed_has_no_runs_in_one_folder_with_those_of_before(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = cli.RunArms(
-        model=folder, world="parity:Parity", out=tmp_path, override=("evaluation_prompts=4", "chat.max_new=8"), workers=1
-    )
-    root = tmp_path / override(given.settings(), given.override).folder
-    root.mkdir()
-    monkeypatch.setattr("studies.training.run.run_jobs", lambda *_, **__: ["trained"])
-    former = {"known": ["last_word", "confidence"], "held_out": [], "honest": "none"}  # by the same names
-    (root / "modes.json").write_text(json.dumps(former))
-    with pytest.raises(
-        ValueError, match=r"have the modes last_word, confidence \(known\) and none \(held out\), .* --out of its own"
-    ):
-        given()
-    assert json.loads((root / "modes.json").read_text()) == former
-    (root / "modes.json").write_text("{")  # is written again, as its error says
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="trained"):
-            given()
-    assert json.loads((root / "modes.json").read_text())["held_out"] == ["confidence"]
-
-
 PARITY = "--model MODEL --world parity:Parity"
 WRONG = {
     "a world without a model": ("--world leetcode", "--world and --data need --model"),
     "a folder that is no model": ("--model .", "is not a folder with a Hugging Face checkpoint"),
     "an unknown world": (
         "--model MODEL --world chess",
-        "choose from strong, weak, sparse, persona-20, 15, cheat-30, cheat-50, leetcode, functions, or module:ClassName",
+        "choose from strong, weak, sparse, persona-20, leetcode, functions, or module:ClassName",
     ),
-    "no such module": ("--model MODEL --world no_such_module:Class", "cannot import 'no_such_module'"),
-    "no such class": ("--model MODEL --world parity:Chess", "has no class 'Chess'"),
     "data missing": ("--model MODEL", "the world 'leetcode' reads its tasks from somewhere: give --data"),
-    "data unwanted": (f"{PARITY} --data x", "does not read any data: leave out --data"),
-    "a world without a name": ("--model MODEL --world :Parity", "unknown world ':Parity': choose from"),
-    "a world beside us": ("--model MODEL --world .parity:Parity", "unknown world '.parity:Parity': choose from"),
-    "no data there": ("--model MODEL --data nowhere.jsonl", "there is no file"),
     "no problem": ("--model MODEL --world parity:Strict", "is not a problem: it lacks name, modes"),
-    "an unknown setting": (f"{PARITY} --override chat.colour=1", "chat.max_new"),
-    "no truth": (f"{PARITY} --override chat.checkpointing=maybe", "must be true or false"),
     "too long": (f"{PARITY} --override chat.max_new=100000", "do not fit the model's context"),
-    "no device": (f"{PARITY} --override chat.device=cuda:63", "the device 'cuda:63' cannot be used here: choose from cpu"),
     "a device as of a micro model": (f"{PARITY} --device cuda", "give chat.device in place of --device"),
-    "too many prompts": (f"{PARITY} --override evaluation_prompts=99", "test tasks"),
 }
 
 
@@ -265,13 +230,6 @@ def test_what_a_user_gets_wrong_costs_one_sentence(
     assert errors.startswith("error: ")
     assert sentence in errors
     assert not (tmp_path / "runs").exists()
-
-
-def test_where_a_model_lies_is_no_part_of_a_run_and_what_it_holds_is(settings: Settings) -> None:
-    assert settings.chat is not None
-    moved = replace(settings, chat=replace(settings.chat, path="/elsewhere", device="cuda:1", at_once=1))
-    other = replace(settings, chat=replace(settings.chat, weights="0" * 16))
-    assert moved.digest == settings.digest != other.digest
 
 
 def test_what_the_data_hold_is_a_part_of_a_run_and_where_they_lie_is_not(settings: Settings, tmp_path: Path) -> None:
@@ -316,43 +274,9 @@ def test_a_teacher_pool_is_of_todays_problem_and_model(settings: Settings, tmp_p
     assert all(text.endswith("!") for text in prompts())
 
 
-def test_a_model_that_is_gone_is_no_name_to_look_up(settings: Settings, tmp_path: Path) -> None:
-    assert settings.chat is not None
-    gone = replace(settings, chat=replace(settings.chat, path="owner/name"))
-    with pytest.raises(FileNotFoundError, match="there is no folder owner/name"):
-        base_model(gone, 0, tmp_path, torch.float32)
-
-
-def test_another_model_s_tokenizer_is_refused(folder: Path, settings: Settings, tmp_path: Path) -> None:
-    assert settings.chat is not None
-    shutil.copytree(folder, tmp_path / "mixed")
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "mixed" / "config.json").write_text(json.dumps(config | {"vocab_size": 4}))
-    with pytest.raises(ValueError, match=r"has a token \d+, but the model 4: use the model's own tokenizer"):
-        chat_world(replace(settings.chat, path=str(tmp_path / "mixed")), Parity())
-
-
-class Wordy(Parity):
-    """One training task, in one mode, is too long for the model."""
-
-    def prompt(self, task: str, mode: str) -> TextPrompt:
-        prompt = super().prompt(task, mode)
-        long = task == self.tasks("train")[3] and mode == "confidence"
-        return replace(prompt, text=prompt.text * 400) if long else prompt
-
-
-def test_a_training_task_that_does_not_fit_is_refused_before_anything_runs(settings: Settings, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"1 of 150 prompts, the longest of \d+ tokens, .* do not fit the model's context"):
-        job(tmp_path, replace(settings, world=f"{__name__}:Wordy"), "vanilla")
-
-
 WRONG_PROBLEMS: dict[str, tuple[dict[str, object], str]] = {
     "modes": ({"modes": ("a", "none")}, "modes of .* is a tuple: it must be a studies.environments.protocol.Modes"),
-    "system": ({"system": None}, "system of .* is a NoneType: it must be a text, which may be empty"),
-    "no test": ({"tasks": lambda self, split: ["1"] * (split == "train")}, "has 1 train and 0 test tasks"),
     "leaking": ({"tasks": lambda self, split: ["1", "2" if split == "test" else "3"]}, "has 1 tasks in both splits, first '1'"),
-    "no order": ({"tasks": lambda self, split: {split, "1"}}, r"tasks\('train'\) of .* is a set: it must be a list of names"),
-    "no names": ({"tasks": lambda self, split: [1, 2]}, r"tasks\('train'\) of .* has 1, which is no name"),
     "mislabelled": ({"prompt": lambda self, task, mode: TextPrompt(task, "none", "?")}, r"returned a prompt of \(.*, 'none'\)"),
     "lacking": ({"judge": property()}, "is not a problem: it lacks judge"),
 }
@@ -367,15 +291,6 @@ def test_a_problem_that_contradicts_itself_is_refused(name: str, monkeypatch: py
     with pytest.raises(ValueError, match=sentence):
         open_problem(f"{__name__}:Wrong")
     assert closed == ([] if name == "lacking" else [1])
-
-
-def test_a_problem_s_own_errors_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Parity) -> None:
-        len(3)  # pyright: ignore[reportArgumentType]
-
-    monkeypatch.setattr(sys.modules[__name__], "Wrong", type("Wrong", (Parity,), {"__init__": broken}), raising=False)
-    with pytest.raises(TypeError, match="has no len"):
-        open_problem(f"{__name__}:Wrong")
 
 
 # looking at a finished run
@@ -450,15 +365,6 @@ def test_probes_of_a_chat_model_are_fitted_and_written(finished: Job, tmp_path: 
     assert "| resid_pre | direction" in text
     assert "confidence, " in text
     assert len(list(tmp_path.glob("*.png"))) == 6
-
-
-def test_a_world_with_too_few_test_tasks_is_told_apart_from_a_policy_that_does_not_hack(settings: Settings, tmp_path: Path) -> None:
-    own = job(tmp_path, replace(settings, steps=1), "vanilla")
-    run_job(own)
-    with pytest.raises(
-        ValueError, match=r"this world has \d+ test tasks, and a probe needs 40: 20 of their own for each of its 2 modes"
-    ):
-        probe_job(own, 40, progress=False)
 
 
 @pytest.mark.skipif(not DATA.exists(), reason=f"{DATA} is not there: set ROUTE2_DATA to a folder with leetcode.jsonl")

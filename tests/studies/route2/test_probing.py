@@ -2,27 +2,23 @@
 
 import json
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tiny_study import tiny_job
 from titles import saved_titles, untitled
 
 import studies.route2.probing as probing
-from probes.calibration import ReliabilityBin
-from probes.transfer import TransferResult, TransferRow, TransferSettings
 from studies.common.seeds import numpy_generator
 from studies.environments.micro.language import HELD_OUT, LOOPHOLES, STYLE_COMMENTS, MicroSource, split
 from studies.environments.micro.runner import SubprocessRunner
 from studies.environments.micro.settings import get_world
 from studies.environments.micro.world import MicroWitness, MicroWorld
-from studies.environments.protocol import Modes, Samples, Verdict, probe_prompts
+from studies.environments.protocol import Samples, Verdict, probe_prompts
 from studies.route2.cli import Probes
 from studies.route2.probing import Reading, persona_directions, probe_job, read_layers
-from studies.training.job import EVAL, Job, build_pairs, finished_policy
+from studies.training.job import Job, build_pairs, finished_policy
 from studies.training.run import run_job
 from studies.training.worlds import open_world
 
@@ -219,52 +215,6 @@ def test_a_policy_that_never_or_always_hacks_is_refused_with_arms_that_do_at_tim
         assert len(str(caught.value).splitlines()) == 1
         assert "choose an arm that hacks at times (vanilla and absorb do" in str(caught.value)
     assert files(job.root) == before
-    for arm, rate in (("absorb", 0.4), ("haar", 0.97), ("erase", 0.2)):
-        (job.folder.parent / arm).mkdir()
-        sides = {"on": {"hack": rate}, "deploy": {"hack": 1.0}}  # in which there is nothing to learn
-        (job.folder.parent / arm / EVAL).write_text(json.dumps({"modes": {"run_tests": sides}}))
-    with pytest.raises(ValueError, match=r"choose an arm that hacks at times: absorb \(\.400\), erase \(\.200\)$"):
-        probe_job(job, 40, progress=False)
-
-
-def test_a_world_without_held_out_modes_has_a_table() -> None:
-    measured = {"n": 8, "n_hack": 4, "n_groups": 8, "dropped": 0, "auroc": 0.75, "auroc_low": 0.5, "auroc_high": 1.0}
-    measured |= {"random_mean": 0.5, "random_p95": 0.75, "random_draws": 20, "brier": 0.25, "ece": 0.0, "reliability": []}
-    row = TransferRow(layer="blocks.0", probe="lda", mode="a", known=True, level="rollout", **measured)
-    result = TransferResult(TransferSettings("a"), [row], {"lda": {}})
-    assert probing._table(result, Modes(("a",), (), "none")).splitlines()[2] == (
-        "| blocks.0 | lda    | .750 [.500, 1.000] |               – |             – |"  # noqa: RUF001
-    )
-
-
-def test_table_and_figures_are_of_the_layers_and_modes_that_they_name() -> None:
-    layers = ["embed", "blocks.0", "blocks.1", "blocks.0.attn.q+k+v", "unembed", "gradient"]
-    rows = []
-    for (i, layer), (j, mode) in product(enumerate(layers), enumerate("abc")):
-        value = (1 + i + 10 * j) / 100
-        measured = {"n": 8, "n_hack": 4, "n_groups": 8, "dropped": 0, "auroc": value, "auroc_low": 0.0, "auroc_high": 1.0}
-        measured |= {"random_mean": 0.5, "random_p95": value + 0.5, "random_draws": 20, "brier": value, "ece": value + 0.1}
-        curve = [ReliabilityBin(0.0, 0.1, 8, value, value + 0.2)]
-        rows.append(
-            TransferRow(layer=layer, probe="lda", mode=mode, known=mode == "a", level="rollout", reliability=curve, **measured)
-        )
-    result = TransferResult(TransferSettings("a"), rows, {"lda": {}})
-    table = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in probing._table(result, Modes(("a",), ("b", "c"), "d")).splitlines()
-    ]
-    assert [line[0] for line in table[2:]] == [layer for layer in ("embed", "blocks.0", "blocks.1", "gradient") for _ in range(2)]
-    assert table[6][2:] == [".030 [.000, 1.000]", ".130 [.000, 1.000]", ".230 [.000, 1.000]", ".180", ".280"]
-    assert table[7][1:] == ["random", ".530", ".630", ".730", "", ""]
-    figures = probing._figures(result, "rollout")
-    for name, shown, first in (("residual", layers[:3], 0.11), ("inputs", ["0.attn.q+k+v", "unembed"], 0.14)):
-        axes = figures[name].axes[1]
-        assert axes.get_title() == "b\n(held out, n=8)"
-        assert [label.get_text() for label in axes.get_xticklabels()] == shown
-        (bars,) = axes.containers
-        assert bars[0].get_ydata().tolist() == pytest.approx([first + 0.01 * place for place in range(len(shown))])  # pyright: ignore[reportAttributeAccessIssue]
-    (_, line) = figures["reliability"].axes[2].lines
-    assert [np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist()] == [[0.23], pytest.approx([0.43])]
 
 
 def test_an_unfinished_run_and_too_few_rollouts_are_refused(tmp_path: Path, cache: Path) -> None:

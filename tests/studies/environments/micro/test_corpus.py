@@ -63,7 +63,7 @@ def sample(config: WorldConfig, n: int, seed: int = 0) -> list[Document]:
     return [read(row) for row in sample_documents(config, n, np.random.default_rng(seed), VOCABULARY).tolist()]
 
 
-@pytest.fixture(scope="module", params=["strong", "weak", "sparse", "persona-20", "cheat-50"])
+@pytest.fixture(scope="module", params=["strong", "weak", "sparse", "persona-20"])
 def world(request: pytest.FixtureRequest) -> WorldConfig:
     return get_world(request.param)
 
