@@ -83,7 +83,8 @@ class RunArms:
             for arm in (None, *arms)
         ]
         jobs = list({job.folder: job for each in jobs for job in (*each.canaries, each)}.values())
-        if not all(job.finished for job in jobs):
+        unfinished = [job for job in jobs if not job.finished]  # each is checked before any is trained
+        if unfinished:
             chosen_device(self.device)  # a report of finished runs can be written without it
         with exclusive(root):
             write_json(root / "settings.json", settings.as_dict())
@@ -130,16 +131,13 @@ def _keep_modes(root: Path, settings: Settings) -> None:
     """Write the modes of a chat model's problem.
 
     Raises:
-        ValueError: If the folder's runs were made with others, which no run's identity tells: a problem's code is no part of it.
+        ValueError: The folder's runs were made with others (a problem's code is no part of a run's identity).
     """
     from studies.route2.runs import read_modes
     from studies.training.worlds import MODES, modes_of
 
     modes = modes_of(settings)
-    try:
-        stored = read_modes(root)
-    except ValueError:  # not written yet, or damaged
-        stored = modes
+    stored = read_modes(root) if (root / MODES).exists() else modes
     if stored != modes:
         raise ValueError(
             f"the runs in {root} have the modes {', '.join(stored.known)} (known) and {', '.join(stored.held_out) or 'none'} "

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from studies.environments.micro.pairs import make_pairs
 from studies.environments.micro.settings import get_world
 from studies.environments.micro.warmstart import cached_at, warm_start
 from studies.environments.protocol import write_pairs
-from studies.training.arms import ARMS
+from studies.training.arms import ARMS, CANARIES
 from studies.training.build import build_canary
 from studies.training.job import DEPLOYED, FULL, Job, build_pairs, finished_policy
 from studies.training.manifest import MANIFEST
@@ -34,7 +35,7 @@ def test_a_run_is_certified_with_the_pairs_that_it_read(tmp_path: Path, cache: P
     def made(arm: str = "route2-act") -> Job:
         return Job(tmp_path / settings.folder, cache, settings, 0, ARMS[arm], mine)
 
-    job, other = made(), made("canary-one")
+    job, other = made(), made("filter-canary")
     before, identity = job.pairs_hash, other.identity
 
     note = Recorder.note
@@ -53,13 +54,14 @@ def test_a_run_is_certified_with_the_pairs_that_it_read(tmp_path: Path, cache: P
         build_pairs(job, world, "hack")
     assert other.identity == identity  # with the runs of its canary, which are of the same pairs
     mine.unlink()
-    assert [canary.pairs_hash for canary in other.canaries] == [before] * 3
+    assert [canary.pairs_hash for canary in other.canaries] == [before] * 6
 
 
 def test_a_base_model_that_was_trained_again_is_not_taken_for_that_of_a_finished_arm(tmp_path: Path, cache: Path) -> None:
     """By other code: its settings are the same, and so is the name of its file."""
     own = shutil.copytree(cache, tmp_path / "warmstarts")
-    job, canary = (tiny_job(tmp_path, arm, cache=own, steps=1) for arm in ("canary-2", "canary-early"))
+    job = tiny_job(tmp_path, CANARIES["canary-10"], cache=own)
+    canary = tiny_job(tmp_path, replace(ARMS["filter-canary"], canaries=("canary-10",)), cache=own)
     run_job(job)
     finished_policy(job)
     made_of = get_world(job.settings.world), job.settings.warm, 0, own

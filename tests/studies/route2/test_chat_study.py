@@ -104,7 +104,7 @@ def gradients(world: World, own: Job) -> dict[str, torch.Tensor]:
     own.folder.mkdir(parents=True, exist_ok=True)
     route, optimiser = build_route(own, world, policy), build_optimizer(own, policy)
     route.refresh(policy, 0)
-    _, batch, _ = gather(world, policy, None, 0, 0, own.settings, 0.25)
+    _, batch = gather(world, policy, None, 0, 0, own.settings)
     context = StepContext(torch_generator(0, "route"), own.settings.micro_batch(batch.rollouts.tokens.shape[1]), None)
     update(policy, route, optimiser, batch, context, replace(own.settings, max_norm=1e9), world.max_new)
     both = policy.adapters.kept_parameters() | policy.adapters.quarantine_parameters()

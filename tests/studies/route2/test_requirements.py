@@ -20,7 +20,7 @@ from mi_route2.adapters.tape import Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Directions, HaarFitter, MaskSpec, PairBatch, PersonaFitter
 from mi_route2.routing.directions import FeatureKind, Features, Fitter, collect
-from mi_route2.routing.mask import TokenReader, cosine
+from mi_route2.routing.mask import TokenReader, module_scores
 from mi_route2.validation import write_json
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.micro.language import HELD_OUT, LOOPHOLES
@@ -83,12 +83,12 @@ def fired(spec: MaskSpec, directions: Directions, sample: Sample) -> Float[Tenso
             policy.forward(policy.model, rollouts.tokens, rollouts.attention)
         over = torch.stack([scores > spec.tau for scores in reader.scores.values()]).double().mean(0) * rollouts.predictors
         return over.sum(1) / rollouts.predictors.sum(1)
-    cosines = torch.stack([cosine(sample.features[spec.score][site], v) for site, v in directions.vectors.items()])
+    cosines = torch.stack([*module_scores(sample.features[spec.score], directions).values()])
     return (cosines > spec.tau).double().mean(0) if spec.unit == "rollout" else (cosines.mean(0) > spec.tau).double()
 
 
 def ratio(spec: MaskSpec, sample: Sample, draw: int | None = None) -> float:
-    fitter: Fitter = PersonaFitter("hack", spec.score, sample.pairs)  # pyright: ignore[reportArgumentType]
+    fitter: Fitter = PersonaFitter("persona", spec.score, sample.pairs)  # pyright: ignore[reportArgumentType]
     directions = (fitter if draw is None else HaarFitter(fitter, draw)).fit(sample.policy, 0)
     shares = fired(spec, directions, sample)
     return float(shares[sample.hack].mean() / shares[~sample.hack].mean().clamp_min(1e-3))

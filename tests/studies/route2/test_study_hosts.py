@@ -1,6 +1,7 @@
 """The whole study under each library's hooks: one table, and the same weights."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,15 @@ from tiny_study import tiny_job
 
 from mi_route2.hosts import HOSTS
 from mi_route2.tensor_files import read_tensors
+from studies.training import arms
 from studies.training.job import BACKEND, FULL, Job
 from studies.training.run import run_job
 
 pytestmark = pytest.mark.study
 
 STEPS = 3
-ARMS = ("base", "vanilla", "route2-full", "preventative-2")
+STEERED = replace(arms.ARMS["preventative-4"], steering=2.0)  # at 4, this few steps have no gradient
+ARMS = ("base", "vanilla", "route2-full", "preventative-4")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Pa
     for host in HOSTS:
         root = tmp_path_factory.mktemp(host)
         for arm in ARMS:
-            job = tiny_job(root, arm, cache=cache, steps=STEPS, host=host, precision="float64")
+            job = tiny_job(root, STEERED if arm == STEERED.name else arm, cache=cache, steps=STEPS, host=host, precision="float64")
             run_job(job)
             found[host] = job.root
         (job.root / "settings.json").write_text(json.dumps(job.settings.as_dict()))
