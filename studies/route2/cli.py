@@ -83,7 +83,7 @@ class RunArms:
             for arm in (None, *arms)
         ]
         jobs = list({job.folder: job for each in jobs for job in (*each.canaries, each)}.values())
-        if not all(job.finished for job in jobs):
+        if not all([job.finished for job in jobs]):  # a folder of another run is refused before any work
             chosen_device(self.device)  # a report of finished runs can be written without it
         with exclusive(root):
             write_json(root / "settings.json", settings.as_dict())
