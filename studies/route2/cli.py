@@ -137,8 +137,8 @@ def _keep_modes(root: Path, settings: Settings) -> None:
 
     modes = modes_of(settings)
     try:
-        stored = read_modes(root)
-    except ValueError:  # not written yet, or damaged
+        stored = read_modes(root) if (root / MODES).exists() else modes
+    except ValueError:  # damaged
         stored = modes
     if stored != modes:
         raise ValueError(
