@@ -15,7 +15,7 @@ from studies.training.run import run_job
 pytestmark = pytest.mark.study
 
 STEPS = 3
-ARMS = ("base", "vanilla", "route2-full", "preventative")
+ARMS = ("base", "vanilla", "route2-full", "preventative-4")
 
 
 @pytest.fixture(scope="module")
