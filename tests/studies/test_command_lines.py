@@ -24,7 +24,6 @@ RUN: dict[str, tuple[list[str], str]] = {
 PRESETS = ("--preset", "--override", "--config")  # which lanes has not
 
 OTHERS: dict[str, tuple[str, list[str], str]] = {
-    "show, every 0": ("route2", ["show", "EMPTY", "--every", "0"], "every must be at least 1, not 0"),
     "steering, too few tasks": ("steering", ["run", "--tasks", "1"], "tasks=1 must be at least 2, the tasks of the bit-exact"),
     "tracing, an unknown arm": ("tracing", ["run", "--arms", "vanila"], "unknown arm 'vanila': did you mean 'vanilla'?"),
     "tracing, blocks of no folder": ("tracing", ["blocks", "NONE"], "NONE"),
