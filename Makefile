@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export MALLOC_MMAP_THRESHOLD_ = 67108864
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 
-.PHONY: install study evidence test test-rest test-shapes test-all test-vllm check check-tests docs bench soak fuzz clean
+.PHONY: install study evidence test test-rest test-shapes test-all test-vllm check check-tests docs bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -82,15 +82,5 @@ docs: $(STAMP)  ## build the write-up strictly into site/
 bench: $(STAMP)  ## paired ratios of time against peers
 	for name in routing hosts sweeps engine serve jail; do $(PY) -m studies.benchmarks $$name || exit 1; done
 
-soak: $(STAMP)  ## an hour of 32 clients of a server
-
-.venv-fuzz/.installed:
-	$(PYTHON) -m venv .venv-fuzz
-	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check 'schemathesis>=4.32,<5'
-	@touch $@
-
-fuzz: $(STAMP) .venv-fuzz/.installed  ## draw requests to a server from its own schema; schemathesis is in an environment of its own (ten minutes)
-	$(PY) -m tests.fuzz --schemathesis .venv-fuzz/bin/schemathesis --out docs/results/benchmarks/fuzz.json
-
 clean:  ## remove the virtual environment and built docs
-	rm -rf .venv .venv-vllm .venv-fuzz site
+	rm -rf .venv .venv-vllm site

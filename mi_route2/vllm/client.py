@@ -84,11 +84,6 @@ class VllmEngine:
         if generator is None:
             self._seeds.seed()
 
-    @checked
-    def check(self, request: Request) -> None:
-        """Raise what ``generate`` would raise for a request, without running it."""
-        resolved(request, self.facts, self.vectors)
-
     def _encoded(self, number: int, request: Request, key: str) -> tuple[dict[str, Any], dict[str, Any], EngineRequest]:
         sampling = request.sampling
         if sampling.seed is None and not sampling.plain:
@@ -212,15 +207,16 @@ def launch(
 
 
 def _rank(folders: Iterable[Path | str]) -> int:
-    """Return the smallest rank that vLLM reserves (it has steps) for the LoRAs in ``folders``."""
-    ranks = []
-    for folder in folders:
-        config = parse_object((Path(folder) / PEFT_CONFIG).read_bytes())
-        ranks += [config["r"], *config.get("rank_pattern", {}).values()]
-    for step in RANKS:
-        if step >= max(ranks):
-            return step
-    raise ValueError(f"a LoRA of rank {max(ranks)} is more than vLLM runs, which is {RANKS[-1]}: merge it with export_merged")
+    """Return the smallest rank that vLLM reserves for the LoRAs in ``folders``."""
+    configs = [parse_object((Path(folder) / PEFT_CONFIG).read_bytes()) for folder in folders]
+    return rank_of_vllm(max(rank for config in configs for rank in (config["r"], *config.get("rank_pattern", {}).values())))
+
+
+def rank_of_vllm(rank: int) -> int:
+    """Return the smallest rank that vLLM reserves, which has steps, for a LoRA of ``rank``; ``ValueError`` above the largest."""
+    if rank > RANKS[-1]:
+        raise ValueError(f"a LoRA of rank {rank} is more than vLLM runs, which is {RANKS[-1]}: attach adapters with a lower rank")
+    return next(step for step in RANKS if step >= rank)
 
 
 def resolved(request: Request, facts: Facts, vectors: Mapping[str, Vector]) -> tuple[tuple[Resolved, ...], Steering]:

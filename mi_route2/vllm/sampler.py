@@ -27,7 +27,7 @@ from mi_route2.adapters.io import export_peft, places
 from mi_route2.adapters.linear import LoRA
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts, still
-from mi_route2.vllm.client import RANKS, abandon, preserving_process
+from mi_route2.vllm.client import abandon, preserving_process, rank_of_vllm
 from mi_route2.vllm.facts import COLDEST, imported
 
 TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType({torch.float32: (1e-3, 1e-2), torch.bfloat16: (0.2, 2.0)})
@@ -54,14 +54,7 @@ def lora_settings(adapters: Adapters) -> dict[str, Any]:
         )
         for path, place in places(adapters).items()
     }
-    path = max(ranks, key=ranks.__getitem__)
-    for rank in RANKS:
-        if rank >= ranks[path]:
-            return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-    raise ValueError(
-        f"the adapters at {path} are a LoRA of rank {ranks[path]}, and vLLM runs {RANKS[-1]} at most: attach them with a rank "
-        "(an SVD of full rank has that of its weight), or sample without vLLM"
-    )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of_vllm(max(ranks.values()))}
 
 
 class PolicyLora:

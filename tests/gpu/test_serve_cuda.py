@@ -10,6 +10,7 @@ from gpu import DEVICE, NEEDS
 from served import OTHER, PROMPT, random_micro, running
 
 from mi_route2.serve.client import PatchStudy
+from mi_route2.tensor_files import unpack
 
 pytestmark = [pytest.mark.gpu, NEEDS]
 SITE = "blocks.1.resid_pre"
@@ -40,16 +41,15 @@ def test_a_stream_is_the_completion(both: tuple[PatchStudy, PatchStudy]) -> None
     assert text == own.complete(PROMPT, **FIRMLY)["choices"][0]["text"]
 
 
-def test_steering_captures_and_runs_are_the_cpus(both: tuple[PatchStudy, PatchStudy]) -> None:
+def test_steering_and_captures_are_the_cpus(both: tuple[PatchStudy, PatchStudy]) -> None:
     own, cpu = both
     plain = own.complete(PROMPT, **FIRMLY)["choices"][0]["logprobs"]["token_logprobs"]
     found = []
     for study in (own, cpu):
         capture = [{"site": SITE, "part": "all"}]
-        answer = study.complete(PROMPT, steering_vectors={SITE: "push"}, capture=capture, run="steered", **FIRMLY)
-        positions, values = study.values("steered", SITE)
-        found.append((positions, values, answer["choices"][0]["logprobs"]["token_logprobs"]))
-        study.drop("steered")
+        answer = study.complete(PROMPT, steering_vectors={SITE: "push"}, capture=capture, **FIRMLY)["choices"][0]
+        captured = answer["mi_route2"]["captured"][SITE]
+        found.append((captured["positions"], unpack(captured["rows"]), answer["logprobs"]["token_logprobs"]))
     (positions, values, logprobs), (expected_at, expected, theirs) = found
     assert positions == expected_at
     torch.testing.assert_close(values, expected, rtol=0, atol=CLOSE)

@@ -3,11 +3,10 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from mi_route2.patching.patches import FromRun, Patch, resolve
+from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.sites import Site
 from mi_route2.steering.specs import CLAMPS, Clamp, Monitor, Steer, Steering, Vector, looker
 
@@ -20,53 +19,24 @@ V = [1.0, -2.0, 0.5]
     ("make", "says"),
     [
         (lambda: Vector([1.0, math.nan]), "finite"),
-        (lambda: Vector([]), "1-D"),
         (lambda: Vector(torch.zeros(2, 2, 2)), "1-D"),
-        (lambda: Vector(torch.zeros(2, dtype=torch.bool)), "1-D"),
         (lambda: Vector(["a"]), "a list of numbers or a name"),
-        (lambda: Vector([True, False]), "a list of numbers or a name"),
-        (lambda: Vector([[True, False]]), "a list of numbers or a name"),
-        (lambda: Vector([1.0, np.True_]), "a list of numbers or a name"),
-        (lambda: Vector([[0.5, 1.0], torch.tensor([True, False])]), "a list of numbers or a name"),
-        (lambda: Vector([10**400]), "a list of numbers or a name"),
         (lambda: Patch(SITE, 2, torch.tensor([1.0, math.nan])), "the source of a patch holds NaN or infinity"),
-        (lambda: Patch(SITE, 2, torch.tensor([math.inf])), "the source of a patch holds NaN or infinity"),
-        (lambda: Patch(SITE, 2, torch.ones(3, dtype=torch.bool)), "real numbers, not of torch.bool"),
-        (lambda: Vector(""), "empty"),
         (lambda: Vector("later").data, "is not resolved"),
         (lambda: Steer(SITE, V, math.inf), "scale must be a finite number, not inf"),
-        (lambda: Vector(object()), "a list of numbers or a name"),
-        (lambda: Steer(SITE, V, "3"), "scale must be a finite number, not '3'"),
-        (lambda: Monitor(SITE, V, threshold=True), "threshold must be a finite number, not True"),
-        (lambda: Patch(SITE, True, "zeros"), "position must be a whole number"),
-        (lambda: Patch(SITE, 2, "zeros", "0.5"), "a number, or a tensor with one number per dimension"),
         (lambda: FromRun("run", -1), "position must be at least 0"),
-        (lambda: Clamp(SITE, [0.0, 0.0], value=1), "zeros"),
         (lambda: Clamp(SITE, V), "no bound"),
         (lambda: Clamp(SITE, V, low=2, high=1), "low must be the smaller"),
-        (lambda: Clamp(SITE, V, low=math.nan), "low must be the smaller"),
-        (lambda: Clamp(SITE, V, low=math.inf), "no number is between"),
         (lambda: Clamp(SITE, V, low=1, value=2), "a value and bounds"),
-        (lambda: Clamp(SITE, V, value=math.nan), "value must be a finite number or none, not nan"),
-        (lambda: Clamp(SITE, V, low=1, strength=math.inf), "strength must be a finite number, not inf"),
-        (lambda: Clamp(SITE, V, low=1, phase="later"), "phase must be one of both, prefill, decode, not 'later'"),
-        (lambda: Monitor(SITE, V, threshold=math.nan), "threshold must be a finite number, not nan"),
-        (lambda: Monitor(SITE, V, sharpness=-1), "sharpness must be at least 0, not -1"),
         (lambda: Monitor(SITE, V, mode="subtract"), "mode must be one of add, attenuate, not"),
-        (lambda: Monitor(SITE, V, gates=(EARLY,)), "cannot gate blocks.0.resid_pre"),
         (lambda: Monitor(SITE, V, adds=(Steer(EARLY, V),)), "cannot gate blocks.0.resid_pre"),
-        (lambda: Monitor(LATE, V, quarantine="close", quarantined=(QUARANTINE,)), "cannot gate"),
         (lambda: Monitor(Site(1, "q"), V, gates=(Site(1, "kept_out", "attn.k"),)), "on some models"),
-        (lambda: Monitor(SITE, V, quarantined=(QUARANTINE,)), "quarantine='open' or 'close'"),
         (lambda: Monitor(SITE, V, quarantine="close", quarantined=(LATE,)), "is not the output of an adapter"),
-        (lambda: Monitor(SITE, V, quarantine="shut"), "quarantine must be one of open, close or none"),
         (lambda: Monitor(SITE, V, prompt=True), "gates no quarantine"),
         (lambda: Monitor(SITE, V, depth=0.5), "only mode='attenuate' uses"),
         (lambda: Monitor(SITE, V, name="global:m"), "'global:m' is read as the monitor 'm' of all requests"),
-        (lambda: Monitor(SITE, V, mode="attenuate", depth=1.5), "between 0 and 1"),
         (lambda: Steering(clamps=(Clamp(SITE, V, low=0),) * (CLAMPS + 1)), f"at most {CLAMPS}"),
         (lambda: Steering(monitors=(Monitor(SITE, V), Monitor(SITE, [1.0]))), "two monitors"),
-        (lambda: Steering().vectors("later"), "tier='later' is not one of"),
         (lambda: Steering(base=(Steer(SITE, "later"),)).fingerprint(), "'later' is not resolved"),
         (lambda: looker({"here": Vector(V)})("there"), "there are: here"),
     ],
@@ -75,13 +45,6 @@ def test_what_cannot_be_is_refused(make, says):
     with pytest.raises(ValueError, match=says.replace("[", r"\[")) as error:
         make()
     assert "\n" not in str(error.value)
-
-
-def test_a_source_beyond_the_range_of_the_model_is_refused():
-    far = Patch(SITE, 2, torch.tensor([1.0, 1e300], dtype=torch.float64))
-    assert resolve([far], lambda _site: (2,), dtype=torch.float64)[0].source.tolist() == [1.0, 1e300]
-    with pytest.raises(ValueError, match=r"beyond the range of torch.float32: scale it down"):
-        resolve([far], lambda _site: (2,), dtype=torch.float32)
 
 
 def test_a_site_takes_as_many_clamps_in_each_phase():
@@ -143,9 +106,3 @@ def test_content_is_of_numbers_not_of_names():
     direct = Steering(base=(Steer(SITE, V),), monitors=(Monitor(SITE, V, name="two"),))
     assert named.resolved(looker({"v": Vector(V)})).fingerprint() == direct.fingerprint()
     assert named.resolved(looker({"v": Vector(V[::-1])})).fingerprint() != direct.fingerprint()
-
-
-def test_specs_are_equal_by_what_they_say():
-    assert replace(FULL) == FULL
-    assert all(other != FULL for other in OTHERS)
-    assert Steering(base=[Steer(SITE, V)]) == Steering(base=(Steer(SITE, V),))

@@ -155,20 +155,6 @@ def test_tiers_add_up_in_each_phase_at_every_kind_of_site(model):
     assert close(model.run(state)[0], model.plain(wanted))
 
 
-def test_nothing_to_do_gives_back_the_very_tensor(model):
-    h = torch.randn(3, 6, 16)
-    state = model.state(None, Steering(monitors=(Monitor(MID, model.vector(MID, 1), gates=()),)), None)
-    state.hold("other", Steering(base=(Steer(LATE, model.vector(LATE, 1)),)))
-    assert state.sites() == {MID, LATE}
-    assert state.begin(BatchLayout.of(PIECES))  # something is watched
-    assert state.at(MID, h) is h
-    assert state.at(LATE, h) is h
-    assert set(state.end().last()) == {1}
-    assert not state.begin(BatchLayout.of(PIECES[:1]))
-    assert state.at(MID, h[:1]) is not None
-    assert not state.end()
-
-
 def test_clamps_act_last_in_order_and_in_their_phase(model):
     u, w, v = (model.vector(LATE, seed) for seed in (1, 2, 3))
     clamps = (
@@ -279,22 +265,6 @@ def test_a_monitor_gates_what_its_formula_says_and_its_own_site_reads_what_came_
     assert (track.scores - unsteered[0] @ probe).abs().max() < 1e-12  # pristine, though the monitor's own site is steered
 
 
-@pytest.mark.parametrize("threshold", [-1e6, 1e6])
-@pytest.mark.parametrize("mode", ["add", "attenuate"])
-def test_a_saturated_monitor_is_a_switch_to_the_last_bit(model, threshold, mode):
-    monitor = Monitor(EARLY, model.vector(EARLY, 1), threshold, mode=mode, gate_rows=True)
-    with_rows, without = Steering(decode=(Steer(LATE, model.vector(LATE, 2)),)), Steering()
-    on = (threshold < 0) == (mode == "add")
-
-    def logits(spec: Steering, tier: bool) -> Tensor:
-        state = model.state(spec, spec, spec)
-        state.set_tier([Steer(MID, model.vector(MID, 3))] if tier else [])
-        return model.run(state)[0]
-
-    gated = logits(replace(with_rows, monitors=(monitor,)), tier=True)
-    assert torch.equal(gated, logits(with_rows if on else without, tier=on))
-
-
 def test_a_monitor_opens_and_closes_the_quarantine(model):
     with model.adapters.deployed(), torch.no_grad():
         deployed = model.host.logits(model.tokens, model.attention)
@@ -402,29 +372,6 @@ def test_equal_content_is_equal_action(seeds, first, second, watched):
             assert equal
 
 
-def test_content_is_empty_where_nothing_acts_and_follows_all_that_does(model):
-    v = model.vector(MID, 1)
-    state = model.state(Steering(monitors=(Monitor(MID, v, gates=()),)))
-    assert state.fingerprint(0, decode=False) == state.fingerprint(0, decode=True) == b""
-    seen = {b""}
-    for act in (
-        lambda: state.set_global("decode", [Steer(MID, v)]),
-        lambda: state.set_scale(0.5, request=0),
-        lambda: state.set_tier([Steer(LATE, v)]),
-        lambda: state.set_scale(0.5),
-        lambda: state.set_monitor(Monitor(MID, v, name="gate"), request=0),
-        lambda: state.set_monitor(Monitor(MID, v, 1.0, name="gate"), request=0),
-        lambda: state.set_monitor(Monitor(EARLY, v, quarantine="open")),
-        lambda: (state.hold("other", Steering(base=(Steer(EARLY, v),))), state.override(0, "other")),
-    ):
-        act()
-        content = state.fingerprint(0, decode=True)
-        assert content not in seen
-        seen.add(content)
-        assert state.fingerprint(0, decode=False) == b""
-    assert len(seen) == 9
-
-
 def test_an_override_a_scale_and_a_monitor_outlive_preemption(model):
     own = Steering(base=(Steer(MID, model.vector(MID, 1)),))
     state = model.state(own, own, own)
@@ -439,97 +386,3 @@ def test_an_override_a_scale_and_a_monitor_outlive_preemption(model):
     state.admit(0, own)
     assert state.fingerprint(0, decode=True) == content
     assert torch.equal(model.run(state)[0], before)
-
-
-def test_sites_and_their_version_follow_what_acts(model):
-    state, v = model.state(), model.vector(MID, 1)
-    assert (state.sites(), state.version) == (frozenset(), 0)
-    state.admit(0, None)
-    assert state.version == 0
-    state.admit(1, Steering(base=(Steer(MID, v),)))
-    assert (state.sites(), state.version) == ({MID}, 1)
-    state.admit(2, Steering(base=(Steer(MID, 2 * v),)))
-    assert state.version == 1
-    state.set_monitor(Monitor(EARLY, v, quarantine="close"), request=0)
-    assert (state.sites(), state.version) == ({EARLY, MID, QUARANTINES[1]}, 2)
-    state.clear_monitor(str(EARLY), request=0)
-    state.set_tier([Steer(LATE, v), Steer(EARLY, 0 * v)])
-    assert (state.sites(), state.version) == ({MID, LATE}, 4)
-
-
-def test_what_was_left_out_is_an_error(model):
-    state, h, v = model.state(), torch.randn(3, 6, 16, dtype=torch.float64), model.vector(MID, 1)
-    with pytest.raises(RuntimeError, match="call begin"):
-        state.at(MID, h)
-    with pytest.raises(RuntimeError, match="request 0 is in the batch but was not admitted"):
-        state.begin(BatchLayout.of(PIECES))
-    for request in range(3):
-        state.admit(request, Steering(base=(Steer(LATE, v),), monitors=(Monitor(MID, v, gate_rows=True),)))
-    state.begin(BatchLayout.of(PIECES))
-    with pytest.raises(RuntimeError, match="fired before its monitor"):
-        state.at(LATE, h)
-    with pytest.raises(RuntimeError, match=r"blocks.1.resid_mid, which did not fire"):
-        state.end()
-    state.begin(BatchLayout.of(PIECES))
-    with pytest.raises(ValueError, match=r"a value of shape \[3, 1, 16\]"):
-        state.at(MID, h[:, :1])
-
-
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        (Steering(base=(Steer(MID, [1.0]),)), "has 1 numbers, but the site has 16"),
-        (Steering(base=(Steer(MID, [1.0] * 16), Steer(MID, [1.0] * 15))), "has 15 numbers, but the site has 16"),
-        (Steering(base=(Steer(MID, [1.0] * 16),), decode=(Steer(LATE, [1.0] * 2), Steer(LATE, [1.0] * 3))), "has 2 numbers"),
-        (Steering(base=(Steer(MID, "v"),)), "no vector is registered as 'v'"),
-        (Steering(base=(Steer(MID, [3e38] * 16, 10.0),)), "beyond the range of torch.float32"),
-        (Steering(monitors=(Monitor(MID, [1e39] * 16),)), f"the vector at {MID} is beyond the range of torch.float32"),
-        (Steering(base=(Steer(MID, torch.ones(4, 4)),)), r"has the shape \[4, 4\], but the site has \[16\]: give it so, or flat"),
-        (Steering(clamps=(Clamp(QUERY, torch.ones(8, 2), value=1),)), r"has the shape \[8, 2\], but the site has"),
-        (Steering(monitors=(Monitor(QUERY, torch.ones(2, 8)),)), r"has the shape \[2, 8\], but the site has"),
-        (Steering(clamps=(Clamp(MID, [1.0], value=1),)), "the clamp's direction at"),
-        (Steering(monitors=(Monitor(MID, [1.0]),)), "the probe at"),
-        (Steering(monitors=(Monitor(MID, [1.0] * 16, adds=(Steer(LATE, [1.0]),)),)), "the vector at"),
-        (Steering(monitors=(Monitor(MID, [1.0] * 16, adds=(Steer(LATE, [1.0] * 16), Steer(LATE, [1.0] * 3))),)), "has 3 numbers"),
-        (Steering(monitors=(Monitor(LATE, [1.0] * 16, quarantine="close"),)), "at its site or later there are: none"),
-    ],
-)
-def test_a_request_that_cannot_be_steered_as_it_asks_is_refused_whole(model, spec, says):
-    state = model.state(dtype=torch.float32)
-    before = state.snapshot()
-    with pytest.raises(ValueError, match=says):
-        state.admit(0, spec)
-    with pytest.raises(ValueError, match=says):
-        state.admit(0, replace(spec, decode=(*spec.decode, Steer(LATE, model.vector(LATE, 1)))))
-    assert state.snapshot() == before
-    assert state.requests == ()
-
-
-def test_a_vector_may_be_by_head_flat_or_one_row(model: Model) -> None:
-    state = model.state()
-    for values in (torch.ones(model.shapes[QUERY]), torch.ones(16), torch.ones(1, 16)):
-        state.check(Steering(base=(Steer(QUERY, values),)))
-
-
-@pytest.mark.parametrize("scope", ["all", "a request", "a request's own"])
-def test_monitors_of_every_quarantine_follow_the_quarantines_that_there_are(model: Model, scope: str) -> None:
-    """Whichever were there when the monitor was set; one that names its own, or is left without any, stays as it was."""
-    first = Site(0, "resid_pre")
-    every = Monitor(first, model.vector(EARLY, 1), quarantine="close", name="every")
-    named = Monitor(first, model.vector(EARLY, 1), quarantine="close", quarantined=(QUARANTINES[1],), name="named")
-    state = SteeringState(lambda _site: (16,), dtype=torch.float64, adapter_sites=QUARANTINES[1:])
-    state.admit(0, Steering(monitors=(every, named)) if scope == "a request's own" else None)
-    if scope != "a request's own":
-        for monitor in (every, named):
-            state.set_monitor(monitor, request=0 if scope == "a request" else None)
-    alone, content = state.sites(), state.fingerprint(0, decode=True)
-    assert alone == {first, QUARANTINES[1]}
-    state.set_adapter_sites(QUARANTINES)
-    assert state.sites() == {first, *QUARANTINES}
-    assert state.fingerprint(0, decode=True) != content
-    state.set_adapter_sites(())
-    assert state.sites() == {first, *QUARANTINES}
-    state.set_adapter_sites(QUARANTINES[1:])
-    assert (state.sites(), state.fingerprint(0, decode=True)) == (alone, content)
-    state.release(0)
-    assert state.sites() == (alone if scope == "all" else frozenset())

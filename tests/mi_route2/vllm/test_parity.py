@@ -229,29 +229,6 @@ def test_monitors_gate_in_the_same_forward_and_read_as_in_our_engine(pair: Pair)
         assert list(one.readings) == list(range(len(PROMPT) + 4))
 
 
-def test_many_requests_with_different_ends_leave_nothing_behind(pair: Pair) -> None:
-    """More requests than run at once, of different lengths; on the second model many are preempted."""
-    requests = []
-    for i in range(24):
-        prompt = PROMPT[: 10 + i]
-        push = Steering(decode=(Steer(MID, row(WIDTH, seed=i), 0.2),), monitors=(Monitor(MID, row(WIDTH, seed=i + 1)),))
-        patch = (Patch(Site(0, "resid_post"), 4, row(WIDTH, seed=i)),) if i % 3 == 0 else ()
-        capture = (Capture(Site(1, "mlp_out"), TokenSelection("generated")),) if i % 4 == 0 else ()
-        sampling = Sampling(max_new=40 + i, logprobs=VOCAB)
-        requests.append(
-            Request(prompt, sampling, patch=patch, capture=capture, steering=push if i % 2 else None, readings=i % 5 == 1)
-        )
-    pair.run(requests)
-    pair.run([Request(PROMPT, FULL)])
-    worker = pair.theirs.llm.collective_rpc(lambda worker: worker)[0]
-    state = worker._mi_route2[0]
-    assert not state.results
-    assert not state._hooks
-    assert state.steering.rows.used == 0
-    assert not state.steering.requests
-    assert len(state._running) <= 1
-
-
 def test_an_intervention_that_is_too_strong_is_an_error_of_its_own_request(pair: Pair) -> None:
     strong = Request(
         PROMPT,

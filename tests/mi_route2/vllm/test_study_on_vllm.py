@@ -75,16 +75,6 @@ def test_a_run_on_vllm_ends_goes_on_and_says_what_it_cannot_promise(
     assert list(rates) == ["last_word", "confidence", "none"]
 
 
-def test_what_vllm_cannot_sample_is_refused_before_any_work(settings: Settings, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown sampler 'sglang': choose from torch, vllm"):
-        job(tmp_path, settings, sampler="sglang")
-    with pytest.raises(ValueError, match=r"vLLM does not compute in torch\.float64"):
-        job(tmp_path, settings, sampler="vllm", precision="float64")
-    with pytest.raises(ValueError, match="vLLM samples from a chat model: give --model and --world"):
-        job(tmp_path, Settings(), sampler="vllm")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_world_gives_its_sampler_what_it_would_have_sampled_itself(settings: Settings, tmp_path: Path) -> None:
     """Prompts in tokens, length, temperature, generator and ends; and takes the completions as its own."""
     seen: dict[str, Any] = {}

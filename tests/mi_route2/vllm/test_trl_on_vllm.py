@@ -202,23 +202,3 @@ def test_stale_adapters_end_the_training(
     with pytest.raises(RuntimeError, match="it runs other weights"):
         trainer.train()
     assert trainer.state.global_step == 1  # the first step was sampled from what vLLM had read
-
-
-def test_training_that_was_interrupted_while_vllm_samples_can_begin_again(
-    trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = trainer_of(steps=1)
-    llm = trainer.vllm_generation.llm
-    (model,) = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
-
-    def stop(*_given: object, **_named: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(type(model), "forward", stop)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-    assert not llm.llm_engine.has_unfinished_requests()
-    watch = Watch(trainer, monkeypatch)
-    trainer.train()
-    assert max(watch.gaps) <= CLOSE
