@@ -18,13 +18,13 @@ RUN: dict[str, tuple[list[str], str]] = {
     "no option of sbatch": (["--executor", "slurm", "--slurm", "qos"], "'qos' is no option of sbatch"),
     "an unknown preset": (["--preset", "strnog"], "unknown preset 'strnog': did you mean 'strong'?"),
     "an unknown setting": (["--override", "stpes=3"], "unknown setting 'stpes': did you mean 'steps'?"),
-    "no number": (["--override", "kl=nan"], "kl must be a finite number of at least 0, not 'nan'"),
+    "no number": (["--override", "kl=nan"], "kl must be a finite number, not 'nan'"),
     "a config file that is not there": (["--config", "NONE"], "--config NONE cannot be read (No such file"),
 }
 PRESETS = ("--preset", "--override", "--config")  # which lanes has not
 
 OTHERS: dict[str, tuple[str, list[str], str]] = {
-    "show, every 0": ("route2", ["show", "EMPTY", "--every", "0"], "every must be at least 1, not 0"),
+    "show, every 0": ("route2", ["show", "EMPTY", "--every", "0"], "every must be greater than or equal to 1, not 0"),
     "steering, too few tasks": ("steering", ["run", "--tasks", "1"], "tasks=1 must be at least 2, the tasks of the bit-exact"),
     "tracing, an unknown arm": ("tracing", ["run", "--arms", "vanila"], "unknown arm 'vanila': did you mean 'vanilla'?"),
     "tracing, blocks of no folder": ("tracing", ["blocks", "NONE"], "NONE"),
