@@ -230,7 +230,7 @@ def test_a_completion_that_would_not_fit_is_refused_and_not_cut(watched: Watched
         assert one[-1] == END or len(one) == room
     with pytest.raises(ValueError, match=r"need 257 positions, and this vLLM has 256: .*max_model_len"):
         watched.sample(8, prompts, max_new=room + 1)
-    with pytest.raises(TypeError, match=r"max_new must be an int, not .* 2\.5"):
+    with pytest.raises(TypeError, match=r"max_new must be int, not .* 2\.5"):
         watched.sample(8, prompts, max_new=2.5)  # pyright: ignore
     with pytest.raises(ValueError, match=rf"a prompt has the token {VOCAB}, and the model knows 0 to {VOCAB - 1}"):
         watched.sample(8, [*prompts, [3, VOCAB]])

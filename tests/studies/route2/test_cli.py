@@ -64,7 +64,7 @@ BAD = {
         ["--override", "stpes=3"],
         "unknown setting 'stpes': did you mean 'steps'? choose from world, adapt, kept",
     ),
-    "a word for a number": (["--override", "steps=many"], "steps must be a valid integer, unable to parse string as an integer, not 'many'"),
+    "a word for a number": (["--override", "steps=many"], "steps must be a valid integer, unable to parse"),
     "a LoRA without a rank": (["--override", "kept_rank=none"], "a LoRA kept adapter needs a rank"),
 }
 
