@@ -43,8 +43,7 @@ from mi_route2.hosts.base import Host, ModelVersion
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.patching.patches import FromRun, Resolved, resolve
 from mi_route2.runs import RunStore
-from mi_route2.runs.disk import invalid
-from mi_route2.runs.rows import demand_name
+from mi_route2.runs.store import demand_name, invalid
 from mi_route2.steering.plan import MonitorReading
 from mi_route2.steering.specs import VectorLike, looker
 from mi_route2.steering.state import SteeringState

@@ -17,7 +17,7 @@ from mi_route2.engine.sampling import Sampling, TokenIds
 from mi_route2.engine.text import GrowingText
 from mi_route2.patching.patches import Patch, Resolved
 from mi_route2.runs.record import TokenSelection
-from mi_route2.runs.writer import Writer
+from mi_route2.runs.store import Writer
 from mi_route2.sites import Site
 from mi_route2.steering.plan import MonitorReading
 from mi_route2.steering.specs import At, Plain, Steering, several

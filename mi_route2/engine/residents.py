@@ -14,7 +14,7 @@ from mi_route2.engine.scheduler import Admission
 from mi_route2.hosts.base import ModelVersion
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.runs import RunStore
-from mi_route2.runs.rows import BEHIND
+from mi_route2.runs.store import BEHIND
 from mi_route2.sites import Site
 from mi_route2.steering.state import SteeringState
 from mi_route2.steering.table import TableFullError

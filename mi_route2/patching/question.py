@@ -19,9 +19,7 @@ from mi_route2.hosts.base import Host
 from mi_route2.patching.forwards import Whole
 from mi_route2.patching.targets import Choice, choose
 from mi_route2.rollouts import vocabulary
-from mi_route2.runs.disk import invalid
-from mi_route2.runs.rows import BEHIND
-from mi_route2.runs.store import RunStore
+from mi_route2.runs.store import BEHIND, RunStore, invalid
 from mi_route2.sites import Site
 
 

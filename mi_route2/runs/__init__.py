@@ -1,7 +1,5 @@
 """Store of captured runs: activations that are read, compared and patched in later."""
 
-from mi_route2.runs.rows import Kind, RunInfo, Stats
-from mi_route2.runs.store import RunStore
-from mi_route2.runs.writer import Writer
+from mi_route2.runs.store import RunInfo, RunStore, SiteRows, Stats, Writer
 
-__all__ = ["Kind", "RunInfo", "RunStore", "Stats", "Writer"]
+__all__ = ["RunInfo", "RunStore", "SiteRows", "Stats", "Writer"]

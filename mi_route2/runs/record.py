@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mi_route2.checks import Mask, as_mask, checked
 from mi_route2.hosts.base import Edit, Host
-from mi_route2.runs import RunStore, Writer
+from mi_route2.runs.store import RunStore, Writer
 from mi_route2.sites import Site
 from mi_route2.validation import validated
 

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 
 from mi_route2.engine import Engine
 from mi_route2.runs import RunStore
-from mi_route2.runs.rows import automatic, available
+from mi_route2.runs.store import automatic, available
 from mi_route2.serve.api import openai, patch
 from mi_route2.serve.api.schema import (
     ClearSteering,

@@ -115,5 +115,5 @@ class Settings:
     def read(folder: Path) -> "Settings":
         """Return the settings that ``write`` stored in a folder; ``ValueError`` if the folder has none."""
         remedy = "give a folder that `run` created"
-        run = read_settings(RunSettings, folder / RUN, remedy, optional=("chat",))
-        return read_settings(Settings, folder / FILE, remedy, optional=("run.chat",), run=run.as_dict())
+        run = read_settings(RunSettings, folder / RUN, remedy)
+        return read_settings(Settings, folder / FILE, remedy, run=run.as_dict())

@@ -102,7 +102,7 @@ def load(root: Path) -> Traces:
     settings = Settings.read(root / "settings.json")
     if root.name != settings.folder:
         raise ValueError(f"the settings in {root} are those of {settings.folder}: do not rename or edit a study folder")
-    training = read_settings(Training, root / "training.json", "give a folder of this study", optional=("chat",))
+    training = read_settings(Training, root / "training.json", "give a folder of this study")
     if training.digest != settings.training:
         raise ValueError(f"{root} does not match its settings (training.json was changed): run the study again")
     contents, effects = {}, {}

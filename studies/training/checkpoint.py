@@ -137,7 +137,7 @@ def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpo
     if meta.get("format") != FORMAT:
         raise ValueError(f"{path} is not a checkpoint of this study (format {meta.get('format')!r}, expected {FORMAT!r})")
     try:
-        header = read_record(_Header, meta, optional=("provenance",))
+        header = read_record(_Header, meta)
         marks, provenance = header.marks, None if header.provenance is None else read_record(Provenance, header.provenance)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: its header is not of this version ({error})") from error

@@ -44,7 +44,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        return read_record(Manifest, read_object(path, REMEDY), optional=UNUSUAL)
+        return read_record(Manifest, read_object(path, REMEDY))
     except ValueError as error:
         told = str(error) if str(path) in str(error) else f"{path} is damaged ({error})"
         raise ValueError(f"{told}; delete {folder} to run this arm again") from error

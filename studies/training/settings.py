@@ -144,7 +144,7 @@ class Settings:
         """
         inside = ", ".join(str(one.parent) for one in sorted(path.parent.glob("*/settings.json")))
         run = inside or "runs/<preset>-<hash>, which `python -m studies.route2 run` makes"
-        return read_settings(Settings, path, f"point at a run folder{':' if inside else ','} {run}", optional=("chat",))
+        return read_settings(Settings, path, f"point at a run folder{':' if inside else ','} {run}")
 
     @property
     def digest(self) -> str:

@@ -71,7 +71,7 @@ def test_a_width_of_nothing_and_a_policy_are_refused() -> None:
     policy = make_policy("MicroGPT", LORA)[1]
     with pytest.raises(ValueError, match="at least 1, not 0"):
         Fingerprint.draw(policy.adapters, 0)
-    with pytest.raises(TypeError, match="adapters must be an Adapters, not a Policy: give what attach"):
+    with pytest.raises(TypeError, match="adapters must be Adapters, not Policy"):
         Fingerprint.draw(policy)  # pyright: ignore[reportArgumentType]
 
 

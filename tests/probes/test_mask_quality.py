@@ -237,7 +237,7 @@ def test_labels_of_zero_and_one_are_no_row_numbers():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"cluster": np.array([0, 1])}, r"cluster must be an int array \[n\]"),
+        ({"cluster": np.array([0, 1])}, r"cluster must be Int\[ndarray, 'n'\]"),
         ({"cluster": np.array([0, 1, 4])}, "clusters are numbered from 0 to 2"),
         ({"cluster": np.array([0, 1, -1])}, "clusters are numbered from 0 to 2"),
         ({"level": 95.0}, "strictly between 0 and 1"),

@@ -198,7 +198,7 @@ def test_a_rollout_without_predictor_positions_is_refused():
     mask[3] = False
     with pytest.raises(ValueError, match=r"\[3\]"):
         pool(h, mask)
-    with pytest.raises(ValueError, match=r"mask must be .*, not a bool tensor \[40 6\], where h is \[40 5 5\]"):
+    with pytest.raises(ValueError, match=r"mask must be .*, not a Tensor of torch.bool and shape \[40, 6\]"):
         pool(h[:, 1:], torch.ones_like(mask))  # of sequences with one token more
 
 
@@ -521,9 +521,9 @@ def test_a_probe_is_frozen_when_it_is_made():
 
 
 def test_an_affine_probe_is_a_vector_and_a_number():
-    with pytest.raises(ValueError, match=r"weight must be a float tensor \[d\], not a float32 tensor \[2 2\]"):
+    with pytest.raises(ValueError, match=r"weight must be Float\[Tensor, 'd'\], not a Tensor of torch.float32 and shape \[2, 2\]"):
         AffineProbe(torch.ones(2, 2), 0.0)
-    with pytest.raises(TypeError, match="bias must be a float, not None"):
+    with pytest.raises(TypeError, match="bias must be float, not NoneType"):
         AffineProbe(torch.ones(2), None)
 
 

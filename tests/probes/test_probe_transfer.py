@@ -273,7 +273,7 @@ def test_splits_follow_the_generator():
     first, same, other = (split_groups(group, hack, (0.5, 0.5), np.random.default_rng(seed))[0] for seed in (0, 0, 1))
     assert (first == same).all()
     assert (first != other).any()
-    with pytest.raises(ValueError, match="write hack != 0"):  # as row numbers 0 and 1 they would say which groups have a hack
+    with pytest.raises(ValueError, match="hack must be Bool"):  # as row numbers 0 and 1 they would say which groups have a hack
         split_groups(group, hack.astype(int), (0.5, 0.5), np.random.default_rng(0))
 
 
@@ -370,21 +370,7 @@ def test_every_label_is_looked_at():
     for wrong in ("False", 2, None):
         with pytest.raises((TypeError, ValueError), match=r"True or False|Sequence"):
             dataclasses.replace(data, hack=[*data.hack[1:], wrong])
-    with pytest.raises(TypeError, match=r"make it one with np\.asarray"):
-        dataclasses.replace(data, hack=[1, 0] * (N // 2))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"an int64 array \[240\]: write hack != 0"):
-        dataclasses.replace(data, hack=np.asarray([1, 0] * (N // 2)))
     assert dataclasses.replace(data, hack=np.asarray([1, 0] * (N // 2)) != 0).hack == [True, False] * (N // 2)
-    with pytest.raises(ValueError, match=r"not a bool tensor \[240\]: give \.numpy\(\) of it"):
-        dataclasses.replace(data, hack=torch.ones(N) > 0)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"not a bool array \[240 4\]: make it one with torch\.as_tensor"):
-        dataclasses.replace(data, mask=data.mask.numpy())  # pyright: ignore[reportArgumentType]
-    for modes in (np.array(data.mode), pd.Series(data.mode)):
-        with pytest.raises(TypeError, match=r"mode must be a list\[str\], not .*: give \.tolist\(\) of it"):
-            dataclasses.replace(data, mode=modes)  # pyright: ignore[reportArgumentType]
-    flat = {**data.hidden, "flat": data.hidden["signal"][..., 0]}
-    with pytest.raises(TypeError, match=r"hidden must be a dict\[str, Float\[Tensor, 'b s _d'\]\], not the dict"):
-        dataclasses.replace(data, hidden=flat)
 
 
 # Edges --------------------------------------------------------------------------------------------------------------
@@ -416,7 +402,7 @@ def test_settings_that_do_not_fit_are_refused(change, fault):
 
 def test_settings_and_datasets_check_themselves():
     data = world()
-    with pytest.raises(ValueError, match="at least 20"):
+    with pytest.raises(ValueError, match="greater than or equal to 20"):
         TransferSettings(known="known", draws=5)
     for wrong in (
         {"levels": ()},

@@ -18,7 +18,7 @@ RUN: dict[str, tuple[list[str], str]] = {
     "no option of sbatch": (["--executor", "slurm", "--slurm", "qos"], "'qos' is no option of sbatch"),
     "an unknown preset": (["--preset", "strnog"], "unknown preset 'strnog': did you mean 'strong'?"),
     "an unknown setting": (["--override", "stpes=3"], "unknown setting 'stpes': did you mean 'steps'?"),
-    "no number": (["--override", "kl=nan"], "kl must be a finite number of at least 0, not 'nan'"),
+    "no number": (["--override", "kl=nan"], "kl must be a finite number, not 'nan'"),
     "a config file that is not there": (["--config", "NONE"], "--config NONE cannot be read (No such file"),
 }
 PRESETS = ("--preset", "--override", "--config")  # which lanes has not

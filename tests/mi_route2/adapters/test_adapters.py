@@ -355,7 +355,7 @@ def test_a_quarantine_draws_its_a_with_variance_one_over_d_in() -> None:
         (lambda: attach(make_model(), "blocks.*", spec=AdapterSpec(rank=17), generator=torch.Generator()), r"outside 1\.\.16"),
         (
             lambda: attach(make_model(), "blocks.*", spec=AdapterSpec(quarantine_rank=0), generator=torch.Generator()),
-            "quarantine_rank must be at least 1, not 0",
+            "quarantine_rank must be greater than or equal to 1, not 0",
         ),
     ],
 )

@@ -219,7 +219,7 @@ def test_what_cannot_be_run_is_said() -> None:
             CleanRun.capture(HOST, prompt, "resid_pre")
     for run, said in (
         (lambda: CleanRun({}, torch.zeros(VOCAB), (5, 6, 7)), "values of at least one site"),
-        (lambda: CleanRun({Site(0, "z"): torch.zeros(3, 16)}, torch.zeros(1, VOCAB)), r"logits must be a float tensor \[v\]"),
+        (lambda: CleanRun({Site(0, "z"): torch.zeros(3, 16)}, torch.zeros(1, VOCAB)), r"logits must be Float"),
         (lambda: sweep(HOST, **{**ASKED, "clean": unscored()}), "the score of the clean run is nan"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -132,7 +132,7 @@ def test_momentum_leaks_what_the_gradient_lost() -> None:
 
 def test_misuse_is_an_error() -> None:
     policy, batch = make_policy(SPECS["svd"]), make_batch(6)
-    with pytest.raises(ValueError, match="k must be at least 1"):
+    with pytest.raises(ValueError, match="k must be greater than or equal to 1"):
         EraseSpec(k=0)
     fresh = EraseRoute(EraseSpec(), FixedFitter(axes(policy, 3)))
     with pytest.raises(RuntimeError, match="refresh"):

@@ -270,8 +270,8 @@ def test_the_table_of_combinations_is_the_whole_truth() -> None:
     ("changes", "sentence"),
     [
         ({"kept_advantage": "unflagged"}, "before the loss"),
-        ({"negative_scale": -0.1}, "at least 0"),
-        ({"refresh_every": -1}, "at least 0"),
+        ({"negative_scale": -0.1}, "greater than or equal to 0"),
+        ({"refresh_every": -1}, "greater than or equal to 0"),
     ],
 )
 def test_bad_settings_are_refused_with_a_sentence(changes: dict[str, object], sentence: str) -> None:

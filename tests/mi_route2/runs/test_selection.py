@@ -71,7 +71,7 @@ def test_the_order_of_asking_makes_no_difference() -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"part": "middle"}, "part must be one of all, prompt, generated, last"),
+        ({"part": "middle"}, "part must be .all., .prompt., .generated. or .last."),
         ({"part": "last", "positions": [1]}, "contradict"),
         ({"positions": []}, "positions is empty"),
         ({"token_ids": []}, "token_ids is empty"),
