@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.checks import Mask, checked
-from probes.probe import inner, pool, require_width, widen
+from mi_route2.probes.probe import inner, pool, require_width, widen
 
 
 @checked

@@ -18,7 +18,7 @@ from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
 
 from mi_route2.checks import checked
-from probes.auroc import Labels, binary
+from mi_route2.probes.auroc import Labels, binary
 
 
 @dataclass(frozen=True)

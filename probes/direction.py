@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.checks import Mask, checked
-from probes.probe import Labels, inner, pool, require_width, unit_vector, widen
+from mi_route2.probes.probe import Labels, inner, pool, require_width, unit_vector, widen
 
 Score = Literal["cosine", "projection"]
 

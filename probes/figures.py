@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure, style
-from probes.probe import Unit
-from probes.transfer import TransferResult, TransferRow
+from mi_route2.probes.probe import Unit
+from mi_route2.probes.transfer import TransferResult, TransferRow
 
 COLORS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")

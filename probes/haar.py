@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.checks import Mask, checked
-from probes.direction import DirectionProbe, Score
-from probes.probe import Labels, unit_vector
+from mi_route2.probes.direction import DirectionProbe, Score
+from mi_route2.probes.probe import Labels, unit_vector
 
 
 @checked

@@ -14,8 +14,8 @@ import torch
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
 from mi_route2.checks import checked
-from probes.affine import AffineProbe
-from probes.probe import ExampleStore, Unit
+from mi_route2.probes.affine import AffineProbe
+from mi_route2.probes.probe import ExampleStore, Unit
 
 
 @checked

@@ -5,7 +5,7 @@
 
 scikit-learn's LogisticRegression. Standardization gives C the same meaning at every layer; omega balances the classes, so that the
 hack rate of the training set does not change the threshold. The score is the log odds at equal odds: calibrate it
-(`probes.calibration`) before using it as a probability elsewhere.
+(`mi_route2.probes.calibration`) before using it as a probability elsewhere.
 """
 
 import numpy as np
@@ -14,8 +14,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
 from mi_route2.checks import checked
-from probes.affine import AffineProbe
-from probes.probe import ExampleStore, Unit
+from mi_route2.probes.affine import AffineProbe
+from mi_route2.probes.probe import ExampleStore, Unit
 
 
 @checked

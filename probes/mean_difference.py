@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.checks import Mask, checked
-from probes.affine import AffineProbe
-from probes.probe import Labels, Unit, examples, require_both_classes, require_width, unit_vector
+from mi_route2.probes.affine import AffineProbe
+from mi_route2.probes.probe import Labels, Unit, examples, require_both_classes, require_width, unit_vector
 
 
 @checked

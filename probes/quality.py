@@ -11,7 +11,7 @@ selected as hacks, and would improve every other number.
 import numpy as np
 from jaxtyping import Bool
 
-from probes.auroc import auroc, binary
+from mi_route2.probes.auroc import auroc, binary
 
 Flags = list[bool] | list[int]
 KEYS = ("auroc", "precision", "recall", "f05", "fire_hack", "fire_clean", "fire_teacher", "fire_ratio")

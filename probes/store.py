@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mi_route2.checks import checked
 from mi_route2.files import parse_json
+from mi_route2.probes.affine import AffineProbe
+from mi_route2.probes.direction import DirectionProbe, Score
+from mi_route2.probes.probe import Probe
 from mi_route2.tensor_files import read_tensors, write_tensors
-from probes.affine import AffineProbe
-from probes.direction import DirectionProbe, Score
-from probes.probe import Probe
 
 FORMAT = "mi-route2 probe 1"
 

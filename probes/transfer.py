@@ -19,15 +19,15 @@ from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 
+from mi_route2.probes.auroc import auroc, auroc_interval, cluster_draws
+from mi_route2.probes.calibration import Calibrator, ReliabilityBin, brier, ece, fit_isotonic, fit_platt, reliability
+from mi_route2.probes.dataset import Dataset, group_ids, split_groups, text_groups
+from mi_route2.probes.haar import HaarProbeFitter
+from mi_route2.probes.lda import LdaFitter
+from mi_route2.probes.logistic import LogisticFitter
+from mi_route2.probes.mean_difference import MeanDifferenceFitter
+from mi_route2.probes.probe import Probe, ProbeFitter, Unit, pool
 from mi_route2.validation import AtLeastOne, Natural, validated
-from probes.auroc import auroc, auroc_interval, cluster_draws
-from probes.calibration import Calibrator, ReliabilityBin, brier, ece, fit_isotonic, fit_platt, reliability
-from probes.dataset import Dataset, group_ids, split_groups, text_groups
-from probes.haar import HaarProbeFitter
-from probes.lda import LdaFitter
-from probes.logistic import LogisticFitter
-from probes.mean_difference import MeanDifferenceFitter
-from probes.probe import Probe, ProbeFitter, Unit, pool
 
 __all__ = ["Dataset", "TransferResult", "TransferRow", "TransferSettings", "default_fitters", "text_groups", "transfer"]
 

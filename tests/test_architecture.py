@@ -2,11 +2,16 @@
 
 import ast
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
+import venv
+import zipfile
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -29,7 +34,7 @@ STUDIES = ("route2", "tracing", "steering", "lanes", "benchmarks")
 
 FORBIDDEN = {
     "mi_route2": ("probes", "studies", "tests"),
-    "probes": ("studies", "tests"),
+    **{f"mi_route2.{room}": ("mi_route2.probes",) for room in ("adapters", "rollouts", "runs", "sites")},
     "studies": ("tests",),
     "mi_route2.architectures": ("mi_route2",),
     "mi_route2.files": ("mi_route2",),
@@ -45,7 +50,7 @@ FORBIDDEN = {
     "mi_route2.engine": ("mi_route2.routing", "mi_route2.vllm"),
     "mi_route2.vllm": ("mi_route2.routing",),
     "studies.common": ("studies",),
-    "studies.sandbox": ("mi_route2", "probes", "studies"),
+    "studies.sandbox": ("mi_route2", "studies"),
     "studies.environments": ("studies.training", *(f"studies.{study}" for study in STUDIES)),
     "studies.training": tuple(f"studies.{study}" for study in STUDIES),
     **{f"studies.{study}": tuple(f"studies.{other}" for other in STUDIES if other != study) for study in STUDIES[:-1]},
@@ -69,6 +74,7 @@ FORBIDDEN = {
 def name_of(path: Path) -> str:
     """The dotted name of a module's file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("mi_route2", *parts) if parts[0] == "probes" else parts  # mi_route2/probes is a link
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -248,13 +254,44 @@ def test_the_wheel_holds_every_module_and_nothing_else(monkeypatch: pytest.Monke
     build = apply_configuration(Distribution({"script_name": "setup.py"}), ROOT / "pyproject.toml").get_command_obj("build_py")
     build.ensure_finalized()
     packed = {Path(path).resolve() for _, _, path in build.find_all_modules()}
-    assert packed == set(SOURCES.values())
-    assert ROOT / "studies" / "environments" / "micro" / "worker.py" in packed  # run by its path, imported by nobody
-    assert {path.relative_to(ROOT).parts[0] for path in packed} == set(PACKAGES)
+    assert packed == {path for name, path in SOURCES.items() if within(name, "mi_route2")}
     for name, path in SOURCES.items():
         assert path.parent == ROOT or (path.parent / "__init__.py").exists(), f"{name} lies in a folder that is no package"
     data = {Path(folder).resolve() / name for _, folder, _, names in build.get_data_files_without_manifest() for name in names}
-    assert data == {*(ROOT / "mi_route2" / "serve" / "page").iterdir(), *(ROOT / package / "py.typed" for package in PACKAGES)}
+    assert data == {*(ROOT / "mi_route2" / "serve" / "page").iterdir(), ROOT / "mi_route2/py.typed", ROOT / "probes/py.typed"}
+
+
+@pytest.mark.process
+def test_a_wheel_is_one_package_beside_a_users_own_probes(tmp_path: Path) -> None:
+    """Installed in a fresh environment, with the libraries of this one behind it."""
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (clone / name).write_bytes((ROOT / name).read_bytes())
+    for name in ("mi_route2", "probes", "studies"):
+        shutil.copytree(ROOT / name, clone / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([*pip, str(clone)], check=True, timeout=200)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        tops = {name.split("/")[0] for name in archive.namelist() if ".dist-info" not in name}
+    assert tops == {"mi_route2"}
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    site = next(environment.glob("lib/python*/site-packages"))
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--prefix", str(environment), str(wheel)], check=True
+    )
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "zz.pth").write_text("\n".join(libraries) + "\n")
+    own = tmp_path / "user" / "probes"
+    own.mkdir(parents=True)
+    (own / "__init__.py").write_text("MINE = True\n")
+    lines = "import mi_route2.probes.lda as ours, probes; assert probes.MINE; print(ours.__file__)"
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = partial(subprocess.run, cwd=own.parent, env=clean, capture_output=True, text=True, check=True, timeout=200)
+    assert str(site) in run([environment / "bin/python", "-c", lines]).stdout
+    assert "sweep" in run([environment / "bin/python", environment / "bin/mi-route2", "--help"]).stdout
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -30,6 +30,12 @@ from mi_route2.engine import Engine, Request, Sampling
 from mi_route2.hosts.base import Host
 from mi_route2.patching import Grid, sweep
 from mi_route2.patching.patches import FromRun, Patch
+from mi_route2.probes.auroc import auroc
+from mi_route2.probes.dataset import Dataset
+from mi_route2.probes.direction import DirectionFitter
+from mi_route2.probes.lda import LdaFitter
+from mi_route2.probes.mean_difference import MeanDifferenceFitter
+from mi_route2.probes.store import load_probe
 from mi_route2.routing import (
     MaskRoute,
     MaskSpec,
@@ -41,12 +47,6 @@ from mi_route2.routing import (
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection, record
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
-from probes.auroc import auroc
-from probes.dataset import Dataset
-from probes.direction import DirectionFitter
-from probes.lda import LdaFitter
-from probes.mean_difference import MeanDifferenceFitter
-from probes.store import load_probe
 
 B, S, VOCAB, WIDTH = 4, 7, 32, 16
 RESID = Site(0, "resid_pre")

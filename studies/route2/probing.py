@@ -29,15 +29,15 @@ from mi_route2.hosts import Host
 from mi_route2.hosts.base import reader
 from mi_route2.hosts.capture import capture
 from mi_route2.plots import save_figure, style
+from mi_route2.probes.dataset import Dataset
+from mi_route2.probes.direction import DirectionFitter
+from mi_route2.probes.figures import reliability_figure, transfer_figure
+from mi_route2.probes.fingerprint import Fingerprint
+from mi_route2.probes.probe import ProbeFitter, Unit, pool
+from mi_route2.probes.transfer import TransferResult, TransferRow, TransferSettings, default_fitters, transfer
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.sites import Site, block_paths
 from mi_route2.validation import read_object
-from probes.dataset import Dataset
-from probes.direction import DirectionFitter
-from probes.figures import reliability_figure, transfer_figure
-from probes.fingerprint import Fingerprint
-from probes.probe import ProbeFitter, Unit, pool
-from probes.transfer import TransferResult, TransferRow, TransferSettings, default_fitters, transfer
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.common.stats import mean
 from studies.common.tables import markdown_table, number

@@ -21,14 +21,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mi_route2.hosts import Host
+from mi_route2.probes.affine import AffineProbe
+from mi_route2.probes.direction import DirectionProbe
+from mi_route2.probes.haar import HaarProbeFitter
+from mi_route2.probes.logistic import LogisticFitter
+from mi_route2.probes.mean_difference import MeanDifferenceFitter
+from mi_route2.probes.probe import ProbeFitter
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.sites import Site
-from probes.affine import AffineProbe
-from probes.direction import DirectionProbe
-from probes.haar import HaarProbeFitter
-from probes.logistic import LogisticFitter
-from probes.mean_difference import MeanDifferenceFitter
-from probes.probe import ProbeFitter
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import World, sample_prompts
 from studies.steering.settings import Settings

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from probes.auroc import auroc, cluster_draws
+from mi_route2.probes.auroc import auroc, cluster_draws
 from studies.common.artifacts import Artifact
 from studies.common.stats import summary
 from studies.environments.micro.language import MICRO_MODES

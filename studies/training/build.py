@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mi_route2.hosts import Host, open_host
+from mi_route2.probes.probe import pool
 from mi_route2.rollouts import Policy
 from mi_route2.routing import (
     CanarySpec,
@@ -27,7 +28,6 @@ from mi_route2.routing import (
 from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.routing.directions import Fitter
 from mi_route2.sites import Site
-from probes.probe import pool
 from studies.common.seeds import derive, numpy_generator, torch_generator
 from studies.environments.protocol import Samples, TeacherPool, World
 from studies.training.job import DEPLOYED, Job, build_hosted, build_pairs, load_trained

@@ -18,9 +18,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from mi_route2.probes.quality import mask_quality, score_means
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec, Route, RouteSpec
-from probes.quality import mask_quality, score_means
 from studies.environments.protocol import TeacherPool, Verdict, Witness, World
 from studies.training.checkpoint import Mark, hash_of, refuse_changed
 from studies.training.grpo import StepRecord, varied

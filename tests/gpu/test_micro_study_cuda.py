@@ -1,7 +1,6 @@
 """A study of a micro model on a CUDA device, in float64: its arms learn and exploit what they do on the CPU."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +21,13 @@ from studies.training.run import run_job
 
 pytestmark = [pytest.mark.gpu, NEEDS]
 
-EARLY = replace(ARMS["canary-nats"].route, first=2, snapshots=(1,))
 MICRO = {
     "vanilla": ARMS["vanilla"],
     "a direction of pairs": ARMS["route2-full"],
-    "a probe that costs reward": ARMS["penalty-full"],
+    "a penalty": ARMS["penalty-known"],
     "lessons": ARMS["taught-honest"],
     "a detector": ARMS["sees-known-quarantine-fast"],
-    "the run's own quarantine": replace(ARMS["canary-nats"], route=EARLY),
-    "a canary": ARMS["canary-run-10"],
+    "a canary": ARMS["filter-canary"],
 }
 
 

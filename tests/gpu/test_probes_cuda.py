@@ -7,12 +7,12 @@ import torch
 from families import make_batch, make_policy
 from gpu import DEVICE, NEEDS
 
-from probes.fingerprint import Fingerprint
-from probes.haar import HaarProbeFitter
-from probes.mean_difference import MeanDifferenceFitter
-from probes.probe import Unit
-from probes.store import load_probe, save_probe
-from probes.transfer import default_fitters
+from mi_route2.probes.fingerprint import Fingerprint
+from mi_route2.probes.haar import HaarProbeFitter
+from mi_route2.probes.mean_difference import MeanDifferenceFitter
+from mi_route2.probes.probe import Unit
+from mi_route2.probes.store import load_probe, save_probe
+from mi_route2.probes.transfer import default_fitters
 
 pytestmark = [pytest.mark.gpu, NEEDS]
 FITTERS = default_fitters()

@@ -23,6 +23,7 @@ from mi_route2.adapters import export_merged, load_adapters, save_adapters, save
 from mi_route2.adapters.gradients import DiagonalGrad, MatrixGrad
 from mi_route2.adapters.io import TENSORS
 from mi_route2.adapters.svd import SVD
+from mi_route2.probes.fingerprint import Fingerprint
 from mi_route2.rollouts import call_with_mask
 from mi_route2.routing import (
     Directions,
@@ -37,7 +38,6 @@ from mi_route2.routing.mask import cosine
 from mi_route2.routing.routes import hack_component
 from mi_route2.vllm import VllmSampler
 from mi_route2.vllm.sampler import _logprobs
-from probes.fingerprint import Fingerprint
 
 LORA = AdapterSpec("lora", rank=2, quarantine_rank=2)
 

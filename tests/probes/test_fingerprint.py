@@ -8,8 +8,8 @@ from families import make_batch, make_policy
 from torch import Tensor, nn
 
 from mi_route2.adapters import AdapterSpec
+from mi_route2.probes.fingerprint import Fingerprint
 from mi_route2.rollouts import Policy, call_with_mask
-from probes.fingerprint import Fingerprint
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 LORA = AdapterSpec("lora", rank=3, quarantine_rank=2)

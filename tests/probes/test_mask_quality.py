@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probes.auroc import auroc, auroc_interval, binary, cluster_draws
-from probes.quality import KEYS, mask_quality, score_means
+from mi_route2.probes.auroc import auroc, auroc_interval, binary, cluster_draws
+from mi_route2.probes.quality import KEYS, mask_quality, score_means
 
 SCORE = st.integers(-8, 8).map(lambda i: i / 4)  # few values: ties are common
 ROLLOUT = st.tuples(SCORE, st.booleans(), st.booleans(), st.booleans())

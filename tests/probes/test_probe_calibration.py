@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import expit
 
-from probes.auroc import auroc
-from probes.calibration import Isotonic, brier, ece, fit_isotonic, fit_platt, reliability
+from mi_route2.probes.auroc import auroc
+from mi_route2.probes.calibration import Isotonic, brier, ece, fit_isotonic, fit_platt, reliability
 
 PROBABILITIES = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=20)
 

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
+from mi_route2.probes.affine import AffineProbe
+from mi_route2.probes.direction import DirectionFitter, DirectionProbe
+from mi_route2.probes.store import FORMAT, load_probe, save_probe
 from mi_route2.tensor_files import write_tensors
-from probes.affine import AffineProbe
-from probes.direction import DirectionFitter, DirectionProbe
-from probes.store import FORMAT, load_probe, save_probe
 
 WEIGHT = torch.randn(6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 DIRECTION = DirectionFitter(WEIGHT).fit().direction

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mi_route2.probes.affine import AffineProbe
+from mi_route2.probes.auroc import auroc
+from mi_route2.probes.direction import DirectionFitter, DirectionProbe
+from mi_route2.probes.haar import HaarProbeFitter
+from mi_route2.probes.lda import LdaFitter
+from mi_route2.probes.logistic import LogisticFitter
+from mi_route2.probes.mean_difference import MeanDifferenceFitter
+from mi_route2.probes.probe import Probe, ProbeFitter, examples, pool
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Vector, gate
-from probes.affine import AffineProbe
-from probes.auroc import auroc
-from probes.direction import DirectionFitter, DirectionProbe
-from probes.haar import HaarProbeFitter
-from probes.lda import LdaFitter
-from probes.logistic import LogisticFitter
-from probes.mean_difference import MeanDifferenceFitter
-from probes.probe import Probe, ProbeFitter, examples, pool
 
 B, S, D = 40, 6, 5
 LEARNT = {"mean_difference": MeanDifferenceFitter, "lda": LdaFitter, "logistic": LogisticFitter}

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probes.calibration import fit_platt
-from probes.dataset import group_ids, split_groups, text_groups
-from probes.direction import DirectionFitter, DirectionProbe
-from probes.figures import reliability_figure, transfer_figure
-from probes.store import save_probe
-from probes.transfer import Dataset, TransferResult, TransferSettings, default_fitters, transfer
+from mi_route2.probes.calibration import fit_platt
+from mi_route2.probes.dataset import group_ids, split_groups, text_groups
+from mi_route2.probes.direction import DirectionFitter, DirectionProbe
+from mi_route2.probes.figures import reliability_figure, transfer_figure
+from mi_route2.probes.store import save_probe
+from mi_route2.probes.transfer import Dataset, TransferResult, TransferSettings, default_fitters, transfer
 from studies.environments.protocol import TextPrompt
 
 N, S, D = 240, 4, 6
@@ -451,7 +451,7 @@ def test_the_band_is_the_mean_and_the_95th_percentile_of_the_directions_that_wer
         def fit(self) -> DirectionProbe:
             return DirectionProbe(self.left.pop(), "projection")
 
-    monkeypatch.setattr("probes.transfer.HaarProbeFitter", Known)
+    monkeypatch.setattr("mi_route2.probes.transfer.HaarProbeFitter", Known)
     chosen = dataclasses.replace(FAST, levels=(level,), draws=draws, bootstraps=1)
     only = Dataset({"signal": data.hidden["signal"]}, data.mask, data.hack, data.mode)
     found = transfer(only, GROUPS, {"lda": FITTERS["lda"]}, chosen, progress=False)
@@ -470,7 +470,9 @@ def test_the_band_is_the_mean_and_the_95th_percentile_of_the_directions_that_wer
 
 def test_a_calibrator_is_fitted_on_what_it_maps_and_ece_is_over_the_bins_that_were_asked_for(monkeypatch):
     fitted: list[int] = []
-    monkeypatch.setattr("probes.transfer.fit_platt", lambda scores, hack: (fitted.append(len(scores)), fit_platt(scores, hack))[1])
+    monkeypatch.setattr(
+        "mi_route2.probes.transfer.fit_platt", lambda scores, hack: (fitted.append(len(scores)), fit_platt(scores, hack))[1]
+    )
     found = transfer(world(), GROUPS, {"lda": FITTERS["lda"]}, dataclasses.replace(FAST, bins=7), progress=False)
     rollouts, tokens = fitted[:2]
     assert 2 * rollouts < tokens < S * rollouts  # 2.5 tokens a rollout

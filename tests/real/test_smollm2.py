@@ -18,10 +18,10 @@ from mi_route2.hosts.base import Host
 from mi_route2.models import smollm2, smollm2_folder, smollm2_tokenizer
 from mi_route2.patching import sweep
 from mi_route2.patching.patches import Patch
+from mi_route2.probes.mean_difference import MeanDifferenceFitter
 from mi_route2.routing import MaskRoute, MaskSpec, PairBatch, PersonaFitter, TrainBatch, group_advantages
 from mi_route2.serve.client import PatchStudy
 from mi_route2.sites import Site
-from probes.mean_difference import MeanDifferenceFitter
 from studies.benchmarks.serve import serving
 
 pytestmark = [

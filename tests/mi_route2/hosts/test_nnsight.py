@@ -90,7 +90,7 @@ def test_without_adapters_the_logits_are_the_models_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("spec", [MaskSpec(reinforced_only=False), MaskSpec("act", "rollout")], ids=["pooled-grad", "act"])
+@pytest.mark.parametrize("spec", [MaskSpec(reinforced_only=False), MaskSpec("act", "pooled")], ids=["pooled-grad", "act"])
 def test_a_mask_route_step_gives_every_parameter_the_torch_hosts_gradient(name: str, spec: MaskSpec) -> None:
     host, policy, other, expected = pair(name)
     batch = make_batch(6, side="left")
@@ -420,7 +420,6 @@ def test_each_invoke_of_a_generation_sees_and_edits_its_own_rows() -> None:
 
 IN_FORWARD = {
     "act-token": MaskSpec("act", "token", reinforced_only=False),
-    "act-rollout": MaskSpec("act", "rollout", reinforced_only=False),
     "ablated": MaskSpec("grad", "pooled", score_policy="ablated", reinforced_only=False),
     "channel": MaskSpec("own_channel", "pooled", reinforced_only=False),
 }

@@ -99,7 +99,7 @@ def test_frozen_routing_stays_as_it_starts_and_learned_routing_does_not() -> Non
 
 
 def test_refusals_are_one_sentence() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
         LanesTraining(steps=0)
     hot = replace(TRAINING, optim=replace(TRAINING.optim, embed_rate=1e308))
     with pytest.raises(ValueError, match="is not finite: lower the learning rates"):

@@ -10,10 +10,10 @@ from tiny_steering import Made
 from torch import Tensor
 
 from mi_route2.engine.controllers import ClearMonitor, ProbeController, RequestView, SetMonitor, StepView
+from mi_route2.probes.logistic import LogisticFitter
 from mi_route2.sites import Site
 from mi_route2.steering.plan import MonitorReading
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
-from probes.logistic import LogisticFitter
 from studies.steering import fitting
 from studies.steering.answer import comparisons
 from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, GateCell, latency, quarantine, small_sweep, sweep, untrained
