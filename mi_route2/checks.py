@@ -85,7 +85,7 @@ def _guarded(fn: Callable[..., Any], name: str) -> Any:
 
 
 def _refusal(name: str, hint: Any, value: object) -> Exception:
-    expected = re.sub(r"(?:\w+\.)+(\w)", r"\1", getattr(hint, "__name__", None) if inspect.isclass(hint) else str(hint))
+    expected = re.sub(r"(?:\w+\.)+(\w)", r"\1", hint.__name__ if inspect.isclass(hint) else str(hint))
     array = isinstance(value, Tensor | np.ndarray) and ("[Tensor" in expected or "[ndarray" in expected)
     wrong_value = array or (isinstance(value, str) and "Literal[" in expected)
     return (ValueError if wrong_value else TypeError)(f"{name} must be {expected}, not {_described(value)}")

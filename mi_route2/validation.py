@@ -196,7 +196,7 @@ def sentence(error: ValidationError, kind: type) -> str:
     first, *others = error.errors(include_url=False)
     more = f" (and {len(others)} more)" if others else ""
     if first["type"] == "value_error":
-        return f"{first['ctx']['error']}{more}"
+        return f"{first.get('ctx', {})['error']}{more}"
     loc = first["loc"]
     if loc and isinstance(loc[0], int) and dataclasses.is_dataclass(kind):  # a positional argument
         loc = ([field.name for field in dataclasses.fields(kind)] + ["argument"] * 9)[loc[0]], *loc[1:]

@@ -280,7 +280,19 @@ def test_a_wheel_is_one_package_beside_a_users_own_probes(tmp_path: Path) -> Non
     venv.create(environment, with_pip=False)
     site = next(environment.glob("lib/python*/site-packages"))
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--prefix", str(environment), str(wheel)], check=True
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--ignore-installed",
+            "--prefix",
+            str(environment),
+            str(wheel),
+        ],
+        check=True,
     )
     libraries = [path for path in sys.path if path.endswith("site-packages")]
     (site / "zz.pth").write_text("\n".join(libraries) + "\n")

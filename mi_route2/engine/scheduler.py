@@ -19,8 +19,10 @@ Admission = Literal["run", "wait", "drop"]
 class Schedulable(Protocol):
     """The scheduler's view of a request: ``known`` counts its prompt and generated tokens, ``computed`` those already run."""
 
-    arrival: int
     computed: int
+
+    @property
+    def arrival(self) -> int: ...
 
     @property
     def priority(self) -> int: ...

@@ -562,12 +562,13 @@ class RoutedGRPOTrainer(GRPOTrainer):
         super().create_optimizer(model)
         assert self.optimizer is not None
         quarantine = {id(p) for p in self.adapters.quarantine_parameters().values()}
-        for group in list(self.optimizer.param_groups):
+        groups: Any = self.optimizer.param_groups
+        for group in list(groups):
             in_quarantine = [p for p in group["params"] if id(p) in quarantine]
             group["params"] = [p for p in group["params"] if id(p) not in quarantine]
             if in_quarantine:
-                self.optimizer.param_groups.append({**group, "params": in_quarantine, "lr": self.quarantine_lr})
-        self.optimizer.param_groups[:] = [group for group in self.optimizer.param_groups if group["params"]]
+                groups.append({**group, "params": in_quarantine, "lr": self.quarantine_lr})
+        groups[:] = [group for group in groups if group["params"]]
         return self.optimizer
 
     def _clip_grad_norm(self, model: Any) -> Tensor:

@@ -17,8 +17,9 @@ A file has tables ``[[pool]]`` (what a row of the summary pools) and ``[[contras
 """
 
 import tomllib
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -96,7 +97,16 @@ def read_evidence(paths: tuple[Path, ...]) -> pd.DataFrame:
     return runs
 
 
-def mean_interval(values: np.ndarray, rate: bool = True) -> tuple[float, float, float]:
+Interval = tuple[float, float, float]
+"""Mean, lower and upper bound; NaN for both bounds of a single value."""
+
+
+def values(runs: pd.DataFrame, column: str) -> np.ndarray:
+    """Return a column as an array of float64."""
+    return np.asarray(runs[column], dtype=float)
+
+
+def mean_interval(values: np.ndarray, rate: bool = True) -> Interval:
     """Return mean and 95% Student-t interval, of a rate clipped to [0, 1]; both bounds are NaN for one value."""
     mean, n = float(np.mean(values)), len(values)
     if n < 2:
@@ -115,7 +125,10 @@ def failures(failed: np.ndarray) -> str:
 
 def paired_p(differences: np.ndarray) -> float:
     """Return the two-sided p of a paired t test; 1 if no pair differs."""
-    return float(ttest_1samp(differences, 0.0).pvalue) if np.any(differences) else 1.0
+    if not np.any(differences):
+        return 1.0
+    result: Any = ttest_1samp(differences, 0.0)
+    return float(result.pvalue)
 
 
 def holm(p: np.ndarray) -> np.ndarray:
@@ -127,43 +140,53 @@ def holm(p: np.ndarray) -> np.ndarray:
     return adjusted
 
 
-def compare(runs: pd.DataFrame, contrasts: tuple[Contrast, ...]) -> pd.DataFrame:
-    """Return one row per contrast: means, difference with interval, p, Holm's p, failures, and whether what was expected holds.
+@dataclass(frozen=True)
+class Comparison:
+    """Result of one contrast."""
+
+    contrast: Contrast
+    n: int
+    arm: Interval
+    minus: Interval
+    difference: Interval
+    p: float
+    fails: str
+    fails_minus: str
+    holm: float = 1.0
+    holds: str = ""
+
+
+def compare(runs: pd.DataFrame, contrasts: tuple[Contrast, ...]) -> list[Comparison]:
+    """Return the result of every contrast, with Holm's p over all of them.
 
     Raises:
         ValueError: An arm has no run at the seeds of the other.
     """
-    rows = []
-    for contrast in contrasts:
-        table = runs[runs.preset == contrast.preset].pivot_table(contrast.measure, "seed", "arm")
-        for arm in (contrast.arm, contrast.minus):
-            if arm not in table:
-                raise ValueError(f"{contrast.name}: {unknown_name(arm, [str(name) for name in table], 'arm')}")
-        pairs = table[[contrast.arm, contrast.minus]].dropna()
-        if len(pairs) < 2:
-            raise ValueError(
-                f"{contrast.name}: {contrast.arm} and {contrast.minus} have {len(pairs)} common seeds: run two at least"
-            )
-        of = runs[(runs.preset == contrast.preset) & runs.seed.isin(pairs.index)].groupby("arm").failed
-        differences = (pairs[contrast.arm] - pairs[contrast.minus]).to_numpy()
-        mean, low, high = mean_interval(differences, rate=False)
-        rows.append(
-            {
-                "contrast": contrast.name, "preset": contrast.preset, "measure": contrast.measure, "n": len(pairs),
-                "arm": mean_interval(pairs[contrast.arm].to_numpy()), "minus": mean_interval(pairs[contrast.minus].to_numpy()),
-                "difference": (mean, low, high), "p": paired_p(differences),
-                "fails": failures(of.get_group(contrast.arm).to_numpy()), "expect": contrast.expect,
-                "fails_minus": failures(of.get_group(contrast.minus).to_numpy()),
-            }
-        )  # fmt: skip
-    frame = pd.DataFrame(rows)
-    if len(frame):
-        frame["holm"] = holm(frame.p.to_numpy())
-        frame["holds"] = [_holds(row.expect, row.difference, row.holm) for row in frame.itertuples()]
-    return frame
+    rows = [_compared(runs.loc[runs.preset == contrast.preset], contrast) for contrast in contrasts]
+    adjusted = holm(np.array([row.p for row in rows]))
+    return [
+        replace(row, holm=float(p), holds=_holds(row.contrast.expect, row.difference, float(p))) for row, p in zip(rows, adjusted)
+    ]
 
 
-def _holds(expect: str, difference: tuple[float, float, float], p: float) -> str:
+def _compared(runs: pd.DataFrame, contrast: Contrast) -> Comparison:
+    by_arm = {str(arm): rows.set_index("seed") for arm, rows in runs.groupby("arm")}
+    for name in (contrast.arm, contrast.minus):
+        if name not in by_arm:
+            raise ValueError(f"{contrast.name}: {unknown_name(name, list(by_arm), 'arm')}")
+    arm, minus = by_arm[contrast.arm], by_arm[contrast.minus]
+    seeds = sorted(set(arm.index) & set(minus.index))
+    if len(seeds) < 2:
+        raise ValueError(f"{contrast.name}: {contrast.arm} and {contrast.minus} have {len(seeds)} common seeds: run two at least")
+    arm, minus = arm.loc[seeds], minus.loc[seeds]
+    a, b = values(arm, contrast.measure), values(minus, contrast.measure)
+    return Comparison(
+        contrast, len(seeds), mean_interval(a), mean_interval(b), mean_interval(a - b, rate=False), paired_p(a - b),
+        failures(values(arm, "failed")), failures(values(minus, "failed")),
+    )  # fmt: skip
+
+
+def _holds(expect: str, difference: Interval, p: float) -> str:
     mean, low, high = difference
     if expect == "equal":
         return "yes" if low > -MARGIN and high < MARGIN else "no" if low > MARGIN or high < -MARGIN else "not shown"
@@ -176,100 +199,100 @@ def _text(value: float, signed: bool = False) -> str:
     return text.replace("0.", ".", 1) if abs(value) < 0.9995 else text
 
 
-def interval_text(triple: tuple[float, float, float], signed: bool = False) -> str:
+def interval_text(triple: Interval, signed: bool = False) -> str:
     """Return ``.053 [.010, .096]``; the mean alone without an interval."""
     mean, low, high = triple
     return _text(mean, signed) + ("" if np.isnan(low) else f" [{_text(low, signed)}, {_text(high, signed)}]")
 
 
-def contrast_table(frame: pd.DataFrame) -> str:
+def contrast_table(rows: list[Comparison]) -> str:
     """Return the contrasts as a Markdown table."""
-    header = [
-        "contrast",
-        "preset",
-        "measure",
-        "n",
-        "arm",
-        "minus",
-        "difference",
-        "p (Holm)",
-        "fails: arm",
-        "minus",
-        "expected",
-        "holds",
-    ]
+    header = ["contrast", "preset", "measure", "n", "arm", "minus", "difference", "p (Holm)", "fails", "minus", "expected", "holds"]
     body = [
         [
-            row.contrast, row.preset, row.measure, row.n, interval_text(row.arm), interval_text(row.minus),
-            interval_text(row.difference, signed=True), f"{row.holm:.3g}", row.fails, row.fails_minus, row.expect, row.holds,
+            row.contrast.name, row.contrast.preset, row.contrast.measure, row.n, interval_text(row.arm), interval_text(row.minus),
+            interval_text(row.difference, signed=True), f"{row.holm:.3g}", row.fails, row.fails_minus, row.contrast.expect,
+            row.holds,
         ]
-        for row in frame.itertuples()
+        for row in rows
     ]  # fmt: skip
     return markdown_table(header, body, left=3)
 
 
-def pooled(runs: pd.DataFrame, spec: Contrasts) -> pd.DataFrame:
-    """Return the summary: a row per pool and preset, with exploits, solving and failures over its runs."""
-    rows = []
+@dataclass(frozen=True)
+class PooledCell:
+    """One cell of the summary: what is left of exploits, solving and failures, over all runs of a pool in a preset."""
+
+    n: int
+    exploit: Interval
+    solve: float
+    failed: int
+
+
+Summary = dict[Pool, dict[str, PooledCell]]
+"""Pool -> preset -> cell."""
+
+
+def pooled(runs: pd.DataFrame, spec: Contrasts) -> Summary:
+    """Return the summary of the runs."""
+    summary: Summary = {}
     for pool in spec.pool:
+        summary[pool] = {}
         for preset in spec.presets:
-            cell = runs[(runs.preset == preset) & runs.arm.isin(pool.arms)]
+            cell = runs.loc[(runs.preset == preset) & runs.arm.isin(pool.arms)]
             if len(cell):
-                rows.append(
-                    {
-                        "have": pool.have, "do": pool.do, "preset": preset, "n": len(cell), "solve": float(cell.solve.mean()),
-                        "exploit": mean_interval(cell.exploit_held.to_numpy()),
-                        "fails": f"{int((cell.failed > 0).sum())}/{len(cell)}",
-                    }
-                )  # fmt: skip
-    return pd.DataFrame(rows)
+                exploit, failed = values(cell, "exploit_held"), values(cell, "failed")
+                solve = float(values(cell, "solve").mean())
+                summary[pool][preset] = PooledCell(len(cell), mean_interval(exploit), solve, int((failed > 0).sum()))
+    return summary
 
 
-def pooled_table(frame: pd.DataFrame, presets: tuple[str, ...]) -> str:
+def pooled_table(summary: Summary, presets: tuple[str, ...]) -> str:
     """Return the summary as a Markdown table with a column per preset."""
-    body = []
-    for (have, do), rows in frame.groupby(["have", "do"], sort=False):
-        cells = {
-            row.preset: f"{interval_text(row.exploit)}, solve {_text(row.solve)}, fails {row.fails}" for row in rows.itertuples()
-        }
-        body.append([have, do, *(cells.get(preset, "not run") for preset in presets)])
+
+    def text(cell: PooledCell | None) -> str:
+        if cell is None:
+            return "not run"
+        return f"{interval_text(cell.exploit)}, solve {_text(cell.solve)}, fails {cell.failed}/{cell.n}"
+
+    body = [[pool.have, pool.do, *(text(cells.get(preset)) for preset in presets)] for pool, cells in summary.items()]
     return markdown_table(["you have", "do", *presets], body, left=2)
 
 
-def draw_pooled(frame: pd.DataFrame, presets: tuple[str, ...], path: Path) -> Path:
+def draw_pooled(summary: Summary, presets: tuple[str, ...], path: Path) -> Path:
     """Draw the summary: exploits that are left and solving, a panel per preset."""
-    labels = [f"{have}: {do}" for have, do in frame.groupby(["have", "do"], sort=False).groups]
     with style():
-        figure = new_figure(PAGE_WIDTH, 1.0 + 0.34 * len(labels))
+        figure = new_figure(PAGE_WIDTH, 1.0 + 0.34 * len(summary))
         axes = np.atleast_1d(figure.subplots(1, len(presets), sharex=True, sharey=True))
         for ax, preset in zip(axes, presets):
-            for row in frame[frame.preset == preset].itertuples():
-                y, (mean, low, high) = labels.index(f"{row.have}: {row.do}"), row.exploit
-                ax.plot([low, high], [y, y], color=VERMILLION, linewidth=2)
-                ax.plot(mean, y, "o", color=VERMILLION, markersize=5, label="held-out exploits, 95% interval", clip_on=False)
-                ax.plot(row.solve, y, "^", color=BLUE, markersize=4.5, label="solve", clip_on=False)
+            for y, cells in enumerate(summary.values()):
+                if (cell := cells.get(preset)) is not None:
+                    mean, low, high = cell.exploit
+                    ax.plot([low, high], [y, y], color=VERMILLION, linewidth=2)
+                    ax.plot(mean, y, "o", color=VERMILLION, markersize=5, label="held-out exploits, 95% interval", clip_on=False)
+                    ax.plot(cell.solve, y, "^", color=BLUE, markersize=4.5, label="solve", clip_on=False)
             ax.set(title=preset, xlim=(0, 1), xticks=(0, 0.5, 1))
-        axes[0].set_yticks(range(len(labels)), labels)
-        axes[0].set_ylim(len(labels) - 0.5, -0.5)
+        axes[0].set_yticks(range(len(summary)), [f"{pool.have}: {pool.do}" for pool in summary])
+        axes[0].set_ylim(len(summary) - 0.5, -0.5)
         handles, names = axes[0].get_legend_handles_labels()
         unique = dict(zip(names, handles))
         figure.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=2)
         return save_figure(figure, path)
 
 
-def draw_contrasts(frame: pd.DataFrame, path: Path) -> Path:
+def draw_contrasts(rows: list[Comparison], path: Path) -> Path:
     """Draw the difference of every contrast with its interval."""
     colors = {"exploit_held": VERMILLION, "hack_held": ORANGE, "solve": GREEN}
     with style():
-        figure = new_figure(PAGE_WIDTH, 0.8 + 0.22 * len(frame))
+        figure = new_figure(PAGE_WIDTH, 0.8 + 0.22 * len(rows))
         ax = figure.subplots()
         ax.axvline(0, color="black", linewidth=0.8)
-        for y, row in enumerate(frame.itertuples()):
-            mean, low, high = row.difference
-            ax.plot([low, high], [y, y], color=colors[row.measure], linewidth=2)
-            ax.plot(mean, y, "o", color=colors[row.measure], markersize=5)
-        ax.set_yticks(range(len(frame)), [f"{row.contrast} ({row.preset}, n {row.n})" for row in frame.itertuples()])
-        ax.set_ylim(len(frame) - 0.5, -0.5)
+        for y, row in enumerate(rows):
+            (mean, low, high), color = row.difference, colors[row.contrast.measure]
+            ax.plot([low, high], [y, y], color=color, linewidth=2)
+            ax.plot(mean, y, "o", color=color, markersize=5)
+        ax.set_yticks(range(len(rows)), [f"{row.contrast.name} ({row.contrast.preset}, n {row.n})" for row in rows])
+        ax.set_ylim(len(rows) - 0.5, -0.5)
         ax.set_xlabel("paired difference of held-out exploits (red) or hacks (orange), 95% interval")
         return save_figure(figure, path)
 
@@ -282,14 +305,14 @@ def write_contrasts(path: Path, tables: tuple[Path, ...]) -> tuple[str, list[Pat
     """
     spec = read_contrasts(path)
     runs = read_evidence(tables)
-    runs = runs[runs.seed >= spec.fresh_from]
+    runs = runs.loc[runs.seed >= spec.fresh_from]
     sections, paths = [], []
     if spec.pool:
         summary = pooled(runs, spec)
         sections.append(pooled_table(summary, spec.presets))
         paths.append(draw_pooled(summary, spec.presets, path.with_name("pooled.png")))
     if spec.contrast:
-        frame = compare(runs, spec.contrast)
-        sections.append(contrast_table(frame))
-        paths.append(draw_contrasts(frame, path.with_name("contrasts.png")))
+        rows = compare(runs, spec.contrast)
+        sections.append(contrast_table(rows))
+        paths.append(draw_contrasts(rows, path.with_name("contrasts.png")))
     return markdown_page(sections), paths

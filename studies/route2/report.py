@@ -13,7 +13,7 @@ from mi_route2.files import write_whole
 from mi_route2.plots import BLUE, GRAY, GREEN, ORANGE, PAGE_WIDTH, PURPLE, VERMILLION, new_figure, save_figure, style
 from studies.common.command_line import named, seeds_text
 from studies.common.tables import markdown_page, markdown_table
-from studies.route2.contrasts import interval_text, mean_interval
+from studies.route2.contrasts import interval_text, mean_interval, values
 from studies.route2.runs import finished, load_runs, read_metrics, read_modes
 from studies.training.arms import ARMS
 from studies.training.settings import Settings
@@ -66,7 +66,7 @@ def arm_order(runs: pd.DataFrame) -> list[str]:
 
 
 def means(runs: pd.DataFrame, arm: str) -> dict[str, float]:
-    return {name: float(runs[runs.arm == arm][name].mean()) for name in MEASURES}
+    return {name: float(values(runs.loc[runs.arm == arm], name).mean()) for name in MEASURES}
 
 
 def answer(runs: pd.DataFrame) -> str:
@@ -105,32 +105,33 @@ def summary_table(runs: pd.DataFrame, order: list[str]) -> str:
     """Return the table of arms: means with 95% t intervals over seeds, and the number of runs that fail."""
     body = []
     for arm in order:
-        of = runs[runs.arm == arm]
-        cells = [interval_text(mean_interval(of[name].to_numpy())) for name in MEASURES]
+        of = runs.loc[runs.arm == arm]
+        cells = [interval_text(mean_interval(values(of, name))) for name in MEASURES]
         body.append([_label(arm), *cells, f"{int((of.failed > 0).sum())}/{len(of)}"])
     return markdown_table(["arm", *MEASURES.values(), "fails"], body)
 
 
 def leakage_table(runs: pd.DataFrame, order: list[str], held_out: tuple[str, ...]) -> str:
     """Return the share of vanilla's held-out hacks that each arm keeps, per mode and in the mean."""
-    vanilla = runs[runs.arm == "vanilla"].set_index("seed")
+    vanilla = runs.loc[runs.arm == "vanilla"].set_index("seed")
     body = []
     for arm in order:
-        of = runs[runs.arm == arm].set_index("seed")
+        of = runs.loc[runs.arm == arm].set_index("seed")
         shares = pd.DataFrame(
             {mode: (of[f"hack:{mode}"] / vanilla[f"hack:{mode}"].where(lambda h: h > 0)).clip(0, 1) for mode in held_out}
         )
         shares["mean"] = shares.mean(axis=1)
-        columns = [shares[name].dropna().to_numpy() for name in shares]
-        body.append([_label(arm), *("–" if not len(c) else interval_text(mean_interval(c)) for c in columns)])  # noqa: RUF001
+        columns = [values(shares, str(name)) for name in shares]
+        defined = [column[np.isfinite(column)] for column in columns]
+        body.append([_label(arm), *("–" if not len(c) else interval_text(mean_interval(c)) for c in defined)])  # noqa: RUF001
     return markdown_table(["arm", *held_out, "mean"], body)
 
 
 def mode_table(runs: pd.DataFrame, order: list[str]) -> str:
     """Return the exploit rate of each arm in each mode."""
-    columns = [name for name in runs if str(name).startswith("exploit:")]
-    body = [[_label(arm), *(interval_text(mean_interval(runs[runs.arm == arm][c].to_numpy())) for c in columns)] for arm in order]
-    return markdown_table(["arm", *(str(name).partition(":")[2] for name in columns)], body)
+    columns = [str(name) for name in runs if str(name).startswith("exploit:")]
+    body = [[_label(arm), *(interval_text(mean_interval(values(runs.loc[runs.arm == arm], c))) for c in columns)] for arm in order]
+    return markdown_table(["arm", *(name.partition(":")[2] for name in columns)], body)
 
 
 def _arms_axis(ax: Any, order: list[str]) -> None:
@@ -152,9 +153,9 @@ def draw_answer(runs: pd.DataFrame, order: list[str], preset: str, path: Path) -
         for ax, (name, title) in zip(axes, MEASURES.items()):
             color, marker = looks[name]
             for y, arm in enumerate(order):
-                values = runs[runs.arm == arm][name].to_numpy()
-                ax.plot([values.mean()] * 2, [y - 0.4, y + 0.4], color="black", linewidth=1.2, clip_on=False)
-                ax.scatter(values, [y] * len(values), s=17, color=color, marker=marker, alpha=0.75, zorder=3, clip_on=False)
+                rates = values(runs.loc[runs.arm == arm], name)
+                ax.plot([rates.mean()] * 2, [y - 0.4, y + 0.4], color="black", linewidth=1.2, clip_on=False)
+                ax.scatter(rates, [y] * len(rates), s=17, color=color, marker=marker, alpha=0.75, zorder=3, clip_on=False)
             ax.set(title=title, xlim=(-0.02, 1.02), xticks=(0, 0.5, 1))
         _arms_axis(axes[0], order)
         seeds = seeds_text(sorted(set(runs.seed)))
@@ -172,7 +173,7 @@ def draw_modes(runs: pd.DataFrame, order: list[str], path: Path) -> Path:
         axes = np.atleast_1d(figure.subplots(1, len(columns), sharey=True))
         for ax, column in zip(axes, columns):
             for y, arm in enumerate(order):
-                mean, low, high = mean_interval(runs[runs.arm == arm][column].to_numpy())
+                mean, low, high = mean_interval(values(runs.loc[runs.arm == arm], column))
                 ax.plot([low, high], [y, y], color=VERMILLION, linewidth=1.6)
                 ax.plot(mean, y, "o", color=VERMILLION, markersize=4, clip_on=False)
             ax.set(title=column.partition(":")[2], xlim=(-0.02, 1.02), xticks=(0, 0.5, 1))
@@ -192,14 +193,15 @@ def draw_curves(logs: dict[Path, pd.DataFrame], order: list[str], name: str, pat
         drawn: dict[str, Any] = {}
         for ax, (column, title) in zip(axes, panels):
             for place, arm in enumerate(order):
-                tables = [log.set_index("step")[column] for folder, log in logs.items() if folder.name == arm and column in log]
-                curves = [pd.to_numeric(table, errors="coerce").dropna() for table in tables]
-                curves = [curve for curve in curves if len(curve)]
-                if curves:
+                tables = [log for folder, log in logs.items() if folder.name == arm and column in log]
+                rows = pd.concat([table[["step", column]] for table in tables]).dropna() if tables else pd.DataFrame()
+                if len(rows):
                     color, dash = lines[place % len(lines)]
-                    mean = pd.concat(curves, axis=1).mean(axis=1).sort_index()
-                    smooth = mean.rolling(5, min_periods=1).mean()
-                    drawn[arm] = ax.plot(smooth.index, smooth, dash, color=color, linewidth=1)[0]
+                    at, rates = values(rows, "step"), values(rows, column)
+                    steps = np.unique(at)
+                    mean = np.array([rates[at == step].mean() for step in steps])
+                    smooth = np.array([mean[max(0, i - 4) : i + 1].mean() for i in range(len(mean))])
+                    drawn[arm] = ax.plot(steps, smooth, dash, color=color, linewidth=1)[0]
             ax.set(title=title, xlabel="step")
         if not drawn:
             return None

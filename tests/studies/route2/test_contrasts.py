@@ -54,7 +54,7 @@ def test_holm_by_hand() -> None:
 
 def test_a_contrast_is_paired_by_seed() -> None:
     runs = runs_of(a=[0.1, 0.2, 0.3, 0.1, 0.9], b=[0.5, 0.7, 0.6, 0.6])  # the fifth seed has no partner
-    row = compare(runs, (contrast(),)).iloc[0]
+    row = compare(runs, (contrast(),))[0]
     test = stats.ttest_rel([0.1, 0.2, 0.3, 0.1], [0.5, 0.7, 0.6, 0.6])
     assert (row.n, row.p, row.holds) == (4, pytest.approx(test.pvalue), "yes")
     assert row.difference == pytest.approx((-0.425, *test.confidence_interval(0.95)))
@@ -72,7 +72,7 @@ def test_a_contrast_is_paired_by_seed() -> None:
     ],
 )
 def test_what_holds(b: list[float], expect: str, holds: str) -> None:
-    assert compare(runs_of(a=[0.4, 0.4, 0.4, 0.4], b=b), (contrast(expect),)).iloc[0].holds == holds
+    assert compare(runs_of(a=[0.4, 0.4, 0.4, 0.4], b=b), (contrast(expect),))[0].holds == holds
 
 
 def test_an_unknown_arm_and_a_run_given_twice_are_refused(tmp_path: Path) -> None:
