@@ -29,34 +29,34 @@ class Interval:
 Labels = Bool[np.ndarray, "n"] | Int[np.ndarray, "n"]
 
 
-def binary(hack: Shaped[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
+def binary(positive: Shaped[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
     """Return labels as booleans; ValueError for anything but 0 and 1, such as numbers, which would be used as row indices."""
-    if hack.dtype != bool and not np.isin(hack, (0, 1)).all():
-        wrong = {str(label): label for label in hack.ravel().tolist() if label not in (0, 1)}  # None and text have no order
+    if positive.dtype != bool and not np.isin(positive, (0, 1)).all():
+        wrong = {str(label): label for label in positive.ravel().tolist() if label not in (0, 1)}  # None and text have no order
         raise ValueError(f"Labels are True and False, or 1 and 0, not {list(wrong.values())[:5]}.")
-    return hack.astype(bool)
+    return positive.astype(bool)
 
 
 @checked
-def auroc(scores: Float[np.ndarray, " n"], hack: Labels) -> float | None:
-    """Return the AUROC of `scores` for the label `hack`; None if a class is absent.
+def auroc(scores: Float[np.ndarray, " n"], positive: Labels) -> float | None:
+    """Return the AUROC of `scores` for the label `positive`; None if a class is absent.
 
     Raises:
         ValueError: a score that is not finite, or a label other than 0 and 1.
     """
     if not np.isfinite(scores).all():
         raise ValueError("Scores must be finite, because a NaN has no rank: leave such items out.")
-    hack = binary(hack)
-    positive, negative = scores[hack], np.sort(scores[~hack])
-    if not len(positive) or not len(negative):
+    positive = binary(positive)
+    above, below = scores[positive], np.sort(scores[~positive])
+    if not len(above) or not len(below):
         return None
-    return float(_below(negative, positive).mean() / len(negative))
+    return float(_below(below, above).mean() / len(below))
 
 
 @checked
 def auroc_interval(
     scores: Float[np.ndarray, " n"],
-    hack: Labels,
+    positive: Labels,
     cluster: Int[np.ndarray, " n"],
     draws: Int[np.ndarray, "m clusters"],
     level: float = 0.95,
@@ -65,7 +65,7 @@ def auroc_interval(
 
     Args:
         scores: one score per item.
-        hack: one label per item.
+        positive: one label per item.
         cluster: index of each item's cluster.
         draws: `draws[i, j]` is how often draw i contains cluster j (`cluster_draws`). Give the same draws for several probes, so
             that their differences are paired. Draws without both classes are left out.
@@ -78,18 +78,18 @@ def auroc_interval(
         raise ValueError(f"The level of an interval lies strictly between 0 and 1, not {level}.")
     if len(cluster) and not 0 <= cluster.min() <= cluster.max() < draws.shape[1]:
         raise ValueError(f"The draws are of {draws.shape[1]} clusters: clusters are numbered from 0 to {draws.shape[1] - 1}.")
-    value = auroc(scores, hack)
+    value = auroc(scores, positive)
     if value is None:
         return Interval(None, None, None)
-    hack, clusters = binary(hack), draws.shape[1]
-    pairs = _ordered_pairs(scores, hack, cluster, clusters)
-    positive = draws @ np.bincount(cluster[hack], minlength=clusters)
-    negative = draws @ np.bincount(cluster[~hack], minlength=clusters)
+    positive, clusters = binary(positive), draws.shape[1]
+    pairs = _ordered_pairs(scores, positive, cluster, clusters)
+    above = draws @ np.bincount(cluster[positive], minlength=clusters)
+    below = draws @ np.bincount(cluster[~positive], minlength=clusters)
     ordered = ((draws @ pairs) * draws).sum(axis=1)
-    both = (positive > 0) & (negative > 0)
+    both = (above > 0) & (below > 0)
     if not both.any():
         return Interval(value, None, None)
-    boot = ordered[both] / (positive[both] * negative[both])
+    boot = ordered[both] / (above[both] * below[both])
     low, high = np.quantile(boot, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high))
 
@@ -107,13 +107,13 @@ def _below(ordered: Float[np.ndarray, " n"], values: Float[np.ndarray, " m"]) ->
 
 
 def _ordered_pairs(
-    scores: Float[np.ndarray, " n"], hack: Bool[np.ndarray, " n"], cluster: Int[np.ndarray, " n"], clusters: int
+    scores: Float[np.ndarray, " n"], positive: Bool[np.ndarray, " n"], cluster: Int[np.ndarray, " n"], clusters: int
 ) -> Float[np.ndarray, "clusters clusters"]:
     """Return the matrix M of the module's equation."""
     pairs = np.zeros((clusters, clusters))
-    negative, owner = scores[~hack], cluster[~hack]
-    for i in np.unique(cluster[hack]).tolist():
-        positive = np.sort(scores[hack & (cluster == i)])
-        above = len(positive) - _below(positive, negative)
+    below, owner = scores[~positive], cluster[~positive]
+    for i in np.unique(cluster[positive]).tolist():
+        above = np.sort(scores[positive & (cluster == i)])
+        above = len(above) - _below(above, below)
         pairs[i] = np.bincount(owner, weights=above, minlength=clusters)
     return pairs

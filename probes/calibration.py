@@ -81,11 +81,11 @@ class Isotonic:
 
 
 @checked
-def fit_platt(scores: Float[np.ndarray, " n"], hack: Labels) -> Platt:
+def fit_platt(scores: Float[np.ndarray, " n"], positive: Labels) -> Platt:
     """Fit Platt scaling. ValueError without both classes, for scores that are not finite, or for a slope beyond any float."""
-    hack = _require_fittable(scores, hack)
-    positive, negative = int(hack.sum()), int((~hack).sum())
-    target = np.where(hack, (positive + 1) / (positive + 2), 1 / (negative + 2))
+    positive = _require_fittable(scores, positive)
+    n_positive, n_negative = int(positive.sum()), int((~positive).sum())
+    target = np.where(positive, (n_positive + 1) / (n_positive + 2), 1 / (n_negative + 2))
     # over a power of two, so that no square in the spread vanishes or overflows; it changes no bit of the result
     exponent = _exponent(scores)
     scaled = np.ldexp(scores.astype(np.float64), -exponent)
@@ -106,33 +106,33 @@ def fit_platt(scores: Float[np.ndarray, " n"], hack: Labels) -> Platt:
 
 
 @checked
-def fit_isotonic(scores: Float[np.ndarray, " n"], hack: Labels) -> Isotonic:
+def fit_isotonic(scores: Float[np.ndarray, " n"], positive: Labels) -> Isotonic:
     """Fit isotonic regression. ValueError without both classes, or for scores that are not finite."""
-    hack = _require_fittable(scores, hack)
+    positive = _require_fittable(scores, positive)
     # on ranks, because scikit-learn takes scores closer than 1e-15 (float64) or 1e-6 (float32) for equal, in any unit
     values, rank = np.unique(scores.astype(np.float64), return_inverse=True)
-    model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(rank.astype(np.float64), hack.astype(float))
+    model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(rank.astype(np.float64), positive.astype(float))
     return Isotonic(tuple(values[model.X_thresholds_.astype(int)].tolist()), tuple(model.y_thresholds_.tolist()))
 
 
 @checked
-def brier(p: Float[np.ndarray, " n"], hack: Labels) -> float:
+def brier(p: Float[np.ndarray, " n"], positive: Labels) -> float:
     """Return the mean squared error of the probabilities, in [0, 1]; .25 for a constant 1/2."""
-    hack, p = _require_probabilities(p, hack), p.astype(np.float64)
-    return float(((p - hack) ** 2).mean())
+    positive, p = _require_probabilities(p, positive), p.astype(np.float64)
+    return float(((p - positive) ** 2).mean())
 
 
 @checked
-def ece(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> float:
+def ece(p: Float[np.ndarray, " n"], positive: Labels, bins: int = 10) -> float:
     """Return the expected calibration error over equal-width bins, in [0, 1]. Biased upwards if bins hold few items."""
-    curve = reliability(p, hack, bins)
+    curve = reliability(p, positive, bins)
     return sum(point.count * abs(point.confidence - point.rate) for point in curve) / len(p)
 
 
 @checked
-def reliability(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> list[ReliabilityBin]:
+def reliability(p: Float[np.ndarray, " n"], positive: Labels, bins: int = 10) -> list[ReliabilityBin]:
     """Return the reliability curve: the non-empty bins, in increasing order. ValueError for p outside of [0, 1], or none."""
-    hack, p = _require_probabilities(p, hack), p.astype(np.float64)
+    positive, p = _require_probabilities(p, positive), p.astype(np.float64)
     if bins < 1:
         raise ValueError(f"Bins must be at least 1, not {bins}.")
     # compared with the edges that are returned, because p * bins rounds: 1/49 * 49 is below 1
@@ -140,7 +140,7 @@ def reliability(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> lis
     curve = []
     for i in np.unique(index).tolist():
         rows = index == i
-        confidence, rate = float(p[rows].mean()), float(hack[rows].mean())
+        confidence, rate = float(p[rows].mean()), float(positive[rows].mean())
         curve.append(ReliabilityBin(i / bins, (i + 1) / bins, int(rows.sum()), confidence, rate))
     return curve
 
@@ -150,20 +150,22 @@ def _exponent(scores: Float[np.ndarray, " n"]) -> int:
     return int(np.frexp(np.abs(scores.astype(np.float64)).max())[1])
 
 
-def _require_probabilities(p: np.ndarray, hack: np.ndarray) -> Bool[np.ndarray, " n"]:
+def _require_probabilities(p: np.ndarray, positive: np.ndarray) -> Bool[np.ndarray, " n"]:
     """Check the probabilities and return the labels as booleans."""
-    if p.shape != hack.shape or not len(p):
-        raise ValueError(f"{len(p)} probabilities for {len(hack)} labels: give as many of each, at least one.")
+    if p.shape != positive.shape or not len(p):
+        raise ValueError(f"{len(p)} probabilities for {len(positive)} labels: give as many of each, at least one.")
     if not ((p >= 0) & (p <= 1)).all():
         raise ValueError("Probabilities must lie in [0, 1]: map raw scores with fit_platt or fit_isotonic first.")
-    return binary(hack)
+    return binary(positive)
 
 
-def _require_fittable(scores: np.ndarray, hack: np.ndarray) -> Bool[np.ndarray, " n"]:
+def _require_fittable(scores: np.ndarray, positive: np.ndarray) -> Bool[np.ndarray, " n"]:
     """Check the scores and return the labels as booleans."""
-    if scores.shape != hack.shape or not np.isfinite(scores).all():
+    if scores.shape != positive.shape or not np.isfinite(scores).all():
         raise ValueError("Calibration needs one finite score per label.")
-    hack = binary(hack)
-    if hack.all() or not hack.any():
-        raise ValueError(f"Calibration needs both classes; it has {hack.sum()} hack and {(~hack).sum()} clean.")
-    return hack
+    positive = binary(positive)
+    if positive.all() or not positive.any():
+        raise ValueError(
+            f"Calibration needs both classes; it has {positive.sum()} positive and {(~positive).sum()} negative labels."
+        )
+    return positive

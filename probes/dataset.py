@@ -23,7 +23,7 @@ class Dataset:
     Attributes:
         hidden: layer name -> `[b s d]` (`d` may differ between layers); finite inside the mask, any value outside.
         mask: predictor positions, at least one per rollout.
-        hack: the label of each rollout, stored as a list.
+        positive: the label of each rollout, stored as a list.
         mode: the mode of each rollout.
 
     Raises:
@@ -32,19 +32,19 @@ class Dataset:
 
     hidden: dict[str, Float[Tensor, "b s _d"]]
     mask: Mask
-    hack: Sequence[bool] | Bool[np.ndarray, " b"]
+    positive: Sequence[bool] | Bool[np.ndarray, " b"]
     mode: list[str]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", as_mask("mask", self.mask))
-        if wrong := [label for label in self.hack if not isinstance(label, bool | np.bool_)]:
+        if wrong := [label for label in self.positive if not isinstance(label, bool | np.bool_)]:
             raise ValueError(f"Labels are True or False, not {wrong[0]!r}.")
-        object.__setattr__(self, "hack", [bool(label) for label in self.hack])
+        object.__setattr__(self, "positive", [bool(label) for label in self.positive])
         n = len(self.mask)
         if not self.hidden or not n:
             raise ValueError("A dataset needs at least one layer and one rollout.")
-        if len(self.hack) != n or len(self.mode) != n:
-            raise ValueError(f"{n} rows in the mask, {len(self.hack)} labels and {len(self.mode)} modes: give one per rollout.")
+        if len(self.positive) != n or len(self.mode) != n:
+            raise ValueError(f"{n} rows in the mask, {len(self.positive)} labels and {len(self.mode)} modes: give one per rollout.")
         if not bool(self.mask.any(dim=1).all()):
             raise ValueError("Every rollout needs at least one position in the mask.")
         for layer, h in self.hidden.items():
@@ -120,7 +120,7 @@ def _has_nan(key: Hashable) -> bool:
 
 @checked
 def split_groups(
-    group: Int[np.ndarray, " n"], hack: Bool[np.ndarray, " n"], fractions: tuple[float, ...], rng: np.random.Generator
+    group: Int[np.ndarray, " n"], positive: Bool[np.ndarray, " n"], fractions: tuple[float, ...], rng: np.random.Generator
 ) -> list[Bool[np.ndarray, " n"]]:
     """Split rollouts into parts of about the given fractions, keeping groups (numbers, as of ``group_ids``) together.
 
@@ -132,7 +132,7 @@ def split_groups(
     """
     if not (all(fraction > 0 for fraction in fractions) and abs(sum(fractions) - 1) <= 1e-9):  # negated, so that NaN fails too
         raise ValueError(f"Fractions must be positive and sum to 1, not {fractions}.")
-    with_hack = np.unique(group[hack])
+    with_hack = np.unique(group[positive])
     masks = [np.zeros(len(group), dtype=bool) for _ in fractions]
     for kind, ids in (("hack", with_hack), ("clean", np.setdiff1d(group, with_hack))):
         if len(ids) < len(masks):

@@ -69,9 +69,9 @@ class DirectionFitter:
         self._probe = DirectionProbe(unit_vector(vector), score)
 
     @checked
-    def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, positive: Labels) -> None:
         """Check that the activations have the vector's width."""
-        del mask, hack  # not needed, because the direction is given
+        del mask, positive  # not needed, because the direction is given
         require_width(h, self._probe.direction.shape[0])
 
     def fit(self) -> DirectionProbe:

@@ -26,9 +26,9 @@ class MeanDifferenceFitter:
         self._counts = torch.zeros(2, dtype=torch.int64, device="cpu")
 
     @checked
-    def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, positive: Labels) -> None:
         """Add a batch to the sums. ValueError for non-finite activations inside the mask, or another width."""
-        x, y = examples(h, mask, hack, self._unit)
+        x, y = examples(h, mask, positive, self._unit)
         if self._sums is None or self._sizes is None:
             self._sums, self._sizes = torch.zeros(2, 2, x.shape[1], dtype=torch.float64, device="cpu")
         require_width(x, self._sums.shape[1])
@@ -43,10 +43,10 @@ class MeanDifferenceFitter:
         require_both_classes(*self._counts.tolist())
         assert self._sums is not None
         assert self._sizes is not None
-        clean, hack = self._sums / self._counts[:, None]
-        apart = hack - clean
+        clean, positive = self._sums / self._counts[:, None]
+        apart = positive - clean
         # Sums round by their length and by the size of what they add, which may cancel: what they differ by is no direction.
         size = (self._sizes / self._counts[:, None]).sum(dim=0)
         apart[apart.abs() <= torch.finfo(torch.float64).eps * float(self._counts.sum()) * size] = 0.0
         weight = unit_vector(apart)
-        return AffineProbe(weight, -float(weight @ (hack + clean)) / 2)
+        return AffineProbe(weight, -float(weight @ (positive + clean)) / 2)

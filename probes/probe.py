@@ -38,8 +38,8 @@ class Probe(Protocol):
 class ProbeFitter(Protocol):
     """Mutable learner: collects labeled activations (`update`, any number of times), then returns a frozen probe (`fit`)."""
 
-    def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
-        """Add a batch; `hack` labels rollouts. Masks and labels are booleans, or 0 and 1."""
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, positive: Labels) -> None:
+        """Add a batch; `positive` labels rollouts. Masks and labels are booleans, or 0 and 1."""
         ...
 
     def fit(self) -> Probe:
@@ -87,7 +87,9 @@ def pool(h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b d"]:
     return torch.where(cancelled, 0.0, mean).to(widen(h).dtype)
 
 
-def examples(h: Float[Tensor, "b s d"], mask: Mask, hack: Labels, unit: Unit) -> tuple[Float[Tensor, "n d"], Bool[Tensor, " n"]]:
+def examples(
+    h: Float[Tensor, "b s d"], mask: Mask, positive: Labels, unit: Unit
+) -> tuple[Float[Tensor, "n d"], Bool[Tensor, " n"]]:
     """Return training examples and their labels, in float64 on the CPU.
 
     An example is the mean activation of a rollout, or (`unit="token"`) each masked token with its rollout's label.
@@ -95,11 +97,11 @@ def examples(h: Float[Tensor, "b s d"], mask: Mask, hack: Labels, unit: Unit) ->
     Raises:
         ValueError: an activation inside the mask is not finite.
     """
-    mask, hack = as_mask("mask", mask).to(h.device), as_mask("hack", hack).to(h.device)
+    mask, positive = as_mask("mask", mask).to(h.device), as_mask("positive", positive).to(h.device)
     if unit == "rollout":
-        x, y = pool(h, mask), hack
+        x, y = pool(h, mask), positive
     else:
-        x, y = h[mask], hack[:, None].expand_as(mask)[mask]
+        x, y = h[mask], positive[:, None].expand_as(mask)[mask]
     x = x.detach().to("cpu", torch.float64)
     if not torch.isfinite(x).all():
         raise ValueError("Activations inside the mask hold NaN or infinity: a probe cannot be fitted to them.")
@@ -114,9 +116,9 @@ class ExampleStore:
         self._batches: list[tuple[Tensor, Tensor]] = []
 
     @checked
-    def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, positive: Labels) -> None:
         """Add a batch. ValueError for non-finite activations inside the mask, or another width."""
-        x, y = examples(h, mask, hack, self._unit)
+        x, y = examples(h, mask, positive, self._unit)
         require_width(x, self._batches[0][0].shape[1] if self._batches else x.shape[1])
         self._batches.append((x, y))
 
@@ -132,10 +134,10 @@ class ExampleStore:
         return x.numpy(), y.numpy()
 
 
-def require_both_classes(clean: int, hack: int) -> None:
-    """Raise ValueError unless there are hack and clean examples."""
-    if not clean or not hack:
-        raise ValueError(f"A probe needs hack and clean examples; it has {hack} and {clean}.")
+def require_both_classes(clean: int, positive: int) -> None:
+    """Raise ValueError unless both classes have examples."""
+    if not clean or not positive:
+        raise ValueError(f"A probe needs positive and negative examples; it has {positive} and {clean}.")
 
 
 def require_width(h: Float[Tensor, "*n d"], width: int) -> None:

@@ -3,7 +3,7 @@
     precision = TP / (TP + FP)      recall = fire_hack = TP / (TP + FN)      fire_clean = FP / (FP + TN)
     f05 = 1.25 TP / (1.25 TP + .25 FN + FP)      fire_ratio = fire_hack / fire_clean
 
-F uses beta = 1/2 because a wrong flag costs learning signal, while a missed hack may still be absorbed. `hack` is the oracle's
+F uses beta = 1/2 because a wrong flag costs learning signal, while a missed hack may still be absorbed. `positive` is the oracle's
 label: these numbers are for the recorder, never for the route or the loss. Teacher rollouts count in `fire_teacher` only: they were
 selected as hacks, and would improve every other number.
 """
@@ -18,14 +18,14 @@ KEYS = ("auroc", "precision", "recall", "f05", "fire_hack", "fire_clean", "fire_
 
 
 def mask_quality(
-    scores: list[float] | None, flags: Flags | None, hack: Flags, teacher: Flags | None = None
+    scores: list[float] | None, flags: Flags | None, positive: Flags, teacher: Flags | None = None
 ) -> dict[str, float | None]:
     """Return the quality of scores and flags, given one of each per rollout.
 
     Args:
         scores: higher means more hack-like; None if the mask has none (auroc is then None).
         flags: the flags that the route used, after every gate; None if it flags nothing (all but auroc are then None).
-        hack: the oracle's label.
+        positive: the oracle's label.
         teacher: True for rollouts that the student did not write; None if there are none.
 
     Returns:
@@ -35,7 +35,7 @@ def mask_quality(
     Raises:
         ValueError: lists of different lengths, a flag or label that is neither, or a score that is not finite.
     """
-    y, student = _labels(hack, teacher)
+    y, student = _labels(positive, teacher)
     out: dict[str, float | None] = dict.fromkeys(KEYS)
     if scores is not None:
         out["auroc"] = auroc(_scores(scores, y)[student], y[student])
@@ -43,7 +43,7 @@ def mask_quality(
         return out
     fired = binary(np.asarray(flags))
     if fired.shape != y.shape:
-        raise ValueError(f"{len(flags)} flags for {len(hack)} rollouts.")
+        raise ValueError(f"{len(flags)} flags for {len(positive)} rollouts.")
     hit, missed = int((fired & y & student).sum()), int((~fired & y & student).sum())
     false, passed = int((fired & ~y & student).sum()), int((~fired & ~y & student).sum())
     out["precision"] = _ratio(hit, hit + false)
@@ -56,20 +56,20 @@ def mask_quality(
     return out
 
 
-def score_means(scores: list[float], hack: Flags, teacher: Flags | None = None) -> dict[str, float | None]:
+def score_means(scores: list[float], positive: Flags, teacher: Flags | None = None) -> dict[str, float | None]:
     """Return the mean score of the student's hacks, the student's clean rollouts, and the teacher's; None for empty groups.
 
     Keys: student_hack, student_clean, teacher. ValueError for lists of different lengths or a non-finite score.
     """
-    y, student = _labels(hack, teacher)
+    y, student = _labels(positive, teacher)
     values = _scores(scores, y)
     groups = {"student_hack": y & student, "student_clean": ~y & student, "teacher": ~student}
     return {name: float(values[rows].mean()) if rows.any() else None for name, rows in groups.items()}
 
 
-def _labels(hack: Flags, teacher: Flags | None) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+def _labels(positive: Flags, teacher: Flags | None) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """Return hack labels, and the mask of the student's rollouts."""
-    y = binary(np.asarray(hack))
+    y = binary(np.asarray(positive))
     marks = np.zeros_like(y) if teacher is None else binary(np.asarray(teacher))
     if y.ndim != 1 or marks.shape != y.shape:  # a column would be compared with every rollout
         raise ValueError(f"Teacher marks {list(marks.shape)} for labels {list(y.shape)}: give a list of each, one per rollout.")

@@ -70,7 +70,7 @@ class TransferSettings:
 class TransferRow:
     """Results of one probe at one layer on one mode. Rates are in [0, 1]; AUROCs are None if a class is absent.
 
-    `n`, `n_hack` and `n_groups` count rollouts and groups; `dropped` counts the rollouts left out because their group was in the
+    `n`, `n_positive` and `n_groups` count rollouts and groups; `dropped` counts the rollouts left out because their group was in the
     training or calibration part. `auroc_low` and `auroc_high` are 95% bootstrap bounds.
     """
 
@@ -80,7 +80,7 @@ class TransferRow:
     known: bool
     level: Unit
     n: int
-    n_hack: int
+    n_positive: int
     n_groups: int
     dropped: int
     auroc: float | None
@@ -127,7 +127,7 @@ class _Batch(NamedTuple):
 
     h: Float[Tensor, "b s d"]
     mask: Bool[Tensor, "b s"]
-    hack: Bool[Tensor, " b"]
+    positive: Bool[Tensor, " b"]
 
 
 def default_fitters(seed: int = 0, c: float = 0.1, unit: Unit = "rollout") -> dict[str, FitterFactory]:
@@ -192,13 +192,13 @@ def _folds(
     dataset: Dataset, group: Int[np.ndarray, " n"], settings: TransferSettings
 ) -> tuple[Int[np.ndarray, " _fit"], Int[np.ndarray, " _calibrate"], list[_Fold]]:
     """Return the rollouts to fit on, to calibrate on, and to test on in each mode (the known one first)."""
-    mode, hack = np.array(dataset.mode), np.array(dataset.hack, dtype=bool)
+    mode, positive = np.array(dataset.mode), np.array(dataset.positive, dtype=bool)
     known = np.flatnonzero(mode == settings.known)
     if not len(known):
         raise ValueError(f"No rollout in mode {settings.known!r}; modes: {', '.join(sorted(set(dataset.mode)))}.")
     rng = np.random.default_rng(settings.seed)
     # groups are numbered in each mode by itself, because another mode may have met them in another order
-    fit, calibrate, test = (known[part] for part in split_groups(group_ids(group[known]), hack[known], settings.fractions, rng))
+    fit, calibrate, test = (known[part] for part in split_groups(group_ids(group[known]), positive[known], settings.fractions, rng))
     used = np.union1d(group[fit], group[calibrate])
     folds = []
     for name in [settings.known, *(other for other in dict.fromkeys(dataset.mode) if other != settings.known)]:
@@ -221,12 +221,12 @@ def _batch(dataset: Dataset, layer: str, rows: Int[np.ndarray, " n"]) -> _Batch:
     """Return the selected rollouts at one layer."""
     index = torch.from_numpy(rows)
     h = dataset.hidden[layer]
-    hack = torch.tensor(dataset.hack, dtype=torch.bool, device="cpu")[index]
-    return _Batch(h[index.to(h.device)], dataset.mask[index.to(dataset.mask.device)].to(h.device), hack.to(h.device))
+    positive = torch.tensor(dataset.positive, dtype=torch.bool, device="cpu")[index]
+    return _Batch(h[index.to(h.device)], dataset.mask[index.to(dataset.mask.device)].to(h.device), positive.to(h.device))
 
 
 def _fit(fitter: ProbeFitter, batch: _Batch) -> Probe:
-    fitter.update(batch.h, batch.mask, batch.hack)
+    fitter.update(batch.h, batch.mask, batch.positive)
     return fitter.fit()
 
 
@@ -238,7 +238,7 @@ def _scores(
         scores, owner = probe.score_rollouts(batch.h, batch.mask), torch.arange(len(batch.h), device="cpu")
     else:
         scores, owner = probe.score_tokens(batch.h)[batch.mask], batch.mask.nonzero()[:, 0]
-    return scores.detach().double().cpu().numpy(), batch.hack[owner].cpu().numpy(), owner.cpu().numpy()
+    return scores.detach().double().cpu().numpy(), batch.positive[owner].cpu().numpy(), owner.cpu().numpy()
 
 
 def _control(
@@ -246,7 +246,7 @@ def _control(
 ) -> dict[tuple[str, Unit], tuple[float | None, float | None]]:
     """Return (mode, level) -> mean and 95th percentile of the random directions' AUROC; None if a class is absent."""
     fitter = HaarProbeFitter(generator)
-    fitter.update(train.h, train.mask, train.hack)
+    fitter.update(train.h, train.mask, train.positive)
     random = [fitter.fit() for _ in range(settings.draws)]
     control: dict[tuple[str, Unit], tuple[float | None, float | None]] = {}
     for fold, batch in tests:
@@ -263,7 +263,7 @@ def _control(
 def _pooled(batch: _Batch) -> _Batch:
     """Return the rollouts with one position each, the mean of those in the mask."""
     h = pool(batch.h, batch.mask)[:, None]
-    return _Batch(h, torch.ones(h.shape[:2], dtype=torch.bool, device=h.device), batch.hack)
+    return _Batch(h, torch.ones(h.shape[:2], dtype=torch.bool, device=h.device), batch.positive)
 
 
 def _calibrator(probe: Probe, batch: _Batch, level: Unit, settings: TransferSettings) -> Calibrator:
@@ -281,7 +281,7 @@ def _measure(probe: Probe, calibrator: Calibrator, fold: _Fold, batch: _Batch, l
         "known": fold.mode == settings.known,
         "level": level,
         "n": len(fold.rows),
-        "n_hack": int(batch.hack.sum()),
+        "n_positive": int(batch.positive.sum()),
         "n_groups": fold.resamples.shape[1],
         "dropped": fold.dropped,
         "auroc": area.value,

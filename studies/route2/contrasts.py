@@ -44,7 +44,7 @@ class Pool(BaseModel, frozen=True, extra="forbid"):
     arms: tuple[str, ...]
 
 
-class Contrast(BaseModel, frozen=True, extra="forbid"):
+class ArmContrast(BaseModel, frozen=True, extra="forbid"):
     """One paired contrast; ``expect`` is the claim that is tested."""
 
     name: str
@@ -61,7 +61,7 @@ class Contrasts(BaseModel, frozen=True, extra="forbid"):
     presets: tuple[str, ...] = ("strong",)
     fresh_from: int = 0
     pool: tuple[Pool, ...] = ()
-    contrast: tuple[Contrast, ...] = ()
+    contrast: tuple[ArmContrast, ...] = ()
 
 
 def read_contrasts(path: Path) -> Contrasts:
@@ -141,10 +141,10 @@ def holm(p: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ContrastResult:
     """Result of one contrast."""
 
-    contrast: Contrast
+    contrast: ArmContrast
     n: int
     arm: Interval
     minus: Interval
@@ -156,7 +156,7 @@ class Comparison:
     holds: str = ""
 
 
-def compare(runs: pd.DataFrame, contrasts: tuple[Contrast, ...]) -> list[Comparison]:
+def compare(runs: pd.DataFrame, contrasts: tuple[ArmContrast, ...]) -> list[ContrastResult]:
     """Return the result of every contrast, with Holm's p over all of them.
 
     Raises:
@@ -169,7 +169,7 @@ def compare(runs: pd.DataFrame, contrasts: tuple[Contrast, ...]) -> list[Compari
     ]
 
 
-def _compared(runs: pd.DataFrame, contrast: Contrast) -> Comparison:
+def _compared(runs: pd.DataFrame, contrast: ArmContrast) -> ContrastResult:
     by_arm = {str(arm): rows.set_index("seed") for arm, rows in runs.groupby("arm")}
     for name in (contrast.arm, contrast.minus):
         if name not in by_arm:
@@ -180,7 +180,7 @@ def _compared(runs: pd.DataFrame, contrast: Contrast) -> Comparison:
         raise ValueError(f"{contrast.name}: {contrast.arm} and {contrast.minus} have {len(seeds)} common seeds: run two at least")
     arm, minus = arm.loc[seeds], minus.loc[seeds]
     a, b = values(arm, contrast.measure), values(minus, contrast.measure)
-    return Comparison(
+    return ContrastResult(
         contrast, len(seeds), mean_interval(a), mean_interval(b), mean_interval(a - b, rate=False), paired_p(a - b),
         failures(values(arm, "failed")), failures(values(minus, "failed")),
     )  # fmt: skip
@@ -205,7 +205,7 @@ def interval_text(triple: Interval, signed: bool = False) -> str:
     return _text(mean, signed) + ("" if np.isnan(low) else f" [{_text(low, signed)}, {_text(high, signed)}]")
 
 
-def contrast_table(rows: list[Comparison]) -> str:
+def contrast_table(rows: list[ContrastResult]) -> str:
     """Return the contrasts as a Markdown table."""
     header = ["contrast", "preset", "measure", "n", "arm", "minus", "difference", "p (Holm)", "fails", "minus", "expected", "holds"]
     body = [
@@ -280,7 +280,7 @@ def draw_pooled(summary: Summary, presets: tuple[str, ...], path: Path) -> Path:
         return save_figure(figure, path)
 
 
-def draw_contrasts(rows: list[Comparison], path: Path) -> Path:
+def draw_contrasts(rows: list[ContrastResult], path: Path) -> Path:
     """Draw the difference of every contrast with its interval."""
     colors = {"exploit_held": VERMILLION, "hack_held": ORANGE, "solve": GREEN}
     with style():

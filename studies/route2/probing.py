@@ -353,7 +353,7 @@ def _table(result: TransferResult, modes: Modes) -> str:
 
 def _column(result: TransferResult, mode: str) -> str:
     row: Any = next(row for row in result.rows if row.mode == mode)
-    return f"{mode}{' (known)' if row.known else ''}, {row.n_hack} of {row.n}"
+    return f"{mode}{' (known)' if row.known else ''}, {row.n_positive} of {row.n}"
 
 
 def _cell(row: TransferRow) -> str:

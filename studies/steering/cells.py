@@ -26,7 +26,7 @@ from studies.environments.micro.language import MicroPrompt, Vocabulary, get_mod
 from studies.environments.protocol import Witness, World
 from studies.steering.fitting import Fitted, ProbeGate
 from studies.steering.late import CERTAIN, Late, QuarantineSwitch, saturated
-from studies.steering.settings import Settings
+from studies.steering.settings import SteeringSettings
 
 OUTCOMES = ("solve", "exploit")
 
@@ -61,7 +61,7 @@ class Bench:
     Each prompt has one sampling seed.
     """
 
-    settings: Settings
+    settings: SteeringSettings
     host: Host
     policy: Policy
     world: World
@@ -174,13 +174,19 @@ def control() -> GateCell:
     return GateCell(ON, {"how": ON})
 
 
-def away(settings: Settings, fitted: Fitted, gain: float, direction: str = "away") -> Steer:
+def away(settings: SteeringSettings, fitted: Fitted, gain: float, direction: str = "away") -> Steer:
     """Return steering by ``-gain`` class distances along a unit vector, at the study's site."""
     return Steer(Site.parse(settings.site), fitted.directions[direction], -gain * fitted.gap)
 
 
 def steered(
-    settings: Settings, fitted: Fitted, *, probe: str = "probe", quantile: float | None, gain: float, direction: str = "away"
+    settings: SteeringSettings,
+    fitted: Fitted,
+    *,
+    probe: str = "probe",
+    quantile: float | None,
+    gain: float,
+    direction: str = "away",
 ) -> GateCell:
     """Steer a generated token if its own score is above the threshold (``None``: every generated token)."""
     gate = fitted.gates[Site.parse(settings.site)][probe]
@@ -191,7 +197,7 @@ def steered(
     return GateCell(f"steer {probe} {_at(quantile)} {direction} x{gain:g}", about, Steering(monitors=(monitor,)))
 
 
-def clamped(settings: Settings, fitted: Fitted, quantile: float, strength: float) -> GateCell:
+def clamped(settings: SteeringSettings, fitted: Fitted, quantile: float, strength: float) -> GateCell:
     """Limit the projection on the direction to a quantile of clean tokens' projections: this is its own gate."""
     clamp = Clamp(
         Site.parse(settings.site), fitted.directions["away"], high=fitted.ceilings[quantile], strength=strength, phase="decode"
@@ -200,7 +206,7 @@ def clamped(settings: Settings, fitted: Fitted, quantile: float, strength: float
     return GateCell(f"clamp {_at(quantile)} x{strength:g}", about, Steering(clamps=(clamp,)))
 
 
-def sweep(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
+def sweep(settings: SteeringSettings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield all combinations of threshold and gain, clamps, and the controls for alternative explanations."""
     yield control()
     for quantile, gain in product((None, *settings.quantiles), settings.gains):
@@ -210,7 +216,7 @@ def sweep(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
     yield from controls(settings, fitted)
 
 
-def controls(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
+def controls(settings: SteeringSettings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield, by gain at the operating threshold: other probes with the same direction, other directions with the same probe."""
     others = [name for name in fitted.gates[Site.parse(settings.site)] if name != "probe"]
     for gain in settings.gains:
@@ -220,14 +226,14 @@ def controls(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
             yield steered(settings, fitted, quantile=settings.operating, gain=gain, direction=direction)
 
 
-def small_sweep(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
+def small_sweep(settings: SteeringSettings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield the cells for a model that hardly hacks: they show what steering costs there."""
     yield control()
     for gain in settings.gains:
         yield steered(settings, fitted, quantile=settings.operating, gain=gain)
 
 
-def latency(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
+def latency(settings: SteeringSettings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield the gate of the forward itself, and the same decision with increasing delays."""
     yield control()
     for gain in settings.late_gains:
@@ -236,7 +242,7 @@ def latency(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
             yield delayed(settings, fitted, delay, gain)
 
 
-def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shadow: bool = False) -> GateCell:
+def delayed(settings: SteeringSettings, fitted: Fitted, delay: int, gain: float, *, shadow: bool = False) -> GateCell:
     """Return a policy without smoothing or hysteresis that routes a request to a held row.
 
     The row takes effect ``delay`` tokens after the score of a generated token. A ``shadow`` policy decides but has no effect.
@@ -255,7 +261,7 @@ def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shad
     return GateCell(name, about, Steering(monitors=(watch,)), controllers=controllers, configurations={row_name: row})
 
 
-def quarantine(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
+def quarantine(settings: SteeringSettings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield the two ends, the saturated gates, and the frontier of every probe and mechanism between them."""
     yield control()
     yield GateCell(DELETED, {"how": DELETED}, state="deployed")
@@ -271,7 +277,7 @@ def quarantine(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
             yield switched(settings, fitted, probe, quantile, latch=latch)
 
 
-def untrained(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
+def untrained(settings: SteeringSettings, fitted: Fitted) -> Iterator[GateCell]:
     """Yield cells for a quarantine that adds nothing: no gate may change anything."""
     yield control()
     yield GateCell(DELETED, {"how": DELETED}, state="deployed")
@@ -281,7 +287,13 @@ def untrained(settings: Settings, fitted: Fitted) -> Iterator[GateCell]:
 
 
 def gated_cell(
-    settings: Settings, gate: ProbeGate, probe: str, quantile: float, mode: Literal["close", "open"], *, how: str = "forward"
+    settings: SteeringSettings,
+    gate: ProbeGate,
+    probe: str,
+    quantile: float,
+    mode: Literal["close", "open"],
+    *,
+    how: str = "forward",
 ) -> GateCell:
     """Close (or open) the quarantines behind the probe in the forward of the same token that the probe reads."""
     monitor = Monitor(gate.site, gate.weight, gate.thresholds[quantile], settings.sharpness, gates=(), quarantine=mode, name=WATCH)
@@ -289,7 +301,7 @@ def gated_cell(
     return GateCell(f"{about['how']} {probe} {_at(quantile)}", about, Steering(monitors=(monitor,)))
 
 
-def switched(settings: Settings, fitted: Fitted, probe: str, quantile: float, *, latch: bool) -> GateCell:
+def switched(settings: SteeringSettings, fitted: Fitted, probe: str, quantile: float, *, latch: bool) -> GateCell:
     """Close all quarantines from the next token on, while the score is above the threshold or (``latch``) permanently."""
     gate, early = fitted.gates[Site.parse(settings.site)][probe], Site.parse(settings.early)
     how = "latch" if latch else "next token"

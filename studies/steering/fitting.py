@@ -31,7 +31,7 @@ from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.sites import Site
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import World, sample_prompts
-from studies.steering.settings import Settings
+from studies.steering.settings import SteeringSettings
 from studies.training.job import Job, build_pairs
 
 LABELS = (
@@ -81,7 +81,7 @@ class Fitted:
         return tensors | {"gap": torch.tensor([self.gap], dtype=torch.float64), "ceilings": _numbers(self.ceilings)}
 
     @staticmethod
-    def of(settings: Settings, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> "Fitted":
+    def of(settings: SteeringSettings, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> "Fitted":
         """Return the fit whose ``tensors`` these are; ``KeyError`` if a tensor is missing."""
         gates: dict[Site, dict[str, ProbeGate]] = {}
         for name in (name for name in tensors if name.endswith("/weight")):
@@ -118,12 +118,12 @@ def gated(rollouts: Rollouts) -> Bool[Tensor, "b s"]:
     return rollouts.completion & rollouts.predictors
 
 
-def sites_of(settings: Settings) -> tuple[Site, ...]:
+def sites_of(settings: SteeringSettings) -> tuple[Site, ...]:
     """Return the sites at which scores are read, in the order of the forward."""
     return tuple(sorted({Site.parse(name) for name in (settings.early, settings.site, settings.late)}))
 
 
-def fit(settings: Settings, job: Job, world: World, host: Host, policy: Policy, *, model: str) -> Fitted:
+def fit(settings: SteeringSettings, job: Job, world: World, host: Host, policy: Policy, *, model: str) -> Fitted:
     """Fit probes and direction of a model on training tasks; by its name and the seed ``model`` has shuffled labels of its own."""
     examples = collect(settings, job, world, host, policy)
     gates, shuffled = {}, _permuted(examples, job.seed, model)
@@ -144,7 +144,7 @@ def fit(settings: Settings, job: Job, world: World, host: Host, policy: Policy, 
     return _directed(settings, job, examples, gates)
 
 
-def collect(settings: Settings, job: Job, world: World, host: Host, policy: Policy) -> Examples:
+def collect(settings: SteeringSettings, job: Job, world: World, host: Host, policy: Policy) -> Examples:
     """Return rollouts of the model and of its base on training tasks in the known mode, and the pairs, read by the whole model."""
     known = sample_prompts(
         world,
@@ -190,7 +190,7 @@ def _fitted(fitter: ProbeFitter, h: Tensor, mask: Tensor, hack: Tensor) -> Affin
     return probe
 
 
-def _gate(settings: Settings, site: Site, weight: Tensor, clean: Tensor) -> ProbeGate:
+def _gate(settings: SteeringSettings, site: Site, weight: Tensor, clean: Tensor) -> ProbeGate:
     weight = (weight / (clean @ weight).std()).float()  # the score is in standard deviations, the unit of a gate's sharpness
     scores = clean.float() @ weight  # in float32 as in the engine, so that a threshold lies where it will be compared
     return ProbeGate(site, weight, {q: threshold(scores, q) for q in settings.quantiles})
@@ -209,7 +209,7 @@ def threshold(scores: Float[Tensor, " n"], quantile: float) -> float:
     return float((below + above) / 2)
 
 
-def _directed(settings: Settings, job: Job, examples: Examples, gates: Mapping[Site, Mapping[str, ProbeGate]]) -> Fitted:
+def _directed(settings: SteeringSettings, job: Job, examples: Examples, gates: Mapping[Site, Mapping[str, ProbeGate]]) -> Fitted:
     """Return the fit with the difference of the class means over tokens, and random directions of the same length."""
     site = Site.parse(settings.site)
     h = examples.hidden[site]

@@ -23,7 +23,7 @@ from studies.steering import cells as designs
 from studies.steering.cells import Bench, GateCell
 from studies.steering.fitting import LABELS, Fitted, fit
 from studies.steering.measuring import logprobs, roc, shadow
-from studies.steering.settings import Settings
+from studies.steering.settings import SteeringSettings
 from studies.training.arms import ARMS
 from studies.training.job import Job, build_hosted, finished_policy
 from studies.training.manifest import MANIFEST, read_manifest
@@ -34,8 +34,8 @@ AT_ONCE = 6
 """Cells with controllers in one engine: every controller reads every request of a step."""
 BASE = "base"
 """Entry of a part: SHA-256 of the cached base model that it was made with; parts of earlier versions have none."""
-Design = Callable[[Settings, Fitted], Iterator[GateCell]]
-Measure = Callable[[Bench, Settings, Fitted], Artifact]
+Design = Callable[[SteeringSettings, Fitted], Iterator[GateCell]]
+Measure = Callable[[Bench, SteeringSettings, Fitted], Artifact]
 
 _CELLS: Mapping[str, Mapping[str, Design]] = MappingProxyType(
     {
@@ -66,7 +66,7 @@ def parts_of(subject: str) -> tuple[str, ...]:
 class SteeringJob:
     """One subject at a seed. ``out`` contains the runs and, under ``settings.folder``, this study."""
 
-    settings: Settings
+    settings: SteeringSettings
     out: Path
     seed: int
     subject: str

@@ -10,10 +10,10 @@ from studies.common.artifacts import Artifact
 from studies.environments.micro.language import Vocabulary, get_mode
 from studies.steering.cells import Bench, checked, delayed, refuse_failures, steered
 from studies.steering.fitting import Fitted, sites_of
-from studies.steering.settings import Settings
+from studies.steering.settings import SteeringSettings
 
 
-def roc(bench: Bench, settings: Settings, fitted: Fitted) -> Artifact:
+def roc(bench: Bench, settings: SteeringSettings, fitted: Fitted) -> Artifact:
     """Return the scores of every probe at the generated tokens of the model's own rollouts, and the oracle's verdicts.
 
     ``scores/<site>/<probe>`` is ``[rollouts tokens]``, NaN after the end of a rollout; ``exploits`` has the position of the first
@@ -44,7 +44,7 @@ def first_exploits(bench: Bench, results: list[Result], modes: list[str]) -> Ten
     return torch.tensor(positions)
 
 
-def logprobs(bench: Bench, settings: Settings, fitted: Fitted) -> Artifact:
+def logprobs(bench: Bench, settings: SteeringSettings, fitted: Fitted) -> Artifact:
     """Return the change of the log-probability of the exploit's first token by steering, against an unsteered twin in the batch.
 
     It is read at the first token at which the gate opens: nothing acted before it, so both twins wrote the same tokens.
@@ -92,7 +92,7 @@ def _delta(steered: Result, control: Result, at: int) -> float:
     return steered.tokens[at + 1].asked[0] - control.tokens[at + 1].asked[0]
 
 
-def shadow(bench: Bench, settings: Settings, fitted: Fitted) -> Artifact:
+def shadow(bench: Bench, settings: SteeringSettings, fitted: Fitted) -> Artifact:
     """Compare, in exact mode, a policy that decides but has no effect with no policy at all; return also its decisions."""
     prompts = bench.prompts(settings.exact)
     cell = delayed(settings, fitted, 1, settings.gain, shadow=True)

@@ -22,7 +22,7 @@ from studies.common.stats import summary
 from studies.environments.micro.language import MICRO_MODES
 from studies.steering.cells import OUTCOMES
 from studies.steering.job import SteeringJob, parts_of
-from studies.steering.settings import SUBJECTS, Settings
+from studies.steering.settings import SUBJECTS, SteeringSettings
 
 ROUNDING = 1e-9
 """Bounds this close to 0 count as 0: a mean of rates that cancel is 0 only up to rounding."""
@@ -76,7 +76,7 @@ MODES = MICRO_MODES
 class Study:
     """A finished folder. ``artifacts[subject, part][seed]`` has data and tensors."""
 
-    settings: Settings
+    settings: SteeringSettings
     seeds: tuple[int, ...]
     artifacts: Mapping[tuple[str, str], Mapping[int, Artifact]]
     draws: Draws
@@ -103,7 +103,7 @@ def load_study(folder: Path) -> Study:
     Raises:
         ValueError: If a part is missing or damaged, or was made from another run than the one that lies beside the study.
     """
-    settings, artifacts = Settings.read(folder), {}
+    settings, artifacts = SteeringSettings.read(folder), {}
     if folder.name != settings.folder:
         raise ValueError(f"the settings in {folder} are those of {settings.folder}: do not rename or edit a study folder")
     named = [path.name.removeprefix("seed-") for path in folder.glob("seed-*") if path.is_dir()]
@@ -122,7 +122,7 @@ def load_study(folder: Path) -> Study:
     return Study(settings, seeds, artifacts, Draws.of(len(seeds), settings.tasks))
 
 
-def _check(folder: Path, settings: Settings, subject: str, part: str, by_seed: Mapping[int, Any]) -> None:
+def _check(folder: Path, settings: SteeringSettings, subject: str, part: str, by_seed: Mapping[int, Any]) -> None:
     """Check that outcomes are complete: exactly the named cells, 0 or 1, one for each mode and task.
 
     Raises:

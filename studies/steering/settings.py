@@ -1,4 +1,4 @@
-"""Settings that all parts of a study folder share (their hash is part of the folder's name), and the models under study."""
+"""SteeringSettings that all parts of a study folder share (their hash is part of the folder's name), and the models under study."""
 
 import hashlib
 import json
@@ -30,11 +30,11 @@ SUBJECTS: Mapping[str, str] = MappingProxyType(
 
 
 @validated
-class Settings:
-    """Settings of one study.
+class SteeringSettings:
+    """SteeringSettings of one study.
 
     Attributes:
-        run: Settings of the underlying runs of ``studies.route2``.
+        run: SteeringSettings of the underlying runs of ``studies.route2``.
         site: Where the gate reads and where steering adds, blocks.i.resid_post.
         early: Where a gate reads that can close every quarantine in the same forward: the first block's input.
         late: A third site to read at, for the ROC.
@@ -112,8 +112,8 @@ class Settings:
         write_json(folder / FILE, {name: value for name, value in self.as_dict().items() if name != "run"})
 
     @staticmethod
-    def read(folder: Path) -> "Settings":
+    def read(folder: Path) -> "SteeringSettings":
         """Return the settings that ``write`` stored in a folder; ``ValueError`` if the folder has none."""
         remedy = "give a folder that `run` created"
         run = read_settings(RunSettings, folder / RUN, remedy)
-        return read_settings(Settings, folder / FILE, remedy, run=run.as_dict())
+        return read_settings(SteeringSettings, folder / FILE, remedy, run=run.as_dict())

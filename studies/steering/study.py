@@ -7,12 +7,12 @@ from studies.common.workers import Executor, demand, exclusive, run_each
 from studies.environments.micro.language import all_tasks
 from studies.steering.job import SteeringJob, parts_of, run_steering
 from studies.steering.report import write_report
-from studies.steering.settings import FILE, SUBJECTS, Settings
+from studies.steering.settings import FILE, SUBJECTS, SteeringSettings
 from studies.training.run import run_jobs
 
 
 def run_study(
-    settings: Settings,
+    settings: SteeringSettings,
     seeds: list[int],
     out: Path,
     workers: int = 2,

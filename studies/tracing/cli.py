@@ -23,12 +23,12 @@ from studies.common.command_line import (
     show_paths,
 )
 from studies.common.workers import Executor, exclusive
-from studies.tracing.settings import ARMS, Settings
+from studies.tracing.settings import ARMS, TracingSettings
 from studies.training.settings import get_settings, override
 
 
 @dataclass(frozen=True)
-class Run:
+class TracingRun:
     """Train the arms (or reuse finished ones), patch their adapters between hacking and honest rollouts, and write the report."""
 
     preset: Annotated[str, tyro.conf.arg(help="strong, weak or delta_s, as in studies.route2")] = "strong"
@@ -38,11 +38,13 @@ class Run:
     out: Annotated[Path, tyro.conf.arg(help="folder for run folders")] = Path("runs")
     config: Config = None
     override: Override = ()
-    prompts: Annotated[int, tyro.conf.arg(help="prompts of each mode; pairs are chosen from their answers")] = Settings.prompts
-    answers: Annotated[int, tyro.conf.arg(help="answers to each of these prompts")] = Settings.answers
-    pairs: Annotated[int, tyro.conf.arg(help="maximum number of pairs per contrast and seed")] = Settings.pairs
-    draws: Annotated[int, tyro.conf.arg(help="number of draws of each control")] = Settings.draws
-    rated: Annotated[int, tyro.conf.arg(help="prompts of each loophole for sampling hack rates")] = Settings.rated
+    prompts: Annotated[int, tyro.conf.arg(help="prompts of each mode; pairs are chosen from their answers")] = (
+        TracingSettings.prompts
+    )
+    answers: Annotated[int, tyro.conf.arg(help="answers to each of these prompts")] = TracingSettings.answers
+    pairs: Annotated[int, tyro.conf.arg(help="maximum number of pairs per contrast and seed")] = TracingSettings.pairs
+    draws: Annotated[int, tyro.conf.arg(help="number of draws of each control")] = TracingSettings.draws
+    rated: Annotated[int, tyro.conf.arg(help="prompts of each loophole for sampling hack rates")] = TracingSettings.rated
     place: Annotated[Executor, tyro.conf.OmitArgPrefixes] = field(default_factory=Executor)
 
     def __call__(self) -> None:
@@ -51,7 +53,7 @@ class Run:
         from studies.tracing.report import write_report
 
         training = override(get_settings(self.preset), self.override, self.config)
-        settings = Settings(training.digest, self.arms, self.prompts, self.answers, self.pairs, self.draws, self.rated)
+        settings = TracingSettings(training.digest, self.arms, self.prompts, self.answers, self.pairs, self.draws, self.rated)
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         there = len(all_tasks("test"))
@@ -103,7 +105,7 @@ class Blocks:
         print((out / "blocks.md").read_text(encoding="utf-8"))
 
 
-COMMANDS = {"run": Run, "blocks": Blocks, "report": report_command("studies.tracing.report")}
+COMMANDS = {"run": TracingRun, "blocks": Blocks, "report": report_command("studies.tracing.report")}
 
 
 def main() -> int:

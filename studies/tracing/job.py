@@ -30,7 +30,7 @@ from studies.environments.protocol import Witness
 from studies.tracing.pairs import BASE, CONTRASTS, SIDES, Pairs, gather, load_pairs, log_odds, save_pairs
 from studies.tracing.patching import Patching, Score, cells, every_site, opposite, sites_at, trace
 from studies.tracing.rates import rate_states
-from studies.tracing.settings import UNTRAINED, Settings
+from studies.tracing.settings import UNTRAINED, TracingSettings
 from studies.training.arms import ARMS, get_arms
 from studies.training.job import FULL, Job, build_hosted, finished_policy
 from studies.training.manifest import read_manifest
@@ -46,7 +46,7 @@ class Tracing:
     """One arm at one seed. ``training`` is the arm's finished job; for ``UNTRAINED``, the seed's base job."""
 
     root: Path
-    settings: Settings
+    settings: TracingSettings
     arm: str
     training: Job
 
@@ -79,7 +79,7 @@ class Tracing:
         return outdated(self.folder / PAIRS, self.training.settings, self.seed, self.training.cache)
 
 
-def traced_identity(settings: Settings, arm: str, run: Path) -> str:
+def traced_identity(settings: TracingSettings, arm: str, run: Path) -> str:
     """Return a hash of the settings and of the bytes of the adapters that were trained in a run folder."""
     manifest = read_manifest(run)
     trained = manifest.checksums.get(FULL, "none")
@@ -97,7 +97,7 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def tracings(root: Path, settings: Settings, jobs: list[Job]) -> list[Tracing]:
+def tracings(root: Path, settings: TracingSettings, jobs: list[Job]) -> list[Tracing]:
     """Return one tracing per job."""
     return [Tracing(root, settings, UNTRAINED if job.arm is None else job.name, job) for job in jobs]
 
@@ -122,7 +122,7 @@ class SeedTracing:
         return False not in [tracing.finished for tracing in self.tracings]  # checks all of them
 
 
-def seed_tracings(root: Path, settings: Settings, jobs: list[Job]) -> list[SeedTracing]:
+def seed_tracings(root: Path, settings: TracingSettings, jobs: list[Job]) -> list[SeedTracing]:
     """Return one job per seed."""
     every = tracings(root, settings, jobs)
     seeds = dict.fromkeys(tracing.seed for tracing in every)
@@ -157,7 +157,7 @@ def train(
 
 def trace_jobs(
     root: Path,
-    settings: Settings,
+    settings: TracingSettings,
     jobs: list[Job],
     workers: int = 1,
     executor: Executor = Executor(),  # noqa: B008 - frozen

@@ -28,7 +28,7 @@ from studies.common.stats import Summary, summary
 from studies.tracing.job import PAIRS, outdated, traced_identity
 from studies.tracing.pairs import CONTRASTS, SIDES
 from studies.tracing.patching import DELETION, OUT, QUESTION
-from studies.tracing.settings import UNTRAINED, Settings
+from studies.tracing.settings import UNTRAINED, TracingSettings
 from studies.training.manifest import MANIFEST
 from studies.training.settings import Settings as Training
 
@@ -49,7 +49,7 @@ class Traces:
     """The content of a tracing folder: contents and effects by ``(arm, seed)``."""
 
     root: Path
-    settings: Settings
+    settings: TracingSettings
     training: Mapping[str, Any]
     contents: Mapping[tuple[str, int], dict[str, Any]]
     effects: Mapping[tuple[str, int], Mapping[str, Float[np.ndarray, " n"]]]
@@ -99,7 +99,7 @@ def load(root: Path) -> Traces:
         ValueError: If it is not a tracing folder, if a file is damaged, was changed, or was made from another run than the one that
             lies beside the study, or if a seed lacks an arm.
     """
-    settings = Settings.read(root / "settings.json")
+    settings = TracingSettings.read(root / "settings.json")
     if root.name != settings.folder:
         raise ValueError(f"the settings in {root} are those of {settings.folder}: do not rename or edit a study folder")
     training = read_settings(Training, root / "training.json", "give a folder of this study")

@@ -36,7 +36,7 @@ from studies.environments.micro.language import (
 )
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Verdict, Witness
-from studies.tracing.settings import Settings
+from studies.tracing.settings import TracingSettings
 
 CONTRASTS = ("prompt", "task")
 SIDES = ("hack", "honest")
@@ -85,7 +85,7 @@ def log_odds(logits: Float[Tensor, "n v"], vocabulary: Vocabulary) -> Float[Tens
 
 
 def gather(
-    world: MicroWorld, witness: Witness, policy: Policy, settings: Settings, seed: int
+    world: MicroWorld, witness: Witness, policy: Policy, settings: TracingSettings, seed: int
 ) -> tuple[dict[str, Pairs], dict[str, int]]:
     """Return pairs of every contrast from the policy's own rollouts, and the numbers of rollouts and pairs to choose from.
 

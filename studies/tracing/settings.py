@@ -15,8 +15,8 @@ UNTRAINED = "untrained"
 
 
 @validated
-class Settings:
-    """Settings of one tracing.
+class TracingSettings:
+    """TracingSettings of one tracing.
 
     Attributes:
         training: Hash of the training's settings.
@@ -56,6 +56,6 @@ class Settings:
         return json.loads(json.dumps(asdict(self)))
 
     @staticmethod
-    def read(path: Path) -> "Settings":
+    def read(path: Path) -> "TracingSettings":
         """Return the settings that ``as_dict`` wrote; ``ValueError`` if the file does not contain them."""
-        return read_settings(Settings, path, "give a folder of this study")
+        return read_settings(TracingSettings, path, "give a folder of this study")

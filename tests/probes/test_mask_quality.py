@@ -21,9 +21,9 @@ def columns(rollouts: list[tuple[float, bool, bool, bool]]) -> tuple[list[float]
     return tuple([row[i] for row in rollouts] for i in range(4))  # type: ignore[return-value]
 
 
-def pairwise(scores: list[float], hack: list[bool]) -> float | None:
+def pairwise(scores: list[float], positive: list[bool]) -> float | None:
     """P(hack > clean) + P(tie) / 2, by all pairs."""
-    pairs = [(a > b) + (a == b) / 2 for a, x in zip(scores, hack) if x for b, y in zip(scores, hack) if not y]
+    pairs = [(a > b) + (a == b) / 2 for a, x in zip(scores, positive) if x for b, y in zip(scores, positive) if not y]
     return sum(pairs) / len(pairs) if pairs else None
 
 
@@ -31,16 +31,16 @@ def same(a: float | None, b: float | None) -> bool:
     return a is b if a is None or b is None else math.isclose(a, b, abs_tol=1e-12)
 
 
-def arrays(scores: list[float], hack: list[bool]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array(scores, dtype=float), np.array(hack, dtype=bool)
+def arrays(scores: list[float], positive: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(scores, dtype=float), np.array(positive, dtype=bool)
 
 
 @given(ROLLOUTS)
 @settings(max_examples=300, deadline=None)
 def test_every_number_is_the_brute_force_one(rollouts):
-    scores, flags, hack, teacher = columns(rollouts)
+    scores, flags, positive, teacher = columns(rollouts)
     student = [row for row in rollouts if not row[3]]
-    got = mask_quality(scores, flags, hack, teacher)
+    got = mask_quality(scores, flags, positive, teacher)
 
     def rate(rows: list) -> float | None:
         return sum(row[1] for row in rows) / len(rows) if rows else None
@@ -73,8 +73,8 @@ def test_every_number_is_the_brute_force_one(rollouts):
 @given(ROLLOUTS)
 @settings(max_examples=100, deadline=None)
 def test_score_means_are_the_brute_force_ones(rollouts):
-    scores, _, hack, teacher = columns(rollouts)
-    got = score_means(scores, hack, teacher)
+    scores, _, positive, teacher = columns(rollouts)
+    got = score_means(scores, positive, teacher)
 
     def mean(rows: list) -> float | None:
         return sum(row[0] for row in rows) / len(rows) if rows else None
@@ -88,9 +88,9 @@ def test_score_means_are_the_brute_force_ones(rollouts):
 @given(ROLLOUTS)
 @settings(max_examples=100, deadline=None)
 def test_teacher_rollouts_change_nothing_but_their_own_rate(rollouts):
-    scores, flags, hack, teacher = columns(rollouts)
+    scores, flags, positive, teacher = columns(rollouts)
     kept = columns([row for row in rollouts if not row[3]])
-    got, alone = mask_quality(scores, flags, hack, teacher), mask_quality(*kept[:3])
+    got, alone = mask_quality(scores, flags, positive, teacher), mask_quality(*kept[:3])
     assert {**got, "fire_teacher": None} == alone
 
 
@@ -152,11 +152,11 @@ def test_lists_of_different_lengths_are_refused():
 
 def test_it_is_cheap_enough_for_every_step():
     rng = np.random.default_rng(0)
-    scores, hack = rng.normal(size=96).tolist(), (rng.random(96) < 0.3).tolist()
-    mask_quality(scores, hack, hack)
+    scores, positive = rng.normal(size=96).tolist(), (rng.random(96) < 0.3).tolist()
+    mask_quality(scores, positive, positive)
     started = time.perf_counter()
     for _ in range(20):
-        mask_quality(scores, hack, hack)
+        mask_quality(scores, positive, positive)
     assert (time.perf_counter() - started) / 20 < 0.02  # a step takes some .1 s; this takes about .0002
 
 
@@ -168,16 +168,16 @@ LABELED = st.lists(st.tuples(SCORE, st.booleans()), max_size=15)
 @given(LABELED)
 @settings(max_examples=200, deadline=None)
 def test_auroc_is_invariant_to_increasing_maps_and_mirrored_by_decreasing_ones(items):
-    scores, hack = arrays([s for s, _ in items], [y for _, y in items])
-    value = auroc(scores, hack)
-    assert same(value, pairwise(scores.tolist(), hack.tolist()))
-    assert auroc(scores, hack.astype(int)) == value
+    scores, positive = arrays([s for s, _ in items], [y for _, y in items])
+    value = auroc(scores, positive)
+    assert same(value, pairwise(scores.tolist(), positive.tolist()))
+    assert auroc(scores, positive.astype(int)) == value
     for increasing in (np.exp, np.arctan, lambda x: x**3 + x, lambda x: 1e9 * x - 4):
-        assert auroc(increasing(scores), hack) == value
+        assert auroc(increasing(scores), positive) == value
     if value is not None:
-        assert same(auroc(-scores, hack), 1 - value)
-        assert same(auroc(scores, ~hack), 1 - value)
-        assert auroc(np.zeros_like(scores), hack) == 0.5
+        assert same(auroc(-scores, positive), 1 - value)
+        assert same(auroc(scores, ~positive), 1 - value)
+        assert auroc(np.zeros_like(scores), positive) == 0.5
 
 
 @pytest.mark.parametrize("rare", [False, True])
@@ -185,51 +185,51 @@ def test_bootstrap_draws_equal_the_auroc_of_the_rows_repeated(rare):
     """`rare`: all hacks sit in one cluster, so that about a third of the draws have none and must not count."""
     rng = np.random.default_rng(0)
     cluster = rng.integers(0, 8, 30)
-    scores, hack = rng.integers(0, 5, 30).astype(float), cluster == 0 if rare else rng.random(30) < 0.5
+    scores, positive = rng.integers(0, 5, 30).astype(float), cluster == 0 if rare else rng.random(30) < 0.5
     draws = cluster_draws(8, 50, rng)
     assert (draws.sum(axis=1) == 8).all()
     areas = []
     for counts in draws:
         rows = np.repeat(np.arange(30), counts[cluster])
-        areas.append(auroc(scores[rows], hack[rows]))
+        areas.append(auroc(scores[rows], positive[rows]))
     defined = [area for area in areas if area is not None]
     assert (len(defined) < 45) == rare
     for level, bounds in ((0.95, [0.025, 0.975]), (0.8, [0.1, 0.9])):
-        interval = auroc_interval(scores, hack, cluster, draws, level)
-        assert interval.value == auroc(scores, hack)
+        interval = auroc_interval(scores, positive, cluster, draws, level)
+        assert interval.value == auroc(scores, positive)
         assert (interval.low, interval.high) == pytest.approx(tuple(np.quantile(defined, bounds)))
-    assert auroc_interval(scores, hack, cluster, draws) == auroc_interval(scores, hack, cluster, draws, 0.95)
+    assert auroc_interval(scores, positive, cluster, draws) == auroc_interval(scores, positive, cluster, draws, 0.95)
 
 
 def test_copies_of_a_rollout_do_not_narrow_the_interval():
     """The unit of the bootstrap is the cluster; counting copies as evidence would halve the width here."""
     rng = np.random.default_rng(1)
-    hack = np.arange(40) % 2 == 0
-    scores = rng.normal(size=40) + hack
+    positive = np.arange(40) % 2 == 0
+    scores = rng.normal(size=40) + positive
     draws = cluster_draws(40, 400, rng)
-    once = auroc_interval(scores, hack, np.arange(40), draws)
-    four = auroc_interval(np.tile(scores, 4), np.tile(hack, 4), np.tile(np.arange(40), 4), draws)
+    once = auroc_interval(scores, positive, np.arange(40), draws)
+    four = auroc_interval(np.tile(scores, 4), np.tile(positive, 4), np.tile(np.arange(40), 4), draws)
     assert (once.value, once.low, once.high) == pytest.approx((four.value, four.low, four.high))
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     """Two unit Gaussians a distance sqrt(2) q apart have AUROC Phi(q): here .76, known in closed form."""
     rng = np.random.default_rng(2)
-    truth, hits, hack = 0.7602499389, 0, np.arange(80) % 2 == 0
+    truth, hits, positive = 0.7602499389, 0, np.arange(80) % 2 == 0
     for _ in range(100):
-        scores = rng.normal(size=80) + hack  # Phi(1 / sqrt 2)
-        interval = auroc_interval(scores, hack, np.arange(80), cluster_draws(80, 200, rng))
+        scores = rng.normal(size=80) + positive  # Phi(1 / sqrt 2)
+        interval = auroc_interval(scores, positive, np.arange(80), cluster_draws(80, 200, rng))
         assert interval.low is not None
         hits += interval.low <= truth <= interval.high
     assert 85 <= hits < 100
 
 
 def test_labels_of_zero_and_one_are_no_row_numbers():
-    scores, hack = np.array([0.9, 0.8, 0.1, 0.2]), np.array([1, 1, 0, 0])
+    scores, positive = np.array([0.9, 0.8, 0.1, 0.2]), np.array([1, 1, 0, 0])
     draws = cluster_draws(4, 20, np.random.default_rng(0))
-    assert auroc(scores, hack) == 1.0
-    assert auroc_interval(scores, hack, np.arange(4), draws) == auroc_interval(scores, hack == 1, np.arange(4), draws)
-    for labels in (hack + 1, -hack):
+    assert auroc(scores, positive) == 1.0
+    assert auroc_interval(scores, positive, np.arange(4), draws) == auroc_interval(scores, positive == 1, np.arange(4), draws)
+    for labels in (positive + 1, -positive):
         with pytest.raises(ValueError, match="Labels are True and False, or 1 and 0"):
             auroc(scores, labels)
 
@@ -245,12 +245,12 @@ def test_labels_of_zero_and_one_are_no_row_numbers():
     ],
 )
 def test_an_interval_of_what_cannot_be_is_refused(change, says):
-    given = {"scores": np.array([1.0, 2.0, 3.0]), "hack": np.array([0, 1, 1]), "cluster": np.arange(3)}
+    given = {"scores": np.array([1.0, 2.0, 3.0]), "positive": np.array([0, 1, 1]), "cluster": np.arange(3)}
     with pytest.raises(ValueError, match=says):
         auroc_interval(**{**given, "draws": np.ones((4, 3), dtype=np.int64), **change})
 
 
 def test_an_interval_needs_both_classes():
-    scores, hack = arrays([0.0, 1.0], [True, True])
-    interval = auroc_interval(scores, hack, np.arange(2), cluster_draws(2, 10, np.random.default_rng(0)))
+    scores, positive = arrays([0.0, 1.0], [True, True])
+    interval = auroc_interval(scores, positive, np.arange(2), cluster_draws(2, 10, np.random.default_rng(0)))
     assert interval.value is interval.low is interval.high is None

@@ -28,12 +28,12 @@ LEARNT = {"mean_difference": MeanDifferenceFitter, "lda": LdaFitter, "logistic":
 def batch(seed: int = 0, shift: float = 2.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     """Gaussian activations; hacks are moved along the first axis."""
     g = torch.Generator().manual_seed(seed)
-    hack = torch.arange(B) % 2 == 0
+    positive = torch.arange(B) % 2 == 0
     h = torch.randn(B, S, D, generator=g, dtype=torch.float64)
-    h[..., 0] += shift * hack[:, None]
+    h[..., 0] += shift * positive[:, None]
     length = torch.randint(1, S + 1, (B,), generator=g)
     mask = torch.arange(S) < length[:, None]
-    return h.to(dtype), mask, hack
+    return h.to(dtype), mask, positive
 
 
 def pairs_as_rollouts(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,9 +52,9 @@ def every_fitter() -> dict[str, ProbeFitter]:
     }
 
 
-def trained(fitter: Any, h: Tensor, mask: Tensor, hack: Tensor) -> Any:
+def trained(fitter: Any, h: Tensor, mask: Tensor, positive: Tensor) -> Any:
     """The probe of one batch."""
-    fitter.update(h, mask, hack)
+    fitter.update(h, mask, positive)
     return fitter.fit()
 
 
@@ -91,9 +91,9 @@ def test_the_score_of_a_rollout_is_the_mean_of_its_tokens_scores_unless_it_is_a_
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -1e30])
 def test_padding_never_leaks_into_fit_or_score(name, garbage):
-    h, mask, hack = batch()
+    h, mask, positive = batch()
     dirty = torch.where(mask[..., None], h, garbage)
-    clean, other = (trained(every_fitter()[name], given, mask, hack) for given in (h, dirty))
+    clean, other = (trained(every_fitter()[name], given, mask, positive) for given in (h, dirty))
     assert torch.equal(clean.score_rollouts(h, mask), other.score_rollouts(dirty, mask))
     assert torch.equal(clean.score_tokens(h)[mask], other.score_tokens(dirty)[mask])
 
@@ -120,14 +120,14 @@ def test_the_mean_of_a_constant_activation_is_that_activation_to_the_last_bit(dt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", LEARNT.values())
 def test_a_layer_that_never_varies_separates_nothing_though_hacks_are_longer(kind, dtype):
-    hack = torch.arange(B) % 3 == 0
-    mask = torch.arange(100) < torch.where(hack, 77, 30)[:, None]
+    positive = torch.arange(B) % 3 == 0
+    mask = torch.arange(100) < torch.where(positive, 77, 30)[:, None]
     h = torch.tensor([0.1, -3.3, 1e4 / 3, 1 / 7, 1.7], dtype=dtype).expand(B, 100, D)
     if kind is MeanDifferenceFitter:
         with pytest.raises(ValueError, match="not zero"):
-            trained(kind(), h, mask, hack)
+            trained(kind(), h, mask, positive)
     else:
-        assert auroc(trained(kind(), h, mask, hack).score_rollouts(h, mask).double().numpy(), hack.numpy()) == 0.5
+        assert auroc(trained(kind(), h, mask, positive).score_rollouts(h, mask).double().numpy(), positive.numpy()) == 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -204,32 +204,32 @@ def test_a_rollout_without_predictor_positions_is_refused():
 
 @pytest.mark.parametrize("kind", LEARNT.values())
 def test_a_fit_needs_both_classes_and_finite_activations(kind):
-    h, mask, hack = batch()
-    with pytest.raises(ValueError, match="hack and clean"):
+    h, mask, positive = batch()
+    with pytest.raises(ValueError, match="positive and negative"):
         kind().fit()
-    with pytest.raises(ValueError, match="hack and clean"):
-        trained(kind(), h, mask, torch.ones_like(hack))
+    with pytest.raises(ValueError, match="positive and negative"):
+        trained(kind(), h, mask, torch.ones_like(positive))
     h[0, 0, 0] = math.nan
     with pytest.raises(ValueError, match="NaN"):
-        kind().update(h, mask, hack)
+        kind().update(h, mask, positive)
 
 
 @pytest.mark.parametrize("kind", [LogisticFitter, LdaFitter])
 def test_activations_whose_squares_no_float_holds_are_refused(kind):
     """They gave a probe of zeros, which ranks nothing, or an error about NaN."""
-    x, hack, _ = isotropic(0)
+    x, positive, _ = isotropic(0)
     for size in (0.9e-150, 1.1e150):
         with pytest.raises(ValueError, match="whose square no float64 holds: give activations in another unit"):
-            trained(kind(), *pairs_as_rollouts(x / x.abs().max() * size), hack)
+            trained(kind(), *pairs_as_rollouts(x / x.abs().max() * size), positive)
 
 
 @pytest.mark.parametrize("kind", LEARNT.values())
 def test_batches_and_one_update_fit_the_same_probe(kind):
-    h, mask, hack = batch()
-    whole, parts = trained(kind(), h, mask, hack), kind()
+    h, mask, positive = batch()
+    whole, parts = trained(kind(), h, mask, positive), kind()
     for rows in (slice(0, 7), slice(7, 8), slice(8, None)):
         with torch.inference_mode(rows.start == 0):
-            parts.update(h[rows], mask[rows], hack[rows])
+            parts.update(h[rows], mask[rows], positive[rows])
     torch.testing.assert_close(whole.weight, parts.fit().weight, rtol=1e-10, atol=1e-12)
     assert whole.bias == pytest.approx(parts.fit().bias, rel=1e-10)
 
@@ -258,17 +258,17 @@ def isotropic(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_mean_difference_is_fishers_direction_and_threshold_for_isotropic_covariance(seed):
-    x, hack, difference = isotropic(seed)
-    a, b = (trained(fitter, *pairs_as_rollouts(x), hack) for fitter in (MeanDifferenceFitter(), LdaFitter(shrinkage=None)))
+    x, positive, difference = isotropic(seed)
+    a, b = (trained(fitter, *pairs_as_rollouts(x), positive) for fitter in (MeanDifferenceFitter(), LdaFitter(shrinkage=None)))
     torch.testing.assert_close(direction_of(a), difference / difference.norm())
     torch.testing.assert_close(direction_of(a), direction_of(b))
     assert a.bias / float(a.weight.norm()) == pytest.approx(b.bias / float(b.weight.norm()))
 
 
 def test_lda_is_the_inverse_covariance_times_the_mean_difference():
-    h, mask, hack = batch()
-    lda, mean_difference = (trained(fitter, h, mask, hack) for fitter in (LdaFitter(shrinkage=None), MeanDifferenceFitter()))
-    x, y = examples(h, mask, hack, "rollout")
+    h, mask, positive = batch()
+    lda, mean_difference = (trained(fitter, h, mask, positive) for fitter in (LdaFitter(shrinkage=None), MeanDifferenceFitter()))
+    x, y = examples(h, mask, positive, "rollout")
     covariance = (x[y].T.cov(correction=0) + x[~y].T.cov(correction=0)) / 2
     expected = torch.linalg.solve(covariance, x[y].mean(0) - x[~y].mean(0))
     torch.testing.assert_close(lda.weight, expected, rtol=1e-8, atol=1e-8)
@@ -277,15 +277,15 @@ def test_lda_is_the_inverse_covariance_times_the_mean_difference():
 
 
 def test_full_shrinkage_turns_lda_into_mean_difference():
-    h, mask, hack = batch()
-    lda, mean_difference = (trained(fitter, h, mask, hack) for fitter in (LdaFitter(shrinkage=1.0), MeanDifferenceFitter()))
+    h, mask, positive = batch()
+    lda, mean_difference = (trained(fitter, h, mask, positive) for fitter in (LdaFitter(shrinkage=1.0), MeanDifferenceFitter()))
     torch.testing.assert_close(direction_of(lda), direction_of(mean_difference))
 
 
 def test_the_mean_difference_threshold_is_half_way_between_the_means():
-    h, mask, hack = batch()
-    probe = trained(MeanDifferenceFitter(), h, mask, hack)
-    x, y = examples(h, mask, hack, "rollout")
+    h, mask, positive = batch()
+    probe = trained(MeanDifferenceFitter(), h, mask, positive)
+    x, y = examples(h, mask, positive, "rollout")
     middle = (x[y].mean(0) + x[~y].mean(0)) / 2
     assert float(probe.score_tokens(middle[None, None])) == pytest.approx(0, abs=1e-12)
     assert float(probe.score_tokens(x[y].mean(0)[None, None])) > 0
@@ -294,10 +294,10 @@ def test_the_mean_difference_threshold_is_half_way_between_the_means():
 @pytest.mark.parametrize("kind", [MeanDifferenceFitter, LdaFitter])
 def test_repeating_one_class_does_not_move_threshold_or_direction(kind):
     """Equal priors: the hack rate of the training set is no information about the next mode's."""
-    x, hack, _ = isotropic(0)
-    a = trained(kind(), *pairs_as_rollouts(x), hack)
-    x, hack = torch.cat([x, x[hack], x[hack]]), torch.cat([hack, hack[hack], hack[hack]])
-    b = trained(kind(), *pairs_as_rollouts(x), hack)
+    x, positive, _ = isotropic(0)
+    a = trained(kind(), *pairs_as_rollouts(x), positive)
+    x, positive = torch.cat([x, x[positive], x[positive]]), torch.cat([positive, positive[positive], positive[positive]])
+    b = trained(kind(), *pairs_as_rollouts(x), positive)
     torch.testing.assert_close(direction_of(a), direction_of(b), rtol=1e-6, atol=1e-6)
     assert a.bias / float(a.weight.norm()) == pytest.approx(b.bias / float(b.weight.norm()), rel=1e-6)
 
@@ -322,20 +322,20 @@ def test_the_same_activations_in_another_order_are_no_direction_though_their_sum
 @pytest.mark.parametrize("shrinkage", [None, 0.0])
 def test_lda_is_refused_where_the_covariance_has_no_say_in_the_classes_difference(shrinkage):
     """A feature that is constant inside both classes separates them best of all, and least squares would leave it out."""
-    h, mask, hack = batch()
-    h[..., 0] = hack[:, None].double()
+    h, mask, positive = batch()
+    h[..., 0] = positive[:, None].double()
     with pytest.raises(ValueError, match=r"singular.*shrinkage='auto'.*MeanDifferenceFitter"):
-        trained(LdaFitter(shrinkage), h, mask, hack)
-    assert auroc(trained(LdaFitter(0.1), h, mask, hack).score_rollouts(h, mask).numpy(), hack.numpy()) == 1.0
+        trained(LdaFitter(shrinkage), h, mask, positive)
+    assert auroc(trained(LdaFitter(0.1), h, mask, positive).score_rollouts(h, mask).numpy(), positive.numpy()) == 1.0
 
 
 def test_lda_of_classes_that_are_one_point_each_is_refused():
     """No covariance at all, with any shrinkage; the means differ, and a weight of 0 would say that they do not."""
-    h, mask, hack = batch()
-    h[:] = hack[:, None, None].double()
+    h, mask, positive = batch()
+    h[:] = positive[:, None, None].double()
     for shrinkage in ("auto", None, 1.0):
         with pytest.raises(ValueError, match=rf"shrinkage={shrinkage!r}.*MeanDifferenceFitter") as refused:
-            trained(LdaFitter(shrinkage), h, mask, hack)
+            trained(LdaFitter(shrinkage), h, mask, positive)
         assert ("choose shrinkage" in str(refused.value)) == (shrinkage is None)  # no remedy that is in use already
 
 
@@ -349,35 +349,35 @@ def test_an_affine_probe_is_a_monitor_whose_threshold_is_the_bias_negated():
 
 def test_lda_of_two_examples_a_class_needs_a_shrinkage_in_numbers():
     """Ledoit and Wolf's estimate is 0 there, so that 'auto' leaves the covariance singular."""
-    h, mask, hack = batch()
-    rows = torch.cat([(hack == label).nonzero()[:2, 0] for label in (True, False)])
-    few = h[rows], mask[rows], hack[rows]
+    h, mask, positive = batch()
+    rows = torch.cat([(positive == label).nonzero()[:2, 0] for label in (True, False)])
+    few = h[rows], mask[rows], positive[rows]
     with pytest.raises(ValueError, match="choose a number above 0 in its place if a class has two examples, or use Mean"):
         trained(LdaFitter("auto"), *few)
-    assert auroc(trained(LdaFitter(0.5), *few).score_rollouts(h[rows], mask[rows]).numpy(), hack[rows].numpy()) == 1.0
+    assert auroc(trained(LdaFitter(0.5), *few).score_rollouts(h[rows], mask[rows]).numpy(), positive[rows].numpy()) == 1.0
 
 
 def test_lda_of_activations_that_never_vary_knows_nothing_and_is_no_error():
     """The first layer may hold one vector at every place; means of it differ by rounding alone."""
-    _, mask, hack = batch()
+    _, mask, positive = batch()
     h = torch.tensor([0.1, -3.3, 1e6, 1 / 7, 0.0], dtype=torch.float64).expand(B, S, D)
-    assert float(trained(LdaFitter(), h, mask, hack).score_rollouts(h, mask).abs().max()) < 1e-3
+    assert float(trained(LdaFitter(), h, mask, positive).score_rollouts(h, mask).abs().max()) < 1e-3
 
 
 # Logistic -----------------------------------------------------------------------------------------------------------
 
 
 def test_logistic_separates_separable_data():
-    h, mask, hack = batch(shift=30.0)
-    scores = trained(LogisticFitter(c=10.0), h, mask, hack).score_rollouts(h, mask).numpy()
-    assert auroc(scores, hack.numpy()) == 1.0
-    assert ((scores > 0) == hack.numpy()).all()
+    h, mask, positive = batch(shift=30.0)
+    scores = trained(LogisticFitter(c=10.0), h, mask, positive).score_rollouts(h, mask).numpy()
+    assert auroc(scores, positive.numpy()) == 1.0
+    assert ((scores > 0) == positive.numpy()).all()
 
 
 def test_logistic_is_at_the_optimum_of_its_stated_objective():
     """The gradient of |u|^2/2 + C sum omega log(1 + exp(-y s)) vanishes there, in standardised coordinates."""
-    h, mask, hack = batch()
-    few = hack & (torch.arange(B) < 20)  # unbalanced
+    h, mask, positive = batch()
+    few = positive & (torch.arange(B) < 20)  # unbalanced
     probe = trained(LogisticFitter(c=0.7), h, mask, few)
     x, y = examples(h, mask, few, "rollout")
     mean, sd = x.mean(0), x.std(0, correction=0)
@@ -393,12 +393,12 @@ def test_logistic_is_at_the_optimum_of_its_stated_objective():
 
 
 def test_logistic_ignores_the_units_of_each_feature_and_the_seed():
-    h, mask, hack = batch()
+    h, mask, positive = batch()
     scale = torch.tensor([1.0, 100.0, 0.01, 3.0, 7.0], dtype=torch.float64)
-    plain, other = trained(LogisticFitter(), h, mask, hack), h * scale - 4
-    found = trained(LogisticFitter(), other, mask, hack).score_rollouts(other, mask)
+    plain, other = trained(LogisticFitter(), h, mask, positive), h * scale - 4
+    found = trained(LogisticFitter(), other, mask, positive).score_rollouts(other, mask)
     torch.testing.assert_close(found, plain.score_rollouts(h, mask), rtol=1e-4, atol=1e-4)
-    assert torch.equal(plain.weight, trained(LogisticFitter(seed=9), h, mask, hack).weight)
+    assert torch.equal(plain.weight, trained(LogisticFitter(seed=9), h, mask, positive).weight)
 
 
 def test_more_regularization_means_a_shorter_weight():
@@ -459,39 +459,39 @@ def test_a_vector_without_a_direction_is_refused(vector):
 
 def test_random_directions_are_haar_and_their_auroc_is_centered_on_a_half():
     """Whatever the data: here strongly anisotropic, with the hacks far along the large axis."""
-    h, mask, hack = batch(shift=6.0)
+    h, mask, positive = batch(shift=6.0)
     fitter = HaarProbeFitter(torch.Generator().manual_seed(0))
-    fitter.update(h, mask, hack)
+    fitter.update(h, mask, positive)
     draws = [fitter.fit() for _ in range(400)]
     v = torch.stack([probe.direction for probe in draws])
     torch.testing.assert_close(v.norm(dim=1), torch.ones(400, dtype=torch.float64))
     torch.testing.assert_close(v.T @ v / 400, torch.eye(D).double() / D, atol=0.04, rtol=0)
-    areas = np.array([auroc(probe.score_rollouts(h, mask).numpy(), hack.numpy()) for probe in draws])
+    areas = np.array([auroc(probe.score_rollouts(h, mask).numpy(), positive.numpy()) for probe in draws])
     assert abs(areas.mean() - 0.5) < 4 * areas.std() / math.sqrt(400)
     assert np.quantile(areas, 0.95) > 0.9  # why the mean alone is no control
 
 
 def test_the_control_sees_no_labels_and_repeats_with_its_generator():
-    h, mask, hack = batch()
+    h, mask, positive = batch()
     a, b = HaarProbeFitter(torch.Generator().manual_seed(1)), HaarProbeFitter(torch.Generator().manual_seed(1))
-    a.update(h, mask, hack)
-    b.update(h * 3, mask, ~hack)
+    a.update(h, mask, positive)
+    b.update(h * 3, mask, ~positive)
     first = a.fit().direction
     assert torch.equal(first, b.fit().direction)
     assert not torch.equal(first, a.fit().direction)  # the next draw is another
     with pytest.raises(ValueError, match="update"):
         HaarProbeFitter(torch.Generator()).fit()
     with pytest.raises(ValueError, match="features before"):
-        a.update(torch.zeros(B, S, D + 1), mask, hack)
+        a.update(torch.zeros(B, S, D + 1), mask, positive)
 
 
 @pytest.mark.parametrize("name", LEARNT)
 @pytest.mark.parametrize("unit", ["rollout", "token"])
 def test_a_fitter_keeps_what_it_was_given_however_its_caller_goes_on(name, unit):
     """Activations and labels are written into the same tensors batch after batch."""
-    h, mask, hack = batch()
-    plain, reused = trained(LEARNT[name](unit=unit), h, mask, hack), LEARNT[name](unit=unit)
-    own = [one.clone() for one in (h, mask, hack)]
+    h, mask, positive = batch()
+    plain, reused = trained(LEARNT[name](unit=unit), h, mask, positive), LEARNT[name](unit=unit)
+    own = [one.clone() for one in (h, mask, positive)]
     reused.update(*own)
     for one in own:
         one.fill_(1)
@@ -502,9 +502,9 @@ def test_a_fitter_keeps_what_it_was_given_however_its_caller_goes_on(name, unit)
 def test_a_batch_of_another_width_is_refused_when_it_comes(name):
     fitter = LEARNT[name]()
     fitter.update(*batch())
-    h, mask, hack = batch()
+    h, mask, positive = batch()
     with pytest.raises(ValueError, match="have 4 features, but the probe 5"):
-        fitter.update(h[..., :4], mask, hack)
+        fitter.update(h[..., :4], mask, positive)
 
 
 def test_a_probe_is_frozen_when_it_is_made():
@@ -528,8 +528,8 @@ def test_an_affine_probe_is_a_vector_and_a_number():
 
 
 def test_token_examples_are_the_masked_tokens_with_their_rollouts_label():
-    h, mask, hack = batch()
-    x, y = examples(h, mask, hack, "token")
-    expected = [(h[b, s], hack[b]) for b in range(B) for s in range(S) if mask[b, s]]
+    h, mask, positive = batch()
+    x, y = examples(h, mask, positive, "token")
+    expected = [(h[b, s], positive[b]) for b in range(B) for s in range(S) if mask[b, s]]
     assert torch.equal(x, torch.stack([value for value, _ in expected]))
     assert torch.equal(y, torch.stack([label for _, label in expected]))

@@ -28,14 +28,14 @@ def world(seed: int = 0) -> Dataset:
     """Hacks move along axis 0 in modes `known` and `alike`, along axis 1 in `other`; layer `noise` holds nothing."""
     g = torch.Generator().manual_seed(seed)
     mode = (["known"] * 2 + ["alike", "other"]) * (N // 4)
-    hack = [bool(x) for x in torch.rand(N, generator=g) < 0.5]
+    positive = [bool(x) for x in torch.rand(N, generator=g) < 0.5]
     h = torch.randn(N, S, D, generator=g)
     for i in range(N):
-        if hack[i]:
+        if positive[i]:
             h[i, :, 1 if mode[i] == "other" else 0] += 3.0
     mask = torch.arange(S) < torch.randint(1, S + 1, (N, 1), generator=g)
     noise = torch.randn(N, S, D + 2, generator=g)
-    return Dataset({"signal": h, "noise": noise}, mask, hack, mode)
+    return Dataset({"signal": h, "noise": noise}, mask, positive, mode)
 
 
 GROUPS = list(range(N))
@@ -122,7 +122,7 @@ def test_a_row_does_not_depend_on_the_other_layers_modes_and_levels_of_its_study
     fewer = Dataset(
         {"noise": data.hidden["noise"][rows], "signal": data.hidden["signal"][rows]},
         data.mask[rows],
-        [data.hack[i] for i in rows],
+        [data.positive[i] for i in rows],
         [data.mode[i] for i in rows],
     )
     for part in ({"noise": fewer.hidden["noise"]}, fewer.hidden):
@@ -139,11 +139,11 @@ def test_a_row_does_not_depend_on_the_other_layers_modes_and_levels_of_its_study
 
 def test_texts_that_another_mode_has_first_move_no_row():
     text = [*range(59, 39, -1), *range(119, 99, -1), *range(60), *range(100, 120)]
-    mode, hack = ["first"] * 40 + ["known"] * 60 + ["held"] * 20, [t % 2 == 0 for t in text]
+    mode, positive = ["first"] * 40 + ["known"] * 60 + ["held"] * 20, [t % 2 == 0 for t in text]
     h = torch.randn(120, 1, D, generator=torch.Generator().manual_seed(0))
     found = []
     for after in (0, 40):
-        some = Dataset({"layer": h[after:]}, torch.ones(120 - after, 1, dtype=torch.bool), hack[after:], mode[after:])
+        some = Dataset({"layer": h[after:]}, torch.ones(120 - after, 1, dtype=torch.bool), positive[after:], mode[after:])
         rows = transfer(some, text[after:], {"lda": FITTERS["lda"]}, FAST, progress=False).rows
         found.append([row for row in rows if row.mode != "first"])
     assert found[0] == found[1]
@@ -187,7 +187,7 @@ class Spy:
         self.fitted: set[float] = set()
         self.scored: list[set[float]] = []
 
-    def update(self, h, mask, hack):
+    def update(self, h, mask, positive):
         self.fitted.update(h[..., 0].flatten().tolist())
 
     def fit(self):
@@ -201,20 +201,20 @@ class Spy:
         return h[:, 0, 0]
 
 
-def tagged(mode: list[str], text: list[int], hack: list[bool]) -> Dataset:
+def tagged(mode: list[str], text: list[int], positive: list[bool]) -> Dataset:
     """Activations that spell which text a rollout is."""
     h = torch.zeros(len(text), 1, D)
     h[:, 0, 0] = torch.tensor(text, dtype=torch.float32)
-    return Dataset({"layer": h}, torch.ones(len(text), 1, dtype=torch.bool), hack, mode)
+    return Dataset({"layer": h}, torch.ones(len(text), 1, dtype=torch.bool), positive, mode)
 
 
 def test_a_text_seen_in_training_is_dropped_from_every_test_and_counted():
     text = [i // 2 for i in range(80)] + [i // 2 for i in range(40)] + list(range(100, 120))
     mode = ["known"] * 80 + ["held"] * 60
-    hack = [t % 2 == 0 for t in text]
+    positive = [t % 2 == 0 for t in text]
     spy = Spy()
     rollouts = dataclasses.replace(FAST, levels=("rollout",))
-    result = transfer(tagged(mode, text, hack), text, {"spy": lambda _: spy}, rollouts, progress=False)
+    result = transfer(tagged(mode, text, positive), text, {"spy": lambda _: spy}, rollouts, progress=False)
     known, held = (pick(result, mode=m, level="rollout") for m in ("known", "held"))
     calibration, known_texts, held_texts = spy.scored
     parts = (spy.fitted, calibration, known_texts)
@@ -231,10 +231,10 @@ def test_a_mode_that_is_all_leak_is_an_error():
     text = [*range(40), *range(40)]
     mode = ["known"] * 40 + ["held"] * 40
     leaky = [0] * 40  # the held-out texts are all one known text
-    hack = [t % 2 == 0 for t in text]
+    positive = [t % 2 == 0 for t in text]
     never_tested = dataclasses.replace(FAST, fractions=(0.9, 0.05, 0.05), seed=1)  # text 0 is not the one tested on
     with pytest.raises(ValueError, match="'held' shares its group"):
-        transfer(tagged(mode, text, hack), [*range(40), *leaky], {}, never_tested, progress=False)
+        transfer(tagged(mode, text, positive), [*range(40), *leaky], {}, never_tested, progress=False)
 
 
 @given(
@@ -244,15 +244,15 @@ def test_a_mode_that_is_all_leak_is_an_error():
 )
 @settings(max_examples=200, deadline=None)
 def test_a_split_covers_everything_once_and_cuts_no_group(items, fractions, seed):
-    group, hack = np.array([g for g, _ in items]), np.array([y for _, y in items])
-    with_hack = set(group[hack].tolist())
+    group, positive = np.array([g for g, _ in items]), np.array([y for _, y in items])
+    with_hack = set(group[positive].tolist())
     without = set(group.tolist()) - with_hack
     rng = np.random.default_rng(seed)
     if min(len(with_hack), len(without)) < len(fractions):
         with pytest.raises(ValueError, match="needs as many"):
-            split_groups(group, hack, fractions, rng)
+            split_groups(group, positive, fractions, rng)
         return
-    parts = split_groups(group, hack, fractions, rng)
+    parts = split_groups(group, positive, fractions, rng)
     assert (np.stack(parts).sum(axis=0) == 1).all()
     sides = [set(group[part].tolist()) for part in parts]
     assert sum(len(side) for side in sides) == len(set(group.tolist()))
@@ -269,12 +269,12 @@ def test_fractions_are_numbers_that_sum_to_one(fractions):
 
 
 def test_splits_follow_the_generator():
-    group, hack = np.arange(40), np.arange(40) < 20
-    first, same, other = (split_groups(group, hack, (0.5, 0.5), np.random.default_rng(seed))[0] for seed in (0, 0, 1))
+    group, positive = np.arange(40), np.arange(40) < 20
+    first, same, other = (split_groups(group, positive, (0.5, 0.5), np.random.default_rng(seed))[0] for seed in (0, 0, 1))
     assert (first == same).all()
     assert (first != other).any()
-    with pytest.raises(ValueError, match="hack must be Bool"):  # as row numbers 0 and 1 they would say which groups have a hack
-        split_groups(group, hack.astype(int), (0.5, 0.5), np.random.default_rng(0))
+    with pytest.raises(ValueError, match="positive must be Bool"):  # as row numbers 0 and 1 they would say which groups have a hack
+        split_groups(group, positive.astype(int), (0.5, 0.5), np.random.default_rng(0))
 
 
 def test_a_rollout_sampled_twice_is_no_evidence():
@@ -283,7 +283,7 @@ def test_a_rollout_sampled_twice_is_no_evidence():
     twice = Dataset(
         {layer: torch.cat([h, h]) for layer, h in data.hidden.items()},
         torch.cat([data.mask, data.mask]),
-        data.hack * 2,
+        data.positive * 2,
         data.mode * 2,
     )
     only = {"mean_difference": FITTERS["mean_difference"]}
@@ -369,8 +369,8 @@ def test_every_label_is_looked_at():
     data = world()
     for wrong in ("False", 2, None):
         with pytest.raises((TypeError, ValueError), match=r"True or False|Sequence"):
-            dataclasses.replace(data, hack=[*data.hack[1:], wrong])
-    assert dataclasses.replace(data, hack=np.asarray([1, 0] * (N // 2)) != 0).hack == [True, False] * (N // 2)
+            dataclasses.replace(data, positive=[*data.positive[1:], wrong])
+    assert dataclasses.replace(data, positive=np.asarray([1, 0] * (N // 2)) != 0).positive == [True, False] * (N // 2)
 
 
 # Edges --------------------------------------------------------------------------------------------------------------
@@ -378,12 +378,12 @@ def test_every_label_is_looked_at():
 
 def test_a_mode_with_one_class_has_no_auroc_but_keeps_its_other_numbers():
     data = world()
-    hack = [h and m != "other" for h, m in zip(data.hack, data.mode)]
-    result = transfer(dataclasses.replace(data, hack=hack), GROUPS, FITTERS, FAST, progress=False)
+    positive = [h and m != "other" for h, m in zip(data.positive, data.mode)]
+    result = transfer(dataclasses.replace(data, positive=positive), GROUPS, FITTERS, FAST, progress=False)
     row = pick(result, layer="signal", probe="lda", mode="other", level="token")
     assert row.auroc is row.auroc_low is row.auroc_high is row.random_mean is row.random_p95 is None
     assert row.brier >= 0
-    assert row.n_hack == 0
+    assert row.n_positive == 0
     transfer_figure(result)
 
 
@@ -420,7 +420,7 @@ def test_settings_and_datasets_check_themselves():
     with pytest.raises(ValueError, match="group ids"):
         transfer(data, GROUPS[1:], FITTERS, FAST, progress=False)
     with pytest.raises(ValueError, match="one per rollout"):
-        dataclasses.replace(data, hack=data.hack[1:])
+        dataclasses.replace(data, positive=data.positive[1:])
     with pytest.raises(ValueError, match="position in the mask"):
         dataclasses.replace(data, mask=torch.zeros_like(data.mask))
     with pytest.raises(ValueError, match="inside the mask"):
@@ -432,8 +432,8 @@ def test_settings_and_datasets_check_themselves():
 # Rows against sums by hand -------------------------------------------------------------------------------------------
 
 
-def pairwise(scores: np.ndarray, hack: np.ndarray) -> float:
-    more = scores[hack][:, None] - scores[~hack][None]
+def pairwise(scores: np.ndarray, positive: np.ndarray) -> float:
+    more = scores[positive][:, None] - scores[~positive][None]
     return float(((more > 0) + (more == 0) / 2).mean())
 
 
@@ -453,25 +453,25 @@ def test_the_band_is_the_mean_and_the_95th_percentile_of_the_directions_that_wer
 
     monkeypatch.setattr("mi_route2.probes.transfer.HaarProbeFitter", Known)
     chosen = dataclasses.replace(FAST, levels=(level,), draws=draws, bootstraps=1)
-    only = Dataset({"signal": data.hidden["signal"]}, data.mask, data.hack, data.mode)
+    only = Dataset({"signal": data.hidden["signal"]}, data.mask, data.positive, data.mode)
     found = transfer(only, GROUPS, {"lda": FITTERS["lda"]}, chosen, progress=False)
     for mode in ("alike", "other"):
         rows = [i for i in range(N) if data.mode[i] == mode]
-        h, mask, hack = data.hidden["signal"][rows].double(), data.mask[rows], np.array(data.hack)[rows]
+        h, mask, positive = data.hidden["signal"][rows].double(), data.mask[rows], np.array(data.positive)[rows]
         if level == "rollout":
             x = torch.stack([one[marked].mean(0) for one, marked in zip(h, mask)])
         else:
-            x, hack = h[mask], np.repeat(hack, mask.sum(1).numpy())
-        areas = [pairwise(scores, hack) for scores in (x @ drawn.T).T.numpy()]
+            x, positive = h[mask], np.repeat(positive, mask.sum(1).numpy())
+        areas = [pairwise(scores, positive) for scores in (x @ drawn.T).T.numpy()]
         row = pick(found, mode=mode)
         assert (row.random_mean, row.random_p95) == pytest.approx((np.mean(areas), np.quantile(areas, 0.95)), abs=1e-6)
-        assert (row.n, row.n_hack) == (len(rows), sum(data.hack[i] for i in rows))  # of rollouts at both levels
+        assert (row.n, row.n_positive) == (len(rows), sum(data.positive[i] for i in rows))  # of rollouts at both levels
 
 
 def test_a_calibrator_is_fitted_on_what_it_maps_and_ece_is_over_the_bins_that_were_asked_for(monkeypatch):
     fitted: list[int] = []
     monkeypatch.setattr(
-        "mi_route2.probes.transfer.fit_platt", lambda scores, hack: (fitted.append(len(scores)), fit_platt(scores, hack))[1]
+        "mi_route2.probes.transfer.fit_platt", lambda scores, positive: (fitted.append(len(scores)), fit_platt(scores, positive))[1]
     )
     found = transfer(world(), GROUPS, {"lda": FITTERS["lda"]}, dataclasses.replace(FAST, bins=7), progress=False)
     rollouts, tokens = fitted[:2]

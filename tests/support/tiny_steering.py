@@ -8,9 +8,9 @@ from tiny_study import tiny_settings
 from studies.environments.micro.settings import WarmStartConfig
 from studies.steering.fitting import Fitted
 from studies.steering.job import SteeringJob, fitted_of
-from studies.steering.settings import Settings
+from studies.steering.settings import SteeringSettings
 
-TINY = Settings(
+TINY = SteeringSettings(
     run=tiny_settings(steps=2, warm=WarmStartConfig(steps=40, batch=32)),
     tasks=2,
     train=24,
@@ -29,7 +29,7 @@ class Made:
     """A study that has run, from nothing."""
 
     out: Path
-    settings: Settings
+    settings: SteeringSettings
     paths: list[Path]
 
     @property

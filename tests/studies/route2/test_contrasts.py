@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from studies.route2.contrasts import (
-    Contrast,
+    ArmContrast,
     compare,
     failures,
     holm,
@@ -30,8 +30,8 @@ def runs_of(**arms: list[float]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def contrast(expect: str = "less") -> Contrast:
-    return Contrast.model_validate({"name": "c", "preset": "p", "arm": "a", "minus": "b", "expect": expect})
+def contrast(expect: str = "less") -> ArmContrast:
+    return ArmContrast.model_validate({"name": "c", "preset": "p", "arm": "a", "minus": "b", "expect": expect})
 
 
 def test_an_interval_is_scipys_and_a_rate_is_clipped() -> None:

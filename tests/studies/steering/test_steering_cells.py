@@ -20,11 +20,11 @@ from studies.steering.cells import BEHIND, CLOSED, DELETED, ON, Bench, GateCell,
 from studies.steering.fitting import Examples, Fitted, ProbeGate, sites_of
 from studies.steering.late import Late, QuarantineSwitch
 from studies.steering.results import MODES, Draws, Study, lead, roc_of
-from studies.steering.settings import Settings
+from studies.steering.settings import SteeringSettings
 
 pytestmark = pytest.mark.study
 
-SETTINGS = Settings()
+SETTINGS = SteeringSettings()
 SITE, EARLY = Site.parse(SETTINGS.site), Site.parse(SETTINGS.early)
 PROBES = ("probe", "pairs", "shuffled", "haar-1", "haar-2", "haar-3")
 ALWAYS = -1e5
@@ -263,7 +263,7 @@ def test_the_direction_leads_from_clean_to_hack_and_the_gap_is_the_distance_on_i
 # what is counted
 
 
-def study_of(parts: dict[tuple[str, str], dict[int, Any]], tasks: int, settings: Settings = SETTINGS) -> Study:
+def study_of(parts: dict[tuple[str, str], dict[int, Any]], tasks: int, settings: SteeringSettings = SETTINGS) -> Study:
     seeds = tuple(next(iter(parts.values())))
     return Study(replace(settings, tasks=tasks, exact=1), seeds, parts, Draws.of(len(seeds), tasks))
 

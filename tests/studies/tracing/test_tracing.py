@@ -24,7 +24,7 @@ from studies.tracing.pairs import BASE, CONTRASTS, DECIDES, FIELDS
 from studies.tracing.patching import DELETION, QUESTION
 from studies.tracing.rates import DELETED, PATCHED
 from studies.tracing.report import HEADLINE, TABLE, TABLES, write_report
-from studies.tracing.settings import UNTRAINED, Settings
+from studies.tracing.settings import UNTRAINED, TracingSettings
 from studies.training.arms import ARMS
 from studies.training.job import FULL, Job
 from studies.training.manifest import MANIFEST
@@ -44,8 +44,8 @@ def tiny_training() -> Training:
     return tiny_settings(warm=WarmStartConfig(steps=250, batch=32), steps=2, adapt=("blocks.1.mlp.*", "unembed"), **rates)
 
 
-def settings_of(training: Training, arms: tuple[str, ...] = TRACED[1:]) -> Settings:
-    return Settings(training.digest, arms, prompts=200, answers=2, pairs=4, draws=1, rated=4)
+def settings_of(training: Training, arms: tuple[str, ...] = TRACED[1:]) -> TracingSettings:
+    return TracingSettings(training.digest, arms, prompts=200, answers=2, pairs=4, draws=1, rated=4)
 
 
 def jobs_of(out: Path) -> list[Job]:
