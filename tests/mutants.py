@@ -161,13 +161,6 @@ def main(number: int = 20, seed: int = 0, to: Path = Path("runs/mutants.jsonl"),
             (copy / module).write_text(source)
             code = source.splitlines()[line - 1].strip()
             row = {"module": module, "at": at, "line": line, "what": what, "code": code, "killers": killers}
-                "module": module,
-                "at": at,
-                "line": line,
-                "what": what,
-                "code": source.splitlines()[line - 1].strip(),
-                "killers": killers,
-            }
             rows.append(row)
             out.write(json.dumps(row) + "\n")
             out.flush()
