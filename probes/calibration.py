@@ -166,6 +166,6 @@ def _require_fittable(scores: np.ndarray, positive: np.ndarray) -> Bool[np.ndarr
     positive = binary(positive)
     if positive.all() or not positive.any():
         raise ValueError(
-            f"Calibration needs both classes; it has {positive.sum()} positive and {(~positive).sum()} negative labels."
+            f"Calibration needs both classes; it has {positive.sum()} positive of {len(positive)} labels."
         )
     return positive

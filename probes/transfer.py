@@ -70,8 +70,8 @@ class TransferSettings:
 class TransferRow:
     """Results of one probe at one layer on one mode. Rates are in [0, 1]; AUROCs are None if a class is absent.
 
-    `n`, `n_positive` and `n_groups` count rollouts and groups; `dropped` counts the rollouts left out because their group was in the
-    training or calibration part. `auroc_low` and `auroc_high` are 95% bootstrap bounds.
+    `n`, `n_positive` and `n_groups` count rollouts and groups; `dropped` counts the rollouts whose group was in the training or
+    calibration part. `auroc_low` and `auroc_high` are 95% bootstrap bounds.
     """
 
     layer: str
