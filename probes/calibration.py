@@ -165,7 +165,5 @@ def _require_fittable(scores: np.ndarray, positive: np.ndarray) -> Bool[np.ndarr
         raise ValueError("Calibration needs one finite score per label.")
     positive = binary(positive)
     if positive.all() or not positive.any():
-        raise ValueError(
-            f"Calibration needs both classes; it has {positive.sum()} positive of {len(positive)} labels."
-        )
+        raise ValueError(f"Calibration needs both classes; it has {positive.sum()} positive of {len(positive)} labels.")
     return positive
