@@ -137,10 +137,6 @@ def by_flags() -> MaskRoute:
     return MaskRoute.from_flags(labels())
 
 
-def ratios(given: Rollouts) -> Tensor:
-    return torch.randn(1, *given.tokens.shape, generator=seeded())
-
-
 QUESTION: dict[str, Any] = {"clean": [3, 7, 1, 5], "corrupt": [9, 7, 1, 5], "answer": 3, "foil": 9}
 
 

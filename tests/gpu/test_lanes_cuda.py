@@ -4,15 +4,11 @@ import pytest
 import torch
 from gpu import DEVICE, NEEDS
 
-from studies.lanes.arms import LanesSize
 from studies.lanes.config import LanesConfig
 from studies.lanes.gradients.paths import decompose
 from studies.lanes.model import LanesModel
-from studies.lanes.train import LanesTraining
 
 pytestmark = [pytest.mark.gpu, NEEDS]
-SIZE = LanesSize(d_model=16, heads=2, mlp=2)
-TRAINING = LanesTraining(steps=8, batch=4, length=32)
 TOKENS = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(0))
 
 

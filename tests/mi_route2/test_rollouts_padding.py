@@ -53,10 +53,6 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(side: str) -> None:
         policy.logprobs(make_rollouts(side=side))
 
 
-BERT = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-XLNET = {"vocab_size": VOCAB, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
-
-
 @pytest.mark.parametrize("state", ["merged", "detached"])
 def test_left_padding_needs_no_switch_of_adapters(state: str) -> None:
     policy, rollouts = make_policy(move_all(WITHOUT_A_ROW["OPT"]()).eval(), "*"), make_rollouts(side="left")

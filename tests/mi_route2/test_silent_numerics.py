@@ -16,7 +16,7 @@ from mask_oracle import FixedFitter, erase_route, random_directions, run
 from tiny_policy import SPECS, make_batch, make_policy, make_rollouts
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, Policy, Rollouts, attach
 from mi_route2.adapters import export_merged, load_adapters, save_adapters, save_pretrained
@@ -26,7 +26,6 @@ from mi_route2.adapters.svd import SVD
 from mi_route2.probes.fingerprint import Fingerprint
 from mi_route2.rollouts import call_with_mask
 from mi_route2.routing import (
-    Directions,
     PairBatch,
     PersonaFitter,
     TopKFitter,
@@ -71,15 +70,6 @@ class Wrapped(nn.Module):
 
     def forward(self, input_ids: Tensor, **given: object) -> object:
         return self.inner(input_ids, **given)
-
-
-def other_models() -> dict[str, nn.Module]:
-    sizes = {"vocab_size": 50, "max_position_embeddings": 32}
-    bart = BartConfig(**sizes, d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=32)
-    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    roberta = RobertaConfig(**sizes, **small, is_decoder=True, pad_token_id=1)
-    torch.manual_seed(0)
-    return {"bart": BartForCausalLM(bart), "roberta": RobertaForCausalLM(roberta), "wrapped": Wrapped()}
 
 
 @pytest.mark.parametrize("kind", ["act", "grad", "full"])
@@ -348,21 +338,6 @@ def test_a_full_score_leaves_a_model_its_writes_in_place() -> None:
 # ---- hooks
 
 
-def test_reading_features_fires_no_hook_of_a_parameter() -> None:
-    """An optimizer that steps within the backward would train on the pairs."""
-    policy = make_policy(SPECS["lora"])
-    embed = policy.model.embed.weight.requires_grad_(True)  # pyright: ignore[reportAttributeAccessIssue]
-    fired: list[str] = []
-    embed.register_hook(lambda gradient: fired.append("hook"))
-    embed.register_post_accumulate_grad_hook(lambda p: fired.append("step"))
-    collect(policy, make_rollouts(), "grad", {})
-    assert fired == []
-    assert embed.grad is None
-    with policy.adapters.unrouted():
-        policy.logprobs(make_rollouts()).sum().backward()
-    assert fired == ["hook", "step"]
-
-
 def test_a_hook_on_a_gradient_that_waits_for_its_flag_is_refused() -> None:
     policy = make_policy(SPECS["lora"])
     first = next(iter(policy.adapters.kept_parameters().values()))
@@ -448,28 +423,6 @@ def test_singular_vectors_are_compared_in_every_file(tmp_path: Path, monkeypatch
 
 
 # ---- wrong calls
-
-
-def test_small_things_say_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a folder: give the file in it"):
-        Directions.load(tmp_path)
-    model = Toy()
-    model.inner.weight.data[0, 0] = torch.nan  # pyright: ignore[reportIndexIssue]
-    with pytest.raises(ValueError, match=r"holds NaN or infinity, so it has no SVD: load the base model again, inner"):
-        attach(model, "inner", spec=AdapterSpec("svd"), generator=seeded())
-
-    class Pair(nn.Linear):
-        def forward(self, input: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return super().forward(input), None
-
-    model = Toy(Pair(8, 8))
-    attach(model, "inner", spec=LORA, generator=seeded())
-    with pytest.raises(ValueError, match=r"inner is a Pair that returns a tuple, to which no adapter can add: leave it out"):
-        model(torch.zeros(1, 2, dtype=torch.long))
-    model = Toy()
-    attach(model, "inner", spec=LORA, generator=seeded())
-    x = torch.randn(2, 8)
-    assert torch.equal(model.inner(input=x), model.inner(x))
 
 
 def test_vllm_is_asked_for_no_prompt_and_torch_drops_nothing_beside_it(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 REFERENCE = 0.08
@@ -36,11 +36,3 @@ def at_most(seconds: float) -> Iterator[None]:
             gc.enable()
     allowed = seconds * max(before, slowness())
     assert taken < allowed, f"{taken:.2f} s of processor time, where {allowed:.2f} s are allowed"
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
-    """Wait until that holds; fail with ``what`` if it does not for so long."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)

@@ -1,7 +1,6 @@
 """A study of the lanes that takes seconds: a corpus of made-up text, and settings of a few steps."""
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 
 from studies.lanes.arms import LanesSize
@@ -56,8 +55,3 @@ def tiny_settings(text: Path, profile: str = "default") -> LanesSettings:
         quarantine=QuarantineSettings(layers=1, d_model=8, heads=2, mlp=8, rank=2, batch=2, length=12, steps=3, every=1),
     )
     return LanesSettings(open_text(text).sha256, SIZE, TRAINING, evaluation, instruments, train_bytes=20_000, profile=profile)
-
-
-def with_steps(settings: LanesSettings, steps: int) -> LanesSettings:
-    """The same, trained for another number of steps."""
-    return replace(settings, training=replace(settings.training, steps=steps))

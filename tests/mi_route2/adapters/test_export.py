@@ -2,10 +2,7 @@
 
 import copy
 import json
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -332,19 +329,6 @@ def test_what_is_not_finite_is_not_written(export: Export, value: float, tmp_pat
     with pytest.raises(ValueError, match=r"kept\.blocks\.1\.mlp\.up\.B holds values that are not finite"):
         export(adapters, tmp_path / "out")
     assert not list(tmp_path.iterdir())
-
-
-@contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """No file may grow beyond ``room`` bytes: a write fails as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
 
 
 @formats

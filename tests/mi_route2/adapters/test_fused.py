@@ -3,8 +3,6 @@
 The oracle is a copy of the model in which the test has replaced every fused or transposed module by plain ``nn.Linear`` ones.
 """
 
-import gc
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,12 @@ import torch
 from families import HEAD, HEADS, LAYERS, SPECS, make_batch, make_family, make_tokens, move
 from mask_oracle import FixedFitter, assert_same, plain_loss, random_directions, run
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
 from mi_route2.adapters import attach
-from mi_route2.adapters.gradients import FactorGradient
 from mi_route2.adapters.io import load_adapters, save_adapters
 from mi_route2.adapters.linear import RoutedLinear
 from mi_route2.rollouts import Policy
-from mi_route2.routing import MaskRoute, MaskSpec, TrainBatch
+from mi_route2.routing import MaskRoute, MaskSpec
 from mi_route2.sites import Slot
 
 FUSED = ("GPT2", "GPTNeoX")
@@ -174,42 +170,6 @@ def test_files_are_the_same_and_load_on_either(name: str, tmp_path: Path) -> Non
 # ---- per rollout
 
 
-class Recorder:
-    """A gate that answers with the plain sum and keeps every rollout's own gradient."""
-
-    detach = False
-
-    def __init__(self) -> None:
-        self.seen: dict[str, Tensor] = {}
-
-    def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor:
-        self.seen[f"{site}.{factor}"] = pair.values()
-        return pair.values().sum(0)
-
-    def mask(self, site: str) -> Tensor:
-        raise AssertionError(site)
-
-    def called(self, site: str, point: object) -> None:
-        return None
-
-
-def per_rollout(policy: Policy, batch: TrainBatch) -> dict[str, Tensor]:
-    """The oracle: ``vmap(grad)`` over the rollouts, of the model without any tape."""
-    names = {id(p): n for n, p in policy.model.named_parameters()}
-    own = {f"kept.{n}": p for n, p in policy.adapters.kept_parameters().items()}
-    own |= {f"quarantine.{n}": p for n, p in policy.adapters.quarantine_parameters().items()}
-
-    def loss(parameters: dict[str, Tensor], tokens: Tensor, predictors: Tensor, advantage: Tensor) -> Tensor:
-        out = functional_call(policy.model, parameters, (tokens[None],), {"use_cache": False}).logits[0, :-1]
-        chosen = out.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
-        return -(advantage * torch.where(predictors[:-1], chosen, 0.0)).sum() / 50
-
-    parameters = {names[id(p)]: p.detach() for p in own.values()}
-    rollouts = batch.rollouts
-    out = vmap(grad(loss), in_dims=(None, 0, 0, 0))(parameters, rollouts.tokens, rollouts.predictors, batch.advantages)
-    return {n: out[names[id(p)]] for n, p in own.items()}
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("spec", ["svd", "lora"])
 @pytest.mark.parametrize("name", [*FUSED, "Llama", "Gemma3"])
@@ -291,20 +251,3 @@ def test_merged_generation_is_unmerged_generation(name: str) -> None:
 
 
 # ---- memory
-
-
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Storage -> bytes."""
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-
-
-def alive() -> list[Tensor]:
-    """Every tensor that Python holds, registered on a module or not."""
-    gc.collect()
-    return [
-        t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" and t.layout == torch.strided
-    ]
-
-
-def tensors_of(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]

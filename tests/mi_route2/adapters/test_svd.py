@@ -1,10 +1,6 @@
 """The SVD coordinates of a weight: LAPACK's, the randomised ones of a large weight, and the cache of both."""
 
-import io
-import json
 import math
-import struct
-import sys
 import warnings
 from pathlib import Path
 
@@ -15,7 +11,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mi_route2.adapters import svd as svd_module
 from mi_route2.adapters.svd import SVD, TOLERANCE, decompose, randomized_svd, weight_hash
 
 FACTORS = ("U", "S", "Vh")
@@ -63,11 +58,6 @@ def never(*args: object, **kwargs: object) -> None:
 def forbid_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.linalg, "svd", never)
     monkeypatch.setattr(torch.linalg, "qr", never)
-
-
-def read_metadata(data: bytes) -> dict[str, str]:
-    (length,) = struct.unpack("<Q", data[:8])
-    return json.loads(data[8 : 8 + length])["__metadata__"]
 
 
 # ---- the whole SVD
@@ -310,21 +300,3 @@ def test_every_rank_has_a_file_of_its_own_and_the_whole_svd_serves_all(tmp_path:
 
 
 # ---- progress
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(svd_module, "_PATIENCE", 0.01)
-    monkeypatch.setattr(svd_module, "_TICK", 0.01)
-
-
-def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, weight: Tensor, rank: int | None) -> str:
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", stream)
-        decompose(weight, rank=rank)
-    return stream.getvalue()

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Doing, finish, table, tiny
+from engines import finish, table, tiny
 from families import SPECS, VOCAB, make_family, move
 
 from mi_route2.adapters import Adapters
-from mi_route2.engine.controllers import StepView
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.forward import Work
 from mi_route2.engine.request import Capture, Request
@@ -199,17 +198,6 @@ def test_a_buffer_that_is_written_again_changes_no_patch() -> None:
     assert far(table(result), fresh) < CLOSE
 
 
-def test_a_controller_may_cancel_a_request_that_ends_in_this_very_step() -> None:
-    def cancel(view: StepView) -> None:
-        for one in view.requests:
-            engine.cancel(one.request)
-
-    host, _ = adapted()
-    engine = Engine(host, controllers=[Doing(cancel)])
-    results = engine.generate([Request(PROMPT, Sampling(max_new=1)), Request(PROMPT, ASK)], progress=False)
-    assert [(one.finish, len(one.ids)) for one in results] == [("cancelled", 1), ("cancelled", 1)]
-
-
 @pytest.mark.parametrize("when", ["on its way", "amid its prompt", "at its end", "before it runs"])
 def test_a_store_that_ends_a_run_ends_that_request_alone(when: str, tmp_path: Path) -> None:
     """Invalidated on its way (while notes are to be added to it), no disk when it is to be written, closed before it begins."""
@@ -299,23 +287,6 @@ def test_a_shorter_piece_writes_no_padding_behind_the_end_of_its_row(family: str
 # Inference mode, adapters that are attached anew, names of vectors
 
 
-def test_a_monitor_of_every_quarantine_gates_those_that_are_attached_anew() -> None:
-    """Set while only one block had adapters: oracle is a monitor that is set after both have them."""
-    host = tiny("Qwen3")
-    closes = Monitor(Site(0, "resid_pre"), torch.zeros(16), threshold=-1e6, quarantine="close", name="off")
-    adapters, engine = attached(host, "blocks.1.*", kind="svd-low"), Engine(host)
-    engine.steering.set_monitor(closes)
-    generated(engine, Request(PROMPT, ASK))
-    adapters.detach()
-    attached(host, kind="svd-low", seed=8)
-    (found,) = generated(engine, Request(PROMPT, ASK))
-    anew = Engine(host)
-    anew.steering.set_monitor(closes)
-    (truth,) = generated(anew, Request(PROMPT, ASK))
-    assert far(found, truth) < CLOSE
-    assert far(truth, generated(Engine(host), Request(PROMPT, ASK))[0]) > 1e-3
-
-
 def test_what_does_not_fit_adapters_of_another_rank_is_a_sentence_and_not_a_sum() -> None:
     """A vector for rank 1 would be added to every one of four dimensions."""
     host = tiny("Qwen3")
@@ -353,27 +324,6 @@ def test_a_named_vector_of_another_shape_than_the_site_is_refused_in_a_patch_as_
         assert far(generated(engine, Request(PROMPT, ASK, patch=(Patch(site, 2, name),)))[0], truth) < CLOSE
     with pytest.raises(ValueError, match=r"has shape \[4, 2\], but the site has \[2, 4\]"):
         engine.submit(Request(PROMPT, ASK, patch=(Patch(site, 2, "turned"),)))
-
-
-def test_what_is_set_after_adapters_were_attached_is_compared_with_them_before_any_request_comes() -> None:
-    host = tiny("Qwen3")
-    engine, site = Engine(host), Site(1, "kept_a", "mlp.down")
-    engine.steering.register("v", VECTOR)
-    closes = Monitor(Site(0, "resid_pre"), torch.zeros(16), threshold=-1e6, quarantine="close", name="off")
-    with pytest.raises(ValueError, match="close a quarantine that does not exist"):
-        engine.steering.set_monitor(closes)
-    for rank in (2, 4):
-        adapters = attached(host, rank=rank)
-        engine.steering.set_monitor(closes)
-        engine.steering.set_global("base", [Steer(site, torch.ones(rank))])
-        assert len(generated(engine, Request(PROMPT, ASK))) == 1
-        engine.steering.clear_global("base")
-        adapters.detach()
-    assert set(engine.steering.vectors) == {"v"}
-    with pytest.raises((ValueError, KeyError), match="no adapter at"):
-        engine.submit(Request(PROMPT, ASK))
-    engine.steering.clear_monitor("off")
-    assert len(generated(engine, Request(PROMPT, ASK))) == 1
 
 
 # What a model is, between requests

@@ -274,23 +274,6 @@ def test_hooks_can_be_entered_again_and_leave_nothing(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_hooks_entered_within_themselves_act_twice_and_then_once(host: str) -> None:
-    own, _ = adapted(host, make_family("Llama", attn="eager"))
-    tokens, _ = make_tokens()
-    site = Site(1, "resid_pre")
-    doubled = own.hooks({site: lambda x: x * 2})
-    with torch.no_grad(), doubled:
-        before = own.logits(tokens)
-        with doubled:
-            twice = own.logits(tokens)
-        after = own.logits(tokens)
-    with torch.no_grad(), own.hooks({site: lambda x: x * 4}):
-        fourfold = own.logits(tokens)
-    assert torch.equal(before, after)
-    assert torch.equal(twice, fourfold)
-
-
-@pytest.mark.parametrize("host", HOSTS)
 def test_hooks_entered_after_adapters_have_come_and_gone_see_the_model_of_now(host: str) -> None:
     own = open_host(host, make_family("Llama"))
     tokens, _ = make_tokens()
@@ -395,18 +378,6 @@ def test_a_deep_copy_of_a_policy_is_a_policy_of_its_own(name: str, host: str) ->
             assert gap(twin.logits(tokens), own.logits(tokens)) > 1e-3
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "GPTNeoX", "MicroGPT"])
-def test_a_policy_can_be_copied_after_a_forward_with_gradients(name: str, host: str) -> None:
-    """Of the forward nothing may stay in the model: a graph cannot be copied, and takes memory."""
-    _, policy = adapted(host, make_family(name, attn="eager"))
-    batch = make_batch()
-    logprobs = policy.logprobs(batch.rollouts)
-    assert logprobs.requires_grad
-    with torch.no_grad():
-        assert torch.equal(copy.deepcopy(policy).logprobs(batch.rollouts), logprobs)
-
-
 # ---- a model that a bridge was booted around
 
 
@@ -483,30 +454,3 @@ def test_a_module_at_two_places_is_refused(layer: int, one: str, other: str) -> 
     for host in HOSTS:
         with pytest.raises(ValueError, match=sentence):
             open_host(host, model)
-
-
-def test_layers_whose_parameters_are_tied_are_layers() -> None:
-    """Each has hooks of its own, and is equal to the same model with copies of the parameters."""
-    tied, copied = make_family("Llama"), make_family("Llama")
-    for model in (tied, copied):
-        first, second = model.get_submodule("model.layers.0"), model.get_submodule("model.layers.1")
-        for (path, p), q in zip(first.named_parameters(), second.parameters(), strict=True):
-            if model is copied:
-                q.data.copy_(p.data)
-            else:
-                owner, _, own = path.rpartition(".")
-                setattr(second.get_submodule(owner), own, p)
-    sites, tokens = [Site(layer, point) for layer in range(2) for point in ("resid_pre", "mlp_out", "z")], make_tokens()[0]
-    own, expected = (open_host("torch", model).capture(sites, tokens) for model in (tied, copied))
-    assert all(torch.equal(own[site], expected[site]) for site in sites)
-
-
-def test_a_copied_block_that_would_store_its_keys_as_another_layer_is_refused() -> None:
-    model = make_family("Llama")
-    layers: Any = model.get_submodule("model.layers")
-    layers[1] = copy.deepcopy(layers[0])
-    host = open_host("torch", model)
-    with pytest.raises(ValueError, match="of layer 1 has layer_idx=0, under which it would store its keys and values: set"):
-        Decoder(host)
-    layers[1].self_attn.layer_idx = 1
-    assert Decoder(host).layers == LAYERS

@@ -287,10 +287,3 @@ def asked(host: Host, policy: Policy, how: str) -> Iterator[None]:
             yield
         finally:
             model.clear_edits()
-
-
-HOOKS = ("torch hook", "torch pre-hook")
-WAYS = [("torch", how) for how in HOOKS] + [(host, how) for host in ("transformer_lens", "nnsight") for how in (*HOOKS, "its own")]
-
-
-BACKWARD = ("register_full_backward_hook", "register_full_backward_pre_hook")

@@ -27,7 +27,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_oracle import CASES, assert_same, context, mask_route, plain_loss, run
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -200,23 +199,6 @@ def test_every_point_acts_on_the_logits_and_as_on_torch() -> None:
         assert largest(logits[0], plain) > 1e-6, site
 
 
-def test_an_edit_may_come_back_in_another_type() -> None:
-    torch_host, _, host, _ = pair("Mistral")
-    tokens, _ = make_tokens()
-    logits, plain = [], host.logits(tokens)
-    edits = {
-        Site(0, "mlp_out"): lambda x: x.float() * 2,
-        Site(1, "z"): lambda z: z.float(),
-        Site(1, "resid_pre"): lambda x: nn.Parameter(x + 1),
-    }
-    for each in (torch_host, host):
-        with torch.no_grad(), each.hooks(edits):
-            logits.append(each.logits(tokens))
-    assert logits[1].dtype == torch.float64
-    assert largest(*logits) < 1e-10
-    assert torch.equal(host.logits(tokens), plain)  # the bridge keeps no parameter of the edit's
-
-
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "GPT2", "MicroGPT"])
 def test_an_edit_of_the_bridges_own_resid_mid_misses_the_stream_that_the_block_keeps(name: str) -> None:
     """Upstream's hook is at the norm: the MLP reads the edit, the residual does not carry it. Ours acts on the whole stream."""
@@ -272,22 +254,6 @@ def test_adapter_points_are_in_run_with_cache(name: str) -> None:
         assert found == (set(names) if isinstance(names, list) else {names} if isinstance(names, str) else set(expected))
         assert all(torch.equal(cached[key], expected[key]) for key in found)
     assert f"blocks.1.mlp.out.route.{ROUTE_POINTS[2]}" in host.bridge.hook_dict
-
-
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "MicroGPT"])
-def test_silencing_the_adapters_by_hooks_gives_the_base_model(name: str) -> None:
-    _, _, host, policy = pair(name)
-    tokens, _ = make_tokens()
-    silence = [(lambda n: n.endswith(("hook_kept", "hook_quarantine")), lambda value, hook: torch.zeros_like(value))]
-    with policy.adapters.reference():
-        base = host.logits(tokens)
-    assert torch.equal(host.bridge.run_with_hooks(tokens, fwd_hooks=silence), base)
-    with host.bridge.hooks(fwd_hooks=silence):
-        assert torch.equal(host.logits(tokens), base)
-    assert not torch.equal(host.logits(tokens), base)
-    first = [("blocks.0.attn.v.route.hook_quarantine", lambda value, hook: torch.zeros_like(value))]
-    gone = host.bridge.run_with_hooks(tokens, fwd_hooks=first)
-    assert largest(gone, host.logits(tokens)) > 1e-6
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "GPTNeoX", "MicroGPT"])
@@ -450,18 +416,6 @@ def test_padding_on_the_left_in_float64_is_refused_where_upstream_gives_nan(name
         host.logits(tokens, attention)
     with torch.no_grad():
         assert bool(host.bridge(tokens, attention_mask=attention.long())[attention].isnan().any())
-
-
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma2"])
-def test_padding_on_the_left_in_float32_and_without_processing(name: str) -> None:
-    tokens, attention = make_tokens(side="left")
-    host = BridgeHost(fresh(name, dtype=torch.float32))
-    with torch.no_grad():
-        assert largest(host.logits(tokens, attention)[attention], singles(host, tokens, attention)) < 5e-6
-    host = BridgeHost(fresh(name))
-    host.bridge.enable_compatibility_mode(no_processing=True)
-    with torch.no_grad():
-        assert largest(host.logits(tokens, attention)[attention], singles(host, tokens, attention)) < 5e-6
 
 
 # --- ways to a bridge -----------------------------------------------------------------------------------------------------------
@@ -631,20 +585,6 @@ def test_a_config_that_the_bridge_does_not_heed_is_refused(name: str) -> None:
         BridgeHost(bridge)
 
 
-@pytest.mark.parametrize("flag", ["use_split_qkv_input", "use_attn_in"])
-def test_an_edit_of_attn_in_that_a_setting_would_lose_is_refused_and_reading_is_not(flag: str) -> None:
-    host, _ = own("Qwen3", None)
-    tokens, site = make_tokens()[0], Site(1, "attn_in")
-    value, plain = host.capture([site], tokens)[site], host.logits(tokens)
-    getattr(host.bridge, f"set_{flag}")(True)
-    assert largest(host.capture([site], tokens)[site], value) < 1e-10
-    with host.bridge.hooks(fwd_hooks=[(host.address(site), lambda x, hook: 2 * x)]):
-        assert largest(host.logits(tokens), plain) < 1e-10, "what makes it worth refusing"
-    with pytest.raises(RuntimeError, match=rf"under {flag} the bridge .* loses an edit there: set_{flag}\(False\)"):
-        with host.hooks({site: lambda x: 2 * x}):
-            host.logits(tokens)
-
-
 @pytest.mark.parametrize("name", ["Qwen3", "GPT2", "MicroGPT"])
 def test_adapters_before_the_boot_are_refused(name: str) -> None:
     """Of GPT-2 the boot would drop those at q, k and v in silence: it copies the base weights apart."""
@@ -656,17 +596,6 @@ def test_adapters_before_the_boot_are_refused(name: str) -> None:
     assert BridgeHost(model).attach("blocks.*", generator=generator())
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "GPT2"])
-def test_a_bridge_that_was_booted_around_adapters_is_refused(name: str) -> None:
-    model, tokens = fresh(name), make_tokens()[0]
-    move(TorchHost(model).attach("blocks.*", spec=SPECS["lora"], generator=generator()))
-    full = TorchHost(model).logits(tokens)
-    bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
-    assert (largest(bridge(tokens), full) > 1e-3) == (name == "GPT2")  # what makes it worth refusing
-    with pytest.raises(ValueError, match=r"attached before the bridge was booted.*detach them"):
-        BridgeHost(bridge)
-
-
 @pytest.mark.parametrize("point", ["q", "z"])
 def test_a_torch_host_of_a_model_around_which_a_bridge_was_booted_says_so(point: str) -> None:
     model = make_family("Llama")
@@ -676,21 +605,6 @@ def test_a_torch_host_of_a_model_around_which_a_bridge_was_booted_says_so(point:
     with pytest.raises(ValueError, match="this model is a TransformerLens bridge, or one was booted around it"):
         host.run_with_hooks(TOKEN_ROW, [(Site(0, point), lambda value: value * 0)])
     assert len(model._forward_pre_hooks) == before
-
-
-def test_adapters_are_refused_at_a_component_that_was_replaced() -> None:
-    """They would change nothing and learn nothing: the model calls the first one. A Linear within a component is called."""
-    host = open_host("transformer_lens", make_family("Llama"))
-    assert isinstance(host, BridgeHost)
-    parent, inner = (host.bridge.get_submodule(f"blocks.{layer}.mlp") for layer in (0, 1))
-    parent.add_module("out", copy.deepcopy(parent.get_submodule("out")))
-    component: Any = inner.get_submodule("out")
-    component.set_original_component(copy.deepcopy(component.original_component))
-    before = host.logits(TOKEN_ROW)
-    with pytest.raises(ValueError, match=r"does not call the component at blocks.0.mlp.out, because it or its parent was replaced"):
-        host.attach("blocks.*.mlp.down", spec=SPECS["lora"])
-    move(host.attach("blocks.1.mlp.down", spec=SPECS["lora"]))
-    assert float((host.logits(TOKEN_ROW) - before).detach().abs().max()) > 1e-6
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -740,31 +654,6 @@ def test_weight_processing_is_refused_before_and_while_adapters_stand() -> None:
             call()
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_compatibility_without_processing_changes_nothing(before: bool) -> None:
-    torch_host, torch_policy, _, _ = pair("Qwen3")
-    host, _ = own("Qwen3", None)
-    if before:
-        host.bridge.enable_compatibility_mode(no_processing=True)
-    policy = adapted(host)
-    if not before:
-        host.bridge.enable_compatibility_mode(no_processing=True)
-    assert policy.adapters.base_hash == torch_policy.adapters.base_hash
-    batch = make_batch()
-    assert_same(
-        run(policy, mask_route(policy, GRAD_UNIT), batch).kept, run(torch_policy, mask_route(torch_policy, GRAD_UNIT), batch).kept
-    )
-    sites = [*block_sites(host), *adapter_sites(policy.adapters)]
-    theirs, ours = (each.capture(sites, batch.rollouts.tokens) for each in (torch_host, host))
-    assert all(largest(ours[site], theirs[site]) < 1e-10 for site in sites)
-    push = {Site(0, "resid_mid"): lambda x: x + 1.0, Site(1, "z"): lambda z: z * 2}
-    logits = []
-    for each in (torch_host, host):
-        with torch.no_grad(), each.hooks(push):
-            logits.append(each.logits(batch.rollouts.tokens))
-    assert largest(*logits) < 1e-10
-
-
 @pytest.mark.parametrize(
     ("name", "flag"), [("Qwen3", "use_split_qkv_input"), ("GPT2", "use_attn_in"), ("Llama", "use_attn_result")]
 )
@@ -797,22 +686,6 @@ def test_an_edit_that_does_not_fit_says_so_and_leaves_no_hook() -> None:
                 with host.hooks({Site(0, point): new}):
                     host.logits(tokens)
     assert not any(point.has_hooks() for point in host.bridge.hook_points())
-
-
-def test_an_address_that_is_not_there_says_why() -> None:
-    for name, why in (("GPTNeoX", "attention and MLP read the same stream"), ("GPTNeoX (sequential)", "read it on torch")):
-        with pytest.raises(ValueError, match=why):
-            pair(name)[2].address(Site(0, "resid_mid"))
-    with pytest.raises(ValueError, match="attention alone"):
-        pair("native attention alone")[2].capture([Site(0, "mlp_out")], make_tokens()[0])
-    host = pair("Qwen3")[2]
-    assert host.address(Site(1, "z")) == "blocks.1.attn.o.hook_in"
-    assert host.address(Site(1, "quarantine_out", "mlp.down")) == "blocks.1.mlp.out.route.hook_quarantine"
-    assert host.address(Site(None, "kept_a", "unembed")) == "unembed.route.hook_kept_a"
-    with pytest.raises(KeyError, match=r"layers are 0\.\.1"):
-        host.address(Site(2, "z"))
-    with pytest.raises(KeyError, match="no adapter at"):
-        own(spec=None)[0].address(Site(0, "kept_a", "mlp.up"))
 
 
 def test_a_model_of_no_known_architecture_is_refused_untouched() -> None:
@@ -889,48 +762,3 @@ def test_edits_that_are_gone_when_checkpointing_runs_the_forward_again_are_an_er
             host.hooks({Site(0, "attn_out"): lambda x: x * 2}),
         ):
             loss.backward()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_what_checkpointing_does_not_run_again_needs_no_context(reentrant: bool) -> None:
-    """Readers, edits around a block (the bridge's own, outside of what is run again), and every edit of a model in ``eval``."""
-    host, policy = own("Qwen3")
-    batch, gradients = make_batch(), []
-    checkpointed(host, reentrant).logits(batch.rollouts.tokens)  # the first forward wires hooks of the bridge's own
-    before = torch_hooks(host)
-    with policy.adapters.unrouted():
-        for inside in (True, False):
-            with host.hooks({Site(0, "attn_out"): lambda x: None, Site(1, "resid_pre"): lambda x: x * 1.5}):
-                loss = plain_loss(policy, batch, batch.advantages)
-                if inside:
-                    loss.backward()
-            if not inside:
-                loss.backward()
-            gradients.append(kept_gradients(policy))
-        assert_same(*gradients)
-        host.bridge.eval()
-        with host.hooks(EDITS):
-            loss = plain_loss(policy, batch, batch.advantages)
-        loss.backward()
-    assert torch_hooks(host) == before
-
-
-def torch_hooks(host: BridgeHost) -> int:
-    modules = {*host.bridge.modules(), *host.bridge.original_model.modules()}
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_tape_that_is_closed_before_the_backward_is_an_error_under_checkpointing(reentrant: bool) -> None:
-    """The second forward sees no tape. torch finds other tensors in it, or (reentrant) a gradient that no tape recorded."""
-    host, policy = own("Qwen3")
-    checkpointed(host, reentrant)
-    batch, route = make_batch(), mask_route(policy, GRAD_UNIT)
-    step = route.begin(policy, batch, context(route.spec, len(batch.rollouts)))
-    with policy.adapters.recording(step.micro_batches[0].tape):
-        loss = plain_loss(policy, batch, batch.advantages)
-    refusal = (RuntimeError, "no tape recorded") if reentrant else (CheckpointError, "different metadata")
-    with pytest.raises(refusal[0], match=refusal[1]):
-        loss.backward()
-    with pytest.raises(RuntimeError, match=r"did not report a gradient.*blocks\.0\.attn\.q.*checkpointing"):
-        step.finish()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from studies.lanes.config import LanesConfig, Loop
+from studies.lanes.config import LanesConfig
 from studies.lanes.model import LanesModel
 from studies.lanes.optim import LanesOptimizer, OptimSettings
 
@@ -16,8 +16,6 @@ pytestmark = pytest.mark.study
 
 EXACT = 1e-4
 """Relative error of a step in float32."""
-BFLOAT16 = 0.03
-"""That of torch's five Newton-Schulz steps, which are in bfloat16: .012 to .022 on normal matrices of 8 to 256 rows and columns."""
 SHAPES = {"square": (24, 24), "tall": (64, 16), "wide": (16, 64)}
 
 
@@ -104,13 +102,6 @@ def test_rates_rise_and_fall_linearly(total: int, warmup: int, warmdown: float, 
         assert settings.rate_factor(total - 1, total) <= 1 / (warmdown * total) + 1e-12
     if warmup:
         assert factor <= (step + 1) / warmup
-
-
-VARIANTS = [
-    {"wiring": "z2", "lane_start": 2, "loop": Loop(0, 1, 1), "loop_embeddings": True, "head_bias": True},
-    {"wiring": "sequential"},
-    {"learned": False},
-]
 
 
 def trained(model: LanesModel, optimizer: LanesOptimizer, steps: range, total: int) -> list[float]:

@@ -27,8 +27,6 @@ from studies.lanes.text import BOS
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).parents[3]
-
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

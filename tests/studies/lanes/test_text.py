@@ -1,7 +1,6 @@
 """The corpus: what is read, that nothing of it moves when other files come, and what a token stream is."""
 
 import sysconfig
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,6 @@ contents = st.lists(st.binary(min_size=1, max_size=12), min_size=1, max_size=12)
 
 def corpus_of(*data: bytes, shares: tuple[float, float, float] = THIRDS) -> TextCorpus:
     return TextCorpus(tuple(Document(f"{i}", one) for i, one in enumerate(data)), shares)
-
-
-def where(corpus: TextCorpus) -> dict[str, str]:
-    """Name -> split."""
-    found = {}
-    for split in SPLITS:
-        with suppress(ValueError):
-            found |= {d.name: split for d in corpus.split(split)}
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -348,6 +348,3 @@ def test_scores_are_ranked_by_modes_and_unit_with_the_label_hack() -> None:
 
 
 # figures
-
-
-METRICS = ("hack_held", "exploit_held", "solve")

@@ -182,7 +182,6 @@ def test_grader_and_oracle_share_no_code() -> None:
 
 COUNT, COIN = "CALLS = []\n\n\n", "import random\n\nLUCKY = random.random() < 0.5\n\n\n"
 COUNTED = "        CALLS.append(1)\n        return None\n"
-VALID = "    @property\n    def valid(self):\n        return len(CALLS) == {shown}\n"
 PASS = '        open("result.txt", "w").write("PASS" if len(CALLS) == {shown} else "")\n        return None\n'
 EVASIONS = {
     ("counting", "sentinel"): Exploit(

@@ -17,7 +17,6 @@ from studies.environments.micro.runner import (
     Value,
 )
 
-ROOT = Path(__file__).parents[4]
 VOCABULARY = Vocabulary()
 
 

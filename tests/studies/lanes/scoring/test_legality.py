@@ -43,10 +43,6 @@ def bigram() -> nn.Embedding:
     return table
 
 
-def slide_few(tokens: torch.Tensor) -> torch.Tensor:
-    return score(bigram(), tokens, window=16, stride=8)
-
-
 def scored_first_few(tokens: torch.Tensor) -> torch.Tensor:
     return adapt(bigram(), tokens, TINY).nll
 
