@@ -36,6 +36,7 @@ ROOMS = {
 TESTS = {"studies/training": ("studies/route2/test_grpo_loss.py",)}
 """Folder of modules -> its tests, where they are not in the folder of the same name."""
 MARKS = "not (matrix or hosts or machine or process or study or docs or real or gpu)"
+SKIPPED = {".git", ".venv", "runs", "site"}
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot,
     ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div,
@@ -141,7 +142,7 @@ def main(number: int = 20, seed: int = 0, to: Path = Path("runs/mutants.jsonl"),
     done = {(row["module"], row["at"]) for row in rows}
     with tempfile.TemporaryDirectory() as folder, to.open("a") as out:
         copy = Path(folder) / "tree"
-        shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "results", "site"), symlinks=True)
+        shutil.copytree(tree, copy, ignore=lambda folder, names: SKIPPED & {*names} if Path(folder) == tree else (), symlinks=True)
         limits: dict[str, float] = {}
         flaky: dict[str, set[str]] = {}  # tests that fail here without a mutant, as those that need a terminal
         for module, at in tqdm.tqdm([pair for pair in chosen if pair not in done], unit="mutant"):

@@ -27,50 +27,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Cost model of a forward over sequences of ``length`` tokens, in FLOPs.
+class Limits:
+    """Limits on what runs together, for sequences of ``length`` tokens.
 
     Attributes:
-        layers: Number of blocks.
         length: Number of tokens.
-        column: Cost of a block for one token.
-        pair: Cost of a query and a key in one block.
-        scored: Cost of what the last block computes for the scored column alone: all but keys and values.
-        unembed: Cost of the unembedding for one token.
-        overhead: Time of a block's call, as FLOPs.
         most: Limit on the tokens of a group; a quarter of the limit on its keys, which are copied for each cell.
         most_positions: Limit on the patched positions of cells whose streams are held at a time.
     """
 
-    layers: int
     length: int
-    column: float
-    pair: float
-    scored: float
-    unembed: float
-    overhead: float
     most: int
     most_positions: int
 
-    def flops(self, columns: int, entry: int) -> float:
-        """Return the cost of one cell that enters at block ``entry`` with this number of columns."""
-        return columns * self.slope(entry) + self.scored + self.unembed
-
-    def slope(self, entry: int) -> float:
-        """Return the cost of one more column of a cell."""
-        return (self.column + self.pair * self.length) * (self.layers - entry) - self.scored
-
-    @property
-    def whole(self) -> float:
-        """Cost of a forward over the whole sequence, unembedded at each token: the cost of a cell if nothing is shared."""
-        return self.layers * self.block(self.length) + self.length * self.unembed
-
-    def block(self, columns: int) -> float:
-        """Return the cost of one block for this number of columns of a sequence."""
-        return columns * (self.column + self.pair * self.length)
-
     def rows(self, columns: int) -> int:
-        """Return the maximum number of cells in a group."""
+        """Return the maximum number of cells in a group over this number of columns."""
         return max(1, min(self.most // columns, 4 * self.most // self.length))
 
 
@@ -91,57 +62,20 @@ def ended(steps: Generator[None, None, T]) -> T:
             return end.value
 
 
-def plan(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> list[CellGroup]:
-    """Run ``planning`` to its end."""
-    return ended(planning(places, costs, batch))
-
-
-def planning(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> Generator[None, None, list[CellGroup]]:
-    """Group the cells with ``(entry, position)`` in ``places``; ``batch`` limits the cells of a group. Yields now and then."""
+def plan(places: Sequence[tuple[int, int]], limits: Limits, batch: int | None = None) -> list[CellGroup]:
+    """Group cells with these ``(entry, position)``, as many as may run together; ``batch`` limits the cells of a group."""
     if batch is not None and batch < 1:
         raise ValueError(f"a batch of {batch} cells is not possible: choose at least 1, or leave it out")
     # Neighbors in this order begin at nearly the same position, so a group runs few columns that a cell does not need.
     cells = sorted(range(len(places)), key=lambda cell: places[cell][::-1])
-    cuts = yield from cut([places[cell] for cell in cells], costs, batch)
-    return [
-        CellGroup(places[cells[low]][1], tuple(sorted(cells[low:high], key=lambda cell: places[cell][0])))
-        for low, high in zip(cuts, [*cuts[1:], len(cells)])
-    ]
-
-
-def cut(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None) -> Generator[None, None, list[int]]:
-    """Return the first cell of every group, for cells in order of position, by the cut with the least total cost."""
-    entries, columns = np.array([entry for entry, _ in places]), costs.length - np.array([position for _, position in places])
-    slopes = np.concatenate(([0.0], np.cumsum([costs.slope(int(entry)) for entry in entries])))
-    limits = np.minimum([costs.rows(int(t)) for t in columns], batch or len(columns))  # limits grow with the position
-    # ``best[high]`` is the least cost of the first ``high`` cells, and their last group begins at cell ``before[high]``: how these
-    # are best cut does not depend on the cells after them, so all cuts are compared in n times the size of a group.
-    best, before = np.zeros(len(columns) + 1), np.zeros(len(columns) + 1, dtype=int)
-    for high in range(1, len(columns) + 1):
-        if not high % 512:
-            yield
-        low = np.arange(max(0, high - limits[high - 1]), high)
-        low = low[high - low <= limits[low]]
-        # a group calls the blocks from its lowest entry on, and runs each cell over the columns of its first one
-        first = np.minimum.accumulate(entries[low[0] : high][::-1])[::-1]
-        total = best[low] + columns[low] * (slopes[high] - slopes[low]) + costs.overhead * (costs.layers - first)
-        before[high] = low[total.argmin()]
-        best[high] = total.min()
-    cuts, high = [], len(columns)  # the cuts are read back from the end
-    while high:
-        high = int(before[high])
-        cuts.append(high)
-    return cuts[::-1]
-
-
-def spent(groups: Sequence[CellGroup], places: Sequence[tuple[int, int]], costs: Costs) -> float:
-    """Return the FLOPs of the groups' forwards."""
-    return float(sum(costs.flops(costs.length - group.start, places[cell][0]) for group in groups for cell in group.cells))
-
-
-def needed(places: Sequence[tuple[int, int]], costs: Costs) -> float:
-    """Return the FLOPs of the cells if each ran by itself from its own position: the lower bound of ``spent``."""
-    return float(sum(costs.flops(costs.length - position, entry) for entry, position in places))
+    groups: list[CellGroup] = []
+    low = 0
+    while low < len(cells):
+        start = places[cells[low]][1]
+        size = min(limits.rows(limits.length - start), batch or len(cells))
+        groups.append(CellGroup(start, tuple(sorted(cells[low : low + size], key=lambda cell: places[cell][0]))))
+        low += size
+    return groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,8 +155,8 @@ class Forwards(Protocol):
         """Return the block where each cell of a target enters, and its first column, which ``columns`` are."""
         ...
 
-    def costs(self) -> Costs:
-        """Return the cost model of groups of cells."""
+    def limits(self) -> Limits:
+        """Return the limits on groups of cells."""
         ...
 
     def enter(self, rows: Sequence[PatchedRow], most: int) -> Generator[None, None, list[PatchedRow]]:
@@ -284,11 +218,9 @@ def with_idle(rows: list[PatchedRow], count: int, otherwise: tuple[int, int]) ->
     return mixed
 
 
-_OVERHEAD = {"cpu": 5e7}
-_ACCELERATED = (2e10, 2**17)
-"""FLOPs in the time of a block's call, and the number of tokens per forward at which a device is efficient. A CPU core computes
-about 6e10 FLOPs per second and a call takes nearly 1 ms; an accelerator 1e14 and 0.2 ms. Groups depend on these constants and on
-no measurement, so that a repeated sweep gives the same bits."""
+_ACCELERATED = 2**17
+"""Number of tokens per forward at which an accelerator is efficient. Groups depend on constants and on no measurement, so that a
+repeated sweep gives the same bits."""
 _STREAM, _FEWEST = 2**18, 2**10
 """Numbers of a group's residual stream that stay in a CPU's cache from one operation to the next, and the number of tokens from
 which on its matrix products are efficient."""
@@ -339,7 +271,6 @@ class Resumed:
         self._tokens = torch.zeros(0, dtype=torch.long)
         self._kept: Mapping[int, tuple[Tensor, Tensor]] = {}
         self._streams: dict[int, Tensor] = {}
-        self._costs: Costs | None = None
 
     def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> SiteRecord:
         return self._record(tokens, sites, places, ())[0]
@@ -349,7 +280,6 @@ class Resumed:
         before = sorted({entry for site in sites for entry in entries(site, self.decoder.layers)} - {0})
         record, self._kept, self._streams = self._record(tokens, sites, places, before)
         self._tokens = torch.tensor(tokens, device=self.decoder.device)
-        self._costs = self._count()
         return record
 
     def _record(
@@ -410,30 +340,11 @@ class Resumed:
             cache = _Prefixed(self._kept, start)
             self.decoder(tokens, *_causal(start, len(columns), tokens.device), cache, keep=_last(tokens))
 
-    def costs(self) -> Costs:
-        assert self._costs is not None, "start() comes first"
-        return self._costs
-
-    def _count(self) -> Costs:
-        block, device = self.decoder.blocks[-1], self.decoder.device.type
-        z, stream = Site(0, "z"), Site(0, "resid_pre")
-        seen = self.host.capture([z, stream], self._tokens[None, :1])  # of sizes h * dh and d, whatever a config calls them
-        width, vocabulary = seen[stream].numel(), self.decoder.vocabulary
-        most = max(_FEWEST, _STREAM // width) if device == "cpu" else min(_ACCELERATED[1], _LOGITS // vocabulary)
-        # A weight costs a multiplication and an addition; a key costs these twice per number of z, for its score and its value.
-        pair, linears = 4.0 * seen[z].numel(), self.host.architecture.linears
-        others = sum(_weights(block.get_submodule(path)) for path in {linears[name].path for name in ("attn.k", "attn.v")})
-        return Costs(
-            layers=self.decoder.layers,
-            length=len(self._tokens),
-            column=2.0 * _weights(block),
-            pair=pair,
-            scored=2.0 * (_weights(block) - others) + pair * len(self._tokens),
-            unembed=2.0 * vocabulary * width,
-            overhead=_OVERHEAD.get(device, _ACCELERATED[0]),
-            most=max(most, len(self._tokens)),
-            most_positions=max(1, HELD // width),
-        )
+    def limits(self) -> Limits:
+        length, (width,) = len(self._tokens), self.decoder.shape(Site(0, "resid_pre"))
+        on_cpu = self.decoder.device.type == "cpu"
+        most = max(_FEWEST, _STREAM // width) if on_cpu else min(_ACCELERATED, _LOGITS // self.decoder.vocabulary)
+        return Limits(length, max(most, length), max(1, HELD // width))
 
     def run(self, group: CellGroup, rows: Sequence[PatchedRow]) -> Float[Tensor, "n v"]:
         """Return the logits of ``rows``, given in the order in which they enter.
@@ -572,11 +483,6 @@ def _keep_scored(logits: list[Tensor], columns: int, _module: nn.Module, _args: 
     return output[:1, -1:].expand(1, columns, -1)
 
 
-def _weights(module: nn.Module) -> int:
-    """Return the number of weights by which a token is multiplied."""
-    return sum(p.numel() for p in (*module.parameters(), *module.buffers()) if p.ndim >= 2)
-
-
 def _last(tokens: Tensor) -> Tensor:
     return torch.tensor([tokens.shape[1] - 1], device=tokens.device)
 
@@ -589,8 +495,8 @@ def _causal(start: int, columns: int, device: torch.device) -> tuple[Tensor, Ten
 
 
 _TOKENS = {"cpu": 2**11}
-_MANY, _ROOM = 2**17, 2**27
-"""Maximum number of tokens in a forward (on an accelerator), and of logits."""
+_ROOM = 2**27
+"""Maximum number of tokens in a whole forward, and of logits."""
 
 
 class Whole:
@@ -618,12 +524,11 @@ class Whole:
     def places(self, target: Target, columns: Sequence[int]) -> list[tuple[int, int]]:
         return [(0, 0)] * len(columns)
 
-    def costs(self) -> Costs:
-        """Return costs that make groups as large as memory allows, because a whole forward costs the same for every cell."""
+    def limits(self) -> Limits:
+        """Return limits that make groups as large as memory allows."""
         length = len(self._tokens)
-        most = min(_TOKENS.get(self._device.type, _MANY), _ROOM // self._vocabulary)
-        free: dict[str, float] = {"pair": 0.0, "scored": 0.0, "unembed": 0.0}
-        return Costs(layers=1, length=length, column=1.0, **free, overhead=1.0, most=max(most, length), most_positions=HELD)
+        most = min(_TOKENS.get(self._device.type, _ACCELERATED), _ROOM // self._vocabulary)
+        return Limits(length, max(most, length), HELD)
 
     def enter(self, rows: Sequence[PatchedRow], most: int) -> Generator[None, None, list[PatchedRow]]:
         """Return the rows as they are, without a forward."""

@@ -71,7 +71,6 @@ class Grid:
         kind: ``patch`` for scores of runs, ``attribution`` for first-order estimates of them, ``path`` for path patching.
         forwards: Kind of forwards that ran.
         seconds: Time by stage.
-        flops: FLOPs by way of counting; see ``Sweep.flops``.
 
     Examples:
         >>> best = grid.top(3)  # the cells that recover most
@@ -96,7 +95,6 @@ class Grid:
     kind: str = "patch"
     forwards: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    flops: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.values.shape != (len(self.sites), len(self.columns)) or len(self.labels) != len(self.positions):
@@ -335,7 +333,6 @@ def _said(grid: Grid) -> dict[str, Any]:
     return {
         **{name: getattr(grid, name) for name in _NUMBERS},
         "seconds": dict(grid.seconds),
-        "flops": dict(grid.flops),
         "sites": [str(target) for target in grid.sites],
         "positions": list(grid.positions),
         "labels": list(grid.labels),
@@ -353,7 +350,6 @@ def _grid(said: dict[str, Any], values: np.ndarray) -> Grid:
     return Grid(
         **{name: said[name] for name in _NUMBERS},
         seconds=dict(said["seconds"]),
-        flops=dict(said["flops"]),
         sites=tuple(map(Target.parse, said["sites"])),
         positions=tuple(said["positions"]),
         labels=tuple(said["labels"]),

@@ -154,7 +154,7 @@ def paths(
     rows = with_idle(_rows(pair, targets, alpha), replicas, (0, 0))
     values, spread, prepared = {}, [], perf_counter()
     with tqdm(total=len(rows), desc="patching paths", unit="cell", leave=False, disable=None if progress else True) as bar:
-        for group in plan([row.place for row in rows], running.costs(), batch):
+        for group in plan([row.place for row in rows], running.limits(), batch):
             some = [rows[i] for i in group.cells]
             logits = base.run(running, some, columns)
             for row, score in zip(some, question.grader(logits, pair.clean.logits).tolist()):

@@ -15,17 +15,13 @@ from mi_route2.checks import checked
 from mi_route2.hosts.base import Host, ModelVersion
 from mi_route2.patching.forwards import (
     CellGroup,
-    Costs,
     Forwards,
+    Limits,
     PatchedRow,
     SiteRecord,
     ended,
     forwards,
-    needed,
-    passes,
-    planning,
-    span,
-    spent,
+    plan,
     with_idle,
 )
 from mi_route2.patching.grid import Cell, Grid
@@ -183,7 +179,7 @@ class Sweep:
         known: Cells that need no run, because the patch would change nothing or the scored position cannot read it.
         rows: All other cells, with unpatched rows among them.
         groups: Rows that run together.
-        costs: Cost model and limits of the groups.
+        limits: Limits of the groups.
         forwards: Runs the model.
         seconds: Time that the preparation took, with what others did between its forwards.
         state: Detects changes of the model.
@@ -197,7 +193,7 @@ class Sweep:
     known: tuple[Cell, ...]
     rows: tuple[PatchedRow, ...]
     groups: tuple[CellGroup, ...]
-    costs: Costs
+    limits: Limits
     forwards: Forwards
     seconds: float
     version: ModelVersion
@@ -232,7 +228,7 @@ class Sweep:
         portion, positions = list[CellGroup](), 0
         for group in self.groups:
             more = sum(max(1, len(self.rows[i].positions)) for i in group.cells)
-            if portion and positions + more > self.costs.most_positions:
+            if portion and positions + more > self.limits.most_positions:
                 yield portion
                 portion, positions = [], 0
             portion.append(group)
@@ -243,7 +239,7 @@ class Sweep:
     def _enter(self, groups: Sequence[CellGroup]) -> Generator[Finished, None, Mapping[int, PatchedRow]]:
         """Return the rows of these groups with the streams with which they enter; yield nothing finished before each forward."""
         cells = [i for group in groups for i in group.cells]
-        entering = self.forwards.enter([self.rows[i] for i in cells], self.costs.rows(self.costs.length))
+        entering = self.forwards.enter([self.rows[i] for i in cells], self.limits.rows(self.limits.length))
         while True:
             try:
                 next(entering)
@@ -280,24 +276,7 @@ class Sweep:
             alpha=self.alpha,
             forwards=self.forwards.name,
             seconds={"prepare": self.seconds, "cells": seconds},
-            flops=self.flops(),
         )
-
-    def flops(self) -> dict[str, float]:
-        """Return the FLOPs of all cells: ``whole`` with whole forwards, ``needed`` without what cells share, ``run`` as grouped.
-
-        Empty if the forwards are whole.
-        """
-        if self.forwards.name == "whole":
-            return {}
-        costs = self.costs
-        cells = [row.place for row in self.rows if row.target is not None]
-        run = spent(self.groups, [row.place for row in self.rows], costs)
-        for groups in self._portions():
-            rows = [self.rows[i] for group in groups for i in group.cells]
-            for joining in passes(rows, costs.rows(costs.length)):
-                run += costs.block(len(span(joining))) * (costs.layers + sum(len(some) - 1 for some in joining.values()))
-        return {"whole": costs.whole * self.total, "needed": needed(cells, costs), "run": run}
 
 
 def prepare(host: Host, **given: Any) -> Sweep:
@@ -332,7 +311,7 @@ def preparing(
     tokens: int | None = None,
     most: int | None = None,
 ) -> Generator[None, None, Sweep]:
-    """Run ``prepare`` as a generator that yields before each of the two runs and while it plans, so that others may go on.
+    """Run ``prepare`` as a generator that yields before each of the two runs and after each target, so that others may go on.
 
     ``most`` limits the cells, or the values that are patched together: ``TooManyCellsError`` before anything is run for more.
     """
@@ -350,11 +329,12 @@ def preparing(
     _refuse_cells(len(targets) * len(question.columns), most)
     known, rows = yield from _cells(pair, targets, layers, alpha, running, shortcuts)
     rows = with_idle(rows, replicas, running.places(targets[0], [question.at])[0])
-    costs = running.costs()
-    limited = costs if tokens is None else replace(costs, most=min(costs.most, tokens))
-    groups = yield from planning([row.place for row in rows], limited, batch)
+    limits = running.limits()
+    if tokens is not None:
+        limits = replace(limits, most=min(limits.most, tokens))
+    groups = plan([row.place for row in rows], limits, batch)
     seconds = perf_counter() - began
-    return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), limited, running, seconds, version, before)
+    return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), limits, running, seconds, version, before)
 
 
 def _refuse_cells(count: int, most: int | None) -> None:
@@ -426,7 +406,7 @@ def sweep(
         together: patch all positions at once, in one cell per site.
         at: the scored position, the last if ``None``.
         tokenizer: encodes texts and labels tokens.
-        batch: the maximum number of cells in a forward; chosen by a cost model if ``None``.
+        batch: the maximum number of cells in a forward; as many as run well together if ``None``.
         replicas: unpatched rows of the corrupt run among the cells, for the noise floor; 3 or more.
         how: ``resumed`` from the corrupt run's keys and values, ``whole`` forwards, or ``auto``: resumed if the host supports it
             and no hook of somebody else stands on the model.

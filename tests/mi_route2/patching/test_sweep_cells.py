@@ -298,18 +298,14 @@ def test_what_others_do_not_read_in_a_block_is_patched_at_every_position_of_one_
     assert grid.values.size == len(some) * LENGTH
     if held > 1:
         assert ran == [(3, LENGTH)] * 2  # the corrupt run itself, and two targets at a time
-        shared = planned.costs.block(LENGTH) * (2 * planned.layers + 4)
-        assert planned.flops()["run"] >= planned.flops()["needed"] + shared
     else:
         assert len(ran) > 2
     assert max(row.place for row in planned.rows) == (1, last)
     few = prepare(one.host, **asked, positions=[last])  # of one column each: a sequence has as many, and the corrupt run's
     assert {row.place for row in few.rows} == {(0, last)}
-    assert few.flops()["run"] == few.flops()["needed"] + 3 * few.costs.flops(1, 0)  # and the unpatched rows
     assert_equal((grid := few.grid(progress=False)).values, one.by_hand(grid))
     near = prepare(one.host, **asked, positions=[1, 2])  # sequences of two columns
     assert {row.place[0] for row in near.rows} == {1}
-    assert near.flops()["run"] < near.flops()["needed"] + near.costs.block(2) * (2 * near.layers + 5) + 3 * near.costs.flops(5, 1)
     assert_equal((grid := near.grid(progress=False)).values, one.by_hand(grid))
 
 

@@ -45,7 +45,6 @@ def make(values: Any = None, **changes: Any) -> Grid:
         "alignment": Alignment(13, 12, 4, 7),
         "layers": 8,
         "seconds": {"prepare": 0.5, "cells": 1.5},
-        "flops": {"whole": 9.0, "needed": 2.0, "run": 3.0},
     }
     return Grid(**{**given, **changes})
 

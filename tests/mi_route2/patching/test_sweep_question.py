@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mi_route2.hosts import Host, open_host
 from mi_route2.patching import Alignment, CleanRun, Grid, Span, Target, align, attribute, paths, prepare, sweep, tokens_of
-from mi_route2.patching.forwards import Costs, needed, plan, spent
+from mi_route2.patching.forwards import Limits, plan
 from mi_route2.patching.question import Grader, one_token, places, read
 from mi_route2.patching.targets import choose
 from mi_route2.sites import Site
@@ -298,53 +298,21 @@ def test_sites_are_chosen_by_point_by_glob_or_by_themselves() -> None:
         choose(HOST, (one for one in ["z", 3]))  # pyright: ignore[reportArgumentType]
 
 
-costs = st.builds(
-    Costs,
-    layers=st.integers(2, 4),
-    length=st.just(6),
-    column=st.floats(5, 50),
-    pair=st.floats(0, 2),
-    scored=st.floats(0, 5),
-    unembed=st.floats(0, 5),
-    overhead=st.floats(0, 500),
-    most=st.integers(6, 40),
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), max_size=30),
+    st.builds(Limits, length=st.just(6), most=st.integers(6, 40), most_positions=st.just(99)),
+    st.one_of(st.none(), st.integers(1, 5)),
 )
-cells = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=7)
-
-
-@given(cells, costs, st.one_of(st.none(), st.integers(1, 5)))
-def test_groups_cost_the_least_of_all_cuts_in_order_of_position(
-    places: list[tuple[int, int]], cost: Costs, batch: int | None
+def test_groups_hold_every_cell_once_and_are_as_large_as_they_may_be(
+    places: list[tuple[int, int]], limits: Limits, batch: int | None
 ) -> None:
-    groups = plan(places, cost, batch)
+    groups = plan(places, limits, batch)
     assert sorted(cell for group in groups for cell in group.cells) == list(range(len(places)))
-    for group in groups:
-        assert group.start == min(places[cell][1] for cell in group.cells)
-        assert len(group.cells) <= min(cost.rows(cost.length - group.start), batch or 99)
+    for i, group in enumerate(groups):
+        positions = [places[cell][1] for cell in group.cells]
+        assert group.start == min(positions)
+        room = min(limits.rows(6 - group.start), batch or 99)
+        assert len(group.cells) == room or (i == len(groups) - 1 and len(group.cells) < room)
         entries = [places[cell][0] for cell in group.cells]
         assert entries == sorted(entries)
-
-    def total(parts: list[list[tuple[int, int]]]) -> float:
-        each = sum(cost.flops(cost.length - part[0][1], entry) for part in parts for entry, _ in part)
-        return each + sum(cost.overhead * (cost.layers - min(entry for entry, _ in part)) for part in parts)
-
-    ordered = sorted(places, key=lambda place: place[::-1])
-    least = float("inf")
-    for count in range(len(ordered)):
-        for inner in combinations(range(1, len(ordered)), count):
-            parts = [ordered[a:b] for a, b in zip([0, *inner], [*inner, len(ordered)])]
-            if all(len(part) <= min(cost.rows(cost.length - part[0][1]), batch or 99) for part in parts):
-                least = min(least, total(parts))
-    found = spent(groups, places, cost) + sum(
-        cost.overhead * (cost.layers - min(places[cell][0] for cell in group.cells)) for group in groups
-    )
-    assert found == pytest.approx(least)
-    assert needed(places, cost) <= spent(groups, places, cost) * (1 + 1e-12)
-
-
-def test_the_bound_is_what_a_hand_counts() -> None:
-    """One block of 10 a column, 4 of it keys and values; a pair 1; 3 tokens: two columns enter the last block at column 1."""
-    cost = Costs(layers=2, length=3, column=10.0, pair=1.0, scored=6.0 + 3, unembed=7.0, overhead=0.0, most=99, most_positions=99)
-    assert cost.whole == 3 * (2 * (10 + 3) + 7)
-    assert needed([(1, 1)], cost) == 2 * 4 + (6 + 3) + 7
-    assert needed([(0, 1)], cost) == needed([(1, 1)], cost) + 2 * (10 + 3)
+        assert all(max(positions) <= places[cell][1] for later in groups[i + 1 :] for cell in later.cells)
