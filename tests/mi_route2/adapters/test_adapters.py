@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from families import make_family
 from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts, policy_loss
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from mi_route2.adapters import Adapters, AdapterSpec, Tape, attach
+from mi_route2.adapters.linear import RoutedLinear
+from mi_route2.hosts import open_host
 from mi_route2.rollouts import Policy
 from mi_route2.sites import select
 
@@ -119,6 +122,17 @@ def test_merged_equals_unmerged_under_each_switch(spec: AdapterSpec, name: str) 
             assert not merged.requires_grad
         assert torch.equal(logits(policy), plain)
     assert torch.allclose(merged, plain, rtol=0, atol=1e-12)
+
+
+def test_a_routed_linear_has_the_sizes_of_its_base_and_no_merged_weight_in_its_state() -> None:
+    """GPT-2 stores its weights transposed."""
+    adapters = open_host("torch", make_family("GPT2")).attach("*.attn.*", spec=SPECS["lora"])
+    with adapters.merged():
+        for module in adapters.model.modules():
+            if isinstance(module, RoutedLinear):
+                x = torch.zeros(1, module.in_features, dtype=module.weight.dtype)
+                assert module(x).shape == (1, module.out_features)
+                assert not any("merged_weight" in name for name in module.state_dict())
 
 
 # ---- which gradients

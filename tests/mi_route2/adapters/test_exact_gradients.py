@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mi_route2.adapters import AdapterSpec, Tape
-from mi_route2.adapters.gradients import DiagonalGrad, FactorGradient, MatrixGrad, compact
+from mi_route2.adapters.gradients import DiagonalGrad, FactorGradient, MatrixGrad, compact, exact
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, OpenSpec, StepContext
 from mi_route2.routing.directions import GradientReader
@@ -220,3 +220,14 @@ def test_reading_touches_no_gradient() -> None:
         policy_loss(policy, batch, batch.advantages).backward()
     assert all(p.grad is None for p in policy.adapters.kept_parameters().values())
     assert all(p.grad is None for p in policy.adapters.quarantine_parameters().values())
+
+
+def test_products_are_exact_inside_and_their_setting_is_back_afterwards() -> None:
+    setting = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    before, setting.fp32_precision = setting.fp32_precision, "bf16"
+    try:
+        with exact():
+            assert setting.fp32_precision == "ieee"
+        assert setting.fp32_precision == "bf16"
+    finally:
+        setting.fp32_precision = before

@@ -85,6 +85,12 @@ def test_the_additive_form_needs_a_shared_basis() -> None:
             run(policy, erase_route(policy, "quarantine"), make_batch(6))
 
 
+def test_nothing_is_removed_from_a_gradient_of_zero() -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(6)
+    idle = run(policy, erase_route(policy), replace(batch, advantages=torch.zeros_like(batch.advantages)))
+    assert idle.decision.extra["removed"] == 0.0
+
+
 def test_sites_without_axes_are_left_alone() -> None:
     policy, batch = make_policy(SPECS["svd"]), make_batch(6)
     plain = run(policy, OpenRoute(OpenSpec()), batch).kept
