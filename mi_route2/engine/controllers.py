@@ -16,6 +16,7 @@ from mi_route2.steering.specs import GLOBAL, Monitor, Number, Steer
 from mi_route2.steering.state import SteeringState
 
 
+@runtime_checkable
 class Change(Protocol):
     """Change of the steering between two steps: ``SetTier``, ``Override``, ``SetScale``, ``SetMonitor`` or ``ClearMonitor``."""
 

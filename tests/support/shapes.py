@@ -9,7 +9,7 @@ from typing import Any
 import jaxtyping
 from beartype import BeartypeConf, beartype
 
-CHECK = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
+CHECK = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError, is_pep484_tower=True))
 SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 

@@ -150,13 +150,14 @@ def test_leaving_a_stream_cancels_its_request_and_a_full_queue_says_so() -> None
 
 
 def test_a_reader_that_is_too_slow_is_cancelled_and_holds_up_nobody() -> None:
-    async def slow(owner: Owner) -> None:
+    async def two(owner: Owner) -> None:
+        slow(owner)
         lazy = await owner.submit(Request(PROMPT[:1], Sampling(max_new=40)))
         quick = await owner.submit(Request(PROMPT[:1], Sampling(max_new=40)))
         assert (await ended(quick)).finish == "length"
         assert "let more than 16 events wait" in ((await ended(lazy)).error or "")
 
-    use(slow, backlog=16)  # of 40: with fewer, the quick reader too is late on a busy machine
+    use(two, backlog=16)  # of 40: with fewer, the quick reader too is late on a busy machine
 
 
 def test_cancelled_sweeps_end_with_the_reason_and_free_the_thread() -> None:
