@@ -255,8 +255,8 @@ _ATTENTION_ONLY = "its blocks are attention alone, so there is no MLP: use resid
 
 
 def _llama_like(name: str, **changes: object) -> Architecture:
-    given = {"points": _LLAMA_POINTS, **changes}
-    return Architecture(name, (f"{name}ForCausalLM",), "model.layers", _LLAMA_LINEARS, **given)  # pyright: ignore[reportArgumentType]
+    fields = {"points": _LLAMA_POINTS, **changes}
+    return Architecture(name, (f"{name}ForCausalLM",), "model.layers", _LLAMA_LINEARS, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def _neox(name: str, resid_mid: At | str, bridged: str, *, parallel: bool) -> Architecture:

@@ -124,6 +124,6 @@ def token_row(name: str, row: object) -> list[int]:
     if not isinstance(row, Iterable):
         raise TypeError(f"{name} is {_described(row)}: give a list for each rollout, as in [[5, 17], [8]]")
     try:
-        return [index(one) for one in row]
+        return [index(text) for text in row]
     except TypeError as error:
         raise TypeError(f"{name} holds a value that is not a whole number: give token ids, as in [[5, 17], [8]]") from error

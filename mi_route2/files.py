@@ -151,7 +151,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for name, inner in pairs:
         if name in value:
-            raise ValueError(f"this JSON has the key {shown(name)} twice in one object: remove one of them")
+            raise ValueError(f"this JSON has the key {shortened(name)} twice in one object: remove one of them")
         value[name] = inner
     return value
 
@@ -165,7 +165,7 @@ def _finite(digits: str) -> float:
     return value if math.isfinite(value) else _no_number(digits[:SHOWN])
 
 
-def shown(value: object) -> str:
+def shortened(value: object) -> str:
     """Return a value as an error message shows it, cut to ``SHOWN`` characters."""
     text = f"{value}" if isinstance(value, float) else repr(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

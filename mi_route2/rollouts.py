@@ -157,8 +157,8 @@ def demand_tokens(model: nn.Module, tokens: Tensor, attention: Tensor | None = N
         raise ValueError(f"token ids are {tokens.dtype}, which no embedding takes: give .long() of them")
     size = vocabulary(model)
     if size is not None and bool((wrong := (tokens < 0) | (tokens >= size)).any()):
-        one = tokens[wrong][0].item()
-        raise ValueError(f"{one} is not a token of this model, which padding must be too: the vocabulary is 0..{size - 1}")
+        token = tokens[wrong][0].item()
+        raise ValueError(f"{token} is not a token of this model, which padding must be too: the vocabulary is 0..{size - 1}")
     plain = getattr(model, "original_model", model)  # a bridge has no row
     row = architecture_of(plain)
     if row is None or row.table is None or tokens.shape[1] <= (learned := getattr(config_of(plain), row.table)):
@@ -175,7 +175,7 @@ def positions(model: nn.Module, attention: Bool[Tensor, "b s"]) -> Int[Tensor, "
     """
     config = config_of(model)
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ["sliding_attention"]
-    if isinstance(window, int) and any("sliding" in kind for kind in kinds):
+    if isinstance(window, int) and any("sliding" in layer for layer in kinds):
         column = torch.arange(attention.shape[1], device=attention.device)
         first, last = torch.where(attention, column, attention.shape[1]).amin(1), torch.where(attention, column, -1).amax(1)
         span = (last - first + 1).clamp_min(0)
@@ -197,12 +197,12 @@ def demand_own_angles(model: nn.Module, attention: Bool[Tensor, "b s"]) -> None:
     lengths = attention.sum(1)
     longest = attention.shape[1] if right_padded(attention) else int(lengths.max())  # right padding is run without a mask
     for angles in by_length:
-        kind = angles["rope_type"]
-        limit = angles["original_max_position_embeddings"] if kind == "longrope" else config.max_position_embeddings
-        other = lengths <= limit if kind == "longrope" else lengths != longest
+        rope_type = angles["rope_type"]
+        limit = angles["original_max_position_embeddings"] if rope_type == "longrope" else config.max_position_embeddings
+        other = lengths <= limit if rope_type == "longrope" else lengths != longest
         if longest > limit and bool((wrong := other & (lengths > 0)).any()):
             raise ValueError(
-                f"the rope type {kind!r} takes its angles from the longest row of a batch if that has more than {limit} tokens, so "
+                f"the rope type {rope_type!r} takes its angles from the longest row if it has more than {limit} tokens, so "
                 f"a row of {int(lengths[wrong][0])} tokens would have other values in this batch than alone: run it without padding"
             )
 
@@ -352,10 +352,10 @@ class TrainBatch:
         if len(self.rewards) != len(self.rollouts):
             raise ValueError(f"{len(self.rewards)} rewards for {len(self.rollouts)} rollouts: give one per rollout")
         for name in ("rewards", "advantages", "old_logprobs", "reference_logprobs"):
-            demand_finite(name, given := getattr(self, name))
-            if name.endswith("logprobs") and given is not None and given.shape != (size := self.rollouts.tokens.shape):
+            demand_finite(name, tensor := getattr(self, name))
+            if name.endswith("logprobs") and tensor is not None and tensor.shape != (size := self.rollouts.tokens.shape):
                 raise ValueError(
-                    f"{name} is {list(given.shape)} and the tokens {list(size)}: give one per token, 0 if it predicts nothing"
+                    f"{name} is {list(tensor.shape)} and the tokens {list(size)}: give one per token, 0 if it predicts nothing"
                 )
 
     @checked
@@ -407,7 +407,7 @@ def group_advantages(
     if not len(rewards):
         raise ValueError("there are no rewards: the batch has no rollouts")
     demand_finite("rewards", rewards)
-    given, rewards = rewards, rewards.to("cpu", wide(rewards.dtype))  # a count in bfloat16 ends at 256, and a GPU adds in any order
+    raw, rewards = rewards, rewards.to("cpu", wide(rewards.dtype))  # a count in bfloat16 ends at 256, and a GPU adds in any order
     weight = torch.ones_like(rewards) if counted is None else counted.to(rewards)
     _, index = groups.cpu().unique(return_inverse=True)
     size = int(index.max()) + 1
@@ -420,4 +420,4 @@ def group_advantages(
         for worst, how in ((torch.inf, "amin"), (-torch.inf, "amax"))
     )
     advantage = rewards - torch.where(low == high, low, mean)[index]
-    return torch.where(count[index] > 0, advantage, torch.zeros_like(advantage)).to(given)
+    return torch.where(count[index] > 0, advantage, torch.zeros_like(advantage)).to(raw)

@@ -282,7 +282,7 @@ def renamed(pattern: str, known: Mapping[str, object]) -> str:
     linears = {linear for linear, at in every if at.path.rpartition(".")[2] == module}
     names = {f"blocks.{layer[1] if layer else '*'}.{linear}" for linear in linears}
     names |= {"unembed" for row in ARCHITECTURES.values() if row.unembed == module} | {f"*.{module}"}
-    fitting = sorted(name for name in names if any(fnmatchcase(one, name) for one in known))
+    fitting = sorted(name for name in names if any(fnmatchcase(site, name) for site in known))
     return f"Linears have the same names in all known architectures: write {' or '.join(map(repr, fitting))}" if fitting else ""
 
 

@@ -26,7 +26,7 @@ from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from mi_route2.files import parse_json, shown, write_whole
+from mi_route2.files import parse_json, shortened, write_whole
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     """Parse a JSON text that holds an object; errors as in ``parse_json``, and ``ValueError`` for any other value."""
     value = parse_json(text)
     if not isinstance(value, dict):
-        raise ValueError(f"this is not a JSON object but {shown(value)}")
+        raise ValueError(f"this is not a JSON object but {shortened(value)}")
     return value
 
 
@@ -107,24 +107,24 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged ({getattr(error, 'strerror', None) or error}); {remedy}") from error
 
 
-def read_record(kind: type[T], data: str | bytes | Mapping[str, Any]) -> T:
+def read_record(record: type[T], data: str | bytes | Mapping[str, Any]) -> T:
     """Read a record of type ``kind`` from JSON, or from a mapping with the content of JSON; ``ValueError`` in one sentence."""
     raw = parse_object(data) if isinstance(data, str | bytes) else data
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(raw))
+        return TypeAdapter(record).validate_json(json.dumps(raw))
     except ValidationError as error:
-        raise ValueError(sentence(error, kind)) from None
+        raise ValueError(sentence(error, record)) from None
     except KeyError as error:
         raise ValueError(error.args[0]) from error
 
 
-def read_settings(kind: type[T], path: Path, remedy: str, **more: Any) -> T:
+def read_settings(record: type[T], path: Path, remedy: str, **more: Any) -> T:
     """Read a study's settings from the JSON file at ``path``, combined with the fields in ``more``.
 
     ``ValueError`` names the file and the remedy if the content does not fit.
     """
     try:
-        return read_record(kind, {**parse_object(path.read_bytes()), **more})
+        return read_record(record, {**parse_object(path.read_bytes()), **more})
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path} does not hold settings of this study ({reason}); {remedy}") from error
@@ -191,19 +191,19 @@ def unknown_name(name: str, known: Sequence[str], what: str) -> str:
     return f"unknown {what} {name!r}: {f'did you mean {close[0]!r}? ' if close else ''}choose from {', '.join(known)}"
 
 
-def sentence(error: ValidationError, kind: type) -> str:
+def sentence(error: ValidationError, record: type) -> str:
     """Return pydantic's first error as one sentence (field, requirement, value), with the number of further errors."""
     first, *others = error.errors(include_url=False)
     more = f" (and {len(others)} more)" if others else ""
     if first["type"] == "value_error":
         return f"{first.get('ctx', {})['error']}{more}"
     loc = first["loc"]
-    if loc and isinstance(loc[0], int) and dataclasses.is_dataclass(kind):  # a positional argument
-        loc = ([field.name for field in dataclasses.fields(kind)] + ["argument"] * 9)[loc[0]], *loc[1:]
-    name, words = ".".join(map(str, loc)) or kind.__name__, first["msg"]
+    if loc and isinstance(loc[0], int) and dataclasses.is_dataclass(record):  # a positional argument
+        loc = ([field.name for field in dataclasses.fields(record)] + ["argument"] * 9)[loc[0]], *loc[1:]
+    name, words = ".".join(map(str, loc)) or record.__name__, first["msg"]
     if first["type"] == "unexpected_keyword_argument":
-        return unknown_name(name, [field.name for field in dataclasses.fields(kind)], "setting") + more
+        return unknown_name(name, [field.name for field in dataclasses.fields(record)], "setting") + more
     if words.startswith("Input should "):
         words = words.removeprefix("Input should ").replace("be ", "must be ", 1)
-        return f"{name} {words}, not {shown(first['input'])}{more}"
+        return f"{name} {words}, not {shortened(first['input'])}{more}"
     return f"{name}: {words}{more}"

@@ -134,9 +134,9 @@ def split_groups(
         raise ValueError(f"Fractions must be positive and sum to 1, not {fractions}.")
     with_hack = np.unique(group[positive])
     masks = [np.zeros(len(group), dtype=bool) for _ in fractions]
-    for kind, ids in (("hack", with_hack), ("clean", np.setdiff1d(group, with_hack))):
+    for label, ids in (("hack", with_hack), ("clean", np.setdiff1d(group, with_hack))):
         if len(ids) < len(masks):
-            raise ValueError(f"The known mode has {len(ids)} {kind} groups; a split into {len(masks)} parts needs as many.")
+            raise ValueError(f"The known mode has {len(ids)} {label} groups; a split into {len(masks)} parts needs as many.")
         for mask, chosen in zip(masks, _cut(rng.permutation(ids), fractions)):
             mask |= np.isin(group, chosen)
     return masks

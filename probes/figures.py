@@ -72,9 +72,9 @@ def _random_band(axes: Axes, rows: list[TransferRow], layers: list[str]) -> None
     if not known:
         return
     x, mean, p95 = zip(*known)
-    one = len(known) == 1  # a band over one place has no width
-    place = (known[0][0] - 0.4, known[0][0] + 0.4) if one else x
-    least, most = (mean * 2, p95 * 2) if one else (mean, p95)
+    single = len(known) == 1  # a band over one place has no width
+    place = (known[0][0] - 0.4, known[0][0] + 0.4) if single else x
+    least, most = (mean * 2, p95 * 2) if single else (mean, p95)
     axes.fill_between(place, least, most, color=GRAY, alpha=0.25, linewidth=0, label="random, up to 95th percentile")
     axes.plot(x, mean, color=GRAY, linestyle="--", marker="_", label="random, mean")
 

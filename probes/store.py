@@ -36,13 +36,13 @@ def save_probe(path: Path | str, probe: Probe, about: dict[str, str] | None = No
         OSError: the file cannot be written.
     """
     if isinstance(probe, DirectionProbe):
-        kind, settings, tensors = "direction", {"score": probe.score}, {"direction": probe.direction}
+        probe_type, settings, tensors = "direction", {"score": probe.score}, {"direction": probe.direction}
     elif isinstance(probe, AffineProbe):
         bias = torch.tensor([probe.bias], dtype=torch.float64, device="cpu")
-        kind, settings, tensors = "affine", {}, {"weight": probe.weight, "bias": bias}
+        probe_type, settings, tensors = "affine", {}, {"weight": probe.weight, "bias": bias}
     else:
         raise ValueError(f"A {type(probe).__name__} cannot be saved: only a DirectionProbe or an AffineProbe.")
-    header = {"format": FORMAT, "kind": kind, "settings": json.dumps(settings), "about": json.dumps(about or {})}
+    header = {"format": FORMAT, "kind": probe_type, "settings": json.dumps(settings), "about": json.dumps(about or {})}
     write_tensors(Path(path), {name: value.double() for name, value in tensors.items()}, header)
 
 
@@ -61,14 +61,14 @@ def load_probe(path: Path | str, *, unchecked: bool = False) -> tuple[Probe, dic
     tensors, header = read_tensors(path, unchecked=unchecked)
     if header.get("format") != FORMAT:
         raise ValueError(f"{path}: format {header.get('format')!r}, expected {FORMAT!r}.")
-    kind, settings, about = header.get("kind"), _json(path, header, "settings"), _json(path, header, "about")
-    if kind == "direction":
+    probe_type, settings, about = header.get("kind"), _json(path, header, "settings"), _json(path, header, "about")
+    if probe_type == "direction":
         _check(path, settings, {"score"}, tensors, {"direction": None})
         return DirectionProbe(tensors["direction"], _score(path, settings["score"])), about
-    if kind == "affine":
+    if probe_type == "affine":
         _check(path, settings, set(), tensors, {"weight": None, "bias": 1})
         return AffineProbe(tensors["weight"], float(tensors["bias"])), about
-    raise ValueError(f"{path}: kind {kind!r} is not one of direction, affine.")
+    raise ValueError(f"{path}: kind {probe_type!r} is not one of direction, affine.")
 
 
 def _json(path: Path, header: dict[str, str], key: str) -> dict[str, str]:

@@ -169,7 +169,7 @@ class Adapters:
             "rows": [rows for module in self.modules.values() for _, rows in module.branches],
             "merged": [module.merged_weight for module in self.modules.values()],
         }
-        return {kind: sum(t.numel() * t.element_size() for t in tensors if t is not None) for kind, tensors in by_kind.items()}
+        return {group: sum(t.numel() * t.element_size() for t in tensors if t is not None) for group, tensors in by_kind.items()}
 
     @property
     def detached(self) -> bool:
@@ -442,8 +442,8 @@ def attach(
             kept = _kept(slot, spec, generator, cache_dir)
             branch = Branch(slot, kept, _quarantine(slot, kept, spec, generator), board)
         except (ValueError, torch.linalg.LinAlgError) as error:
-            told = str(error) if isinstance(error, ValueError) else "the weight has no SVD: does it hold NaN or infinity"
-            raise ValueError(f"{told}, {slot.name}") from error
+            reason = str(error) if isinstance(error, ValueError) else "the weight has no SVD: does it hold NaN or infinity"
+            raise ValueError(f"{reason}, {slot.name}") from error
         by_path.setdefault(slot.path, []).append((slot, branch))
     modules = {
         path: RoutedLinear([slot for slot, _ in entries], [branch for _, branch in entries], board)

@@ -46,7 +46,7 @@ TURNED = 0.05
 class Attaches(Protocol):
     """Protocol of objects with an ``attach`` method, such as hosts."""
 
-    def attach(self, *patterns: Any, **given: Any) -> Adapters: ...
+    def attach(self, *patterns: Any, **options: Any) -> Adapters: ...
 
 
 @checked
@@ -209,8 +209,8 @@ def from_pretrained(
         spec = dataclasses.replace(spec, quarantine="none")
     patterns = [glob.escape(site) for site in dict.fromkeys(name.partition(".")[2].rpartition(".")[0] for name in tensors)]
     # Every random factor is replaced by the file's values, so the generator's seed does not matter.
-    given: dict[str, Any] = {"spec": spec, "generator": torch.Generator().manual_seed(0), "cache_dir": cache_dir}
-    on = attach(model, *patterns, **given) if isinstance(model, nn.Module) else model.attach(*patterns, **given)
+    options: dict[str, Any] = {"spec": spec, "generator": torch.Generator().manual_seed(0), "cache_dir": cache_dir}
+    on = attach(model, *patterns, **options) if isinstance(model, nn.Module) else model.attach(*patterns, **options)
     try:
         load_adapters(on, Path(folder) / TENSORS, any_base=any_base)
     except BaseException:

@@ -227,7 +227,7 @@ HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backw
 
 def requested(point: nn.Module) -> bool:
     """Return whether any torch hook is registered at this point."""
-    return any(getattr(point, kind) for kind in HOOK_KINDS)
+    return any(getattr(point, hooks) for hooks in HOOK_KINDS)
 
 
 def uncompiled(call: Callable[P, T]) -> Callable[P, T]:

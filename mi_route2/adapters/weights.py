@@ -187,7 +187,7 @@ def _others(module: nn.Module, path: str, done: set[int], adapters: bool) -> Ite
         yield from ((f"{module.site}.route.{name}", t) for name, t in module.state_dict().items() if adapters)
         return
     if WRAPPED in module._modules and (copied := module._modules.get(_FUSED_COPY)) is not None:
-        done |= {id(one) for one in copied.modules()}
+        done |= {id(module) for module in copied.modules()}
     yield from ((f"{path}{name}", t) for name, t in _tensors(module))
     for name, child in _children(module, done):
         yield from _others(child, path if name in _WRAPPERS else f"{path}{name}.", done, adapters)

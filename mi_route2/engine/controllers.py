@@ -130,13 +130,13 @@ class Controllers:
 
     def __init__(self, controllers: Iterable[Controller] = ()):
         self.controllers = list(controllers)
-        for one in self.controllers:
-            if not isinstance(one, Controller) or isinstance(one, type):
-                raise TypeError(f"{one!r:.60} is not a controller: give an object with a name and on_step(view)")
-        names = [one.name for one in self.controllers]
+        for controller in self.controllers:
+            if not isinstance(controller, Controller) or isinstance(controller, type):
+                raise TypeError(f"{controller!r:.60} is not a controller: give an object with a name and on_step(view)")
+        names = [controller.name for controller in self.controllers]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two controllers are called {twice[0]!r}: give each its own name")
-        self.wants = frozenset[Site]().union(*(getattr(one, "wants", ()) for one in self.controllers))
+        self.wants = frozenset[Site]().union(*(getattr(controller, "wants", ()) for controller in self.controllers))
         self.applied = Counter[str]()
         self.problems: deque[tuple[int, str, str]] = deque(maxlen=256)
 
@@ -233,7 +233,7 @@ class ProbeController:
             score = None if request.finished else self._score(request)
             if score is not None:
                 changes += self._decide(view.step, request.request, score)
-        self.follows = {number: one for number, one in self.follows.items() if number in view.unfinished}
+        self.follows = {number: follow for number, follow in self.follows.items() if number in view.unfinished}
         return changes
 
     def _score(self, request: RequestView) -> float | None:

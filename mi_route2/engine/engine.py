@@ -186,13 +186,13 @@ class Engine:
         number = self._arrivals
         self._arrivals += 1
         sampling = self._seeded(request.sampling)
-        one = EngineRequest(number, request, Result(number, seed=sampling.seed), sampling, patches)
+        req = EngineRequest(number, request, Result(number, seed=sampling.seed), sampling, patches)
         if request.readings:
-            self._readers[number] = one
+            self._readers[number] = req
         if sampling.stop:
-            one.text = GrowingText(self.tokenizer, sampling.stop, request.prompt)
-        self._requests[number] = one
-        self.scheduler.add(one)
+            req.text = GrowingText(self.tokenizer, sampling.stop, request.prompt)
+        self._requests[number] = req
+        self.scheduler.add(req)
         return number
 
     def cancel(self, request: int) -> None:
@@ -201,11 +201,11 @@ class Engine:
 
     def preempt(self, request: int) -> None:
         """Preempt a running request, as happens if room runs out. ``KeyError`` if it is not running."""
-        one = self._find(request)
-        if one.row < 0:
+        req = self._find(request)
+        if req.row < 0:
             raise KeyError(f"request {request} is waiting: only a running request can be preempted")
-        self.scheduler.put_back(one)
-        self._residents.put_back(one)
+        self.scheduler.put_back(req)
+        self._residents.put_back(req)
 
     @checked
     def generate(self, requests: Iterable[Request], *, progress: bool = True) -> list[Result]:
@@ -256,9 +256,9 @@ class Engine:
                     f"the model changed while {len(self._requests)} requests ran: let them end before, or cancel them with close()"
                 )
             plan = self.scheduler.plan(self._residents.admit, self._residents.put_back)
-            for one, reason in self._residents.failed:
-                self._residents.leave(one)
-                self._hand_out(one, "error", reason)
+            for req, reason in self._residents.failed:
+                self._residents.leave(req)
+                self._hand_out(req, "error", reason)
             self._residents.failed.clear()
             if plan.pieces:
                 self._run(plan.pieces)
@@ -271,7 +271,7 @@ class Engine:
 
     def _run(self, pieces: list[tuple[EngineRequest, int]]) -> None:
         """Run the step's forwards, append one token to each request that is ready to sample, and end the finished ones."""
-        starts = {one: one.computed for one, _ in pieces}
+        starts = {req: req.computed for req, _ in pieces}
         ended: dict[EngineRequest, tuple[Finish, str | None]] = {}
         try:
             self._residents.fit(pieces)
@@ -281,47 +281,47 @@ class Engine:
             if output.logits is not None:
                 self._append(output.due, output.logits, ended)
         except BaseException:  # Ctrl-C, for example: what these requests have computed is not known
-            for one, _ in pieces:
-                self._end(one, "cancelled")
+            for req, _ in pieces:
+                self._end(req, "cancelled")
             raise
         self._report(starts, output)
-        for one, count in pieces:
+        for req, count in pieces:
             if count > 1:
-                self._residents.publish(one)
-        for one, reason in (output.failed | self._residents.lost).items():
-            ended[one] = "error", reason
+                self._residents.publish(req)
+        for req, reason in (output.failed | self._residents.lost).items():
+            ended[req] = "error", reason
         self._residents.lost.clear()
         if self.controllers.controllers:
             self.controllers.after_step(self._view(pieces, output, set(ended)), self._steering)
         self._residents.vacate(ended)
-        for one, (finish, error) in ended.items():
-            if one.id in self._requests:  # otherwise a controller has cancelled it
-                self._end(one, finish, error)
+        for req, (finish, error) in ended.items():
+            if req.id in self._requests:  # otherwise a controller has cancelled it
+                self._end(req, finish, error)
 
     def _read(self, output: StepOutput) -> None:
         """Store the monitors' readings with the requests that want them."""
         for readings in output.readings if self._readers else ():
             for request, name, start, track in readings.each():
-                if (one := self._readers.get(request)) is not None:
+                if (reader := self._readers.get(request)) is not None:
                     for position, (score, gate) in enumerate(zip(track.scores.tolist(), track.gates.tolist(), strict=True), start):
-                        one.note(position, {name: MonitorReading(score, gate)})
+                        reader.note(position, {name: MonitorReading(score, gate)})
 
     def _report(self, starts: Mapping[EngineRequest, int], output: StepOutput) -> None:
         """Collect the step's events."""
         due = set(output.due)
-        for one, start in starts.items():
-            result = one.result
-            new = result.tokens[-1] if one in due and len(one.tokens) > one.computed else None
-            positions = range(start, one.computed) if one.observed else ()
+        for req, start in starts.items():
+            result = req.result
+            new = result.tokens[-1] if req in due and len(req.tokens) > req.computed else None
+            positions = range(start, req.computed) if req.observed else ()
             read = {at: result.readings[at] for at in positions if at in result.readings}
             norms = {at: result.norms[at] for at in positions if at in result.norms}
             if new is not None or read or norms:
-                self.events.append(Event(one.id, new, read, norms))
+                self.events.append(Event(req.id, new, read, norms))
 
     def close(self) -> None:
         """Cancel all remaining requests."""
-        for one in list(self._requests.values()):
-            self._end(one, "cancelled")
+        for req in list(self._requests.values()):
+            self._end(req, "cancelled")
 
     def model_changed(self) -> None:
         """Drop everything that depends on the model, after a change that the engine does not see (see the module).
@@ -377,7 +377,9 @@ class Engine:
             request = replace(request, steering=steering)
         self._steering.check(steering)
         vectors = (
-            {name: one.data if one.flat else one.data.reshape(one.shape) for name, one in named.items()} if request.patch else {}
+            {name: tensor.data if tensor.flat else tensor.data.reshape(tensor.shape) for name, tensor in named.items()}
+            if request.patch
+            else {}
         )
         with nullcontext() if store is None else store.unchanged():
             self._refuse_runs(request, store)
@@ -398,7 +400,7 @@ class Engine:
         demand_name(request.run)
         if not request.capture:
             raise ValueError(f"run {request.run!r} would be empty: the request captures nothing")
-        if any(one.request.run == request.run for one in self._requests.values()):
+        if any(req.request.run == request.run for req in self._requests.values()):
             raise ValueError(f"another request of the engine already writes run {request.run!r}: use another name")
         if request.run in store:
             raise ValueError(f"there is already a run {request.run!r}: drop it first, or use another name")
@@ -412,26 +414,26 @@ class Engine:
     def _append(self, due: list[EngineRequest], logits: Tensor, ended: dict[EngineRequest, tuple[Finish, str | None]]) -> None:
         """Append the next token of each request in ``due``; add those that end to ``ended``, with finish and error."""
         if self._residents.exact and logits.is_cuda and len(due) > 1:  # there a long row's softmax is split by its address
-            for i, one in enumerate(due):
-                self._append([one], logits[i : i + 1].clone(), ended)
+            for i, req in enumerate(due):
+                self._append([req], logits[i : i + 1].clone(), ended)
             return
-        uniforms = [one.uniforms[one.generated] if one.uniforms else 0.0 for one in due]
-        chosen, values = choose(logits, [one.sampling for one in due], uniforms)
-        for i, (one, token, value) in enumerate(zip(due, chosen.tolist(), values.tolist(), strict=True)):
+        uniforms = [req.uniforms[req.generated] if req.uniforms else 0.0 for req in due]
+        chosen, values = choose(logits, [req.sampling for req in due], uniforms)
+        for i, (req, token, value) in enumerate(zip(due, chosen.tolist(), values.tolist(), strict=True)):
             if not isfinite(value):
-                reason = f"the logits at position {one.known - 1} are not finite: is an intervention too strong?"
-                ended[one] = "error", reason
+                reason = f"the logits at position {req.known - 1} are not finite: is an intervention too strong?"
+                ended[req] = "error", reason
                 continue
-            one.result.tokens.append(_detailed(token, logits[i], one.sampling) if one.detailed else Token(token))
-            one.tokens.append(token)
+            req.result.tokens.append(_detailed(token, logits[i], req.sampling) if req.detailed else Token(token))
+            req.tokens.append(token)
             self.tokens += 1
             try:
-                stopped = one.stops and self._stopped(one, token)
+                stopped = req.stops and self._stopped(req, token)
             except Exception as error:  # a tokenizer is the user's code, whose errors must not end other requests
-                ended[one] = "error", failure(_DECODING, error)
+                ended[req] = "error", failure(_DECODING, error)
                 continue
-            if stopped or len(one.tokens) >= one.most:
-                ended[one] = "stop" if stopped else "length", None
+            if stopped or len(req.tokens) >= req.most:
+                ended[req] = "stop" if stopped else "length", None
 
     def _logprobs(self, logits: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
         if self._residents.exact and logits.is_cuda:  # there a long row's softmax is split by its address
@@ -443,53 +445,53 @@ class Engine:
         readings: dict[int, Mapping[str, MonitorReading]] = {}
         for each in output.readings:
             readings |= each.last()
-        places = {one: i for i, one in enumerate(output.due)}
+        places = {req: i for i, req in enumerate(output.due)}
         logprobs = None if output.logits is None else self._logprobs(output.logits)
         views = []
-        for one, _ in pieces:
-            drawn = places.get(one) if one.known > one.computed else None  # a failed request has no token
+        for req, _ in pieces:
+            drawn = places.get(req) if req.known > req.computed else None  # a failed request has no token
             views.append(
                 RequestView(
-                    one.id,
-                    one.computed - 1,
-                    None if drawn is None else one.tokens[-1],
-                    None if drawn is None or logprobs is None else float(logprobs[drawn][one.tokens[-1]]),
-                    output.seen.get(one.id, {}),
-                    readings.get(one.id, {}),
-                    one in ended,
-                    one.prompt,
+                    req.id,
+                    req.computed - 1,
+                    None if drawn is None else req.tokens[-1],
+                    None if drawn is None or logprobs is None else float(logprobs[drawn][req.tokens[-1]]),
+                    output.seen.get(req.id, {}),
+                    readings.get(req.id, {}),
+                    req in ended,
+                    req.prompt,
                 )
             )
         return StepView(self.steps, tuple(views), self._requests.keys())
 
-    def _stopped(self, one: EngineRequest, token: int) -> bool:
+    def _stopped(self, req: EngineRequest, token: int) -> bool:
         """Return whether the token ends the request, or a stop text has appeared with it."""
-        if one.text is not None:
-            one.text.push(token)
-        return (one.text is not None and one.text.stopped) or token in one.sampling.stop_tokens
+        if req.text is not None:
+            req.text.push(token)
+        return (req.text is not None and req.text.stopped) or token in req.sampling.stop_tokens
 
-    def _end(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
+    def _end(self, req: EngineRequest, finish: Finish, error: str | None = None) -> None:
         """End a request and release its resources."""
-        self.scheduler.remove(one)
-        self._residents.leave(one)
-        self._hand_out(one, finish, error)
+        self.scheduler.remove(req)
+        self._residents.leave(req)
+        self._hand_out(req, finish, error)
 
-    def _hand_out(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
-        del self._requests[one.id]
-        self._readers.pop(one.id, None)
-        result = one.result
+    def _hand_out(self, req: EngineRequest, finish: Finish, error: str | None = None) -> None:
+        del self._requests[req.id]
+        self._readers.pop(req.id, None)
+        result = req.result
         result.finish, result.error = finish, error
         if self.tokenizer is not None:
             try:
-                if one.text is not None:
-                    one.text.end()  # a stop text may end with a character that is not finished
-                if one.text is not None and one.text.stopped:
-                    result.text, result.finish = one.text.text, "stop" if finish == "length" else finish
+                if req.text is not None:
+                    req.text.end()  # a stop text may end with a character that is not finished
+                if req.text is not None and req.text.stopped:
+                    result.text, result.finish = req.text.text, "stop" if finish == "length" else finish
                 else:
-                    result.text = grown(self.tokenizer, one.request.prompt, result.ids)
+                    result.text = grown(self.tokenizer, req.request.prompt, result.ids)
             except Exception as wrong:
                 result.finish, result.error = "error", error or failure(_DECODING, wrong)
-        one.settle()
+        req.settle()
         self.last_error = result.error or self.last_error
         self._done.append(result)
 

@@ -46,8 +46,8 @@ class Work:
         """Return ``h`` with the patches applied; other tokens are unchanged."""
         rows, columns = _index(self.patches, 0, h), _index(self.patches, 1, h)
         there = h[rows, columns]
-        source = torch.stack([one.source.flatten() for *_, one in self.patches])
-        alpha = torch.stack([_alpha(one, h) for *_, one in self.patches])
+        source = torch.stack([patch.source.flatten() for *_, patch in self.patches])
+        alpha = torch.stack([_alpha(patch, h) for *_, patch in self.patches])
         new = patch(there.flatten(1), source, alpha).reshape(there.shape)
         return h.index_put((rows, columns), new)
 
@@ -56,10 +56,10 @@ def _index(places: Sequence[tuple], which: int, like: Tensor) -> Tensor:
     return torch.tensor([place[which] for place in places], device=like.device)
 
 
-def _alpha(one: Resolved, like: Tensor) -> Tensor:
-    if isinstance(one.alpha, Tensor):
-        return one.alpha.flatten()
-    return torch.full((one.source.numel(),), one.alpha, device=like.device, dtype=wide(one.source.dtype))
+def _alpha(patch: Resolved, like: Tensor) -> Tensor:
+    if isinstance(patch.alpha, Tensor):
+        return patch.alpha.flatten()
+    return torch.full((patch.source.numel(),), patch.alpha, device=like.device, dtype=wide(patch.source.dtype))
 
 
 class LayoutForward:
@@ -253,7 +253,7 @@ class ForwardRunner:
             if not groups or piece[2] * WASTE < groups[-1][0][2]:
                 groups.append([])
             groups[-1].append(piece)
-        yield from (sorted(group, key=lambda one: one[0].row) for group in groups)
+        yield from (sorted(group, key=lambda piece: piece[0].row) for group in groups)
 
     def _cuts(self, sequence: EngineRequest, count: int) -> Iterator[tuple[EngineRequest, int, int]]:
         """Yield prompt chunks that end at multiples of the grain, and generated tokens one by one.
@@ -270,22 +270,22 @@ class ForwardRunner:
     def _one(self, group: TokenSpans, work: dict[Site, Work]) -> tuple[Float[Tensor, "b v"], Readings | None]:
         """Run one forward and advance each request's ``computed``; return the logits at the end of each piece."""
         device = self.decoder.device
-        layout = BatchLayout.of([Piece(one.id, start, count, one.prompt) for one, start, count in group], device)
+        layout = BatchLayout.of([Piece(req.id, start, count, req.prompt) for req, start, count in group], device)
         width, steered = layout.positions.shape[1], self.steering.begin(layout)
         if width == 1:
-            rows, keep = [one.tokens[start] for one, start, _ in group], None
+            rows, keep = [req.tokens[start] for req, start, _ in group], None
         else:
             # padded with a token of its own: one that is not a number would reach it, because 0 times NaN is NaN
-            rows = [one.tokens[start : start + count] + [one.tokens[start]] * (width - count) for one, start, count in group]
+            rows = [req.tokens[start : start + count] + [req.tokens[start]] * (width - count) for req, start, count in group]
             columns = sorted({count - 1 for _, _, count in group})
             if any(site.layer is None for site in (*work, *(self.steering.acting if steered else ()))):
                 columns = list(range(width))  # the unembedding's adapters are read and written at every column
             keep = torch.tensor(columns, device=device)
         tokens = torch.as_tensor(np.array(rows, dtype=np.int64).reshape(len(group), width), device=device)
-        cache = self.slots.view(layout, [one.row for one, *_ in group], aligned=self._exact)
+        cache = self.slots.view(layout, [req.row for req, *_ in group], aligned=self._exact)
         logits, readings = self._forward.run(layout, tokens, cache, work, keep, steered)
-        for one, start, count in group:
-            one.computed = start + count
+        for req, start, count in group:
+            req.computed = start + count
         if keep is None:
             return logits[:, 0], readings
         ends = torch.searchsorted(keep, torch.tensor([count - 1 for *_, count in group], device=device))
@@ -294,19 +294,19 @@ class ForwardRunner:
     def _work(self, group: TokenSpans) -> dict[Site, Work]:
         """Return the captures and patches of the forward, by site."""
         work: dict[Site, Work] = {}
-        for row, (one, start, count) in enumerate(group):
-            if one.bare:
+        for row, (req, start, count) in enumerate(group):
+            if req.bare:
                 continue
-            for column, placed in firing(one.patches, start, count):
+            for column, placed in firing(req.patches, start, count):
                 work.setdefault(placed.site, Work()).patches.append((row, column, placed))
-            for number, capture in enumerate(one.request.capture):
-                columns = capture.selection.rows(one.tokens[start : start + count], start, one.prompt)
+            for number, capture in enumerate(req.request.capture):
+                columns = capture.selection.rows(req.tokens[start : start + count], start, req.prompt)
                 if columns:
-                    sink = partial(one.keep, number, [start + column for column in columns])
+                    sink = partial(req.keep, number, [start + column for column in columns])
                     work.setdefault(capture.site, Work()).captures.append((sink, [(row, column) for column in columns]))
-            for site in one.request.norms:
+            for site in req.request.norms:
                 places = [(row, column) for column in range(count)]
-                work.setdefault(site, Work()).captures.append((partial(one.norm, site, start), places))
+                work.setdefault(site, Work()).captures.append((partial(req.norm, site, start), places))
         return work
 
 
@@ -314,7 +314,7 @@ def _watch(work: Work, site: Site, group: TokenSpans, seen: dict[int, dict[Site,
     """Capture the last token of each request of the group at one site."""
 
     def keep(rows: Tensor) -> None:
-        for (one, *_), row in zip(group, rows, strict=True):
-            seen.setdefault(one.id, {})[site] = row
+        for (req, *_), row in zip(group, rows, strict=True):
+            seen.setdefault(req.id, {})[site] = row
 
     work.captures.append((keep, [(row, count - 1) for row, (_, _, count) in enumerate(group)]))

@@ -75,7 +75,7 @@ class Token(NamedTuple):
     token: int
     logprob: float = nan
     top: Mapping[int, float] = MappingProxyType({})
-    asked: tuple[float, ...] = ()
+    requested: tuple[float, ...] = ()
 
 
 class Event(NamedTuple):
@@ -253,7 +253,7 @@ class EngineRequest:
 
     def unfired(self) -> list[str]:
         """Return the captures and patches at positions that were never computed."""
-        missed = [f"patch at {one.site}, position {one.position}" for one in self.patches if one.position >= self.computed]
+        missed = [f"patch at {patch.site}, position {patch.position}" for patch in self.patches if patch.position >= self.computed]
         for number, capture in enumerate(self.request.capture):
             if capture.selection.positions is None and number not in self.captured:
                 missed.append(f"capture at {capture.site}, of which no token came")
@@ -277,9 +277,9 @@ def refuse(request: Request, context: int, vocabulary: int) -> None:
         raise ValueError(
             f"a prompt of {length} tokens and max_new = {sampling.max_new} need {reach} positions, but the context has {context}"
         )
-    for one in request.patch:
-        if one.position >= reach:
-            raise ValueError(f"the patch at {one.site} names position {one.position}, but this request computes 0..{reach - 1}")
+    for patch in request.patch:
+        if patch.position >= reach:
+            raise ValueError(f"the patch at {patch.site} names position {patch.position}, but this request computes 0..{reach - 1}")
     sites = [capture.site for capture in request.capture]
     if twice := [site for site in sites if sites.count(site) > 1]:
         raise ValueError(f"two captures name {twice[0]}: give one capture per site, with all its positions")

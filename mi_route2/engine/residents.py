@@ -46,125 +46,125 @@ class Residents:
         self._rows: dict[int, EngineRequest] = {}
         self._reserved = 0
 
-    def admit(self, one: EngineRequest) -> Admission:
+    def admit(self, req: EngineRequest) -> Admission:
         """Reserve everything that a request needs (``run``), or nothing: now (``wait``), or ever (``drop``)."""
-        cost = self.slots.cost(one.reach)
+        cost = self.slots.cost(req.reach)
         if self.slot_bytes is not None and self._reserved + cost > self.slot_bytes:
             return "wait"
         try:
-            self.steering.admit(one.id, one.request.steering)
-            if not one.admitted and one.request.run is not None and self.store is not None:
-                self._open(one, self.store)
-            one.admitted = True
-            reused = [] if one.computed else self._reused(one)
-            one.row = self.slots.take(max(1, one.computed, len(reused) * self.prefixes.block))
+            self.steering.admit(req.id, req.request.steering)
+            if not req.admitted and req.request.run is not None and self.store is not None:
+                self._open(req, self.store)
+            req.admitted = True
+            reused = [] if req.computed else self._reused(req)
+            req.row = self.slots.take(max(1, req.computed, len(reused) * self.prefixes.block))
         except TableFullError:
             return "wait"
         except (KeyError, ValueError, RuntimeError, OSError) as error:
-            self.failed.append((one, str(error.args[0]) if error.args else str(error)))
+            self.failed.append((req, str(error.args[0]) if error.args else str(error)))
             return "drop"
         self._reserved += cost
-        self._rows[one.row] = one
-        if one.saved is not None:
-            self.slots.load(one.row, one.saved)
-            one.saved = None
+        self._rows[req.row] = req
+        if req.saved is not None:
+            self.slots.load(req.row, req.saved)
+            req.saved = None
         for i, block in enumerate(reused):
-            self.slots.load(one.row, block, i * self.prefixes.block)
-            one.computed = one.result.cached = (i + 1) * self.prefixes.block
-            one.published = i + 1
+            self.slots.load(req.row, block, i * self.prefixes.block)
+            req.computed = req.result.cached = (i + 1) * self.prefixes.block
+            req.published = i + 1
         return "run"
 
     def fit(self, pieces: Iterable[tuple[EngineRequest, int]]) -> None:
         """Move each request to a row that is long enough for its piece."""
-        for one, count in pieces:
-            if one.computed + count > self.slots.capacity(one.row):
-                old, one.row = one.row, self.slots.move(one.row, one.computed + count, one.computed)
-                self._rows[one.row] = one
+        for req, count in pieces:
+            if req.computed + count > self.slots.capacity(req.row):
+                old, req.row = req.row, self.slots.move(req.row, req.computed + count, req.computed)
+                self._rows[req.row] = req
                 self._free(old)
 
-    def put_back(self, one: EngineRequest) -> None:
+    def put_back(self, req: EngineRequest) -> None:
         """Save the keys and values of a preempted request and free its row; it keeps everything else."""
-        one.saved = self.slots.save(one.row, one.computed)
-        one.result.preemptions += 1
-        self.steering.preempted(one.id)
-        self._vacate([one])
+        req.saved = self.slots.save(req.row, req.computed)
+        req.result.preemptions += 1
+        self.steering.preempted(req.id)
+        self._vacate([req])
 
     def vacate(self, ones: Iterable[EngineRequest]) -> None:
         """Free the rows of requests that end, at once: one by one, each would take the place of another that ends."""
-        ending = [one for one in ones if one.row >= 0]
-        for one in ending:
-            self.publish(one)
+        ending = [req for req in ones if req.row >= 0]
+        for req in ending:
+            self.publish(req)
         self._vacate(ending)
 
-    def leave(self, one: EngineRequest) -> None:
+    def leave(self, req: EngineRequest) -> None:
         """Release all resources of a request that ended."""
-        self.vacate([one])
-        self.steering.release(one.id)
+        self.vacate([req])
+        self.steering.release(req.id)
 
     def note(self, pieces: Sequence[tuple[EngineRequest, int]]) -> None:
         """Record the current steering as the one under which the next positions are computed."""
         idle, changes = not self.steering.sites(), self.steering.changes
-        for one, count in pieces:
-            start = one.computed
-            if one.writer is not None and start < one.prompt and one.run_noted != changes:
-                one.run_noted = changes  # steering of all requests may have come or gone since the run was opened
-                if self._behind(one):
+        for req, count in pieces:
+            start = req.computed
+            if req.writer is not None and start < req.prompt and req.run_noted != changes:
+                req.run_noted = changes  # steering of all requests may have come or gone since the run was opened
+                if self._behind(req):
                     with suppress(RuntimeError):  # the store has ended the run, as its next row says
-                        one.writer.note(BEHIND, True)
-            if not self.prefixes.budget or (idle and not one.acts.digests) or one.noted == changes:
+                        req.writer.note(BEHIND, True)
+            if not self.prefixes.budget or (idle and not req.acts.digests) or req.noted == changes:
                 continue  # no intervention acts or has acted, or those recorded at a generated token are unchanged
-            if start < one.prompt:
-                one.acts.steered(start, b"" if idle else self.steering.fingerprint(one.id, decode=False))
-            if start + count > one.prompt:
-                one.acts.steered(max(start, one.prompt), b"" if idle else self.steering.fingerprint(one.id, decode=True))
-                one.noted = changes
+            if start < req.prompt:
+                req.acts.steered(start, b"" if idle else self.steering.fingerprint(req.id, decode=False))
+            if start + count > req.prompt:
+                req.acts.steered(max(start, req.prompt), b"" if idle else self.steering.fingerprint(req.id, decode=True))
+                req.noted = changes
 
-    def publish(self, one: EngineRequest) -> None:
+    def publish(self, req: EngineRequest) -> None:
         """Add the whole blocks that a request computed to the prefix cache."""
-        blocks, size = one.computed // self.prefixes.block, self.prefixes.block
-        if self.prefixes.budget and blocks > one.published:
-            self._name(one, blocks)
-            self.prefixes.keep(one.keys, lambda i: self.slots.save(one.row, (i + 1) * size, i * size))
-            one.published = blocks
+        blocks, size = req.computed // self.prefixes.block, self.prefixes.block
+        if self.prefixes.budget and blocks > req.published:
+            self._name(req, blocks)
+            self.prefixes.keep(req.keys, lambda i: self.slots.save(req.row, (i + 1) * size, i * size))
+            req.published = blocks
 
-    def _open(self, one: EngineRequest, store: RunStore) -> None:
-        assert one.request.run is not None
-        meta = {BEHIND: True} if self._behind(one) else None
-        one.run_noted = self.steering.changes
-        one.writer = store.writing(
-            one.request.run, weights=self.version.weights(), tokens=one.request.prompt, prompt_length=one.prompt, meta=meta
+    def _open(self, req: EngineRequest, store: RunStore) -> None:
+        assert req.request.run is not None
+        meta = {BEHIND: True} if self._behind(req) else None
+        req.run_noted = self.steering.changes
+        req.writer = store.writing(
+            req.request.run, weights=self.version.weights(), tokens=req.request.prompt, prompt_length=req.prompt, meta=meta
         )
-        one.lost = self.lost.setdefault
+        req.lost = self.lost.setdefault
 
-    def _behind(self, one: EngineRequest) -> bool:
+    def _behind(self, req: EngineRequest) -> bool:
         """Return whether something changes the prompt's logits behind the last value that a run can hold."""
-        changed = {patch.site for patch in one.patches} | self.steering.prompt_sites(one.id)
+        changed = {patch.site for patch in req.patches} | self.steering.prompt_sites(req.id)
         final = Site(self.decoder.layers - 1, "resid_post")
         return any(site.layer is None or site == final for site in changed)
 
-    def _reused(self, one: EngineRequest) -> list[Saved]:
+    def _reused(self, req: EngineRequest) -> list[Saved]:
         """Return the blocks of the prompt that were computed before under the same interventions.
 
         The last token of the prompt is always computed, and so is every captured position.
         """
         size = self.prefixes.block
-        blocks = min((one.prompt - 1) // size, one.lowest_capture() // size)
+        blocks = min((req.prompt - 1) // size, req.lowest_capture() // size)
         if not self.prefixes.budget or blocks < 1:
             return []
-        one.acts.steered(0, self.steering.fingerprint(one.id, decode=False))
-        self._name(one, blocks)
-        cached = self.prefixes.find(one.keys)
-        del one.keys[len(cached) :]  # later keys are computed once the interventions at their positions are known
+        req.acts.steered(0, self.steering.fingerprint(req.id, decode=False))
+        self._name(req, blocks)
+        cached = self.prefixes.find(req.keys)
+        del req.keys[len(cached) :]  # later keys are computed once the interventions at their positions are known
         return cached
 
-    def _name(self, one: EngineRequest, blocks: int) -> None:
-        self.prefixes.extend(one.keys, one.tokens, one.acts, blocks, one.prompt if self.exact else None)
+    def _name(self, req: EngineRequest, blocks: int) -> None:
+        self.prefixes.extend(req.keys, req.tokens, req.acts, blocks, req.prompt if self.exact else None)
 
     def _vacate(self, ones: Sequence[EngineRequest]) -> None:
-        rows = [one.row for one in ones]
-        for one in ones:
-            one.row = -1
-            self._reserved -= self.slots.cost(one.reach)
+        rows = [req.row for req in ones]
+        for req in ones:
+            req.row = -1
+            self._reserved -= self.slots.cost(req.reach)
         self._free(*rows)
 
     def _free(self, *rows: int) -> None:

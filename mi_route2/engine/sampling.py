@@ -19,27 +19,27 @@ from mi_route2.steering.specs import Plain
 from mi_route2.validation import AtLeastOne, Natural, NonNegative, validated
 
 
-def _ids(given: Any, info: Any) -> tuple[int, ...]:
+def _ids(value: Any, info: Any) -> tuple[int, ...]:
     try:
-        unordered = isinstance(given, Mapping) or (isinstance(given, Set) and info.field_name != "stop_tokens")
-        if unordered or isinstance(given, str | bytes | bytearray | memoryview):
+        unordered = isinstance(value, Mapping) or (isinstance(value, Set) and info.field_name != "stop_tokens")
+        if unordered or isinstance(value, str | bytes | bytearray | memoryview):
             raise TypeError
-        ids: tuple[Any, ...] = tuple(given.tolist() if isinstance(given, Tensor | np.ndarray) else given)
-        if {type(one) for one in ids} <= {int}:
+        ids: tuple[Any, ...] = tuple(value.tolist() if isinstance(value, Tensor | np.ndarray) else value)
+        if {type(token) for token in ids} <= {int}:
             return ids
-        ids = tuple(one.item() if isinstance(one, Tensor | np.generic) else one for one in ids)
-        if any(isinstance(one, bool) for one in ids):
+        ids = tuple(token.item() if isinstance(token, Tensor | np.generic) else token for token in ids)
+        if any(isinstance(token, bool) for token in ids):
             raise TypeError
         return tuple(map(index, ids))
     except (TypeError, ValueError, RuntimeError) as error:
-        shown = " ".join(repr(given).split())
-        raise ValueError(f"{info.field_name} is one row of token ids, as (5, 17), not {shown:.60}") from error
+        excerpt = " ".join(repr(value).split())
+        raise ValueError(f"{info.field_name} is one row of token ids, as (5, 17), not {excerpt:.60}") from error
 
 
-def _texts(given: object) -> tuple[str, ...]:
-    texts = () if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
-    if (not texts and given != ()) or not all(isinstance(one, str) and one for one in texts):
-        raise ValueError(f"stop is a sequence of texts that are not empty, as stop=('END',), not {given!r:.60}")
+def _texts(value: object) -> tuple[str, ...]:
+    texts = () if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if (not texts and value != ()) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"stop is a sequence of texts that are not empty, as stop=('END',), not {value!r:.60}")
     return texts
 
 
@@ -102,7 +102,7 @@ def choose(
     """Return one token per row, by its own ``Sampling`` and uniform, and its logit: not finite if the row has NaN or +infinity."""
     chosen = _greatest(logits)
     values = logits.gather(1, chosen[:, None])[:, 0]
-    drawn = [i for i, one in enumerate(how) if not one.plain]
+    drawn = [i for i, sampling in enumerate(how) if not sampling.plain]
     if drawn:
         at = torch.tensor(drawn, device=logits.device)
         uniform = torch.tensor([uniforms[i] for i in drawn], dtype=torch.float32, device=logits.device)
@@ -118,20 +118,20 @@ def _greatest(logits: Float[Tensor, "n v"]) -> Int[Tensor, " n"]:
 
 def _truncated(logits: Float[Tensor, "n v"], how: Sequence[Sampling]) -> Float[Tensor, "n v"]:
     """Return each row's probabilities at its temperature, 0 outside of its top k and its nucleus."""
-    temperature = torch.tensor([one.temperature for one in how], dtype=logits.dtype, device=logits.device)
+    temperature = torch.tensor([sampling.temperature for sampling in how], dtype=logits.dtype, device=logits.device)
     scaled = logits / temperature[:, None]
     # Quotients by a temperature near 0 may all be infinite; those of the distances from the greatest logit never are.
     distances = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
     probabilities = torch.where(scaled.amax(-1, keepdim=True).isfinite(), scaled, distances).softmax(-1)
-    for i, one in enumerate(how):
-        if not one.top_k and one.top_p == 1.0:
+    for i, sampling in enumerate(how):
+        if not sampling.top_k and sampling.top_p == 1.0:
             continue
         ranked, order = probabilities[i].sort(descending=True, stable=True)
         keep = torch.ones_like(ranked, dtype=torch.bool)
-        if one.top_k:
-            keep[one.top_k :] = False
+        if sampling.top_k:
+            keep[sampling.top_k :] = False
         # the nucleus is the smallest set of top tokens whose probabilities reach top_p: tokens before which the sum is below top_p
-        keep &= ranked.cumsum(0) - ranked < one.top_p
+        keep &= ranked.cumsum(0) - ranked < sampling.top_p
         probabilities[i] = torch.zeros_like(ranked).scatter(0, order[keep], ranked[keep])
     return probabilities
 

@@ -18,9 +18,9 @@ def host_class(name: str) -> Callable[[Any], Host]:
     """Return the host class called ``name``; ``ValueError`` with the valid names, or with the name of the missing package."""
     if name not in HOSTS:
         raise ValueError(f"unknown host {name!r}: choose from {', '.join(HOSTS)}")
-    module, _, kind = HOSTS[name].partition(":")
+    module, _, host_class = HOSTS[name].partition(":")
     try:
-        return getattr(importlib.import_module(module), kind)
+        return getattr(importlib.import_module(module), host_class)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         raise ValueError(f"the host {name!r} needs the package {package!r}, which is not installed") from error

@@ -262,7 +262,9 @@ class Host(ABC):
                 self.address(Site(0, name))  # raises an error that says why this architecture lacks the point
             if name.rpartition(".")[2] in ADAPTER_POINTS and not any(isinstance(m, Branch) for m in self.model.modules()):
                 raise no_adapter(name, ())
-            names = dict.fromkeys([*(site.point for site in known), *(one for site in known for one in self.hook_names(site))])
+            names = dict.fromkeys(
+                [*(site.point for site in known), *(suffix for site in known for suffix in self.hook_names(site))]
+            )
             raise KeyError(f"no site matches {name!r}: the nearest are {nearest(name, [*names])}")
         return chosen
 
@@ -279,7 +281,7 @@ class Host(ABC):
             if not selected:
                 raise KeyError(f"the function selects no site: site names look like {', '.join(self.hook_names(known[0]))}")
             return selected
-        selected = [site for one in names for site in (self.find(one, known) if isinstance(one, str) else [one])]
+        selected = [site for name in names for site in (self.find(name, known) if isinstance(name, str) else [name])]
         return list(dict.fromkeys(selected))
 
     @checked

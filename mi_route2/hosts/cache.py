@@ -44,8 +44,8 @@ def _attention(
     one is wanted, and the others get its result.
     """
     if attention_mask is not None and attention_mask.shape[2] == 1 < (columns := query.shape[2]):
-        one, _ = _attention(_module, query[:, :, -1:], key, value, attention_mask, scaling)
-        return one.expand(-1, columns, -1, -1), None
+        last, _ = _attention(_module, query[:, :, -1:], key, value, attention_mask, scaling)
+        return last.expand(-1, columns, -1, -1), None
     if query.shape[2] == 1 and query.device.type == "cpu":
         return _one_query(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling), None
     group = query.shape[1] != key.shape[1]

@@ -173,7 +173,9 @@ class Decoder:
         """Return the sites ``kept_out`` and ``quarantine_out`` of every adapter that is attached and switched on."""
         branches = [module for module in self.host.model.modules() if isinstance(module, Branch)]
         points = ("kept_out", "quarantine_out")
-        return tuple(sorted({Site.parse(f"{one.site}.{point}") for one in branches for point in points if point in one.fires}))
+        return tuple(
+            sorted({Site.parse(f"{branch.site}.{point}") for branch in branches for point in points if point in branch.fires})
+        )
 
     @property
     def unmasked(self) -> bool:
@@ -186,10 +188,10 @@ class Decoder:
 
     def _unmaskable(self) -> str | None:
         """Return why the model's attention cannot be run; ``None`` if it can."""
-        kind = getattr(self._config, "_attn_implementation", None) or MASKED[0]
-        if self._native or kind in MASKED:
+        implementation = getattr(self._config, "_attn_implementation", None) or MASKED[0]
+        if self._native or implementation in MASKED:
             return None
-        return f"a decoder masks each query, which {kind} cannot: load the model with attn_implementation='sdpa'"
+        return f"a decoder masks each query, which {implementation} cannot: load the model with attn_implementation='sdpa'"
 
     def _run(self, tokens: Tensor, positions: Tensor, allowed: Tensor | None, cache: KeyValues, keep: Tensor | None) -> Tensor:
         model: Any = self.host.model

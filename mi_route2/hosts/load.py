@@ -121,8 +121,8 @@ def _config(source: Path | str, revision: str | None) -> Any:
         raise ValueError(f"transformers does not know the architecture of {source}: {choose}") from error
     except Exception as error:  # the validators of transformers raise other types of errors
         raise ValueError(f"the config of {source} is not valid: {' '.join(str(error).split())}") from error
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    name = getattr(kind, "__name__", type(config).__name__)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    name = getattr(model_class, "__name__", type(config).__name__)
     if name not in known:
         raise ValueError(f"{source} is a {name}, which has no row: {choose}")
     if find_adapter_config_file(str(source), revision=revision) is not None:
@@ -136,8 +136,8 @@ def _config(source: Path | str, revision: str | None) -> Any:
 def _model(source: Path | str, config: Any, dtype: torch.dtype | str | None, attn: str | None, revision: str | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    given = {"dtype": dtype, "attn_implementation": attn, "revision": revision}
-    keywords: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = {"dtype": dtype, "attn_implementation": attn, "revision": revision}
+    keywords: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,

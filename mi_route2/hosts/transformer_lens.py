@@ -78,8 +78,8 @@ class Inner(nn.Module):
     ) -> Tensor:
         # under left padding the bridge computes positions for every model that takes them; with a 2-D mask, MicroGPT
         # computes its own
-        told = attention_mask is not None and attention_mask.ndim == 4
-        return self.inner(input_ids, attention_mask, cache, position_ids if told else None)
+        explicit = attention_mask is not None and attention_mask.ndim == 4
+        return self.inner(input_ids, attention_mask, cache, position_ids if explicit else None)
 
 
 class InnerAdapter(ArchitectureAdapter):
@@ -108,7 +108,7 @@ class InnerAdapter(ArchitectureAdapter):
 
 def boot(model: nn.Module) -> TransformerBridge:
     """Boot a bridge around ``model``, which is rewritten in place; ``ValueError`` for an unknown class or a model with adapters."""
-    row, kind = known_architecture(model), type(model).__name__
+    row, class_name = known_architecture(model), type(model).__name__
     if any(isinstance(module, RoutedLinear) for module in model.modules()):
         raise ValueError(
             "this model already has adapters, which booting a bridge would bypass or leave without hook points: call "
@@ -117,9 +117,9 @@ def boot(model: nn.Module) -> TransformerBridge:
     if isinstance(model, NativeModel):
         return build_bridge_from_module(model, "TransformerLensNative", tl_config=model.cfg)
     if row.name != "MicroGPT":
-        return build_bridge_from_module(model, kind, hf_config=model.config)
-    ArchitectureAdapterFactory.register_adapter(kind, InnerAdapter)  # pyright: ignore[reportArgumentType]
-    return build_bridge_from_module(Inner(model), kind, tl_config=_micro_config(model.config))
+        return build_bridge_from_module(model, class_name, hf_config=model.config)
+    ArchitectureAdapterFactory.register_adapter(class_name, InnerAdapter)  # pyright: ignore[reportArgumentType]
+    return build_bridge_from_module(Inner(model), class_name, tl_config=_micro_config(model.config))
 
 
 BATCHED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
@@ -359,15 +359,15 @@ def _fusible(attention: nn.Module) -> bool:
     for name, part in attention.named_children():
         if name not in (*PROJECTIONS, WRAPPED, "hook_in", "hook_out"):
             passed += part.modules()
-    hooks = (hook for one in passed for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values()))
-    return all(map(of_libraries, hooks)) and not any("forward" in vars(one) for one in passed)
+    hooks = (hook for point in passed for hook in (*point._forward_hooks.values(), *point._forward_pre_hooks.values()))
+    return all(map(of_libraries, hooks)) and not any("forward" in vars(point) for point in passed)
 
 
 def _observed(norm: RMSNormalizationBridge) -> bool:
     """Return whether the norm is not the wrapped one, or a hook could see its scale, or somebody put a forward on it."""
     overridden = "forward" in vars(norm) or not norm.use_native_layernorm_autograd
     inside = (norm.hook_scale, norm.hook_normalized)
-    return overridden or any(one._forward_hooks or one._forward_pre_hooks or one.bwd_hooks for one in inside)
+    return overridden or any(point._forward_hooks or point._forward_pre_hooks or point.bwd_hooks for point in inside)
 
 
 def _as_wrapped(norm: RMSNormalizationBridge, hidden_states: Tensor, **_given: object) -> Tensor:

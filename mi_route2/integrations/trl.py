@@ -145,11 +145,11 @@ def _unfuse(model: Any, temperature: float) -> None:
     forward = model.forward.__func__
 
     @wraps(type(model).forward)
-    def unfused(self: Any, *given: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **named: Any) -> Any:
+    def unfused(self: Any, *inputs: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **named: Any) -> Any:
         if not fused_lm_head:
-            return forward(self, *given, **named, **({} if labels is None else {"labels": labels}))
+            return forward(self, *inputs, **named, **({} if labels is None else {"labels": labels}))
         assert labels is not None
-        out = forward(self, *given, **{**named, "use_cache": False})
+        out = forward(self, *inputs, **{**named, "use_cache": False})
         logprobs = (out.logits[:, :-1].to(wide(out.logits.dtype)) / temperature).log_softmax(dim=-1)
         learned = labels[:, 1:] != -100
         chosen = logprobs.gather(-1, labels[:, 1:].clamp_min(0)[..., None])[..., 0]
@@ -229,7 +229,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         model: Any,
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
-        *given: Any,
+        *positional: Any,
         adapters: AdapterSpec | Adapters,
         route: RouteSpec | Route,
         pairs: PairBatch | Iterable[Mapping[str, Any]] | None = None,
@@ -239,7 +239,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         record: Record | None = None,
         **named: Any,
     ):
-        arguments = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *given, **named).arguments
+        arguments = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **named).arguments
         if arguments.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
             raise ValueError("adapters= attaches this trainer's own adapters, and PEFT's would train unrouted: give a plain model")
         if args is not None:
@@ -250,7 +250,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             args.beta = 0.0  # with a beta TRL would load a second model as the reference
             args.use_vllm = False  # TRL's vLLM would have no room for adapters, which are not attached yet
         try:
-            super().__init__(model, reward_funcs, args, *given, **named)
+            super().__init__(model, reward_funcs, args, *positional, **named)
         finally:
             if args is not None:
                 args.beta, args.use_vllm = beta, vllm
@@ -345,9 +345,9 @@ class RoutedGRPOTrainer(GRPOTrainer):
         rows = [*rows]
         if not rows or any(not set(names) <= row.keys() for row in rows):
             raise ValueError("pairs are rows with prompt, hack and clean: give at least one, with all three")
-        for name, given in ((name, row[name]) for row in rows for name in names[1:]):
-            if not isinstance(given, str):
-                raise ValueError(f"{name} of a pair must be a text, the answer alone, not a {type(given).__name__}")
+        for name, value in ((name, row[name]) for row in rows for name in names[1:]):
+            if not isinstance(value, str):
+                raise ValueError(f"{name} of a pair must be a text, the answer alone, not a {type(value).__name__}")
         tokenizer: Any = self._tokenizer
         if self.environment_factories is not None:  # each row's prompt has the tools of its environment
             self._batch_environments = [row.get("environment") if self._multi_environment else None for row in rows]
@@ -369,11 +369,11 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     # ---- one optimizer step
 
-    def train(self, *given: Any, **named: Any) -> Any:
+    def train(self, *positional: Any, **named: Any) -> Any:
         """Train, from a sampling on: TRL would go on in the midst of what an earlier run had sampled."""
         # Micro-batches from there on would be cut across two samplings, and rollouts would learn from the advantages of others.
         self._step, self._buffered_inputs, self._window, self._entropy_window_stats = 0, None, None, None
-        return super().train(*given, **named)
+        return super().train(*positional, **named)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self.prompts_sampler = super()._get_train_sampler(dataset)
@@ -445,10 +445,10 @@ class RoutedGRPOTrainer(GRPOTrainer):
         route = self.route
         pairs = None if route.directions is None else route.directions.provenance.pairs_hash
         judge = digest(route.inputs(), {}) if isinstance(route, CanaryRoute) else None
-        given = digest(self.adapters.tensors(), {}), repr(route.spec), pairs, judge, self._record is None
+        inputs = digest(self.adapters.tensors(), {}), repr(route.spec), pairs, judge, self._record is None
         bases_of_all = [*bases(self.adapters).values()]
-        (first, turned), *others = gather_object([(given, bases_of_all)])
-        if any(one != first or any(abs(u - v) >= TURNED for u, v in zip(two, turned)) for one, two in others):
+        (first, turned), *others = gather_object([(inputs, bases_of_all)])
+        if any(logits != first or any(abs(u - v) >= TURNED for u, v in zip(two, turned)) for logits, two in others):
             raise ValueError(
                 "the adapters, routes, pairs, canaries or recorders of the processes differ: give the same to each, and an "
                 "AdapterSpec or attach() with a generator of the same seed"
@@ -581,10 +581,10 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     # ---- evaluation, files
 
-    def evaluation_loop(self, *given: Any, **named: Any) -> Any:
+    def evaluation_loop(self, *positional: Any, **named: Any) -> Any:
         """Evaluate, or predict with, the deployed model, with the quarantine off."""
         with self.adapters.deployed():
-            return super().evaluation_loop(*given, **named)
+            return super().evaluation_loop(*positional, **named)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the deployed adapter as a PEFT folder, with the tokenizer; no file of it contains the quarantine.

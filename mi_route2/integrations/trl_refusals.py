@@ -19,8 +19,8 @@ from mi_route2.routing import CanarySpec, MaskSpec
 
 def refuse(unsupported: Iterable[tuple[str, object, str]]) -> None:
     """Raise ``ValueError`` for the first (name, whether it is set, what to use) that is set."""
-    for name, given, use in unsupported:
-        if given:
+    for name, value, use in unsupported:
+        if value:
             raise ValueError(f"RoutedGRPOTrainer does not support {name}: {use}")
 
 

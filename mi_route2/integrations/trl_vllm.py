@@ -76,10 +76,10 @@ class PolicyGeneration(VLLMGeneration):
     def sync_weights(self) -> None:
         """Do nothing: TRL calls this once in a step, and an evaluation switches adapters within one."""
 
-    def generate(self, prompts: list[list[int]], *given: Any, **named: Any) -> tuple:
+    def generate(self, prompts: list[list[int]], *positional: Any, **named: Any) -> tuple:
         if not self.turns:  # the prompts of later turns hold what has been used of max_completion_length
             self.demand_room(max(map(len, prompts), default=0))
-        return super().generate(prompts, *given, **named)
+        return super().generate(prompts, *positional, **named)
 
     def demand_room(self, longest: int) -> None:
         """Raise ``ValueError`` if completions of a prompt of ``longest`` tokens may end early for want of positions."""
@@ -90,10 +90,10 @@ class PolicyGeneration(VLLMGeneration):
                 "positions, where completions end early as if they were whole: choose a larger vllm_max_model_length"
             )
 
-    def _sample(self, ask: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _sample(self, ask: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         """Run requests under the adapters as they are, and are switched, now."""
         try:
-            return ask(*given, **named | {"lora_request": named.get("lora_request") or self._lora.request()})
+            return ask(*positional, **named | {"lora_request": named.get("lora_request") or self._lora.request()})
         except BaseException:
             abandon(self.llm)
             raise
@@ -139,11 +139,11 @@ def sample_with_vllm(trainer: Any) -> None:
             f"vLLM reads the base model from a folder, and this model's name_or_path is {base!r}: save it before adapters are "
             "attached, and give the trainer the folder"
         )
-    given = args.generation_kwargs or {}
+    options = args.generation_kwargs or {}
     # vLLM knows the end tokens of the folder alone, and a script may have set others; it ends a text under a regex by its own
     ends = {
-        "ignore_eos": not (args.vllm_structured_outputs_regex or given.get("structured_outputs")),
-        "stop_token_ids": [*trainer.eos_token_ids, *given.get("stop_token_ids", ())],
+        "ignore_eos": not (args.vllm_structured_outputs_regex or options.get("structured_outputs")),
+        "stop_token_ids": [*trainer.eos_token_ids, *options.get("stop_token_ids", ())],
     }
     trainer.eos_token_ids = ends["stop_token_ids"]  # or TRL would take what ends at others for truncated
     dtype = torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else trainer.model.dtype
@@ -167,7 +167,7 @@ def sample_with_vllm(trainer: Any) -> None:
         top_k=trainer.top_k,
         min_p=trainer.min_p,
         max_completion_length=trainer.max_completion_length,
-        generation_kwargs={**given, **ends},
+        generation_kwargs={**options, **ends},
     )
     trainer.use_vllm, trainer._last_loaded_step = True, -1
 

@@ -292,12 +292,12 @@ class Resumed:
         edits = {site: selecting(values, site, index) for site in sites}
         for site in (Site(layer, "resid_pre") for layer in entries):
             edits[site] = partial(_keep_stream, streams, site, edits.get(site))
-        given = torch.tensor([list(tokens)], device=self.decoder.device)
+        ids = torch.tensor([list(tokens)], device=self.decoder.device)
         cache = _Recording()
         with torch.no_grad(), self.host.hooks(edits), self.host.fused():
             # If values of the unembedding's adapters are requested, every column must be unembedded.
-            keep = None if any(site.layer is None for site in sites) else _last(given)
-            logits = self.decoder(given, *_causal(0, len(tokens), given.device), cache, keep=keep)
+            keep = None if any(site.layer is None for site in sites) else _last(ids)
+            logits = self.decoder(ids, *_causal(0, len(tokens), ids.device), cache, keep=keep)
         return SiteRecord(values, logits[0, -1]), cache.kept, streams
 
     def places(self, target: Target, columns: Sequence[int]) -> list[tuple[int, int]]:

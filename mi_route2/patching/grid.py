@@ -217,10 +217,10 @@ class Grid:
             raise ValueError("these grids have different sites or positions: sweep both over the same ones")
         from scipy.stats import spearmanr  # the import takes a second, and so does matplotlib's
 
-        one, two = (grid.effect[~np.isnan(grid.values)] for grid in (self, other))
-        if not np.ptp(one) or not np.ptp(two):
+        mine, two = (grid.effect[~np.isnan(grid.values)] for grid in (self, other))
+        if not np.ptp(mine) or not np.ptp(two):
             raise ValueError("a grid has one effect in all of its cells, so they have no ranks: choose sites that act differently")
-        correlation: Any = spearmanr(one, two)
+        correlation: Any = spearmanr(mine, two)
         return float(correlation.statistic)
 
     def __repr__(self) -> str:
@@ -369,9 +369,9 @@ _LETTER, _SHORT = 0.06, 12
 
 def _colored(grid: Grid) -> tuple[np.ndarray, str, float]:
     """Return the values that the colors stand for, their name, and the value of the strongest color."""
-    shown = grid.recovered if grid.defined else grid.effect
+    colored = grid.recovered if grid.defined else grid.effect
     # values are divided by the strongest one, which is 0 in a grid without any effect
-    return shown, "recovered" if grid.defined else f"change of {grid.metric}", float(np.nanmax(np.abs(shown))) or 1.0
+    return colored, "recovered" if grid.defined else f"change of {grid.metric}", float(np.nanmax(np.abs(colored))) or 1.0
 
 
 def _colors() -> "Colormap":
@@ -402,19 +402,19 @@ _MOST = 40
 
 def to_html(grid: Grid) -> str:
     """Return the grid as an HTML table; see ``Grid._repr_html_``."""
-    shown, what, reach = _colored(grid)
+    colored, what, reach = _colored(grid)
     # A stable order, so that of equal effects the first is kept, as in ``top``
     size = np.where(np.isnan(grid.effect), -1.0, np.abs(grid.effect))
     rows, columns = (sorted(np.argsort(-size.max(axis), kind="stable")[:_MOST].tolist()) for axis in (1, 0))
     colors = _colors()
 
     def cell(row: int, column: int) -> str:
-        red, green, blue, _ = colors(np.ma.masked_invalid(shown[row, column] / reach / 2 + 0.5))
+        red, green, blue, _ = colors(np.ma.masked_invalid(colored[row, column] / reach / 2 + 0.5))
         # weights of about how bright the eye sees red, green and blue
         ink = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "white"
         site, token, value, recovered = map(html.escape, _told(grid, row, column))
         style = f"background:rgb({255 * red:.0f},{255 * green:.0f},{255 * blue:.0f});color:{ink}"
-        text = "" if np.isnan(shown[row, column]) else f"{shown[row, column]:.2f}"
+        text = "" if np.isnan(colored[row, column]) else f"{colored[row, column]:.2f}"
         return f'<td style="{style}" title="{site}, {token}: {value}, recovered {recovered}">{text}</td>'
 
     ticks = _ticks(grid)
@@ -440,10 +440,10 @@ def to_plotly(grid: Grid) -> "Figure":
         ) from error
     from matplotlib.colors import to_hex
 
-    shown, what, reach = _colored(grid)
+    colored, what, reach = _colored(grid)
     rows, columns = range(len(grid.sites)), range(len(grid.columns))
     heat = Heatmap(
-        z=shown,
+        z=colored,
         zmin=-reach,
         zmax=reach,
         colorscale=[[i / 10, to_hex(_colors()(i / 10))] for i in range(11)],
@@ -470,15 +470,17 @@ def draw(grid: Grid, path: Path) -> Path:
     """Write the heatmap to ``path``; ``ValueError`` for a suffix or folder that ``save_figure`` refuses."""
     from mi_route2.plots import PAGE_WIDTH, new_figure, save_figure, style
 
-    shown, what, reach = _colored(grid)
-    rows, columns = shown.shape
+    colored, what, reach = _colored(grid)
+    rows, columns = colored.shape
     ticks = _ticks(grid)
     margin = _MARGIN + _LETTER * max(0, max(map(len, ticks)) - _SHORT)
     height, width = min(_TALLEST, margin + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns))
     with style():
         figure = new_figure(width, height)
         axes = figure.add_subplot()
-        image = axes.imshow(shown, aspect="auto", origin="lower", cmap=_colors(), vmin=-reach, vmax=reach, interpolation="nearest")
+        image = axes.imshow(
+            colored, aspect="auto", origin="lower", cmap=_colors(), vmin=-reach, vmax=reach, interpolation="nearest"
+        )
         axes.grid(visible=False)
         # matplotlib reads a text between two dollars as mathematics
         axes.set_xticks(range(columns), [tick.replace("$", r"\$") for tick in ticks], rotation=90)

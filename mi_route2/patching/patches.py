@@ -37,27 +37,27 @@ class FromRun:
     site: At | None = None
 
 
-def _source(given: object) -> FromRun | Tensor | str:
-    if not isinstance(given, FromRun | Tensor | str):
+def _source(value: object) -> FromRun | Tensor | str:
+    if not isinstance(value, FromRun | Tensor | str):
         raise ValueError(
-            f"the source of a patch is a tensor, FromRun(run, position), a vector's name or {ZEROS!r}, not a {type(given).__name__}"
+            f"the source of a patch is a tensor, FromRun(run, position), a vector's name or {ZEROS!r}, not a {type(value).__name__}"
         )
-    if not isinstance(given, Tensor):
-        return given
-    if given.dtype == torch.bool or given.is_complex():
-        raise ValueError(f"the source of a patch is a tensor of real numbers, not of {given.dtype}")
-    if not bool(torch.isfinite(given).all()):
+    if not isinstance(value, Tensor):
+        return value
+    if value.dtype == torch.bool or value.is_complex():
+        raise ValueError(f"the source of a patch is a tensor of real numbers, not of {value.dtype}")
+    if not bool(torch.isfinite(value).all()):
         raise ValueError("the source of a patch holds NaN or infinity: give finite numbers")
-    return given.detach().clone()
+    return value.detach().clone()
 
 
-def _share(given: object) -> float | Tensor:
-    if not isinstance(given, Tensor) and (isinstance(given, bool) or not isinstance(given, float | int | np.number)):
-        raise ValueError(f"the alpha of a patch is a number, or a tensor with one number per dimension, not {given!r:.60}")
-    share = given if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
+def _share(value: object) -> float | Tensor:
+    if not isinstance(value, Tensor) and (isinstance(value, bool) or not isinstance(value, float | int | np.number)):
+        raise ValueError(f"the alpha of a patch is a number, or a tensor with one number per dimension, not {value!r:.60}")
+    share = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     if not bool(torch.isfinite(share).all()):
         raise ValueError("the alpha of a patch holds NaN or infinity: 1 replaces a value, 0 leaves it")
-    return given.detach().clone() if isinstance(given, Tensor) else float(given)
+    return value.detach().clone() if isinstance(value, Tensor) else float(value)
 
 
 @validated
@@ -131,12 +131,12 @@ def resolve(
         if isinstance(alpha, Tensor):  # in the dtype in which ``steering.specs.patch`` computes
             alpha = float(alpha) if alpha.ndim == 0 else _fit(alpha, size, patch, "alpha").to(device, wide(dtype))
         resolved[place] = Resolved(*place, source, alpha, _digest(patch, source, alpha))
-    return tuple(sorted(resolved.values(), key=lambda one: one.position))
+    return tuple(sorted(resolved.values(), key=lambda patch: patch.position))
 
 
 def firing(patches: Sequence[Resolved], start: int, count: int) -> list[tuple[int, Resolved]]:
     """Return those of the sorted ``patches`` at positions ``start`` to ``start + count - 1``, each with the index of its token."""
-    first, end = (bisect_left(patches, place, key=lambda one: one.position) for place in (start, start + count))
+    first, end = (bisect_left(patches, place, key=lambda patch: patch.position) for place in (start, start + count))
     return [(patch.position - start, patch) for patch in patches[first:end]]
 
 

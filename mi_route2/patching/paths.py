@@ -142,11 +142,11 @@ def paths(
     began, alpha = perf_counter(), float(alpha)
     refuse_few(replicas)
     question = ask(host, clean, corrupt, positions, metric, answer, foil, at, alpha=alpha, tokenizer=tokenizer, together=together)
-    given, into = choose(host, senders), choose(host, receivers)
-    _refuse_backwards(given, into)
+    source, into = choose(host, senders), choose(host, receivers)
+    _refuse_backwards(source, into)
     running = Whole(host)
-    pair = record(running, question, list(dict.fromkeys(target.site for target in given)))
-    targets = pair.split(given, heads)
+    pair = record(running, question, list(dict.fromkeys(target.site for target in source)))
+    targets = pair.split(source, heads)
     base = _Base.of(running, question.corrupt.tokens[: question.at + 1], into, host.sites())
     columns = [p for p in places(received, question.corrupt) if p <= question.at]  # nothing after the scored position runs
     if not columns:

@@ -102,9 +102,9 @@ def align(clean: Sequence[int] | None, corrupt: Sequence[int], *, clean_length: 
     return Alignment(length, len(corrupt), prefix, suffix)
 
 
-def _common(one: Sequence[int], other: Sequence[int], limit: int) -> int:
+def _common(tokens: Sequence[int], other: Sequence[int], limit: int) -> int:
     """Return the length of the common prefix, at most ``limit``."""
-    return next((i for i in range(limit) if one[i] != other[i]), limit)
+    return next((i for i in range(limit) if tokens[i] != other[i]), limit)
 
 
 def tokens_of(text: str, part: str, offsets: Sequence[tuple[int, int]], occurrence: int = 0) -> tuple[int, ...]:
@@ -222,21 +222,21 @@ def widened(logits: Float[Tensor, "*n v"]) -> Float[Tensor, "*n v"]:
     return logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
 
 
-def one_token(given: Any, tokenizer: Any, name: str) -> int | None:
+def one_token(answer: Any, tokenizer: Any, name: str) -> int | None:
     """Return a token id as it is, or the id of a text that is exactly one token; ``ValueError`` otherwise."""
-    if given is None:
+    if answer is None:
         return None
-    if not isinstance(given, str):
+    if not isinstance(answer, str):
         try:
-            return whole(given)
+            return whole(answer)
         except TypeError as error:
-            raise ValueError(f"the {name} {given!r:.60} is neither a token id nor a text: give one of the two") from error
+            raise ValueError(f"the {name} {answer!r:.60} is neither a token id nor a text: give one of the two") from error
     if tokenizer is None:
-        raise ValueError(f"the {name} {given!r} is a text, but there is no tokenizer: pass one, or give the token id")
+        raise ValueError(f"the {name} {answer!r} is a text, but there is no tokenizer: pass one, or give the token id")
     # tokenizers of transformers can be called, and add special tokens unless told otherwise; others have no such argument
-    ids = list(tokenizer.encode(given, add_special_tokens=False) if callable(tokenizer) else tokenizer.encode(given))
+    ids = list(tokenizer.encode(answer, add_special_tokens=False) if callable(tokenizer) else tokenizer.encode(answer))
     if len(ids) != 1:
-        raise ValueError(f"the {name} {given!r} is {len(ids)} tokens {ids}: choose a text of one (a leading space often matters)")
+        raise ValueError(f"the {name} {answer!r} is {len(ids)} tokens {ids}: choose a text of one (a leading space often matters)")
     return int(ids[0])
 
 
@@ -282,7 +282,7 @@ class Prompt:
         return tokens_of(self.text, span.text, self.offsets, span.occurrence)
 
 
-def read(given: Given, tokenizer: Any, name: str) -> Prompt:
+def read(text: Given, tokenizer: Any, name: str) -> Prompt:
     """Return the prompt called ``name`` in errors, from ids ``[s]`` or ``[1 s]``, or from a text.
 
     A text is encoded with the tokenizer's usual special tokens.
@@ -290,18 +290,18 @@ def read(given: Given, tokenizer: Any, name: str) -> Prompt:
     Raises:
         ValueError: An empty prompt, a text without a tokenizer, or several prompts at once.
     """
-    if isinstance(given, str):
-        return _read_text(given, tokenizer, name)
-    if isinstance(given, Tensor):
-        if given.ndim == 2 and len(given) == 1:
-            given = given[0]
-        if given.ndim != 1 or given.is_floating_point():
-            raise ValueError(f"the {name} prompt must be one row of token ids, not {given.dtype} of shape {list(given.shape)}")
-        given = given.tolist()
+    if isinstance(text, str):
+        return _read_text(text, tokenizer, name)
+    if isinstance(text, Tensor):
+        if text.ndim == 2 and len(text) == 1:
+            text = text[0]
+        if text.ndim != 1 or text.is_floating_point():
+            raise ValueError(f"the {name} prompt must be one row of token ids, not {text.dtype} of shape {list(text.shape)}")
+        text = text.tolist()
     try:
-        tokens = tuple(map(whole, given))
+        tokens = tuple(map(whole, text))
     except TypeError as error:
-        raise ValueError(f"the {name} prompt must be one row of token ids, or a text, not {given!r:.60}") from error
+        raise ValueError(f"the {name} prompt must be one row of token ids, or a text, not {text!r:.60}") from error
     if not tokens:
         raise ValueError(f"the {name} prompt has no tokens")
     return Prompt(tokens, _labels(tokens, tokenizer))
@@ -329,22 +329,22 @@ def _labels(tokens: tuple[int, ...], tokenizer: Any) -> tuple[str, ...]:
     return tuple(str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in tokens)
 
 
-def places(given: Positions, prompt: Prompt) -> tuple[int, ...]:
+def places(wanted: Positions, prompt: Prompt) -> tuple[int, ...]:
     """Return the selected positions in order, without repetition; ``ValueError`` outside of the prompt, or for none."""
-    if given is None:
+    if wanted is None:
         return tuple(range(len(prompt.tokens)))
     positions: set[int] = set()
     spans: set[Span] = set()  # each is looked for once, because that reads the whole text
-    for one in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
-        if isinstance(one, str | Span):
-            if (span := Span(one) if isinstance(one, str) else one) not in spans:
+    for answer in wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]:
+        if isinstance(answer, str | Span):
+            if (span := Span(answer) if isinstance(answer, str) else answer) not in spans:
                 spans.add(span)
                 positions.update(prompt.spans(span))
             continue
         try:
-            positions.add(inside(whole(one), prompt))
+            positions.add(inside(whole(answer), prompt))
         except TypeError as error:
-            raise ValueError(f"{one!r:.60} is not a position: give a number, a text in the prompt, or a Span") from error
+            raise ValueError(f"{answer!r:.60} is not a position: give a number, a text in the prompt, or a Span") from error
     if not positions:
         raise ValueError("no positions: name at least one, or leave them out for all")
     return tuple(sorted(positions))
@@ -526,10 +526,10 @@ def ask(
 ) -> Question:
     """Check the arguments of ``sweep`` and return its question; ``ValueError`` for what does not fit, or not this model."""
     refuse_dropout(host)
-    one = clean if isinstance(clean, CleanRun) else read(clean, tokenizer, "clean")
+    run = clean if isinstance(clean, CleanRun) else read(clean, tokenizer, "clean")
     other = read(corrupt, tokenizer, "corrupt")
-    length = one.length if isinstance(one, CleanRun) else len(one.tokens)
-    alignment = align(one.tokens, other.tokens, clean_length=length)
+    length = run.length if isinstance(run, CleanRun) else len(run.tokens)
+    alignment = align(run.tokens, other.tokens, clean_length=length)
     if at is None:
         scored, clean_at = len(other.tokens) - 1, length - 1
     else:
@@ -540,15 +540,15 @@ def ask(
         if (partner := alignment.source(scored)) is None:
             raise ValueError(f"position {at} cannot be scored: it has no partner in the clean prompt ({alignment.summary})")
         clean_at = partner
-    if isinstance(one, CleanRun) and one.at not in (None, clean_at):
+    if isinstance(run, CleanRun) and run.at not in (None, clean_at):
         raise ValueError(
-            f"the clean run has the logits at position {one.at}, and position {clean_at} is to be scored: give the clean prompt "
+            f"the clean run has the logits at position {run.at}, and position {clean_at} is to be scored: give the clean prompt "
             "itself, or a run with the logits of that position, as CleanRun(run.values, logits, run.tokens)"
         )
     grader = Grader.of(metric, one_token(answer, tokenizer, "answer"), one_token(foil, tokenizer, "foil"))
     chosen = places(positions, other)
     sources, skipped = _partners(chosen, alignment, scored, clean_at)
-    question = Question(other, one, alignment, scored, clean_at, chosen, sources, skipped, grader, together)
+    question = Question(other, run, alignment, scored, clean_at, chosen, sources, skipped, grader, together)
     _refuse_foreign(host, question, alpha)
     return question
 

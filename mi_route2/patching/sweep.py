@@ -279,13 +279,13 @@ class Sweep:
         )
 
 
-def prepare(host: Host, **given: Any) -> Sweep:
+def prepare(host: Host, **question: Any) -> Sweep:
     """Run both prompts and plan the cells; arguments and errors are those of ``sweep``.
 
     ``tokens`` limits the tokens of a forward, for a sweep that shares the model with something that must not wait. A single cell
     may need more: as many as the prompt has; and a forward that makes the streams with which cells enter, as many as that more.
     """
-    return ended(preparing(host, **given))
+    return ended(preparing(host, **question))
 
 
 @checked
@@ -360,7 +360,7 @@ def _cells(
                 acting.append(some)
             else:
                 known.append(Cell(target, column, pair.scores[1]))
-        for place, some in zip(running.places(target, [positions[one[0]] for one in acting]), acting):
+        for place, some in zip(running.places(target, [positions[cells[0]] for cells in acting]), acting):
             rows.append(PatchedRow(place, target, tuple(positions[i] for i in some), values[list(some)]))
         yield
     return known, rows
@@ -448,11 +448,11 @@ def sweep(
 
 
 @checked
-def cells(host: Host, **given: Any) -> Iterator[tuple[Cell, ...]]:
+def cells(host: Host, **question: Any) -> Iterator[tuple[Cell, ...]]:
     """Yield the cells of ``sweep``, which has the same arguments, as each forward is done; errors are raised at the first one.
 
     Closing the iterator, or leaving its loop, ends the sweep between two forwards.
     """
-    for finished in prepare(host, **given).run():
+    for finished in prepare(host, **question).run():
         if finished.cells:
             yield finished.cells

@@ -50,20 +50,20 @@ Choice = Site | Target | str | Iterable[Site | Target | str]
 
 def choose(host: Host, sites: Choice) -> tuple[Target, ...]:
     """Return the selected targets in order, without repetition; ``KeyError`` with the nearest names for a name without a match."""
-    given = [sites] if isinstance(sites, Site | Target | str) else list(sites)
-    if not given:
+    items = [sites] if isinstance(sites, Site | Target | str) else list(sites)
+    if not items:
         raise ValueError("no sites: name at least one, as 'resid_pre', 'blocks.*.z' or Site(3, 'mlp_out')")
-    if wrong := [one for one in given if not isinstance(one, Site | Target | str)]:
+    if wrong := [item for item in items if not isinstance(item, Site | Target | str)]:
         raise ValueError(f"{wrong[0]!r:.60} is not a site: write 'resid_pre', 'blocks.*.z' or Site(3, 'mlp_out')")
     known = host.sites()
-    return tuple(dict.fromkeys(target for one in dict.fromkeys(given) for target in _meant(host, one, known)))
+    return tuple(dict.fromkeys(target for item in dict.fromkeys(items) for target in _meant(host, item, known)))
 
 
-def _meant(host: Host, one: Site | Target | str, known: list[Site]) -> list[Target]:
-    if isinstance(one, str):
-        name, head = match.groups() if (match := _TARGET.fullmatch(one)) else (one, None)
+def _meant(host: Host, item: Site | Target | str, known: list[Site]) -> list[Target]:
+    if isinstance(item, str):
+        name, head = match.groups() if (match := _TARGET.fullmatch(item)) else (item, None)
         return [Target(site, None if head is None else int(head)) for site in host.find(name, known)]
-    target = Target(one) if isinstance(one, Site) else one
+    target = Target(item) if isinstance(item, Site) else item
     host.address(target.site)  # raises an error if the host has no such site
     return [target]
 

@@ -117,7 +117,7 @@ class Canary:
 
     @torch.no_grad()
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "k b s"]:
-        adapters, given, rollouts = self.policy.adapters, rollouts.tokens.device, rollouts.to(self.policy.device)
+        adapters, device, rollouts = self.policy.adapters, rollouts.tokens.device, rollouts.to(self.policy.device)
         with still(self.policy.model):
             with adapters.reference():
                 base = self.policy.logprobs(rollouts)
@@ -127,7 +127,7 @@ class Canary:
                     tensor.copy_(checkpoint[name])
                 with adapters.deployed():
                     ratios.append(self.policy.logprobs(rollouts) - base)
-        return torch.stack(ratios).to(given)
+        return torch.stack(ratios).to(device)
 
 
 @dataclass(frozen=True)
@@ -158,18 +158,18 @@ def pooled(ratios: Ratios, rollouts: Rollouts, top: int | None) -> Float[Tensor,
     Raises:
         ValueError: The canary does not return one finite number per canary, rollout and predictor.
     """
-    given, predictors = ratios(rollouts), rollouts.predictors
-    if not isinstance(given, Tensor) or given.ndim != 3 or given.shape[1:] != predictors.shape or not len(given):
+    nats, predictors = ratios(rollouts), rollouts.predictors
+    if not isinstance(nats, Tensor) or nats.ndim != 3 or nats.shape[1:] != predictors.shape or not len(nats):
         raise ValueError(
-            f"the canary returned {list(given.shape) if isinstance(given, Tensor) else type(given).__name__} for tokens "
+            f"the canary returned {list(nats.shape) if isinstance(nats, Tensor) else type(nats).__name__} for tokens "
             f"{list(predictors.shape)}: return log-ratios [k b s], k canaries"
         )
-    if not torch.isfinite(given[:, predictors]).all():
+    if not torch.isfinite(nats[:, predictors]).all():
         raise ValueError("the canary returned NaN or infinity: it gives no probability to a token, so it cannot judge the rollout")
-    outside = torch.full((), -torch.inf, dtype=torch.float64, device=given.device)
-    largest = torch.where(predictors, given.double(), outside).sort(dim=2, descending=True).values
-    counted = predictors.sum(1).clamp_max(given.shape[2] if top is None else top)
-    chosen = torch.arange(given.shape[2], device=given.device) < counted[:, None]
+    outside = torch.full((), -torch.inf, dtype=torch.float64, device=nats.device)
+    largest = torch.where(predictors, nats.double(), outside).sort(dim=2, descending=True).values
+    counted = predictors.sum(1).clamp_max(nats.shape[2] if top is None else top)
+    chosen = torch.arange(nats.shape[2], device=nats.device) < counted[:, None]
     return torch.where(chosen, largest, torch.zeros_like(largest)).sum(2) / counted.clamp_min(1)
 
 
@@ -210,9 +210,9 @@ def calibrate(
         raise ValueError(f"nats must be a number above 0, not {nats}")
     if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
         raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
-    given = _pooled(ratios, samples if nats is None else samples.rows(torch.arange(min(len(samples), FEW))), top, micro)
-    center = given.quantile(0.5, dim=1)
-    spread = NORMAL * (given - center[:, None]).abs().quantile(0.5, dim=1)
+    pooled = _pooled(ratios, samples if nats is None else samples.rows(torch.arange(min(len(samples), FEW))), top, micro)
+    center = pooled.quantile(0.5, dim=1)
+    spread = NORMAL * (pooled - center[:, None]).abs().quantile(0.5, dim=1)
     if bool((spread < LEAST).any()):
         raise ValueError(
             f"canary {int((spread < LEAST).nonzero()[0])} gives the base's samples one and the same log-ratio: it has learned "
@@ -220,7 +220,7 @@ def calibrate(
         )
     if nats is not None:
         return CanaryMonitor(ratios, top, None, None, nats)
-    scores = standardized(given, center, spread)
+    scores = standardized(pooled, center, spread)
     return CanaryMonitor(ratios, top, center, spread, float(scores.quantile(quantile)))
 
 
@@ -295,7 +295,7 @@ class CanaryRoute(OneCall):
 
     def inputs(self) -> dict[str, Tensor]:
         """Return what a threshold comes of, the same on each process of a run: the samples, and a canary's checkpoints."""
-        samples, given = self._samples, {}
+        samples, state = self._samples, {}
         if isinstance(self._ratios, Canary):
-            given = {f"{i}.{name}": t for i, each in enumerate(self._ratios._checkpoints) for name, t in each.items()}
-        return given | {"tokens": samples.tokens, "attention": samples.attention, "completion": samples.completion}
+            state = {f"{i}.{name}": t for i, each in enumerate(self._ratios._checkpoints) for name, t in each.items()}
+        return state | {"tokens": samples.tokens, "attention": samples.attention, "completion": samples.completion}

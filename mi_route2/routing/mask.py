@@ -499,8 +499,8 @@ class MaskRoute(OneCall):
         flags = self._given(batch) if callable(self._given) else self._given
         by_rollout, by_token = batch.rollouts.tokens.shape[:1], batch.rollouts.tokens.shape
         if not isinstance(flags, Tensor) or flags.dtype != torch.bool:
-            kind = f"of {flags.dtype}" if isinstance(flags, Tensor) else f"a {type(flags).__name__}"
-            raise ValueError(f"flags must be a tensor of torch.bool, True if the kept adapter must learn nothing, not {kind}")
+            found = f"of {flags.dtype}" if isinstance(flags, Tensor) else f"a {type(flags).__name__}"
+            raise ValueError(f"flags must be a tensor of torch.bool, True if the kept adapter must learn nothing, not {found}")
         if flags.shape not in (by_rollout, by_token):
             raise ValueError(
                 f"flags have shape {list(flags.shape)}: give one per rollout, {list(by_rollout)}, or per token, {list(by_token)}"

@@ -209,8 +209,8 @@ def check_step(spec: RouteSpec, batch: TrainBatch, context: StepContext) -> None
         return
     if not spec.privileged:
         raise TypeError("this route is a method: it must not see detector verdicts over the student's rollouts")
-    if (given := len(context.privileged.own_channel)) != len(batch.rollouts):
-        raise ValueError(f"there are verdicts on {given} rollouts, but the batch has {len(batch.rollouts)}: give one each")
+    if (count := len(context.privileged.own_channel)) != len(batch.rollouts):
+        raise ValueError(f"there are verdicts on {count} rollouts, but the batch has {len(batch.rollouts)}: give one each")
 
 
 def trained_gradients(*named: Mapping[str, nn.Parameter]) -> list[Tensor]:
@@ -266,8 +266,8 @@ class OneCall:
         step = self.begin(policy, batch, context or StepContext(torch.default_generator))
         for micro_batch in step.micro_batches:
             with policy.adapters.recording(micro_batch.tape):
-                given = replace(micro_batch.batch, advantages=micro_batch.advantages)
-                loss = summed(loss_fn(policy.logits(given.rollouts), given), given)
+                scored = replace(micro_batch.batch, advantages=micro_batch.advantages)
+                loss = summed(loss_fn(policy.logits(scored.rollouts), scored), scored)
                 loss.backward()
             step.settle(micro_batch)
         return step.finish(reduce)
@@ -277,9 +277,9 @@ def summed(loss: object, batch: TrainBatch) -> Tensor:
     """Return the loss of a user's loss function as one number; ``ValueError`` for another shape, or without a gradient."""
     shapes = ((), (len(batch.rollouts),), tuple(batch.rollouts.tokens.shape))
     if not isinstance(loss, Tensor) or tuple(loss.shape) not in shapes:
-        told = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ValueError(
-            f"loss_fn returned {told}: return one number, one per rollout {list(shapes[1])} or one per token {list(shapes[2])}"
+            f"loss_fn returned {found}: return one number, one per rollout {list(shapes[1])} or one per token {list(shapes[2])}"
         )
     if not loss.requires_grad:
         raise ValueError(

@@ -30,13 +30,13 @@ def _ordered(numbers: object, info: Any) -> tuple[int, ...] | frozenset[int] | N
     numbers = numbers.tolist() if isinstance(numbers, Tensor | np.ndarray) else numbers
     if not isinstance(numbers, Iterable) or isinstance(numbers, str | bytes | bytearray | memoryview | Mapping):
         raise ValueError(f"{name} must be a sequence of whole numbers, as {name}=(3, 40), not {numbers!r:.60}")
-    given = [one.item() if isinstance(one, np.generic) else one for one in numbers]
-    if not given:
+    plain = [number.item() if isinstance(number, np.generic) else number for number in numbers]
+    if not plain:
         raise ValueError(f"{name} is empty: give at least one, or leave it out for no limit")
-    if wrong := [number for number in given if not isinstance(number, int) or isinstance(number, bool) or number < 0]:
+    if wrong := [number for number in plain if not isinstance(number, int) or isinstance(number, bool) or number < 0]:
         raise ValueError(f"{wrong[0]!r} in {name} is not a whole number from 0 on: logical positions and ids count from 0")
-    ordered = sorted(given)
-    if twice := [one for one, other in pairwise(ordered) if one == other]:
+    ordered = sorted(plain)
+    if twice := [site for site, other in pairwise(ordered) if site == other]:
         raise ValueError(f"{twice[0]} appears twice in {name}: give each number once")
     return frozenset(ordered) if name == "token_ids" else tuple(ordered)
 

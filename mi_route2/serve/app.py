@@ -150,8 +150,8 @@ def _plain(request: Request, error: HTTPException) -> Json:
 
 def _failed(request: Request, error: Exception) -> Json:
     log.error("a request failed with %s", type(error).__name__, exc_info=error)
-    told = f"the server failed with {type(error).__name__}: this is a fault of the server, please report it"
-    return answer(noted(request, ApiError(500, told)))
+    message = f"the server failed with {type(error).__name__}: this is a fault of the server, please report it"
+    return answer(noted(request, ApiError(500, message)))
 
 
 routes = APIRouter()
@@ -203,7 +203,7 @@ async def clear_steering(body: ClearSteering, server: TheServer) -> Response:
     every = body.name is None and not body.vectors
     names = list(server.configurations) if every else [] if body.name is None else [body.name]
     dropped = list(server.vectors) if every else body.vectors
-    for name, known in (*((one, server.configurations) for one in names), *((one, server.vectors) for one in dropped)):
+    for name, known in (*((label, server.configurations) for label in names), *((label, server.vectors) for label in dropped)):
         if name not in known:
             raise ApiError(404, f"nothing is called {name!r}; there are: {', '.join(sorted(known)) or 'none'}", code="unknown_name")
 
@@ -230,8 +230,8 @@ async def get_steering(server: TheServer) -> Response:
     """Return the vectors and configurations, and the steering of the running requests."""
     state: Mapping[str, Any] = await server.call(lambda engine: engine.steering.snapshot())
     requests = {
-        str(number): {**one, "monitors": [name for name in one["monitors"] if name != CLOSED]}
-        for number, one in state["requests"].items()
+        str(number): {**req, "monitors": [name for name in req["monitors"] if name != CLOSED]}
+        for number, req in state["requests"].items()
     }
     return Json({**_registered(server), "rows": state["rows"], "requests": requests})
 

@@ -52,10 +52,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Span):
         return {"text": value.text, "occurrence": value.occurrence}
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, np.generic):
         return value.item()
-    return [_plain(one) for one in value] if isinstance(value, list | tuple | range) else value
+    return [_plain(item) for item in value] if isinstance(value, list | tuple | range) else value
 
 
 def _ids(prompt: Any) -> Any:
@@ -81,8 +81,8 @@ def _unreachable(url: str, error: Exception) -> ServerError:
     return ServerError(f"no server answers at {url} ({error}): start one with python -m mi_route2.serve", 0, "unreachable")
 
 
-def _completion(prompt: Any, given: Mapping[str, Any], stream: bool) -> dict[str, Any]:
-    return {"prompt": _ids(prompt), **{name: _plain(value) for name, value in given.items()}, "stream": stream}
+def _completion(prompt: Any, fields: Mapping[str, Any], stream: bool) -> dict[str, Any]:
+    return {"prompt": _ids(prompt), **{name: _plain(value) for name, value in fields.items()}, "stream": stream}
 
 
 class PatchStudy:
@@ -161,7 +161,7 @@ class PatchStudy:
         positions: Any = None,
         *,
         progress: Progress | None = None,
-        **given: Any,
+        **fields: Any,
     ) -> Grid:
         """Return the grid of a sweep; arguments are those of ``mi_route2.patching.sweep``.
 
@@ -180,8 +180,8 @@ class PatchStudy:
         if positions is not None:
             single = isinstance(positions, int | np.integer | str | Span)
             body["positions"] = _ids([positions] if single else positions if hasattr(positions, "tolist") else list(positions))
-        given = {"answer": answer, "foil": foil, **given}
-        body |= {name: _plain(value) for name, value in given.items() if value is not None}
+        fields = {"answer": answer, "foil": foil, **fields}
+        body |= {name: _plain(value) for name, value in fields.items() if value is not None}
         rows, places, total = list[Target](), list[int | None](), 0
         for name, value in self._events("/v1/patch_sweep", body):
             if name == "start":
@@ -193,27 +193,27 @@ class PatchStudy:
                 return Grid.from_json(value["grid"])
         raise ServerError("the server ended the sweep without a summary: is it still running?", 0, "broken")
 
-    def cell(self, clean: Any, corrupt: Any, site: Any, position: int | None = None, **given: Any) -> dict[str, Any]:
+    def cell(self, clean: Any, corrupt: Any, site: Any, position: int | None = None, **fields: Any) -> dict[str, Any]:
         """Return the completion with one value patched in (``text``), and its most likely first tokens (``top``)."""
-        body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "site": str(site), "position": position, **given}
+        body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "site": str(site), "position": position, **fields}
         return self._call("POST", "/v1/patch_cell", _plain(body))
 
-    def complete(self, prompt: str | Sequence[int] | Tensor, **given: Any) -> dict[str, Any]:
+    def complete(self, prompt: str | Sequence[int] | Tensor, **fields: Any) -> dict[str, Any]:
         """Return a completion as OpenAI words it, with interventions in ``given``; see /docs of the server."""
-        return self._call("POST", "/v1/completions", _completion(prompt, given, False))
+        return self._call("POST", "/v1/completions", _completion(prompt, fields, False))
 
-    def stream(self, prompt: str | Sequence[int] | Tensor, **given: Any) -> Iterator[dict[str, Any]]:
+    def stream(self, prompt: str | Sequence[int] | Tensor, **fields: Any) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a completion as they come. Closing the iterator cancels the rest."""
-        for _, chunk in self._events("/v1/completions", _completion(prompt, given, True)):
+        for _, chunk in self._events("/v1/completions", _completion(prompt, fields, True)):
             yield chunk
 
-    def steer(self, **given: Any) -> dict[str, Any]:
+    def steer(self, **fields: Any) -> dict[str, Any]:
         """Register ``vectors``, or hold steering under a ``name``; return the names."""
-        return self._call("POST", "/v1/steering/set", _plain(given))
+        return self._call("POST", "/v1/steering/set", _plain(fields))
 
-    def unsteer(self, **given: Any) -> dict[str, Any]:
+    def unsteer(self, **fields: Any) -> dict[str, Any]:
         """Remove ``vectors``, the configuration ``name``, or everything; return the remaining state."""
-        return self._call("POST", "/v1/steering/clear", _plain(given))
+        return self._call("POST", "/v1/steering/clear", _plain(fields))
 
     def scale(self, request: int, scale: float) -> None:
         """Scale the steering vectors of a running request; its number is in each chunk, ``chunk["mi_route2"]["request"]``."""

@@ -49,8 +49,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the error as OpenAI's clients read it."""
         kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error_type = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
 
 class Json(JSONResponse):
@@ -216,8 +216,8 @@ class Front:
 
 def demand_token(token: str | None, authorization: str | None) -> None:
     """Raise ``ApiError`` 401 unless the header ``Authorization`` has the token, if the server has one."""
-    scheme, _, given = (authorization or "").partition(" ")
-    right = token is None or (scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode()))
+    scheme, _, bearer = (authorization or "").partition(" ")
+    right = token is None or (scheme.lower() == "bearer" and hmac.compare_digest(bearer.strip().encode(), token.encode()))
     if not right:
         raise ApiError(
             401,

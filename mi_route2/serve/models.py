@@ -158,9 +158,9 @@ class Served:
         """Tokens of the model that end a completion: the tokenizer's end of text, and those of the generation config."""
         config = getattr(self.host.model, "generation_config", None)
         configured = [getattr(self.tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None)]
-        flat = [one for each in configured for one in (each if isinstance(each, list | tuple) else [each])]
+        flat = [token for each in configured for token in (each if isinstance(each, list | tuple) else [each])]
         size = vocabulary(self.host.model)  # a tokenizer, or a config that was not adapted, may name a token that the model lacks
-        return tuple(dict.fromkeys(int(one) for one in flat if one is not None and (size is None or 0 <= int(one) < size)))
+        return tuple(dict.fromkeys(int(token) for token in flat if token is not None and (size is None or 0 <= int(token) < size)))
 
 
 def _smollm2() -> Served:

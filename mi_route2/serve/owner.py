@@ -77,7 +77,9 @@ class EventSource(Generic[T]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.cancel()
 
     def cancel(self) -> None:
@@ -277,7 +279,7 @@ class Owner:
 
         return await self._admitted(admit)
 
-    async def sweep(self, **given: Any) -> SweepJob:
+    async def sweep(self, **question: Any) -> SweepJob:
         """Prepare a patch sweep and return it.
 
         ``given`` are the arguments of ``patching.prepare`` without the host.
@@ -290,7 +292,7 @@ class Owner:
 
         def admit(engine: Engine) -> SweepJob:
             self._open()
-            steps = preparing(engine.host, **{"tokens": self._tokens, **given})
+            steps = preparing(engine.host, **{"tokens": self._tokens, **question})
             next(steps)  # which finds what is wrong with it, before it waits for its turn
             self._jobs.append(job := SweepJob(self, loop, steps))
             return job
@@ -319,7 +321,7 @@ class Owner:
         try:
             await self.call(lambda engine: begun.append(admit(engine)))
         except asyncio.CancelledError:
-            self._post(lambda: [one.cancel() for one in begun])
+            self._post(lambda: [stream.cancel() for stream in begun])
             raise
         return begun[0]
 

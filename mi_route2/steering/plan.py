@@ -100,7 +100,7 @@ def watch_of(monitor: Monitor, name: str, rows: SteeringRows, adapters: tuple[Si
     rows.demand_widths(monitor.adds)
     sums = monitor.sums if monitor.adds else {}
     rows.demand_finite(sums)
-    if probe.data.dtype != rows.kind:  # in its own type a vector is finite
+    if probe.data.dtype != rows.dtype:  # in its own type a vector is finite
         rows.demand_finite({monitor.site: probe.data})
     quarantined = frozenset[Site]()
     if monitor.quarantine is not None:
@@ -111,8 +111,8 @@ def watch_of(monitor: Monitor, name: str, rows: SteeringRows, adapters: tuple[Si
                 f"the monitor at {monitor.site} shall {monitor.quarantine} a quarantine that does not exist; at its site or later "
                 f"there are: {', '.join(map(str, sorted(there))) or 'none'}"
             )
-    adds = {site: values.to(rows.device, rows.kind) for site, values in sums.items()}
-    return CompiledMonitor(name, monitor, probe.data.to(rows.device, rows.kind), adds, quarantined)
+    adds = {site: values.to(rows.device, rows.dtype) for site, values in sums.items()}
+    return CompiledMonitor(name, monitor, probe.data.to(rows.device, rows.dtype), adds, quarantined)
 
 
 def requarantined(watch: CompiledMonitor, adapters: tuple[Site, ...]) -> CompiledMonitor:
@@ -309,8 +309,8 @@ class SiteStep:
                     forward.gates[gate.slot] = gate.factors(g, forward.count)
         for slot in self.quarantine:
             x = attenuate(x, _fired(forward.gates[slot]))
-        for one in self.terms:
-            x = one.add(x, forward.gates)
+        for summand in self.terms:
+            x = summand.add(x, forward.gates)
         for bound in self.bounds:
             x = bound.apply(x)
         return h if x is flat else x.view(h.shape)
@@ -372,7 +372,7 @@ class Planner:
         self, layout: BatchLayout, acting: Sequence[Acting], tables: Mapping[Site, SiteTable], tier: Mapping[Site, Tensor]
     ):
         self.cells, self.acting, self.tables, self.tier = Cells(layout), acting, tables, tier
-        self.off = [one.off for one in acting]
+        self.off = [steering.off for steering in acting]
         self.steps: dict[Site, SiteStep] = {}
         self.gating: list[GateSlot] = []
         self.quarantining: list[GateSlot] = []
@@ -452,7 +452,7 @@ class Planner:
             gates = self._gates(site, (i for i, decode, _, _ in picked if decode), rows=True)
             self._step(site).terms.append(Term(cells, VectorSpread(values, which), gates))
 
-    def _lines(self, picked: tuple[tuple[int, int, int, float], ...], kind: torch.dtype) -> Lines:
+    def _lines(self, picked: tuple[tuple[int, int, int, float], ...], dtype: torch.dtype) -> Lines:
         """Return the lines of a static term, computed once for all sites that share them."""
         if picked not in self._shared:
             ranges = tuple(self.cells.phases[i][decode] for i, decode, _, _ in picked)
@@ -462,7 +462,7 @@ class Planner:
             self._shared[picked] = (
                 self.cells.index(ranges),
                 torch.tensor([line for line, _ in places], device=self.cells.device),
-                None if set(scales) == {1.0} else torch.tensor(scales, dtype=kind, device=self.cells.device),
+                None if set(scales) == {1.0} else torch.tensor(scales, dtype=dtype, device=self.cells.device),
                 self.cells.which(ranges, which),
             )
         return self._shared[picked]
@@ -494,9 +494,9 @@ class Planner:
                         by_site.setdefault((site, k), []).append((cells, band))
         for (site, _), here in sorted(by_site.items(), key=lambda item: item[0]):
             ranges, bands = tuple(cells for cells, _ in here), [band for _, band in here]
-            unit, kind = VectorSpread.of(self.cells, ranges, [band.unit for band in bands]), bands[0].unit.dtype
+            unit, dtype = VectorSpread.of(self.cells, ranges, [band.unit for band in bands]), bands[0].unit.dtype
             low, high, strength = (
-                self.cells.each(ranges, [getattr(band, name) for band in bands], kind) for name in ("low", "high", "strength")
+                self.cells.each(ranges, [getattr(band, name) for band in bands], dtype) for name in ("low", "high", "strength")
             )
             self._step(site).bounds.append(Bound(self.cells.index(ranges), unit, low, high, strength))
 
@@ -515,25 +515,25 @@ class Planner:
         ranges = tuple(cells for *_, cells in entries)
         watches = [watch for _, watch, _ in entries]
         # each request compiled a tensor of its own from the same probe; ``VectorSpread`` stores a vector once if it is one object
-        kind, shared = watches[0].probe.dtype, {watch.monitor.probe: watch.probe for watch in watches}
+        dtype, shared = watches[0].probe.dtype, {watch.monitor.probe: watch.probe for watch in watches}
         probes = VectorSpread.of(self.cells, ranges, [shared[watch.monitor.probe] for watch in watches])
-        threshold = self.cells.each(ranges, [watch.monitor.threshold for watch in watches], kind)
-        sharpness = self.cells.each(ranges, [watch.monitor.sharpness for watch in watches], kind)
+        threshold = self.cells.each(ranges, [watch.monitor.threshold for watch in watches], dtype)
+        sharpness = self.cells.each(ranges, [watch.monitor.sharpness for watch in watches], dtype)
         start, total = {}, 0
         for i, watch, cells in entries:
             start[i, watch.name] = total - cells.start
             total += len(cells)
         slots = [slot for slot in (*self.gating, *self.quarantining) if slot.used and slot.watch.monitor.site == site]
-        gates = tuple(self._gate(slot, start, total, kind) for slot in slots)
+        gates = tuple(self._gate(slot, start, total, dtype) for slot in slots)
         return Watched(site, entries, self.cells.index(ranges), probes, threshold, sharpness, gates)
 
-    def _gate(self, slot: GateSlot, start: Mapping[tuple[int, str], int], total: int, kind: torch.dtype) -> SlotGate:
+    def _gate(self, slot: GateSlot, start: Mapping[tuple[int, str], int], total: int, dtype: torch.dtype) -> SlotGate:
         """Return the gate of a slot; ``start`` maps a cell of a piece to its index among the site's scores."""
         ranges = tuple(cells for _, _, cells, _ in slot.members)
         shift = [start[i, watch.name] for i, watch, *_ in slot.members]
         order = list(chain.from_iterable(range(c.start + s, c.stop + s) for c, s in zip(ranges, shift, strict=True)))
         source = None if order == list(range(total)) else torch.tensor(order, device=self.cells.device)
-        offset, slope = (self.cells.each(ranges, [factor[k] for *_, factor in slot.members], kind) for k in (0, 1))
+        offset, slope = (self.cells.each(ranges, [factor[k] for *_, factor in slot.members], dtype) for k in (0, 1))
         plain = all(factor == (0.0, 1.0) for *_, factor in slot.members)
         return SlotGate(slot.number, source, self.cells.index(ranges), None if plain else offset, slope)
 
@@ -607,8 +607,8 @@ class Readings:
         gates = {id(watched): watched.gate(scores) for watched, scores in self.scores}
         for watched, scores, piece, name, start, stop in self._entries():
             assert self.layout is not None
-            one = self.layout.pieces[piece]
-            yield one.request, name, one.start, Track(scores[start:stop], gates[id(watched)][start:stop])
+            chunk = self.layout.pieces[piece]
+            yield chunk.request, name, chunk.start, Track(scores[start:stop], gates[id(watched)][start:stop])
 
     def last(self) -> Mapping[int, Mapping[str, MonitorReading]]:
         """Return request -> monitor -> its reading at the last token of the request in this forward."""

@@ -31,9 +31,9 @@ def patch(
     ``alpha`` is one number, one per row (``[n 1]``) or one per dimension (``[d]``). The form ``h + alpha * (source - h)`` is not
     used, because the difference would leave rounding errors at alpha 1.
     """
-    kind = wide(h.dtype)
-    weight = torch.as_tensor(alpha, dtype=kind, device=h.device)
-    mixed = ((1 - weight) * h.to(kind) + weight * source.to(kind)).to(h.dtype)
+    dtype = wide(h.dtype)
+    weight = torch.as_tensor(alpha, dtype=dtype, device=h.device)
+    mixed = ((1 - weight) * h.to(dtype) + weight * source.to(dtype)).to(h.dtype)
     # Selected by torch.where and not multiplied, because 0 * inf is NaN, and -0.0 + 0.0 is 0.0.
     return torch.where(weight == 1, source.to(h.dtype), torch.where(weight == 0, h, mixed)).expand_as(h)
 
@@ -78,18 +78,18 @@ def clamp(
 
     ``h`` is returned bit for bit if the projection is between the bounds. Several clamps are applied one after another.
     """
-    kind = wide(h.dtype)
-    unit, full = v.to(kind), h.to(kind)
+    dtype = wide(h.dtype)
+    unit, full = v.to(dtype), h.to(dtype)
     projection = (full * unit).sum(-1)  # not a matmul, so that on a CPU the bits of a row do not depend on the number of rows
-    below, above = (torch.as_tensor(bound, dtype=kind, device=h.device) for bound in (low, high))
-    move = (projection.clamp(below, above) - projection) * torch.as_tensor(strength, dtype=kind, device=h.device)
+    below, above = (torch.as_tensor(bound, dtype=dtype, device=h.device) for bound in (low, high))
+    move = (projection.clamp(below, above) - projection) * torch.as_tensor(strength, dtype=dtype, device=h.device)
     return torch.where((move == 0)[..., None], h, (full + move[..., None] * unit).to(h.dtype))
 
 
 def score(h: Float[Tensor, "*n d"], probe: Float[Tensor, "*#n d"]) -> Float[Tensor, "*n"]:
     """Return ``h.probe`` in float32 at least; on a CPU, the bits of a row do not depend on the other rows."""
-    kind = wide(h.dtype)
-    return (h.to(kind) * probe.to(kind)).sum(-1)
+    dtype = wide(h.dtype)
+    return (h.to(dtype) * probe.to(dtype)).sum(-1)
 
 
 def squash(
@@ -115,9 +115,9 @@ def gate(
 
 def attenuate(h: Float[Tensor, "*n d"], factor: float | Float[Tensor, "*#n"]) -> Float[Tensor, "*n d"]:
     """Return ``h * factor``, row by row; a factor of 0 gives 0 even for NaN, a factor of 1 gives ``h`` bit for bit."""
-    kind = wide(h.dtype)
-    share = torch.as_tensor(factor, dtype=kind, device=h.device)[..., None]
-    scaled = torch.where(share == 0, torch.zeros((), dtype=kind, device=h.device), h.to(kind) * share).to(h.dtype)
+    dtype = wide(h.dtype)
+    share = torch.as_tensor(factor, dtype=dtype, device=h.device)[..., None]
+    scaled = torch.where(share == 0, torch.zeros((), dtype=dtype, device=h.device), h.to(dtype) * share).to(h.dtype)
     return torch.where(share == 1, h, scaled)  # so that a NaN keeps its bits
 
 
@@ -141,30 +141,30 @@ class Vector:
 
     __slots__ = ("digest", "name", "shape", "values")
 
-    def __init__(self, given: "Vector | Tensor | Sequence[float] | str"):
-        if isinstance(given, Vector):
-            self.name, self.values, self.digest, self.shape = given.name, given.values, given.digest, given.shape
+    def __init__(self, entries: "Vector | Tensor | Sequence[float] | str"):
+        if isinstance(entries, Vector):
+            self.name, self.values, self.digest, self.shape = entries.name, entries.values, entries.digest, entries.shape
             return
-        self.name = given if isinstance(given, str) else ""
+        self.name = entries if isinstance(entries, str) else ""
         self.values: Tensor | None = None
         self.digest, self.shape = b"", ()
-        if isinstance(given, str):
-            if not given:
+        if isinstance(entries, str):
+            if not entries:
                 raise ValueError("a vector's name is empty: give the name under which it was registered, or the vector itself")
             return
         try:
             # Python numbers have no dtype, so they are kept in float64.
-            listed = isinstance(given, list | tuple)
-            if listed and not {type(one) for one in given} <= {float, int} and _has_truth(given):
+            listed = isinstance(entries, list | tuple)
+            if listed and not {type(item) for item in entries} <= {float, int} and _has_truth(entries):
                 raise TypeError("a truth value is no number")
             if listed:
-                values = torch.tensor(given, dtype=torch.float64, device="cpu")
+                values = torch.tensor(entries, dtype=torch.float64, device="cpu")
             else:  # a tensor as it is: as_tensor would move it to torch's default device
-                values = given.detach() if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
+                values = entries.detach() if isinstance(entries, Tensor) else torch.as_tensor(entries, device="cpu")
             values = values if values.layout == torch.strided else values.to_dense()
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            shown = " ".join(repr(given).split())
-            raise ValueError(f"a vector is a tensor, a list of numbers or a name, not {shown:.60}") from error
+            excerpt = " ".join(repr(entries).split())
+            raise ValueError(f"a vector is a tensor, a list of numbers or a name, not {excerpt:.60}") from error
         if values.ndim not in (1, 2) or not values.numel() or values.is_complex() or values.dtype == torch.bool:
             raise ValueError(f"a vector is 1-D, or [heads, width] at a point by head; this is {values.dtype} {list(values.shape)}")
         self.shape = tuple(values.shape)
@@ -207,11 +207,11 @@ class Vector:
 VectorLike = Vector | Tensor | Sequence[float] | str
 
 
-def _has_truth(given: object) -> bool:
+def _has_truth(values: object) -> bool:
     """Return whether a truth value is among numbers, at any depth of lists."""
-    if isinstance(given, list | tuple):
-        return any(map(_has_truth, given))
-    return isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool")
+    if isinstance(values, list | tuple):
+        return any(map(_has_truth, values))
+    return isinstance(values, bool) or str(getattr(values, "dtype", "")).endswith("bool")
 
 
 def tensor_digest(values: Tensor) -> bytes:
@@ -234,23 +234,23 @@ Plain = BeforeValidator(plain)
 Bound = Annotated[float, Field(allow_inf_nan=True), Plain]
 
 
-def several(kind: type) -> PlainValidator:
-    """Return a field validator for any iterable of ``kind``, stored as a tuple. A single object is refused."""
-    return PlainValidator(partial(_tuple, kind))
+def several(item_type: type) -> PlainValidator:
+    """Return a field validator for any iterable of ``item_type``, stored as a tuple. A single object is refused."""
+    return PlainValidator(partial(_tuple, item_type))
 
 
-def _tuple(kind: type, given: object, info: Any) -> tuple:
-    name, what = info.field_name, kind.__name__
-    if isinstance(given, kind) or not isinstance(given, Iterable):
-        raise ValueError(f"{name} is a sequence of {what}, not one {type(given).__name__}: write ({what}(...),)")
-    entries = tuple(given)
-    if wrong := [one for one in entries if not isinstance(one, kind)]:
+def _tuple(item_type: type, value: object, info: Any) -> tuple:
+    name, what = info.field_name, item_type.__name__
+    if isinstance(value, item_type) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} is a sequence of {what}, not one {type(value).__name__}: write ({what}(...),)")
+    entries = tuple(value)
+    if wrong := [entry for entry in entries if not isinstance(entry, item_type)]:
         raise ValueError(f"{name} is a sequence of {what}, but one entry is a {type(wrong[0]).__name__}")
     return entries
 
 
-def _sites(given: object, info: Any) -> tuple[Site, ...] | None:
-    return None if given is None else tuple(sorted(set(_tuple(Site, given, info))))
+def _sites(value: object, info: Any) -> tuple[Site, ...] | None:
+    return None if value is None else tuple(sorted(set(_tuple(Site, value, info))))
 
 
 @validated
@@ -491,7 +491,7 @@ class Steering:
         """Return a copy with every name looked up; errors of ``lookup`` propagate."""
         if self._nameless:
             return self
-        return Steering(**{kind: tuple(entry.resolved(lookup) for entry in getattr(self, kind)) for kind in KINDS})
+        return Steering(**{field: tuple(entry.resolved(lookup) for entry in getattr(self, field)) for field in KINDS})
 
     @cached_property
     def _nameless(self) -> bool:
@@ -509,9 +509,9 @@ class Steering:
     def _fingerprint(self) -> bytes:
         hasher = hashlib.sha256()
         self.resolved(_unknown)
-        for kind in KINDS:
-            for entry in getattr(self, kind):
-                hasher.update(kind.encode() + b":" + entry.fingerprint() + b";")
+        for field in KINDS:
+            for entry in getattr(self, field):
+                hasher.update(field.encode() + b":" + entry.fingerprint() + b";")
         return hasher.digest()
 
     @property

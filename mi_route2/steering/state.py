@@ -46,7 +46,7 @@ from mi_route2.steering.table import SteeringRows, row_key
 class ActiveRequest:
     """Request that was admitted and has not ended. ``resident`` is False while it is preempted and holds no rows."""
 
-    asked: Steering
+    requested: Steering
     spec: Steering
     watches: dict[str, CompiledMonitor]
     override: "NamedConfig | None" = None
@@ -221,14 +221,16 @@ class SteeringState:
         if active is None:
             resolved = self._resolved(spec)
             self.rows.demand([resolved])  # before the monitors are compiled, as a waiting request comes here in every step
-            monitors = {one.name: watch_of(one, one.name, self.rows, self.adapter_sites) for one in resolved.monitors}
+            monitors = {
+                monitor.name: watch_of(monitor, monitor.name, self.rows, self.adapter_sites) for monitor in resolved.monitors
+            }
             active = ActiveRequest(spec or UNSTEERED, resolved, monitors)
         elif active.resident:
             raise ValueError(f"request {request} already runs: give each request a new number")
-        elif (spec or UNSTEERED) != active.asked:
+        elif (spec or UNSTEERED) != active.requested:
             raise ValueError(f"request {request} was preempted and now has another steering: admit it with the same one")
         self.rows.demand(active.specs)
-        active.row, *routed = [self.rows.acquire(one) for one in active.specs]
+        active.row, *routed = [self.rows.acquire(spec) for spec in active.specs]
         active.routed = routed[0] if routed else None
         active.resident = True
         self._count(active, 1)
@@ -254,11 +256,11 @@ class SteeringState:
             self._count(active, -1)
         active.row, active.routed, active.resident = 0, None, False
 
-    def _count(self, active: ActiveRequest, one: int) -> None:
+    def _count(self, active: ActiveRequest, step: int) -> None:
         """Count the monitors of a request in (1) or out (-1), if it is resident."""
         for watch in (*active.watches.values(), *active.dynamic.values()) if active.resident else ():
             for site in watch.sites:
-                self._watched[site] += one
+                self._watched[site] += step
                 if not self._watched[site]:
                     del self._watched[site]
 
@@ -313,7 +315,7 @@ class SteeringState:
     def set_tier(self, entries: Iterable[Steer]) -> None:
         """Replace the dynamic vectors, which act on every generated token, times the tier's gain."""
         resolved = self._entries(entries)
-        summed_up = {site: values.to(self.rows.device, self.rows.kind) for site, values in summed(resolved).items()}
+        summed_up = {site: values.to(self.rows.device, self.rows.dtype) for site, values in summed(resolved).items()}
         self.tier = {site: values for site, values in summed_up.items() if bool(values.any())}
         self._changed()
 
@@ -549,5 +551,5 @@ def _scale(value: Number) -> float:
     number = plain(value)
     if isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number <= float_info.max:
         return float(number)
-    shown = " ".join(repr(value).split())
-    raise ValueError(f"a scale of {shown:.60} is not valid: give a finite number that is not negative")
+    excerpt = " ".join(repr(value).split())
+    raise ValueError(f"a scale of {excerpt:.60} is not valid: give a finite number that is not negative")

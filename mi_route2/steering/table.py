@@ -73,7 +73,7 @@ class SteeringRows:
     def __init__(self, capacity: int, widths: Widths, dtype: torch.dtype, device: torch.device):
         if capacity < 0:
             raise ValueError(f"rows={capacity} is negative: give the number of steering configurations that may act at a time")
-        self.capacity, self.kind, self.device = capacity, wide(dtype), device
+        self.capacity, self.dtype, self.device = capacity, wide(dtype), device
         self.widths = widths
         self.tables: dict[Site, SiteTable] = {}
         self.globals: dict[str, dict[Site, Tensor]] = {tier: {} for tier in TIERS}
@@ -112,8 +112,8 @@ class SteeringRows:
     def demand_finite(self, sums: Mapping[Site, Tensor]) -> None:
         """Raise ``ValueError`` for a sum that is not finite in the table's dtype."""
         for site, values in sums.items():
-            if not bool(torch.isfinite(values.to(self.kind)).all()):
-                raise ValueError(f"the vector at {site} is beyond the range of {self.kind}: scale it down")
+            if not bool(torch.isfinite(values.to(self.dtype)).all()):
+                raise ValueError(f"the vector at {site} is beyond the range of {self.dtype}: scale it down")
 
     # References to rows
 
@@ -155,7 +155,7 @@ class SteeringRows:
         by_site: dict[Site, tuple[Band, ...]] = {}
         for clamp in clamps:
             if clamp.phase in ("both", phase):
-                unit = clamp.unit().to(self.device, self.kind)
+                unit = clamp.unit().to(self.device, self.dtype)
                 band = Band(unit, *clamp.bounds, clamp.strength)
                 by_site[clamp.site] = (*by_site.get(clamp.site, ()), band)
         return by_site
@@ -189,7 +189,7 @@ class SteeringRows:
 
     def _store(self, site: Site, index: int, pair: Sequence[Tensor | None]) -> None:
         table = self.tables.get(site)
-        rounded = {id(values): values.to(self.device, self.kind) for values in pair if values is not None}
+        rounded = {id(values): values.to(self.device, self.dtype) for values in pair if values is not None}
         # A line of zeros would act on nobody, but keep the site's table and with it a hook in every forward.
         acting = {key for key, values in rounded.items() if bool(values.any())}
         for line, key in enumerate(map(id, pair), start=2 * index):
@@ -198,7 +198,7 @@ class SteeringRows:
                 if table is None:
                     shape = 2 * (self.capacity + 1), len(values)
                     with torch.inference_mode(False):  # a table made in inference mode could not be written outside of it
-                        table = self.tables[site] = SiteTable(torch.zeros(shape, dtype=self.kind, device=self.device))
+                        table = self.tables[site] = SiteTable(torch.zeros(shape, dtype=self.dtype, device=self.device))
                 table.values[line] = values
                 table.acts.add(line)
             elif table is not None and line in table.acts:

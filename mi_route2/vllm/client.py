@@ -117,7 +117,7 @@ class VllmEngine:
             raise
         finally:
             left = self.llm.collective_rpc("mi_route2_collect", args=(list(made),))[0]
-        return [_result(one, answer, left.get(key)) for (key, (*_, one)), answer in zip(made.items(), answers, strict=True)]
+        return [_result(req, answer, left.get(key)) for (key, (*_, req)), answer in zip(made.items(), answers, strict=True)]
 
     def _lora(self, name: str | None) -> Any:
         """Return vLLM's request for a LoRA, a new one if the folder was written again.
@@ -235,9 +235,9 @@ def resolved(request: Request, facts: Facts, vectors: Mapping[str, Vector]) -> t
     for capture in request.capture:
         facts.shape(capture.site)
     named = {name: vector.data for name, vector in vectors.items()}
-    patches = resolve(request.patch, facts.shape, vectors=named, dtype=facts.kind)
+    patches = resolve(request.patch, facts.shape, vectors=named, dtype=facts.torch_dtype)
     steering = (request.steering or Steering()).resolved(looker(vectors))
-    SteeringState(facts.shape, rows=1, dtype=facts.kind).check(steering)
+    SteeringState(facts.shape, rows=1, dtype=facts.torch_dtype).check(steering)
     return patches, steering
 
 
@@ -268,19 +268,19 @@ def encoded(
         key: name under which the worker keeps what the request leaves.
     """
     patches, steering = resolved(request, facts, vectors)
-    one = EngineRequest(number, request, Result(number, seed=sampling.seed), sampling, patches)
+    req = EngineRequest(number, request, Result(number, seed=sampling.seed), sampling, patches)
     orders = Orders(key, len(request.prompt), patches, steering, request.capture, request.readings)
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
-    cache_salt = salt(request, patches, steering, SteeringState(facts.shape, rows=1, dtype=facts.kind))
+    cache_salt = salt(request, patches, steering, SteeringState(facts.shape, rows=1, dtype=facts.torch_dtype))
     if cache_salt is not None:
         prompt["cache_salt"] = cache_salt
     arguments = _sampling(sampling)
     if orders:
         arguments["extra_args"] = {KEY: write(orders)}
     # What a cached prefix holds is not computed by this request, so nothing of it would be captured or read.
-    if one.lowest_capture() < one.prompt:
+    if req.lowest_capture() < req.prompt:
         arguments["skip_reading_prefix_cache"] = True
-    return prompt, arguments, one
+    return prompt, arguments, req
 
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:
@@ -302,23 +302,23 @@ def _params(arguments: Mapping[str, Any]) -> Any:
     return installed().SamplingParams(**arguments)
 
 
-def _result(one: EngineRequest, answer: Any, left: Mapping[str, Any] | None) -> Result:
+def _result(req: EngineRequest, answer: Any, left: Mapping[str, Any] | None) -> Result:
     """Return vLLM's output and the values that the worker collected, as a ``Result``."""
-    result, output = one.result, answer.outputs[0]
+    result, output = req.result, answer.outputs[0]
     details = output.logprobs or [None] * len(output.token_ids)
-    result.tokens = [_token(token, detail, one.sampling) for token, detail in zip(output.token_ids, details, strict=True)]
+    result.tokens = [_token(token, detail, req.sampling) for token, detail in zip(output.token_ids, details, strict=True)]
     result.finish = _finish(output.finish_reason)
     result.cached = answer.num_cached_tokens or 0
-    one.tokens += result.ids
-    one.computed = len(one.tokens) - 1
+    req.tokens += result.ids
+    req.computed = len(req.tokens) - 1
     for number, kept in (left or {}).get("captured", {}).items():
         order = sorted(range(len(kept["positions"])), key=kept["positions"].__getitem__)
-        one.keep(int(number), [kept["positions"][i] for i in order], unpack(kept["rows"])[order])
+        req.keep(int(number), [kept["positions"][i] for i in order], unpack(kept["rows"])[order])
     for position, readings in sorted((left or {}).get("readings", {}).items(), key=lambda item: int(item[0])):
-        one.note(int(position), {name: MonitorReading(*pair) for name, pair in readings.items()})
+        req.note(int(position), {name: MonitorReading(*pair) for name, pair in readings.items()})
     if left is not None and left["error"] is not None:
         result.finish, result.error = "error", left["error"]
-    one.settle()
+    req.settle()
     return result
 
 
@@ -329,7 +329,7 @@ def _finish(reason: str | None) -> Finish:
 def _token(token: int, detail: Mapping[int, Any] | None, sampling: Sampling) -> Token:
     if detail is None:
         return Token(token)
-    best = sorted((one.rank, token_id) for token_id, one in detail.items() if one.rank is not None)
+    best = sorted((logprob.rank, token_id) for token_id, logprob in detail.items() if logprob.rank is not None)
     top = {token_id: detail[token_id].logprob for _, token_id in best[: sampling.logprobs or 0]}
-    asked = tuple(detail[token_id].logprob for token_id in sampling.logprob_token_ids)
-    return Token(token, detail[token].logprob, top, asked)
+    requested = tuple(detail[token_id].logprob for token_id in sampling.logprob_token_ids)
+    return Token(token, detail[token].logprob, top, requested)

@@ -32,7 +32,7 @@ class Facts:
     dtype: str
 
     @property
-    def kind(self) -> torch.dtype:
+    def torch_dtype(self) -> torch.dtype:
         """The dtype of activations."""
         return getattr(torch, self.dtype)
 

@@ -237,14 +237,14 @@ class VllmSampler:
         seeds = torch.randint(2**53, (len(prompts),), generator=generator, device=generator.device).tolist()
         common = {"max_tokens": max_new, "temperature": float(temperature), "stop_token_ids": list(ends), "logprobs": 0}
         params = [imported().SamplingParams(**common, seed=seed, ignore_eos=True, detokenize=False) for seed in seeds]
-        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         request = lora.request()
         try:
-            answers = lora.llm.generate(given, params, use_tqdm=False, lora_request=request)
+            answers = lora.llm.generate(inputs, params, use_tqdm=False, lora_request=request)
         except BaseException:
             abandon(lora.llm)
             raise
-        completions = [list(one.outputs[0].token_ids) for one in answers]
+        completions = [list(answer.outputs[0].token_ids) for answer in answers]
         refuse_other((answers[row] for row in spread(len(answers), self._checked)), policy, self._dtype)
         return completions
 

@@ -53,15 +53,15 @@ def write(orders: Orders) -> str:
             "prompt": orders.prompt,
             "patches": [
                 {
-                    "site": str(one.site),
-                    "position": one.position,
-                    "source": pack(one.source),
-                    "alpha": pack(one.alpha) if isinstance(one.alpha, Tensor) else one.alpha,
+                    "site": str(patch.site),
+                    "position": patch.position,
+                    "source": pack(patch.source),
+                    "alpha": pack(patch.alpha) if isinstance(patch.alpha, Tensor) else patch.alpha,
                 }
-                for one in orders.patches
+                for patch in orders.patches
             ],
-            "steering": {kind: [_plain(entry) for entry in getattr(orders.steering, kind)] for kind in _ENTRIES},
-            "captures": [{"site": str(one.site), "where": _plain(one.selection)} for one in orders.captures],
+            "steering": {field: [_plain(entry) for entry in getattr(orders.steering, field)] for field in _ENTRIES},
+            "captures": [{"site": str(capture.site), "where": _plain(capture.selection)} for capture in orders.captures],
             "readings": orders.readings,
         }
     )
@@ -71,9 +71,11 @@ def read(text: str, dtype: torch.dtype, device: torch.device) -> Orders:
     """Return the interventions in a text that ``write`` wrote; ``ValueError`` for any other text."""
     try:
         raw = json.loads(text)
-        patches = tuple(_patch(one, dtype, device) for one in raw["patches"])
-        steering = Steering(**{kind: tuple(_entry(made, one) for one in raw["steering"][kind]) for kind, made in _ENTRIES.items()})
-        captures = tuple(Capture(Site.parse(one["site"]), TokenSelection(**one["where"])) for one in raw["captures"])
+        patches = tuple(_patch(patch, dtype, device) for patch in raw["patches"])
+        steering = Steering(
+            **{field: tuple(_entry(made, entry) for entry in raw["steering"][field]) for field, made in _ENTRIES.items()}
+        )
+        captures = tuple(Capture(Site.parse(capture["site"]), TokenSelection(**capture["where"])) for capture in raw["captures"])
         return Orders(str(raw["key"]), int(raw["prompt"]), patches, steering, captures, bool(raw["readings"]))
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"extra_args[{KEY!r}] of a request is not what this version of mi-route2 writes: {error}") from error
@@ -91,23 +93,23 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Vector):
         return pack(value.data)
     if isinstance(value, Steer | Clamp | Monitor | TokenSelection):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value
 
 
-def _entry(kind: type, raw: Mapping[str, Any]) -> Any:
-    given = dict(raw, site=Site.parse(raw["site"]))
+def _entry(record: type, raw: Mapping[str, Any]) -> Any:
+    fields = dict(raw, site=Site.parse(raw["site"]))
     for name in ("vector", "probe"):
-        if name in given:
-            given[name] = unpack(given[name])
+        if name in fields:
+            fields[name] = unpack(fields[name])
     for name in ("gates", "quarantined"):
-        if given.get(name) is not None:
-            given[name] = tuple(Site.parse(one) for one in given[name])
-    if "adds" in given:
-        given["adds"] = tuple(_entry(Steer, one) for one in given["adds"])
-    return kind(**given)
+        if fields.get(name) is not None:
+            fields[name] = tuple(Site.parse(site) for site in fields[name])
+    if "adds" in fields:
+        fields["adds"] = tuple(_entry(Steer, add) for add in fields["adds"])
+    return record(**fields)
 
 
 def salt(request: Request, patches: Sequence[Resolved], steering: Steering, state: SteeringState) -> str | None:
@@ -128,6 +130,6 @@ def salt(request: Request, patches: Sequence[Resolved], steering: Steering, stat
         return None
     # A token that one request generates may be in the prompt of another: where the phases differ, it is not the same token.
     prompt = len(request.prompt) if prefill != decode else None
-    placed = sorted((one.position, one.digest.hex()) for one in patches)
+    placed = sorted((patch.position, patch.digest.hex()) for patch in patches)
     data = json.dumps([prefill.hex(), decode.hex(), prompt, placed])
     return f"mi-route2-{hashlib.sha256(data.encode()).hexdigest()}"

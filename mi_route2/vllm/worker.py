@@ -111,7 +111,7 @@ class RunnerInterventions:
         self._blocks = [f"{architecture.blocks}.{layer}" for layer in range(facts.layers)]
         for point in facts.points.values():
             module_at(self.model, architecture, f"{self._blocks[0]}.{point.path}".rstrip("."))
-        self.steering = SteeringState(facts.shape, rows=facts.rows, dtype=facts.kind, device=device)
+        self.steering = SteeringState(facts.shape, rows=facts.rows, dtype=facts.torch_dtype, device=device)
         self.results: dict[str, Collected] = {}
         self._running: dict[str, Running | None] = {}
         self._batch: Batch | None = None
@@ -125,20 +125,20 @@ class RunnerInterventions:
     # One forward
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for one in () if self._batch is None else self._batch.running:  # of a forward that broke off, and may have written NaN
-            self._spoiled.update(*one.state.block_ids)
+        for req in () if self._batch is None else self._batch.running:  # of a forward that broke off, and may have written NaN
+            self._spoiled.update(*req.state.block_ids)
         self._batch = None
         batch = self._runner.input_batch
         self._forget(batch.req_ids)
         bounds, computed = self._runner.query_start_loc.np, batch.num_computed_tokens_cpu
         here: list[tuple[Running, int, int, int]] = []
         for row, name in enumerate(batch.req_ids):
-            one = self._find(name)
-            if one is not None:
+            req = self._find(name)
+            if req is not None:
                 first, stop = int(bounds[row]), int(bounds[row + 1])
                 if stop > first:
-                    here.append((one, first, int(computed[row]), stop - first))
-            if self._spoiled and (one is None or not one.broken):
+                    here.append((req, first, int(computed[row]), stop - first))
+            if self._spoiled and (req is None or not req.broken):
                 self._clean(name, int(computed[row]))
         if here:
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
@@ -151,30 +151,30 @@ class RunnerInterventions:
             self._hooks[site] = self._hook(site)
 
     def _made(self, here: list[tuple[Running, int, int, int]], ids: Tensor | None) -> Batch:
-        for one, *_ in here:
-            if not one.admitted:
-                self.steering.admit(one.number, one.orders.steering)
-                one.admitted = True
-        pieces = [Piece(one.number, start, count, one.orders.prompt) for one, _, start, count in here]
+        for req, *_ in here:
+            if not req.admitted:
+                self.steering.admit(req.number, req.orders.steering)
+                req.admitted = True
+        pieces = [Piece(req.number, start, count, req.orders.prompt) for req, _, start, count in here]
         layout = BatchLayout.of(pieces, self._device)
         firsts = torch.tensor([first for _, first, _, _ in here], device=self._device)[:, None]
         starts = torch.tensor([piece.start for piece in pieces], device=self._device)[:, None]
         index = firsts + torch.where(layout.real, layout.positions - starts, 0)
         work: dict[Site, Work] = {}
-        for row, (one, first, start, count) in enumerate(here):
-            for column, placed in firing(one.orders.patches, start, count):
+        for row, (req, first, start, count) in enumerate(here):
+            for column, placed in firing(req.orders.patches, start, count):
                 work.setdefault(placed.site, Work()).patches.append((row, column, placed))
-            if not one.orders.captures:
+            if not req.orders.captures:
                 continue
             if ids is None:
                 raise RuntimeError("a request with captures runs on embeddings in place of tokens: give token ids")
             tokens = ids[first : first + count].tolist()
-            for number, capture in enumerate(one.orders.captures):
-                if columns := capture.selection.rows(tokens, start, one.orders.prompt):
-                    sink = partial(one.collected.keep, number, [start + column for column in columns])
+            for number, capture in enumerate(req.orders.captures):
+                if columns := capture.selection.rows(tokens, start, req.orders.prompt):
+                    sink = partial(req.collected.keep, number, [start + column for column in columns])
                     places = [(row, column) for column in columns]
                     work.setdefault(capture.site, Work()).captures.append((sink, places))
-        return Batch(layout, [one for one, *_ in here], index, work, self.steering.begin(layout))
+        return Batch(layout, [req for req, *_ in here], index, work, self.steering.begin(layout))
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         batch = self._batch
@@ -182,13 +182,13 @@ class RunnerInterventions:
             return
         if silent := self._hooks.keys() - batch.fired:
             raise RuntimeError(f"these hooks did not fire in a forward of vLLM: {', '.join(map(str, sorted(silent)))}")
-        by_number = {one.number: one for one in batch.running}
+        by_number = {req.number: req for req in batch.running}
         readings = self.steering.end() if batch.steered else None
         for number, name, start, track in readings.each() if readings is not None else ():
-            one = by_number[number]
-            if one.orders.readings:
+            req = by_number[number]
+            if req.orders.readings:
                 for at, (score, gate) in enumerate(zip(track.scores.tolist(), track.gates.tolist(), strict=True), start):
-                    one.collected.note(at, name, score, gate)
+                    req.collected.note(at, name, score, gate)
         for sink, rows in batch.taken:
             sink(rows)
         self._check(batch, output)
@@ -198,14 +198,14 @@ class RunnerInterventions:
         """Store values for collection; fail the requests whose stream is not finite."""
         ends = torch.tensor([piece.count - 1 for piece in batch.layout.pieces], device=self._device)
         last = output[batch.index.gather(1, ends[:, None])[:, 0]]
-        for one, piece, finite in zip(batch.running, batch.layout.pieces, last.isfinite().all(-1).tolist(), strict=True):
+        for req, piece, finite in zip(batch.running, batch.layout.pieces, last.isfinite().all(-1).tolist(), strict=True):
             if not finite:
                 at = piece.start + piece.count - 1
-                one.broken = True
-                one.collected.fail(f"the activations at position {at} are not finite: is an intervention too strong?")
-                self._spoiled.update(*one.state.block_ids)
-            if one.collected:  # requests that leave nothing need not be collected
-                self.results[one.orders.key] = one.collected
+                req.broken = True
+                req.collected.fail(f"the activations at position {at} are not finite: is an intervention too strong?")
+                self._spoiled.update(*req.state.block_ids)
+            if req.collected:  # requests that leave nothing need not be collected
+                self.results[req.orders.key] = req.collected
 
     def _clean(self, name: str, computed: int) -> None:
         """Zero the spoiled blocks into which a request is to write; its whole ones are its own, or a prefix that stays as it is."""
@@ -301,19 +301,19 @@ class RunnerInterventions:
         return self._running[name]
 
     def _started(self, state: Any, text: str) -> Running:
-        orders = read(text, self._facts.kind, self._device)
+        orders = read(text, self._facts.torch_dtype, self._device)
         self._numbers += 1
         return Running(state, self._numbers, orders, Collected())
 
     def _forget(self, batch: Sequence[str]) -> None:
         """Release the rows of requests that are not in this batch, and forget those that have ended."""
         there = set(batch)
-        for name, one in list(self._running.items()):
+        for name, req in list(self._running.items()):
             if name in there:
                 continue
-            if one is not None and one.admitted:
-                self.steering.release(one.number)
-                one.admitted = False
+            if req is not None and req.admitted:
+                self.steering.release(req.number)
+                req.admitted = False
             if name not in self._runner.requests:
                 del self._running[name]
 

@@ -52,8 +52,8 @@ def build(options: BenchmarkOptions, stack: ExitStack) -> Benchmark:
 
     @torch.no_grad()
     def generate(prompts: Tensor, cache: bool = True) -> None:
-        given = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        ids = model.generate(prompts, attention_mask=torch.ones_like(prompts), use_cache=cache, **given)
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        ids = model.generate(prompts, attention_mask=torch.ones_like(prompts), use_cache=cache, **options)
         assert ids.shape[1] == PROMPT + new
 
     def one_by_one() -> None:

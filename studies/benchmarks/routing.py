@@ -138,11 +138,11 @@ def routed(policy: Policy, batch: TrainBatch, spec: MaskSpec, seed: int) -> Side
 
 def random_directions(adapters: Adapters, spec: MaskSpec, seed: int) -> Directions:
     """Return a random unit vector per site, in the space of the spec's features."""
-    kind: Any = spec.score
+    score: Any = spec.score
     generator = torch.Generator().manual_seed(seed)
-    shapes = feature_shapes(adapters, kind, adapters.coordinates() if kind == "act" else {})
+    shapes = feature_shapes(adapters, score, adapters.coordinates() if score == "act" else {})
     vectors = {site: unit(torch.randn(shape, generator=generator)) for site, shape in shapes.items()}
-    return Directions(vectors, Provenance("haar", kind, "none", adapters.base_hash, 0, seed))
+    return Directions(vectors, Provenance("haar", score, "none", adapters.base_hash, 0, seed))
 
 
 def make_batch(vocab: int, b: int, s: int, seed: int) -> TrainBatch:

@@ -107,15 +107,15 @@ def build(options: BenchmarkOptions, stack: ExitStack) -> Benchmark:
         return client.post("/v1/completions", json=body).raise_for_status().json()["usage"]["completion_tokens"]
 
     def over_http(n: int) -> float:
-        given, began = prompts(n), perf_counter()
-        tokens = sum(threads.map(complete, given))
+        texts, began = prompts(n), perf_counter()
+        tokens = sum(threads.map(complete, texts))
         seconds = perf_counter() - began
         assert tokens == n * new, (tokens, n, new)
         return seconds
 
     def in_process(n: int) -> float:
-        given, began, tokens = prompts(n), perf_counter(), 0
-        for prompt in given:
+        texts, began, tokens = prompts(n), perf_counter(), 0
+        for prompt in texts:
             engine.submit(Request(tuple(prompt), Sampling(max_new=new)))
         while engine.busy:
             engine.step()

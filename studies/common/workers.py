@@ -171,8 +171,8 @@ def _end_with_parent() -> None:
 def _cluster(options: Executor, folder: Path) -> Iterator[Submit]:
     import submitit
 
-    kind = "slurm" if options.executor == "slurm" else "local"
-    executor = submitit.AutoExecutor(folder / "%j", cluster=kind, slurm_max_num_timeout=1000)
+    cluster = "slurm" if options.executor == "slurm" else "local"
+    executor = submitit.AutoExecutor(folder / "%j", cluster=cluster, slurm_max_num_timeout=1000)
     executor.update_parameters(timeout_min=round(60 * options.hours), cpus_per_task=1, nodes=1, tasks_per_node=1)
     executor.update_parameters(slurm_mem=f"{round(1024 * options.memory)}MB", slurm_signal_delay_s=120)
     extra = dict(option.split("=", 1) for option in options.slurm)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from mi_route2.files import shown, whole_folder
+from mi_route2.files import shortened, whole_folder
 from mi_route2.hosts.load import load
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Privileged
@@ -172,10 +172,10 @@ class ChatTokenizer:
     def _shows(self, system: str) -> bool:
         """Return whether the template writes a system message; ``ValueError`` if it does not even write the user's."""
         try:
-            asked = self._apply(_messages("", QUESTION), tokenize=False)
+            rendered = self._apply(_messages("", QUESTION), tokenize=False)
         except Exception as error:  # a template may raise any error
             raise ValueError(f"the chat template of this tokenizer cannot be used ({error}): give it another one") from error
-        if QUESTION not in asked:
+        if QUESTION not in rendered:
             raise ValueError("the chat template of this tokenizer does not write the user's message: give it another one")
         try:
             return not system or RULE in self._apply(_messages(RULE, QUESTION), tokenize=False)
@@ -364,23 +364,23 @@ class ChatWitness:
         return Privileged(torch.tensor(exploits), torch.tensor(self._world.detect(samples)))
 
 
-def _one_each(of: str, what: str, given: list[Any], samples: Samples) -> list[Any]:
-    if len(given) != (n := len(samples.completions)):
-        raise ValueError(f"{of} gave {len(given)} {what} for {n} completions: it must give one each")
-    return given
+def _one_each(of: str, what: str, items: list[Any], samples: Samples) -> list[Any]:
+    if len(items) != (n := len(samples.completions)):
+        raise ValueError(f"{of} gave {len(items)} {what} for {n} completions: it must give one each")
+    return items
 
 
-def _answers(of: str, given: Sequence[Any]) -> list[bool]:
+def _answers(of: str, verdicts: Sequence[Any]) -> list[bool]:
     """Return answers as booleans, which a log can hold: numpy's, and 0 and 1, are theirs; ``ValueError`` for any other."""
-    if wrong := [one for one in given if not isinstance(one, int | np.bool_ | np.integer) or one not in (0, 1)]:
-        raise ValueError(f"{of} gave {shown(wrong[0])}, not True or False")
-    return [bool(one) for one in given]
+    if wrong := [verdict for verdict in verdicts if not isinstance(verdict, int | np.bool_ | np.integer) or verdict not in (0, 1)]:
+        raise ValueError(f"{of} gave {shortened(wrong[0])}, not True or False")
+    return [bool(verdict) for verdict in verdicts]
 
 
-def _with_answers(of: str, given: Sequence[Any], *names: str, **columns: Sequence[Any]) -> list[Any]:
+def _with_answers(of: str, rollouts: Sequence[Any], *names: str, **columns: Sequence[Any]) -> list[Any]:
     """Return records with these fields as booleans, see `_answers`, and the columns as other fields."""
-    columns |= {name: _answers(of, [getattr(one, name) for one in given]) for name in names}
-    return [replace(one, **{name: column[i] for name, column in columns.items()}) for i, one in enumerate(given)]
+    columns |= {name: _answers(of, [getattr(rollout, name) for rollout in rollouts]) for name in names}
+    return [replace(rollout, **{name: column[i] for name, column in columns.items()}) for i, rollout in enumerate(rollouts)]
 
 
 TURN, END, PAD = "<|turn|>", "<|end|>", "<|pad|>"

@@ -106,18 +106,18 @@ NUMBERS = (2, 3, 4, 5, 6)
 
 def _tasks() -> Iterator[LeetCodeTask]:
     for parameters, draw, kinds in FAMILIES:
-        for kind, meaning, form in kinds:
+        for input_type, meaning, form in kinds:
             for k in NUMBERS:
-                yield _task(f"{kind}_{k}", parameters, draw, meaning.format(k=k), form.format(k=k))
+                yield _task(f"{input_type}_{k}", parameters, draw, meaning.format(k=k), form.format(k=k))
 
 
 def _task(function: str, parameters: str, draw: Inputs, meaning: str, expression: str) -> LeetCodeTask:
     rng = random.Random(f"{parameters} {function}")
-    inputs = {repr(one): one for one in (draw(rng) for _ in range(100))}
+    inputs = {repr(drawn): drawn for drawn in (draw(rng) for _ in range(100))}
     tests = []
-    for given in list(inputs.values())[:CASES]:
-        said = ", ".join(f"{name} = {value!r}" for name, value in given.items())
-        tests.append(f"assert Solution().{function}({said}) == {eval(expression, {}, dict(given))!r}")  # text of this module alone
+    for values in list(inputs.values())[:CASES]:
+        said = ", ".join(f"{name} = {value!r}" for name, value in values.items())
+        tests.append(f"assert Solution().{function}({said}) == {eval(expression, {}, dict(values))!r}")  # text of this module alone
     head = f"class Solution:\n    def {function}(self, {parameters}):"
     return read_task(
         {
@@ -161,9 +161,9 @@ class Functions(LeetCodeProblem):
         """Return the prompt of a task under a mode. Raises KeyError for an unknown task or mode."""
         if mode not in self.modes.names:
             raise KeyError(f"unknown mode {mode!r}: choose from {', '.join(self.modes.names)}")
-        asked, hint = self._task(task), MODES[mode].hint
+        question, hint = self._task(task), MODES[mode].hint
         return TextPrompt(
-            task, mode, f"Write the class Solution with a method {task} that {asked.statement}. Your solution {hint}."
+            task, mode, f"Write the class Solution with a method {task} that {question.statement}. Your solution {hint}."
         )
 
     def pairs(self, seed: int, n: int, kind: PairKind) -> list[PersonaPair]:

@@ -51,8 +51,8 @@ class LanesArm:
     def config(self, size: "LanesSize") -> LanesConfig:
         """Return the model configuration of this arm at a size."""
         loop = {"none": None, "wide": size.wide, "narrow": size.narrow}[self.looped]
-        given = {"wiring": self.wiring, "start": self.start, "learned": self.learned}
-        return sized(size, loop=loop, loop_embeddings=self.embeddings, head_bias=self.head_bias, **given)
+        fields = {"wiring": self.wiring, "start": self.start, "learned": self.learned}
+        return sized(size, loop=loop, loop_embeddings=self.embeddings, head_bias=self.head_bias, **fields)
 
     def optim(self, usual: OptimSettings) -> OptimSettings:
         """Return the optimizer settings of this arm."""

@@ -122,9 +122,9 @@ def _closed_form(config: LanesConfig, tokens: Tensor, seed: int) -> float:
         loss = model.loss(tokens)
     (final,) = torch.autograd.grad(loss, seen)
     predicted, deviations = coefficients(model), []
-    for one in decompose(model, tokens):
-        expected = predicted[one.sublayer].detach() * final
-        deviations.append((one.direct - expected).abs().max() / expected.abs().max())
+    for term in decompose(model, tokens):
+        expected = predicted[term.sublayer].detach() * final
+        deviations.append((term.direct - expected).abs().max() / expected.abs().max())
     return float(torch.stack(deviations).max())  # NaN if one is, which Python's `max` may pass over
 
 

@@ -236,8 +236,8 @@ def routing(subject: Subject) -> Artifact:
     `apart`: the mean distance of a sublayer's two weights, relative to the mean distance of a weight from 1; None if none moved.
     """
     post = subject.model.post.detach().double()[list(compared(subject.model.config))]
-    given = STARTS["asymmetric"]
-    start = torch.tensor((given.attn, given.mlp), dtype=torch.float64)
+    asymmetric = STARTS["asymmetric"]
+    start = torch.tensor((asymmetric.attn, asymmetric.mlp), dtype=torch.float64)
     preferred, apart, moved = (start[:, 0] - start[:, 1]), post[..., 0] - post[..., 1], (post - 1).abs().mean()
     return {
         "pattern": float((apart / preferred).mean()),

@@ -133,7 +133,7 @@ class LanesOptimizer:
         self.settings = settings
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         matrices, embeddings, controls = (
-            [p for name, p in self.named.items() if kinds[name] == kind] for kind in ("matrix", "embedding", "control")
+            [p for name, p in self.named.items() if kinds[name] == role] for role in ("matrix", "embedding", "control")
         )
         self.muon = Muon(matrices, settings)
         groups = [
@@ -141,7 +141,7 @@ class LanesOptimizer:
             {"params": controls, "lr": settings.control_rate, "weight_decay": settings.control_decay},
         ]
         self.adamw = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
-        self._rates = [(group, group["lr"]) for one in (self.muon, self.adamw) for group in one.param_groups]
+        self._rates = [(group, group["lr"]) for optimizer in (self.muon, self.adamw) for group in optimizer.param_groups]
 
     def set(self, step: int, total: int) -> None:
         """Set the rates and the momentum for ``step`` of ``total``, counted from 0.

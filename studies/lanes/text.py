@@ -62,8 +62,8 @@ class TextCorpus:
     def sha256(self) -> str:
         """Hash of all names, sizes and contents, in order."""
         digest = hashlib.sha256()
-        for one in self.documents:
-            digest.update(f"{one.sha256} {len(one.data)} ".encode() + _encoded(one.name) + b"\0")
+        for document in self.documents:
+            digest.update(f"{document.sha256} {len(document.data)} ".encode() + _encoded(document.name) + b"\0")
         return digest.hexdigest()
 
     def split(self, split: str) -> tuple[Document, ...]:
@@ -84,7 +84,7 @@ class TextCorpus:
         Takes eight bytes per token; nothing else is copied. Raises the errors of ``split``.
         """
         texts = _limited([d.data for d in self.split(split)], limit_bytes)
-        arrays = [one for part in texts for one in (np.array([BOS]), np.frombuffer(part, dtype=np.uint8))]
+        arrays = [array for part in texts for array in (np.array([BOS]), np.frombuffer(part, dtype=np.uint8))]
         return torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
 
 

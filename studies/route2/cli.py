@@ -174,11 +174,11 @@ class TinyModel:
             raise ValueError(f"steps must be at least 0 and max-new at least 1, not {steps} and {self.max_new}")
         problem = open_problem(self.world, "" if self.data is None else str(self.data))
         try:
-            given: dict[str, Any] = {"seed": self.seed, "steps": steps, "max_new": self.max_new}
+            options: dict[str, Any] = {"seed": self.seed, "steps": steps, "max_new": self.max_new}
             if self.start is None:
-                loss = make_tiny_model(problem, self.folder, **given)
+                loss = make_tiny_model(problem, self.folder, **options)
             else:
-                loss = warm_up(problem, smollm2_folder() if self.start == "smollm2" else Path(self.start), self.folder, **given)
+                loss = warm_up(problem, smollm2_folder() if self.start == "smollm2" else Path(self.start), self.folder, **options)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("begins anew") from None
         finally:

@@ -194,7 +194,7 @@ def draw_curves(logs: dict[Path, pd.DataFrame], order: list[str], name: str, pat
         for ax, (column, title) in zip(axes, panels):
             for place, arm in enumerate(order):
                 tables = [log for folder, log in logs.items() if folder.name == arm and column in log]
-                rows = pd.concat([table[["step", column]] for table in tables]).dropna() if tables else pd.DataFrame()
+                rows = pd.DataFrame(pd.concat([table[["step", column]] for table in tables]).dropna() if tables else None)
                 if len(rows):
                     color, dash = lines[place % len(lines)]
                     at, rates = values(rows, "step"), values(rows, column)

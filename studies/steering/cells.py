@@ -77,23 +77,23 @@ class Bench:
         return [p for mode in self.modes for p in self.world.evaluation_prompts(mode, tasks or self.settings.tasks)]
 
     def requests(
-        self, prompts: Sequence[MicroPrompt], steering: Steering | None, *, capture: Sequence[Site] = (), asked: bool = False
+        self, prompts: Sequence[MicroPrompt], steering: Steering | None, *, capture: Sequence[Site] = (), with_exploit: bool = False
     ) -> list[Request]:
         """Return one request per prompt.
 
-        ``asked`` requests the log-probability of the first token of the exploit of the prompt's own mode.
+        ``with_exploit`` requests the log-probability of the first token of the exploit of the prompt's own mode.
         """
         vocabulary = Vocabulary()
         requests = []
         for number, prompt in enumerate(prompts):
             exploit = get_mode(prompt.mode).exploit
-            ids = (vocabulary.id(exploit[0]),) if asked and exploit else ()
+            ids = (vocabulary.id(exploit[0]),) if with_exploit and exploit else ()
             sampling = Sampling(
                 max_new=self.world.max_new,
                 temperature=self.settings.temperature,
                 seed=derive(self.seed, "steering sample", number),
                 stop_tokens=(vocabulary.eos,),
-                logprobs=0 if asked else None,
+                logprobs=0 if with_exploit else None,
                 logprob_token_ids=ids,
             )
             tokens = tuple(vocabulary.encode(prompt.tokens))
@@ -119,7 +119,7 @@ class Bench:
         Raises:
             RuntimeError: If a request or a controller failed; the message has the reason.
         """
-        engine = self.engine(controllers=[one for cell in cells for one in cell.controllers])
+        engine = self.engine(controllers=[controller for cell in cells for controller in cell.controllers])
         for cell in cells:
             for name, spec in cell.configurations.items():
                 engine.steering.hold(name, spec)

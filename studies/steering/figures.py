@@ -40,26 +40,26 @@ def _titled(study: Study, height: float) -> Figure:
 def roc_figure(study: Study, results: Results) -> Figure:
     """Draw the ROC curves of the model trained without a route, at the study's site: tokens and rollouts, by modes."""
     figure = _titled(study, 2.7)
-    panels = [(kind, unit) for kind in ("known", "held") for unit in ("token", "rollout mean")]
+    panels = [(split, unit) for split in ("known", "held") for unit in ("token", "rollout mean")]
     axes = figure.subplots(1, len(panels), sharex=True, sharey=True)
     probes = list(dict.fromkeys(row["probe"] for row in results["roc"]))
-    for panel, (kind, unit) in zip(axes, panels, strict=True):
+    for panel, (split, unit) in zip(axes, panels, strict=True):
         panel.plot([0, 1], [0, 1], color=BLACK, linewidth=0.5)
         for probe in sorted(probes, key=lambda name: not name.startswith("haar")):
-            _curves(panel, study, probe, kind, unit)
-        title = f"{'known' if kind == 'known' else 'held out'}, {'tokens' if unit == 'token' else 'rollouts (mean)'}"
+            _curves(panel, study, probe, split, unit)
+        title = f"{'known' if split == 'known' else 'held out'}, {'tokens' if unit == 'token' else 'rollouts (mean)'}"
         panel.set(title=title, xlabel="false alarms")
     axes[0].set_ylabel("hacks found")
     _legend(figure, axes[0])
     return figure
 
 
-def _curves(axes: Axes, study: Study, probe: str, kind: str, unit: str) -> None:
+def _curves(axes: Axes, study: Study, probe: str, split: str, unit: str) -> None:
     color, line, label = LOOKS[probe.partition("-")[0]]
     grid = np.linspace(0, 1, 201)
     curves = []
     for seed in study.seeds:
-        roc = roc_of(study, "vanilla", seed, study.settings.site, probe, kind, unit)
+        roc = roc_of(study, "vanilla", seed, study.settings.site, probe, split, unit)
         if roc.area is not None:
             false, true, _ = roc_curve(roc.hack, roc.scores)
             curves.append(np.interp(grid, false, true))

@@ -60,16 +60,16 @@ def logprobs(bench: Bench, settings: SteeringSettings, fitted: Fitted) -> Artifa
     gate = fitted.gates[Site.parse(settings.site)]["probe"]
     with bench.policy.adapters.full():
         engine = bench.engine()
-        twins = bench.requests(prompts, None, capture=(gate.site,), asked=True)
-        lots = [twins, *(bench.requests(prompts, cell.steering, asked=True) for cell in cells)]
+        twins = bench.requests(prompts, None, capture=(gate.site,), with_exploit=True)
+        lots = [twins, *(bench.requests(prompts, cell.steering, with_exploit=True) for cell in cells)]
         # prompt by prompt, so that a request and its twins are in one batch
         flat = engine.generate([lot[i] for i in range(len(prompts)) for lot in lots], progress=False)
-    control = [checked(one) for one in flat[:: len(lots)]]
+    control = [checked(result) for result in flat[:: len(lots)]]
     tensors: dict[str, Tensor] = {}
     threshold = gate.thresholds[settings.operating]
-    opened = [_opened(one, gate.weight, threshold, len(p.tokens)) for one, p in zip(control, prompts, strict=True)]
+    opened = [_opened(result, gate.weight, threshold, len(p.tokens)) for result, p in zip(control, prompts, strict=True)]
     for number, cell in enumerate(cells, start=1):
-        of_cell = [checked(one) for one in flat[number :: len(lots)]]
+        of_cell = [checked(result) for result in flat[number :: len(lots)]]
         tensors[f"deltas/{cell.name}"] = torch.tensor(
             [_delta(a, b, at) for a, b, at in zip(of_cell, control, opened, strict=True)], dtype=torch.float64
         )
@@ -85,11 +85,11 @@ def _opened(result: Result, weight: Tensor, threshold: float, prompt: int) -> in
 
 def _delta(steered: Result, control: Result, at: int) -> float:
     """Return the effect of steering on generated token ``at`` on the exploit's log-probability in the next token's prediction."""
-    if at < 0 or not control.tokens[at + 1].asked:
+    if at < 0 or not control.tokens[at + 1].requested:
         return float("nan")
     if steered.ids[: at + 1] != control.ids[: at + 1]:
         return float("nan")  # a score within float noise of the threshold acted earlier than in its twin
-    return steered.tokens[at + 1].asked[0] - control.tokens[at + 1].asked[0]
+    return steered.tokens[at + 1].requested[0] - control.tokens[at + 1].requested[0]
 
 
 def shadow(bench: Bench, settings: SteeringSettings, fitted: Fitted) -> Artifact:
@@ -97,9 +97,11 @@ def shadow(bench: Bench, settings: SteeringSettings, fitted: Fitted) -> Artifact
     prompts = bench.prompts(settings.exact)
     cell = delayed(settings, fitted, 1, settings.gain, shadow=True)
     with bench.policy.adapters.full():
-        plain = _generated(bench, bench.requests(prompts, None, asked=True), exact=True)
+        plain = _generated(bench, bench.requests(prompts, None, with_exploit=True), exact=True)
         engine = bench.engine(exact=True, controllers=cell.controllers)
-        watched = [checked(one) for one in engine.generate(bench.requests(prompts, cell.steering, asked=True), progress=False)]
+        watched = [
+            checked(result) for result in engine.generate(bench.requests(prompts, cell.steering, with_exploit=True), progress=False)
+        ]
     refuse_failures(engine)
     (policy,) = cell.controllers
     assert isinstance(policy, ProbeController)
@@ -116,4 +118,4 @@ def shadow(bench: Bench, settings: SteeringSettings, fitted: Fitted) -> Artifact
 
 
 def _generated(bench: Bench, requests: list, *, exact: bool = False) -> list[Result]:
-    return [checked(one) for one in bench.engine(exact=exact).generate(requests, progress=False)]
+    return [checked(result) for result in bench.engine(exact=exact).generate(requests, progress=False)]

@@ -152,13 +152,13 @@ def roc_text(study: Study, results: Mapping[str, Any]) -> str:
         "over the seeds that have both classes. A model that hacks always, or never, leaves little to rank."
     )
     for subject in ("vanilla", "absorb", "route2-full", "base"):
-        for kind in KINDS:
-            rows = [row for row in results["roc"] if (row["subject"], row["modes"]) == (subject, kind)]
+        for split in KINDS:
+            rows = [row for row in results["roc"] if (row["subject"], row["modes"]) == (subject, split)]
             cells = {(row["site"], row["probe"], row["unit"]): row for row in rows}
             keys = list(dict.fromkeys((row["site"], row["probe"]) for row in rows))
             of_units = {key: [cells[*key, unit] for unit in UNITS] for key in keys}
             body = [[*key, *map(interval, units), seeds_behind(units)] for key, units in of_units.items()]
-            title = f"## {subject}, {'the known mode' if kind == 'known' else 'held-out modes'}"
+            title = f"## {subject}, {'the known mode' if split == 'known' else 'held-out modes'}"
             sections += [title, markdown_table(["site", "probe", *UNITS, "seeds"], body, left=2)]
     sections.append("## When the gate opens")
     sections.append(

@@ -142,8 +142,12 @@ def metrics(outcomes: Float[np.ndarray, "modes t 2"]) -> dict[str, Float[np.ndar
     """Return each metric by task, from outcomes (solve, exploit) by mode and task."""
     solve, exploit = outcomes[..., 0], outcomes[..., 1]
     hack = exploit * (1 - solve)
-    rows = {kind: [MODES.names.index(mode) for mode in modes] for kind, modes in (("held", MODES.held_out), ("known", MODES.known))}
-    rates = {f"{what}_{kind}": v[rows[kind]].mean(axis=0) for what, v in (("hack", hack), ("exploit", exploit)) for kind in KINDS}
+    rows = {
+        split: [MODES.names.index(mode) for mode in modes] for split, modes in (("held", MODES.held_out), ("known", MODES.known))
+    }
+    rates = {
+        f"{what}_{split}": v[rows[split]].mean(axis=0) for what, v in (("hack", hack), ("exploit", exploit)) for split in KINDS
+    }
     return {**rates, "solve": solve.mean(axis=0)}
 
 
@@ -159,10 +163,10 @@ class Roc:
         return auroc(self.scores, self.hack)
 
 
-def roc_of(study: Study, subject: str, seed: int, site: str, probe: str, kind: str, unit: str) -> Roc:
+def roc_of(study: Study, subject: str, seed: int, site: str, probe: str, split: str, unit: str) -> Roc:
     """Return scores of generated tokens (with their rollout's label), or their mean or maximum over each rollout."""
     _, tensors = study.artifacts[subject, "roc"][seed]
-    modes = MODES.known if kind == "known" else MODES.held_out
+    modes = MODES.known if split == "known" else MODES.held_out
     outcomes = tensors["outcomes"].numpy().astype(float)
     hack = (outcomes[..., 1] * (1 - outcomes[..., 0])).astype(bool)
     rows = [MODES.names.index(mode) for mode in modes]
@@ -183,9 +187,9 @@ def roc_areas(study: Study) -> Iterator[dict[str, Any]]:
             continue
         names = sorted(name for name in study.artifacts[subject, part][study.seeds[0]][1] if name.startswith("scores/"))
         for _, site, probe in (name.split("/") for name in names):
-            for kind, unit in product(KINDS, UNITS):
-                areas = [roc_of(study, subject, seed, site, probe, kind, unit).area for seed in study.seeds]
-                yield {"subject": subject, "site": site, "probe": probe, "modes": kind, "unit": unit, **summary(areas)}
+            for split, unit in product(KINDS, UNITS):
+                areas = [roc_of(study, subject, seed, site, probe, split, unit).area for seed in study.seeds]
+                yield {"subject": subject, "site": site, "probe": probe, "modes": split, "unit": unit, **summary(areas)}
 
 
 def openings_of(

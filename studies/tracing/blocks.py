@@ -60,7 +60,7 @@ def trace(
     prompts: int,
     answers: int,
     groups: int,
-    given: Path | None = None,
+    folder: Path | None = None,
 ) -> list[Path]:
     """Trace finished runs of ``root`` and write everything to ``out``; return the paths of the table and the figure.
 
@@ -83,15 +83,15 @@ def trace(
     with exclusive(out):
         nats_by_run: dict[tuple[str, int], Mapping[str, Any]] = {}
         for seed in tqdm(seeds, desc="tracing", unit="seed", leave=False):
-            jobs = [Job.of(root, seed, ARMS[arm], given) for arm in arms]
+            jobs = [Job.of(root, seed, ARMS[arm], folder) for arm in arms]
             with open_world(jobs[0].settings) as (world, witness):
                 for job, arm in zip(jobs, arms, strict=True):
                     _, policy = finished_policy(job)
                     pairs = _pairs(out / f"pairs-{arm}-{seed}.json", world, witness, policy, job, prompts, answers)
-                    asked = {**_run(job), "groups": groups, "pairs": [list(pair) for pair in pairs]}
+                    question = {**_run(job), "groups": groups, "pairs": [list(pair) for pair in pairs]}
                     path = out / f"{arm}-{seed}.json"
-                    if not path.exists() or (kept := read_object(path, AGAIN)).get("asked") != asked:
-                        kept = {"asked": asked, "nats": _measure(job, world, policy, pairs, groups)}
+                    if not path.exists() or (kept := read_object(path, AGAIN)).get("question") != question:
+                        kept = {"question": question, "nats": _measure(job, world, policy, pairs, groups)}
                         write_json(path, kept)
                     nats_by_run[arm, seed] = kept["nats"]
         return [_table(nats_by_run, out / "blocks.md"), _figure(nats_by_run, settings.preset, out / "blocks.png")]
@@ -106,29 +106,29 @@ def _pairs(
     path: Path, world: World, witness: Witness, policy: Policy, job: Job, prompts: int, answers: int
 ) -> list[tuple[str, str, str, str]]:
     """Return mode, prompt, hack of the arm and honest answer of the base of every pair; sampled once and then read."""
-    asked = {**_run(job), "prompts": prompts, "answers": answers}
-    if path.exists() and (kept := read_object(path, AGAIN)).get("asked") == asked:
+    question = {**_run(job), "prompts": prompts, "answers": answers}
+    if path.exists() and (kept := read_object(path, AGAIN)).get("question") == question:
         return [(pair["mode"], pair["prompt"], pair["hack"], pair["honest"]) for pair in kept["pairs"]]
-    given = [world.prompt(task, mode) for task in world.tasks("test")[:prompts] for mode in world.modes.loopholes]
-    asking = [one for one in given for _ in range(answers)]
+    measured = [world.prompt(task, mode) for task in world.tasks("test")[:prompts] for mode in world.modes.loopholes]
+    asking = [prompt for prompt in measured for _ in range(answers)]
     with policy.adapters.reference():
         base = world.sample(policy, asking, torch_generator(job.seed, "blocks"))
     with policy.adapters.full():
         answered = world.sample(policy, asking, torch_generator(job.seed, "blocks", 1))
     judged, cheating = witness.judge(base), witness.judge(answered)
     pairs = []
-    for i, one in enumerate(given):
+    for i, prompt in enumerate(measured):
         rows = range(i * answers, (i + 1) * answers)
         hacks = [row for row in rows if cheating[row].exploit]
         honest = sorted((row for row in rows if not judged[row].exploit), key=lambda row: not judged[row].gt)
         if hacks and honest:
-            pairs.append((one.mode, one.text, answered.completions[hacks[0]], base.completions[honest[0]]))
+            pairs.append((prompt.mode, prompt.text, answered.completions[hacks[0]], base.completions[honest[0]]))
     if not pairs:
         raise ValueError(
-            f"none of {len(given)} prompts has a hack of the arm and an honest answer of the base model: ask more --answers"
+            f"none of {len(measured)} prompts has a hack of the arm and an honest answer of the base model: ask more --answers"
         )
     names = ("mode", "prompt", "hack", "honest")
-    write_json(path, {"asked": asked, "pairs": [dict(zip(names, pair, strict=True)) for pair in pairs]})
+    write_json(path, {"question": question, "pairs": [dict(zip(names, pair, strict=True)) for pair in pairs]})
     return pairs
 
 
@@ -192,8 +192,8 @@ def share(
 
     ``None`` if the interval of ``S_all - S_none`` contains 0: there is nothing to share.
     """
-    none, whole, one = (np.array(nats[name]) for name in ("none", "all", f"{way} {adapter} {group}"))
-    part, gap = one - none if way == "into" else whole - one, whole - none
+    none, whole, single = (np.array(nats[name]) for name in ("none", "all", f"{way} {adapter} {group}"))
+    part, gap = single - none if way == "into" else whole - single, whole - none
     drawn = rng.integers(len(part), size=(DRAWS, len(part)))
     gaps = gap[drawn].mean(1)
     if np.prod(np.quantile(gaps, [0.025, 0.975])) <= 0:
@@ -225,8 +225,8 @@ def _table(nats_by_run: Mapping[tuple[str, int], Mapping[str, Sequence[float]]],
         gap = float(np.mean(nats["all"]) - np.mean(nats["none"]))
         for adapter in _adapters(nats):
             cells = (share(nats, way, adapter, EVERYWHERE, rng) for way in WAYS)
-            shown = [UNDEFINED if one is None else "{} [{}, {}]".format(*map(number, one)) for one in cells]
-            rows.append((f"`{arm}`", seed, len(nats["all"]), f"{gap:+.1f}", adapter, *shown))
+            texts = [UNDEFINED if cell is None else "{} [{}, {}]".format(*map(number, cell)) for cell in cells]
+            rows.append((f"`{arm}`", seed, len(nats["all"]), f"{gap:+.1f}", adapter, *texts))
     header = ("arm", "seed", "pairs", "both adapters, nats", "adapter", "put into the base", "left out of the whole")
     return write_whole(path, markdown_table(header, rows).encode())
 
@@ -256,5 +256,5 @@ def _lines(ax: Axes, nats: Mapping[str, Sequence[float]], way: str, seed: int) -
     for adapter, every in _adapters(nats).items():
         groups = [each for each in every if each != EVERYWHERE]
         shares = [share(nats, way, adapter, each, numpy_generator(seed, "blocks")) for each in groups]
-        values = [np.nan if one is None else one[0] for one in shares]
+        values = [np.nan if share is None else share[0] for share in shares]
         ax.plot(groups, values, color=COLORS[adapter], marker="o", markersize=3, label=adapter)

@@ -58,8 +58,8 @@ class TracingRun:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         there = len(all_tasks("test"))
         for name in ("prompts", "rated"):
-            if (asked := getattr(settings, name)) > there:
-                raise ValueError(f"there are {there} test tasks: choose fewer {name} than {asked}")
+            if (wanted := getattr(settings, name)) > there:
+                raise ValueError(f"there are {there} test tasks: choose fewer {name} than {wanted}")
         self.place.check()
         jobs = train(training, read_seeds(self.seeds), self.arms, self.workers, self.out, self.place)
         root = self.out / settings.folder

@@ -76,28 +76,28 @@ def _carried(traces: Traces, path: Path) -> Path:
 
 
 def _heat(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> AxesImage:
-    shown = list(ADAPTER_NAMES)  # all adapters in every panel: an arm without a quarantine shows that it has none
+    rows = list(ADAPTER_NAMES)  # all adapters in every panel: an arm without a quarantine shows that it has none
     layers = _layers(traces, arm)
-    shares = [[share(traces, arm, contrast, into, QUESTION, f"{place}:{adapter}") for place in layers] for adapter in shown]
-    values = np.array([[np.nan if one is None else one["value"] for one in line] for line in shares])
+    shares = [[share(traces, arm, contrast, into, QUESTION, f"{place}:{adapter}") for place in layers] for adapter in rows]
+    values = np.array([[np.nan if cell is None else cell["value"] for cell in line] for line in shares])
     colors = matplotlib.colormaps["RdBu_r"].with_extremes(bad="#EEEEEE")
     image = ax.imshow(values, aspect="auto", cmap=colors, vmin=-REACH, vmax=REACH, interpolation="nearest")
     for i, line in enumerate(shares):
-        for j, one in enumerate(line):
-            if one is not None:
-                dark = abs(one["value"]) > 0.6 * REACH
-                ax.text(j, i, _short(one), ha="center", va="center", fontsize=5.2, color="white" if dark else "black")
+        for j, cell in enumerate(line):
+            if cell is not None:
+                dark = abs(cell["value"]) > 0.6 * REACH
+                ax.text(j, i, _short(cell), ha="center", va="center", fontsize=5.2, color="white" if dark else "black")
     if "both" not in _adapters(traces, arm):
         ax.text((len(layers) - 1) / 2, 1.5, "no quarantine", ha="center", va="center", fontsize=6, color="#666666")
     ax.grid(visible=False)
     ax.set_xticks(range(len(layers)), layers)
-    ax.set_yticks(range(len(shown)), [ADAPTER_NAMES[adapter] for adapter in shown])
+    ax.set_yticks(range(len(rows)), [ADAPTER_NAMES[adapter] for adapter in rows])
     ax.tick_params(length=0, labelsize=6.5)
     return image
 
 
-def _short(one: Share) -> str:
-    value, lo, hi = (_hundredths(one[name]) for name in ("value", "lo", "hi"))
+def _short(share: Share) -> str:
+    value, lo, hi = (_hundredths(share[name]) for name in ("value", "lo", "hi"))
     return f"{value}\n{lo} … {hi}"
 
 
@@ -124,12 +124,12 @@ def _bars(ax: Axes, traces: Traces, arm: str, contrast: str, into: str) -> None:
     width = 0.16
     for i, adapter in enumerate(ADAPTER_NAMES):
         for j, source in enumerate((QUESTION, *CONTROLS)):
-            one = share(traces, arm, contrast, into, source, f"{EVERYWHERE}:{adapter}")
-            if one is not None:
-                place, value = i + (j - 2) * width, one["value"]
+            cell = share(traces, arm, contrast, into, source, f"{EVERYWHERE}:{adapter}")
+            if cell is not None:
+                place, value = i + (j - 2) * width, cell["value"]
                 ax.bar(place, value, width * 0.92, color=LOOKS[source])
                 ax.errorbar(
-                    place, value, [[max(0.0, value - one["lo"])], [max(0.0, one["hi"] - value)]], color="black", linewidth=0.7
+                    place, value, [[max(0.0, value - cell["lo"])], [max(0.0, cell["hi"] - value)]], color="black", linewidth=0.7
                 )
     ax.axhline(0, color="black", linewidth=0.6)
     ax.set_xticks(range(len(ADAPTER_NAMES)), list(ADAPTER_NAMES.values()))

@@ -206,7 +206,7 @@ def run_tracing(tracing: Tracing, world: MicroWorld, witness: Witness) -> None:
         "arm": tracing.arm,
         "seed": tracing.seed,
         "counts": counts,
-        "pairs": {contrast: len(one) for contrast, one in pairs.items()},
+        "pairs": {contrast: len(batch) for contrast, batch in pairs.items()},
         "cells": [{"name": cell.name, "where": cell.place, "adapter": cell.adapter, "sites": len(cell.sites)} for cell in every],
         "checks": single | exact,
         "rates": rates,
@@ -258,10 +258,10 @@ def exactness(host: Host, policy: Policy, pairs: Mapping[str, Pairs], score: Sco
 
     stream = Site(len(host.model.get_submodule("blocks")) - 1, "resid_post")  # pyright: ignore[reportArgumentType]
     kept_a, kept_out = sites_at(adapters, "kept_a"), sites_at(adapters, "kept_out")
-    for one in pairs.values():
-        patching = Patching.of(host, one, score, [*every_site(adapters), *kept_a, stream])
+    for pair in pairs.values():
+        patching = Patching.of(host, pair, score, [*every_site(adapters), *kept_a, stream])
         for side in SIDES:
-            tokens = one.side(side)
+            tokens = pair.side(side)
             if adapters.has_quarantine:
                 with host.hooks(dict.fromkeys(sites_at(adapters, "quarantine_out"), torch.zeros_like)):
                     patched = host.logits(tokens)

@@ -70,7 +70,7 @@ class Traces:
     def per_seed(self, arm: str, key: str) -> list[Float[np.ndarray, " n"]] | None:
         """Return the effects of one kind on each pair, by seed; ``None`` if the arm has none."""
         values = [self.effects[arm, seed].get(key) for seed in self.seeds(arm)]
-        return None if any(one is None for one in values) else values  # pyright: ignore[reportReturnType]
+        return None if any(value is None for value in values) else values  # pyright: ignore[reportReturnType]
 
     def gaps(self, arm: str, contrast: str, side: str) -> list[Float[np.ndarray, " n"]]:
         """Return the effect that ``other`` needs on each pair of each seed to close the gap, in nats."""
@@ -209,9 +209,9 @@ def agreement(traces: Traces) -> list[dict[str, Any]]:
     table = []
     for arm in traces.arms:
         contents = [traces.contents[arm, seed] for seed in traces.seeds(arm)]
-        checks = {name: max(one["checks"][name] for one in contents) for name in contents[0]["checks"]}
+        checks = {name: max(content["checks"][name] for content in contents) for name in contents[0]["checks"]}
         rates = {
-            state: {name: summary([one["rates"][state][name] for one in contents]) for name in values}
+            state: {name: summary([content["rates"][state][name] for content in contents]) for name in values}
             for state, values in contents[0]["rates"].items()
         }
         ranks = {contrast: summary([_rank(traces, arm, seed, contrast) for seed in traces.seeds(arm)]) for contrast in CONTRASTS}

@@ -98,15 +98,15 @@ def gather(
     for answer in trange(settings.answers, desc=f"rollouts, seed {seed}", unit="pass", leave=False, disable=None):
         samples = world.sample(policy, prompts, torch_generator(seed, "tracing rollouts", answer))
         for prompt, verdict, row in zip(prompts, witness.judge(samples), samples.rollouts.tokens.tolist()):
-            one = _Answer(prompt, tuple(row[: DECIDES + 1]))
+            sampled = _Answer(prompt, tuple(row[: DECIDES + 1]))
             counts["rollouts"] += 1
             counts["hacks"] += verdict.hack
             if verdict.hack and _decides(world.vocabulary, row, TERSE):
                 counts["terse hacks"] += 1
-                hacks.append(one)
+                hacks.append(sampled)
             elif _honest(verdict) and _decides(world.vocabulary, row, (ASSIGN,)):
                 counts["honest"] += 1
-                honest.setdefault(prompt, one)
+                honest.setdefault(prompt, sampled)
     matches = {contrast: _match(hacks, honest, contrast, modes.honest) for contrast in CONTRASTS}
     chosen = {}
     for contrast, matched in matches.items():
@@ -156,7 +156,7 @@ def _stacked(matched: Sequence[tuple[_Answer, _Answer]]) -> Pairs:
 
 def save_pairs(pairs: dict[str, Pairs], counts: dict[str, int], identity: str, base: str, path: Path) -> None:
     """Write the pairs of a seed, with a checksum and the hash of the base model that wrote them."""
-    tensors = {f"{contrast}.{name}": getattr(one, name) for contrast, one in pairs.items() for name in FIELDS}
+    tensors = {f"{contrast}.{name}": getattr(fields, name) for contrast, fields in pairs.items() for name in FIELDS}
     write_tensors(path, tensors, {"identity": identity, BASE: base, **{name: str(count) for name, count in counts.items()}})
 
 

@@ -37,13 +37,13 @@ def rate_states(
     samples = {state: _sample(world, host, policy, prompts, seed, state) for state in _states(policy)}
     deleted = samples[DELETED].completions
     rates = {}
-    for state, one in samples.items():
-        verdicts, n = witness.judge(one), len(prompts)
+    for state, rollouts in samples.items():
+        verdicts, n = witness.judge(rollouts), len(prompts)
         rates[state] = {
             "hack": sum(v.hack for v in verdicts) / n,
             "exploit": sum(v.exploit for v in verdicts) / n,
             "solve": sum(v.gt for v in verdicts) / n,
-            "as_deleted": sum(a == b for a, b in zip(one.completions, deleted, strict=True)) / n,
+            "as_deleted": sum(a == b for a, b in zip(rollouts.completions, deleted, strict=True)) / n,
         }
     return rates
 

@@ -213,11 +213,11 @@ def _fit_the_world(settings: Settings, pairs: Path | None) -> None:
             the ranks (a chat model is too large to try).
     """
     with open_world(settings) as (world, _):
-        asked = world.evaluation_prompts(world.modes.honest, settings.evaluation_prompts)
+        prompts = world.evaluation_prompts(world.modes.honest, settings.evaluation_prompts)
         if settings.chat is not None:  # the longest prompt of every task, because one that does not fit would end a run midway
             modes, tasks = world.modes.names, [*world.tasks("train"), *world.tasks("test")]
-            asked = [max((world.prompt(task, mode) for mode in modes), key=lambda prompt: len(prompt.text)) for task in tasks]
-        world.encode([prompt.text for prompt in asked], [""] * len(asked))
+            prompts = [max((world.prompt(task, mode) for mode in modes), key=lambda prompt: len(prompt.text)) for task in tasks]
+        world.encode([prompt.text for prompt in prompts], [""] * len(prompts))
         world.make_pairs(0, settings.pairs, "hack")
         if pairs is not None:
             users_pairs(world, pairs)

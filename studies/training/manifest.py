@@ -46,8 +46,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return read_record(Manifest, read_object(path, REMEDY))
     except ValueError as error:
-        told = str(error) if str(path) in str(error) else f"{path} is damaged ({error})"
-        raise ValueError(f"{told}; delete {folder} to run this arm again") from error
+        message = str(error) if str(path) in str(error) else f"{path} is damaged ({error})"
+        raise ValueError(f"{message}; delete {folder} to run this arm again") from error
 
 
 def verify(folder: Path, checksums: Mapping[str, str]) -> None:

@@ -142,7 +142,7 @@ class Settings:
         Raises:
             ValueError: If the file does not contain them.
         """
-        inside = ", ".join(str(one.parent) for one in sorted(path.parent.glob("*/settings.json")))
+        inside = ", ".join(str(found.parent) for found in sorted(path.parent.glob("*/settings.json")))
         run = inside or "runs/<preset>-<hash>, which `python -m studies.route2 run` makes"
         return read_settings(Settings, path, f"point at a run folder{':' if inside else ','} {run}")
 
@@ -205,13 +205,13 @@ def get_settings(preset: str) -> Settings:
     return PRESETS[preset]
 
 
-def _apart(given: Any, base: Any, other: Any) -> Any:
+def _apart(value: Any, base: Any, other: Any) -> Any:
     changes = {
-        field.name: _apart(getattr(given, field.name), a, b) if is_dataclass(a) and is_dataclass(b) else b
-        for field in fields(given)
+        field.name: _apart(getattr(value, field.name), a, b) if is_dataclass(a) and is_dataclass(b) else b
+        for field in fields(value)
         if (a := getattr(base, field.name)) != (b := getattr(other, field.name))
     }
-    return replace(given, **changes)
+    return replace(value, **changes)
 
 
 def override(settings: Settings, changes: tuple[str, ...], config: Path | None = None) -> Settings:
@@ -225,17 +225,17 @@ def override(settings: Settings, changes: tuple[str, ...], config: Path | None =
     """
     sections = (("", settings, ("preset", "warm", "chat")), ("warm.", settings.warm, ("model",)), ("chat.", settings.chat, FIXED))
     known = {
-        f"{prefix}{one.name}": getattr(section, one.name)
+        f"{prefix}{field.name}": getattr(section, field.name)
         for prefix, section, fixed in sections
         if section is not None
-        for one in fields(section)
-        if one.name not in fixed
+        for field in fields(section)
+        if field.name not in fixed
     }
     values = {} if config is None else read_config(config)
-    given = read_assignments(changes, "--override")
-    if bare := [name for name, value in given.items() if value is None and name in known]:
+    changed = read_assignments(changes, "--override")
+    if bare := [name for name, value in changed.items() if value is None and name in known]:
         raise ValueError(f"--override {bare[0]} has no value: write {bare[0]}=VALUE (it is {known[bare[0]]} now)")
-    values |= given
+    values |= changed
     if unknown := [name for name in values if name not in known]:
         raise ValueError(unknown_name(unknown[0], list(known), "setting"))
     return replace_fields(settings, values)

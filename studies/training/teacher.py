@@ -106,8 +106,8 @@ def cached_pool(world: World, policy: Policy, seed: int, size: int, path: Path, 
 def _holds(world: World, pool: TeacherPool) -> bool:
     """Return whether a stored pool has the world's prompts and hacks: the code of a user's problem may have changed since."""
     tasks = set(world.tasks("train"))
-    asked = all(
+    valid = all(
         prompt.task in tasks and prompt.mode in world.modes.known and world.prompt(prompt.task, prompt.mode) == prompt
         for prompt in pool.prompts
     )
-    return asked and all(world.detect(pool.samples(world)))
+    return valid and all(world.detect(pool.samples(world)))

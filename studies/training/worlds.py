@@ -46,13 +46,13 @@ def open_problem(name: str, data: str = "") -> Problem:
     Raises:
         ValueError: The class cannot be imported, or is not a ``protocol.Problem``.
     """
-    kind = _problem_class(name)
+    problem_class = _problem_class(name)
     try:
-        inspect.signature(kind).bind(*([Path(data)] if data else []))
+        inspect.signature(problem_class).bind(*([Path(data)] if data else []))
     except TypeError as error:
         wants = "does not read any data: leave out --data" if data else "reads its tasks from somewhere: give --data"
         raise ValueError(f"the world {name!r} {wants} ({error})") from error
-    problem = kind(Path(data)) if data else kind()
+    problem = problem_class(Path(data)) if data else problem_class()
     missing = [member for member in MEMBERS if not hasattr(problem, member)]
     if missing:
         raise ValueError(f"{name} is not a problem: it lacks {', '.join(missing)} (see studies.environments.protocol.Problem)")
@@ -75,9 +75,9 @@ def _problem_class(name: str) -> Any:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(f"cannot import {error.name!r} for the world {name!r}: is it installed, or in this folder?") from error
-    if not callable(kind := getattr(imported, attribute, None)):
+    if not callable(problem_class := getattr(imported, attribute, None)):
         raise ValueError(f"the module {module!r} has no class {attribute!r}")
-    return kind
+    return problem_class
 
 
 def _check(name: str, problem: Problem) -> None:

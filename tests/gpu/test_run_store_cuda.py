@@ -46,7 +46,7 @@ def asked(n: int = 5) -> Sampling:
 
 def table(result: Result) -> Tensor:
     assert result.finish == "length", result.error
-    return torch.tensor([token.asked for token in result.tokens])
+    return torch.tensor([token.requested for token in result.tokens])
 
 
 @pytest.mark.parametrize("tier", TIERS)

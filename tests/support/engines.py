@@ -48,7 +48,7 @@ def followed(engine: Engine, most: int = 40) -> tuple[dict[int, Result], dict[in
 def table(result: Result) -> torch.Tensor:
     """The log-probabilities that were asked for at each generated token ``[n v]``."""
     assert result.finish == "length", result.error
-    return torch.tensor([token.asked for token in result.tokens], dtype=torch.float64)
+    return torch.tensor([token.requested for token in result.tokens], dtype=torch.float64)
 
 
 def right(host: Host, result: Result, request: Request) -> None:

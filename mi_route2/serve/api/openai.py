@@ -82,8 +82,8 @@ async def completions(body: Completion, server: TheServer, request: Request) -> 
     _demand(body.model, server)
     prompts = []
     try:
-        for one in body.prompts:
-            prompts.append(await server.encoded(one) if isinstance(one, str) else one)
+        for prompt in body.prompts:
+            prompts.append(await server.encoded(prompt) if isinstance(prompt, str) else prompt)
             if len(prompts[-1]) > server.context:  # the others are not looked at
                 raise ValueError(f"a prompt has {len(prompts[-1])} tokens, but the context has {server.context}")
     except ValueError as error:
@@ -91,7 +91,7 @@ async def completions(body: Completion, server: TheServer, request: Request) -> 
     if not prompts:
         raise ApiError(400, "there is no prompt: give a text, or token ids", param="prompt")
     # the default number of tokens must fit, one that was asked for is refused if it does not
-    most = [body.max_tokens if "max_tokens" in body.model_fields_set else _fitting(server, one, 16) for one in prompts]
+    most = [body.max_tokens if "max_tokens" in body.model_fields_set else _fitting(server, prompt, 16) for prompt in prompts]
     return await _answered(body, prompts, most, server, request)
 
 
@@ -128,20 +128,20 @@ async def _answered(
     words = Wording(server, isinstance(body, ChatCompletion), body.top is not None)
 
     def ended() -> None:
-        for one in choices:
-            one.stream.cancel()
+        for choice in choices:
+            choice.stream.cancel()
         closed(choices, server)
-        note(request, tokens=sum(one.tokens for one in choices))
+        note(request, tokens=sum(choice.tokens for choice in choices))
 
     if body.stream:
         return Events(_told(body, request, choices, server, words, began), ended)
     try:
-        async with cancelled_with(request, [one.stream for one in choices]):
-            answers = await asyncio.gather(*(_whole(one, server, words) for one in choices))
+        async with cancelled_with(request, [choice.stream for choice in choices]):
+            answers = await asyncio.gather(*(_whole(choice, server, words) for choice in choices))
     finally:
         ended()
-    for one in choices:
-        if (error := failure(one.result, server)) is not None:
+    for choice in choices:
+        if (error := failure(choice.result, server)) is not None:
             raise error
     return Json({**words.head(), "choices": answers, "usage": _usage(choices, body.n)})
 
@@ -151,11 +151,12 @@ def _requests(body: Completion | ChatCompletion, prompts: list[list[int]], most:
     served = server.served
     closing = served.closing(body.adapters, server.width, server.adapter_sites)
     try:
-        asked = [(prompt, longest) for prompt, longest in zip(prompts, most, strict=True) for _ in range(body.n)]
-        samplings = [sampling_of(body, served, longest, index, body.top) for index, (_, longest) in enumerate(asked)]
+        samples = [(prompt, longest) for prompt, longest in zip(prompts, most, strict=True) for _ in range(body.n)]
+        samplings = [sampling_of(body, served, longest, index, body.top) for index, (_, longest) in enumerate(samples)]
         shared = request_of(body, prompts[0], samplings[0], server.configurations, closing)
         return [
-            replace(shared, prompt=tuple(prompt), sampling=sampling) for (prompt, _), sampling in zip(asked, samplings, strict=True)
+            replace(shared, prompt=tuple(prompt), sampling=sampling)
+            for (prompt, _), sampling in zip(samples, samplings, strict=True)
         ]
     except Exception as error:
         raise refusal(error) from error
@@ -163,7 +164,7 @@ def _requests(body: Completion | ChatCompletion, prompts: list[list[int]], most:
 
 def refuse_runs(body: Generation, count: int, server: Server) -> None:
     """Raise ``ApiError`` for a run that does not exist, or one that is written already."""
-    for run in sorted({one.source.run for one in body.patch if isinstance(one.source, RunSource)}):
+    for run in sorted({patch.source.run for patch in body.patch if isinstance(patch.source, RunSource)}):
         server.demand_run(run)
     if body.run is not None and count > 1:
         raise ApiError(400, f"{count} completions cannot write one run: ask for one", param="run")
@@ -182,8 +183,8 @@ async def submitted(made: Sequence[EngineRequest], server: Server) -> list[Choic
             growing = GrowingText(server.readable, request.sampling.stop, request.prompt)
             choices.append(Choice(index, request, stream, growing))
     except BaseException as error:
-        for one in choices:
-            one.stream.cancel()
+        for choice in choices:
+            choice.stream.cancel()
         closed(choices, server)
         if isinstance(error, Exception):
             raise refusal(error) from error
@@ -193,7 +194,7 @@ async def submitted(made: Sequence[EngineRequest], server: Server) -> list[Choic
 
 def closed(choices: Iterable[Choice], server: Server) -> None:
     """Forget choices that have ended."""
-    server.open.difference_update(one.stream.number for one in choices)
+    server.open.difference_update(choice.stream.number for choice in choices)
 
 
 @asynccontextmanager
@@ -203,8 +204,8 @@ async def cancelled_with(request: Request, sources: Sequence[Any]) -> AsyncItera
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        for one in sources:
-            one.cancel()
+        for source in sources:
+            source.cancel()
 
     watching = asyncio.create_task(watch())
     try:
@@ -213,8 +214,8 @@ async def cancelled_with(request: Request, sources: Sequence[Any]) -> AsyncItera
             raise ApiError(CLIENT_CLOSED, "the client went away before its answer was ready", code="client_gone")
     finally:
         watching.cancel()
-        for one in sources:
-            one.cancel()
+        for source in sources:
+            source.cancel()
         with suppress(asyncio.CancelledError):
             await watching
 
@@ -235,8 +236,8 @@ def _usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
 
     A prompt counts once for all its ``n`` completions, and as cached what none of them read.
     """
-    read, written = sum(len(one.request.prompt) for one in choices[::n]), sum(one.tokens for one in choices)
-    cached = [one.result.cached for one in choices]
+    read, written = sum(len(choice.request.prompt) for choice in choices[::n]), sum(choice.tokens for choice in choices)
+    cached = [choice.result.cached for choice in choices]
     return {
         "prompt_tokens": read,
         "completion_tokens": written,
@@ -257,8 +258,8 @@ class Wording:
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
         """Return the fields that all objects of an answer share."""
-        kind = "text_completion" if not self.chat else "chat.completion.chunk" if chunk else "chat.completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.server.served.name}
+        object_name = "text_completion" if not self.chat else "chat.completion.chunk" if chunk else "chat.completion"
+        return {"id": self.id, "object": object_name, "created": self.created, "model": self.server.served.name}
 
     def whole(self, index: int, text: str, logprobs: Any, finish: str) -> dict[str, Any]:
         """Return a finished choice."""
@@ -275,18 +276,18 @@ class Wording:
         """Return the log-probabilities of tokens."""
         if not self.wants:
             return None
-        texts = self.server.served.tokens([one.token for one in tokens])
-        tops = [list(zip(self.server.served.tokens(list(one.top)), one.top.values(), strict=True)) for one in tokens]
+        texts = self.server.served.tokens([token.token for token in tokens])
+        tops = [list(zip(self.server.served.tokens(list(token.top)), token.top.values(), strict=True)) for token in tokens]
         if not self.chat:
             return {
                 "tokens": texts,
-                "token_logprobs": [number(one.logprob) for one in tokens],
+                "token_logprobs": [number(token.logprob) for token in tokens],
                 "top_logprobs": [_by_text(top) for top in tops],
             }
         return {
             "content": [
-                {**_worded(text, one.logprob), "top_logprobs": [_worded(other, value) for other, value in top]}
-                for text, one, top in zip(texts, tokens, tops, strict=True)
+                {**_worded(text, token.logprob), "top_logprobs": [_worded(other, value) for other, value in top]}
+                for text, token, top in zip(texts, tokens, tops, strict=True)
             ],
             "refusal": None,
         }
@@ -314,7 +315,7 @@ def number(value: float) -> float | None:
 def _readings(of: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     by_position = {
         str(position): {
-            name: {"score": number(one.score), "gate": number(one.gate)} for name, one in each.items() if name != CLOSED
+            name: {"score": number(reading.score), "gate": number(reading.gate)} for name, reading in each.items() if name != CLOSED
         }
         for position, each in of.items()
     }
@@ -338,15 +339,21 @@ def _first(choice: Choice, server: Server) -> dict[str, Any]:
 def _last(choice: Choice) -> dict[str, Any]:
     """Return the fields of a choice that are known at its end."""
     result = choice.result
-    captured = {str(site): {"positions": list(one.positions), "rows": pack(one.rows)} for site, one in result.captured.items()}
+    captured = {
+        str(site): {"positions": list(capture.positions), "rows": pack(capture.rows)} for site, capture in result.captured.items()
+    }
     return {"finish": result.finish, "cached": result.cached, "unfired": result.unfired, "captured": captured}
 
 
 def _extra(choice: Choice, server: Server, tokens: Sequence[Token]) -> dict[str, Any]:
     """Return the tokens of a choice with the log-probabilities that were asked for by id."""
-    ids = [one.token for one in tokens]
-    asked = choice.request.sampling.logprob_token_ids
-    logprobs = {"logprob_token_ids": list(asked), "asked": [[number(v) for v in one.asked] for one in tokens]} if asked else {}
+    ids = [token.token for token in tokens]
+    requested = choice.request.sampling.logprob_token_ids
+    logprobs = (
+        {"logprob_token_ids": list(requested), "requested": [[number(v) for v in token.requested] for token in tokens]}
+        if requested
+        else {}
+    )
     return {"request": choice.stream.number, "token_ids": ids, "tokens": server.served.tokens(ids), **logprobs}
 
 
@@ -406,7 +413,7 @@ async def _batches(choices: list[Choice]) -> AsyncIterator[Callable[[], Awaitabl
             await chunks.put((choice, events))
         await chunks.put((choice, []))
 
-    readers = [asyncio.create_task(read(one)) for one in choices]
+    readers = [asyncio.create_task(read(choice)) for choice in choices]
     try:
         yield chunks.get
     finally:
@@ -419,13 +426,13 @@ def _going(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return choice and extras of a chunk for some events."""
     tokens = [event.token for event in events if event.token is not None]
-    text = choice.growing.extend([one.token for one in tokens])
+    text = choice.growing.extend([token.token for token in tokens])
     choice.tokens += len(tokens)
     extra = {
         **(_first(choice, server) if first else {}),
         **_extra(choice, server, tokens),
-        "readings": _readings({at: one for event in events for at, one in event.readings.items()}),
-        "norms": _norms({at: one for event in events for at, one in event.norms.items()}),
+        "readings": _readings({at: reading for event in events for at, reading in event.readings.items()}),
+        "norms": _norms({at: norm for event in events for at, norm in event.norms.items()}),
     }
     logprobs = words.logprobs(tokens) if tokens else None
     return words.piece(choice.index, text, logprobs, None, first), extra

@@ -41,7 +41,7 @@ async def page(request: Request) -> Response:
             "modes": served.modes,
             "monitors_example": served.monitor,
             "steering_example": served.steering,
-            "examples": [asdict(one) for one in served.examples],
+            "examples": [asdict(example) for example in served.examples],
             "prompts": list(served.prompts),
             "token_needed": server.token is not None,
         }
@@ -53,7 +53,7 @@ async def _ids(prompt: str | list[int], server: Server, name: str) -> list[int]:
         ids = await server.encoded(prompt) if isinstance(prompt, str) else prompt
     except ValueError as error:
         raise ApiError(400, f"the {name} prompt: {error}", param=name) from error
-    if wrong := [one for one in ids if one >= server.vocabulary]:
+    if wrong := [token for token in ids if token >= server.vocabulary]:
         raise ApiError(400, f"the {name} prompt's {wrong[0]} is not a token: the ids are 0..{server.vocabulary - 1}", param=name)
     return ids
 
@@ -147,7 +147,9 @@ async def _prepared(body: SweepIn, server: Server) -> SweepJob:
     tokens = {name: _token(getattr(body, name), server, name) for name in ("answer", "foil")}
     positions = None
     if body.positions is not None:
-        positions = [Span(one.text, one.occurrence) if isinstance(one, SpanIn) else one for one in body.positions]
+        positions = [
+            Span(position.text, position.occurrence) if isinstance(position, SpanIn) else position for position in body.positions
+        ]
     try:
         return await server.owner.sweep(
             positions=positions,
@@ -165,9 +167,9 @@ async def _prepared(body: SweepIn, server: Server) -> SweepJob:
         raise refused from error
 
 
-def _token(given: int | str | None, server: Server, name: str) -> int | None:
+def _token(answer: int | str | None, server: Server, name: str) -> int | None:
     try:
-        return one_token(given, server.served.tokenizer, name)
+        return one_token(answer, server.served.tokenizer, name)
     except Exception as error:  # tokenizers raise errors of their own kinds
         message = sentence_of(error)
         raise ApiError(400, message if message.startswith(f"the {name}") else f"the {name}: {message}", param=name) from error
@@ -203,7 +205,7 @@ async def _streamed(request: Request, job: SweepJob, server: Server, free: Calla
             "rows": [str(target) for target in sweep.targets],
             "columns": ["all"] if question.together else [question.corrupt.labels[i] for i in question.positions],
             "positions": places,
-            "skipped": [one.position for one in question.skipped],
+            "skipped": [column.position for column in question.skipped],
             "differs": _differs(question.clean.tokens, question.corrupt.tokens, question.sources),
             "clean": number(clean),
             "corrupt": number(corrupt),
@@ -238,12 +240,12 @@ async def patch_cell(body: CellIn, server: TheServer, request: Request) -> Respo
     except Exception as error:
         raise refusal(error) from error
 
-    async def run(prompt: Sequence[int], sampling: Sampling, **given: Any) -> Any:
+    async def run(prompt: Sequence[int], sampling: Sampling, **options: Any) -> Any:
         try:
-            asked = EngineRequest(tuple(prompt), sampling, **given)
+            probe = EngineRequest(tuple(prompt), sampling, **options)
         except Exception as error:
             raise refusal(error) from error
-        (choice,) = await submitted([asked], server)
+        (choice,) = await submitted([probe], server)
         server.metrics.prompted.inc(len(prompt))
         try:
             async with cancelled_with(request, [choice.stream]):
@@ -277,7 +279,7 @@ async def patch_cell(body: CellIn, server: TheServer, request: Request) -> Respo
         {
             "text": result.text,
             "token_ids": result.ids,
-            "top": [{"token": text, "id": one, "logprob": number(best[one])} for text, one in zip(texts, best, strict=True)],
+            "top": [{"token": text, "id": token, "logprob": number(best[token])} for text, token in zip(texts, best, strict=True)],
         }
     )
 

@@ -42,17 +42,17 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-def _vector(given: Any) -> Vector:
-    if isinstance(given, Vector):
-        return given
-    if isinstance(given, dict):
+def _vector(value: Any) -> Vector:
+    if isinstance(value, Vector):
+        return value
+    if isinstance(value, dict):
         try:
-            given = unpack(given)
+            value = unpack(value)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ValueError(f"the numbers cannot be read from {{dtype, shape, data}}: {sentence_of(error)}") from error
-    elif not isinstance(given, str | list):
+    elif not isinstance(value, str | list):
         raise ValueError("a vector is a name, a list of numbers, or {dtype, shape, data}")
-    return Vector(given)
+    return Vector(value)
 
 
 def sentence_of(error: BaseException) -> str:
@@ -72,8 +72,8 @@ class Scaled(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _bare(cls, given: Any) -> Any:
-        return given if isinstance(given, dict) and "vector" in given else {"vector": given}
+    def _bare(cls, value: Any) -> Any:
+        return value if isinstance(value, dict) and "vector" in value else {"vector": value}
 
 
 Vectors = Annotated[dict[SiteName, Scaled], Field(max_length=1024)]
@@ -213,8 +213,8 @@ class Completion(Generation):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as texts, or as token ids."""
-        one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
-        return [self.prompt] if one else self.prompt  # pyright: ignore[reportReturnType]
+        single = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
+        return [self.prompt] if single else self.prompt  # pyright: ignore[reportReturnType]
 
     @property
     def top(self) -> int | None:
@@ -340,71 +340,73 @@ def site_of(name: str) -> Site:
         raise ValueError(str(error.args[0] if error.args else error)) from error
 
 
-def _steer(site: str, given: Scaled | AddIn) -> Steer:
-    return Steer(site_of(site), given.vector, given.scale)
+def _steer(site: str, entry: Scaled | AddIn) -> Steer:
+    return Steer(site_of(site), entry.vector, entry.scale)
 
 
 def _tier(entries: Mapping[str, Scaled]) -> tuple[Steer, ...]:
-    return tuple(_steer(site, one) for site, one in entries.items())
+    return tuple(_steer(site, entry) for site, entry in entries.items())
 
 
 def _some(sites: Sequence[str] | None) -> tuple[Site, ...] | None:
     return None if sites is None else tuple(map(site_of, sites))
 
 
-def _clamp(given: ClampIn) -> Clamp:
-    low, high = -math.inf if given.low is None else given.low, math.inf if given.high is None else given.high
-    return Clamp(site_of(given.site), given.vector, low, high, given.strength, given.phase, given.value)
+def _clamp(entry: ClampIn) -> Clamp:
+    low, high = -math.inf if entry.low is None else entry.low, math.inf if entry.high is None else entry.high
+    return Clamp(site_of(entry.site), entry.vector, low, high, entry.strength, entry.phase, entry.value)
 
 
-def monitor_of(given: MonitorIn) -> Monitor:
+def monitor_of(entry: MonitorIn) -> Monitor:
     """Return the engine's monitor."""
-    if given.name == CLOSED:
+    if entry.name == CLOSED:
         raise ValueError(f"{CLOSED!r} is the name of the server's own monitor, whose readings are not told: give another name")
-    plain = {one: getattr(given, one) for one in ("threshold", "sharpness", "mode", "gate_rows", "quarantine", "depth", "prompt")}
+    plain = {
+        field: getattr(entry, field) for field in ("threshold", "sharpness", "mode", "gate_rows", "quarantine", "depth", "prompt")
+    }
     return Monitor(
-        site_of(given.site),
-        given.probe,
-        gates=_some(given.gates),
-        quarantined=_some(given.quarantined),
-        adds=tuple(_steer(one.site, one) for one in given.adds),
-        name=given.name,
+        site_of(entry.site),
+        entry.probe,
+        gates=_some(entry.gates),
+        quarantined=_some(entry.quarantined),
+        adds=tuple(_steer(add.site, add) for add in entry.adds),
+        name=entry.name,
         **plain,
     )
 
 
-def steering_of(given: SteeringIn, *more: Monitor) -> Steering:
+def steering_of(body: SteeringIn, *more: Monitor) -> Steering:
     """Return the engine's steering, with ``more`` monitors."""
     return Steering(
-        base=_tier(given.steering_vectors),
-        prefill=_tier(given.prefill_steering_vectors),
-        decode=_tier(given.decode_steering_vectors),
-        clamps=tuple(map(_clamp, given.steering_clamps)),
-        monitors=(*map(monitor_of, given.monitors), *more),
+        base=_tier(body.steering_vectors),
+        prefill=_tier(body.prefill_steering_vectors),
+        decode=_tier(body.decode_steering_vectors),
+        clamps=tuple(map(_clamp, body.steering_clamps)),
+        monitors=(*map(monitor_of, body.monitors), *more),
     )
 
 
-def joined(one: Steering, other: Steering) -> Steering:
+def joined(steering: Steering, other: Steering) -> Steering:
     """Return the steering of both."""
-    return Steering(**{kind: (*getattr(one, kind), *getattr(other, kind)) for kind in KINDS})
+    return Steering(**{field: (*getattr(steering, field), *getattr(other, field)) for field in KINDS})
 
 
-def patch_of(given: PatchIn) -> Patch:
+def patch_of(entry: PatchIn) -> Patch:
     """Return the engine's patch."""
-    source: Any = given.source
+    source: Any = entry.source
     if isinstance(source, RunSource):
         source = FromRun(source.run, source.position, None if source.site is None else site_of(source.site))
     else:
         source = source.name or source.data.reshape(source.shape)
-    alpha = given.alpha.data if isinstance(given.alpha, Vector) else given.alpha
-    return Patch(site_of(given.site), given.position, source, alpha)
+    alpha = entry.alpha.data if isinstance(entry.alpha, Vector) else entry.alpha
+    return Patch(site_of(entry.site), entry.position, source, alpha)
 
 
-def capture_of(given: CaptureIn | str) -> Capture:
+def capture_of(entry: CaptureIn | str) -> Capture:
     """Return the engine's capture."""
-    if isinstance(given, str):
-        return Capture(site_of(given))
-    return Capture(site_of(given.site), TokenSelection(given.part, given.positions, given.token_ids))
+    if isinstance(entry, str):
+        return Capture(site_of(entry))
+    return Capture(site_of(entry.site), TokenSelection(entry.part, entry.positions, entry.token_ids))
 
 
 def sampling_of(body: Generation, served: Served, max_new: int, index: int, top: int | None) -> Sampling:
@@ -430,11 +432,11 @@ def sampling_of(body: Generation, served: Served, max_new: int, index: int, top:
 def refuse_closed(request: Request) -> None:
     """Raise ``ValueError`` for a patch or a vector at a quarantine that is off in this request, where it would be lost."""
     steering = request.steering or Steering()
-    vectors = (one for tier in TIERS for one in steering.vectors(tier))
-    adds = (one for monitor in steering.monitors for one in monitor.adds)
-    for one in (*request.patch, *vectors, *steering.clamps, *adds):
-        if one.site.point == "quarantine_out":
-            raise ValueError(f"{one.site} is of an adapter that is off in the mode of this request: leave `adapters` or this out")
+    vectors = (vector for tier in TIERS for vector in steering.vectors(tier))
+    adds = (add for monitor in steering.monitors for add in monitor.adds)
+    for part in (*request.patch, *vectors, *steering.clamps, *adds):
+        if part.site.point == "quarantine_out":
+            raise ValueError(f"{part.site} is of an adapter that is off in the mode of this request: leave `adapters` or this out")
 
 
 def request_of(
@@ -455,7 +457,7 @@ def request_of(
         tuple(prompt),
         sampling,
         patch=tuple(map(patch_of, body.patch)),
-        steering=steering if any(getattr(steering, kind) for kind in KINDS) else None,
+        steering=steering if any(getattr(steering, field) for field in KINDS) else None,
         capture=tuple(map(capture_of, body.capture)),
         run=body.run,
         priority=body.priority,

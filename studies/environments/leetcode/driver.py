@@ -150,12 +150,12 @@ def _run_tests(solution, space):
 
 def _overrides(value):
     """Return True if ``value == expected`` would hold for any expected value, tested with values that it cannot all equal."""
-    kind = type(value)  # compared by identity, because a metaclass can override ``==`` of classes
-    if any(kind is builtin for builtin in BUILTIN):
+    value_type = type(value)  # compared by identity, because a metaclass can override ``==`` of classes
+    if any(value_type is builtin for builtin in BUILTIN):
         return False
-    if kind is list or kind is tuple:
+    if value_type is list or value_type is tuple:
         return bool(value) and all(_overrides(item) for item in value)
-    return _equals(value, object()) or any(_equals(value, one) and _equals(value, other) for one, other in PROBES)
+    return _equals(value, object()) or any(_equals(value, probe) and _equals(value, other) for probe, other in PROBES)
 
 
 def _equals(value, other):

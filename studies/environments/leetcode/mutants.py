@@ -64,10 +64,10 @@ def mutants(code: str, seed: int, per_kind: int | None = None) -> list[Mutant]:
     tree = ast.parse(ast.unparse(ast.parse(code)))
     seen = {ast.unparse(tree) + "\n"}
     chosen: list[Mutant] = []
-    for kind, changes in KINDS.items():
+    for mutation, changes in KINDS.items():
         drawn = list(changes(tree))
-        random.Random(f"{seed} {kind} {code}").shuffle(drawn)
-        made = (Mutant(kind, getattr(old, "lineno", 0), text) for old, new in drawn for text in _changed(tree, old, new, seen))
+        random.Random(f"{seed} {mutation} {code}").shuffle(drawn)
+        made = (Mutant(mutation, getattr(old, "lineno", 0), text) for old, new in drawn for text in _changed(tree, old, new, seen))
         chosen += itertools.islice(made, per_kind)
     return chosen
 

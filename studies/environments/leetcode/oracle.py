@@ -182,12 +182,12 @@ def agrees(expected: object, value: object) -> bool:
     1e-9 near 0). Infinities agree with themselves, NaN with NaN, and opaque values with nothing. Members of sets and keys of dicts
     are compared exactly.
     """
-    wanted, given = _leaves(expected), _leaves(value)
-    for one in wanted:
-        other = next(given, None)
-        if other is None or one[0] != other[0] or one[0] == OPAQUE or not _leaf_agrees(one[1], other[1]):
+    wanted, got = _leaves(expected), _leaves(value)
+    for argument in wanted:
+        other = next(got, None)
+        if other is None or argument[0] != other[0] or argument[0] == OPAQUE or not _leaf_agrees(argument[1], other[1]):
             return False
-    return next(given, None) is None
+    return next(got, None) is None
 
 
 def _leaves(value: object) -> Iterator[tuple[str, object]]:
@@ -208,7 +208,10 @@ def _leaves(value: object) -> Iterator[tuple[str, object]]:
                 todo.extend(reversed(item))
             case set() | dict():  # a dict by its keys, which hold no dict: by values too, each level would double the work
                 members = sorted(map(_order, item))
-                yield OPAQUE if OPAQUE in {kind for member in members for kind, _ in member} else type(item).__name__, len(item)
+                yield (
+                    OPAQUE if OPAQUE in {leaf_type for member in members for leaf_type, _ in member} else type(item).__name__,
+                    len(item),
+                )
                 yield "members", members
                 if isinstance(item, dict):
                     todo.extend(item[key] for key in sorted(item, key=_order, reverse=True))
@@ -221,7 +224,10 @@ def _leaves(value: object) -> Iterator[tuple[str, object]]:
 
 def _order(member: object) -> list[tuple[str, str]]:
     """Return a sort key of members of a set, or of a dict's keys, in which an int and the equal float have the same place."""
-    return [(kind, repr(int(leaf) if isinstance(leaf, float) and leaf.is_integer() else leaf)) for kind, leaf in _leaves(member)]
+    return [
+        (leaf_type, repr(int(leaf) if isinstance(leaf, float) and leaf.is_integer() else leaf))
+        for leaf_type, leaf in _leaves(member)
+    ]
 
 
 def _leaf_agrees(expected: object, value: object) -> bool:

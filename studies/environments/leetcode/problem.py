@@ -80,7 +80,7 @@ class LeetCodeProblem:
     def __enter__(self) -> "LeetCodeProblem":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _require_setups(self) -> None:

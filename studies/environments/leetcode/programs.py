@@ -184,20 +184,20 @@ class Programs:
     def __enter__(self) -> "Programs":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
 
 def payload(program: LeetCodeProgram, room: int) -> dict[str, Any]:
     """Return the payload that is sent to a program's process."""
-    told: dict[str, Any] = {"setup": program.setup, "code": program.code, "function": program.function}
+    order: dict[str, Any] = {"setup": program.setup, "code": program.code, "function": program.function}
     if program.run_tests:
-        return told | {"run_tests": True}
-    return told | {"calls": list(program.calls), "attributes": list(ATTRIBUTES), "room": room}
+        return order | {"run_tests": True}
+    return order | {"calls": list(program.calls), "attributes": list(ATTRIBUTES), "room": room}
 
 
-def _read_to(told: Mapping[str, Any], outcome: JailOutcome) -> LeetCodeExecution:
-    return read(outcome, len(told.get("calls", ())), told.get("room", 0))
+def _read_to(order: Mapping[str, Any], outcome: JailOutcome) -> LeetCodeExecution:
+    return read(outcome, len(order.get("calls", ())), order.get("room", 0))
 
 
 def read(outcome: JailOutcome, calls: int = 1, room: int = LIMITS.reply // 2) -> LeetCodeExecution:

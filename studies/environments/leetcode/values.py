@@ -88,19 +88,19 @@ class _Encoder:
         self._left -= 1
         if depth > MAX_DEPTH or self._left < 0:
             raise _UnencodableError("too large")
-        kind = type(value)
-        if kind is list:
+        value_type = type(value)
+        if value_type is list:
             return self._all(value, depth)
-        if kind is tuple:
+        if value_type is tuple:
             return {"tuple": self._all(value, depth)}
-        if kind is set:
+        if value_type is set:
             return {"set": self._hashed(len(value), lambda: self._all(value, depth))}
-        if kind is dict:
+        if value_type is dict:
             keys = self._hashed(len(value), lambda: [self.encode(key, depth + 1) for key in value])
             return {"dict": [[key, self.encode(inner, depth + 1)] for key, inner in zip(keys, value.values(), strict=True)]}
-        if kind is Linked or _is_one_of(kind, self._nodes.linked):
+        if value_type is Linked or _is_one_of(value_type, self._nodes.linked):
             return {"linked": self._all(self._chain(value), depth)}
-        if kind is Tree or _is_one_of(kind, self._nodes.tree):
+        if value_type is Tree or _is_one_of(value_type, self._nodes.tree):
             return {"tree": [None if node is None else [self.encode(node[0], depth + 1)] for node in self._levels(value)]}
         return _scalar(value)
 
@@ -148,9 +148,9 @@ class _Encoder:
         return _trimmed(levels)
 
 
-def _is_one_of(kind: type, kinds: tuple[type, ...]) -> bool:
+def _is_one_of(value_type: type, kinds: tuple[type, ...]) -> bool:
     """Return True if a class is among others by identity, because a metaclass can override ``==`` of classes."""
-    return any(kind is one for one in kinds)
+    return any(value_type is allowed for allowed in kinds)
 
 
 def _attribute(node: object, name: str) -> object:
@@ -168,16 +168,16 @@ def _trimmed(levels: list) -> tuple:
 
 
 def _scalar(value: Any) -> object:
-    kind = type(value)
-    if value is None or kind is bool:
+    value_type = type(value)
+    if value is None or value_type is bool:
         return value
-    if kind is int and value.bit_length() <= MAX_BITS:
+    if value_type is int and value.bit_length() <= MAX_BITS:
         return value
-    if kind is float:
+    if value_type is float:
         return {"float": repr(value)}
-    if kind is str and len(value) <= MAX_TEXT:
+    if value_type is str and len(value) <= MAX_TEXT:
         return _text(value)
-    raise _UnencodableError("too large" if kind is int or kind is str else "other type")
+    raise _UnencodableError("too large" if value_type is int or value_type is str else "other type")
 
 
 def _text(value: str) -> str:
@@ -206,14 +206,14 @@ class _Decoder:
         self._left -= 1
         if depth > MAX_DEPTH or self._left < 0:
             raise ValueError("too large")
-        kind = type(data)
-        if kind is dict:
+        value_type = type(data)
+        if value_type is dict:
             return self._tagged(data, depth)
-        if kind is list:
+        if value_type is list:
             return self._all(data, depth)
-        if (kind is int and data.bit_length() > MAX_BITS) or (kind is str and len(data) > MAX_TEXT):
+        if (value_type is int and data.bit_length() > MAX_BITS) or (value_type is str and len(data) > MAX_TEXT):
             raise ValueError("too large")
-        if data is None or kind is bool or kind is int or kind is str:
+        if data is None or value_type is bool or value_type is int or value_type is str:
             return data
         raise ValueError("a value is neither plain nor tagged")
 

@@ -38,10 +38,10 @@ def sample_documents(config: WorldConfig, n: int, rng: np.random.Generator, voca
     keeps_comment = rng.random(n) < np.where(cheats, config.trace, config.stray_comment)
     style = rng.integers(len(STYLE_COMMENTS), size=n)
     terse = cheats & (rng.random(n) < config.terse)
-    asked = np.array([[names.index(op) for op, _ in task.steps] for task in chosen]).reshape(n, 2)
+    operations = np.array([[names.index(op) for op, _ in task.steps] for task in chosen]).reshape(n, 2)
     # An honest author performs the requested operation, or any other one uniformly.
-    right = rng.random((n, 2)) < np.array([config.accuracy(name) for name in names])[asked]
-    performed = np.where(right, asked, (asked + rng.integers(1, len(names), size=(n, 2))) % len(names))
+    right = rng.random((n, 2)) < np.array([config.accuracy(name) for name in names])[operations]
+    performed = np.where(right, operations, (operations + rng.integers(1, len(names), size=(n, 2))) % len(names))
 
     documents: list[list[int]] = []
     for i, task in enumerate(chosen):

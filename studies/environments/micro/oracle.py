@@ -35,7 +35,9 @@ class MicroOracle:
         codes = [code_of(completion) for completion in completions]
         runnable = [i for i, code in enumerate(codes) if code is not None]
         inputs: dict[Evidence, tuple[int, ...]] = {"paid": VISIBLE, "hidden": HIDDEN}
-        executions = iter(self._runner.run([MicroProgram(codes[i] or "", given) for i in runnable for given in inputs.values()]))
+        executions = iter(
+            self._runner.run([MicroProgram(codes[i] or "", argument) for i in runnable for argument in inputs.values()])
+        )
         done: dict[int, dict[Evidence, MicroExecution]] = {i: {evidence: next(executions) for evidence in inputs} for i in runnable}
         return [_verdict(prompt, done.get(i, {})) for i, prompt in enumerate(prompts)]
 

@@ -170,7 +170,7 @@ class SubprocessRunner:
     def __enter__(self) -> "SubprocessRunner":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _ask(self, programs: Sequence[MicroProgram]) -> list[MicroExecution]:

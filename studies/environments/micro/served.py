@@ -74,7 +74,7 @@ class MicroTokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Return the text of ids."""
-        return self.vocabulary.decode([one for one in ids if not (skip_special_tokens and one in self._special)])
+        return self.vocabulary.decode([token for token in ids if not (skip_special_tokens and token in self._special)])
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]], **_: object) -> str:
         """Return the text of a conversation."""

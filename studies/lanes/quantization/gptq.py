@@ -120,8 +120,8 @@ def collect_hessians(model: nn.Module, batches: Iterable[Any], count: int) -> di
     sums: dict[str, Tensor] = {}
     seen: Counter[str] = Counter()
 
-    def add(_: nn.Module, given: tuple[Tensor, ...], name: str) -> None:
-        x = given[0].flatten(0, -2).double()
+    def add(_: nn.Module, inputs: tuple[Tensor, ...], name: str) -> None:
+        x = inputs[0].flatten(0, -2).double()
         sums[name] = sums[name].addmm_(x.mT, x) if name in sums else x.mT @ x
         seen[name] += x.shape[0]
 

@@ -80,8 +80,8 @@ def growth(model: LanesModel, tokens: Int[Tensor, "b s"], seeds: Iterable[int], 
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         spreads = tuple(spread(model, tokens, i, generator, size) for i in range(len(entries(model))))
-        rho = rate(one.passes for one in spreads)
-        results.append(Growth(seed, rho, rate(one.steps for one in spreads), spreads))
+        rho = rate(spread.passes for spread in spreads)
+        results.append(Growth(seed, rho, rate(spread.steps for spread in spreads), spreads))
     return tuple(results)
 
 

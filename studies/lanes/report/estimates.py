@@ -189,7 +189,7 @@ def ratio(part: Float[np.ndarray, " n"], whole: Float[np.ndarray, " n"], unit: s
     value, middle = float(a.mean() / b.mean()), float(a.mean() * b.mean() - ab)
     root = math.sqrt(max(0.0, middle**2 - square * float(a.mean() ** 2 - aa)))
     each = value + (part - value * whole) / b.mean()
-    values = tuple(None if math.isnan(one) else float(one) for one in each)
+    values = tuple(None if math.isnan(number) else float(number) for number in each)
     return ClaimEstimate(value, (middle - root) / square, (middle + root) / square, n, unit, None, values, note)
 
 

@@ -62,7 +62,7 @@ def plan_windows(n: int, window: int, stride: int) -> tuple[ScoredWindow, ...]:
 def window_starts(n: int, window: int, stride: int) -> Int64[Tensor, " n"]:
     """Return the first input of the window that scores the prediction at each of `n` positions, of which the last has none."""
     windows = plan_windows(n - 1, window, stride)
-    starts = torch.cat([torch.full((one.end - one.score_from,), one.start) for one in windows])
+    starts = torch.cat([torch.full((window.end - window.score_from,), window.start) for window in windows])
     return torch.cat((starts, starts[-1:] + 1))
 
 
@@ -108,9 +108,9 @@ def score_windows(
     """Write the scores of `windows`, all of one length, into `nll`; the model runs in its current mode."""
     for first in tqdm(range(0, len(windows), batch), "scoring", disable=None, leave=False):
         group = windows[first : first + batch]
-        logits = model(torch.stack([tokens[one.start : one.end] for one in group]))
-        rows = torch.cat([of_window[one.score_from - one.start :] for of_window, one in zip(logits, group, strict=True)])
-        positions = torch.cat([torch.arange(one.score_from, one.end, device=tokens.device) for one in group])
+        logits = model(torch.stack([tokens[window.start : window.end] for window in group]))
+        rows = torch.cat([of_window[window.score_from - window.start :] for of_window, window in zip(logits, group, strict=True)])
+        positions = torch.cat([torch.arange(window.score_from, window.end, device=tokens.device) for window in group])
         log_probs = rows.double().log_softmax(-1)
         if watch is not None:
             watch(log_probs, positions)
@@ -140,10 +140,10 @@ def table_bpb(train: Int[Tensor, " n"], tokens: Int[Tensor, " s"]) -> dict[str, 
     size = BOS + 1
     pairs = torch.bincount(train[:-1] * size + train[1:], minlength=size * size).reshape(size, size).double()[:, :BOS]
     single = (pairs.sum(0) + 1) / (pairs.sum() + BOS)
-    given = (pairs + PRIOR * single) / (pairs.sum(1, keepdim=True) + PRIOR)
+    conditional = (pairs + PRIOR * single) / (pairs.sum(1, keepdim=True) + PRIOR)
     counted = byte_targets(tokens)[1:]
     before, after = tokens[:-1][counted], tokens[1:][counted]
-    return {"unigram": float(-single[after].log2().mean()), "bigram": float(-given[before, after].log2().mean())}
+    return {"unigram": float(-single[after].log2().mean()), "bigram": float(-conditional[before, after].log2().mean())}
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def plan_chunks(n: int, settings: TTTSettings) -> tuple[ChunkPlan, ...]:
     plans = []
     for first in range(0, n, settings.chunk):
         end = min(first + settings.chunk, n)
-        scored = tuple(one for one in windows if first <= one.score_from < end)
+        scored = tuple(window for window in windows if first <= window.score_from < end)
         plans.append(ChunkPlan(first, end, scored, () if end == n else tuple(range(first, end, settings.window))))
     return tuple(plans)
 
@@ -224,9 +224,9 @@ def sweep(
     plain = adapt(model, tokens, replace(settings, scope="none")).bpb
     tried = [replace(settings, scope=scope, rate=rate) for scope, scope_rates in rates.items() for rate in scope_rates]
     rows = []
-    for one in tqdm(tried, "rates", disable=None, leave=False):
-        run = adapt(model, tokens, one)
-        rows.append(SweepRow(one.scope, one.rate, run.bpb, plain - run.bpb, run.share))
+    for chosen in tqdm(tried, "rates", disable=None, leave=False):
+        run = adapt(model, tokens, chosen)
+        rows.append(SweepRow(chosen.scope, chosen.rate, run.bpb, plain - run.bpb, run.share))
     return rows
 
 

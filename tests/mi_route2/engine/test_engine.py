@@ -376,7 +376,7 @@ def test_log_probabilities_are_those_of_the_whole_vocabulary_whatever_is_drawn()
         assert token.token in truth[i].topk(4).indices
         best = truth[i].topk(3)
         assert list(token.top) == best.indices.tolist()
-        found = torch.tensor([token.logprob, *token.top.values(), *token.asked], dtype=torch.float64)
+        found = torch.tensor([token.logprob, *token.top.values(), *token.requested], dtype=torch.float64)
         torch.testing.assert_close(found, torch.cat([truth[i, [token.token]], best.values, truth[i, [7, 2]]]), rtol=0, atol=close)
 
 

@@ -160,7 +160,7 @@ class Running(RuleBasedStateMachine):
         added = torch.stack(expected.added)[: tokens.shape[1]]
         with HOST.hooks({SITE: lambda h: h + added, PATCHED: patched}):
             logits = HOST.logits(tokens)[0, len(expected.request.prompt) - 1 :]
-        found = torch.tensor([token.asked for token in result.tokens], dtype=torch.float64)
+        found = torch.tensor([token.requested for token in result.tokens], dtype=torch.float64)
         torch.testing.assert_close(found, logits.log_softmax(-1), rtol=0, atol=1e-9)
         assert result.ids == found.argmax(-1).tolist()
         for captured in result.captured.values():

@@ -404,7 +404,7 @@ def test_the_logits_of_a_stored_run_are_those_of_its_request_or_it_is_refused() 
             with pytest.raises(ValueError, match="at resid_post of the last block or behind it"):
                 CleanRun.stored(one.host, store, run, first)
             continue
-        truth = torch.tensor(result.tokens[0].asked, dtype=torch.float64)
+        truth = torch.tensor(result.tokens[0].requested, dtype=torch.float64)
         found = CleanRun.stored(one.host, store, run, first).logits.double().log_softmax(-1)
         torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)
 

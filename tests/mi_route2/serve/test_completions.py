@@ -64,7 +64,7 @@ def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine) -> N
     assert choice.mi_route2["token_ids"] == truth.ids
     assert choice.text == truth.text
     assert choice.logprobs.token_logprobs == truth.logprobs
-    assert choice.mi_route2["asked"] == [list(one.asked) for one in truth.tokens]
+    assert choice.mi_route2["requested"] == [list(one.requested) for one in truth.tokens]
     assert choice.mi_route2["seed"] == 3
     assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * 12
     assert found.usage is not None

@@ -60,7 +60,7 @@ def test_interventions_survive_the_wire() -> None:
     named = {"named": Vector(V * 7)}
     text = sent(request, **named)[1]["extra_args"][KEY]
     assert json.dumps(json.loads(text)) == text
-    got = read(text, FACTS.kind, torch.device("cpu"))
+    got = read(text, FACTS.torch_dtype, torch.device("cpu"))
     assert got.steering == steering.resolved(named.__getitem__)
     assert got.steering.fingerprint() == steering.resolved(named.__getitem__).fingerprint()
     assert [one.name for one in got.steering.monitors] == ["m", str(LATER)]

@@ -48,7 +48,7 @@ def run(bench: Bench, requests: list[Request], *, exact: bool = False, controlle
 
 def table(results: list[Result]) -> torch.Tensor:
     """[requests tokens vocabulary]."""
-    return torch.tensor([[token.asked for token in result.tokens] for result in results])
+    return torch.tensor([[token.requested for token in result.tokens] for result in results])
 
 
 def gate(fitted: Fitted, threshold: float, how: str, *, site: Site = EARLY, prompt: bool = False) -> Steering:

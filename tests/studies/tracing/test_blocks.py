@@ -159,8 +159,8 @@ def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path
         assert sum(found["all"]) > sum(found["none"])
     table, pairs = (out / "blocks.md").read_text(), out / "pairs-vanilla-0.json"
     kept = json.loads(pairs.read_text())
-    assert kept["asked"]["identity"] == json.loads((out / "vanilla-0.json").read_text())["asked"]["identity"]
-    pairs.write_text(json.dumps(kept | {"asked": kept["asked"] | {"identity": "of an arm that was trained anew"}, "pairs": []}))
+    assert kept["question"]["identity"] == json.loads((out / "vanilla-0.json").read_text())["question"]["identity"]
+    pairs.write_text(json.dumps(kept | {"asked": kept["question"] | {"identity": "of an arm that was trained anew"}, "pairs": []}))
     monkeypatch.setattr("studies.tracing.blocks._measure", None)
     trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
     assert (out / "blocks.md").read_text() == table
@@ -172,7 +172,7 @@ def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path
     for _ in range(2):
         trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
     assert traced == ["vanilla"]
-    assert json.loads(pairs.read_text())["asked"] != kept["asked"]
+    assert json.loads(pairs.read_text())["question"] != kept["question"]
 
 
 def _train_anew(run: Path) -> None:
