@@ -261,6 +261,17 @@ def test_keys_are_equal_exactly_where_all_that_acted_so_far_is(
         assert (one == two) is alike
 
 
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"),
+    [(0, 2, b""), (0, 3, b"s2:3:a"), (1, 5, b"s1:4:a"), (4, 8, b"s0:2:a|s3:4:b|p1:x"), (6, 9, b"s1:3:b"), (5, 8, b"s0:1:a|s2:3:b|p0:x")],
+)
+def test_a_fingerprint_has_what_acted_where_it_acted(start: int, stop: int, expected: bytes) -> None:
+    acts = Acts(patches=[(5, b"x")])
+    for position, digest in ((2, b"a"), (6, b""), (7, b"b")):
+        acts.steered(position, digest)
+    assert acts.fingerprint(start, stop) == expected
+
+
 def test_prefixes_hold_what_they_may_and_lose_the_oldest() -> None:
     block = Saved(torch.zeros(1, 2, 1, 4, 1))
     held = Prefixes(4, 3 * block.data.nbytes)

@@ -16,6 +16,7 @@ from mi_route2.hosts import Host, open_host
 from mi_route2.hosts.decoder import DECODERS
 from mi_route2.patching import CleanRun, Grid, Target, attribute, cells, forwards, prepare, sweep
 from mi_route2.patching.patches import Patch
+from mi_route2.patching.sweep import TooManyCellsError
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import TokenSelection, record
 from mi_route2.sites import Site
@@ -481,3 +482,17 @@ def test_a_clean_run_of_other_weights_is_refused_unless_its_hash_is_left_out() -
         sweep(host, **{**asked, "clean": run})
     other = sweep(host, **{**asked, "clean": CleanRun(run.values, run.logits, run.tokens)})
     assert np.isfinite(other.values).all()
+
+
+def test_too_many_cells_are_refused_before_anything_runs() -> None:
+    host, run = open_host("torch", make_family("Llama")), {**ASKED, "sites": "resid_pre"}
+    total = prepare(host, **run).total
+    assert prepare(host, most=total, **run).total == total
+    host.logits = lambda *_, **__: pytest.fail("a forward ran")
+    with pytest.raises(TooManyCellsError, match=rf"^{total} cells"):
+        prepare(host, most=total - 1, **run)
+
+
+def test_the_resolution_of_a_grid_is_the_rounding_of_its_scores() -> None:
+    grid = bench("Llama").sweep(sites="resid_pre")
+    assert grid.resolution == torch.finfo(torch.float64).eps * max(1.0, abs(grid.clean), abs(grid.corrupt))

@@ -20,7 +20,7 @@ from mi_route2.steering.plan import BatchLayout, Piece
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
 from mi_route2.steering.state import Readings, SteeringState
 
-EARLY, MID, LATE = Site(0, "resid_post"), Site(1, "resid_mid"), Site(1, "resid_post")
+FIRST, EARLY, MID, LATE = Site(0, "resid_pre"), Site(0, "resid_post"), Site(1, "resid_mid"), Site(1, "resid_post")
 QUERY, BOTTLENECK = Site(1, "q"), Site(0, "kept_a", "mlp.down")
 QUARANTINES = tuple(Site(layer, "quarantine_out", "mlp.down") for layer in range(2))
 SITES = (EARLY, MID, LATE, QUERY, BOTTLENECK)
@@ -38,7 +38,7 @@ class Model:
         self.adapters: Adapters = move(self.host.attach("blocks.*.mlp.down", **given))
         self.tokens = torch.randint(3, 50, (3, 6), generator=torch.Generator().manual_seed(3))
         self.attention = BatchLayout.of(PIECES).real
-        seen = self.host.capture((*SITES, *QUARANTINES), self.tokens, self.attention)
+        seen = self.host.capture((FIRST, *SITES, *QUARANTINES), self.tokens, self.attention)
         self.shapes = {site: tuple(value.shape[2:]) for site, value in seen.items()}
 
     def state(self, *specs: Steering | None, **given) -> SteeringState:
@@ -386,3 +386,37 @@ def test_an_override_a_scale_and_a_monitor_outlive_preemption(model):
     state.admit(0, own)
     assert state.fingerprint(0, decode=True) == content
     assert torch.equal(model.run(state)[0], before)
+
+
+def test_hooks_are_at_the_sites_of_what_is_resident(model):
+    closing = Monitor(FIRST, model.vector(FIRST, 2), quarantine="close", name="m")
+    state = model.state(Steering(base=(Steer(MID, model.vector(MID, 1)),), monitors=(closing,)))
+    assert state.sites() == {MID, FIRST, *QUARANTINES}
+    state.set_adapter_sites(QUARANTINES[:1])
+    assert state.sites() == {MID, FIRST, *QUARANTINES[:1]}
+    state.set_monitor(Monitor(LATE, model.vector(LATE, 3), gate_rows=True, gates=()), request=0)
+    assert state.sites() == {MID, FIRST, LATE, *QUARANTINES[:1]}
+    state.preempted(0)
+    assert state.sites() <= {MID}, "what is not resident needs no hook for its monitors"
+    state.release(0)
+    state.set_global("base", (Steer(LATE, model.vector(LATE, 4)),))
+    assert state.sites() == {LATE}
+    state.clear_global("base")
+    assert state.sites() == set()
+
+
+def test_what_acts_on_a_prompt_is_counted_at_its_own_sites(model):
+    prompt, generated = (Steer(site, model.vector(site, seed)) for seed, site in enumerate((MID, LATE)))
+    state = model.state(Steering(prefill=(prompt,)), Steering(decode=(generated,)), None)
+    assert [state.prompt_sites(request) for request in range(3)] == [{MID}, set(), set()]
+
+
+def test_a_spec_that_can_never_be_admitted_is_refused_before(model):
+    narrow = Steering(monitors=(Monitor(MID, torch.ones(3), name="m"),))
+    with pytest.raises(ValueError, match="3"):
+        model.state().check(narrow)
+    state, vector = model.state(rows=1), model.vector(MID, 1)
+    state.hold("first", Steering(base=(Steer(MID, vector),)))
+    with pytest.raises(RuntimeError, match="row"):
+        state.hold("second", Steering(base=(Steer(MID, 2 * vector),)))
+    assert state.configurations == ("first",)
