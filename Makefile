@@ -5,13 +5,11 @@ STAMP := .venv/.installed
 SEEDS ?= 3
 WORKERS ?= 2
 PYTEST := $(PY) -m pytest -n 2
-# What the fast suite leaves out (markers of pyproject.toml): PARTS of the library in detail, and the WHOLE as users run it. All of it is run
-# without the checks of shapes, which take half of the time and have passed in the fast suite; `make test-shapes` makes them in the parts, in
-# each parameter set that is the first with one of its values. A quarter of the time of the whole is waiting, for limits, timers and browsers:
-# three at a time keep two cores busy.
-# Tests of a device run once each where the device is the CPU (ROUTE2_TEST_DEVICE=cpu), where others have their sets; `pytest tests/gpu` has all.
-PARTS := ((matrix or hosts or machine) and not gpu) or (gpu and not matrix)
-WHOLE := process or study or docs or real
+# What the fast suite leaves out (markers of pyproject.toml). It is run without the checks of shapes, which take half of the time and have
+# passed in the fast suite. A quarter of its time is waiting, for limits, timers and browsers: three at a time keep two cores busy.
+# The sets of the marker matrix add only combinations of values whose pairs other sets have: `make test-matrix`, before a release.
+# Tests of a device run once each where the device is the CPU (ROUTE2_TEST_DEVICE=cpu); `pytest tests/gpu` has all of their sets.
+REST := hosts or machine or gpu or process or study or docs or real
 UNCHECKED := -o addopts='-ra --strict-markers --import-mode=importlib'
 # Compiled modules are kept, or every process that a test starts would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -19,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export MALLOC_MMAP_THRESHOLD_ = 67108864
 export MALLOC_TRIM_THRESHOLD_ = 4294967296
 
-.PHONY: install study evidence mutants test test-rest test-shapes test-all test-vllm check check-tests docs bench clean
+.PHONY: install study evidence mutants test test-rest test-matrix test-all test-vllm check check-tests docs bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -42,19 +40,19 @@ study: $(STAMP)  ## the main experiment: 3 seeds, ten arms; one sentence, a tabl
 evidence: $(STAMP)  ## table and figures of the evidence page, from docs/results/evidence.csv (seconds)
 	$(PY) -m studies.route2 contrasts docs/results/contrasts.toml
 
-test: $(STAMP)  ## the fast suite: every theorem once (three minutes on two cores)
-	$(PYTEST) --dist worksteal --shapes first -m "not ($(PARTS) or $(WHOLE))" --ignore tests/gpu --ignore tests/docs --ignore tests/real
+test: $(STAMP)  ## the fast suite: every theorem once (two minutes on two cores)
+	$(PYTEST) --dist worksteal --shapes first -m "not (matrix or $(REST))" --ignore tests/gpu --ignore tests/docs --ignore tests/real
 
-test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts in detail, processes, state machines, whole studies, docs, a real model
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "$(PARTS) or $(WHOLE)" --durations 25 $(UNCHECKED)
+test-rest: $(STAMP)  ## what the fast suite leaves out: two hosts in detail, processes, state machines, whole studies, docs, a real model
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not matrix and ($(REST))" --durations 25 $(UNCHECKED)
 
-test-shapes: $(STAMP)  ## the parts of the library in detail once more, under the checks of shapes (three minutes; before a release)
-	$(PYTEST) --dist worksteal --shapes each -m "($(PARTS)) and not ($(WHOLE))" --durations 10
+test-matrix: $(STAMP)  ## more combinations, hosts and state machines, under the checks of shapes (five minutes; before a release)
+	$(PYTEST) --dist worksteal --shapes each -m "(matrix or hosts or machine) and not (gpu or process or study or docs or real)" --durations 10
 
 mutants: $(STAMP)  ## change 20 expressions of the core and name the tests that notice (a quarter of an hour)
 	$(PY) -m tests.mutants --number 20 --to runs/mutants.jsonl
 
-test-all: test test-rest  ## both (some fifteen minutes on two cores)
+test-all: test test-rest  ## both (eight minutes on two cores)
 
 # vLLM pins other versions of transformers and a CPU build of torch; three packages that it brings are not for that build.
 .venv-vllm/.installed: pyproject.toml

@@ -263,7 +263,14 @@ def test_keys_are_equal_exactly_where_all_that_acted_so_far_is(
 
 @pytest.mark.parametrize(
     ("start", "stop", "expected"),
-    [(0, 2, b""), (0, 3, b"s2:3:a"), (1, 5, b"s1:4:a"), (4, 8, b"s0:2:a|s3:4:b|p1:x"), (6, 9, b"s1:3:b"), (5, 8, b"s0:1:a|s2:3:b|p0:x")],
+    [
+        (0, 2, b""),
+        (0, 3, b"s2:3:a"),
+        (1, 5, b"s1:4:a"),
+        (4, 8, b"s0:2:a|s3:4:b|p1:x"),
+        (6, 9, b"s1:3:b"),
+        (5, 8, b"s0:1:a|s2:3:b|p0:x"),
+    ],
 )
 def test_a_fingerprint_has_what_acted_where_it_acted(start: int, stop: int, expected: bytes) -> None:
     acts = Acts(patches=[(5, b"x")])

@@ -26,14 +26,14 @@ pytestmark = pytest.mark.study
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Job]:
-    """A canary of ten steps, the runs that it filters, and arms that are taught or penalized, by two workers."""
+    """A canary of ten steps, the runs that it filters, and arms that are taught or penalized."""
     arms = [ARMS["vanilla"], ARMS["inoculation"], ARMS["taught-honest"], ARMS["penalty-known"], CANARIES["canary-10"]]
     route = replace(ARMS["filter-canary"].route, quantile=0.5)  # pyright: ignore[reportCallIssue]
     for name in ("filter-canary", "canary-rotated", "canary-shuffled"):
         arms.append(replace(ARMS[name], canaries=("canary-10",), route=replace(route, shuffle=name == "canary-shuffled")))
     root = tmp_path_factory.mktemp("canary")
     jobs = [tiny_job(root, arm, cache=cache) for arm in (None, *arms)]
-    assert run_jobs(jobs, 2, quiet=True) == []
+    assert run_jobs(jobs, 1, quiet=True) == []
     return {job.name: job for job in jobs}
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from parity import Parity
-from tiny_study import run_until, tiny_chat
+from tiny_study import tiny_chat
 
 import studies.route2.cli as cli
-import studies.training.run as run_module
 from mi_route2.rollouts import Policy
 from mi_route2.routing import StepContext
 from studies.common.seeds import torch_generator
@@ -24,11 +23,9 @@ from studies.route2.probing import Reading, read_layers
 from studies.route2.runs import load_runs
 from studies.training.arms import ARMS
 from studies.training.build import build_optimizer, build_route
-from studies.training.checkpoint import CHECKPOINT
 from studies.training.grpo import gather, update
-from studies.training.job import EVAL, FULL, Job, build_pairs, build_policy, finished_policy
-from studies.training.manifest import MANIFEST
-from studies.training.recorder import METRICS, ROLLOUTS
+from studies.training.job import EVAL, Job, build_pairs, build_policy, finished_policy
+from studies.training.recorder import METRICS
 from studies.training.run import run_job
 from studies.training.settings import ChatModel, Settings
 from studies.training.teacher import cached_pool
@@ -65,22 +62,6 @@ def settings(folder: Path) -> Settings:
 
 def job(root: Path, settings: Settings, arm: str, **changes: object) -> Job:
     return Job(root / "run", root / "cache", settings, 0, ARMS[arm], **changes)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_stopped_run_on_a_chat_model_ends_with_the_bytes_of_an_unbroken_one(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_module, "CHECKPOINT_EVERY", 1)
-    whole, broken = (job(tmp_path / name, settings, "route2-full") for name in ("whole", "broken"))
-    run_job(whole)
-    run_until(broken, 2)
-    assert (broken.folder / CHECKPOINT).exists()  # or it would begin anew
-    assert not broken.finished
-    run_job(broken)
-    for name in (METRICS, ROLLOUTS, EVAL, FULL, MANIFEST):
-        assert (whole.folder / name).read_bytes() == (broken.folder / name).read_bytes(), name
-    rates = json.loads((whole.folder / EVAL).read_text())["modes"]
-    assert list(rates) == ["last_word", "confidence", "none"]
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def first_of(first: str, second: str, *others: str) -> list[Any]:
 
 
 STATES = (
-    *(ARMS[name] for name in ("route2-full", "route2-grad", "erase", "shuffled", "preventative-4")),
+    *(ARMS[name] for name in ("route2-full", "erase", "preventative-4")),
     replace(ARMS["sees-known-quarantine-fast-forgets"], forget_every=2),
     # No checkpoint holds the calibration of a canary, which is made again.
     replace(ARMS["filter-canary"], canaries=("canary-10",)),

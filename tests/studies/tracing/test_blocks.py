@@ -144,9 +144,9 @@ def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path
     for arm in ("vanilla", "absorb"):
         run_job(Job(root, tmp_path / "cache", settings, 0, ARMS[arm], mine))
     write_json(root / "settings.json", settings.as_dict())
-    trace = partial(blocks.trace, given=mine)
+    trace = partial(blocks.trace, folder=mine)
     with pytest.raises(ValueError, match=r"with other persona pairs: give the --pairs that it was made with"):
-        trace(root, ["vanilla"], [0], out, prompts=6, answers=6, groups=2, given=None)
+        trace(root, ["vanilla"], [0], out, prompts=6, answers=6, groups=2, folder=None)
     paths = trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
     assert [path.name for path in paths] == ["blocks.md", "blocks.png"]
     nats = json.loads((out / "absorb-0.json").read_text())["nats"]
