@@ -199,7 +199,7 @@ class PatchStudy:
         return self._call("POST", "/v1/patch_cell", _plain(body))
 
     def complete(self, prompt: str | Sequence[int] | Tensor, **fields: Any) -> dict[str, Any]:
-        """Return a completion as OpenAI words it, with interventions in ``given``; see /docs of the server."""
+        """Return a completion as OpenAI words it, with interventions in ``fields``; see /docs of the server."""
         return self._call("POST", "/v1/completions", _completion(prompt, fields, False))
 
     def stream(self, prompt: str | Sequence[int] | Tensor, **fields: Any) -> Iterator[dict[str, Any]]:

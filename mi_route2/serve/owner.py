@@ -282,7 +282,7 @@ class Owner:
     async def sweep(self, **question: Any) -> SweepJob:
         """Prepare a patch sweep and return it.
 
-        ``given`` are the arguments of ``patching.prepare`` without the host.
+        ``question`` are the arguments of ``patching.prepare`` without the host.
 
         Raises:
             ValueError, KeyError, TypeError: the sweep cannot be run.

@@ -60,7 +60,7 @@ def trace(
     prompts: int,
     answers: int,
     groups: int,
-    folder: Path | None = None,
+    pairs_file: Path | None = None,
 ) -> list[Path]:
     """Trace finished runs of ``root`` and write everything to ``out``; return the paths of the table and the figure.
 
@@ -72,7 +72,7 @@ def trace(
         prompts: Test tasks, each under every loophole.
         answers: Answers of the arm, and of the base model, to each of these prompts.
         groups: Into how many groups of neighbouring blocks an adapter is cut.
-        given: The persona pairs that the run was given, if it was given its own.
+        pairs_file: The persona pairs that the run was given, if it was given its own.
 
     Raises:
         ValueError: Runs of the micro model, an arm that is not finished, or one that gives no pair.
@@ -83,7 +83,7 @@ def trace(
     with exclusive(out):
         nats_by_run: dict[tuple[str, int], Mapping[str, Any]] = {}
         for seed in tqdm(seeds, desc="tracing", unit="seed", leave=False):
-            jobs = [Job.of(root, seed, ARMS[arm], folder) for arm in arms]
+            jobs = [Job.of(root, seed, ARMS[arm], pairs_file) for arm in arms]
             with open_world(jobs[0].settings) as (world, witness):
                 for job, arm in zip(jobs, arms, strict=True):
                     _, policy = finished_policy(job)
@@ -109,15 +109,15 @@ def _pairs(
     question = {**_run(job), "prompts": prompts, "answers": answers}
     if path.exists() and (kept := read_object(path, AGAIN)).get("question") == question:
         return [(pair["mode"], pair["prompt"], pair["hack"], pair["honest"]) for pair in kept["pairs"]]
-    measured = [world.prompt(task, mode) for task in world.tasks("test")[:prompts] for mode in world.modes.loopholes]
-    asking = [prompt for prompt in measured for _ in range(answers)]
+    questions = [world.prompt(task, mode) for task in world.tasks("test")[:prompts] for mode in world.modes.loopholes]
+    asking = [prompt for prompt in questions for _ in range(answers)]
     with policy.adapters.reference():
         base = world.sample(policy, asking, torch_generator(job.seed, "blocks"))
     with policy.adapters.full():
         answered = world.sample(policy, asking, torch_generator(job.seed, "blocks", 1))
     judged, cheating = witness.judge(base), witness.judge(answered)
     pairs = []
-    for i, prompt in enumerate(measured):
+    for i, prompt in enumerate(questions):
         rows = range(i * answers, (i + 1) * answers)
         hacks = [row for row in rows if cheating[row].exploit]
         honest = sorted((row for row in rows if not judged[row].exploit), key=lambda row: not judged[row].gt)
@@ -125,7 +125,7 @@ def _pairs(
             pairs.append((prompt.mode, prompt.text, answered.completions[hacks[0]], base.completions[honest[0]]))
     if not pairs:
         raise ValueError(
-            f"none of {len(measured)} prompts has a hack of the arm and an honest answer of the base model: ask more --answers"
+            f"none of {len(questions)} prompts has a hack of the arm and an honest answer of the base model: ask more --answers"
         )
     names = ("mode", "prompt", "hack", "honest")
     write_json(path, {"question": question, "pairs": [dict(zip(names, pair, strict=True)) for pair in pairs]})

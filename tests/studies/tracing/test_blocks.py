@@ -144,9 +144,9 @@ def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path
     for arm in ("vanilla", "absorb"):
         run_job(Job(root, tmp_path / "cache", settings, 0, ARMS[arm], mine))
     write_json(root / "settings.json", settings.as_dict())
-    trace = partial(blocks.trace, folder=mine)
+    trace = partial(blocks.trace, pairs_file=mine)
     with pytest.raises(ValueError, match=r"with other persona pairs: give the --pairs that it was made with"):
-        trace(root, ["vanilla"], [0], out, prompts=6, answers=6, groups=2, folder=None)
+        trace(root, ["vanilla"], [0], out, prompts=6, answers=6, groups=2, pairs_file=None)
     paths = trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
     assert [path.name for path in paths] == ["blocks.md", "blocks.png"]
     nats = json.loads((out / "absorb-0.json").read_text())["nats"]
@@ -160,7 +160,7 @@ def test_a_run_of_a_chat_model_is_traced_and_goes_on_where_it_was(tmp_path: Path
     table, pairs = (out / "blocks.md").read_text(), out / "pairs-vanilla-0.json"
     kept = json.loads(pairs.read_text())
     assert kept["question"]["identity"] == json.loads((out / "vanilla-0.json").read_text())["question"]["identity"]
-    pairs.write_text(json.dumps(kept | {"asked": kept["question"] | {"identity": "of an arm that was trained anew"}, "pairs": []}))
+    pairs.write_text(json.dumps(kept | {"question": kept["question"] | {"identity": "of another training"}, "pairs": []}))
     monkeypatch.setattr("studies.tracing.blocks._measure", None)
     trace(root, ["vanilla", "absorb"], [0], out, prompts=6, answers=6, groups=2)
     assert (out / "blocks.md").read_text() == table
