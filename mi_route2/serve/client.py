@@ -173,7 +173,7 @@ class PatchStudy:
             sites: Sites, points, globs or heads.
             positions: Positions of the corrupt prompt; all if ``None``.
             progress: Called with the cells as they come.
-            **given: ``metric``, ``alpha``, ``heads``, ``together``, ``at``, ``replicas``.
+            **fields: ``metric``, ``alpha``, ``heads``, ``together``, ``at``, ``replicas``.
         """
         named = [sites] if isinstance(sites, str | Site | Target) else list(sites)
         body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "sites": _plain(named), "stream": True}
