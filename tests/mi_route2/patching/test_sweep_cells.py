@@ -485,12 +485,15 @@ def test_a_clean_run_of_other_weights_is_refused_unless_its_hash_is_left_out() -
 
 
 def test_too_many_cells_are_refused_before_anything_runs() -> None:
-    host, run = open_host("torch", make_family("Llama")), {**ASKED, "sites": "resid_pre"}
+    host, run, ran = open_host("torch", make_family("Llama")), {**ASKED, "sites": "resid_pre"}, []
+    host.model.model.layers[0].input_layernorm.register_forward_pre_hook(lambda *_: ran.append(1))
     total = prepare(host, **run).total
     assert prepare(host, most=total, **run).total == total
-    host.logits = lambda *_, **__: pytest.fail("a forward ran")
+    assert ran
+    ran.clear()
     with pytest.raises(TooManyCellsError, match=rf"^{total} cells"):
         prepare(host, most=total - 1, **run)
+    assert not ran
 
 
 def test_the_resolution_of_a_grid_is_the_rounding_of_its_scores() -> None:

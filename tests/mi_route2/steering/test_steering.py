@@ -403,6 +403,10 @@ def test_hooks_are_at_the_sites_of_what_is_resident(model):
     assert state.sites() == {LATE}
     state.clear_global("base")
     assert state.sites() == set()
+    state.hold("other", Steering(base=(Steer(MID, model.vector(MID, 1)),)))
+    assert state.sites() == {MID}
+    state.drop("other")
+    assert state.sites() == set()
 
 
 def test_what_acts_on_a_prompt_is_counted_at_its_own_sites(model):
