@@ -413,6 +413,15 @@ def test_what_acts_on_a_prompt_is_counted_at_its_own_sites(model):
     prompt, generated = (Steer(site, model.vector(site, seed)) for seed, site in enumerate((MID, LATE)))
     state = model.state(Steering(prefill=(prompt,)), Steering(decode=(generated,)), None)
     assert [state.prompt_sites(request) for request in range(3)] == [{MID}, set(), set()]
+    state.admit(3, Steering(clamps=(Clamp(EARLY, model.vector(EARLY, 3), low=0.0, phase="prefill"),)))
+    assert state.prompt_sites(3) == {EARLY}
+
+
+def test_a_digest_follows_what_is_changed(model):
+    state = model.state(Steering(base=(Steer(MID, model.vector(MID, 1)),)))
+    before = state.fingerprint(0, decode=True)
+    state.set_monitor(Monitor(MID, model.vector(MID, 3), gate_rows=True), request=0)
+    assert state.fingerprint(0, decode=True) != before
 
 
 def test_a_spec_that_can_never_be_admitted_is_refused_before(model):

@@ -191,11 +191,11 @@ def test_each_process_samples_from_a_vllm_of_its_own_and_all_keep_the_same_adapt
     assert 0 < max(*first["gaps"], *second["gaps"]) <= CLOSE
 
 
-@pytest.mark.parametrize("settings", [{}, {"vllm_importance_sampling_correction": False}, {"top_k": 4}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"vllm_importance_sampling_correction": False}], ids=str)
 def test_stale_adapters_end_the_training(
     trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """Also where log-probabilities of completions are not compared."""
+    """Also where TRL itself does not compare log-probabilities."""
     trainer = trainer_of(steps=3, **settings)
     load: Callable[..., None] = PolicyLora._load
     monkeypatch.setattr(PolicyLora, "_load", lambda self, mode: None if self._request is not None else load(self, mode))
