@@ -261,6 +261,14 @@ def test_keys_are_equal_exactly_where_all_that_acted_so_far_is(
         assert (one == two) is alike
 
 
+def test_a_row_that_is_taken_again_holds_nothing_of_before() -> None:
+    slots = Slots(2, 4, 1, 3, most=16, dtype=torch.float64, start=4)
+    rows = [slots.take(4) for _ in range(3)]
+    slots.load(rows[-1], Saved(torch.full((2, 2, 1, 4, 3), float("nan"), dtype=torch.float64)))
+    slots.free(rows[-1])
+    assert not slots.save(slots.take(4), 4).data.any(), "a masked NaN would still reach the sum"
+
+
 @pytest.mark.parametrize(
     ("start", "stop", "expected"),
     [
