@@ -122,7 +122,7 @@ class _Fold:
     dropped: int
 
 
-class _Batch(NamedTuple):
+class _Activations(NamedTuple):
     """Some rollouts at one layer."""
 
     h: Float[Tensor, "b s d"]
@@ -217,21 +217,21 @@ def _generator(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, *name.encode()])
 
 
-def _batch(dataset: Dataset, layer: str, rows: Int[np.ndarray, " n"]) -> _Batch:
+def _batch(dataset: Dataset, layer: str, rows: Int[np.ndarray, " n"]) -> _Activations:
     """Return the selected rollouts at one layer."""
     index = torch.from_numpy(rows)
     h = dataset.hidden[layer]
     positive = torch.tensor(dataset.positive, dtype=torch.bool, device="cpu")[index]
-    return _Batch(h[index.to(h.device)], dataset.mask[index.to(dataset.mask.device)].to(h.device), positive.to(h.device))
+    return _Activations(h[index.to(h.device)], dataset.mask[index.to(dataset.mask.device)].to(h.device), positive.to(h.device))
 
 
-def _fit(fitter: ProbeFitter, batch: _Batch) -> Probe:
+def _fit(fitter: ProbeFitter, batch: _Activations) -> Probe:
     fitter.update(batch.h, batch.mask, batch.positive)
     return fitter.fit()
 
 
 def _scores(
-    probe: Probe, batch: _Batch, level: Unit
+    probe: Probe, batch: _Activations, level: Unit
 ) -> tuple[Float[np.ndarray, " m"], Bool[np.ndarray, " m"], Int[np.ndarray, " m"]]:
     """Return scores of rollouts or of masked tokens, their labels, and the batch row of each."""
     if level == "rollout":
@@ -242,7 +242,7 @@ def _scores(
 
 
 def _control(
-    train: _Batch, tests: list[tuple[_Fold, _Batch]], settings: TransferSettings, generator: torch.Generator
+    train: _Activations, tests: list[tuple[_Fold, _Activations]], settings: TransferSettings, generator: torch.Generator
 ) -> dict[tuple[str, Unit], tuple[float | None, float | None]]:
     """Return (mode, level) -> mean and 95th percentile of the random directions' AUROC; None if a class is absent."""
     fitter = HaarProbeFitter(generator)
@@ -260,18 +260,20 @@ def _control(
     return control
 
 
-def _pooled(batch: _Batch) -> _Batch:
+def _pooled(batch: _Activations) -> _Activations:
     """Return the rollouts with one position each, the mean of those in the mask."""
     h = pool(batch.h, batch.mask)[:, None]
-    return _Batch(h, torch.ones(h.shape[:2], dtype=torch.bool, device=h.device), batch.positive)
+    return _Activations(h, torch.ones(h.shape[:2], dtype=torch.bool, device=h.device), batch.positive)
 
 
-def _calibrator(probe: Probe, batch: _Batch, level: Unit, settings: TransferSettings) -> Calibrator:
+def _calibrator(probe: Probe, batch: _Activations, level: Unit, settings: TransferSettings) -> Calibrator:
     scores, labels, _ = _scores(probe, batch, level)
     return fit_platt(scores, labels) if settings.calibration == "platt" else fit_isotonic(scores, labels)
 
 
-def _measure(probe: Probe, calibrator: Calibrator, fold: _Fold, batch: _Batch, level: Unit, settings: TransferSettings) -> dict:
+def _measure(
+    probe: Probe, calibrator: Calibrator, fold: _Fold, batch: _Activations, level: Unit, settings: TransferSettings
+) -> dict:
     """Return the fields of a row that depend on this probe and fold."""
     scores, labels, owner = _scores(probe, batch, level)
     p = calibrator(scores)

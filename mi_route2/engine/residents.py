@@ -89,9 +89,9 @@ class Residents:
         self.steering.preempted(req.id)
         self._vacate([req])
 
-    def vacate(self, ones: Iterable[EngineRequest]) -> None:
+    def vacate(self, requests: Iterable[EngineRequest]) -> None:
         """Free the rows of requests that end, at once: one by one, each would take the place of another that ends."""
-        ending = [req for req in ones if req.row >= 0]
+        ending = [req for req in requests if req.row >= 0]
         for req in ending:
             self.publish(req)
         self._vacate(ending)
@@ -160,9 +160,9 @@ class Residents:
     def _name(self, req: EngineRequest, blocks: int) -> None:
         self.prefixes.extend(req.keys, req.tokens, req.acts, blocks, req.prompt if self.exact else None)
 
-    def _vacate(self, ones: Sequence[EngineRequest]) -> None:
-        rows = [req.row for req in ones]
-        for req in ones:
+    def _vacate(self, requests: Sequence[EngineRequest]) -> None:
+        rows = [req.row for req in requests]
+        for req in requests:
             req.row = -1
             self._reserved -= self.slots.cost(req.reach)
         self._free(*rows)

@@ -51,7 +51,7 @@ def generate(
     completions: list[list[int]] = [[] for _ in prompts]
     for start in range(0, len(order), at_once):
         rows = order[start : start + at_once]
-        batch = _Batch(model, [prompts[i] for i in rows], pad, device)
+        batch = _Decoding(model, [prompts[i] for i in rows], pad, device)
         draws = uniforms[rows].to(device)
         sampled = complete(batch.logits, batch.go_on, draws, temperature=temperature, ends=ends, fill=NOTHING)
         for i, ids in zip(rows, sampled.tolist(), strict=True):
@@ -59,7 +59,7 @@ def generate(
     return completions
 
 
-class _Batch:
+class _Decoding:
     """Rows that are being completed: the model's cache, its mask of real tokens, and the position of each row."""
 
     def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], pad: int, device: torch.device):

@@ -127,7 +127,7 @@ class Jail:
             def complete(index: int, outcome: JailOutcome, raw: bytes) -> Any:
                 return read(payloads[index], with_reply(outcome, raw, chosen))
 
-            return _Batch(self._pool, texts, chosen, complete).run()
+            return _JobQueue(self._pool, texts, chosen, complete).run()
 
     def close(self) -> None:
         """End the servers and remove every folder, after any call of `run` has ended; no effect if already closed."""
@@ -142,7 +142,7 @@ class Jail:
         self.close()
 
 
-class _Batch:
+class _JobQueue:
     """Jobs of one call of `run`."""
 
     def __init__(
