@@ -108,7 +108,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_record(record: type[T], data: str | bytes | Mapping[str, Any]) -> T:
-    """Read a record of type ``kind`` from JSON, or from a mapping with the content of JSON; ``ValueError`` in one sentence."""
+    """Read a ``record`` (its type) from JSON, or from a mapping with the content of JSON; ``ValueError`` in one sentence."""
     raw = parse_object(data) if isinstance(data, str | bytes) else data
     try:
         return TypeAdapter(record).validate_json(json.dumps(raw))

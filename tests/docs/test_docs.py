@@ -32,11 +32,23 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("docs")
 
 
-@pytest.mark.parametrize("page", [marked(page) for page in PAGES if blocks(page)])
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES if blocks(page) and page.stem not in ("README", "index")])
 def test_every_block_runs(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     with unreached():
         run_page(page)
+
+
+@SMOLLM2
+def test_the_first_block_prints_what_it_shows(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The README opens as the home page does."""
+    readme, home = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md"))
+    capsys.readouterr()
+    run_page(ROOT / "docs/index.md")
+    shown = re.findall(r"^```text\n(.*?)^```$", home, re.MULTILINE | re.DOTALL)[0]
+    assert capsys.readouterr().out == shown
+    assert shown in readme
+    assert blocks(ROOT / "README.md")[0][1] == blocks(ROOT / "docs/index.md")[0][1]
 
 
 @pytest.mark.parametrize("notebook", [marked(notebook) for notebook in NOTEBOOKS])
