@@ -1,4 +1,4 @@
-"""R3 and R4 of the experiment, on the real world and a model of its size, one seed: masks point at hacks, leakage is measured.
+"""Two claims of the experiment, R3 and R4, on the real world, one seed: masks point at hacks, leakage is measured.
 
 Shorter than in the study are the base model's training, by batches of half the size, and the run, which has 32 steps at nearly
 twice the rates.
@@ -34,7 +34,7 @@ from studies.training.job import Job, build_policy
 from studies.training.run import run_job
 from studies.training.settings import get_settings
 
-pytestmark = pytest.mark.study
+pytestmark = pytest.mark.claim
 STRONG = get_settings("strong")
 SETTINGS = replace(STRONG, warm=replace(STRONG.warm, batch=64), steps=32, kept_lr=5e-3, quarantine_lr=1.7e-3)
 
