@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 Side = Literal["input", "output"]
-Fusion = Literal["thirds", "per head"]
+Fusion = Literal["thirds", "per head", "sizes", "grouped"]
 
 HOSTS: Mapping[str, str] = MappingProxyType(
     {
@@ -62,6 +62,9 @@ CAUSAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 """Config values of a model in which no token of text attends to later ones. A config that lacks a key counts as causal."""
 
+FOUND = "_route2_row"
+"""Attribute of a model in which the row that was found for it is kept."""
+
 WRAPPED = "_original_component"
 """Attribute name under which TransformerLens's bridge stores a wrapped module, in the model's own tree too."""
 
@@ -72,7 +75,9 @@ class LinearAt:
 
     Attributes:
         path: Module path under the block.
-        fused: ``(i, n, how)``, the ``i``-th of ``n`` parts: contiguous ``thirds`` (GPT-2), or interleaved ``per head`` (GPT-NeoX).
+        fused: ``(i, n, how)``, the ``i``-th of ``n`` parts: contiguous ``thirds`` (GPT-2), ``sizes`` (Phi-3:
+            queries, then the fewer keys and values), interleaved ``per head`` (GPT-NeoX), or ``grouped`` (Falcon: the queries of a
+            key-value head, then its key and its value).
         transposed: True if the weight is stored ``[d_in d_out]`` (transformers' Conv1D).
     """
 
@@ -89,11 +94,13 @@ class At:
         path: Module path under the block; ``""`` is the block itself.
         side: The module's input or output.
         linear: True if ``path`` names a logical Linear, whose output is the point (its slice, if the module is fused).
+        scale: What the model multiplies the module's value with before it adds it to the stream (Granite).
     """
 
     path: str
     side: Side = "output"
     linear: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,8 @@ class Architecture:
     """Config values that the bridge assumes; with any other value it computes a different model."""
     vllm_points: Mapping[str, VllmAt] = field(default_factory=lambda: MappingProxyType({}))
     """Places in vLLM's layers of the same class name; empty if these were never compared with this row."""
+    found: bool = False
+    """True if the row was found in a model (``mi_route2.found``): a layer may lack some of its Linears."""
     exact_eager: bool = False
     """True if eager attention computes in the model's dtype. In the other architectures transformers' softmax is float32, so the
     logits of a float64 model are NaN under left padding (the mask is float64's lowest number, minus infinity in float32)."""
@@ -226,7 +235,7 @@ _GEMMA_POINTS = {
     "mlp_out": At("post_feedforward_layernorm"),
 }
 _GEMMA_BRIDGE = {"attn_out": "ln1_post.hook_out", "mlp_out": "ln2_post.hook_out"}
-_PARALLEL = (
+PARALLEL = (
     "attention and MLP read the same stream in parallel, so there is no stream between them: use resid_pre, attn_out or mlp_out"
 )
 _BRIDGED_PARALLEL = "the bridge builds GPT-NeoX blocks as parallel ones, without a hook between attention and MLP: read it on torch"
@@ -323,7 +332,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 bridge_config={"scale_attn_weights": True},
                 exact_eager=True,
             ),
-            _neox("GPTNeoX", _PARALLEL, _PARALLEL, parallel=True),
+            _neox("GPTNeoX", PARALLEL, PARALLEL, parallel=True),
             _neox("GPTNeoX (sequential)", _LLAMA_POINTS["resid_mid"], _BRIDGED_PARALLEL, parallel=False),
             Architecture(
                 "MicroGPT",
@@ -349,9 +358,11 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 def config_of(model: object) -> object:
-    """Return the model's config, from its attribute ``config`` or ``cfg``; ``None`` if it has neither."""
+    """Return the model's config of text, from its attribute ``config`` or ``cfg``; ``None`` if it has neither."""
     model = unwrapped(model)
-    return getattr(model, "config", None) or getattr(model, "cfg", None)
+    config = getattr(model, "config", None) or getattr(model, "cfg", None)
+    text = getattr(config, "get_text_config", None)
+    return config if text is None else text(decoder=True)
 
 
 def unwrapped(model: object) -> object:
@@ -369,12 +380,15 @@ def _class_name(model: object) -> str:
 
 
 def architecture_of(model: object) -> Architecture | None:
-    """Return the row for a model's class and config; ``None`` if there is none."""
+    """Return the row for a model's class and config, or the one that was found in the model; ``None`` if there is none."""
     name, config = _class_name(model), config_of(model)
     for row in ARCHITECTURES.values():
         if name in row.classes and all(getattr(config, key, value) == value for key, value in row.requires.items()):
             return row
-    return None
+    return vars(unwrapped(model)).get(FOUND)
+
+
+_GROUPS = ("num_key_value_heads", "n_key_value_heads", "num_kv_heads")
 
 
 def heads(model: object, point: str) -> int:
@@ -384,5 +398,5 @@ def heads(model: object, point: str) -> int:
     queries = next((int(getattr(config, key)) for key in keys if hasattr(config, key)), None)
     if queries is None:
         raise ValueError(f"the config of this {type(model).__name__} gives no number of heads: it needs one of {', '.join(keys)}")
-    grouped = getattr(config, "num_key_value_heads", None) or getattr(config, "n_key_value_heads", None)
+    grouped = next((value for key in _GROUPS if (value := getattr(config, key, None))), None)
     return int(grouped) if point in ("k", "v") and grouped else queries

@@ -30,6 +30,7 @@ from mi_route2.architectures import (
     unwrapped,
 )
 from mi_route2.checks import checked
+from mi_route2.found import NotFoundError, found_row
 
 UNQUANTIZED = "load the base model in bfloat16 or float32, without quantization_config"
 COMPUTED = (
@@ -168,14 +169,35 @@ def whole(t: Tensor) -> Tensor:
     return t if gather is None else gather()
 
 
-def fused_rows(at: LinearAt, width: int, head_count: int) -> Int[Tensor, " d_out"] | None:
-    """Return the outputs of a fused module of ``width`` outputs that belong to a part; ``None`` if it is not fused."""
+def fused_rows(at: LinearAt, width: int, queries: int, groups: int) -> Int[Tensor, " d_out"] | None:
+    """Return the outputs of a fused module of ``width`` outputs that belong to a part; ``None`` if it is not fused.
+
+    ``queries`` and ``groups`` are the numbers of query heads and of key-value heads.
+    """
     if at.fused is None:
         return None
     part, count, how = at.fused
     index = torch.arange(width)
-    rows = index.view(count, -1)[part] if how == "thirds" else index.view(head_count, count, -1)[:, part].flatten()
+    if how == "thirds":
+        rows = index.view(count, -1)[part]
+    elif how == "per head":
+        rows = index.view(queries, count, -1)[:, part].flatten()
+    elif how == "sizes":
+        head = width // (queries + 2 * groups)
+        rows = index.split([queries * head, groups * head, groups * head])[part]
+    else:
+        grouped = index.view(groups, queries // groups + 2, -1)
+        rows = (grouped[:, :-2], grouped[:, -2], grouped[:, -1])[part].flatten()
     return rows.clone()  # a view would keep the whole index in memory
+
+
+def fused_width(at: LinearAt, part: int, queries: int, groups: int) -> int:
+    """Return the number of outputs of the module of which a logical Linear of ``part`` outputs is a part."""
+    if at.fused is None:
+        return part
+    if at.fused[2] in ("sizes", "grouped"):
+        return part // (groups if at.fused[0] else queries) * (queries + 2 * groups)
+    return part * at.fused[1]
 
 
 def module_at(model: nn.Module, architecture: Architecture, path: str) -> nn.Module:
@@ -237,7 +259,7 @@ def slot_at(model: nn.Module, architecture: Architecture, layer: int | None, lin
         why = f"whose weight is computed from others: {COMPUTED}" if computed else f"without a weight: {UNQUANTIZED}"
         raise ValueError(f"{name} is a {type(module).__name__} {why}") from error
     width = weight.shape[1 if at.transposed else 0]
-    rows = None if at.fused is None else fused_rows(at, width, heads(model, "q"))
+    rows = None if at.fused is None else fused_rows(at, width, heads(model, "q"), heads(model, "k"))
     return Slot(name, path, module, rows, at.transposed)
 
 
@@ -264,12 +286,19 @@ def slots(model: nn.Module) -> dict[str, Slot]:
         raise ValueError(
             f"a {type(model).__name__} is a wrapper: attach adapters to the model in it, before or after it is wrapped"
         )
-    row = architecture_of(model)
-    if row is None:
-        return {name: Slot(name, name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if (row := architecture_of(model)) is None:
+        try:
+            row = found_row(model)
+        except NotFoundError:  # any model of torch can have adapters
+            return {name: Slot(name, name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     refuse_shared(model, row)
     layers = range(len(block_paths(model, row)))
-    in_blocks = [slot_at(model, row, layer, linear) for layer in layers for linear in row.linears]
+    in_blocks = [
+        slot_at(model, row, layer, linear)
+        for layer in layers
+        for linear, at in row.linears.items()
+        if not row.found or part_at(model, f"{row.blocks}.{layer}.{at.path}") is not None
+    ]
     return {slot.name: slot for slot in (*in_blocks, slot_at(model, row, None, "unembed"))}
 
 

@@ -27,7 +27,7 @@ from mi_route2.adapters.weights import sharded_modules
 from mi_route2.architectures import Architecture, LinearAt, architecture_of, heads
 from mi_route2.checks import checked
 from mi_route2.files import parse_json, whole_folder
-from mi_route2.sites import fused_rows
+from mi_route2.sites import fused_rows, fused_width
 from mi_route2.specs import AdapterSpec
 from mi_route2.tensor_files import read_tensors, refuse_infinite, write_tensors
 from mi_route2.validation import read_record
@@ -304,9 +304,10 @@ def places(adapters: Adapters) -> dict[str, AdaptedModule]:
     by_path: dict[str, AdaptedModule] = {}
     for site, branch in adapters.sites.items():
         path, at = _path(row, site)
-        width = branch.shape[0] * (at.fused[1] if at.fused else 1)
+        counts = (heads(model, "q"), heads(model, "k")) if at.fused else (1, 1)
+        width = fused_width(at, branch.shape[0], *counts)
         place = by_path.setdefault(path, AdaptedModule(width, at.transposed))
-        place.branches.append((branch, fused_rows(at, width, heads(model, "q") if at.fused else 1)))
+        place.branches.append((branch, fused_rows(at, width, *counts)))
     return by_path
 
 

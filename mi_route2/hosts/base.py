@@ -41,9 +41,21 @@ from mi_route2.architectures import (
     POINTS,
     Architecture,
     architecture_of,
+    config_of,
 )
 from mi_route2.checks import Mask, as_mask, checked
-from mi_route2.rollouts import Policy, demand_causal, demand_own_angles, demand_tokens, positions, right_padded
+from mi_route2.found import found_row
+from mi_route2.rollouts import (
+    Policy,
+    call_with_mask,
+    demand_causal,
+    demand_own_angles,
+    demand_tokens,
+    positions,
+    right_padded,
+    still,
+    vocabulary,
+)
 from mi_route2.sites import Site, Slot, demand_site, nearest, no_adapter, refuse_shared, slots
 
 Edit = Callable[[Tensor], Tensor | None]
@@ -248,7 +260,7 @@ class Host(ABC):
 
     def layers(self) -> range:
         """Return the layer indices of the model's blocks."""
-        return range(len({name.split(".")[1] for name in self.linears() if name.startswith("blocks.")}))
+        return range(1 + max((int(name.split(".")[1]) for name in self.linears() if name.startswith("blocks.")), default=-1))
 
     @checked
     def find(self, name: str, known: Sequence[Site] | None = None) -> list[Site]:
@@ -347,15 +359,42 @@ def known_architecture(model: nn.Module) -> Architecture:
     Raises:
         ValueError: An unknown architecture, a model that is not causal, or layers that share a module.
     """
-    row = architecture_of(model)
-    if row is None:
-        classes = ", ".join(dict.fromkeys(name for row in ARCHITECTURES.values() for name in row.classes))
-        raise ValueError(
-            f"{type(model).__name__} is no known architecture: choose among {classes}, or add a row to architectures.py"
-        )
+    row = architecture_of(model) or found_row(model)
     demand_causal(model)
     refuse_shared(model, row)
+    if row.found:
+        demand_padding_unread(model)
     return row
+
+
+LEAK = 1e-4
+"""Share of the largest logit by which padding may change one: some layers compute in float32 whatever the model's dtype."""
+
+
+@torch.no_grad()
+def demand_padding_unread(model: nn.Module) -> None:
+    """Raise ``ValueError`` if a row of random tokens has other logits beside a longer one, padded on either side, than alone.
+
+    Eager attention in float64 gives NaN under left padding, which hosts refuse when they meet it.
+    """
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    nan = dtype == torch.float64 and getattr(config_of(model), "_attn_implementation", None) == "eager"
+    size = vocabulary(model) or 2
+    long = torch.randint(size, (1, 6), generator=torch.Generator().manual_seed(1)).to(device)
+    with still(model):
+        alone = call_with_mask(model, long[:, :4], torch.ones(1, 4, dtype=torch.bool, device=device))
+        for side, first in (("right", 0), *((("left", 2),) if not nan else ())):
+            attention = torch.ones(2, 6, dtype=torch.bool, device=device)
+            attention[1] = (torch.arange(6, device=device) >= first) & (torch.arange(6, device=device) < first + 4)
+            tokens = torch.cat([long, torch.zeros_like(long)])
+            tokens[1, first : first + 4] = long[0, :4]
+            found = call_with_mask(model, tokens, attention)[1:, first : first + 4]
+            miss, scale = float((found - alone).abs().max()), float(alone.abs().max())
+            if not miss <= (LEAK if dtype in (torch.float32, torch.float64) else 0.1) * scale:
+                raise ValueError(
+                    f"padding on the {side} changes the logits of this {type(model).__name__} by {miss:.1g} of {scale:.1g}, so that "
+                    "rollouts of a batch would depend on each other"
+                )
 
 
 def split_heads(site: Site, value: Tensor, count: int) -> Tensor:

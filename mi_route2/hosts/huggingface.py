@@ -35,20 +35,23 @@ from mi_route2.sites import Site, block_paths, module_at, no_adapter, refuse_boo
 
 @dataclass(frozen=True)
 class Tap:
-    """One side of a module, or some rows of its output, split into ``heads`` if the point has a head axis."""
+    """One side of a module, or some rows of its output, split into ``heads`` if the point has a head axis; times ``scale``."""
 
     path: str
     side: str
     rows: Tensor | None = None
     heads: int = 1
+    scale: float = 1.0
 
     def read(self, site: Site, raw: Tensor) -> Tensor:
         """Return the module's value in the point's shape."""
+        raw = raw if self.scale == 1 else raw * self.scale
         return split_heads(site, raw if self.rows is None else raw[..., self.rows.to(raw.device)], self.heads)
 
     def write(self, raw: Tensor, new: Tensor) -> Tensor:
         """Return ``raw`` with the point's value replaced."""
         flat = new.reshape(*raw.shape[:-1], -1).to(raw.dtype)
+        flat = flat if self.scale == 1 else flat / self.scale
         return flat if self.rows is None else raw.index_copy(-1, self.rows.to(raw.device), flat)
 
 
@@ -81,7 +84,7 @@ def tap_of(model: nn.Module, architecture: Architecture, site: Site) -> Tap:
         return Tap(slot.path, "output", slot.rows, count)
     path = f"{paths[site.layer]}.{at.path}" if at.path else paths[site.layer]
     module_at(model, architecture, path)
-    return Tap(path, at.side, None, count)
+    return Tap(path, at.side, None, count, at.scale)
 
 
 class TorchHost(Host):
