@@ -2,8 +2,8 @@
 
     row = found_row(model)
 
-Of the blocks, names of modules propose the logical Linears. The points are those values of a forward over random tokens that fit the
-definition of a point, in the first block and in the last:
+Names of modules propose the logical Linears. The points are those values of a forward over random tokens that fit the definition of
+a point, in the first block and in the last:
 
     resid_mid = resid_pre + attn_out        resid_post = resid_mid + mlp_out
 
@@ -154,9 +154,7 @@ def _watching(block: nn.Module, inner: Iterable[str]) -> Iterator[_Values]:
         seen.into, seen.out = seen.sides.get(("", "input"), seen.into), seen.sides.get(("", "output"), seen.out)
 
 
-def _points(
-    model: Any, blocks: list[nn.Module], attention: str, mlp: str, linears: Mapping[str, LinearAt]
-) -> dict[str, At | str]:
+def _points(model: Any, blocks: list[nn.Module], attention: str, mlp: str, linears: Mapping[str, LinearAt]) -> dict[str, At | str]:
     size = model.get_input_embeddings().weight.shape[0]
     device = model.get_input_embeddings().weight.device
     tokens = torch.randint(size, (2, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
@@ -176,7 +174,7 @@ def _points(
     holding = [choice for choice in sums if choice in _sums(late, attention)]
     if not holding:
         raise NotFoundError(
-            f"no values of the blocks of this {type(model).__name__} add up to its residual stream: resid_post = resid_mid + mlp_out"
+            f"no values of the blocks of this {type(model).__name__} add up to its stream: resid_post = resid_mid + mlp_out"
         )
     middle, attn_out, mlp_out, scale = holding[0]
     entry = (mlp or linears["mlp.up"].path, "input")
@@ -209,7 +207,8 @@ def _sums(values: _Values, attention: str) -> list[_Choice]:
     """Return every choice of (resid_mid, attn_out, mlp_out, factor) whose sums hold, the best first."""
     into, out = values.into.double(), values.out.double()
     order = list(values.sides)
-    same = {side: value.double().reshape(into.shape) for side, value in values.sides.items() if side[0] and value.numel() == into.numel()}
+    inside = {side: value for side, value in values.sides.items() if side[0] and value.numel() == into.numel()}
+    same = {side: value.double().reshape(into.shape) for side, value in inside.items()}
     start = order.index((attention, "input"))
     outputs = [side for side in order if side in same and side[1] == "output" and order.index(side) >= start]
     inputs = [side for side in order if side in same and side[1] == "input" and order.index(side) >= start]

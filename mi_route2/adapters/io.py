@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters, attach
 from mi_route2.adapters.linear import Branch, Kept, LoRA, Quarantine, SVDKept, refuse_more
+from mi_route2.adapters.readback import demand_peft_reads, demand_transformers_reads
 from mi_route2.adapters.weights import sharded_modules
 from mi_route2.architectures import Architecture, LinearAt, architecture_of, heads
 from mi_route2.checks import checked
@@ -337,7 +338,9 @@ def _refuse_adapters(names: set[str]) -> None:
 
 
 @checked
-def export_peft(adapters: Adapters, folder: Path | str, *, which: Which = "deployed", overwrite: bool = False) -> None:
+def export_peft(
+    adapters: Adapters, folder: Path | str, *, which: Which = "deployed", overwrite: bool = False, verify: bool = True
+) -> None:
     """Write the kept adapter as a LoRA that ``peft.PeftModel.from_pretrained(base, folder)`` loads.
 
     peft itself is not needed. The logits of that model equal those of ``adapters.deployed()`` up to rounding, on any base of the
@@ -355,9 +358,10 @@ def export_peft(adapters: Adapters, folder: Path | str, *, which: Which = "deplo
         folder: Folder to write.
         which: ``deployed``: the kept adapter alone; ``full``: both, never to be shipped.
         overwrite: Replace the content of a folder that is not empty.
+        verify: Read the folder with peft, if it is installed, and compare logits before anything is kept; takes seconds.
 
     Raises:
-        ValueError: A value is not finite, or ``which`` is neither.
+        ValueError: A value is not finite, ``which`` is neither, or peft reads other adapters than were trained.
         FileExistsError: The folder is not empty.
         OSError: The disk is full; nothing is written then.
 
@@ -380,6 +384,8 @@ def export_peft(adapters: Adapters, folder: Path | str, *, which: Which = "deplo
         (partial / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if (written := _names([partial / PEFT_TENSORS])) != tensors.keys():
             raise RuntimeError(f"the written file does not hold the kept adapter's tensors: {sorted(written ^ tensors.keys())}")
+        if verify:
+            demand_peft_reads(adapters, model, by_path, partial, full=full)
         if full and adapters.has_quarantine:
             (partial / PEFT_WARNING).write_text(_WARNING, encoding="utf-8")
 
@@ -430,7 +436,9 @@ def _tied(adapters: Adapters) -> bool:
 
 
 @checked
-def export_merged(adapters: Adapters, folder: Path | str, *, tokenizer: Any = None, overwrite: bool = False) -> None:
+def export_merged(
+    adapters: Adapters, folder: Path | str, *, tokenizer: Any = None, overwrite: bool = False, verify: bool = True
+) -> None:
     """Write the deployed weights, ``W`` plus the kept adapter, as a checkpoint that ``AutoModelForCausalLM`` loads.
 
     The model itself is unchanged. If the unembedding has an adapter and is tied to the embedding, the checkpoint stores them as two
@@ -441,10 +449,11 @@ def export_merged(adapters: Adapters, folder: Path | str, *, tokenizer: Any = No
         folder: Folder to write.
         tokenizer: Tokenizer to save in the same folder, if given.
         overwrite: Replace the content of a folder that is not empty.
+        verify: Read the checkpoint with transformers and compare logits before anything is kept; takes the memory of the model.
 
     Raises:
-        ValueError: A value is not finite, the model is not a transformers model in its own layout, or a Linear with adapters
-            computes more than a matmul.
+        ValueError: A value is not finite, the model is not a transformers model in its own layout, a Linear with adapters computes
+            more than a matmul, or transformers reads another model than was trained.
         FileExistsError: The folder is not empty.
         OSError: The disk is full; nothing is written then.
 
@@ -484,3 +493,5 @@ def export_merged(adapters: Adapters, folder: Path | str, *, tokenizer: Any = No
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         _refuse_adapters(_names(partial.glob("*.safetensors")))
+        if verify:
+            demand_transformers_reads(adapters, partial)

@@ -33,7 +33,6 @@ from mi_route2.adapters.weights import weights_hash
 from mi_route2.architectures import (
     ADAPTER_HOOKS,
     ADAPTER_POINTS,
-    ARCHITECTURES,
     BRIDGE_LINEARS,
     BRIDGE_POINTS,
     HEADED,
@@ -392,8 +391,8 @@ def demand_padding_unread(model: nn.Module) -> None:
             miss, scale = float((found - alone).abs().max()), float(alone.abs().max())
             if not miss <= (LEAK if dtype in (torch.float32, torch.float64) else 0.1) * scale:
                 raise ValueError(
-                    f"padding on the {side} changes the logits of this {type(model).__name__} by {miss:.1g} of {scale:.1g}, so that "
-                    "rollouts of a batch would depend on each other"
+                    f"padding on the {side} changes the logits of this {type(model).__name__} by {miss:.1g} of {scale:.1g}, so "
+                    "that rollouts of a batch would depend on each other"
                 )
 
 

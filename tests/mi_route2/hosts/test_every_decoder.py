@@ -1,0 +1,130 @@
+"""The contract of a model whose row is found: sites, patches, steering, routed gradients, deployment and files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoders import DECODERS, make_decoder
+from families import move
+from torch import Tensor
+
+from mi_route2 import AdapterSpec, MaskRoute, Rollouts, TrainBatch, open_host
+from mi_route2.adapters import export_merged, export_peft
+from mi_route2.architectures import architecture_of
+from mi_route2.hosts import Host
+from mi_route2.sites import Site
+
+TOKENS = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(3))
+PROMPTS, ANSWERS = [[3, 4], [5, 6], [7, 8], [9, 3]], [[4, 5, 6], [6, 7], [8, 9, 3], [3, 4, 5, 6]]
+FLAGS = torch.tensor([True, False, True, False])
+LOST_BY_PEFT = ("DeepseekV3", "Glm4Moe")
+"""Mixtures whose dense or shared ``gate_proj`` peft takes for fused experts."""
+
+every = pytest.mark.parametrize("name", DECODERS)
+
+
+def opened(name: str) -> Host:
+    return open_host("torch", make_decoder(name))
+
+
+def adapted(host: Host) -> Any:
+    spec = AdapterSpec("lora", rank=2, quarantine_rank=2)
+    return host.attach("blocks.*", spec=spec, generator=torch.Generator().manual_seed(0))
+
+
+def loss(logits: Tensor, batch: TrainBatch) -> Tensor:
+    return -(batch.rollouts.logprobs(logits).sum(1) * batch.advantages).sum()
+
+
+def batch() -> TrainBatch:
+    rewards, zero = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long)
+    return TrainBatch(Rollouts.from_lists(PROMPTS, ANSWERS, pad=0), rewards, rewards - rewards.mean(), zero, zero.bool())
+
+
+@every
+def test_parts_sum_to_the_stream_and_every_site_is_live(name: str) -> None:
+    host = opened(name)
+    sites = host.sites()
+    assert len(host.layers()) == DECODERS[name].get("num_hidden_layers", 2)
+    cache, plain = host.capture(sites, TOKENS), host.logits(TOKENS).detach()
+    for layer in host.layers():
+        parts = {site.point: cache[site] for site in sites if site.layer == layer}
+        assert {"resid_pre", "resid_post"} <= parts.keys()
+        if {"resid_mid", "attn_out"} <= parts.keys():
+            torch.testing.assert_close(parts["resid_mid"], parts["resid_pre"] + parts["attn_out"], rtol=0, atol=1e-6)
+        if {"resid_mid", "mlp_out"} <= parts.keys():
+            torch.testing.assert_close(parts["resid_post"], parts["resid_mid"] + parts["mlp_out"], rtol=0, atol=1e-6)
+    generator = torch.Generator().manual_seed(1)
+    for site in sites:
+        with torch.no_grad(), host.hooks({site: lambda value: value.clone()}):
+            torch.testing.assert_close(host.logits(TOKENS), plain, rtol=0, atol=1e-12)
+        with torch.no_grad(), host.hooks({site: lambda value: value + 0.1 * torch.randn(value.shape, generator=generator).double()}):
+            assert not torch.equal(host.logits(TOKENS), plain), site
+        with torch.no_grad(), host.hooks({site: lambda value, kept=cache[site]: kept.clone()}):  # a patch from the run itself
+            torch.testing.assert_close(host.logits(TOKENS), plain, rtol=0, atol=1e-12)
+
+
+@every
+def test_adapters_that_are_zero_or_off_change_no_bit_and_a_routed_gradient_is_that_of_the_honest_rows(name: str) -> None:
+    host = opened(name)
+    plain = host.logits(TOKENS).detach()
+    adapters = adapted(host)
+    assert torch.equal(host.logits(TOKENS), plain)
+    policy = host.policy(move(adapters))
+    assert not torch.equal(host.logits(TOKENS), plain)
+    with adapters.reference():
+        assert torch.equal(host.logits(TOKENS), plain)
+    kept, data = adapters.kept_parameters(), batch()
+    MaskRoute.from_flags(FLAGS).backward(policy, data, loss)
+    expected = {key: torch.zeros_like(p) for key, p in kept.items()}
+    for row in (~FLAGS).nonzero():
+        alone = data.rows(row)
+        with adapters.unrouted():
+            grads = torch.autograd.grad(loss(policy.logits(alone.rollouts), alone), list(kept.values()), allow_unused=True)
+        for key, grad in zip(kept, grads, strict=True):
+            expected[key] += 0 if grad is None else grad
+    scale = max(float(value.abs().max()) for value in expected.values())
+    assert scale > 0
+    assert max(float((p.grad - expected[key]).abs().max()) for key, p in kept.items()) <= 1e-6 * scale
+
+
+@every
+def test_a_lora_that_is_written_is_what_stock_peft_computes_or_it_is_refused(name: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    host = opened(name)
+    adapters = move(adapted(host))
+    if name in LOST_BY_PEFT:
+        with pytest.raises(ValueError, match="use export_merged"):
+            export_peft(adapters, tmp_path / "lora")
+        assert not (tmp_path / "lora").exists()
+        return
+    before = {p for p in host.model.parameters() if p.requires_grad}
+    export_peft(adapters, tmp_path / "lora")
+    assert {p for p in host.model.parameters() if p.requires_grad} == before
+    read = peft.PeftModel.from_pretrained(make_decoder(name), str(tmp_path / "lora"))
+    with torch.no_grad(), adapters.deployed():
+        torch.testing.assert_close(read(TOKENS).logits, host.logits(TOKENS), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", [*LOST_BY_PEFT, "Phi3", "Falcon", "Granite"])
+def test_a_merged_checkpoint_is_the_deployed_model(name: str, tmp_path: Path) -> None:
+    host = opened(name)
+    adapters = move(adapted(host))
+    export_merged(adapters, tmp_path / "merged")
+    read = type(host.model).from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    read.config._experts_implementation = "eager"
+    with torch.no_grad(), adapters.deployed():
+        torch.testing.assert_close(read(TOKENS).logits, host.logits(TOKENS), rtol=0, atol=1e-10)
+
+
+def test_a_row_is_found_once_and_goes_with_copies() -> None:
+    import copy
+
+    model = make_decoder("Qwen2")
+    assert architecture_of(model) is None
+    row = open_host("torch", model).architecture
+    assert architecture_of(model) is row
+    assert architecture_of(copy.deepcopy(model)) is row
+    assert str(row.unembed) == "lm_head"
+    assert open_host("torch", model).address(Site(1, "attn_out")) == "model.layers.1.self_attn.output"
