@@ -53,6 +53,7 @@ def found_row(model: nn.Module) -> Architecture:
         raise NotFoundError(f"{name} is an encoder-decoder: only models that read from left to right have sites")
     if not hasattr(plain, "get_output_embeddings"):
         raise NotFoundError(f"{name} is no known architecture, and no model of transformers in which one could be found")
+    head = _head(plain)
     blocks = _blocks(plain, getattr(config, "num_hidden_layers", None))
     stack = plain.get_submodule(blocks)
     whole = next((block for block in stack if _child(block, ATTENTION)), stack[0])
@@ -62,7 +63,7 @@ def found_row(model: nn.Module) -> Architecture:
     linears = _linears(stack, attention, mlp)
     points = _points(plain, [block for block in stack if _child(block, (attention,))], attention, mlp, linears)
     takes = "position_ids" in inspect.signature(plain.forward).parameters
-    row = Architecture(name, (name,), blocks, linears, points, unembed=_head(plain), positions=takes, found=True)
+    row = Architecture(name, (name,), blocks, linears, points, unembed=head, positions=takes, found=True)
     vars(plain)[FOUND] = row
     return row
 
@@ -102,11 +103,18 @@ def _linears(stack: nn.Module, attention: str, mlp: str) -> dict[str, LinearAt]:
                 if module := _child(inside, PARTS[name]):
                     found.setdefault(f"{room}.{name}", LinearAt(prefix + module, transposed=module in transposed))
             for fused, how in (("qkv_proj", "sizes"), ("query_key_value", _how(inside)), ("c_attn", "thirds")):
-                if room == "attn" and fused in inside._modules:
+                known = fused in inside._modules and (how != "thirds" or _thirds(inside.get_submodule(fused)))
+                if room == "attn" and known:
                     found |= {f"attn.{n}": LinearAt(prefix + fused, (i, 3, how), fused in transposed) for i, n in enumerate("qkv")}  # pyright: ignore[reportArgumentType]
             if room == "mlp" and "gate_up_proj" in inside._modules:
                 found |= {f"mlp.{n}": LinearAt(f"{prefix}gate_up_proj", (i, 2, "thirds")) for i, n in enumerate(("gate", "up"))}
     return found
+
+
+def _thirds(module: nn.Module) -> bool:
+    """Return True for a Conv1D whose queries, keys and values are as wide as the stream: other layouts have the same name."""
+    weight = module.get_parameter("weight")
+    return weight.shape[1] == 3 * weight.shape[0]
 
 
 def _how(attention: nn.Module) -> str:

@@ -187,7 +187,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: Site.parse("model.layers.0"), "blocks.3.resid_mid"),
     # Hosts
     (lambda: open_host("tl", bare()), "transformer_lens"),
-    (lambda: open_host("torch", nn.Linear(2, 2)), "choose among"),
+    (lambda: open_host("torch", nn.Linear(2, 2)), "no model of transformers"),
     (lambda: load("./nothing-here"), "there is no folder"),
     (lambda: load("./nothing-here", host="tl"), "transformer_lens"),
     (lambda: host().capture("blocks.0.resid_mid", tokens()), "sites must be Iterable[Site], not the str"),

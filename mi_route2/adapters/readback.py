@@ -9,6 +9,7 @@ otherwise ship another model than the one that was evaluated.
 import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -38,14 +39,13 @@ def demand_peft_reads(adapters: Adapters, model: nn.Module, paths: Iterable[str]
     """Raise ``ValueError`` if peft reads a folder as other adapters than those of ``model``; nothing is checked without peft."""
     if find_spec("peft") is None or not can_be_read(model):
         return
-    from peft import PeftModel
-
+    peft = import_module("peft")
     trained = {p: p.requires_grad for p in model.parameters()}
     base: Any = copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})  # weights are shared
     for path in paths:
         base.set_submodule(path, base.get_submodule(path).base)
     try:
-        read = PeftModel.from_pretrained(base, str(folder))
+        read = peft.PeftModel.from_pretrained(base, str(folder))
         _demand(adapters, lambda tokens: read(input_ids=tokens).logits, "peft's LoRA", "export_merged", full=full)
     except (RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"peft cannot read what was written ({_line(error)}): use export_merged") from error

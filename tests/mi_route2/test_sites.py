@@ -199,10 +199,7 @@ def test_an_unknown_architecture_has_its_linears_under_their_own_names() -> None
     adapters = attach(model, "encoder.*", spec=AdapterSpec(kept="lora", rank=2, quarantine_rank=1), generator=torch.Generator())
     assert list(adapters.sites) == ["encoder.0", "encoder.2"]
     assert model(torch.ones(3, 4)).shape == (3, 2)
-    with pytest.raises(
-        ValueError,
-        match=r"Another is no known architecture: choose among (?!.*\b(\w+),.* \1\b)Qwen3ForCausalLM, .*MicroGPT.*, or add a row",
-    ):
+    with pytest.raises(ValueError, match=r"Another is no known architecture, and no model of transformers"):
         known_architecture(model)
 
 

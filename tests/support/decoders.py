@@ -19,6 +19,8 @@ ROUTED = {
 WINDOW = {"sliding_window": 8}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+CHUNK = {"attention_chunk_size": 16}
+SCALED = {"embedding_multiplier": 2.0, "residual_multiplier": 0.22, "attention_multiplier": 0.25, "logits_scaling": 2.0}
 OLD = {"vocab_size": 64, "hidden_size": 32}
 
 DECODERS: dict[str, dict[str, Any]] = {
@@ -32,7 +34,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Olmoe": SIZES | {"num_experts": 4, "num_experts_per_tok": 2},
     "DeepseekV3": SIZES | ROUTED | LATENT | {"num_key_value_heads": 4},
     "Llama": SIZES,
-    "Llama4": SIZES | HEAD | {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 16, "num_hidden_layers": 4},
+    "Llama4": SIZES | HEAD | {"intermediate_size_mlp": 48, "num_local_experts": 2, "num_hidden_layers": 4} | CHUNK,
     "Mistral": SIZES,
     "Gemma": SIZES | HEAD,
     "Gemma2": SIZES | HEAD | WINDOW | {"query_pre_attn_scalar": 8},
@@ -42,11 +44,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Olmo2": SIZES,
     "Olmo3": SIZES | WINDOW,
     "SmolLM3": SIZES,
-    "Granite": SIZES | {"embedding_multiplier": 2.0, "residual_multiplier": 0.22, "attention_multiplier": 0.25, "logits_scaling": 2.0},
+    "Granite": SIZES | SCALED,
     "Glm4": SIZES | HEAD,
     "Glm4Moe": SIZES | HEAD | ROUTED | {"n_group": 1},
     "Falcon": OLD | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True},
-    "OPT": OLD | {"ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32},
+    "OPT": OLD | {"ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32},
     "Bloom": OLD | {"n_layer": 2, "n_head": 4},
     "GPTNeoX": {name: size for name, size in SIZES.items() if name != "num_key_value_heads"},
     "StableLm": SIZES,

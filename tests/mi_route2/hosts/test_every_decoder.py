@@ -56,10 +56,17 @@ def test_parts_sum_to_the_stream_and_every_site_is_live(name: str) -> None:
         if {"resid_mid", "mlp_out"} <= parts.keys():
             torch.testing.assert_close(parts["resid_post"], parts["resid_mid"] + parts["mlp_out"], rtol=0, atol=1e-6)
     generator = torch.Generator().manual_seed(1)
+
+    def moved(value: Tensor) -> Tensor:
+        return value + 0.1 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
+
     for site in sites:
         with torch.no_grad(), host.hooks({site: lambda value: value.clone()}):
             torch.testing.assert_close(host.logits(TOKENS), plain, rtol=0, atol=1e-12)
-        with torch.no_grad(), host.hooks({site: lambda value: value + 0.1 * torch.randn(value.shape, generator=generator).double()}):
+        with (
+            torch.no_grad(),
+            host.hooks({site: moved}),
+        ):
             assert not torch.equal(host.logits(TOKENS), plain), site
         with torch.no_grad(), host.hooks({site: lambda value, kept=cache[site]: kept.clone()}):  # a patch from the run itself
             torch.testing.assert_close(host.logits(TOKENS), plain, rtol=0, atol=1e-12)

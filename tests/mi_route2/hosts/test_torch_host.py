@@ -11,7 +11,14 @@ from blocks_by_hand import by_hand
 from families import FAMILIES, HEAD, HEADS, LAYERS, TRANSFORMERS, alone, make_batch, make_family, make_policy, make_tokens
 from mask_oracle import FixedFitter, assert_same, plain_loss, random_directions, run
 from torch import Tensor, nn
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from mi_route2.architectures import ADAPTER_POINTS, POINTS
 from mi_route2.hosts import open_host
@@ -351,14 +358,32 @@ def test_adapter_points_of_a_bare_model_are_refused() -> None:
         TorchHost(make_family("Llama")).capture([Site(0, "kept_a", "attn.q")], TOKENS)
 
 
-def test_models_of_other_classes_are_refused_with_the_known_ones() -> None:
+def test_models_without_text_of_their_own_are_refused() -> None:
     text = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
-    seen = Gemma3Config(text_config={**text, "head_dim": 4}, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=4)
-    models = [Gemma3ForConditionalGeneration(seen), LlamaForSequenceClassification(LlamaConfig(**text)), nn.Linear(3, 3)]
-    for model in models:
-        with pytest.raises(ValueError, match=rf"{type(model).__name__} is no known architecture: choose among Qwen3ForCausalLM, "):
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=16, d_ff=24, num_layers=1, num_heads=4))
+    refused = {
+        "no head for language": LlamaForSequenceClassification(LlamaConfig(**text)),
+        "encoder-decoder": t5,
+        "no known": nn.Linear(3, 3),
+    }
+    for reason, model in refused.items():
+        with pytest.raises(ValueError, match=reason):
             TorchHost(model)
+
+
+def test_a_wrapper_of_vision_and_text_is_its_text() -> None:
+    text = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
+    seen = Gemma3Config(
+        text_config={**text, "head_dim": 4, "sliding_window": 3}, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=4
+    )
+    host = TorchHost(Gemma3ForConditionalGeneration(seen).double().eval())
+    assert host.address(Site(1, "resid_pre")).startswith("model.language_model.layers.1.")
+    middle = torch.tensor([[True, True, False, True, True, True, True]])
+    with pytest.raises(ValueError, match="padding between its tokens"):
+        host.logits(torch.ones(1, 7, dtype=torch.long), middle)
+    with pytest.raises(ValueError, match=r"50 is not a token .* 0\.\.49"):
+        host.logits(torch.full((1, 3), 50))
 
 
 def test_a_tree_that_is_not_its_rows_is_said_at_the_site() -> None:
