@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,16 @@ from transformer_lens.model_bridge.sources.native.model import NativeModel
 
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.linear import Branch, RoutedLinear
-from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, BRIDGE_LINEARS, BRIDGE_POINTS, WRAPPED, Architecture, config_of
+from mi_route2.architectures import (
+    ADAPTER_HOOKS,
+    ADAPTER_POINTS,
+    BRIDGE_LINEARS,
+    BRIDGE_POINTS,
+    WRAPPED,
+    Architecture,
+    architecture_of,
+    config_of,
+)
 from mi_route2.hosts.base import (
     Edit,
     Entering,
@@ -44,7 +53,8 @@ from mi_route2.hosts.base import (
     whole_stream,
 )
 from mi_route2.hosts.decoder import DECODERS
-from mi_route2.hosts.huggingface import Replays
+from mi_route2.hosts.huggingface import Replays, TorchHost
+from mi_route2.rollouts import vocabulary
 from mi_route2.sites import Site, Slot, matching, no_adapter, part_at
 
 ROUTE = "route"
@@ -183,10 +193,16 @@ def linears(bridge: TransformerBridge, architecture: Architecture) -> dict[str, 
     for layer in range(len(bridge.blocks)):
         for linear, at in architecture.linears.items():
             path = f"blocks.{layer}.{paths[linear]}"
-            component = bridge.get_submodule(path)
+            component = part_at(bridge, path)
+            if component is None or (architecture.found and not hasattr(component, WRAPPED)):
+                if architecture.found:  # no layer of a found row needs to have all of its Linears
+                    continue
+                raise ValueError(f"this bridge has no {path}: another version of TransformerLens built it")
             wrapped = getattr(component, WRAPPED)
             base = wrapped.base if isinstance(wrapped, RoutedLinear) else wrapped
             plain = isinstance(base, nn.Linear)  # the bridge copies each part of a fused Conv1D into a Linear
+            if architecture.found and not plain and type(base).__name__ != "Conv1D":  # a router under the name of a Linear
+                continue
             places[f"blocks.{layer}.{linear}"] = Place(path, component, at.transposed and not plain)
     places["unembed"] = Place("unembed", bridge.get_submodule("unembed"), False)
     return places
@@ -376,6 +392,30 @@ def _as_wrapped(norm: RMSNormalizationBridge, hidden_states: Tensor, **_given: o
     return norm.hook_out(wrapped(x).to(x.dtype))
 
 
+@dataclass(frozen=True)
+class _Truth:
+    """What a model computes before it is booted, at the points of its first and its last block."""
+
+    tokens: Tensor
+    logits: Tensor
+    values: Mapping[Site, Tensor]
+
+    @staticmethod
+    def of(model: nn.Module) -> "_Truth":
+        host = TorchHost(model)
+        device = next(model.parameters()).device
+        tokens = torch.randint(vocabulary(model) or 2, (1, 5), generator=torch.Generator().manual_seed(0)).to(device)
+        ends = {host.layers()[0], host.layers()[-1]}
+        with torch.no_grad():
+            return _Truth(tokens, host.logits(tokens), host.capture([s for s in host.sites() if s.layer in ends], tokens))
+
+
+def _near(own: Tensor, other: Tensor) -> bool:
+    """Return True up to the rounding of attention in float32."""
+    share = 1e-4 if own.dtype in (torch.float32, torch.float64) else 0.05
+    return float((own - other).abs().max()) <= share * float(other.abs().max())
+
+
 class BridgeHost(Host):
     """Host of a TransformerLens bridge; see ``Host``. Any other model is booted as a bridge, in place.
 
@@ -392,9 +432,21 @@ class BridgeHost(Host):
 
     def __init__(self, model: nn.Module):
         inner = wrapped_model(model) if isinstance(model, TransformerBridge) else model
+        if inner is not model and architecture_of(inner) is None:
+            raise ValueError(
+                f"the sites of a {type(inner).__name__} are found before it is booted: give open_host the transformers model itself"
+            )
         self.architecture = known_architecture(inner)
         refuse_config(inner, self.architecture)
-        self.bridge = model if isinstance(model, TransformerBridge) else boot(model)
+        truth = _Truth.of(inner) if self.architecture.found and inner is model else None
+        try:
+            self.bridge = model if isinstance(model, TransformerBridge) else boot(model)
+        except (AttributeError, KeyError, RuntimeError) as error:
+            if truth is None:
+                raise
+            raise ValueError(
+                f"TransformerLens cannot boot this {type(inner).__name__} ({type(error).__name__}): load it anew for the torch host"
+            ) from error
         self.model = self.bridge
         for block in self.bridge.blocks:
             block._maybe_wire_capture_hooks()  # taken off by changes of the bridge's modes
@@ -402,6 +454,27 @@ class BridgeHost(Host):
         refuse_processed(self.bridge)
         refuse_batching(self.bridge)
         self._places = linears(self.bridge, self.architecture)
+        if truth is not None:
+            self._compare(truth)
+
+    def _compare(self, truth: "_Truth") -> None:
+        """Leave out the points at which the bridge holds another value than the model; ``ValueError`` for other logits."""
+        with torch.no_grad():
+            logits = self._logits(truth.tokens, None)
+        if not _near(logits, truth.logits):
+            raise ValueError(f"the bridge of this {self.architecture.name} computes another model: use the torch host")
+        reasons = dict(self.architecture.bridge_points)
+        for site, value in truth.values.items():
+            try:
+                held = self.capture([site], truth.tokens)[site]
+            except (KeyError, ValueError, RuntimeError):
+                held = None
+            if held is None or held.shape != value.shape or not _near(held, value):
+                reasons[site.point] = "its hook is missing or holds another value than the model has there"
+        for point, place in self.architecture.points.items():
+            if isinstance(place, str):
+                reasons[point] = place
+        self.architecture = replace(self.architecture, bridge_points=reasons)
 
     def linears(self) -> dict[str, Slot]:
         return {name: place.slot(name) for name, place in self._places.items()}
@@ -449,7 +522,8 @@ class BridgeHost(Host):
         logits = self.bridge(tokens, **self.keywords(attention))
         for block in self.bridge.blocks:
             # GPT-2's and GPT-NeoX's attention keeps its last pattern, which nobody reads, and with it a graph that cannot be copied
-            vars(block.attn)["_pattern"] = None
+            if (attention_of := block._modules.get("attn")) is not None:
+                vars(attention_of)["_pattern"] = None
         return logits
 
     def keywords(self, attention: Bool[Tensor, "b s"] | None) -> dict[str, Any]:
@@ -469,7 +543,10 @@ class BridgeHost(Host):
         hook = {**BRIDGE_POINTS, **self.architecture.bridge_points}[site.point]
         if " " in hook:
             raise ValueError(f"the bridge of {self.architecture.name} has no {site.point}: {hook}")
-        return f"blocks.{site.layer}.{hook}"
+        name = f"blocks.{site.layer}.{hook}"
+        if self.architecture.found and name not in self.bridge.hook_dict:
+            raise ValueError(f"layer {site.layer} of this {self.architecture.name} has no {site.point}: other layers have it")
+        return name
 
     def _prepared(self, edits: Mapping[Site, Edit]) -> Entering:
         refuse_processed(self.bridge)
