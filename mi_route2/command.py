@@ -1,5 +1,6 @@
-"""The console script ``mi-route2``: serve a model, sweep patches, export adapters, run the study.
+"""The console script ``mi-route2``: check a model, serve it, sweep patches, export adapters, run the study.
 
+mi-route2 check CHECKPOINT                         where its sites are, or the check that it fails
 mi-route2 serve --model smollm2
 mi-route2 sweep smollm2 --clean "When Mary and John went out, John thanked" --corrupt "When Mary and John went out, Mary thanked"
                         --answer " Mary" --foil " John" --out sweep.png
@@ -42,6 +43,19 @@ def sweep(
     print(f"logit difference {grid.clean:+.2f} clean, {grid.corrupt:+.2f} corrupt; wrote {out}")
 
 
+def check(
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="folder of a checkpoint, or an id")],
+    host: Annotated[Literal["torch", "transformer_lens", "nnsight"], tyro.conf.arg(help="library that runs the model")] = "torch",
+) -> None:
+    """Print where the sites of a model are, and check on random tokens that they are what they are called."""
+    from mi_route2.hosts.check import check_report
+    from mi_route2.hosts.load import load
+
+    opened = load(model, host=host)
+    inside = getattr(opened.model, "original_model", opened.model)
+    print(check_report(opened, inside))
+
+
 def export(
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="folder of the base checkpoint, or an id")],
     adapters: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder that save_pretrained wrote")],
@@ -72,7 +86,7 @@ def main() -> None:
         return
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"serve": serve, "sweep": sweep, "export": export, "study": study},
+            {"check": check, "serve": serve, "sweep": sweep, "export": export, "study": study},
             prog="mi-route2",
             description=(__doc__ or "").splitlines()[0],
         )

@@ -1,5 +1,6 @@
 """The contract of a model whose row is found: sites, patches, steering, routed gradients, deployment and files."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from mi_route2 import AdapterSpec, MaskRoute, Rollouts, TrainBatch, open_host
 from mi_route2.adapters import export_merged, export_peft
-from mi_route2.architectures import architecture_of
+from mi_route2.architectures import At, architecture_of
+from mi_route2.command import main
 from mi_route2.hosts import Host
+from mi_route2.hosts.check import check_report
 from mi_route2.sites import Site
 
 TOKENS = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(3))
@@ -134,6 +137,27 @@ def test_a_merged_checkpoint_is_the_deployed_model(name: str, tmp_path: Path) ->
     read.config._experts_implementation = "eager"
     with torch.no_grad(), adapters.deployed():
         torch.testing.assert_close(read(TOKENS).logits, host.logits(TOKENS), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["Granite", "Qwen2Moe"])
+def test_a_checkpoint_is_checked_from_the_command_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_decoder(name, torch.float32).save_pretrained(tmp_path)
+    monkeypatch.setattr("sys.argv", ["mi-route2", "check", str(tmp_path)])
+    main()
+    told = capsys.readouterr().out
+    assert f"{name}ForCausalLM: 2 blocks at model.layers, found in the model" in told
+    assert "attn_out   model.layers.0.self_attn.output (2 layers)" in told
+    assert told.count(": yes") == 3
+
+
+def test_a_wrong_row_fails_its_check() -> None:
+    host = opened("Granite")
+    points = dict(host.architecture.points) | {"attn_out": At("self_attn")}
+    host.architecture = replace(host.architecture, points=points)
+    with pytest.raises(ValueError, match=r"layer 0: resid_mid is not resid_pre \+ attn_out"):
+        check_report(host, host.model)
 
 
 def test_what_transformer_lens_cannot_boot_is_refused_in_one_line() -> None:

@@ -1,0 +1,75 @@
+"""What a model offers, and three checks on random tokens that it offers it rightly; ``mi-route2 check`` prints them."""
+
+import torch
+from torch import nn
+
+from mi_route2.adapters import AdapterSpec
+from mi_route2.architectures import POINTS
+from mi_route2.hosts.base import LEAK, Host, demand_padding_unread
+from mi_route2.rollouts import vocabulary
+from mi_route2.sites import Site
+
+
+def check_report(host: Host, model: nn.Module) -> str:
+    """Return where the sites of a model are, and what three checks found.
+
+    Args:
+        host: The host.
+        model: The model in it.
+
+    Raises:
+        ValueError: A check fails; the message names it.
+
+    Examples:
+        >>> print(check_report(host, host.model))
+    """
+    row, layers = host.architecture, host.layers()
+    lines = [
+        f"{type(model).__name__}: {len(layers)} blocks at {row.blocks}, {'found in the model' if row.found else 'in the table'}"
+    ]
+    names = sorted({name.split(".", 2)[2] for name in host.linears() if name.startswith("blocks.")})
+    lines += [f"Linears for adapters: {', '.join(names)}, unembed", "points of the blocks:"]
+    for point in POINTS:
+        found = [site for site in host.sites() if site.point == point]
+        why = row.points[point]
+        there = f"{host.address(found[0])} ({len(found)} layers)" if found else f"none: {why}"
+        lines.append(f"  {point:10} {there}")
+    _demand_sums(host, model)
+    lines.append("parts sum to the residual stream: yes")
+    _demand_zero_adapters(host, model)
+    lines.append("adapters that are zero change no bit: yes")
+    demand_padding_unread(model)
+    lines.append("padding on either side changes no logit: yes")
+    return "\n".join(lines)
+
+
+def _tokens(model: nn.Module) -> torch.Tensor:
+    device = next(model.parameters()).device
+    return torch.randint(vocabulary(model) or 2, (2, 6), generator=torch.Generator().manual_seed(2)).to(device)
+
+
+def _demand_sums(host: Host, model: nn.Module) -> None:
+    cache = host.capture(host.sites(), _tokens(model))
+    exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
+    for layer in host.layers():
+        for whole, before, part in (("resid_mid", "resid_pre", "attn_out"), ("resid_post", "resid_mid", "mlp_out")):
+            parts = [cache.get(Site(layer, point)) for point in (whole, before, part)]
+            if any(value is None for value in parts):
+                continue
+            total, first, second = (value.double() for value in parts if value is not None)
+            miss, size = float((total - first - second).abs().max()), float(total.abs().max())
+            if miss > (LEAK if exact else 0.05) * size:
+                raise ValueError(f"layer {layer}: {whole} is not {before} + {part}, but {miss:.1g} of {size:.1g} off")
+
+
+def _demand_zero_adapters(host: Host, model: nn.Module) -> None:
+    tokens = _tokens(model)
+    with torch.no_grad():
+        before = host.logits(tokens)
+        adapters = host.attach("blocks.*", spec=AdapterSpec("lora", rank=1, quarantine_rank=1), generator=torch.Generator())
+        try:
+            after = host.logits(tokens)
+        finally:
+            adapters.detach()
+    if not torch.equal(before, after):
+        raise ValueError("adapters that are zero change the logits: the model multiplies by a weight without calling its Linear")
