@@ -173,18 +173,24 @@ def positions(model: nn.Module, attention: Bool[Tensor, "b s"]) -> Int[Tensor, "
     Raises:
         ValueError: Padding stands between the tokens of a row, and the model has a sliding window that would count it.
     """
-    config = config_of(model)
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ["sliding_attention"]
-    if isinstance(window, int) and any("sliding" in layer for layer in kinds):
+    if (reach := _counted(config_of(model))) is not None:
         column = torch.arange(attention.shape[1], device=attention.device)
         first, last = torch.where(attention, column, attention.shape[1]).amin(1), torch.where(attention, column, -1).amax(1)
         span = (last - first + 1).clamp_min(0)
-        if bool((wrong := (span > window) & (span > attention.sum(1))).any()):
+        if bool((wrong := (span > reach) & (span > attention.sum(1))).any()):
             raise ValueError(
-                f"row {int(wrong.nonzero()[0])} has padding between its tokens, which this model's sliding window of {window} "
-                "would count as tokens: put the padding on one side"
+                f"row {int(wrong.nonzero()[0])} has padding between its tokens, which layers of this model would count as tokens "
+                f"(they read {reach or 'no fixed number'} of columns): put the padding on one side"
             )
     return (attention.long().cumsum(1) - 1).clamp_min(0)
+
+
+def _counted(config: Any) -> int | None:
+    """Return the number of columns from which on a layer counts padding between tokens; ``None`` if all attend to all tokens."""
+    layers = set(getattr(config, "layer_types", None) or ["sliding_attention"]) - {"full_attention"}
+    reaches = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    found = [getattr(config, reaches[layer], None) if layer in reaches else 0 for layer in layers]  # a recurrent state counts all
+    return min((reach for reach in found if isinstance(reach, int)), default=None)
 
 
 def demand_own_angles(model: nn.Module, attention: Bool[Tensor, "b s"]) -> None:

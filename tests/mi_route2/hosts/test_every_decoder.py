@@ -139,6 +139,25 @@ def test_a_merged_checkpoint_is_the_deployed_model(name: str, tmp_path: Path) ->
         torch.testing.assert_close(read(TOKENS).logits, host.logits(TOKENS), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["Llama4", "Qwen3Next", "Gemma3", "Qwen2"])
+def test_padding_on_a_side_is_unread_and_between_tokens_refused_where_a_layer_counts_it(name: str) -> None:
+    """Rows are longer than the chunk and the window; a recurrent state passes over every column."""
+    host, real = opened(name), torch.randint(3, 60, (1, 20), generator=torch.Generator().manual_seed(1))
+    alone = host.logits(real)
+    for first in (0, 4):
+        tokens, attention = torch.zeros(1, 24, dtype=torch.long), torch.zeros(1, 24, dtype=torch.bool)
+        tokens[:, first : first + 20], attention[:, first : first + 20] = real, True
+        torch.testing.assert_close(host.logits(tokens, attention)[:, first : first + 20], alone, rtol=0, atol=1e-6)
+    attention = torch.ones(1, 24, dtype=torch.bool)
+    attention[:, 5:9] = False
+    tokens = torch.zeros(1, 24, dtype=torch.long).masked_scatter(attention, real)
+    if name == "Qwen2":
+        torch.testing.assert_close(host.logits(tokens, attention)[attention], alone[0], rtol=0, atol=1e-10)
+    else:
+        with pytest.raises(ValueError, match="padding between its tokens"):
+            host.logits(tokens, attention)
+
+
 @pytest.mark.parametrize("name", ["Granite", "Qwen2Moe"])
 def test_a_checkpoint_is_checked_from_the_command_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
