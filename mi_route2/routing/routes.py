@@ -16,7 +16,7 @@ for the calibration of a canary, which the first ``refresh`` computes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -143,6 +143,7 @@ class Route(Protocol):
         loss_fn: Loss,
         context: StepContext | None = None,
         *,
+        reduction: Literal["sum"] | None = None,
         reduce: Reduce | None = None,
     ) -> Decision:
         """Run a whole step except for the optimizer's: ``begin``, a forward and backward per micro-batch, and ``finish``."""
@@ -244,6 +245,7 @@ class OneCall:
         loss_fn: Loss,
         context: StepContext | None = None,
         *,
+        reduction: Literal["sum"] | None = None,
         reduce: Reduce | None = None,
     ) -> Decision:
         """Add a step's gradients to every adapter's ``.grad`` as the route decides; the same as ``begin`` to ``finish`` by hand.
@@ -252,8 +254,9 @@ class OneCall:
             policy: the model with its adapters.
             batch: the rollouts.
             loss_fn: called as ``loss_fn(logits, batch)`` for each micro-batch of the step, with its advantages in
-                ``batch.advantages``. It returns a loss that is summed over rollouts: one number, ``[b]`` or ``[b
-                s]``. (A mean would give a rollout more weight in a smaller micro-batch.)
+                ``batch.advantages``. It returns the loss of each rollout ``[b]`` or token ``[b s]``, which is summed.
+            reduction: ``sum`` if ``loss_fn`` returns one number that is a sum over rollouts. (A mean would give a rollout
+                more weight in a smaller micro-batch.)
             context: the size of a micro-batch, a generator, verdicts for privileged routes; by default one forward, and torch's
                 global generator.
             reduce: sums the gradients over ranks.
@@ -267,14 +270,22 @@ class OneCall:
         for micro_batch in step.micro_batches:
             with policy.adapters.recording(micro_batch.tape):
                 scored = replace(micro_batch.batch, advantages=micro_batch.advantages)
-                loss = summed(loss_fn(policy.logits(scored.rollouts), scored), scored)
+                loss = summed(loss_fn(policy.logits(scored.rollouts), scored), scored, reduction)
                 loss.backward()
             step.settle(micro_batch)
         return step.finish(reduce)
 
 
-def summed(loss: object, batch: TrainBatch) -> Tensor:
-    """Return the loss of a user's loss function as one number; ``ValueError`` for another shape, or without a gradient."""
+def summed(loss: object, batch: TrainBatch, reduction: Literal["sum"] | None = None) -> Tensor:
+    """Return the loss of a user's loss function as one number.
+
+    ``ValueError`` for another shape, one number that nobody called a sum, or a loss without a gradient.
+    """
+    if isinstance(loss, Tensor) and loss.ndim == 0 and reduction is None:
+        raise ValueError(
+            "loss_fn returned one number, which may be a mean, and a mean weighs rollouts by the size of their micro-batch: return "
+            "one number per rollout, or give reduction='sum' if it is a sum over rollouts"
+        )
     shapes = ((), (len(batch.rollouts),), tuple(batch.rollouts.tokens.shape))
     if not isinstance(loss, Tensor) or tuple(loss.shape) not in shapes:
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

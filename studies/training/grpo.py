@@ -245,7 +245,7 @@ def update(
 
     optimizer.zero_grad(set_to_none=True)
     # The route runs forward and backward, in micro-batches, and decides which gradients reach the kept adapter.
-    decision = route.backward(policy, batch, loss_fn, context)
+    decision = route.backward(policy, batch, loss_fn, context, reduction="sum")
     norms = clip_gradients(policy, settings.max_norm)
     # A route may report on the update itself: Adam's momentum can bring back what was erased from the gradient.
     before = {site: adapters.scored(site).detach().clone() for site in adapters.sites}

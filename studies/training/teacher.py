@@ -74,7 +74,7 @@ def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = N
     for step in range(steps):
         route.refresh(policy, step)
         policy.model.zero_grad(set_to_none=True)  # the other adapter's too, which no optimizer reads
-        route.backward(policy, batch, loss_fn, context)
+        route.backward(policy, batch, loss_fn, context, reduction="sum")
         optimizer.step()
     policy.model.zero_grad(set_to_none=True)
 

@@ -63,7 +63,7 @@ def test_each_name_has_an_example_that_runs(name: str, tmp_path: Path) -> None:
         "checkpoint": tmp_path / "checkpoint", "folder": tmp_path, "tokens": tokens, "site": site, "vector": torch.ones(width),
         "pairs": PairBatch(make_rollouts(seed=3), make_rollouts(seed=4), "none"), "rollouts": batch.rollouts,
         "honest": make_rollouts(seed=4), "rewards": batch.rewards, "batch": batch, "route": route,
-        "loss_fn": lambda logits, batch: -(batch.rollouts.logprobs(logits).sum(1) * batch.advantages).sum(),
+        "loss_fn": lambda logits, batch: -batch.rollouts.logprobs(logits).sum(1) * batch.advantages,
         "grid": sweep(host, sites="resid_pre", clean=[3, 7, 1], corrupt=[9, 7, 1], answer=3, foil=9) if name == "Grid" else None,
     }  # fmt: skip
     text = named(name).__doc__

@@ -97,7 +97,7 @@ def test_adapters_that_are_zero_or_off_change_no_bit_and_a_routed_gradient_is_th
     with adapters.reference():
         assert torch.equal(host.logits(TOKENS), plain)
     kept, data = adapters.kept_parameters(), batch()
-    MaskRoute.from_flags(FLAGS).backward(policy, data, loss)
+    MaskRoute.from_flags(FLAGS).backward(policy, data, loss, reduction="sum")
     expected = {key: torch.zeros_like(p) for key, p in kept.items()}
     for row in (~FLAGS).nonzero():
         alone = data.rows(row)

@@ -73,7 +73,7 @@ def test_a_frozen_quarantine_gets_no_part() -> None:
     policy, batch = make_policy(SPECS["svd-shared"]), make_batch(6)
     frozen, *others = policy.adapters.quarantine_parameters().values()
     frozen.requires_grad_(False)
-    erase_route(policy, "quarantine").backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits).sum())
+    erase_route(policy, "quarantine").backward(policy, batch, lambda logits, part: -part.rollouts.logprobs(logits))
     assert frozen.grad is None
     assert all(p.grad is not None for p in others)
 

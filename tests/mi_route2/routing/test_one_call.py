@@ -67,7 +67,7 @@ def test_one_call_gives_the_bits_of_the_long_form(name: str, left: bool, micro: 
     route = ROUTES[name](policy)
     long = run(policy, route, batch, micro)
     policy.model.zero_grad(set_to_none=True)
-    decision = route.backward(policy, batch, loss, context(route.spec, N, micro))
+    decision = route.backward(policy, batch, loss, context(route.spec, N, micro), reduction="sum")
     own = gradients(policy)
     assert all(torch.equal(own[n], g) for n, g in whole(long.kept, long.quarantine).items())
     for ours, theirs in ((decision.flags, long.decision.flags), (decision.scores, long.decision.scores)):
@@ -92,6 +92,7 @@ def test_a_loss_a_rollout_or_token_is_summed(shape: str, micro: int | None) -> N
             batch,
             lambda logits, part, reduced=reduced: reduced(-part.advantages[:, None] * part.rollouts.logprobs(logits)),
             context(route.spec, N, micro),
+            reduction="sum",
         )
         found.append(gradients(policy))
     assert all(torch.allclose(found[0][n], found[1][n], rtol=0, atol=1e-13) for n in found[0])
@@ -100,7 +101,11 @@ def test_a_loss_a_rollout_or_token_is_summed(shape: str, micro: int | None) -> N
 WRONG: dict[str, tuple[Callable[[Tensor, TrainBatch], object], str]] = {
     "a float": (lambda logits, b: 0.5, r"returned a float: return one number, one per rollout \[6\] or one per token \[6, \d+\]"),
     "another shape": (lambda logits, b: logits[:, 0], r"returned a tensor of shape \[6, \d+\]: return one number"),
-    "detached": (lambda logits, b: loss(logits.detach(), b), r"loss without a gradient: compute it from the given logits"),
+    "a mean": (lambda logits, b: b.rollouts.logprobs(logits).sum(1).mean(), r"one number, which may be a mean.* reduction='sum'"),
+    "detached": (
+        lambda logits, b: b.rollouts.logprobs(logits.detach()),
+        r"loss without a gradient: compute it from the given logits",
+    ),
 }
 
 
@@ -176,7 +181,7 @@ def test_a_term_of_the_loss_from_a_forward_before_the_tape_is_refused(name: str,
         return loss(logits, part) + penalty
 
     with pytest.raises(RuntimeError, match=PAST):
-        route.backward(policy, batch, with_penalty, context(route.spec, N))
+        route.backward(policy, batch, with_penalty, context(route.spec, N), reduction="sum")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -210,7 +215,7 @@ def test_a_reduction_over_ranks_is_of_what_is_trained(name: str) -> None:
     frozen = parameters["kept.blocks.0.attn.q.B"].requires_grad_(False)
     seen: list[torch.Tensor] = []
     route = ROUTES[name](policy)
-    route.backward(policy, batch, loss, context(route.spec, N), reduce=seen.extend)
+    route.backward(policy, batch, loss, context(route.spec, N), reduction="sum", reduce=seen.extend)
     assert {id(g) for g in seen} == {id(p.grad) for p in parameters.values() if p is not frozen}
     assert frozen.grad is None
 
@@ -220,7 +225,7 @@ def test_a_reduction_over_ranks_is_of_what_is_trained(name: str) -> None:
 
 def grads_of(policy: Policy, route: Route, loss_fn: Callable[[Tensor, TrainBatch], Tensor], batch: TrainBatch) -> dict[str, Tensor]:
     policy.model.zero_grad(set_to_none=True)
-    route.backward(policy, batch, loss_fn, context(route.spec, N))
+    route.backward(policy, batch, loss_fn, context(route.spec, N), reduction="sum")
     return gradients(policy)
 
 
