@@ -399,4 +399,6 @@ def heads(model: object, point: str) -> int:
     if queries is None:
         raise ValueError(f"the config of this {type(model).__name__} gives no number of heads: it needs one of {', '.join(keys)}")
     grouped = next((value for key in _GROUPS if (value := getattr(config, key, None))), None)
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        grouped = 1  # Falcon 7B, whose number of key-value heads is not read
     return int(grouped) if point in ("k", "v") and grouped else queries

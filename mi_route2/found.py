@@ -25,8 +25,8 @@ from mi_route2.architectures import FOUND, PARALLEL, Architecture, At, LinearAt,
 
 TOKENS = 5
 """Length of the row of random tokens."""
-CLOSE = 0.05
-"""A sum holds if it misses by at most this share of what is added: in bfloat16 rounding of a long stream is some hundredths."""
+ULPS = 4
+"""Units in the last place, of the sum of all magnitudes, by which a sum may miss: the model adds in its own dtype."""
 ATTENTION = ("self_attn", "self_attention", "attention", "attn")
 MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -45,7 +45,7 @@ def found_row(model: nn.Module) -> Architecture:
     """Return a row for a causal decoder whose class has none, and keep it in the model, where ``architecture_of`` finds it.
 
     Raises:
-        NotFoundError: The model has no blocks that can be told apart, a sum of its stream does not hold, or padding reaches logits.
+        NotFoundError: The model has no blocks that can be told apart, or no values of it add up to its stream.
     """
     plain: Any = unwrapped(model)
     name, config = type(plain).__name__, config_of(plain)
@@ -74,6 +74,7 @@ def _blocks(model: nn.Module, layers: int | None) -> str:
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == layers and not any(part in path for part in ("vision", "audio"))
     ]
+    lists = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]  # experts are in blocks
     if len(lists) != 1:
         raise NotFoundError(f"this {type(model).__name__} has {len(lists)} lists of {layers} blocks, not one")
     return lists[0]
@@ -178,8 +179,9 @@ def _points(model: Any, blocks: list[nn.Module], attention: str, mlp: str, linea
     finally:
         for module in training:
             module.training = True
-    sums = _sums(early, attention)
-    holding = [choice for choice in sums if choice in _sums(late, attention)]
+    factors = dict.fromkeys((1.0, float(getattr(config_of(model), "residual_multiplier", None) or 1.0)))
+    at_the_end = _sums(late, attention, factors)
+    holding = [choice for choice in _sums(early, attention, factors) if choice in at_the_end]
     if not holding:
         raise NotFoundError(
             f"no values of the blocks of this {type(model).__name__} add up to its stream: resid_post = resid_mid + mlp_out"
@@ -211,39 +213,29 @@ _Side = tuple[str, str]
 _Choice = tuple[_Side | None, _Side, _Side, float]
 
 
-def _sums(values: _Values, attention: str) -> list[_Choice]:
-    """Return every choice of (resid_mid, attn_out, mlp_out, factor) whose sums hold, the best first."""
-    into, out = values.into.double(), values.out.double()
+def _sums(values: _Values, attention: str, factors: Iterable[float]) -> list[_Choice]:
+    """Return every choice of (resid_mid, attn_out, mlp_out, factor) whose sums hold, modules before those inside of them."""
+    into, out = values.into, values.out
     order = list(values.sides)
-    inside = {side: value for side, value in values.sides.items() if side[0] and value.numel() == into.numel()}
-    same = {side: value.double().reshape(into.shape) for side, value in inside.items()}
-    start = order.index((attention, "input"))
-    outputs = [side for side in order if side in same and side[1] == "output" and order.index(side) >= start]
-    inputs = [side for side in order if side in same and side[1] == "input" and order.index(side) >= start]
-    found: list[tuple[float, int, _Choice]] = []
-    for middle, attn in product(inputs, outputs):
-        scale, miss = _fit(same[middle] - into, same[attn])
-        for mlp in outputs if miss <= CLOSE else ():
-            again, error = _fit(out - same[middle], same[mlp])
-            if mlp != attn and error <= CLOSE and abs(again - scale) <= CLOSE * abs(scale):
-                found.append((miss + error, len(found), (middle, attn, mlp, _nice(scale))))
-    for attn, mlp in product(outputs, outputs):
-        if attn != mlp and order.index(mlp) != order.index(attn):
-            scale, miss = _fit(out - into, same[attn] + same[mlp])
-            if miss <= CLOSE and attn[0].startswith(attention):
-                found.append((miss, len(found), (None, attn, mlp, _nice(scale))))
-    depth = [(choice[0] is None, choice[1][0].count(".") + choice[2][0].count("."), place) for _, place, choice in found]
-    return [choice for _, (*_, choice) in sorted(zip(depth, found), key=lambda pair: pair[0])]
+    late = order[order.index((attention, "input")) :]
+    same = {side: values.sides[side].reshape(into.shape) for side in late if side[0] and values.sides[side].numel() == into.numel()}
+    outputs, inputs = ([side for side in same if side[1] == way] for way in ("output", "input"))
+    found: list[_Choice] = []
+    for factor in factors:
+        for middle, attn in product(inputs, outputs):
+            if _adds(same[middle], into, factor, same[attn]):
+                found += [
+                    (middle, attn, mlp, factor) for mlp in outputs if mlp != attn and _adds(out, same[middle], factor, same[mlp])
+                ]
+        for attn, mlp in product(outputs, outputs):
+            if attn != mlp and attn[0].startswith(attention) and _adds(out, into, factor, same[attn], same[mlp]):
+                found.append((None, attn, mlp, factor))
+    return sorted(found, key=lambda choice: (choice[0] is None, choice[1][0].count(".") + choice[2][0].count(".")))
 
 
-def _fit(sum_: Tensor, part: Tensor) -> tuple[float, float]:
-    """Return the factor ``c`` for which ``sum_ = c part`` misses least, and by which share of ``sum_`` it does."""
-    size = float(part.square().sum())
-    if not size or not float(sum_.square().sum()):
-        return 0.0, float("inf")
-    factor = float((sum_ * part).sum()) / size
-    return factor, float((sum_ - factor * part).norm() / sum_.norm())
-
-
-def _nice(scale: float) -> float:
-    return round(scale, 3)
+def _adds(whole: Tensor, before: Tensor, factor: float, *parts: Tensor) -> bool:
+    """Return True if ``whole = before + factor * sum(parts)`` up to the rounding of their dtype, everywhere."""
+    added = [factor * part.double() for part in parts]
+    size = whole.double().abs() + before.double().abs() + sum(part.abs() for part in added)
+    miss = (whole.double() - before.double() - sum(added)).abs()
+    return bool((miss <= ULPS * torch.finfo(whole.dtype).eps * size).all())

@@ -42,10 +42,13 @@ def demand_peft_reads(adapters: Adapters, model: nn.Module, paths: Iterable[str]
     peft = import_module("peft")
     trained = {p: p.requires_grad for p in model.parameters()}
     base: Any = copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})  # weights are shared
+    for module in base.modules():  # a trainer's wrapper of a forward would run the model itself, and not its copy
+        vars(module).pop("forward", None)
     for path in paths:
         base.set_submodule(path, base.get_submodule(path).base)
     try:
-        read = peft.PeftModel.from_pretrained(base, str(folder))
+        with _own_random_numbers(model):
+            read = peft.PeftModel.from_pretrained(base, str(folder))
         _demand(adapters, lambda tokens: read(input_ids=tokens).logits, "peft's LoRA", "export_merged", full=full)
     except (RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"peft cannot read what was written ({_line(error)}): use export_merged") from error
@@ -59,12 +62,18 @@ def demand_transformers_reads(adapters: Adapters, folder: Path) -> None:
     if not can_be_read(adapters.model):
         return
     parameter = next(adapters.model.parameters())
-    read: Any = type(adapters.model).from_pretrained(str(folder), dtype=parameter.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    with _own_random_numbers(adapters.model):
+        read: Any = type(adapters.model).from_pretrained(str(folder), dtype=parameter.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     read.eval().to(parameter.device)
     for name in ("_attn_implementation", "_experts_implementation"):  # no file holds which kernels a model runs
         if hasattr(adapters.model.config, name):
             setattr(read.config, name, getattr(adapters.model.config, name))
     _demand(adapters, lambda tokens: read(input_ids=tokens).logits, "the merged checkpoint", "export_peft", full=False)
+
+
+def _own_random_numbers(model: nn.Module) -> AbstractContextManager[None]:
+    """Context: what a reader draws for weights that it then replaces is not missing in the run that goes on."""
+    return torch.random.fork_rng([p.device for p in [next(model.parameters())] if p.device.type == "cuda"])
 
 
 @torch.no_grad()
@@ -78,7 +87,7 @@ def _demand(adapters: Adapters, read: Callable[[Tensor], Float[Tensor, "b s v"]]
 
     def logits(context: Callable[[], AbstractContextManager[Any]]) -> Tensor:
         with context():
-            return model(input_ids=tokens).logits.double()
+            return type(model).forward(model, input_ids=tokens).logits.double()  # without a trainer's wrapper
 
     try:
         ours, base = logits(adapters.full if full else adapters.deployed), logits(adapters.reference)
