@@ -41,13 +41,13 @@ evidence: $(STAMP)  ## table and figures of the evidence page, from docs/results
 	$(PY) -m studies.route2 contrasts docs/results/contrasts.toml
 
 test: $(STAMP)  ## the fast suite: every theorem once (two minutes on two cores)
-	$(PYTEST) --dist worksteal --shapes first -m "not (matrix or claim or $(REST))" --ignore tests/gpu --ignore tests/docs --ignore tests/real
+	$(PYTEST) --dist worksteal --shapes first -m "not (matrix or $(REST))" --ignore tests/gpu --ignore tests/docs --ignore tests/real
 
 test-rest: $(STAMP)  ## what the fast suite leaves out: two hosts in detail, processes, state machines, whole studies, docs, a real model
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not (matrix or claim) and ($(REST))" --durations 25 $(UNCHECKED)
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not matrix and ($(REST))" --durations 25 $(UNCHECKED)
 
-test-matrix: $(STAMP)  ## more combinations, hosts, state machines and claims, under the checks of shapes (six minutes; before a release)
-	$(PYTEST) --dist worksteal --shapes each -m "(matrix or hosts or machine or claim) and not (gpu or process or study or docs or real)" --durations 10
+test-matrix: $(STAMP)  ## more combinations, hosts and state machines, under the checks of shapes (six minutes; before a release)
+	$(PYTEST) --dist worksteal --shapes each -m "(matrix or hosts or machine) and not (gpu or process or study or docs or real)" --durations 10
 
 mutants: $(STAMP)  ## change 20 expressions of the core and name the tests that notice (a quarter of an hour)
 	$(PY) -m tests.mutants --number 20 --to runs/mutants.jsonl

@@ -151,7 +151,8 @@ def _watching(block: nn.Module, inner: Iterable[str]) -> Iterator[_Values]:
             seen.sides.setdefault((name, "output"), value)
 
     handles = []
-    deeper = [(path, block.get_submodule(path)) for path in inner if part_of(block, path)]
+    inside = dict(block.named_modules())
+    deeper = [(path, inside[path]) for path in inner if path in inside]
     for name, module in (("", block), *block.named_children(), *deeper):
         handles.append(module.register_forward_pre_hook(lambda _m, a, k, n=name: before(n, a, k), with_kwargs=True))
         handles.append(module.register_forward_hook(lambda _m, _a, o, n=name: after(n, o)))
@@ -204,11 +205,6 @@ def _points(model: Any, blocks: list[nn.Module], attention: str, mlp: str, linea
     return places
 
 
-def part_of(block: nn.Module, path: str) -> bool:
-    """Return True if ``block`` has a module at ``path``."""
-    return any(name == path for name, _ in block.named_modules())
-
-
 _Side = tuple[str, str]
 _Choice = tuple[_Side | None, _Side, _Side, float]
 
@@ -223,17 +219,17 @@ def _sums(values: _Values, attention: str, factors: Iterable[float]) -> list[_Ch
     found: list[_Choice] = []
     for factor in factors:
         for middle, attn in product(inputs, outputs):
-            if _adds(same[middle], into, factor, same[attn]):
+            if adds_up(same[middle], into, factor, same[attn]):
                 found += [
-                    (middle, attn, mlp, factor) for mlp in outputs if mlp != attn and _adds(out, same[middle], factor, same[mlp])
+                    (middle, attn, mlp, factor) for mlp in outputs if mlp != attn and adds_up(out, same[middle], factor, same[mlp])
                 ]
         for attn, mlp in product(outputs, outputs):
-            if attn != mlp and attn[0].startswith(attention) and _adds(out, into, factor, same[attn], same[mlp]):
+            if attn != mlp and attn[0].startswith(attention) and adds_up(out, into, factor, same[attn], same[mlp]):
                 found.append((None, attn, mlp, factor))
     return sorted(found, key=lambda choice: (choice[0] is None, choice[1][0].count(".") + choice[2][0].count(".")))
 
 
-def _adds(whole: Tensor, before: Tensor, factor: float, *parts: Tensor) -> bool:
+def adds_up(whole: Tensor, before: Tensor, factor: float, *parts: Tensor) -> bool:
     """Return True if ``whole = before + factor * sum(parts)`` up to the rounding of their dtype, everywhere."""
     added = [factor * part.double() for part in parts]
     size = whole.double().abs() + before.double().abs() + sum(part.abs() for part in added)

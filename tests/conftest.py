@@ -93,7 +93,7 @@ FEW = {"Qwen3", "GPT2", "MicroGPT"}
 """Architectures that differ in most: gated and not, rotary and learned positions, one from transformers and ours."""
 
 LONG = (
-    *("test_requirements", "test_trl", "test_compile", "test_survival", "test_smollm2", "test_study", "test_attacks"),
+    *("test_trl", "test_compile", "test_survival", "test_smollm2", "test_study", "test_attacks"),
     *("test_schedule", "test_tracing", "test_canary_study", "test_chat_study", "test_cost_benchmark", "test_cluster"),
     *("test_load", "test_jail_machine", "test_page", "test_study_hosts", "test_docs", "test_command"),
     *("test_transformer_lens", "test_claims", "test_server", "test_limits", "test_tracking"),

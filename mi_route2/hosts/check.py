@@ -5,7 +5,8 @@ from torch import nn
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.architectures import POINTS
-from mi_route2.hosts.base import LEAK, Host, demand_padding_unread
+from mi_route2.found import adds_up
+from mi_route2.hosts.base import Host, demand_padding_unread
 from mi_route2.rollouts import vocabulary
 from mi_route2.sites import Site
 
@@ -50,16 +51,11 @@ def _tokens(model: nn.Module) -> torch.Tensor:
 
 def _demand_sums(host: Host, model: nn.Module) -> None:
     cache = host.capture(host.sites(), _tokens(model))
-    exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
     for layer in host.layers():
         for whole, before, part in (("resid_mid", "resid_pre", "attn_out"), ("resid_post", "resid_mid", "mlp_out")):
-            parts = [cache.get(Site(layer, point)) for point in (whole, before, part)]
-            if any(value is None for value in parts):
-                continue
-            total, first, second = (value.double() for value in parts if value is not None)
-            miss, size = float((total - first - second).abs().max()), float(total.abs().max())
-            if miss > (LEAK if exact else 0.05) * size:
-                raise ValueError(f"layer {layer}: {whole} is not {before} + {part}, but {miss:.1g} of {size:.1g} off")
+            sites = [Site(layer, point) for point in (whole, before, part)]
+            if all(site in cache for site in sites) and not adds_up(cache[sites[0]], cache[sites[1]], 1.0, cache[sites[2]]):
+                raise ValueError(f"layer {layer}: {whole} is not {before} + {part}")
 
 
 def _demand_zero_adapters(host: Host, model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from mi_route2.rollouts import Policy, demand_causal
 
 _SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "max_position_embeddings": 32}
 _SPECIAL = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 1)
-WITHOUT_A_ROW = {
+LEARNED = {
     "GPTBigCode": lambda: GPTBigCodeForCausalLM(GPTBigCodeConfig(**_SIZES, **_SPECIAL)),
     "OPT": lambda: OPTForCausalLM(OPTConfig(**_SIZES, **_SPECIAL, ffn_dim=32, word_embed_proj_dim=16)),
 }
@@ -29,12 +29,12 @@ def make_policy(model: nn.Module, pattern: str) -> Policy:
     return Policy(model, attach(model, pattern, spec=AdapterSpec("lora", 2), generator=torch.Generator().manual_seed(0)))
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *WITHOUT_A_ROW])
+@pytest.mark.parametrize("name", [*FAMILIES, *LEARNED])
 def test_left_padding_is_right_padding(name: str) -> None:
     if name in FAMILIES:
         policy = make_policy(make_family(name), "blocks.*.mlp.*")
     else:
-        policy = make_policy(move_all(WITHOUT_A_ROW[name]()).double().eval(), "*")
+        policy = make_policy(move_all(LEARNED[name]()).double().eval(), "*")
     with torch.no_grad():
         sides = {}
         for side in ("left", "right"):
@@ -55,7 +55,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(side: str) -> None:
 
 @pytest.mark.parametrize("state", ["merged", "detached"])
 def test_left_padding_needs_no_switch_of_adapters(state: str) -> None:
-    policy, rollouts = make_policy(move_all(WITHOUT_A_ROW["OPT"]()).eval(), "*"), make_rollouts(side="left")
+    policy, rollouts = make_policy(move_all(LEARNED["OPT"]()).eval(), "*"), make_rollouts(side="left")
     with torch.no_grad():
         expected = policy.logprobs(rollouts)
         if state == "detached":

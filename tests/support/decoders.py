@@ -50,21 +50,22 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Falcon": OLD | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True},
     "OPT": OLD | {"ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32},
     "Bloom": OLD | {"n_layer": 2, "n_head": 4},
+    "GPT2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "GPTNeoX": {name: size for name, size in SIZES.items() if name != "num_key_value_heads"},
     "StableLm": SIZES,
     "Cohere": SIZES,
     "Cohere2": SIZES | HEAD | WINDOW,
 }  # fmt: skip
-"""Name of a class, without ``ForCausalLM`` -> its config."""
+"""Name of a class, without ``ForCausalLM`` or ``LMHeadModel`` -> its config."""
 
 EAGER = ("GptOss", "Bloom", "Gemma2")
 """Classes whose own attention is the only one that transformers runs, or the exact one."""
 
 
-def make_decoder(name: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Return the model, the same for every call."""
-    cls: Any = getattr(transformers, f"{name}ForCausalLM")
-    config = cls.config_class(**DECODERS[name])
+def make_decoder(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """Return the model, the same for every call, with ``changes`` of its config."""
+    cls: Any = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
+    config = cls.config_class(**DECODERS[name] | changes)
     config._attn_implementation = "eager" if name in EAGER else "sdpa"
     config._experts_implementation = "eager"  # the grouped products have no float64
     with torch.random.fork_rng(devices=[]):

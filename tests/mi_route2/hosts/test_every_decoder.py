@@ -1,5 +1,6 @@
 """The contract of a model whose row is found: sites, patches, steering, routed gradients, deployment and files."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,7 @@ def test_parts_sum_to_the_stream_and_every_site_is_live(name: str, kind: str) ->
     for site in sites:
         with torch.no_grad(), host.hooks({site: lambda value: value.clone()}):
             torch.testing.assert_close(host.logits(TOKENS), plain, rtol=0, atol=near)
-        with (
-            torch.no_grad(),
-            host.hooks({site: moved}),
-        ):
+        with torch.no_grad(), host.hooks({site: moved}):
             assert not torch.equal(host.logits(TOKENS), plain), site
         with torch.no_grad(), host.hooks({site: lambda value, kept=cache[site]: kept.clone()}):  # a patch from the run itself
             torch.testing.assert_close(host.logits(TOKENS), plain, rtol=0, atol=near)
@@ -120,6 +118,7 @@ def test_a_lora_that_is_written_is_what_stock_peft_computes_or_it_is_refused(nam
             export_peft(adapters, tmp_path / "lora")
         assert not (tmp_path / "lora").exists()
         return
+    next(host.model.parameters()).requires_grad_(True)  # as a user may who trains more than adapters
     before = {p for p in host.model.parameters() if p.requires_grad}
     export_peft(adapters, tmp_path / "lora")
     assert {p for p in host.model.parameters() if p.requires_grad} == before
@@ -165,10 +164,10 @@ def test_a_checkpoint_is_checked_from_the_command_line(
     make_decoder(name, torch.float32).save_pretrained(tmp_path)
     monkeypatch.setattr("sys.argv", ["mi-route2", "check", str(tmp_path)])
     main()
-    told = capsys.readouterr().out
-    assert f"{name}ForCausalLM: 2 blocks at model.layers, found in the model" in told
-    assert "attn_out   model.layers.0.self_attn.output (2 layers)" in told
-    assert told.count(": yes") == 3
+    printed = capsys.readouterr().out
+    assert f"{name}ForCausalLM: 2 blocks at model.layers, found in the model" in printed
+    assert "attn_out   model.layers.0.self_attn.output (2 layers)" in printed
+    assert printed.count(": yes") == 3
 
 
 def test_a_wrong_row_fails_its_check() -> None:
@@ -177,6 +176,20 @@ def test_a_wrong_row_fails_its_check() -> None:
     host.architecture = replace(host.architecture, points=points)
     with pytest.raises(ValueError, match=r"layer 0: resid_mid is not resid_pre \+ attn_out"):
         check_report(host, host.model)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"new_decoder_architecture": False, "multi_query": True}], ids=["grouped", "one head"])
+def test_parts_of_a_fused_module_are_those_that_the_model_splits(sizes: dict[str, bool]) -> None:
+    """Oracle: Falcon's own split, which repeats keys and values for every query head."""
+    host = open_host("torch", make_decoder("Falcon", **sizes))
+    fused: list[Tensor] = []
+    attention = host.model.transformer.h[0].self_attention
+    attention.query_key_value.register_forward_hook(lambda _module, _args, out: fused.append(out))
+    parts = host.capture([Site(0, name) for name in "qkv"], TOKENS)
+    for name, truth in zip("qkv", attention._split_heads(fused[0]), strict=True):
+        part = parts[Site(0, name)]
+        repeated = part.repeat_interleave(truth.shape[2] // part.shape[2], dim=2)
+        assert torch.equal(repeated, truth), name
 
 
 def test_what_transformer_lens_cannot_boot_is_refused_in_one_line() -> None:
@@ -193,12 +206,9 @@ def test_a_point_whose_hook_holds_another_value_is_left_out() -> None:
 
 
 def test_a_row_is_found_once_and_goes_with_copies() -> None:
-    import copy
-
     model = make_decoder("Qwen2")
     assert architecture_of(model) is None
     row = open_host("torch", model).architecture
     assert architecture_of(model) is row
     assert architecture_of(copy.deepcopy(model)) is row
-    assert str(row.unembed) == "lm_head"
     assert open_host("torch", model).address(Site(1, "attn_out")) == "model.layers.1.self_attn.output"
