@@ -7,10 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from mi_route2.steering.plan import BatchLayout
@@ -18,9 +19,9 @@ from mi_route2.steering.plan import BatchLayout
 
 @dataclass(frozen=True)
 class Saved:
-    """A copy of one request's keys and values, ``[layer, 2, h, length, dh]``."""
+    """A copy of one request's keys and values, ``[layer, 2, h, length, dh]``; of a private decoder, its cache of transformers."""
 
-    data: Float[Tensor, "l 2 h n dh"]
+    data: Any
 
 
 SHELF = 1 << 20
@@ -38,7 +39,7 @@ class Slots:
         layers: number of blocks.
         rows: number of rows in use at most.
         heads: key-value heads.
-        width: features of a head.
+        width: features of a head; keys or values with fewer leave the rest unused.
         most: the longest row that can be asked for.
         start: positions in a row of the first shelf.
     """
@@ -150,6 +151,58 @@ class Slots:
         self._shelves[shelf], self._written[shelf] = new, self._used[shelf]
 
 
+class PrivateSlots:
+    """Slots of a decoder whose requests each have a cache of transformers: a row is a number, and fits any length.
+
+    Args:
+        begin: makes an empty cache.
+        most: the longest length that can be asked for.
+        position: bytes of a position at most.
+    """
+
+    def __init__(self, begin: Callable[[], Any], *, most: int, position: int):
+        self._begin, self._most, self._position = begin, most, position
+        self._states: dict[int, Any] = {}
+        self._rows = 0
+
+    @property
+    def used(self) -> int:
+        return len(self._states)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are allocated."""
+        layers = (vars(layer).values() for states in self._states.values() for layer in states.layers)
+        return sum(value.nbytes for values in layers for value in values if isinstance(value, Tensor))
+
+    def cost(self, length: int) -> int:
+        return length * self._position
+
+    def capacity(self, _row: int) -> int:
+        return self._most
+
+    def take(self, _length: int) -> int:
+        self._rows += 1
+        self._states[self._rows] = self._begin()
+        return self._rows
+
+    def free(self, *rows: int) -> dict[int, int]:
+        for row in rows:
+            del self._states[row]
+        return {}
+
+    def save(self, row: int, _length: int, _start: int = 0) -> Saved:
+        return Saved(self._states[row])
+
+    def load(self, row: int, saved: Saved, _start: int = 0) -> None:
+        self._states[row] = saved.data
+
+    def view(self, _layout: BatchLayout, rows: Sequence[int], *, aligned: bool = False) -> Any:
+        """Return the cache of the one request of a forward."""
+        (row,) = rows
+        return self._states[row]
+
+
 def _zeros(size: list[int], like: Tensor) -> Tensor:
     """Return zeros; on a CPU they are the operating system's, which have no memory until they are written, nor take time."""
     if like.device.type != "cpu" or not prod(size):
@@ -194,11 +247,12 @@ class View:
         return (keys <= self._positions[..., None])[:, None]
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        self._write(self._data[layer, 0], key)
-        self._write(self._data[layer, 1], value)
+        keys, values = (kept[..., : new.shape[3]] for kept, new in zip(self._data[layer], (key, value), strict=True))
+        self._write(keys, key)
+        self._write(values, value)
         if self._fresh:
             return key, value
-        return self._read(self._data[layer, 0]), self._read(self._data[layer, 1])
+        return self._read(keys), self._read(values)
 
     def _write(self, into: Tensor, new: Tensor) -> None:
         if self._real is not None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mi_route2.checks import checked
-from mi_route2.engine.cache import Prefixes, Slots
+from mi_route2.engine.cache import Prefixes, PrivateSlots, Slots
 from mi_route2.engine.controllers import Controller, Controllers, RequestView, StepView
 from mi_route2.engine.forward import ForwardRunner, StepOutput, failure
 from mi_route2.engine.request import EngineRequest, Event, Finish, Request, Result, Token, refuse
@@ -120,6 +120,9 @@ class Engine:
         self.host, self.decoder, self.tokenizer = host, Decoder(host), tokenizer
         model, dtype, device = self.decoder, self.decoder.dtype, self.decoder.device
         grain = block if exact else 1
+        if model.private:  # a prompt is one piece, and all of its state belongs to its request
+            grain = chunk = model.context
+            budget, prefix_bytes = max(budget, rows + chunk - 1), 0
         self.scheduler: Scheduler[EngineRequest] = Scheduler(rows=rows, budget=budget, chunk=chunk, room=room, grain=grain)
         self._steering = SteeringState(model.shape, rows=steering_rows, dtype=dtype, device=device, adapter_sites=model.adapters())
         for name, vector in (vectors or {}).items():
@@ -131,7 +134,11 @@ class Engine:
             self._seeds.seed()
         self.last_error: str | None = None
         self._version = ModelVersion(host)
-        slots = Slots(model.layers, rows, model.heads, model.width, most=model.context, dtype=dtype, device=device)
+        if model.private:
+            position = 2 * model.layers * model.heads * model.width * dtype.itemsize
+            slots = PrivateSlots(model.begin, most=model.context, position=position)
+        else:
+            slots = Slots(model.layers, rows, model.heads, model.width, most=model.context, dtype=dtype, device=device)
         self._runner = ForwardRunner(model, slots, self._steering, exact=exact, grain=grain)
         self._residents = Residents(
             model, slots, self._steering, self.prefixes, self._version, store=store, slot_bytes=slot_bytes, exact=exact

@@ -6,13 +6,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mi_route2.engine.cache import SHELF, Slots, View
+from mi_route2.engine.cache import SHELF, PrivateSlots, Slots
 from mi_route2.engine.request import EngineRequest
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.hosts.decoder import Decoder
@@ -81,7 +82,7 @@ class LayoutForward:
         self._steered = False
 
     def run(
-        self, layout: BatchLayout, tokens: Tensor, cache: View, work: dict[Site, Work], keep: Tensor | None, steered: bool
+        self, layout: BatchLayout, tokens: Tensor, cache: Any, work: dict[Site, Work], keep: Tensor | None, steered: bool
     ) -> tuple[Tensor, Readings | None]:
         """Return the logits ``[b n v]`` at the columns ``keep``, and the monitor readings.
 
@@ -94,7 +95,8 @@ class LayoutForward:
         self._fired.clear()
         self._taken.clear()
         try:
-            allowed = None if cache.causal and self._decoder.unmasked else cache.allowed
+            free = self._decoder.private or (self._decoder.unmasked and cache.causal)
+            allowed = None if free else cache.allowed
             with torch.inference_mode():
                 logits = self._decoder(tokens, layout.positions, allowed, cache, keep=keep)
             if silent := self._sites - self._fired:
@@ -185,10 +187,11 @@ def failure(what: str, error: Exception) -> str:
 class ForwardRunner:
     """Runner of the pieces of a step.
 
-    ``exact`` runs every request by itself, in chunks that end at multiples of ``grain`` or with the prompt.
+    ``exact`` runs every request by itself, in chunks that end at multiples of ``grain`` or with the prompt. So does a private
+    decoder, with whole prompts.
     """
 
-    def __init__(self, decoder: Decoder, slots: Slots, steering: SteeringState, *, exact: bool, grain: int):
+    def __init__(self, decoder: Decoder, slots: Slots | PrivateSlots, steering: SteeringState, *, exact: bool, grain: int):
         self.decoder, self.slots, self.steering = decoder, slots, steering
         self._exact, self._grain = exact, grain
         self._forward = LayoutForward(decoder, steering)
@@ -236,7 +239,7 @@ class ForwardRunner:
         return replace(output, logits=whole.to(torch.promote_types(whole.dtype, torch.float32)))
 
     def _groups(self, pieces: Iterable[tuple[EngineRequest, int]]) -> Iterator[TokenSpans]:
-        if self._exact:
+        if self._exact or self.decoder.private:
             for sequence, count in pieces:
                 yield from ([cut] for cut in self._cuts(sequence, count))
             return

@@ -8,7 +8,7 @@ unchanged.
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from mi_route2.engine.cache import Prefixes, Saved, Slots
+from mi_route2.engine.cache import Prefixes, PrivateSlots, Saved, Slots
 from mi_route2.engine.request import EngineRequest
 from mi_route2.engine.scheduler import Admission
 from mi_route2.hosts.base import ModelVersion
@@ -30,7 +30,7 @@ class Residents:
     def __init__(
         self,
         decoder: Decoder,
-        slots: Slots,
+        slots: Slots | PrivateSlots,
         steering: SteeringState,
         prefixes: Prefixes,
         version: ModelVersion,
@@ -77,7 +77,7 @@ class Residents:
     def fit(self, pieces: Iterable[tuple[EngineRequest, int]]) -> None:
         """Move each request to a row that is long enough for its piece."""
         for req, count in pieces:
-            if req.computed + count > self.slots.capacity(req.row):
+            if isinstance(self.slots, Slots) and req.computed + count > self.slots.capacity(req.row):
                 old, req.row = req.row, self.slots.move(req.row, req.computed + count, req.computed)
                 self._rows[req.row] = req
                 self._free(old)

@@ -25,7 +25,9 @@ class TransformersCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return self._inner.update(key_states, value_states, layer_idx)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        if layer_idx is not None and hasattr(self._inner, "counted"):
+            self._inner.counted = True  # pyright: ignore[reportAttributeAccessIssue]
         return 0
 
 
@@ -60,7 +62,7 @@ def _one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
 
     On a CPU this is a quarter faster than ``sdpa``, whose kernels are made for many queries.
     """
-    b, heads, length, width = key.shape
+    (b, heads, length, width), wide = key.shape, value.shape[3]
     grouped = query.reshape(b * heads, -1, width)
     keys = key.reshape(b * heads, length, width).mT
     if mask is None:
@@ -68,7 +70,7 @@ def _one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     else:
         bias = mask.expand(b, heads, grouped.shape[1], length).reshape(b * heads, grouped.shape[1], length)
         scores = torch.baddbmm(bias, grouped, keys, alpha=scaling)
-    return torch.bmm(scores.softmax(-1), value.reshape(b * heads, length, width)).view(b, 1, -1, width)
+    return torch.bmm(scores.softmax(-1), value.reshape(b * heads, length, wide)).view(b, 1, -1, wide)
 
 
 AttentionInterface.register(GROUPED, _attention)

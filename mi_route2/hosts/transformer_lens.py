@@ -52,7 +52,7 @@ from mi_route2.hosts.base import (
     of_libraries,
     whole_stream,
 )
-from mi_route2.hosts.decoder import DECODERS
+from mi_route2.hosts.decoder import COMPARED
 from mi_route2.hosts.huggingface import Replays, TorchHost
 from mi_route2.rollouts import vocabulary
 from mi_route2.sites import Site, Slot, matching, no_adapter, part_at
@@ -482,7 +482,7 @@ class BridgeHost(Host):
     @contextmanager
     def fused(self) -> Iterator[None]:
         """Context: attention (as ``sdpa``) and norms are those of the wrapped model; nothing changes if a hook could tell."""
-        if self.architecture.name not in DECODERS or not fusible(self.bridge):  # others cap scores, which sdpa does not
+        if self.architecture.name not in COMPARED or not fusible(self.bridge):  # others cap scores, which sdpa does not
             yield
             return
         attentions = [block.attn for block in self.bridge.blocks]

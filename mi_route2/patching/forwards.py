@@ -361,11 +361,14 @@ class Resumed:
                 stack.callback(self._joining(rows, entry, group.start).remove)
             stack.enter_context(self.host.hooks(writing(rows, group.start, columns)))
             stack.enter_context(self.host.fused())  # before hooks of ours, which it would take for somebody's
+            entering = (first, self._streams[first][None, group.start :]) if first else None
+            places, cache = _causal(group.start, columns, tokens.device), _Prefixed(self._kept, group.start)
+            if not self.decoder.compared:  # its block may be of another shape, and it may scale or cap what the unembedding gives
+                whole = any(row.target is not None and row.target.site.layer is None for row in rows)
+                return self.decoder(tokens, *places, cache, entry=entering, keep=None if whole else _last(tokens))[:, -1]
             for handle in self._scored_column(logits, columns, last_only=all(self._seen(row) for row in rows)):
                 stack.callback(handle.remove)
-            entering = (first, self._streams[first][None, group.start :]) if first else None
-            cache = _Prefixed(self._kept, group.start)
-            self.decoder(tokens, *_causal(group.start, columns, tokens.device), cache, entry=entering)
+            self.decoder(tokens, *places, cache, entry=entering)
         return logits[0]
 
     def _joining(self, rows: Sequence[PatchedRow], entry: int, start: int) -> RemovableHandle:
@@ -445,13 +448,14 @@ def _leave(
     streams: dict[tuple[int, Target | None, int], Tensor],
     _module: nn.Module,
     _args: Any,
-    output: Tensor,
-) -> Tensor:
+    output: Tensor | tuple[Any, ...],
+) -> Tensor | tuple[Any, ...]:
     """Keep the rows' streams before block ``entry`` at their positions; return the first row's whole stream alone."""
+    stream = output[0] if isinstance(output, tuple) else output
     for i, row in enumerate(rows):
-        kept = output[i, [position - start for position in row.positions]]
+        kept = stream[i, [position - start for position in row.positions]]
         streams |= {(entry, row.target, position): value for position, value in zip(row.positions, kept)}
-    return output[:1]
+    return (stream[:1], *output[1:]) if isinstance(output, tuple) else stream[:1]
 
 
 def _entering(row: PatchedRow, streams: Mapping[tuple[int, Target | None, int], Tensor]) -> PatchedRow:
@@ -556,7 +560,9 @@ def forwards(host: Host, how: str = "auto") -> Forwards:
         return Whole(host)
     try:
         _refuse_hooks(host)
-        return Resumed(Decoder(host))
+        if (decoder := Decoder(host)).private:
+            raise ValueError("the model keeps its state in a cache of its own, from which no forward can resume: use whole")
+        return Resumed(decoder)
     except ValueError:  # the decoder does not support this host or architecture
         if how == "resumed":
             raise

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
+from mi_route2.architectures import heads
 from mi_route2.engine import Engine
 from mi_route2.runs import RunStore
 from mi_route2.serve.api.schema import SteeringIn
@@ -33,7 +34,7 @@ class Server:
         """Tokenizers: the one for answers on the server's thread, and that of the engine's thread."""
         self._encoding, self._tokenizer = ThreadPoolExecutor(1, "prompts"), None
         self.vocabulary, self.context = engine.decoder.vocabulary, engine.decoder.context
-        self.heads = engine.decoder.shape(Site(0, "z"))[0]  # query heads: those that a patch can name
+        self.heads = heads(served.host.model, "z")  # query heads: those that a patch can name
         self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
         self.sites = served.host.sites()
         self.adapter_sites = engine.decoder.adapters()

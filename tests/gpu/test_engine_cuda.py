@@ -15,7 +15,7 @@ from mi_route2.engine.request import Capture, Request, Result
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
-from mi_route2.hosts.decoder import DECODERS
+from mi_route2.hosts.decoder import COMPARED
 from mi_route2.patching.patches import Patch
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
@@ -55,7 +55,7 @@ def forced(host: Host, request: Request, result: Result) -> Tensor:
     return host.logits(tokens)[0, len(request.prompt) - 1 :].float().log_softmax(-1).cpu()
 
 
-@pytest.mark.parametrize(("family", "host", "dtype"), list(product(DECODERS, ("torch", "transformer_lens"), DTYPES)))
+@pytest.mark.parametrize(("family", "host", "dtype"), list(product(COMPARED, ("torch", "transformer_lens"), DTYPES)))
 def test_a_request_in_company_is_what_it_is_alone(family: str, host: str, dtype: torch.dtype) -> None:
     made = on_device(family, dtype, host)
     requests = [Request(prompt, asked()) for prompt in prompts()]
@@ -64,7 +64,7 @@ def test_a_request_in_company_is_what_it_is_alone(family: str, host: str, dtype:
         torch.testing.assert_close(table(result), forced(made, request, result), rtol=0, atol=CLOSE[dtype])
 
 
-@pytest.mark.parametrize(("family", "dtype"), list(product(DECODERS, DTYPES)))
+@pytest.mark.parametrize(("family", "dtype"), list(product(COMPARED, DTYPES)))
 def test_exact_has_the_same_bits_in_any_company_any_cut_and_with_a_prefix(family: str, dtype: torch.dtype) -> None:
     made = on_device(family, dtype)
     mine = [Request(prompt, asked()) for prompt in prompts()]

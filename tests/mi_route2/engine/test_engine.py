@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from alone import alone
+from decoders import make_decoder
 from engines import Letters, finish, table
 from families import FAMILIES, SPECS, VOCAB, make_family, move
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -16,7 +17,7 @@ from mi_route2.engine.request import Capture, Request, Result
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
-from mi_route2.hosts.decoder import DECODERS, Decoder
+from mi_route2.hosts.decoder import COMPARED, Decoder
 from mi_route2.patching.patches import Patch
 from mi_route2.runs.record import TokenSelection
 from mi_route2.sites import Site
@@ -60,7 +61,7 @@ def check(result: Result, host: Host, request: Request, close: float, *sites: Si
         torch.testing.assert_close(captured.rows, truth.values[site], rtol=0, atol=close)
 
 
-@pytest.mark.parametrize(("family", "host"), list(product(DECODERS, HOSTS)))
+@pytest.mark.parametrize(("family", "host"), list(product(COMPARED, HOSTS)))
 def test_the_shape_that_is_known_of_a_site_is_the_one_that_a_forward_shows(family: str, host: str) -> None:
     made, _ = make(family, host)
     decoder, tokens = Decoder(made), torch.tensor([[3, 4]])
@@ -70,7 +71,7 @@ def test_the_shape_that_is_known_of_a_site_is_the_one_that_a_forward_shows(famil
         decoder.shape(Site(decoder.layers, "resid_pre"))
 
 
-@pytest.mark.parametrize(("family", "host"), list(product(DECODERS, HOSTS)))
+@pytest.mark.parametrize(("family", "host"), list(product(COMPARED, HOSTS)))
 def test_a_request_in_company_is_what_it_is_alone(family: str, host: str) -> None:
     """Ragged prompts in few rows, cut small, and put back for want of room: every number is that of whole forwards."""
     made, close = make(family, host)
@@ -83,7 +84,7 @@ def test_a_request_in_company_is_what_it_is_alone(family: str, host: str) -> Non
 
 
 EVERY_SITE = [
-    pytest.param(*case, marks=() if case == ("Qwen3", "torch") else pytest.mark.matrix) for case in product(DECODERS, ["torch"])
+    pytest.param(*case, marks=() if case == ("Qwen3", "torch") else pytest.mark.matrix) for case in product(COMPARED, ["torch"])
 ]
 
 
@@ -313,8 +314,10 @@ def test_an_early_end_says_what_never_fired() -> None:
 def test_hosts_and_architectures_that_have_no_decoder_say_so() -> None:
     with pytest.raises(ValueError, match="not on nnsight"):
         Engine(open_host("nnsight", make_family("Qwen3")))
-    with pytest.raises(ValueError, match="not Gemma2"):
-        Engine(open_host("torch", make_family("Gemma2")))
+    model = make_decoder("Qwen2")
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (0.1 * hidden_states.cumsum(1), None)
+    with pytest.raises(ValueError, match="no cache gives this Qwen2ForCausalLM the logits of its whole forward"):
+        Engine(open_host("torch", model))
 
 
 def test_a_model_that_drops_at_random_is_not_run() -> None:

@@ -13,7 +13,7 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 from transformer_lens.model_bridge.generalized_components.position_embeddings_attention import PositionEmbeddingsAttentionBridge
 
 from mi_route2.hosts import HOSTS, Host, open_host
-from mi_route2.hosts.decoder import DECODERS
+from mi_route2.hosts.decoder import COMPARED
 from mi_route2.patching import Grid, sweep
 from mi_route2.sites import Site
 
@@ -47,7 +47,7 @@ def difference(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", COMPARED)
 def test_transformer_lens_patches_the_same(family: str) -> None:
     """Its own functions over every layer and position, and every head; ``run_with_hooks`` at the points that they lack."""
     host: Any = adapted("transformer_lens", family)
