@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-Side = Literal["input", "output"]
+Side = Literal["input", "output", "logits"]
 Fusion = Literal["thirds", "per head", "sizes", "grouped"]
 
 HOSTS: Mapping[str, str] = MappingProxyType(
@@ -41,6 +41,9 @@ POINTS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Points of a block: name to description and shape."""
+
+EXPERT_POINTS: Mapping[str, str] = MappingProxyType({"router": "logits of the router over the experts, [b s e]"})
+"""Points of a mixture of experts, on the host ``torch``: name to description and shape. A write changes which experts run."""
 
 ADAPTER_POINTS: Mapping[str, str] = MappingProxyType(
     {
@@ -92,7 +95,7 @@ class At:
 
     Attributes:
         path: Module path under the block; ``""`` is the block itself.
-        side: The module's input or output.
+        side: The module's input or output, or the ``logits`` of a router, which it computes first.
         linear: True if ``path`` names a logical Linear, whose output is the point (its slice, if the module is fused).
         scale: What the model multiplies the module's value with before it adds it to the stream (Granite).
     """

@@ -201,6 +201,8 @@ def _points(model: Any, blocks: list[nn.Module], attention: str, mlp: str, linea
     for name in "qkv":
         exists = f"attn.{name}" in linears
         places[name] = At(f"attn.{name}", linear=True) if exists else f"its attention has no Linear for {name} alone"
+    if router := next((name for name, child in blocks[-1].named_modules() if "Router" in type(child).__name__), ""):
+        places["router"] = At(router, "logits")
     places["z"] = At(linears["attn.o"].path, "input") if "attn.o" in linears else "its attention has no output projection"
     return places
 

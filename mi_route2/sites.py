@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import total_ordering
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from mi_route2.architectures import (
     ADAPTER_POINTS,
     ARCHITECTURES,
+    EXPERT_POINTS,
     LINEARS,
     POINTS,
     WRAPPED,
@@ -39,7 +41,7 @@ COMPUTED = (
 )
 _SITE = re.compile(r"blocks\.(0|[1-9][0-9]*)\.(?:(\w+\.\w+)\.)?(\w+)")
 _UNEMBED = re.compile(r"unembed\.(\w+)")
-_POINTS = (*POINTS, *ADAPTER_POINTS)
+_POINTS = (*POINTS, *EXPERT_POINTS, *ADAPTER_POINTS)
 _LINEARS = (*LINEARS, "unembed")
 
 
@@ -302,6 +304,35 @@ def slots(model: nn.Module) -> dict[str, Slot]:
     return {slot.name: slot for slot in (*in_blocks, slot_at(model, row, None, "unembed"))}
 
 
+def left_out(model: nn.Module, known: Mapping[str, Slot]) -> dict[str, str]:
+    """Return the modules of the blocks that have a weight and take no adapters, ``blocks.3.mlp.experts``, and their classes."""
+    row = architecture_of(model)
+    if row is None:
+        return {}
+    stack, found = module_at(model, row, row.blocks), {}
+    taken = {id(slot.module) for slot in known.values()}
+    # a bridge splits a fused module into Linears of its own
+    fused = {at.path for at in row.linears.values() if at.fused is not None}
+    joint = (part_at(block, path) for block in stack.children() for path in fused)
+    taken |= {id(module) for part in joint if part is not None for module in part.modules()}
+    for path, module in stack.named_modules():
+        if id(module) in taken or all(p.ndim < 2 for p in module.parameters(recurse=False)):
+            continue
+        layer, first, *rest = (name for name in path.split(".") if name != WRAPPED)
+        room = "attn" if "attn" in first or "attention" in first else "mlp"
+        found[".".join(("blocks", layer, room, *rest))] = type(module).__name__
+    return found
+
+
+def _refuse_left_out(pattern: str, known: Mapping[str, Slot], without: Mapping[str, str]) -> None:
+    if meant := [f"{name.split('.', 2)[2]} ({kind})" for name, kind in without.items() if fnmatchcase(name, pattern)]:
+        takes = sorted({name.split(".", 2)[2] for name in known if name.startswith("blocks.")})
+        raise KeyError(
+            f"{pattern!r} matches only what takes no adapters: {', '.join(dict.fromkeys(meant))}; the Linears that do are "
+            f"{', '.join(takes)}"
+        )
+
+
 def renamed(pattern: str, known: Mapping[str, object]) -> str:
     """Return a sentence with this project's name for a module name of transformers or PEFT; empty for any other text."""
     if pattern == "all-linear":
@@ -315,14 +346,17 @@ def renamed(pattern: str, known: Mapping[str, object]) -> str:
     return f"Linears have the same names in all known architectures: write {' or '.join(map(repr, fitting))}" if fitting else ""
 
 
-def matching(known: dict[str, Slot], *patterns: str, expect: int | None = None) -> dict[str, Slot]:
-    """Select from slots that were already listed; see ``select``."""
+def matching(
+    known: dict[str, Slot], *patterns: str, expect: int | None = None, without: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Slot]:
+    """Select from slots that were already listed; see ``select``. ``without`` is what the model has beside them (``left_out``)."""
     if not patterns:
         raise ValueError("give at least one pattern, for example 'blocks.*.attn.*'")
     if not known:
         raise KeyError("this model has no nn.Linear to which an adapter could be attached")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
+            _refuse_left_out(pattern, known, without)
             meant = renamed(pattern, known) or f"the nearest names are: {nearest(pattern, list(known))}"
             raise KeyError(f"no Linear matches {pattern!r}; {meant}")
     chosen = {name: slot for name, slot in known.items() if any(fnmatchcase(name, p) for p in patterns)}
@@ -351,8 +385,8 @@ def select(model: nn.Module, *patterns: str, expect: int | None = None) -> dict[
 
 
 _POINT_STAGE = {
-    "resid_pre": 0, "attn_in": 1, "q": 2, "k": 2, "v": 2, "z": 3, "attn_out": 5, "resid_mid": 6, "mlp_in": 7, "mlp_out": 10,
-    "resid_post": 11,
+    "resid_pre": 0, "attn_in": 1, "q": 2, "k": 2, "v": 2, "z": 3, "attn_out": 5, "resid_mid": 6, "mlp_in": 7, "router": 8,
+    "mlp_out": 10, "resid_post": 11,
 }  # fmt: skip
 _LINEAR_STAGE = {"attn.q": 2, "attn.k": 2, "attn.v": 2, "attn.o": 4, "mlp.gate": 8, "mlp.up": 8, "mlp.down": 9}
 _ADAPTER = tuple(ADAPTER_POINTS)

@@ -7,8 +7,11 @@ with adapters.recording(tape): # records what the adapters learn from the next f
 with adapters.unrouted():      # both learn from everything, by ordinary autograd
 """
 
-from collections.abc import Callable, Iterator
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +35,7 @@ from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
 from mi_route2.adapters.weights import Versions, named, refuse_offloaded, reshard, sharded_modules, weights_hash
 from mi_route2.checks import checked
-from mi_route2.sites import COMPUTED, UNQUANTIZED, Slot, matching, no_adapter, slots
+from mi_route2.sites import COMPUTED, UNQUANTIZED, Slot, left_out, matching, no_adapter, slots
 from mi_route2.specs import AdapterSpec
 
 
@@ -400,6 +403,7 @@ def attach(
     expect: int | None = None,
     cache_dir: Path | None = None,
     known: dict[str, Slot] | None = None,
+    without: Mapping[str, str] | None = None,
 ) -> Adapters:
     """Freeze ``model`` and attach a kept adapter and a quarantine to every logical Linear that ``patterns`` select.
 
@@ -415,9 +419,11 @@ def attach(
         cache_dir: Folder that caches SVDs.
         known: The model's logical Linears, if they are not those of ``slots``. A host that passes them guarantees that the model
             calls each of these modules under one name only.
+        without: What the blocks have that takes no adapters, if not that of ``left_out``. Where a pattern matches it too, a warning
+            names it.
 
     Raises:
-        KeyError: A pattern matches nothing.
+        KeyError: A pattern matches nothing, or only what takes no adapters (experts in one weight, routers).
         ValueError: The count is not ``expect``, the model already has adapters (also of PEFT), the rank does
             not fit, a Linear is quantized, has two names or a weight that is computed, torch's own layers pass it by, or weights
             are offloaded.
@@ -429,9 +435,12 @@ def attach(
     generator = torch.default_generator if generator is None else generator
     _refuse_model(model)
     linears = slots(model) if known is None else known
-    chosen = matching(linears, *patterns, expect=expect)
+    without = left_out(model, linears) if without is None else without
+    chosen = matching(linears, *patterns, expect=expect, without=without)
     if known is None:
         refuse_twice(model, chosen)
+    if missed := {re.sub(r"\d+", "*", name, count=1) for name in without if any(fnmatchcase(name, p) for p in patterns)}:
+        warnings.warn(f"these stay frozen, because they take no adapters: {', '.join(sorted(missed))}", stacklevel=2)
     for slot in chosen.values():
         _refuse_unfit(model, slot)
     board = Switchboard(sites=len(chosen))

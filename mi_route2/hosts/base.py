@@ -35,6 +35,7 @@ from mi_route2.architectures import (
     ADAPTER_POINTS,
     BRIDGE_LINEARS,
     BRIDGE_POINTS,
+    EXPERT_POINTS,
     HEADED,
     LENS_POINTS,
     POINTS,
@@ -55,7 +56,7 @@ from mi_route2.rollouts import (
     still,
     vocabulary,
 )
-from mi_route2.sites import Site, Slot, demand_site, nearest, no_adapter, refuse_shared, slots
+from mi_route2.sites import Site, Slot, demand_site, left_out, nearest, no_adapter, refuse_shared, slots
 
 Edit = Callable[[Tensor], Tensor | None]
 """Function of a site's value: returns ``None`` to read only, or the tensor that replaces the value."""
@@ -202,12 +203,17 @@ class Host(ABC):
             expect=expect,
             cache_dir=cache_dir,
             known=self._linears(patterns),
+            without=self.left_out(),
         )
         return self._listed(adapters)
 
     def linears(self) -> dict[str, Slot]:
         """Return every logical Linear of the model by name, with or without adapters."""
         return slots(self.model)
+
+    def left_out(self) -> dict[str, str]:
+        """Return the modules of the blocks that have a weight and take no adapters, ``blocks.3.mlp.experts``, and their classes."""
+        return left_out(self.model, self.linears())
 
     def weights_hash(self) -> str:
         """Return a hash of all weights by content, including those of attached adapters.
@@ -240,7 +246,7 @@ class Host(ABC):
             linear = site.linear if site.layer is None else {**BRIDGE_LINEARS, **row.bridge_linears}[site.linear]
             lens = [f"{linear}.{ADAPTER_HOOKS[site.point]}"]
         else:
-            hooks = LENS_POINTS.get(site.point), {**BRIDGE_POINTS, **row.bridge_points}[site.point]
+            hooks = LENS_POINTS.get(site.point), {**BRIDGE_POINTS, **row.bridge_points}.get(site.point)
             lens = [hook for hook in hooks if hook is not None and " " not in hook]  # an entry with a space is no hook but a reason
         return (str(site), *(name if site.layer is None else f"blocks.{site.layer}.{name}" for name in lens))
 
@@ -248,7 +254,7 @@ class Host(ABC):
         """Return every site of the model by layer, then those of attached adapters that are switched on now."""
         in_blocks = []
         for layer in range(len(self.layers())):
-            for point in POINTS:
+            for point in (*POINTS, *EXPERT_POINTS):
                 try:
                     self.address(site := Site(layer, point))
                 except ValueError:  # this architecture, or this host, lacks the point
@@ -269,7 +275,7 @@ class Host(ABC):
         # this project's names first, because a glob over adapters' points also matches the bridge's hooks at the same Linear
         chosen = chosen or [site for site in known if any(fnmatchcase(lens, name) for lens in self.hook_names(site))]
         if not chosen:
-            if name in POINTS:
+            if name in POINTS or name in EXPERT_POINTS:
                 self.address(Site(0, name))  # raises an error that says why this architecture lacks the point
             if name.rpartition(".")[2] in ADAPTER_POINTS and not any(isinstance(m, Branch) for m in self.model.modules()):
                 raise no_adapter(name, ())

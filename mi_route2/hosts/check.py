@@ -1,12 +1,15 @@
 """What a model offers, and three checks on random tokens that it offers it rightly; ``mi-route2 check`` prints them."""
 
+import warnings
+
 import torch
 from torch import nn
 
 from mi_route2.adapters import AdapterSpec
-from mi_route2.architectures import POINTS
+from mi_route2.architectures import EXPERT_POINTS, POINTS
 from mi_route2.found import adds_up
 from mi_route2.hosts.base import Host, demand_padding_unread
+from mi_route2.hosts.decoder import Decoder
 from mi_route2.rollouts import vocabulary
 from mi_route2.sites import Site
 
@@ -29,8 +32,11 @@ def check_report(host: Host, model: nn.Module) -> str:
         f"{type(model).__name__}: {len(layers)} blocks at {row.blocks}, {'found in the model' if row.found else 'in the table'}"
     ]
     names = sorted({name.split(".", 2)[2] for name in host.linears() if name.startswith("blocks.")})
-    lines += [f"Linears for adapters: {', '.join(names)}, unembed", "points of the blocks:"]
-    for point in POINTS:
+    lines.append(f"Linears for adapters: {', '.join(names)}, unembed")
+    if frozen := dict.fromkeys(f"{name.split('.', 2)[2]} ({kind})" for name, kind in host.left_out().items()):
+        lines.append(f"without adapters: {', '.join(frozen)}")
+    lines.append("points of the blocks:")
+    for point in (*POINTS, *(EXPERT_POINTS if "router" in row.points else ())):
         found = [site for site in host.sites() if site.point == point]
         why = row.points[point]
         there = f"{host.address(found[0])} ({len(found)} layers)" if found else f"none: {why}"
@@ -41,7 +47,15 @@ def check_report(host: Host, model: nn.Module) -> str:
     lines.append("adapters that are zero change no bit: yes")
     demand_padding_unread(model)
     lines.append("padding on either side changes no logit: yes")
+    lines.append(f"engine: {_engine(host)}")
     return "\n".join(lines)
+
+
+def _engine(host: Host) -> str:
+    try:
+        return "each request on a cache of its own" if Decoder(host).private else "requests share forwards"
+    except ValueError as error:
+        return f"none: {error}"
 
 
 def _tokens(model: nn.Module) -> torch.Tensor:
@@ -62,7 +76,8 @@ def _demand_zero_adapters(host: Host, model: nn.Module) -> None:
     tokens = _tokens(model)
     with torch.no_grad():
         before = host.logits(tokens)
-        adapters = host.attach("blocks.*", spec=AdapterSpec("lora", rank=1, quarantine_rank=1), generator=torch.Generator())
+        with warnings.catch_warnings(action="ignore"):  # the report names what takes no adapters
+            adapters = host.attach("blocks.*", spec=AdapterSpec("lora", rank=1, quarantine_rank=1), generator=torch.Generator())
         try:
             after = host.logits(tokens)
         finally:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from mi_route2.adapters.linear import Branch
@@ -75,7 +76,7 @@ def tap_of(model: nn.Module, architecture: Architecture, site: Site) -> Tap:
     paths = block_paths(model, architecture)
     if site.layer is None or not 0 <= site.layer < len(paths):
         raise KeyError(f"{site} is outside the model: its layers are 0..{len(paths) - 1}")
-    at = architecture.points[site.point]
+    at = architecture.points.get(site.point, "it is no mixture of experts")
     if isinstance(at, str):
         raise ValueError(f"{architecture.name} has no {site.point}: {at}")
     count = heads(model, site.point) if site.point in HEADED else 1
@@ -139,7 +140,11 @@ class TorchHost(Host):
         try:
             for site, edit in edits.items():
                 tap, module = places[site]
-                handles.append(_attach_hook(module, site, tap, edit, fired, again))
+                edited = partial(_edited, site, tap, edit, fired, again)
+                if tap.side == "logits":
+                    handles += _router_hooks(self.model.get_submodule(tap.path.rpartition(".")[0]), module, edited)
+                else:
+                    handles.append(_attach_hook(module, tap.side, edited))
             yield
         finally:
             for handle in handles:
@@ -231,11 +236,51 @@ def checkpointing() -> bool:
     return not torch.is_grad_enabled() or (saving is not None and saving[0].__module__ == "torch.utils.checkpoint")
 
 
-def _attach_hook(module: nn.Module, site: Site, tap: Tap, edit: Edit, fired: Fired, again: Replays) -> RemovableHandle:
-    edited = partial(_edited, site, tap, edit, fired, again)
-    if tap.side == "input":
+def _attach_hook(module: nn.Module, side: str, edited: Edit) -> RemovableHandle:
+    if side == "input":
         return module.register_forward_pre_hook(partial(_before, edited), with_kwargs=True)
     return module.register_forward_hook(partial(_after, edited))
+
+
+class _Logits(TorchFunctionMode):
+    """Context: the first linear map in it, the logits of a router ``[b*s e]``, is edited as ``[b s e]``."""
+
+    def __init__(self, edited: Edit):
+        super().__init__()
+        self.edited, self.rows, self.due = edited, (), False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not nn.functional.linear or not self.due:
+            return out
+        self.due = False
+        new = self.edited(out.view(*self.rows, out.shape[-1]))
+        return out if new is None else new.reshape(out.shape)
+
+
+def _router_hooks(mixture: nn.Module, router: nn.Module, edited: Edit) -> list[RemovableHandle]:
+    """Register hooks that edit a router's logits; experts are chosen after them, within the router's own forward."""
+    mode = _Logits(edited)
+
+    def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mode.rows = _stream(args, kwargs).shape[:-1]
+
+    def enter(_module: nn.Module, _args: Any) -> None:
+        mode.due = True
+        mode.__enter__()
+
+    def leave(*_: Any) -> None:
+        mode.__exit__(None, None, None)
+
+    return [
+        mixture.register_forward_pre_hook(begin, with_kwargs=True),
+        router.register_forward_pre_hook(enter),
+        router.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def _stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return args[0] if args and isinstance(args[0], Tensor) else kwargs["hidden_states"]
 
 
 def _edited(site: Site, tap: Tap, edit: Edit, fired: Fired, again: Replays, raw: Tensor) -> Tensor | None:
@@ -252,10 +297,10 @@ _Called = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _before(edited: Edit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Called | None:
-    by_place = bool(args) and isinstance(args[0], Tensor)
-    new = edited(args[0] if by_place else kwargs["hidden_states"])
+    new = edited(_stream(args, kwargs))
     if new is None:
         return None
+    by_place = bool(args) and isinstance(args[0], Tensor)
     return ((new, *args[1:]), kwargs) if by_place else (args, {**kwargs, "hidden_states": new})
 
 

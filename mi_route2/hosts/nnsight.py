@@ -139,12 +139,18 @@ class NNsightHost(Host):
         At points with a head axis the value has the module's own shape, with the heads side by side (except for parts interleaved
         by head).
         """
-        tap = tap_of(self.model, self.architecture, site)
+        tap = self._tap(site)
         *names, last = tap.path.split(".")
         path = "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in [*names, last]).removeprefix(".")
         # transformers' attention modules return (output, weights); all other modules with a site return a tensor
         of_tuple = site.point == "attn_out" and self.architecture.positions and last in _ATTENTION
         return f"{path}.{tap.side}" + ("[0]" if of_tuple else "") + _rows(tap)
+
+    def _tap(self, site: Site) -> Tap:
+        tap = tap_of(self.model, self.architecture, site)
+        if tap.side == "logits":
+            raise ValueError(f"{site} is a value inside of its module, where no envoy is: use the torch host")
+        return tap
 
     def _prepared(self, edits: Mapping[Site, Edit]) -> Entering:
         return partial(self._hooked, edits)
@@ -152,7 +158,7 @@ class NNsightHost(Host):
     @contextmanager
     def _hooked(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
         whole = whole_stream(edits)
-        taps = {site: tap_of(self.model, self.architecture, site) for site in whole}
+        taps = {site: self._tap(site) for site in whole}
         requested = _Requested(taps, whole, Fired(edits))
         self._open.append(requested)
         try:

@@ -55,7 +55,7 @@ from mi_route2.hosts.base import (
 from mi_route2.hosts.decoder import COMPARED
 from mi_route2.hosts.huggingface import Replays, TorchHost
 from mi_route2.rollouts import vocabulary
-from mi_route2.sites import Site, Slot, matching, no_adapter, part_at
+from mi_route2.sites import Site, Slot, left_out, matching, no_adapter, part_at
 
 ROUTE = "route"
 ROUTE_POINTS = ("hook_kept_a", "hook_kept", "hook_quarantine", "hook_mask")
@@ -479,6 +479,9 @@ class BridgeHost(Host):
     def linears(self) -> dict[str, Slot]:
         return {name: place.slot(name) for name, place in self._places.items()}
 
+    def left_out(self) -> dict[str, str]:
+        return left_out(wrapped_model(self.bridge), self.linears())
+
     @contextmanager
     def fused(self) -> Iterator[None]:
         """Context: attention (as ``sdpa``) and norms are those of the wrapped model; nothing changes if a hook could tell."""
@@ -506,7 +509,7 @@ class BridgeHost(Host):
     def _linears(self, patterns: tuple[str, ...]) -> dict[str, Slot]:
         refuse_processed(self.bridge)
         known = self.linears()
-        chosen = matching(known, *patterns)
+        chosen = matching(known, *patterns, without=self.left_out())
         refuse_bypassed(self.bridge, chosen)
         token = torch.zeros((1, 1), dtype=torch.long, device=next(self.bridge.parameters()).device)
         refuse_uncalled(self.bridge, (self._places[name] for name in chosen), lambda: self._logits(token, None))
@@ -540,7 +543,7 @@ class BridgeHost(Host):
         layers = len(self.bridge.blocks)
         if site.layer is None or not 0 <= site.layer < layers:
             raise KeyError(f"{site} is outside the model: its layers are 0..{layers - 1}")
-        hook = {**BRIDGE_POINTS, **self.architecture.bridge_points}[site.point]
+        hook = {**BRIDGE_POINTS, **self.architecture.bridge_points}.get(site.point, "use the torch host")
         if " " in hook:
             raise ValueError(f"the bridge of {self.architecture.name} has no {site.point}: {hook}")
         name = f"blocks.{site.layer}.{hook}"

@@ -1,6 +1,7 @@
 """The contract of a model whose row is found: sites, patches, steering, routed gradients, deployment and files."""
 
 import copy
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from mi_route2.hosts import Host
 from mi_route2.hosts.check import check_report
 from mi_route2.sites import Site
 
+pytestmark = pytest.mark.filterwarnings("ignore:these stay frozen")
 TOKENS = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(3))
 PROMPTS, ANSWERS = [[3, 4], [5, 6], [7, 8], [9, 3]], [[4, 5, 6], [6, 7], [8, 9, 3], [3, 4, 5, 6]]
 FLAGS = torch.tensor([True, False, True, False])
@@ -212,3 +214,50 @@ def test_a_row_is_found_once_and_goes_with_copies() -> None:
     assert architecture_of(model) is row
     assert architecture_of(copy.deepcopy(model)) is row
     assert open_host("torch", model).address(Site(1, "attn_out")) == "model.layers.1.self_attn.output"
+
+
+# Mixtures of experts
+
+MIXTURES = ("Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Mixtral", "GptOss", "Olmoe", "DeepseekV3", "Glm4Moe", "Llama4")
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_router_is_read_and_chooses_by_what_is_written(name: str) -> None:
+    host = opened(name)
+    site = max(site for site in host.sites() if site.point == "router")
+    entering: list[Tensor] = []
+    router = host.model.get_submodule(host.address(site).removesuffix(".logits"))
+    handle = router.register_forward_pre_hook(lambda _module, args: entering.append(args[0].detach()))
+    logits = host.capture([site], TOKENS)[site]
+    handle.remove()
+    weight, bias = router.get_parameter("weight").detach(), router._parameters.get("bias")
+    by_hand = entering[0].reshape(2, 6, -1) @ weight.T + (0 if bias is None else bias.detach())
+    torch.testing.assert_close(logits.double(), by_hand, rtol=0, atol=1e-6)
+    if name in ("DeepseekV3", "Glm4Moe", "Llama4"):  # these choose groups first, add a bias, or return no choice
+        return  # that a write acts, the test of every live site shows
+    chosen: list[Tensor] = []
+    handle = router.register_forward_hook(lambda _module, _args, out: chosen.append(out[2]))
+    with torch.no_grad(), host.hooks({site: lambda value: value.neg()}):
+        host.logits(TOKENS)
+    handle.remove()
+    worst = logits.neg().topk(2, -1).indices.flatten(0, 1)
+    assert (chosen[0].sort(-1).values == worst.sort(-1).values).all()
+
+
+@pytest.mark.parametrize("kind", NEAR)
+@pytest.mark.parametrize(
+    ("name", "frozen"), [("Mixtral", "mlp.experts"), ("Llama4", "mlp.shared_expert.up_proj"), ("DeepseekV3", "attn.kv_b_proj")]
+)
+def test_what_takes_no_adapters_is_named(name: str, frozen: str, kind: str) -> None:
+    host, spec = opened(name, kind), AdapterSpec("lora", rank=1, quarantine_rank=1)
+    with pytest.warns(UserWarning, match=rf"stay frozen.*blocks\.\*\.{re.escape(frozen)}"):
+        host.attach("blocks.*", spec=spec).detach()
+    with pytest.raises(KeyError, match=rf"{re.escape(frozen)} \(.*the Linears that do are attn"):
+        host.attach(f"blocks.*.{frozen}", spec=spec)
+    assert len(host.attach("blocks.*.attn.o", spec=spec).sites) == len(host.layers())
+
+
+def test_where_every_linear_takes_adapters_nothing_is_said() -> None:
+    for name in ("Qwen2", "Phi3", "Bloom", "GPT2"):
+        for kind in NEAR:
+            assert not opened(name, kind).left_out()
