@@ -39,6 +39,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Gemma": SIZES | HEAD,
     "Gemma2": SIZES | HEAD | WINDOW | {"query_pre_attn_scalar": 8},
     "Gemma3": SIZES | HEAD | WINDOW | {"query_pre_attn_scalar": 8},
+    "Gemma3ForConditionalGeneration": SIZES | HEAD | WINDOW | {"query_pre_attn_scalar": 8},
     "Phi": SIZES,
     "Phi3": SIZES,
     "Olmo2": SIZES,
@@ -56,7 +57,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Cohere": SIZES,
     "Cohere2": SIZES | HEAD | WINDOW,
 }  # fmt: skip
-"""Name of a class, without ``ForCausalLM`` or ``LMHeadModel`` -> its config."""
+"""Name of a class, without ``ForCausalLM`` or ``LMHeadModel`` -> its config; of a wrapper, its config of text."""
+
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14
+}  # fmt: skip
 
 EAGER = ("GptOss", "Bloom", "Gemma2")
 """Classes whose own attention is the only one that transformers runs, or the exact one."""
@@ -64,8 +69,12 @@ EAGER = ("GptOss", "Bloom", "Gemma2")
 
 def make_decoder(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """Return the model, the same for every call, with ``changes`` of its config."""
-    cls: Any = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
-    config = cls.config_class(**DECODERS[name] | changes)
+    wrapper = name.endswith("Generation")
+    cls: Any = getattr(transformers, name if wrapper else "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
+    sizes = DECODERS[name] | changes
+    config = (
+        cls.config_class(text_config=sizes, vision_config=VISION, mm_tokens_per_image=4) if wrapper else cls.config_class(**sizes)
+    )
     config._attn_implementation = "eager" if name in EAGER else "sdpa"
     config._experts_implementation = "eager"  # the grouped products have no float64
     with torch.random.fork_rng(devices=[]):
