@@ -56,7 +56,7 @@ class Slots:
         device: torch.device | str = "cpu",
         start: int = 256,
     ):
-        self.rows, self.used = rows, 0
+        self.rows, self.used, self._start = rows, 0, start
         self.sizes = [min(start, most)]
         while self.sizes[-1] < most:
             self.sizes.append(min(4 * self.sizes[-1], most))
@@ -69,6 +69,17 @@ class Slots:
     def bytes(self) -> int:
         """Bytes that are allocated."""
         return sum(data.nbytes for data in self._shelves)
+
+    def fit(self, longest: int) -> None:
+        """Make rows of the first shelf, of which none may be in use, as short as requests of this length allow.
+
+        Memory that is touched for the first time costs time, and a page of it may hold the beginnings of many rows.
+        """
+        if self.used or len(self.sizes) == 1:
+            return
+        self.sizes[0] = min(self._start, -(-longest // 64) * 64)
+        with torch.inference_mode(False):  # as in _resize
+            self._shelves[0] = self._shelves[0].new_zeros(*self._shelves[0].shape[:4], self.sizes[0], self._shelves[0].shape[5])
 
     def cost(self, length: int) -> int:
         """Return the bytes of a row for this length."""
@@ -177,6 +188,9 @@ class PrivateSlots:
 
     def cost(self, length: int) -> int:
         return length * self._position
+
+    def fit(self, _longest: int) -> None:
+        """Do nothing: a cache of transformers grows by itself."""
 
     def capacity(self, _row: int) -> int:
         return self._most
