@@ -245,11 +245,16 @@ def read_pairs(path: Path | str) -> list[PersonaPair]:
     """Read a file that `write_pairs` wrote, or JSON lines (`.jsonl`) of the same fields.
 
     Raises:
-        ValueError: Any other file, with the line or the pair, and a pair whose two sides are equal.
+        ValueError: Any other file, with the line or the pair; a pair whose two sides are equal; or a file without a pair.
     """
     path = Path(path)
-    if path.suffix.lower() == ".jsonl":
-        return read_lines(path, lambda _index, row: _read(row))
+    pairs = read_lines(path, lambda _index, row: _read(row)) if path.suffix.lower() == ".jsonl" else _read_toml(path)
+    if not pairs:
+        raise ValueError(f"{path} has no pair: write at least one, with {', '.join(FIELDS)}")
+    return pairs
+
+
+def _read_toml(path: Path) -> list[PersonaPair]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError as error:
