@@ -40,6 +40,14 @@ CONVERSIONS: dict[type, Callable[[Any], object]] = {
 """Conversions to plain types; ``str`` itself would take anything."""
 
 
+BUILTIN = (*SCALARS, complex, bytes, dict, set, frozenset)
+PROBES = (
+    (7_364_218, 2_718_281), (0.318, 1.442), ("quartz", "vellum"), ([11], [13]), ((11,), (13,)), (True, False),
+    ({11: 0}, {13: 0}), ({11}, {13}),
+)  # fmt: skip
+"""Pairs of different values: a value that equals both of a pair has a false ``==``."""
+
+
 @dataclass(frozen=True)
 class Linked:
     """Chain of nodes with ``val`` and ``next``; never empty, because an empty chain is None."""
@@ -182,9 +190,26 @@ def _plain(value: Any) -> object:
         with contextlib.suppress(Exception):
             if plain_type in SCALARS or len(value) <= MAX_ITEMS:  # an iterator has no length, and may have no end
                 plain = convert(value)
-                if value == plain and not value == object():  # noqa: SIM201 - its != may be another
+                if _equals(value, plain) and not overrides(value):
                     return plain
     raise _UnencodableError("other type")
+
+
+def overrides(value: Any) -> bool:
+    """Return True if ``value == expected`` would hold for any expected value, tested with values that it cannot all equal."""
+    value_type = type(value)
+    if _is_one_of(value_type, BUILTIN):
+        return False
+    if value_type is list or value_type is tuple:
+        return bool(value) and all(overrides(item) for item in value)
+    return _equals(value, object()) or any(_equals(value, probe) and _equals(value, other) for probe, other in PROBES)
+
+
+def _equals(value: Any, other: object) -> bool:
+    try:
+        return bool(value == other)
+    except Exception:
+        return False
 
 
 def _scalar(value: Any) -> object:
