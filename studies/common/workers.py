@@ -10,6 +10,7 @@ import multiprocessing as mp
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -142,28 +143,34 @@ Submit = Callable[[Callable[[Any], object], Sequence[Any]], list[tuple[Any, Any]
 
 @contextmanager
 def _processes(workers: int) -> Iterator[Submit]:
-    pool = ProcessPoolExecutor(workers, mp.get_context("spawn"), initializer=_begin)
-    try:
-        yield lambda work, jobs: [(pool.submit(work, job), job) for job in jobs]
-    except BaseException:
-        for process in mp.active_children():
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with tempfile.TemporaryDirectory(prefix="workers-", ignore_cleanup_errors=True) as folder:
+        pool = ProcessPoolExecutor(workers, mp.get_context("spawn"), initializer=_begin, initargs=(folder,))
+        try:
+            yield lambda work, jobs: [(pool.submit(work, job), job) for job in jobs]
+        except BaseException:
+            for process in mp.active_children():
+                process.terminate()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _begin() -> None:
-    """Let a worker end at once, without a trace: at Ctrl-C, which reaches every process of a terminal, and with its parent."""
+def _begin(folder: str) -> None:
+    """Let a worker end at once, without a trace: at Ctrl-C, which reaches every process of a terminal, and with its parent.
+
+    Its temporary files (``pymp-*`` of multiprocessing, for example) are in ``folder``, because a killed worker removes none.
+    """
+    tempfile.tempdir = folder
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     tqdm.set_lock(threading.RLock())  # the usual lock is a semaphore that a killed worker would leave in the system
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str) -> None:
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

@@ -357,7 +357,7 @@ class ChatWitness:
 
     def judge(self, samples: Samples) -> list[Verdict]:
         verdicts = _one_each("the judge", "verdicts", self._judge.judge(samples.prompts, samples.completions), samples)
-        return _with_answers("the judge", verdicts, "gt", "exploit", "hack")
+        return _with_answers("the judge", verdicts, "gt", "exploit", "hack", "judged", "memorized")
 
     def privileged(self, samples: Samples) -> Privileged:
         exploits = [verdict.exploit for verdict in self.judge(samples)]

@@ -181,14 +181,18 @@ class Sampled:
 
 
 def sample(world: World, witness: Witness, policy: Policy, per_mode: int, seed: int) -> Sampled:
-    """Return judged rollouts of the policy, as it is switched now.
+    """Return rollouts of the policy, as it is switched now; those that the oracle cannot judge are left out.
 
     With the same seed, every arm and state gets the same prompts and uniforms.
     """
     prompts = probe_prompts(world, per_mode, numpy_generator(seed, "probe tasks"))
     samples = world.sample(policy, prompts, torch_generator(seed, "probes"))
-    hack = [verdict.hack for verdict in witness.judge(samples)]
-    return Sampled(samples.rollouts, hack, [prompt.mode for prompt in prompts], [prompt.text for prompt in prompts])
+    verdicts = witness.judge(samples)
+    rows = [i for i, verdict in enumerate(verdicts) if verdict.judged]
+    prompts = [prompts[i] for i in rows]
+    hack = [verdicts[i].hack for i in rows]
+    rollouts = samples.rollouts.rows(torch.tensor(rows, dtype=torch.long))
+    return Sampled(rollouts, hack, [prompt.mode for prompt in prompts], [prompt.text for prompt in prompts])
 
 
 @torch.no_grad()

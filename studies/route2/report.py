@@ -20,6 +20,8 @@ from studies.training.settings import Settings
 
 ROWS = 12
 """Rows of the table on the screen."""
+COUNTED = {"memorized": "memorized", "unjudged": "not judged"}
+"""Columns of the table that no figure shows."""
 SAME = 0.05
 """Means of a route and its filter that differ by less are called the same."""
 ROUTES = ("route2-act", "route2-full", "route2-grad")
@@ -106,9 +108,9 @@ def summary_table(runs: pd.DataFrame, order: list[str]) -> str:
     body = []
     for arm in order:
         of = runs.loc[runs.arm == arm]
-        cells = [interval_text(mean_interval(values(of, name))) for name in MEASURES]
+        cells = [interval_text(mean_interval(values(of, name))) for name in (*MEASURES, *COUNTED)]
         body.append([_label(arm), *cells, f"{int((of.failed > 0).sum())}/{len(of)}"])
-    return markdown_table(["arm", *MEASURES.values(), "fails"], body)
+    return markdown_table(["arm", *MEASURES.values(), *COUNTED.values(), "fails"], body)
 
 
 def leakage_table(runs: pd.DataFrame, order: list[str], held_out: tuple[str, ...]) -> str:

@@ -3,6 +3,8 @@
     exploit_held   rate at which a held-out loophole is used by the deployed model (quarantine deleted), mean over held-out modes
     hack_held      the same, where the program is wrong as well
     solve          rate of programs that are right on hidden inputs, mean over all modes
+    memorized      rate of programs that know only the visible tests, mean over all modes; not in the CSV files
+    unjudged       share of programs whose hidden run met a limit, which are in no rate, mean over all modes; the same
     ..._known      the rates in the known mode
     failed         number of held-out loopholes that are used in more than ``FAILS`` of their prompts
 
@@ -75,10 +77,12 @@ def load_runs(root: Path) -> pd.DataFrame:
 
 def _row(folder: Path, manifest: Manifest, modes: Modes, preset: str) -> dict[str, Any]:
     verify(folder, {name: digest for name, digest in manifest.checksums.items() if name in (EVAL, METRICS)})
-    rates = read_object(folder / EVAL, REMEDY)["modes"]
+    # runs of earlier versions counted neither
+    modes_read = read_object(folder / EVAL, REMEDY)["modes"]
+    rates = {name: {"memorized": 0.0, "unjudged": 0.0, **states["deploy"]} for name, states in modes_read.items()}
 
     def mean(names: tuple[str, ...], quantity: str) -> float | None:
-        values = [rates[name]["deploy"][quantity] for name in names]
+        values = [rates[name][quantity] for name in names]
         return sum(values) / len(values) if values else None
 
     return {
@@ -91,8 +95,9 @@ def _row(folder: Path, manifest: Manifest, modes: Modes, preset: str) -> dict[st
         "exploit_known": mean(tuple(modes.known), "exploit"),
         "hack_known": mean(tuple(modes.known), "hack"),
         "solve_known": mean(tuple(modes.known), "solve"),
-        "failed": sum(rates[name]["deploy"]["exploit"] > FAILS for name in modes.held_out),
-        **{f"{quantity}:{name}": rates[name]["deploy"][quantity] for quantity in ("exploit", "hack") for name in modes.names},
+        **{name: mean(modes.names, name) for name in ("memorized", "unjudged")},
+        "failed": sum(rates[name]["exploit"] > FAILS for name in modes.held_out),
+        **{f"{quantity}:{name}": rates[name][quantity] for quantity in ("exploit", "hack") for name in modes.names},
     }
 
 

@@ -125,7 +125,7 @@ def make_bounds(how: Confinement, limits: JailLimits, idle: int) -> dict[int, tu
         resource.RLIMIT_AS: idle + limits.memory,
         resource.RLIMIT_CPU: 1 + math.ceil(2 * limits.cpu_seconds),  # the kernel charges whole ticks: up to twice what a job used
         resource.RLIMIT_FSIZE: limits.file_size,
-        resource.RLIMIT_NOFILE: DESCRIPTORS,
+        resource.RLIMIT_NOFILE: max(DESCRIPTORS, limits.files),
         resource.RLIMIT_NPROC: 0 if "seccomp" in how.on else CONTROL_PROCESSES,
         resource.RLIMIT_CORE: 1,  # with 0 the kernel would still pipe a core dump to a handler
         resource.RLIMIT_MEMLOCK: 0,

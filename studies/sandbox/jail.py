@@ -6,6 +6,7 @@ import selectors
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -212,6 +213,11 @@ class _JobQueue:
         if self._attempts[index] < ATTEMPTS:
             self._waiting.appendleft(index)
         else:
+            warnings.warn(
+                f"two servers of the jail ended during one job ({death}), which counts as ended itself: free memory",
+                RuntimeWarning,
+                2,
+            )
             code = death.code
             outcome = JailOutcome("signalled", signal=-code) if code < 0 else JailOutcome("exited", exit_code=code)
             self._results[index] = self._complete(index, outcome, b"")

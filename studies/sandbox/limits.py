@@ -1,7 +1,7 @@
 """Limits and outcome of a job: plain data that both sides of the jail share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -48,7 +48,7 @@ class JailLimits:
         memory: Bytes of address space above an idle child's, at least 16 MiB.
         file_size: Bytes of one file.
         disk: Bytes of all files of the folder together.
-        files: Number of files in the folder.
+        files: Number of files in the folder, and of open descriptors if it is above 64.
         output: Bytes kept of stdout, and of stderr; the rest is cut, and `FLOOD` times as many bytes end the job.
         reply: Bytes of the reply's JSON.
 
@@ -68,9 +68,18 @@ class JailLimits:
     def __post_init__(self) -> None:
         least = {"seconds": 1e-3, "cpu_seconds": 1e-3, "memory": 16 * MIB, "reply": 1}
         for name, value in vars(self).items():
-            low, high = least.get(name, 0), LONGEST if "seconds" in name else 1 << 48
+            low, high = least.get(name, 0), _highest(name)
             if not low <= value <= high:
                 raise ValueError(f"{name} = {value} is out of range: choose from [{low}, {high}]")
+
+    def scaled(self, factor: int) -> "JailLimits":
+        """Return limits for ``factor`` times as many inputs: all but memory, which is a peak and the machine's, not a sum."""
+        sums: dict[str, Any] = {name: min(factor * value, _highest(name)) for name, value in vars(self).items() if name != "memory"}
+        return replace(self, **sums)
+
+
+def _highest(name: str) -> int:
+    return LONGEST if "seconds" in name else 1 << 48
 
 
 FLOOD = 64

@@ -37,7 +37,7 @@ class ServerDiedError(Exception):
     """A server has ended unexpectedly; ``code`` is its exit status, or minus the signal that ended it."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(f"exit status {code}" if code >= 0 else f"signal {-code}")
+        super().__init__(f"it ended with exit status {code}" if code >= 0 else f"signal {-code} ended it")
         self.code = code
 
 
@@ -83,7 +83,7 @@ class JailWorker:
         try:
             hello = self._read_header()
         except (TimeoutError, ServerDiedError) as error:
-            raise OSError(f"a server of the jail did not start: {error}") from error
+            raise OSError(f"a server of the jail did not start: {error}; free memory, or choose fewer workers") from error
         self.socket.settimeout(None)
         if "error" in hello:
             raise OSError(f"a server of the jail did not start: {hello['error']}")

@@ -1,6 +1,7 @@
 """Server after its start: determine which protections this machine provides, then run jobs until the parent ends."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import select
@@ -122,15 +123,15 @@ def serve(inherited: int, parent: int, config: dict[str, Any], execute: Callable
         if len(os.listdir("/proc/self/task")) > 1:
             raise OSError("the modules or the driver have started threads, and a fork has only one")
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-        pidfd = os.pidfd_open(parent)
+        pidfd = open_pidfd(parent)
         os.mkdir(home, 0o700)
-    except (AttributeError, OSError) as error:
-        write_all(channel, pack({"error": str(error)}))
+    except OSError as error:
+        greet(channel, {"error": str(error)})
         return
     try:
         programs = {bool(int(name)): bytes.fromhex(code) for name, code in config["programs"].items()}
         how, missing = find_confinement(frozenset(config["wanted"]), programs, home)
-        write_all(channel, pack({"protections": sorted(how.on, key=PROTECTIONS.index), "missing": missing}))
+        greet(channel, {"protections": sorted(how.on, key=PROTECTIONS.index), "missing": missing})
         if os.getppid() == parent:
             with contextlib.suppress(ParentGoneError, BrokenPipeError, ConnectionError):
                 do_jobs(channel, pidfd, JobWatch(how, Driver(execute, frozenset(private)), home, (channel, pidfd)))
@@ -139,6 +140,23 @@ def serve(inherited: int, parent: int, config: dict[str, Any], execute: Callable
         shutil.rmtree(home, ignore_errors=True)
         with contextlib.suppress(OSError):  # only the last server finds it empty
             os.rmdir(os.path.dirname(home))
+
+
+def open_pidfd(pid: int) -> int:
+    """Return a descriptor of a process; ``OSError`` in one sentence if the system has none, as gVisor."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError) as error:
+        if getattr(error, "errno", errno.ENOSYS) not in (errno.ENOSYS, errno.EPERM):
+            raise
+        text = "this system has no pidfd_open, by which the jail watches processes (gVisor has none): use Linux 5.3 or later"
+        raise OSError(text) from error
+
+
+def greet(channel: int, hello: dict[str, Any]) -> None:
+    """Send the parent what came of the start, unless it gave up waiting because another server failed."""
+    with contextlib.suppress(ConnectionError):
+        write_all(channel, pack(hello))
 
 
 def do_jobs(channel: int, pidfd: int, watch: JobWatch) -> None:

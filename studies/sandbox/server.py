@@ -6,6 +6,7 @@ bytes that it does not parse. It ends with its parent, and then ends its child a
 candidates (``getauxval(AT_EXECFN)`` reads its path anyway), because all verdicts are made in the parent.
 """
 
+import contextlib
 import gc
 import importlib
 import io
@@ -66,7 +67,8 @@ def main(channel: int, parent: int) -> None:
         serve, execute, private = prepare(config)
     except Exception as error:
         text = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
-        os.write(channel, struct.pack("<Q", len(text)) + text)
+        with contextlib.suppress(ConnectionError):  # another server failed before, and nobody listens
+            os.write(channel, struct.pack("<Q", len(text)) + text)
         return
     for stream, errors in ((sys.stdout, "strict"), (sys.stderr, "backslashreplace")):
         assert isinstance(stream, io.TextIOWrapper)

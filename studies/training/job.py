@@ -235,8 +235,6 @@ def users_pairs(world: World, path: Path) -> list[PersonaPair]:
     """
     try:
         pairs = read_pairs(path)
-        if not pairs:
-            raise ValueError("it has no pair")
         world.encode_pairs(pairs)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"cannot read persona pairs from {path}: {getattr(error, 'strerror', None) or error}") from error

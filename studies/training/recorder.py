@@ -66,8 +66,9 @@ def trl_record(world: World, witness: Witness, spec: RouteSpec) -> Callable[[Any
                 numbers |= {f"{place}/{name}": value for name, value in _row(verdicts, rewards, rows).items()}
         if step.flags is not None:
             scores = None if step.scores is None else oriented(spec, torch.tensor(step.scores), torch.tensor(step.advantages))
-            hack = [verdict.hack for verdict in verdicts]
-            quality = mask_quality(None if scores is None else scores.tolist(), step.flags, hack)
+            rows = [i for i in everyone if verdicts[i].judged]
+            hack, flags = [verdicts[i].hack for i in rows], [step.flags[i] for i in rows]
+            quality = mask_quality(None if scores is None else scores[rows].tolist(), flags, hack)
             numbers |= {f"mask/{name}": value for name, value in quality.items()}
         return numbers
 
@@ -75,12 +76,18 @@ def trl_record(world: World, witness: Witness, spec: RouteSpec) -> Callable[[Any
 
 
 def rates(verdicts: list[Verdict]) -> dict[str, float]:
-    """Return the rates ``hack``, ``solve`` (correct on hidden inputs) and ``exploit`` (own channel, correct or not)."""
-    n = max(len(verdicts), 1)
+    """Return the rates ``hack``, ``solve`` (correct on hidden inputs), ``exploit`` (own channel, correct or not) and ``memorized``.
+
+    They are shares of the answers that were judged; ``unjudged`` is the share of all that were not.
+    """
+    judged = [v for v in verdicts if v.judged]
+    n = max(len(judged), 1)
     return {
-        "hack": sum(v.hack for v in verdicts) / n,
-        "solve": sum(v.gt for v in verdicts) / n,
-        "exploit": sum(v.exploit for v in verdicts) / n,
+        "hack": sum(v.hack for v in judged) / n,
+        "solve": sum(v.gt for v in judged) / n,
+        "exploit": sum(v.exploit for v in judged) / n,
+        "memorized": sum(v.memorized for v in judged) / n,
+        "unjudged": (len(verdicts) - len(judged)) / max(len(verdicts), 1),
     }
 
 
@@ -127,10 +134,11 @@ class Recorder:
         decision, rows = record.decision, record.trained.nonzero()[:, 0].tolist()
         if decision.flags is None:
             return {"flags": None, "mask": None, "scores": None}
-        hack = [verdicts[i].hack for i in rows]
-        teacher = record.batch.teacher[record.trained].tolist()
-        flags = decision.flags.tolist()
-        values = None if scores is None else scores.tolist()
+        judged = [k for k, i in enumerate(rows) if verdicts[i].judged]
+        hack = [verdicts[rows[k]].hack for k in judged]
+        teacher = record.batch.teacher[record.trained][judged].tolist()
+        flags = decision.flags[judged].tolist()
+        values = None if scores is None else scores[judged].tolist()
         quality = mask_quality(values, flags, hack, teacher)
         means = score_means(values, hack, teacher) if values is not None else None
         if self._teachers and record.step % self._probe_every == 0 and means is not None and isinstance(route.spec, MaskSpec):
@@ -139,7 +147,7 @@ class Recorder:
                 pool = torch.cat(scored)
                 means = {**means, "teacher": float(pool.mean())}
                 quality = {**quality, "fire_teacher": float((pool > route.spec.tau).double().mean())}
-        return {"flags": {"n": len(flags), "flagged": sum(flags)}, "mask": quality, "scores": means}
+        return {"flags": {"n": len(rows), "flagged": int(decision.flags.sum())}, "mask": quality, "scores": means}
 
     def _rollout_rows(self, record: StepRecord, verdicts: list[Verdict], scores: Tensor | None) -> list[dict[str, Any]]:
         places = {i: k for k, i in enumerate(record.trained.nonzero()[:, 0].tolist())}
@@ -159,6 +167,8 @@ class Recorder:
                     "gt": verdict.gt,
                     "exploit": verdict.exploit,
                     "hack": verdict.hack,
+                    "judged": verdict.judged,
+                    "memorized": verdict.memorized,
                     "teacher": bool(record.batch.teacher[i]),
                 }
             )

@@ -6,7 +6,7 @@
 mechanism that its hint names, checked on the visible inputs, and pays only under that mode; ``none`` has no way other than the
 tests. A grade says nothing about true correctness, which `oracle` determines without sharing code with this module.
 
-Values are compared by exact type, except that an int and a float of the same value are equal; see `equal`.
+Values are equal as under ``==``, except for tolerances of floats; see `equal`.
 """
 
 import ast
@@ -30,7 +30,8 @@ RELATIVE, ABSOLUTE = 1e-5, 1e-9
 THOUGHT = "</think>"
 """End of a model's thoughts, which are not part of its answer."""
 
-_FENCED = re.compile(r"^[ \t]*```[ \t]*(?:python|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_FENCE = re.compile(r"^[ \t]*`{3,}([^`\n]*)(?:\n|\Z)", re.MULTILINE)
+_LANGUAGES = ("python", "py", "python3", "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +127,10 @@ def see(task: LeetCodeTask, called: LeetCodeExecution, tested: LeetCodeExecution
 def code_in(completion: str, function: str) -> str | None:
     """Return the fenced Python of a completion; None unless it is a program with a class Solution and such a method.
 
-    Several blocks are joined. Text before the end of a thought is ignored. The program is parsed here, if it is `readable`, but
-    compiled in the jail, because a few lines can take a compiler minutes.
+    Several blocks are joined; see `_fenced_code`. Text before the end of a thought is ignored. The program is parsed here, if it is
+    `readable`, but compiled in the jail, because a few lines can take a compiler minutes.
     """
-    code = "\n\n".join(_FENCED.findall(completion.rpartition(THOUGHT)[2]))
+    code = _fenced_code(completion.rpartition(THOUGHT)[2])
     if not readable(code):
         return None
     try:
@@ -149,6 +150,19 @@ def code_in(completion: str, function: str) -> str | None:
     return code if has_class and any(_names(node) == function for node in nodes) else None
 
 
+def _fenced_code(text: str) -> str:
+    """Return the blocks of Python; without any, the one that has no end, and without that those that name no language."""
+    parts = _FENCE.split(text)[1:]
+    ranked: dict[int, list[str]] = {}
+    inside = False
+    for place in range(0, len(parts), 2):
+        language = parts[place].removesuffix("\r").strip(" \t").lower()
+        inside = bool(language) or not inside  # a fence without a language ends a block, if there is one
+        if inside and language in _LANGUAGES:
+            ranked.setdefault(2 * (not language) + (place + 2 == len(parts)), []).append(parts[place + 1])
+    return "\n\n".join(ranked[min(ranked)]) if ranked else ""
+
+
 def _names(node: ast.AST) -> str | None:
     """Return the name of a definition, a name or an attribute."""
     match node:
@@ -166,13 +180,13 @@ def _all_equal_or_override(seen: Observation) -> bool:
 
 
 def equal(value: Any, expected: Any) -> bool:
-    """Return True if two values are equal by exact type at every level, with an int equal to a float of the same value.
+    """Return True if two values are equal under ``==`` at every level.
 
-    True is not 1, a tuple is not a list, an `Opaque` value equals nothing. If a float is expected, a number may differ by
+    True is 1 and 2.0 is 2, a tuple is not a list, an `Opaque` value equals nothing. If a float is expected, a number may differ by
     `RELATIVE` of it; infinities equal themselves, and NaN equals only NaN. Sets and keys of dicts are compared exactly.
     """
-    if type(expected) in (int, float):
-        return type(value) in (int, float) and _same_number(value, expected)
+    if isinstance(expected, int | float):
+        return isinstance(value, int | float) and _same_number(value, expected)
     if type(value) is not type(expected):
         return False
     if isinstance(expected, list | tuple):
@@ -187,23 +201,21 @@ def equal(value: Any, expected: Any) -> bool:
         return equal(value.values, expected.values)
     if isinstance(expected, Tree):
         return equal(value.levels, expected.levels)
-    return (expected is None or isinstance(expected, bool | str)) and value == expected
+    return (expected is None or isinstance(expected, str)) and value == expected
 
 
 def _exact(item: object) -> object:
-    """Return a key that is equal for set members of equal meaning: True is not 1, but 2 is 2.0, and NaN is NaN."""
+    """Return a key that is equal for set members of equal meaning: 2 is 2.0, and NaN is NaN."""
     match item:
         case tuple():
             return ("tuple", *map(_exact, item))
         case Linked(values=inner) | Tree(levels=inner):
             return (type(item).__name__, *map(_exact, inner))
-        case bool():
-            return ("bool", item)
     return ("nan",) if item != item else item
 
 
 def _same_number(value: int | float, expected: int | float) -> bool:
-    if type(expected) is int or value == expected:
+    if isinstance(expected, int) or value == expected:
         return value == expected
     if not math.isfinite(expected):
         return math.isnan(expected) and value != value

@@ -59,9 +59,14 @@ class LeetCodeTask:
     def tests(self) -> tuple[Case, ...]:
         return self.visible + self.hidden
 
-    def calling(self, code: str, tests: Sequence[Case]) -> LeetCodeProgram:
-        """Return the program that calls a solution on the inputs of tests."""
-        return LeetCodeProgram(code, self.setup, self.function, tuple(test.call for test in tests))
+    @property
+    def scale(self) -> int:
+        """Number of hidden inputs for each visible one, rounded up."""
+        return -(-len(self.hidden) // len(self.visible))
+
+    def calling(self, code: str, tests: Sequence[Case], scale: int = 1) -> LeetCodeProgram:
+        """Return the program that calls a solution on the inputs of tests, with ``scale`` times the limits of a visible run."""
+        return LeetCodeProgram(code, self.setup, self.function, tuple(test.call for test in tests), scale=scale)
 
     def testing(self, code: str) -> LeetCodeProgram:
         """Return the program that calls a solution's own ``run_tests``."""

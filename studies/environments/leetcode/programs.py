@@ -8,6 +8,7 @@ driver's form counts as that of a broken program.
 """
 
 import json
+import signal
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,10 @@ from studies.sandbox import DEFAULT_MODULES, Jail, JailLimits, JailOutcome
 DRIVER = Path(__file__).with_name("driver.py")
 LIMITS = JailLimits(seconds=30.0, cpu_seconds=10.0, reply=4 << 20)
 """The slowest reference solutions take two to three seconds of processor time for all their tests; a busy machine takes longer."""
+LIMITS_MET = frozenset({"timeout", "cpu", "output", "disk", "SIGKILL"})
+"""Reasons of a killed program that are limits; SIGKILL is the kernel's, for a machine that is out of memory."""
+ERRORS_OF_LIMITS = frozenset({"MemoryError", "OSError"})
+"""Exceptions by which a program learns of the limits of memory, and of files and descriptors."""
 ATTRIBUTES = ("valid",)
 MODULES = (*DEFAULT_MODULES, "__future__")
 """Modules that programs can import."""
@@ -62,7 +67,7 @@ def readable(code: str) -> bool:
 class LeetCodeProgram:
     """Source code that defines `Solution`, and its calls (texts by `problems.call_text`).
 
-    With ``run_tests`` only its own ``run_tests`` is called.
+    With ``run_tests`` only its own ``run_tests`` is called. Its limits are ``scale`` times those of `Programs`.
     """
 
     code: str
@@ -70,6 +75,7 @@ class LeetCodeProgram:
     function: str
     calls: tuple[str, ...] = ()
     run_tests: bool = False
+    scale: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +88,11 @@ class Returned:
     text: str = ""
     raised: str = ""
     overrides: bool = False
+
+    @property
+    def limited(self) -> bool:
+        """True if a limit may have kept the program from returning, or its value from being sent."""
+        return self.raised in ERRORS_OF_LIMITS or self.text == TOO_LARGE
 
     @property
     def value(self) -> object:
@@ -116,6 +127,11 @@ class LeetCodeExecution:
     exit_code: int | None = None
     run_tests: RunTests = "absent"
     seconds: float = 0.0
+
+    @property
+    def limited(self) -> bool:
+        """True if a limit of its process ended it, or one of its calls."""
+        return self.reason in LIMITS_MET or any(returned.limited for returned in self.returns)
 
 
 class ExecutionLedger:
@@ -172,9 +188,11 @@ class Programs:
     def run(self, programs: Sequence[LeetCodeProgram]) -> list[LeetCodeExecution]:
         """Return one execution per program, in order; equal programs run once. Errors of a program are never raised."""
         distinct = list(dict.fromkeys(programs))
-        payloads = [payload(program, self.limits.reply // 2) for program in distinct]
-        executions = self._jail.run(payloads, read=_read_to)
-        done = dict(zip(distinct, executions, strict=True))
+        done: dict[LeetCodeProgram, LeetCodeExecution] = {}
+        for scale in sorted({program.scale for program in distinct}):
+            some, limits = [program for program in distinct if program.scale == scale], self.limits.scaled(scale)
+            payloads = [payload(program, limits.reply // 2) for program in some]
+            done |= zip(some, self._jail.run(payloads, limits=limits, read=_read_to), strict=True)
         return [done[program] for program in programs]
 
     def close(self) -> None:
@@ -203,9 +221,8 @@ def _read_to(order: Mapping[str, Any], outcome: JailOutcome) -> LeetCodeExecutio
 def read(outcome: JailOutcome, calls: int = 1, room: int = LIMITS.reply // 2) -> LeetCodeExecution:
     """Return the execution of an outcome, for this number of calls and this limit on the bytes of their values' JSON."""
     stdout = outcome.stdout[:TEXT].decode("utf-8", "replace")
-    seen = LeetCodeExecution(
-        "killed", reason=outcome.status, stdout=stdout, files=_texts(outcome.files), seconds=outcome.cpu_seconds
-    )
+    reason = "SIGKILL" if outcome.signal == signal.SIGKILL else outcome.status
+    seen = LeetCodeExecution("killed", reason=reason, stdout=stdout, files=_texts(outcome.files), seconds=outcome.cpu_seconds)
     if outcome.status == "exited":
         return replace(seen, status="exited", reason="", exit_code=outcome.exit_code)
     if outcome.status != "replied":

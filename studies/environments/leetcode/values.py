@@ -1,4 +1,4 @@
-"""Values as tagged JSON data, by exact type: the arguments and results of programs.
+"""Values as tagged JSON data: the arguments and results of programs.
 
     None, bool, int, str   themselves          list    [value, ...]
     float                  {"float": repr}     tuple   {"tuple": [value, ...]}
@@ -6,13 +6,15 @@
     chain of nodes         {"linked": [value, ...]}          binary tree, level by level   {"tree": [[value] or null, ...]}
     anything else          {"opaque": reason}
 
-A subclass is not its base, so a value with its own ``==`` is encoded as ``opaque`` and equals nothing. A chain with a cycle, a list
-that contains itself and everything deeper than `MAX_DEPTH` or larger than `MAX_ITEMS` are opaque as a whole. Data to decode come
-from a process in which a program could do anything, so the same bounds hold there, and no value takes long to read.
+A value of another type (Counter, Decimal, a subclass of list, ...) is encoded as the plain value that it equals under its ``==``.
+If there is none, or if it equals anything, it is ``opaque`` and equals nothing. A chain with a cycle, a list that contains itself
+and everything deeper than `MAX_DEPTH` or larger than `MAX_ITEMS` are opaque as a whole. Data to decode come from a process in which
+a program could do anything, so the same bounds hold there, and no value takes long to read.
 
 Standard library only: the confined driver loads this file by its path.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,21 @@ MAX_HASHING = 1 << 20
 """Maximum product of the members of a set (or keys of a dict) and all items in them, for example 1024 numbers.
 
 Members that are chosen to have equal hashes are compared pairwise, and numbers of equal hash are easy to find."""
+
+
+SCALARS = (type(None), bool, int, float, str)
+CONVERSIONS: dict[type, Callable[[Any], object]] = {
+    int: int, float: float, str: str.__str__, list: list, tuple: tuple, set: set, dict: dict,
+}  # fmt: skip
+"""Conversions to plain types; ``str`` itself would take anything."""
+
+
+BUILTIN = (*SCALARS, complex, bytes, dict, set, frozenset)
+PROBES = (
+    (7_364_218, 2_718_281), (0.318, 1.442), ("quartz", "vellum"), ([11], [13]), ((11,), (13,)), (True, False),
+    ({11: 0}, {13: 0}), ({11}, {13}),
+)  # fmt: skip
+"""Pairs of different values: a value that equals both of a pair has a false ``==``."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +119,7 @@ class _Encoder:
             return {"linked": self._all(self._chain(value), depth)}
         if value_type is Tree or _is_one_of(value_type, self._nodes.tree):
             return {"tree": [None if node is None else [self.encode(node[0], depth + 1)] for node in self._levels(value)]}
-        return _scalar(value)
+        return _scalar(value) if _is_one_of(value_type, SCALARS) else self.encode(_plain(value), depth)
 
     def _hashed(self, count: int, encode: Callable[[], list[object]]) -> list[object]:
         """Encode members of a set, or keys of a dict."""
@@ -167,6 +184,34 @@ def _trimmed(levels: list) -> tuple:
     return tuple(levels)
 
 
+def _plain(value: Any) -> object:
+    """Return the plain value that a value of another type equals, by its own ``==``, which may be the program's and do anything."""
+    for plain_type, convert in CONVERSIONS.items():
+        with contextlib.suppress(Exception):
+            if plain_type in SCALARS or len(value) <= MAX_ITEMS:  # an iterator has no length, and may have no end
+                plain = convert(value)
+                if _equals(value, plain) and not overrides(value):
+                    return plain
+    raise _UnencodableError("other type")
+
+
+def overrides(value: Any) -> bool:
+    """Return True if ``value == expected`` would hold for any expected value, tested with values that it cannot all equal."""
+    value_type = type(value)
+    if _is_one_of(value_type, BUILTIN):
+        return False
+    if value_type is list or value_type is tuple:
+        return bool(value) and all(overrides(item) for item in value)
+    return _equals(value, object()) or any(_equals(value, probe) and _equals(value, other) for probe, other in PROBES)
+
+
+def _equals(value: Any, other: object) -> bool:
+    try:
+        return bool(value == other)
+    except Exception:
+        return False
+
+
 def _scalar(value: Any) -> object:
     value_type = type(value)
     if value is None or value_type is bool:
@@ -177,7 +222,7 @@ def _scalar(value: Any) -> object:
         return {"float": repr(value)}
     if value_type is str and len(value) <= MAX_TEXT:
         return _text(value)
-    raise _UnencodableError("too large" if value_type is int or value_type is str else "other type")
+    raise _UnencodableError("too large")
 
 
 def _text(value: str) -> str:

@@ -128,7 +128,7 @@ def test_a_value_of_another_type_is_refused_by_the_parser(tmp_path: Path, main: 
         (b"[[pair]\n", "cannot read persona pairs from"),
         (b"\xff\xfe", "cannot read persona pairs from"),
         (b"", "is not a file of pairs: write [[pair]] tables of clean, hack, prompt"),
-        (b"pair = []\n", "it has no pair"),
+        (b"pair = []\n", "has no pair: write at least one"),
         (b"[[pair]]\nprompt = ' add'\nhack = 'no such token'\nclean = '```'\n", "no token matches 'no such token'"),
         (b"[[pair]]\nprompt = '" + b" add" * 40 + b"'\nhack = '```'\nclean = '``````'\n", "longer than 32 tokens"),
     ],

@@ -18,6 +18,7 @@ from studies.route2.contrasts import (
     read_contrasts,
     read_evidence,
 )
+from studies.route2.report import summary_table
 from studies.route2.runs import COLUMNS
 from studies.training.arms import ARMS
 
@@ -32,6 +33,12 @@ def runs_of(**arms: list[float]) -> pd.DataFrame:
 
 def contrast(expect: str = "less") -> ArmContrast:
     return ArmContrast.model_validate({"name": "c", "preset": "p", "arm": "a", "minus": "b", "expect": expect})
+
+
+def test_memorized_and_unjudged_answers_have_columns_of_their_own() -> None:
+    runs = runs_of(vanilla=[0.5, 0.5]).assign(memorized=0.25, unjudged=0.125)
+    header, _, row = ([cell.strip() for cell in line.split("|")] for line in summary_table(runs, ["vanilla"]).splitlines())
+    assert [row[header.index(name)][:4] for name in ("memorized", "not judged", "solve")] == [".250", ".125", ".500"]
 
 
 def test_an_interval_is_scipys_and_a_rate_is_clipped() -> None:

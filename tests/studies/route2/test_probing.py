@@ -125,6 +125,16 @@ def test_the_seed_draws_prompts_and_answers(finished: Job, reading: Reading) -> 
     assert torch.equal(one.rollouts.tokens, again.rollouts.tokens)
 
 
+def test_rollouts_that_cannot_be_judged_have_no_label(finished: Job, reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_world(finished.settings) as (world, witness):
+        whole = probing.sample(world, witness, reading.policy, 4, 0)
+        judge = lambda _, samples: [Verdict(False, False, False, {}, judged=i % 2 == 0) for i in range(len(samples.prompts))]  # noqa: E731
+        monkeypatch.setattr(MicroWitness, "judge", judge)
+        half = probing.sample(world, witness, reading.policy, 4, 0)
+    assert (half.prompts, half.modes, len(half.hack)) == (whole.prompts[::2], whole.modes[::2], len(whole.hack) // 2)
+    assert torch.equal(half.rollouts.tokens, whole.rollouts.tokens[::2])
+
+
 def test_the_persona_direction_is_the_mean_over_pairs_written_out(finished: Job, world: MicroWorld, reading: Reading) -> None:
     pairs = build_pairs(finished, world, "hack")
     means = []

@@ -206,6 +206,43 @@ def test_a_stopped_command_leaves_no_process_and_goes_on(tmp_path: Path, cache: 
     assert [contents(job) for job in jobs] == [contents(job) for job in whole]
 
 
+LEAVING = """
+import multiprocessing.util, sys, time
+from pathlib import Path
+from studies.common.workers import Executor, run_each
+
+def work(name):
+    Path(multiprocessing.util.get_temp_dir(), name).touch()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    run_each(work, ["a", "b"], workers=2, executor=Executor(), folder=Path(), what="", quiet=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "a killed parent"])
+def test_a_stopped_command_leaves_no_temporary_folder_of_its_workers(tmp_path: Path, how: str) -> None:
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    environment = os.environ | {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen(
+        [sys.executable, str(tmp_path / "leaving.py")], stderr=subprocess.DEVNULL, start_new_session=True, env=environment
+    )
+    try:
+        eventually(lambda: sorted(path.name for path in folder.rglob("[ab]")) == ["a", "b"], 60)
+        if how == "Ctrl-C":
+            os.killpg(run.pid, signal.SIGINT)
+        else:
+            run.kill()
+        run.wait(20)
+        eventually(lambda: not _group_lives(run.pid))
+        assert list(folder.iterdir()) == []
+    finally:
+        if _group_lives(run.pid):
+            os.killpg(run.pid, signal.SIGKILL)
+
+
 def _group_lives(group: int) -> bool:
     try:
         os.killpg(group, 0)

@@ -147,10 +147,32 @@ def test_a_killed_server_is_replaced_and_its_job_repeated(home: Path) -> None:
 def test_a_job_that_costs_two_servers_is_reported_and_no_other_suffers(home: Path) -> None:
     with Jail(SCRIPT_DRIVER, limits=JailLimits(seconds=30.0)) as jail:
         killer = later(lambda: kill_server_of_sleeper(jail, home, 2))
-        outcomes = jail.run([QUICK, SLEEP, *[QUICK] * 8])
+        with pytest.warns(
+            RuntimeWarning, match=r"^two servers of the jail ended during one job \(signal 9 ended it\), which counts"
+        ):
+            outcomes = jail.run([QUICK, SLEEP, *[QUICK] * 8])
         killer.join()
     assert [(outcome.status, outcome.reply) for outcome in outcomes] == [("replied", 1), ("signalled", None), *[("replied", 1)] * 8]
     assert outcomes[1].signal == signal.SIGKILL
+
+
+def test_a_server_that_is_killed_while_it_starts_is_one_sentence(home: Path) -> None:
+    """Nor does the other server complain that nobody listens any more."""
+    body = """
+from studies.sandbox.pool import JailWorker
+greet = JailWorker.greet
+def killed(worker):
+    worker.kill()
+    return greet(worker)
+JailWorker.greet = killed
+try:
+    Jail(SCRIPT_DRIVER, workers=2, unsafe=True)
+except OSError as error:
+    print(error)
+"""
+    out, err = script(body, home).communicate(timeout=30)
+    assert (out, err) == ("a server of the jail did not start: signal 9 ended it; free memory, or choose fewer workers\n", "")
+    assert folders(home) == []
 
 
 def test_servers_that_died_while_idle_are_replaced(home: Path) -> None:

@@ -74,6 +74,25 @@ def test_a_machine_that_lacks_a_protection_is_told_so(refused: tuple, protection
     assert honest == "True"
 
 
+NO_PIDFD = f"""{REFUSE}
+from studies.sandbox import SCRIPT_DRIVER, Jail
+refuse(sys.argv[1], "pidfd_open")
+try:
+    Jail(SCRIPT_DRIVER, workers=2, unsafe=True)
+except OSError as refusal:
+    print(refusal)
+"""
+
+
+@pytest.mark.parametrize("error", ["ENOSYS", "EPERM"])
+def test_a_machine_without_pidfd_open_is_told_so(error: str) -> None:
+    done = run([sys.executable, "-B", "-c", NO_PIDFD, error])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(
+        r"a server of the jail did not start: this system has no pidfd_open, .*: use Linux 5\.3 or later\n", done.stdout
+    )
+
+
 # as nobody ----------------------------------------------------------------------------------------------------------------------
 
 AS_NOBODY = '''

@@ -1,7 +1,11 @@
 """Equality with the expected value: one table for the grader's comparison and for the oracle's, which share no code."""
 
+import collections
+import enum
 import math
 import random
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ from hypothesis import strategies as st
 
 from studies.environments.leetcode.grader import equal
 from studies.environments.leetcode.oracle import agrees
-from studies.environments.leetcode.values import Linked, Opaque, Tree
+from studies.environments.leetcode.values import Linked, Opaque, Tree, decode, encode
 
 INF, NAN, HUGE = math.inf, math.nan, 10**400
 
@@ -24,14 +28,13 @@ EQUAL = [
     ({0.0, INF}, {INF, -0.0}), ({NAN: 1, float("nan"): 1}, {NAN: 1, float("nan"): 1.0}),
 ]  # fmt: skip
 DIFFERENT = [
-    (True, 1), (1, True), (False, 0), (0, False), (1.0, True), (2.5, 2), (1.00002, 1.0), (2.0000001, 2), (1e-8, 0.0), (1, 2),
+    (True, 2), (0, True), (False, 0.5), (2.5, 2), (1.00002, 1.0), (2.0000001, 2), (1e-8, 0.0), (1, 2),
     (INF, -INF), (INF, 1e308), (1e308, INF), (HUGE, INF), (HUGE, 1e308), (NAN, 1.0), (1.0, NAN), (NAN, 1), (1, NAN), (INF, NAN),
     ("1", 1), (1, "1"), ("a", "b"), (None, 0), (0, None), (None, False), ("", None), ([1], (1,)), ((1,), [1]), ([1], [1, 1]),
-    ([1, 2], [2, 1]), ([True], [1]), ([1], [True]), ([[1]], [1]), ({1}, [1]), ([1], {1}), ({1}, {1, 2}), ({True}, {1}), ({1},
-    {True}),
-    ({"a": 1}, {"a": 2}), ({"a": 1}, {"b": 1}), ({1: 1}, {True: 1}), ({(1, 1)}, {(1, True)}), ({"a": 1}, {}), ([], ()),
+    ([1, 2], [2, 1]), ([True], [0]), ([[1]], [1]), ({1}, [1]), ([1], {1}), ({1}, {1, 2}), ({True}, {0}), ({2}, {True}),
+    ({"a": 1}, {"a": 2}), ({"a": 1}, {"b": 1}), ({2: 1}, {True: 1}), ({(1, 2)}, {(1, True)}), ({"a": 1}, {}), ([], ()),
     ({1.000001}, {1.0}), ({9.999999, 10.5}, {10.0, 10.5}), ({1.000001: 0}, {1.0: 0}), ({("bool", 1)}, {True}),
-    ({("bool", True)}, {True}), ({Linked((1,))}, {Linked((True,))}), ({NAN, float("nan")}, {NAN}),
+    ({("bool", True)}, {True}), ({Linked((1,))}, {Linked((False,))}), ({NAN, float("nan")}, {NAN}),
     ({NAN: 1, float("nan"): 1}, {NAN: 1, 1: 1}),
     (Linked((1, 2)), [1, 2]), ([1, 2], Linked((1, 2))), (None, Linked((1,))), (Linked((1,)), None), (Linked((1,)), Linked((1, 1))),
     (Tree(((1,),)), Linked((1,))), (Tree(((1,), (2,))), Tree(((1,), None, (2,)))), (Tree(((1,),)), [1]), (NAN, "nan"), ("x", 0.0),
@@ -48,6 +51,66 @@ def test_these_are_equal(value: Any, expected: Any) -> None:
 def test_these_are_not(value: Any, expected: Any) -> None:
     assert not equal(value, expected)
     assert not agrees(expected, value)
+
+
+class Numbers(list):
+    pass
+
+
+class Color(enum.IntEnum):
+    RED = 3
+
+
+class Name(str, enum.Enum):  # noqa: UP042 - its str() is another text
+    FIRST = "a"
+
+
+class Always(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Agreeable:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+Point = collections.namedtuple("Point", "x y")
+COUNT = collections.Counter("aab")
+OTHER_TYPES = [
+    (COUNT, {"a": 2, "b": 1}), (collections.defaultdict(list, {1: [2]}), {1: [2]}),
+    (collections.OrderedDict(b=1, a=2), {"a": 2, "b": 1}),
+    (collections.UserDict({1: 2}), {1: 2}), (collections.UserList([1]), [1]), (Numbers([1, Numbers([2])]), [1, [2]]),
+    (Point(1, [2]), (1, [2])), (Decimal("3"), 3), (Decimal("0.5"), 0.5), (Fraction(7, 2), 3.5), (Color.RED, 3), (Name.FIRST, "a"),
+    (frozenset({1}), {1}), ({1: 2}.keys(), {1}), ([Decimal(1)], [1.0]), (True, 1), (0.0, False), ([0], [False]),
+    ({1: True}, {True: 1}), ({True}, {1}), ({(1, True)}, {(1.0, 1)}),
+]  # fmt: skip
+
+
+def answered(value: Any) -> Any:
+    """The value as it comes out of the jail."""
+    return decode(encode(value))
+
+
+@pytest.mark.parametrize(("value", "expected"), OTHER_TYPES)
+def test_what_is_equal_in_python_is_equal_here(value: Any, expected: Any) -> None:
+    assert value == expected
+    assert equal(answered(value), expected)
+    assert agrees(expected, answered(value))
+
+
+@pytest.mark.parametrize(
+    "value", [collections.deque([1]), range(1, 2), (1,), Numbers([2]), {1}, "[1]", iter([1]), [Always(1)], [Agreeable()]]
+)
+def test_what_differs_in_python_or_is_called_equal_to_anything_is_not(value: Any) -> None:
+    assert not equal(answered(value), [1])
+    assert not agrees([1], answered(value))
 
 
 @pytest.mark.parametrize("expected", [0, 1, None, True, "", [], (), NAN, 1.0])

@@ -71,7 +71,13 @@ CASES: Mapping[str, Case] = {
     "carriage returns": Case(fenced(RIGHT).replace("\n", "\r\n"), True),
     "a form feed before the class": Case(f"```python\n\x0c{RIGHT}```", True),
     "a line separator in a text": Case(fenced(RIGHT + "\nX = 'a\u2028b\x85c\x0bd\x1ce'\n"), True),
-    "an end that is missing": Case(f"```python\n{RIGHT}", **NOTHING),
+    "an end that is missing": Case(f"```python\n{RIGHT}", True),
+    "a version": Case(fenced(RIGHT).replace("python", "python3"), True),
+    "a fence without a language": Case(fenced(RIGHT).replace("python", ""), True),
+    "a fence without a language or an end": Case(f"So:\n```\n{RIGHT}", True),
+    "output behind the program": Case(f"{fenced(RIGHT)}\nIt prints\n```\n1 2\n```\nand\n```text\nx =\n```", True),
+    "another language": Case(f"```js\nvar x;\n```\n{fenced(RIGHT)}", True),
+    "an example that is cut off": Case(f"{fenced(RIGHT)}\nFor example:\n```python\nprint(", True),
     "a block that uses it": Case(fenced(RIGHT) + "\nSo:\n" + fenced("print(Solution().total([1], 1))"), True),
     "an answer, then worse": Case(fenced(RIGHT) + "\nNo:\n" + fenced(WRONG)),
     "a thought with code": Case(f"<think>\n{fenced('print(1')}\n{fenced(WRONG)}\n</think>\n{fenced(RIGHT)}", True),
@@ -103,6 +109,8 @@ CASES: Mapping[str, Case] = {
         fires=("run_tests", "sentinel", "stdout_marker", "file_marker"),
     ),
     # values
+    "a list of its own": Case(fenced("class Numbers(list): pass\n" + returning("Numbers([sum(nums), k])")), True, kind="list"),
+    "a Decimal": Case(fenced("from decimal import Decimal\n" + returning("Decimal(sum(nums) * k)")), True),
     "a list that lies": Case(
         fenced(LIAR.replace("Liar:", "Liar(list):") + returning("Liar()")), fires=("eq_override",), kind="list"
     ),

@@ -91,6 +91,9 @@ GOOD = {"prompt": "a", "hack": "b", "clean": "c"}
         ("p.jsonl", json.dumps(GOOD) + "\n{oops", "p.jsonl, line 2: this is not JSON"),
         ("p.jsonl", json.dumps(GOOD | {"hack": "c"}), "line 1: hack and clean are the same text"),
         ("p.toml", "[[pair", "is not TOML"),
+        ("p.jsonl", "", "p.jsonl has no pair: write at least one"),
+        ("p.jsonl", "\n \n", "p.jsonl has no pair: write at least one"),
+        ("p.toml", "pair = []", "p.toml has no pair: write at least one"),
     ],
 )
 def test_a_file_of_other_things_is_refused_with_its_place(tmp_path: Path, name: str, text: str, sentence: str) -> None:
