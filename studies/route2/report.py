@@ -21,7 +21,7 @@ from studies.training.settings import Settings
 ROWS = 12
 """Rows of the table on the screen."""
 COUNTED = {"memorized": "memorized", "unjudged": "not judged"}
-"""Columns of the table that no figure shows."""
+"""Columns of the table that no figure shows, and that are left out where all is zero."""
 SAME = 0.05
 """Means of a route and its filter that differ by less are called the same."""
 ROUTES = ("route2-act", "route2-full", "route2-grad")
@@ -105,12 +105,13 @@ def _label(arm: str) -> str:
 
 def summary_table(runs: pd.DataFrame, order: list[str]) -> str:
     """Return the table of arms: means with 95% t intervals over seeds, and the number of runs that fail."""
+    counted = {name: label for name, label in COUNTED.items() if runs[name].any()}
     body = []
     for arm in order:
         of = runs.loc[runs.arm == arm]
-        cells = [interval_text(mean_interval(values(of, name))) for name in (*MEASURES, *COUNTED)]
+        cells = [interval_text(mean_interval(values(of, name))) for name in (*MEASURES, *counted)]
         body.append([_label(arm), *cells, f"{int((of.failed > 0).sum())}/{len(of)}"])
-    return markdown_table(["arm", *MEASURES.values(), *COUNTED.values(), "fails"], body)
+    return markdown_table(["arm", *MEASURES.values(), *counted.values(), "fails"], body)
 
 
 def leakage_table(runs: pd.DataFrame, order: list[str], held_out: tuple[str, ...]) -> str:
