@@ -140,7 +140,7 @@ class MonitorIn(Body):
     quarantined: Annotated[list[SiteName], Field(max_length=1024)] | None = None
     adds: Annotated[list[AddIn], Field(max_length=64)] = Field(default_factory=list)
     depth: Number = 1.0
-    prompt: bool = False
+    prompt: bool | None = None
     name: Annotated[str, Field(max_length=128)] = ""
 
 
