@@ -27,15 +27,13 @@ from mi_route2.serve.api.schema import (
     request_of,
     sampling_of,
 )
-from mi_route2.serve.http import ApiError, Events, Json, dumps, note, noted, outline, refusal
+from mi_route2.serve.http import CLIENT_CLOSED, ApiError, BodyRoute, Events, Json, dumps, note, noted, outline, refusal
 from mi_route2.serve.models import CLOSED
 from mi_route2.serve.owner import Stream
 from mi_route2.serve.state import Server, TheServer
 from mi_route2.tensor_files import pack
 
-routes = APIRouter()
-CLIENT_CLOSED = 499
-"""Status in the log and the metrics for a client that went away, as nginx has it: nobody gets this answer."""
+routes = APIRouter(route_class=BodyRoute)
 DEFAULT_CHAT = 256
 """Tokens of a chat completion that names no number."""
 

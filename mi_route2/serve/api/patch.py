@@ -16,11 +16,11 @@ from mi_route2.patching.targets import Target
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn, sentence_of
-from mi_route2.serve.http import ApiError, Events, Json, dumps, note, noted, outline, refusal
+from mi_route2.serve.http import ApiError, BodyRoute, Events, Json, dumps, note, noted, outline, refusal
 from mi_route2.serve.owner import SweepJob
 from mi_route2.serve.state import Server, TheServer
 
-routes = APIRouter(tags=["patching"])
+routes = APIRouter(tags=["patching"], route_class=BodyRoute)
 TOP = 10
 """Most likely tokens of a patched answer."""
 

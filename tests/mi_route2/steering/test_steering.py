@@ -274,7 +274,9 @@ def test_a_monitor_opens_and_closes_the_quarantine(model):
         first = Site(0, "resid_pre")
         model.shapes[first] = model.shapes[EARLY]
         every = Steering(monitors=(Monitor(first, probe, threshold, quarantine=quarantine, **everywhere),))
-        state = model.state(every, None, Steering(monitors=(Monitor(EARLY, probe, threshold, quarantine=quarantine, prompt=False),)))
+        state = model.state(
+            every, None, Steering(monitors=(Monitor(EARLY, probe, threshold, quarantine=quarantine, prompt=False),))
+        )
         # of request 2 behind the monitor, generated tokens
         logits = model.run(state)[0]
         assert torch.equal(logits[0], deployed[0] if out else full[0])
