@@ -10,7 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
+from itertools import accumulate
+from math import isfinite, isnan
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -47,6 +48,8 @@ class Choice:
     stream: Stream
     growing: GrowingText
     tokens: int = 0
+    offset: int = 0
+    """Characters of the tokens whose log-probabilities were told."""
     begun: bool = False
     """True once a chunk of it was made."""
 
@@ -98,7 +101,10 @@ async def chat_completions(body: ChatCompletion, server: TheServer, request: Req
     """Answer a conversation in the model's chat template, with interventions per request."""
     _demand(body.model, server)
     try:
-        prompt = await server.chat([message.plain() for message in body.messages])
+        last = body.continue_final_message
+        how = {"add_generation_prompt": not last if body.add_generation_prompt is None else body.add_generation_prompt}
+        how |= {"continue_final_message": True} if last else {}
+        prompt = await server.chat([message.plain() for message in body.messages], **how)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
     most = body.max_completion_tokens or body.max_tokens or _fitting(server, prompt, DEFAULT_CHAT)
@@ -123,7 +129,9 @@ async def _answered(
     # on a thread of their own, because a body may have thousands of patches and vectors of millions of numbers
     choices = await submitted(await server.threaded(partial(_requests, body, prompts, most, server)), server)
     server.metrics.prompted.inc(sum(map(len, prompts)))
-    words = Wording(server, isinstance(body, ChatCompletion), body.top is not None)
+    legacy = body if isinstance(body, Completion) else None
+    echo, silent = legacy is not None and legacy.echo, legacy is not None and not legacy.max_tokens
+    words = Wording(server, legacy is None, body.top is not None, echo=echo, silent=silent)
 
     def ended() -> None:
         for choice in choices:
@@ -247,11 +255,11 @@ def _usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
 class Wording:
     """Format of an answer: the objects of completions, or those of ``chat`` completions.
 
-    ``wants``: log-probabilities were requested.
+    ``wants``: log-probabilities were requested; ``echo``: an answer begins with its prompt; ``silent``: it is nothing else.
     """
 
-    def __init__(self, server: Server, chat: bool, wants: bool):
-        self.server, self.chat, self.wants = server, chat, wants
+    def __init__(self, server: Server, chat: bool, wants: bool, *, echo: bool, silent: bool):
+        self.server, self.chat, self.wants, self.echo, self.silent = server, chat, wants, echo, silent
         self.id, self.created = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", int(time.time())
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
@@ -270,17 +278,21 @@ class Wording:
         said: dict[str, Any] = {"delta": {**role, "content": text}} if self.chat else {"text": text}
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
 
-    def logprobs(self, tokens: Sequence[Token]) -> Any:
-        """Return the log-probabilities of tokens."""
+    def logprobs(self, tokens: Sequence[Token], choice: Choice) -> Any:
+        """Return the log-probabilities of the next tokens of a choice."""
         if not self.wants:
             return None
         texts = self.server.served.tokens([token.token for token in tokens])
         tops = [list(zip(self.server.served.tokens(list(token.top)), token.top.values(), strict=True)) for token in tokens]
         if not self.chat:
+            unseen = getattr(self.server.served.tokenizer, "all_special_ids", ())
+            lengths = [0 if token.token in unseen else len(text) for token, text in zip(tokens, texts, strict=True)]
+            *offsets, choice.offset = accumulate(lengths, initial=choice.offset)
             return {
                 "tokens": texts,
                 "token_logprobs": [number(token.logprob) for token in tokens],
-                "top_logprobs": [_by_text(top) for top in tops],
+                "top_logprobs": [None if isnan(token.logprob) else _by_text(top) for token, top in zip(tokens, tops, strict=True)],
+                "text_offset": offsets,
             }
         return {
             "content": [
@@ -359,15 +371,20 @@ async def _whole(choice: Choice, server: Server, words: Wording) -> dict[str, An
     """Read a choice to its end and return it."""
     while events := await choice.stream.batch():
         choice.tokens += sum(event.token is not None for event in events)
-    result = choice.result
+    result, prompt = choice.result, choice.request.prompt
+    tokens, text, finish = ([], "", "length") if words.silent else (result.tokens, result.text or "", choice.finish)
+    choice.tokens = len(tokens)
+    told = tokens
+    if words.echo:
+        told, text = [Token(prompt[0]), *result.prompt_logprobs, *tokens], server.readable.decode(prompt) + text
     extra = {
         **_first(choice, server),
-        **_extra(choice, server, result.tokens),
+        **_extra(choice, server, tokens),
         "readings": _readings(result.readings),
         "norms": _norms(result.norms),
         **_last(choice),
     }
-    said = words.whole(choice.index, result.text or "", words.logprobs(result.tokens), choice.finish)
+    said = words.whole(choice.index, text, words.logprobs(told, choice), finish)
     return {**said, "mi_route2": extra}
 
 
@@ -432,7 +449,7 @@ def _going(
         "readings": _readings({at: reading for event in events for at, reading in event.readings.items()}),
         "norms": _norms({at: norm for event in events for at, norm in event.norms.items()}),
     }
-    logprobs = words.logprobs(tokens) if tokens else None
+    logprobs = words.logprobs(tokens, choice) if tokens else None
     return words.piece(choice.index, text, logprobs, None, first), extra
 
 

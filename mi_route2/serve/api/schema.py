@@ -184,6 +184,7 @@ class InterventionFields(SteeringIn):
     adapters: Mode | None = None
     hold: Name | None = Field(None, description="name of a configuration that /v1/steering/set holds")
     top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] = Field(default_factory=list)
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=4096, fail_fast=True)] = Field(default_factory=list)
@@ -231,8 +232,17 @@ class Completion(Generation):
         | Annotated[list[Text], Field(max_length=CHOICES, fail_fast=True)]
         | Annotated[list[Ids], Field(max_length=CHOICES, fail_fast=True)]
     )
-    max_tokens: Annotated[int, Field(ge=1, le=IDS)] = 16
+    max_tokens: Annotated[int, Field(ge=0, le=IDS)] = 16
     logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
+    echo: bool = Field(False, description="return the prompt too, with its log-probabilities if logprobs are given")
+
+    @model_validator(mode="after")
+    def _echoed(self) -> "Completion":
+        if not self.max_tokens and not self.echo:
+            raise ValueError("max_tokens=0 generates nothing: give 1 or more, or echo=true for the prompt's log-probabilities")
+        if self.echo and self.stream:
+            raise ValueError("echo is for whole answers: set stream to false, or leave echo out")
+        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -269,13 +279,17 @@ class ChatCompletion(Generation):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
+    continue_final_message: bool = Field(False, description="write on where the last message ends, instead of answering it")
+    add_generation_prompt: bool | None = Field(None, description="by default, unless the last message is continued")
     max_tokens: Annotated[int, Field(ge=1, le=IDS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=IDS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
 
     @model_validator(mode="after")
-    def _logprobs(self) -> "ChatCompletion":
+    def _consistent(self) -> "ChatCompletion":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message leaves no room for add_generation_prompt: set one of them to true")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: set logprobs to true as well")
         return self
@@ -448,8 +462,9 @@ def sampling_of(body: Generation, served: Served, max_new: int, index: int, top:
     seed = None if body.temperature == 0 else secrets.randbits(53) if body.seed is None else (body.seed + index) % 2**63
     ends = () if body.ignore_eos else served.stop_tokens
     return Sampling(
-        max_new=max_new,
+        max_new=max(1, max_new),
         temperature=body.temperature,
+        min_p=body.min_p,
         top_k=body.top_k,
         top_p=body.top_p,
         seed=seed,
@@ -457,6 +472,7 @@ def sampling_of(body: Generation, served: Served, max_new: int, index: int, top:
         stop=body.stops,
         logprobs=top,
         logprob_token_ids=tuple(body.logprob_token_ids),
+        prompt_logprobs=top if isinstance(body, Completion) and body.echo else None,
     )
 
 

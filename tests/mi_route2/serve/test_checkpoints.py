@@ -24,7 +24,8 @@ from studies.benchmarks.serve import serving
 pytestmark = pytest.mark.process
 
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -68,7 +69,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 def test_the_chat_template_and_each_mode(checkpoint: Path, client: openai.OpenAI, mode: Any) -> None:
     """The mode of one request is that of switched adapters bit for bit, also of the prompt's values, beside other modes."""
     served = load(str(checkpoint / "base"), adapters=checkpoint / "adapters", mode=mode)
-    text = "<|system|>Be short.<|user|>Grüße<|assistant|>"
+    text = "<|system|>Be short.<|end|><|user|>Grüße<|end|><|assistant|>"
     ids = tuple(served.tokenizer.encode(text))
     engine = Engine(served.host, exact=True, tokenizer=Readable(served.tokenizer))
     (truth,) = engine.generate([Request(ids, Sampling(max_new=8, logprobs=0, stop_tokens=(256,)))])
@@ -80,6 +81,23 @@ def test_the_chat_template_and_each_mode(checkpoint: Path, client: openai.OpenAI
         assert choice.mi_route2["prompt_token_ids"] == list(ids)
         assert ([token.logprob for token in choice.logprobs.content] == truth.logprobs) == (one == mode)
         assert one != mode or choice.message.content == truth.text
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"continue_final_message": True}, "<|user|>Hi<|end|><|assistant|>Good mor"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "<|user|>Hi<|end|><|assistant|>Good mor"),
+        ({"add_generation_prompt": False}, "<|user|>Hi<|end|><|assistant|>Good mor<|end|>"),
+    ],
+)
+def test_a_last_message_is_continued(server: Running, client: openai.OpenAI, how: dict[str, bool], text: str) -> None:
+    messages: Any = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good mor"}]
+    asked: dict[str, Any] = {"model": "base", "messages": messages, "max_tokens": 1}
+    choice: Any = client.chat.completions.create(**asked, extra_body=how).choices[0]
+    assert choice.mi_route2["prompt_token_ids"] == server.server.served.encode(text)
+    with pytest.raises(openai.UnprocessableEntityError, match="set one of them to true"):
+        client.chat.completions.create(**asked, extra_body={"continue_final_message": True, "add_generation_prompt": True})
 
 
 def test_the_command_serves_a_checkpoint_with_its_adapters_deployed(checkpoint: Path, tmp_path: Path) -> None:
