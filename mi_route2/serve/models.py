@@ -142,6 +142,24 @@ class Served:
                 self._texts[token] = twice[len(once) :] if within else once
         return [self._texts[token] for token in ids]
 
+    def pieces(self, ids: Sequence[int], held: list[int]) -> list[str]:
+        """Return the text of each token, and that of a character of several tokens at the last of them.
+
+        ``held`` keeps the tokens of a character that is not finished, for the next call.
+        """
+        pieces = []
+        for token, text in zip(ids, self.tokens(ids), strict=True):
+            if held or SPLIT in text:
+                held.append(token)
+                whole = SPLIT not in text or len(held) == 4  # a character of UTF-8 has at most four bytes
+                text = str(self.tokenizer.decode(held))
+                if SPLIT in text and not whole:
+                    text = ""
+                else:
+                    held.clear()
+            pieces.append(text)
+        return pieces
+
     def chat(self, messages: Sequence[Mapping[str, str]], tokenizer: Any = None, **how: bool) -> list[int]:
         """Return the ids of a conversation by the tokenizer's chat template; ``ValueError`` if it has none, or refuses it.
 

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from math import isfinite, isnan
@@ -50,6 +50,8 @@ class Choice:
     tokens: int = 0
     offset: int = 0
     """Characters of the tokens whose log-probabilities were told."""
+    held: list[int] = field(default_factory=list)
+    """Tokens of a character that is not finished."""
     begun: bool = False
     """True once a chunk of it was made."""
 
@@ -341,7 +343,7 @@ def _first(choice: Choice, server: Server) -> dict[str, Any]:
     request = choice.request
     return {
         "prompt_token_ids": request.prompt,
-        "prompt_tokens": server.served.tokens(request.prompt),
+        "prompt_tokens": server.served.pieces(request.prompt, []),
         "seed": request.sampling.seed,
     }
 
@@ -364,7 +366,7 @@ def _extra(choice: Choice, server: Server, tokens: Sequence[Token]) -> dict[str,
         if requested
         else {}
     )
-    return {"request": choice.stream.number, "token_ids": ids, "tokens": server.served.tokens(ids), **logprobs}
+    return {"request": choice.stream.number, "token_ids": ids, "tokens": server.served.pieces(ids, choice.held), **logprobs}
 
 
 async def _whole(choice: Choice, server: Server, words: Wording) -> dict[str, Any]:

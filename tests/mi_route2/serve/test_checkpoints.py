@@ -100,6 +100,20 @@ def test_a_last_message_is_continued(server: Running, client: openai.OpenAI, how
         client.chat.completions.create(**asked, extra_body={"continue_final_message": True, "add_generation_prompt": True})
 
 
+def test_a_character_of_several_tokens_is_shown_once_it_is_whole(server: Running, client: openai.OpenAI) -> None:
+    served, text = server.server.served, "Grüße, 世界\U0001f600!"
+    ids = served.encode(text)
+    assert len(ids) > len(text)
+    whole = served.pieces(ids, [])
+    assert ("".join(whole), len(whole)) == (text, len(ids))
+    for cut in range(len(ids)):
+        held: list[int] = []
+        assert served.pieces(ids[:cut], held) + served.pieces(ids[cut:], held) == whole
+    assert "".join(served.pieces([*ids[:3], *ids], [])).endswith(text[3:])  # bytes that are no character hold nothing back for long
+    chunk: Any = next(iter(client.completions.create(model="base", prompt=text, max_tokens=1, stream=True)))
+    assert chunk.mi_route2["prompt_tokens"] == whole
+
+
 def test_the_command_serves_a_checkpoint_with_its_adapters_deployed(checkpoint: Path, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "logprobs": 0, "ignore_eos": True}
     options = ("--adapters", str(checkpoint / "adapters"), "--mode", "deployed")
