@@ -165,7 +165,7 @@ class BodyRoute(APIRoute):
         return handle
 
 
-class Connection(AutoHTTPProtocol):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
+class Connection(AutoHTTPProtocol):
     """uvicorn's protocol, which closes a connection whose headers do not come within ``HEADER_SECONDS``."""
 
     loop: Any
