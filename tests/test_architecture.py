@@ -23,7 +23,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("mi_route2", "probes", "studies")
 HOSTS = ("transformer_lens", "nnsight")
 MAY_HOST = ("mi_route2.hosts", "studies.lanes", "studies.benchmarks")
-BROUGHT_BY = {"filelock": "torch", "sklearn": "scikit_learn", "tokenizers": "transformers", "numpy": "scipy", "PIL": "matplotlib"}
+BROUGHT_BY = {
+    "filelock": "torch", "sklearn": "scikit_learn", "tokenizers": "transformers", "numpy": "scipy", "PIL": "matplotlib",
+    "pydantic_core": "pydantic",
+}  # fmt: skip
 """Import name -> the declared requirement that always brings it."""
 UNPICKLERS = ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 

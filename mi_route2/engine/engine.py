@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
@@ -34,7 +34,7 @@ from mi_route2.checks import checked
 from mi_route2.engine.cache import Prefixes, PrivateSlots, Slots
 from mi_route2.engine.controllers import Controller, Controllers, RequestView, StepView
 from mi_route2.engine.forward import ForwardRunner, StepOutput, failure
-from mi_route2.engine.request import EngineRequest, Event, Finish, Request, Result, Token, refuse
+from mi_route2.engine.request import EngineRequest, Event, Finish, Request, Result, Token, detailed, refuse
 from mi_route2.engine.residents import Residents
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler
@@ -432,7 +432,9 @@ class Engine:
                 reason = f"the logits at position {req.known - 1} are not finite: is an intervention too strong?"
                 ended[req] = "error", reason
                 continue
-            req.result.tokens.append(_detailed(token, logits[i], req.sampling) if req.detailed else Token(token))
+            req.result.tokens.append(
+                detailed(token, logits[i], req.sampling.logprobs, req.sampling.logprob_token_ids) if req.detailed else Token(token)
+            )
             req.tokens.append(token)
             self.tokens += 1
             try:
@@ -502,20 +504,3 @@ class Engine:
         req.settle()
         self.last_error = result.error or self.last_error
         self._done.append(result)
-
-
-def _detailed(token: int, logits: Float[Tensor, " v"], sampling: Sampling) -> Token:
-    """Return the token with the requested log-probabilities."""
-    logprobs = logits.log_softmax(-1)
-    best = _likeliest(logits, sampling.logprobs or 0)
-    top = dict(zip(best.tolist(), logprobs[best].tolist(), strict=True))
-    return Token(token, float(logprobs[token]), top, tuple(logprobs[list(sampling.logprob_token_ids)].tolist()))
-
-
-def _likeliest(logits: Float[Tensor, " v"], count: int) -> Int[Tensor, " n"]:
-    """Return the tokens of the greatest logits; of equal ones, of which bfloat16 has many, the first, as the greedy choice does."""
-    best = logits.topk(min(count + 1, len(logits)))
-    if bool((best.values[1:] < best.values[:-1]).all()):
-        return best.indices[:count]
-    among = (logits >= best.values[count - 1]).nonzero()[:, 0]
-    return among[logits[among].sort(descending=True, stable=True).indices[:count]]

@@ -281,14 +281,17 @@ class ForwardRunner:
             # padded with a token of its own: one that is not a number would reach it, because 0 times NaN is NaN
             rows = [req.tokens[start : start + count] + [req.tokens[start]] * (width - count) for req, start, count in group]
             columns = sorted({count - 1 for _, _, count in group})
-            if any(site.layer is None for site in (*work, *(self.steering.acting if steered else ()))):
+            unembedding = any(site.layer is None for site in (*work, *(self.steering.acting if steered else ())))
+            if unembedding or any(req.scored(start, count) for req, start, count in group):
                 columns = list(range(width))  # the unembedding's adapters are read and written at every column
             keep = torch.tensor(columns, device=device)
         tokens = torch.as_tensor(np.array(rows, dtype=np.int64).reshape(len(group), width), device=device)
         cache = self.slots.view(layout, [req.row for req, *_ in group], aligned=self._exact)
         logits, readings = self._forward.run(layout, tokens, cache, work, keep, steered)
-        for req, start, count in group:
+        for row, (req, start, count) in enumerate(group):
             req.computed = start + count
+            if scored := req.scored(start, count):
+                req.score(start, logits[row, :scored])
         if keep is None:
             return logits[:, 0], readings
         ends = torch.searchsorted(keep, torch.tensor([count - 1 for *_, count in group], device=device))

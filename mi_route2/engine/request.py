@@ -1,6 +1,6 @@
 """Request and result types, and the engine's state of one request."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import nan
@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
@@ -87,6 +87,23 @@ class Event(NamedTuple):
     norms: Mapping[int, Mapping[Site, float]] = MappingProxyType({})
 
 
+def detailed(token: int, logits: Float[Tensor, " v"], most: int | None, requested: Sequence[int] = ()) -> Token:
+    """Return the token with its log-probability and those of the ``most`` likeliest and of ``requested`` tokens."""
+    logprobs = logits.log_softmax(-1)
+    best = _likeliest(logits, most or 0)
+    top = dict(zip(best.tolist(), logprobs[best].tolist(), strict=True))
+    return Token(token, float(logprobs[token]), top, tuple(logprobs[list(requested)].tolist()))
+
+
+def _likeliest(logits: Float[Tensor, " v"], count: int) -> Int[Tensor, " n"]:
+    """Return the tokens of the greatest logits; of equal ones, of which bfloat16 has many, the first, as the greedy choice does."""
+    best = logits.topk(min(count + 1, len(logits)))
+    if bool((best.values[1:] < best.values[:-1]).all()):
+        return best.indices[:count]
+    among = (logits >= best.values[count - 1]).nonzero()[:, 0]
+    return among[logits[among].sort(descending=True, stable=True).indices[:count]]
+
+
 @dataclass(frozen=True, eq=False)
 class Captured:
     """Captured values ``[n, ...]`` of one site and their logical positions, ascending."""
@@ -98,6 +115,8 @@ class Captured:
 @dataclass(eq=False)
 class Result:
     """The outcome of one request. ``error`` is a one-sentence reason if ``finish`` is ``"error"``.
+
+    ``prompt_logprobs`` are the prompt's tokens but the first, with their log-probabilities, if requested.
 
     ``text`` is what the text of the prompt grows by, up to a stop text.
 
@@ -119,6 +138,7 @@ class Result:
     seed: int | None = None
     cached: int = 0
     preemptions: int = 0
+    prompt_logprobs: list[Token] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -197,10 +217,19 @@ class EngineRequest:
 
     def lowest_capture(self) -> int:
         """Return the first position of the prompt that must be computed, or the prompt's length if there is none."""
-        if self.request.readings or self.request.norms:
+        if self.request.readings or self.request.norms or self.sampling.prompt_logprobs is not None:
             return 0
         first = [capture.selection.rows(self.request.prompt, 0, self.prompt)[:1] for capture in self.request.capture]
         return min((row for rows in first for row in rows), default=self.prompt)
+
+    def scored(self, start: int, count: int) -> int:
+        """Return how many of the positions from ``start`` on precede a prompt token whose log-probability is requested."""
+        return 0 if self.sampling.prompt_logprobs is None else max(0, min(count, self.prompt - 1 - start))
+
+    def score(self, start: int, logits: Float[Tensor, "n v"]) -> None:
+        """Store the log-probabilities of the prompt tokens behind the positions from ``start`` on."""
+        for position, row in enumerate(logits.to(torch.promote_types(logits.dtype, torch.float32)), start + 1):
+            self.result.prompt_logprobs.append(detailed(self.tokens[position], row, self.sampling.prompt_logprobs))
 
     def keep(self, number: int, positions: list[int], rows: Tensor) -> None:
         """Store the activations of capture ``number``."""
@@ -270,8 +299,8 @@ def refuse(request: Request, context: int, vocabulary: int) -> None:
     ids = (*request.prompt, *sampling.logprob_token_ids, *sampling.stop_tokens)
     if wrong := [token for token in ids if not 0 <= token < vocabulary]:
         raise ValueError(f"token {wrong[0]} is outside the vocabulary: its ids are 0..{vocabulary - 1}")
-    if (sampling.logprobs or 0) > vocabulary:
-        raise ValueError(f"logprobs = {sampling.logprobs} exceeds the vocabulary of {vocabulary}")
+    if (most := max(sampling.logprobs or 0, sampling.prompt_logprobs or 0)) > vocabulary:
+        raise ValueError(f"logprobs = {most} exceeds the vocabulary of {vocabulary}")
     reach = length + sampling.max_new - 1
     if reach > context:
         raise ValueError(

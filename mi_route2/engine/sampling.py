@@ -16,7 +16,7 @@ from pydantic import Field, PlainValidator
 from torch import Tensor
 
 from mi_route2.steering.specs import Plain
-from mi_route2.validation import AtLeastOne, Natural, NonNegative, validated
+from mi_route2.validation import AtLeastOne, Natural, NonNegative, Probability, validated
 
 
 def _ids(value: Any, info: Any) -> tuple[int, ...]:
@@ -54,11 +54,13 @@ class Sampling:
         temperature: 0 is greedy.
         top_k: 0 does not truncate.
         top_p: 1 does not truncate. A share of the whole distribution, also beside ``top_k``.
+        min_p: drop tokens less likely than this share of the likeliest one, at the temperature; 0 does not truncate.
         seed: if ``None``, the engine draws one for a request that samples, and the result reports it.
         stop_tokens: token ids that end generation; they are part of the generated tokens.
         stop: texts that end generation; they need an engine with a tokenizer.
         logprobs: return each token's log-probability and those of this many most likely tokens (``None``: none).
         logprob_token_ids: return the exact log-probabilities of these tokens.
+        prompt_logprobs: as ``logprobs``, of the prompt's tokens; the prompt is then computed anew.
 
     Raises:
         ValueError: a value is out of range.
@@ -71,11 +73,13 @@ class Sampling:
     temperature: Annotated[NonNegative, Plain] = 0.0
     top_k: Annotated[Natural, Plain] = 0
     top_p: Annotated[float, Field(gt=0, le=1), Plain] = 1.0
+    min_p: Annotated[Probability, Plain] = 0.0
     seed: Annotated[int, Field(ge=0, lt=2**63), Plain] | None = None
     stop_tokens: TokenIds = ()
     stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = ()
     logprobs: Annotated[Natural, Plain] | None = None
     logprob_token_ids: TokenIds = ()
+    prompt_logprobs: Annotated[Natural, Plain] | None = None
 
     @property
     def detailed(self) -> bool:
@@ -117,14 +121,14 @@ def _greatest(logits: Float[Tensor, "n v"]) -> Int[Tensor, " n"]:
 
 
 def _truncated(logits: Float[Tensor, "n v"], how: Sequence[Sampling]) -> Float[Tensor, "n v"]:
-    """Return each row's probabilities at its temperature, 0 outside of its top k and its nucleus."""
+    """Return each row's probabilities at its temperature, 0 outside of its top k, its nucleus and min p."""
     temperature = torch.tensor([sampling.temperature for sampling in how], dtype=logits.dtype, device=logits.device)
     scaled = logits / temperature[:, None]
     # Quotients by a temperature near 0 may all be infinite; those of the distances from the greatest logit never are.
     distances = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
     probabilities = torch.where(scaled.amax(-1, keepdim=True).isfinite(), scaled, distances).softmax(-1)
     for i, sampling in enumerate(how):
-        if not sampling.top_k and sampling.top_p == 1.0:
+        if not (sampling.top_k or sampling.min_p) and sampling.top_p == 1.0:
             continue
         ranked, order = probabilities[i].sort(descending=True, stable=True)
         keep = torch.ones_like(ranked, dtype=torch.bool)
@@ -132,6 +136,7 @@ def _truncated(logits: Float[Tensor, "n v"], how: Sequence[Sampling]) -> Float[T
             keep[sampling.top_k :] = False
         # the nucleus is the smallest set of top tokens whose probabilities reach top_p: tokens before which the sum is below top_p
         keep &= ranked.cumsum(0) - ranked < sampling.top_p
+        keep &= ranked >= sampling.min_p * ranked[0]
         probabilities[i] = torch.zeros_like(ranked).scatter(0, order[keep], ranked[keep])
     return probabilities
 

@@ -1,4 +1,4 @@
-"""Store of captured runs: a memory tier with leases and eviction, and optionally a folder with one file for each run."""
+"""Store of captured runs: a memory tier with eviction, and optionally a folder with one file for each run."""
 
 import fcntl
 import hashlib
@@ -6,9 +6,8 @@ import json
 import logging
 import os
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -94,7 +93,6 @@ class Stats:
     disk_bytes: int
     disk_runs: int
     writing: int
-    leases: int
     evictions: int
 
 
@@ -226,11 +224,9 @@ class RunStore:
 
     Args:
         budget: bytes of the memory tier. ``None`` takes an eighth of the free memory, but at least 256 MiB and at most 8 GiB; 0 has
-            no memory tier, which needs a folder. The least recently used runs are evicted first; leased runs and runs that are
-            being written stay, even over the budget, with a warning in the log.
+            no memory tier, which needs a folder. The least recently used runs are evicted first; runs that are being written stay,
+            even over the budget, with a warning in the log.
         folder: the disk tier, on a local disk; created if it does not exist.
-        lease_seconds: time after which a lease ends by itself.
-        clock: monotonic time in seconds.
 
     Raises:
         ValueError: no tier at all, or a folder with a damaged file.
@@ -244,30 +240,18 @@ class RunStore:
         torch.Size([2, 16])
     """
 
-    def __init__(
-        self,
-        budget: int | None = None,
-        folder: Path | str | None = None,
-        *,
-        lease_seconds: float = 300.0,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, budget: int | None = None, folder: Path | str | None = None):
         if budget == 0 and folder is None:
             raise ValueError("a budget of 0 without a folder keeps nothing: give a budget, a folder or both")
         if budget is not None and budget < 0:
             raise ValueError(f"budget={budget} is negative: give bytes, 0 for no memory tier, or None for a share of free memory")
-        if not lease_seconds > 0:
-            raise ValueError(f"lease_seconds={lease_seconds} is not positive: give the seconds after which a lease ends")
         self._budget = automatic(available()) if budget is None else budget
-        self._lease_seconds, self._clock = lease_seconds, clock
         self._lock = threading.RLock()
         self._infos: dict[str, RunInfo] = {}
         self._memory: OrderedDict[str, Values] = OrderedDict()
         self._memory_bytes = 0
         """Bytes of finished runs in memory."""
         self._writers: dict[str, Writer] = {}
-        self._ends: dict[tuple[str, str], float] = {}
-        """When the lease of a run and owner ends."""
         self._removed: dict[str, str] = {}
         """Why a run no longer exists, oldest first."""
         self._evictions, self._warned, self._closed = 0, False, False
@@ -373,34 +357,18 @@ class RunStore:
         with self._lock:
             self._demand_open()
             sizes = [path.stat().st_size for path in self._folder.glob("*.safetensors")] if self._folder else []
-            now = self._clock()
-            writing, leases = len(self._writers), sum(end > now for end in self._ends.values())
-            return Stats(self._budget, self._nbytes(), len(self._memory), sum(sizes), len(sizes), writing, leases, self._evictions)
+            return Stats(
+                self._budget, self._nbytes(), len(self._memory), sum(sizes), len(sizes), len(self._writers), self._evictions
+            )
 
     def unchanged(self) -> AbstractContextManager[object]:
         """Context: what this thread reads belongs together, because no other thread can finish, drop or evict a run."""
         return self._lock
 
-    # ---- leases and removal
-
-    def lease(self, run: str, owner: str) -> None:
-        """Protect a run from eviction until ``release(owner)`` or until the lease ends; another call renews it.
-
-        The run may still be being written. ``KeyError`` with the reason if it does not exist.
-        """
-        with self._lock:
-            if run not in self._writers:
-                self._demand(run)
-            self._ends[run, owner] = self._clock() + self._lease_seconds
-
-    def release(self, owner: str) -> None:
-        """End every lease of ``owner``; no effect if there is none."""
-        with self._lock:
-            self._ends = {key: end for key, end in self._ends.items() if key[1] != owner}
-            self._evict()
+    # ---- removal
 
     def drop(self, run: str) -> None:
-        """Delete a run, leased or not; ``KeyError`` with the reason if it does not exist, ``ValueError`` while it is written."""
+        """Delete a run; ``KeyError`` with the reason if it does not exist, ``ValueError`` while it is written."""
         with self._lock:
             if run in self._writers:
                 raise ValueError(f"run {run!r} is being written: close or abort its writer first")
@@ -456,12 +424,11 @@ class RunStore:
         self._hold(info.run, values)
 
     def _forget(self, writer: Writer) -> None:
-        if self._writers.pop(writer.run, None):
-            self._ends = {key: end for key, end in self._ends.items() if key[0] != writer.run}
+        self._writers.pop(writer.run, None)
 
     def _demand_room(self, writer: Writer) -> None:
         """Refuse a run that could not be kept, before it evicts the others."""
-        if self._folder is None and writer.nbytes > self._budget and not self._leased(writer.run):
+        if self._folder is None and writer.nbytes > self._budget:
             raise RuntimeError(
                 f"run {writer.run!r} needs {writer.nbytes:,} bytes or more, and the store holds {self._budget:,}: capture fewer "
                 "sites or positions, raise the budget, or give the store a folder"
@@ -501,7 +468,7 @@ class RunStore:
 
     def _hold(self, run: str, values: Values) -> None:
         """Put a run into the memory tier, as the most recently used; with a folder, only if it fits."""
-        if self._folder is None or self._leased(run) or _nbytes(values) <= self._budget:
+        if self._folder is None or _nbytes(values) <= self._budget:
             self._memory[run] = values
             self._memory_bytes += _nbytes(values)
             self._evict()
@@ -510,16 +477,17 @@ class RunStore:
         """Evict the least recently used runs until memory is within the budget."""
         excess = self._nbytes() - self._budget
         for run in list(self._memory) if excess > 0 else ():
-            if excess > 0 and not self._leased(run):
+            if excess > 0:
                 nbytes = self._release_memory(run)
                 excess -= nbytes
                 self._evictions += 1
                 if self._folder is None:
                     reason = f"the least recently used of a memory of {self._budget} bytes"
-                    remedy = "raise the budget, give the store a folder, or lease the run as long as it is needed"
-                    self._remove(run, f"run {run!r} of {nbytes} bytes was evicted, {reason}: {remedy}")
+                    self._remove(
+                        run, f"run {run!r} of {nbytes} bytes was evicted, {reason}: raise the budget, or give the store a folder"
+                    )
         if excess > 0 and self._budget and not self._warned:
-            _log.warning("runs take %d bytes of memory over the budget: they are leased or being written", excess)
+            _log.warning("runs take %d bytes of memory over the budget: they are being written", excess)
         self._warned = excess > 0
 
     def _nbytes(self) -> int:
@@ -536,17 +504,12 @@ class RunStore:
             self._path(run).unlink(missing_ok=True)
         self._release_memory(run)
         del self._infos[run]
-        self._ends = {key: end for key, end in self._ends.items() if key[0] != run}
         self._remember(run, reason)
 
     def _remember(self, run: str, reason: str) -> None:
         self._removed[run] = reason
         if len(self._removed) > REMEMBERED:
             del self._removed[next(iter(self._removed))]
-
-    def _leased(self, run: str) -> bool:
-        now = self._clock()
-        return any(leased == run and end > now for (leased, _), end in self._ends.items())
 
     def _path(self, run: str) -> Path:
         assert self._folder is not None

@@ -33,7 +33,7 @@ from mi_route2.serve.api.schema import (
     ThresholdIn,
     steering_of,
 )
-from mi_route2.serve.http import ApiError, Front, Json, answer, invalid, log, noted, outline
+from mi_route2.serve.http import ApiError, BodyRoute, Connection, Front, Json, answer, invalid, log, noted, outline
 from mi_route2.serve.models import CLOSED, Readable, Served
 from mi_route2.serve.options import ServerLimits
 from mi_route2.serve.state import Server, TheServer
@@ -130,6 +130,7 @@ def run(
         app,
         host=host,
         port=port,
+        http=Connection,
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -142,10 +143,8 @@ def run(
 
 
 def _plain(request: Request, error: HTTPException) -> Json:
-    text, code = f"{error.detail}: see /docs for the addresses and their methods", None
-    if error.status_code == 400 and (cause := error.__cause__) is not None:  # no text, too deep, or a number of too many digits
-        text, code = f"the body is not JSON that can be read: {cause}", "invalid_json"
-    return answer(noted(request, ApiError(error.status_code, text, code=code, headers=error.headers)))
+    text = f"{error.detail}: see /docs for the addresses and their methods"
+    return answer(noted(request, ApiError(error.status_code, text, headers=error.headers)))
 
 
 def _failed(request: Request, error: Exception) -> Json:
@@ -154,7 +153,7 @@ def _failed(request: Request, error: Exception) -> Json:
     return answer(noted(request, ApiError(500, message)))
 
 
-routes = APIRouter()
+routes = APIRouter(route_class=BodyRoute)
 
 
 # Health

@@ -120,13 +120,13 @@ class Served:
             Site(0, "resid_pre"), torch.zeros(width), threshold=-1e6, gates=(), quarantine="close", prompt=True, name=CLOSED
         )
 
-    def encode(self, text: str, tokenizer: Any = None) -> list[int]:
+    def encode(self, text: str, tokenizer: Any = None, **how: bool) -> list[int]:
         """Return the ids of a prompt, with the tokenizer's usual special tokens; ``ValueError`` for a text that it cannot read.
 
-        ``tokenizer``: a copy of the model's, for another thread.
+        ``tokenizer``: a copy of the model's, for another thread; ``how``: its options.
         """
         try:
-            return [int(token) for token in (tokenizer or self.tokenizer).encode(text)]
+            return [int(token) for token in (tokenizer or self.tokenizer).encode(text, **how)]
         except ValueError:
             raise
         except Exception as error:  # tokenizers raise errors of their own kinds
@@ -142,16 +142,37 @@ class Served:
                 self._texts[token] = twice[len(once) :] if within else once
         return [self._texts[token] for token in ids]
 
-    def chat(self, messages: Sequence[Mapping[str, str]], tokenizer: Any = None) -> list[int]:
-        """Return the ids of a conversation by the tokenizer's chat template; ``ValueError`` if it has none, or refuses it."""
+    def pieces(self, ids: Sequence[int], held: list[int]) -> list[str]:
+        """Return the text of each token, and that of a character of several tokens at the last of them.
+
+        ``held`` keeps the tokens of a character that is not finished, for the next call.
+        """
+        pieces = []
+        for token, text in zip(ids, self.tokens(ids), strict=True):
+            if held or SPLIT in text:
+                held.append(token)
+                whole = SPLIT not in text or len(held) == 4  # a character of UTF-8 has at most four bytes
+                text = str(self.tokenizer.decode(held))
+                if SPLIT in text and not whole:
+                    text = ""
+                else:
+                    held.clear()
+            pieces.append(text)
+        return pieces
+
+    def chat(self, messages: Sequence[Mapping[str, str]], tokenizer: Any = None, **how: bool) -> list[int]:
+        """Return the ids of a conversation by the tokenizer's chat template; ``ValueError`` if it has none, or refuses it.
+
+        ``how``: ``add_generation_prompt`` and ``continue_final_message`` of the template.
+        """
         tokenizer = tokenizer or self.tokenizer
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"{self.name} has no chat template: use /v1/completions with a prompt")
         try:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-            return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, **({"add_generation_prompt": True} | how))
         except Exception as error:  # templates raise errors of their own kinds
             raise ValueError(f"the chat template refuses these messages: {' '.join(str(error).split()):.300}") from error
+        return self.encode(text, tokenizer, add_special_tokens=False)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:

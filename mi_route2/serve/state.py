@@ -55,9 +55,9 @@ class Server:
         """Return what ``function`` returns on the thread that reads long bodies, so that streams go on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding, function)
 
-    async def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    async def chat(self, messages: list[dict[str, str]], **how: bool) -> list[int]:
         """Return the ids of a conversation in the model's chat template, as ``encoded`` does."""
-        return await self.threaded(lambda: self.served.chat(messages, self._reading()))
+        return await self.threaded(lambda: self.served.chat(messages, self._reading(), **how))
 
     def _reading(self) -> Any:
         """Return the tokenizer of the thread that reads prompts; it is copied there, which takes half a second."""

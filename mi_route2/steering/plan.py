@@ -563,7 +563,11 @@ def digest(acting: Acting, rows: SteeringRows, tier: Mapping[Site, Tensor], gain
 
 
 class MonitorReading(NamedTuple):
-    """Reading of a monitor at one token: ``score = h.probe`` and ``gate = sigmoid(sharpness * (score - threshold))``."""
+    """Reading of a monitor at one token: ``score = h.probe`` and ``gate = sigmoid(sharpness * (score - threshold))``.
+
+    At a prompt token that a steering monitor leaves alone, ``gate`` is the one that changes nothing: 1 for ``quarantine="open"``,
+    else 0.
+    """
 
     score: float
     gate: float
@@ -594,17 +598,28 @@ class Readings:
                 yield watched, scores, piece, watch.name, start, start + len(cells)
                 start += len(cells)
 
+    def _gates(self, watched: Watched, scores: Tensor) -> Tensor:
+        """Return the gates that acted, one per score."""
+        gates, start = watched.gate(scores), 0
+        for piece, watch, cells in watched.entries:
+            assert self.layout is not None
+            chunk, monitor = self.layout.pieces[piece], watch.monitor
+            if monitor.steers and not monitor.prompt and chunk.start < chunk.prompt:
+                gates[start : start + min(chunk.prompt - chunk.start, chunk.count)] = float(monitor.quarantine == "open")
+            start += len(cells)
+        return gates
+
     def of(self, request: int) -> dict[str, Track]:
         """Return monitor -> scores and gates of the request's tokens in this forward, in their order."""
         tracks: dict[str, Track] = {}
         for watched, scores, piece, name, start, stop in self._entries():
             if self.layout is not None and self.layout.pieces[piece].request == request:
-                tracks[name] = Track(scores[start:stop], watched.gate(scores)[start:stop])
+                tracks[name] = Track(scores[start:stop], self._gates(watched, scores)[start:stop])
         return tracks
 
     def each(self) -> Iterator[tuple[int, str, int, Track]]:
         """Yield request, monitor, and the position of the first token that the track is about."""
-        gates = {id(watched): watched.gate(scores) for watched, scores in self.scores}
+        gates = {id(watched): self._gates(watched, scores) for watched, scores in self.scores}
         for watched, scores, piece, name, start, stop in self._entries():
             assert self.layout is not None
             chunk = self.layout.pieces[piece]
@@ -613,7 +628,7 @@ class Readings:
     def last(self) -> Mapping[int, Mapping[str, MonitorReading]]:
         """Return request -> monitor -> its reading at the last token of the request in this forward."""
         readings: dict[int, dict[str, MonitorReading]] = {}
-        numbers = {id(scores): (scores.tolist(), watched.gate(scores).tolist()) for watched, scores in self.scores}
+        numbers = {id(scores): (scores.tolist(), self._gates(watched, scores).tolist()) for watched, scores in self.scores}
         for _, scores, piece, name, _, stop in self._entries():
             assert self.layout is not None
             values, gates = numbers[id(scores)]

@@ -349,6 +349,10 @@ class Clamp:
         return b"|".join((str(self.site).encode(), Vector(self.vector).digest, numbers.encode()))
 
 
+def _on_prompt(prompt: bool | None, info: Any) -> bool:
+    return info.data.get("quarantine") is not None if prompt is None else prompt
+
+
 def _called(name: str, info: Any) -> str:
     return name or str(info.data.get("site"))
 
@@ -357,14 +361,14 @@ def _called(name: str, info: Any) -> str:
 class Monitor:
     """Probe in the forward: ``g = sigmoid(sharpness * (h.probe - threshold))`` for every token at ``site``, in float32 at least.
 
-    A monitor may gate the following, at its own site and later ones, in the same forward and for generated tokens only:
+    A monitor may gate the following, at its own site and later ones, in the same forward. Vectors are gated for generated tokens,
+    and a quarantine for the prompt's tokens too, unless ``prompt=False``:
 
     gates         sites whose dynamic vectors it gates (``None``: its own and all later ones; ``()``: none)
     gate_rows     whether the request's static vectors at those sites are gated too
     adds          its own vectors, which act as ``g * vector`` (for ``mode="attenuate"``: times its factor)
     quarantine    ``close``: ``quarantine_out * (1 - g)``; ``open``: ``quarantine_out * g``, at ``quarantined`` (``None``: every
-                  ``quarantine_out`` at or after the monitor; a ``kept_out`` only if it is named); ``prompt=True`` also applies
-                  this to the prompt's tokens
+                  ``quarantine_out`` at or after the monitor; a ``kept_out`` only if it is named)
 
     The factor is ``g`` for ``add``, and ``1 - depth * g`` for ``attenuate``. A probe ``h.w + c`` has ``threshold=-c``.
 
@@ -386,7 +390,7 @@ class Monitor:
     quarantined: Annotated[Sequence[Site] | None, PlainValidator(_sites)] = None
     adds: Annotated[Sequence[Steer], several(Steer)] = ()
     depth: Annotated[Probability, Plain] = 1.0
-    prompt: bool = False
+    prompt: Annotated[bool | None, AfterValidator(_on_prompt), Field(validate_default=True)] = None
     name: Annotated[str, AfterValidator(_called), Field(validate_default=True)] = ""
 
     def __post_init__(self) -> None:
@@ -423,6 +427,11 @@ class Monitor:
     def sums(self) -> Mapping[Site, Tensor]:
         """Site -> sum of what it adds, in float64; computed once, although every check and every admission reads it."""
         return summed(self.adds)
+
+    @property
+    def steers(self) -> bool:
+        """False if it only watches."""
+        return self.quarantine is not None or self.gate_rows or bool(self.adds)
 
     @property
     def factor(self) -> tuple[float, float]:

@@ -362,7 +362,10 @@ class SteeringState:
                 exist, or the monitor acts on prompts.
         """
         if monitor.prompt:
-            raise ValueError("a monitor that acts on prompts must be in the request's own steering, which alone acts on them")
+            raise ValueError(
+                f"the monitor {monitor.name!r} gates a quarantine on prompts too, which only a request's own steering can: give "
+                "prompt=False, or the monitor with the request"
+            )
         name = GLOBAL + monitor.name if request is None else monitor.name
         monitor = monitor.resolved(looker(self.vectors))
         watch = watch_of(monitor, name, self.rows, self.adapter_sites)
@@ -386,18 +389,12 @@ class SteeringState:
 
     @checked
     def set_threshold(self, request: int, name: str, threshold: Number) -> None:
-        """Move the threshold of a request's monitor from its next token on.
-
-        Raises:
-            ValueError: The request has no monitor of this name, or the monitor acts on the prompt.
-        """
+        """Move the threshold of a request's monitor from its next token on; ``ValueError`` if it has no monitor of this name."""
         active = self._of(request)
         of = active.watches if name in active.watches else active.dynamic
         if name not in of:
             known = _listed({**active.watches, **active.dynamic})
             raise ValueError(f"request {request} has no monitor {name!r}; there are: {known}")
-        if of[name].monitor.prompt:
-            raise ValueError(f"the monitor {name!r} of request {request} acts on its prompt, which is computed already")
         of[name] = replace(of[name], monitor=replace(of[name].monitor, threshold=threshold))
         self._changed(request)
 

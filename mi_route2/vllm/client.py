@@ -224,6 +224,8 @@ def resolved(request: Request, facts: Facts, vectors: Mapping[str, Vector]) -> t
     for name, (only, remedy) in _REFUSED.items():
         if getattr(request, name) != only:
             raise ValueError(f"{name}={getattr(request, name)!r:.60} is not possible on vLLM: {remedy}")
+    if request.sampling.prompt_logprobs is not None:
+        raise ValueError("log-probabilities of a prompt are not read here: use this project's own Engine")
     if request.sampling.stop:
         raise ValueError("stop texts are not looked for here: give stop_tokens")
     _refuse_sampling(request.sampling)
@@ -247,10 +249,10 @@ def _refuse_sampling(how: Sampling) -> None:
         return
     if how.temperature < COLDEST:
         raise ValueError(f"temperature={how.temperature} is not possible, vLLM would sample at {COLDEST}: give that or more, or 0")
-    if how.top_k and how.top_p < 1:
+    if (how.top_k or how.min_p) and how.top_p < 1:
         raise ValueError(
-            f"top_k={how.top_k} with top_p={how.top_p} is not possible on vLLM, which takes the share of the top k and not of the "
-            "whole distribution: give top_k or top_p alone"
+            f"top_k={how.top_k} and min_p={how.min_p} with top_p={how.top_p} are not possible on vLLM, which takes the share of "
+            "what these keep and not of the whole distribution: give top_p alone, or leave it out"
         )
 
 
@@ -290,6 +292,7 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
         "temperature": float(sampling.temperature),
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
         "seed": sampling.seed,
         "stop_token_ids": list(sampling.stop_tokens),
         "logprobs": logprobs,

@@ -296,7 +296,9 @@ def gated_cell(
     how: str = "forward",
 ) -> GateCell:
     """Close (or open) the quarantines behind the probe in the forward of the same token that the probe reads."""
-    monitor = Monitor(gate.site, gate.weight, gate.thresholds[quantile], settings.sharpness, gates=(), quarantine=mode, name=WATCH)
+    monitor = Monitor(
+        gate.site, gate.weight, gate.thresholds[quantile], settings.sharpness, gates=(), quarantine=mode, prompt=False, name=WATCH
+    )
     about = {"how": how if mode == "close" else "open", "probe": probe, "quantile": quantile}
     return GateCell(f"{about['how']} {probe} {_at(quantile)}", about, Steering(monitors=(monitor,)))
 

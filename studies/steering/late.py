@@ -14,7 +14,7 @@ SHUT = "shut"
 
 def saturated(site: Site, probe: Sequence[float]) -> Monitor:
     """Return a monitor that closes every quarantine at or behind its site, whatever it reads."""
-    return Monitor(site, probe, -CERTAIN, gates=(), quarantine="close", name=SHUT)
+    return Monitor(site, probe, -CERTAIN, gates=(), quarantine="close", prompt=False, name=SHUT)
 
 
 class Late:

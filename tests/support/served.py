@@ -16,6 +16,7 @@ from mi_route2.adapters import AdapterSpec
 from mi_route2.hosts import open_host
 from mi_route2.serve.app import create_app
 from mi_route2.serve.client import ServerError
+from mi_route2.serve.http import Connection
 from mi_route2.serve.models import Served
 from mi_route2.serve.state import Server
 from studies.environments.micro.model import MicroGPT
@@ -58,7 +59,7 @@ class Running:
 def running(served: Served, **given: Any) -> Iterator[Running]:
     """Serve a model on a free port until the block is left."""
     app = create_app(served, **given)
-    config = uvicorn.Config(app, port=0, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    config = uvicorn.Config(app, port=0, http=Connection, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -135,7 +136,11 @@ def sent(
     ``fields`` are its headers, as ``Content-Length: 1000`` for a body that does not come to its end.
     """
     host, port = one.url.removeprefix("http://").split(":")
-    whole = () if any(field.startswith("Content-Length") for field in fields) else (f"Content-Length: {len(body)}",)
+    whole = (
+        ()
+        if any(field.startswith(("Content-Length", "Transfer-Encoding")) for field in fields)
+        else (f"Content-Length: {len(body)}",)
+    )
     head = (f"{what} HTTP/1.1", f"Host: {host}:{port}", "Content-Type: application/json", *whole, *fields, "", "")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)

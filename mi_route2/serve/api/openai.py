@@ -8,9 +8,10 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from math import isfinite
+from itertools import accumulate
+from math import isfinite, isnan
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -27,15 +28,13 @@ from mi_route2.serve.api.schema import (
     request_of,
     sampling_of,
 )
-from mi_route2.serve.http import ApiError, Events, Json, dumps, note, noted, outline, refusal
+from mi_route2.serve.http import CLIENT_CLOSED, ApiError, BodyRoute, Events, Json, dumps, note, noted, outline, refusal
 from mi_route2.serve.models import CLOSED
 from mi_route2.serve.owner import Stream
 from mi_route2.serve.state import Server, TheServer
 from mi_route2.tensor_files import pack
 
-routes = APIRouter()
-CLIENT_CLOSED = 499
-"""Status in the log and the metrics for a client that went away, as nginx has it: nobody gets this answer."""
+routes = APIRouter(route_class=BodyRoute)
 DEFAULT_CHAT = 256
 """Tokens of a chat completion that names no number."""
 
@@ -49,6 +48,10 @@ class Choice:
     stream: Stream
     growing: GrowingText
     tokens: int = 0
+    offset: int = 0
+    """Characters of the tokens whose log-probabilities were told."""
+    held: list[int] = field(default_factory=list)
+    """Tokens of a character that is not finished."""
     begun: bool = False
     """True once a chunk of it was made."""
 
@@ -100,7 +103,10 @@ async def chat_completions(body: ChatCompletion, server: TheServer, request: Req
     """Answer a conversation in the model's chat template, with interventions per request."""
     _demand(body.model, server)
     try:
-        prompt = await server.chat([message.plain() for message in body.messages])
+        last = body.continue_final_message
+        how = {"add_generation_prompt": not last if body.add_generation_prompt is None else body.add_generation_prompt}
+        how |= {"continue_final_message": True} if last else {}
+        prompt = await server.chat([message.plain() for message in body.messages], **how)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
     most = body.max_completion_tokens or body.max_tokens or _fitting(server, prompt, DEFAULT_CHAT)
@@ -125,7 +131,9 @@ async def _answered(
     # on a thread of their own, because a body may have thousands of patches and vectors of millions of numbers
     choices = await submitted(await server.threaded(partial(_requests, body, prompts, most, server)), server)
     server.metrics.prompted.inc(sum(map(len, prompts)))
-    words = Wording(server, isinstance(body, ChatCompletion), body.top is not None)
+    legacy = body if isinstance(body, Completion) else None
+    echo, silent = legacy is not None and legacy.echo, legacy is not None and not legacy.max_tokens
+    words = Wording(server, legacy is None, body.top is not None, echo=echo, silent=silent)
 
     def ended() -> None:
         for choice in choices:
@@ -249,11 +257,11 @@ def _usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
 class Wording:
     """Format of an answer: the objects of completions, or those of ``chat`` completions.
 
-    ``wants``: log-probabilities were requested.
+    ``wants``: log-probabilities were requested; ``echo``: an answer begins with its prompt; ``silent``: it is nothing else.
     """
 
-    def __init__(self, server: Server, chat: bool, wants: bool):
-        self.server, self.chat, self.wants = server, chat, wants
+    def __init__(self, server: Server, chat: bool, wants: bool, *, echo: bool, silent: bool):
+        self.server, self.chat, self.wants, self.echo, self.silent = server, chat, wants, echo, silent
         self.id, self.created = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", int(time.time())
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
@@ -272,17 +280,21 @@ class Wording:
         said: dict[str, Any] = {"delta": {**role, "content": text}} if self.chat else {"text": text}
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
 
-    def logprobs(self, tokens: Sequence[Token]) -> Any:
-        """Return the log-probabilities of tokens."""
+    def logprobs(self, tokens: Sequence[Token], choice: Choice) -> Any:
+        """Return the log-probabilities of the next tokens of a choice."""
         if not self.wants:
             return None
         texts = self.server.served.tokens([token.token for token in tokens])
         tops = [list(zip(self.server.served.tokens(list(token.top)), token.top.values(), strict=True)) for token in tokens]
         if not self.chat:
+            unseen = getattr(self.server.served.tokenizer, "all_special_ids", ())
+            lengths = [0 if token.token in unseen else len(text) for token, text in zip(tokens, texts, strict=True)]
+            *offsets, choice.offset = accumulate(lengths, initial=choice.offset)
             return {
                 "tokens": texts,
                 "token_logprobs": [number(token.logprob) for token in tokens],
-                "top_logprobs": [_by_text(top) for top in tops],
+                "top_logprobs": [None if isnan(token.logprob) else _by_text(top) for token, top in zip(tokens, tops, strict=True)],
+                "text_offset": offsets,
             }
         return {
             "content": [
@@ -331,7 +343,7 @@ def _first(choice: Choice, server: Server) -> dict[str, Any]:
     request = choice.request
     return {
         "prompt_token_ids": request.prompt,
-        "prompt_tokens": server.served.tokens(request.prompt),
+        "prompt_tokens": server.served.pieces(request.prompt, []),
         "seed": request.sampling.seed,
     }
 
@@ -354,22 +366,27 @@ def _extra(choice: Choice, server: Server, tokens: Sequence[Token]) -> dict[str,
         if requested
         else {}
     )
-    return {"request": choice.stream.number, "token_ids": ids, "tokens": server.served.tokens(ids), **logprobs}
+    return {"request": choice.stream.number, "token_ids": ids, "tokens": server.served.pieces(ids, choice.held), **logprobs}
 
 
 async def _whole(choice: Choice, server: Server, words: Wording) -> dict[str, Any]:
     """Read a choice to its end and return it."""
     while events := await choice.stream.batch():
         choice.tokens += sum(event.token is not None for event in events)
-    result = choice.result
+    result, prompt = choice.result, choice.request.prompt
+    tokens, text, finish = ([], "", "length") if words.silent else (result.tokens, result.text or "", choice.finish)
+    choice.tokens = len(tokens)
+    told = tokens
+    if words.echo:
+        told, text = [Token(prompt[0]), *result.prompt_logprobs, *tokens], server.readable.decode(prompt) + text
     extra = {
         **_first(choice, server),
-        **_extra(choice, server, result.tokens),
+        **_extra(choice, server, tokens),
         "readings": _readings(result.readings),
         "norms": _norms(result.norms),
         **_last(choice),
     }
-    said = words.whole(choice.index, result.text or "", words.logprobs(result.tokens), choice.finish)
+    said = words.whole(choice.index, text, words.logprobs(told, choice), finish)
     return {**said, "mi_route2": extra}
 
 
@@ -434,7 +451,7 @@ def _going(
         "readings": _readings({at: reading for event in events for at, reading in event.readings.items()}),
         "norms": _norms({at: norm for event in events for at, norm in event.norms.items()}),
     }
-    logprobs = words.logprobs(tokens) if tokens else None
+    logprobs = words.logprobs(tokens, choice) if tokens else None
     return words.piece(choice.index, text, logprobs, None, first), extra
 
 

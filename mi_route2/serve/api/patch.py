@@ -16,11 +16,11 @@ from mi_route2.patching.targets import Target
 from mi_route2.runs.record import TokenSelection
 from mi_route2.serve.api.openai import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.api.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn, sentence_of
-from mi_route2.serve.http import ApiError, Events, Json, dumps, note, noted, outline, refusal
+from mi_route2.serve.http import ApiError, BodyRoute, Events, Json, dumps, note, noted, outline, refusal
 from mi_route2.serve.owner import SweepJob
 from mi_route2.serve.state import Server, TheServer
 
-routes = APIRouter(tags=["patching"])
+routes = APIRouter(tags=["patching"], route_class=BodyRoute)
 TOP = 10
 """Most likely tokens of a patched answer."""
 
@@ -70,7 +70,7 @@ async def _aligned(body: AlignIn | CellIn, server: Server) -> tuple[list[int], l
 async def tokenize(body: TokenizeIn, server: TheServer) -> Response:
     """Return the tokens of a prompt."""
     ids = await _ids(body.text, server, "text")
-    return Json({"ids": ids, "tokens": server.served.tokens(ids)})
+    return Json({"ids": ids, "tokens": server.served.pieces(ids, [])})
 
 
 @routes.post("/v1/align")
@@ -80,8 +80,8 @@ async def aligned(body: AlignIn, server: TheServer) -> Response:
     partner = [alignment.source(position) for position in range(len(corrupt))]
     return Json(
         {
-            "clean": server.served.tokens(clean),
-            "corrupt": server.served.tokens(corrupt),
+            "clean": server.served.pieces(clean, []),
+            "corrupt": server.served.pieces(corrupt, []),
             "partner": partner,
             "differs": _differs(clean, corrupt, {i: source for i, source in enumerate(partner) if source is not None}),
             "summary": alignment.summary,

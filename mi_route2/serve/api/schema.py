@@ -9,7 +9,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
 
 from mi_route2.engine import Capture, Request, Sampling
 from mi_route2.patching.patches import FromRun, Patch
@@ -22,8 +23,8 @@ from mi_route2.tensor_files import unpack
 
 TEXT, IDS = 200_000, 65_536
 """Characters of a text, and token ids in a list."""
-CHOICES, PATCHES = 64, 4096
-"""Completions of one call: prompts times ``n``. Patches of a request."""
+CHOICES, PATCHES, ENTRIES = 64, 4096, 1024
+"""Completions of one call: prompts times ``n``. Patches of a request. Entries of a dict."""
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]*[\w:-][\w.:-]*$")]
 """Not of dots alone, which in an address are no name."""
@@ -37,9 +38,20 @@ Position = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields, whose values have the types of their fields: true is not 1, nor is a text a number."""
+    """A JSON object without unknown fields, whose values have the types of their fields: true is not 1, nor is a text a number.
+
+    A body of millions of faults must not make millions of errors: unknown fields, lists and dicts end at their first one.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        for name in value if isinstance(value, dict) else ():
+            if name not in cls.model_fields:
+                raise PydanticCustomError("extra_forbidden", "unknown field", {"field": name[:64]})
+        return value
 
 
 def _vector(value: Any) -> Vector:
@@ -76,7 +88,14 @@ class Scaled(Body):
         return value if isinstance(value, dict) and "vector" in value else {"vector": value}
 
 
-Vectors = Annotated[dict[SiteName, Scaled], Field(max_length=1024)]
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > ENTRIES:
+        raise ValueError(f"{len(value)} entries are more than {ENTRIES}: give fewer")
+    return value
+
+
+Few = BeforeValidator(_few)
+Vectors = Annotated[dict[SiteName, Scaled], Few]
 """``{site: vector}`` or ``{site: {"vector": ..., "scale": ...}}``."""
 
 
@@ -134,13 +153,13 @@ class MonitorIn(Body):
     threshold: Number = 0.0
     sharpness: Number = 1.0
     mode: Literal["add", "attenuate"] = "add"
-    gates: Annotated[list[SiteName], Field(max_length=1024)] | None = None
+    gates: Annotated[list[SiteName], Field(max_length=1024, fail_fast=True)] | None = None
     gate_rows: bool = False
     quarantine: Literal["open", "close"] | None = None
-    quarantined: Annotated[list[SiteName], Field(max_length=1024)] | None = None
-    adds: Annotated[list[AddIn], Field(max_length=64)] = Field(default_factory=list)
+    quarantined: Annotated[list[SiteName], Field(max_length=1024, fail_fast=True)] | None = None
+    adds: Annotated[list[AddIn], Field(max_length=64, fail_fast=True)] = Field(default_factory=list)
     depth: Number = 1.0
-    prompt: bool = False
+    prompt: bool | None = None
     name: Annotated[str, Field(max_length=128)] = ""
 
 
@@ -150,24 +169,25 @@ class SteeringIn(Body):
     steering_vectors: Vectors = Field(default_factory=dict)
     prefill_steering_vectors: Vectors = Field(default_factory=dict)
     decode_steering_vectors: Vectors = Field(default_factory=dict)
-    steering_clamps: Annotated[list[ClampIn], Field(max_length=256)] = Field(default_factory=list)
-    monitors: Annotated[list[MonitorIn], Field(max_length=32)] = Field(default_factory=list)
+    steering_clamps: Annotated[list[ClampIn], Field(max_length=256, fail_fast=True)] = Field(default_factory=list)
+    monitors: Annotated[list[MonitorIn], Field(max_length=32, fail_fast=True)] = Field(default_factory=list)
 
 
 class InterventionFields(SteeringIn):
     """Fields of a completion beyond OpenAI's."""
 
     patch: Annotated[list[PatchIn], Field(max_length=PATCHES, fail_fast=True)] = Field(default_factory=list)
-    capture: Annotated[list[CaptureIn | SiteName], Field(max_length=256)] = Field(default_factory=list)
+    capture: Annotated[list[CaptureIn | SiteName], Field(max_length=256, fail_fast=True)] = Field(default_factory=list)
     run: Name | None = Field(None, description="store what is captured under this name, for patches of later requests")
     readings: bool = False
-    norms: Annotated[list[SiteName], Field(max_length=64)] = Field(default_factory=list)
+    norms: Annotated[list[SiteName], Field(max_length=64, fail_fast=True)] = Field(default_factory=list)
     adapters: Mode | None = None
     hold: Name | None = Field(None, description="name of a configuration that /v1/steering/set holds")
     top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     ignore_eos: bool = False
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = Field(default_factory=list)
-    logprob_token_ids: Annotated[list[TokenId], Field(max_length=4096)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] = Field(default_factory=list)
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=4096, fail_fast=True)] = Field(default_factory=list)
     priority: Annotated[int, Field(ge=-100, le=0)] = 0
 
 
@@ -186,7 +206,7 @@ class Generation(InterventionFields):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
@@ -206,9 +226,23 @@ class Generation(InterventionFields):
 class Completion(Generation):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Text | Ids | Annotated[list[Text], Field(max_length=CHOICES)] | Annotated[list[Ids], Field(max_length=CHOICES)]
-    max_tokens: Annotated[int, Field(ge=1, le=IDS)] = 16
+    prompt: (
+        Text
+        | Ids
+        | Annotated[list[Text], Field(max_length=CHOICES, fail_fast=True)]
+        | Annotated[list[Ids], Field(max_length=CHOICES, fail_fast=True)]
+    )
+    max_tokens: Annotated[int, Field(ge=0, le=IDS)] = 16
     logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
+    echo: bool = Field(False, description="return the prompt too, with its log-probabilities if logprobs are given")
+
+    @model_validator(mode="after")
+    def _echoed(self) -> "Completion":
+        if not self.max_tokens and not self.echo:
+            raise ValueError("max_tokens=0 generates nothing: give 1 or more, or echo=true for the prompt's log-probabilities")
+        if self.echo and self.stream:
+            raise ValueError("echo is for whole answers: set stream to false, or leave echo out")
+        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -222,29 +256,40 @@ class Completion(Generation):
         return self.logprobs
 
 
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Annotated[str, Field(max_length=32)] = "text"
+    text: Text = ""
+
+
 class Message(BaseModel):  # an answer's message, which may be sent back, has more fields
     """A message of a conversation."""
 
     role: Annotated[str, Field(min_length=1, max_length=32)]
-    content: Text | list[dict[Literal["type", "text"], Text]]
+    content: Text | Annotated[list[TextPart], Field(max_length=IDS, fail_fast=True)]
 
     def plain(self) -> dict[str, str]:
         """Return the message as a chat template reads it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.get("text", "") for part in self.content)
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": text}
 
 
 class ChatCompletion(Generation):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=1024)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
+    continue_final_message: bool = Field(False, description="write on where the last message ends, instead of answering it")
+    add_generation_prompt: bool | None = Field(None, description="by default, unless the last message is continued")
     max_tokens: Annotated[int, Field(ge=1, le=IDS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=IDS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
 
     @model_validator(mode="after")
-    def _logprobs(self) -> "ChatCompletion":
+    def _consistent(self) -> "ChatCompletion":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message leaves no room for add_generation_prompt: set one of them to true")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: set logprobs to true as well")
         return self
@@ -274,7 +319,7 @@ class SweepIn(Body):
     answer: Answer | None = None
     foil: Answer | None = None
     metric: Literal["logit_diff", "logprob", "kl"] = "logit_diff"
-    sites: SiteName | Annotated[list[SiteName], Field(min_length=1, max_length=512)] = "resid_pre"
+    sites: SiteName | Annotated[list[SiteName], Field(min_length=1, max_length=512, fail_fast=True)] = "resid_pre"
     positions: (
         Annotated[list[Position | SpanIn | Annotated[str, Field(max_length=1024)]], Field(max_length=IDS, fail_fast=True)] | None
     ) = None
@@ -313,14 +358,14 @@ class SetSteering(SteeringIn):
     """
 
     name: Name | None = None
-    vectors: Annotated[dict[Name, VectorIn], Field(max_length=256)] = Field(default_factory=dict)
+    vectors: Annotated[dict[Name, VectorIn], Few] = Field(default_factory=dict)
 
 
 class ClearSteering(Body):
     """Body of ``POST /v1/steering/clear``."""
 
     name: Name | None = None
-    vectors: Annotated[list[Name], Field(max_length=256)] = Field(default_factory=list)
+    vectors: Annotated[list[Name], Field(max_length=256, fail_fast=True)] = Field(default_factory=list)
 
 
 class ScaleIn(Body):
@@ -417,8 +462,9 @@ def sampling_of(body: Generation, served: Served, max_new: int, index: int, top:
     seed = None if body.temperature == 0 else secrets.randbits(53) if body.seed is None else (body.seed + index) % 2**63
     ends = () if body.ignore_eos else served.stop_tokens
     return Sampling(
-        max_new=max_new,
+        max_new=max(1, max_new),
         temperature=body.temperature,
+        min_p=body.min_p,
         top_k=body.top_k,
         top_p=body.top_p,
         seed=seed,
@@ -426,6 +472,7 @@ def sampling_of(body: Generation, served: Served, max_new: int, index: int, top:
         stop=body.stops,
         logprobs=top,
         logprob_token_ids=tuple(body.logprob_token_ids),
+        prompt_logprobs=top if isinstance(body, Completion) and body.echo else None,
     )
 
 

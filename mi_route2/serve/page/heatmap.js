@@ -5,13 +5,13 @@ import { brief, hideTip, make, number, showTip, visible } from "./dom.js";
 const WIDE = 58; // pixels of a column from which a token is written across, with numbers in the cells from NUMBERS on
 const NUMBERS = 31;
 
-/** `blocks.3.attn.q.kept_out` is row `3 attn.q` of the band `kept_out`; `blocks.3.z[2]` is row `3.2` of `z`. */
+/** `blocks.3.attn.q.kept_out` is row `L3 attn.q` of the band `kept_out`; `blocks.3.z[2]` is row `L3H2` of `z`. */
 export function split(name) {
   const [, base, head] = name.match(/^(.*?)(?:\[(\d+)\])?$/);
   const at = base.lastIndexOf(".");
   const point = base.slice(at + 1);
-  const rest = base.slice(0, at).replace(/^blocks\.(\d+)\.?/, "$1 ").trim();
-  return { point, label: head === undefined ? rest : `${rest}.${head}` };
+  const rest = base.slice(0, at).replace(/^blocks\.(\d+)\.?/, "L$1 ").trim();
+  return { point, label: head === undefined ? rest : `${rest}H${head}` };
 }
 
 /** Bands in the order of the rows; within a band the first layer is at the bottom, as in every other figure of the project. */
@@ -46,8 +46,8 @@ export class Heatmap {
     this.cells = this.rows.map(() => []);
     this.order = []; // rows from top to bottom, in which the arrow keys move
     const table = make("div", { class: "grid", role: "grid", "aria-label": "Effect of each patch, sites by tokens", "aria-rowcount": this.rows.length + 1, "aria-colcount": this.columns.length + 1, style: { "--columns": this.columns.length, "--name": `calc(${Math.max(2, ...this.rows.map(name => split(name).label.length))}ch + 10px)` } });
-    for (const [point, rows] of bands(this.rows)) table.append(this.band(point, rows));
-    table.append(this.axis());
+    const groups = bands(this.rows);
+    table.append(this.axis(), ...[...groups].map(([point, rows]) => this.band(point, rows)));
     table.addEventListener("keydown", event => this.key(event));
     table.addEventListener("pointerover", event => this.look(event.target));
     table.addEventListener("pointerleave", () => this.leave());
@@ -57,6 +57,14 @@ export class Heatmap {
     this.table = table;
     this.host.replaceChildren(make("div", { class: "scroll" }, table));
     this.rove(this.order[0], 0);
+    // As many rows as fit into the window, as long as they can be told apart
+    this.zoom(Math.max(10, Math.min(24, 2 * Math.floor((innerHeight - 270) / (this.rows.length + groups.size) / 2) - 2)));
+  }
+
+  /** Set the height of a row, in pixels. */
+  zoom(high) {
+    this.high = high;
+    this.table?.style.setProperty("--high", `${high}px`);
     this.fit();
   }
 
@@ -137,9 +145,10 @@ export class Heatmap {
     const value = this.value(row, column), node = this.cells[row]?.[column];
     if (value === undefined || !node) return;
     const shown = this.shown(value), strength = Math.min(1, Math.abs(shown) / this.reach);
-    node.style.setProperty("--t", `${(100 * strength).toFixed(1)}%`);
+    const color = Math.sqrt(strength); // of a tenth of the greatest score a third is seen, where a tenth would not be
+    node.style.setProperty("--t", `${(100 * color).toFixed(1)}%`);
     // Where the text turns over so that its contrast stays above 4.5: in the dark, and in the light
-    const ink = strength > 0.78 ? " strong stronger" : strength > 0.62 ? " strong" : "";
+    const ink = color > 0.78 ? " strong stronger" : color > 0.62 ? " strong" : "";
     node.className = `cell done ${shown < 0 ? "away" : "toward"}${ink}${node.classList.contains("open") ? " open" : ""}`;
     // Numbers in all the cells without an effect would hide the others
     node.textContent = strength < 0.005 ? "" : brief(shown);
@@ -164,7 +173,8 @@ export class Heatmap {
     if (!this.table) return;
     const width = this.cells[this.order[0]]?.[0]?.getBoundingClientRect().width ?? 0;
     this.table.classList.toggle("wide", width >= WIDE);
-    this.table.classList.toggle("numbers", width >= NUMBERS);
+    this.table.classList.toggle("numbers", width >= NUMBERS && this.high >= 16);
+    this.host.firstChild.style.setProperty("--axis", `${this.table.firstChild.offsetHeight}px`);
   }
 
   cellOf(node) {
@@ -197,6 +207,7 @@ export class Heatmap {
   show(row, column) {
     this.table.querySelector(".open")?.classList.remove("open");
     this.cells[row][column].classList.add("open");
+    this.cells[row][column].scrollIntoView({ block: "nearest", inline: "nearest" });
     this.leave(); // what the tip says stands beside the grid now
     this.onOpen({ row, column });
   }

@@ -5,7 +5,7 @@ import { Heatmap } from "./heatmap.js";
 import { events, post } from "./net.js";
 
 const FIELDS = ["clean", "corrupt", "answer", "foil", "metric", "alpha"];
-const MAIN = { resid_pre: "residual", attn_out: "attention out", mlp_out: "MLP out", z: "heads", kept_out: "kept out", quarantine_out: "quarantine out" };
+const MAIN = ["resid_pre", "attn_out", "mlp_out", "z", "kept_out", "quarantine_out"]; // the other sites are behind "more"
 const HEADED = new Set(["z", "q", "k", "v"]);
 
 let page, map, running, asking;
@@ -56,6 +56,7 @@ function listen() {
   form.addEventListener("keydown", event => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) sweep();
   });
+  $("zoom").addEventListener("input", () => map.zoom(Number($("zoom").value)));
   $("sweep-cancel").addEventListener("click", () => running?.abort());
   $("peak").addEventListener("click", () => {
     const { row, column } = map.peak();
@@ -85,9 +86,9 @@ function usable() {
 }
 
 function drawSites() {
-  const main = Object.keys(MAIN).filter(name => page.sites.includes(name));
-  const others = page.sites.filter(name => !(name in MAIN));
-  const one = name => chip(MAIN[name] ?? name, chosen.has(name), () => toggle(name), HEADED.has(name) ? `${name}, head by head` : name);
+  const main = MAIN.filter(name => page.sites.includes(name));
+  const others = page.sites.filter(name => !MAIN.includes(name));
+  const one = name => chip(name, chosen.has(name), () => toggle(name), HEADED.has(name) ? `${name}, head by head` : name);
   const more = make("details", { open: others.some(name => chosen.has(name)) }, make("summary", { class: "chip", text: "more" }), make("div", { class: "chips" }, ...others.map(one)));
   $("sites").replaceChildren(...main.map(one), ...(others.length ? [more] : []));
 }
@@ -213,6 +214,7 @@ function started(data) {
   $("cell-answer").replaceChildren();
   const columns = of => new Set(of.map(position => data.positions.indexOf(position)));
   map.start({ ...data, differs: columns(data.differs), skipped: columns(data.skipped), at: data.columns.length - 1 });
+  $("zoom").value = map.high;
   $("map-empty").hidden = true;
   $("legend").hidden = false;
   $("peak").textContent = "";
@@ -303,7 +305,7 @@ function drawAnswer({ text, top }) {
     const word = mark(token).trim();
     return make("tr", { class: `top${mark(token)}` },
       make("th", { scope: "row", title: visible(token) }, make("div", {}, make("code", { text: visible(token) }), ...(word ? [make("small", { text: word })] : []))),
-      make("td", { class: "share" }, make("span", { class: "fill", style: { width: `${(100 * p).toFixed(1)}%` } })),
+      make("td", { class: "bar-of-p" }, make("span", { class: "fill", style: { width: `${(100 * p).toFixed(1)}%` } })),
       make("td", { class: "p", text: p < 0.001 ? "<.001" : p.toFixed(3).replace(/^0/, ""), title: `log-probability ${number(logprob)}` }));
   };
   $("cell-answer").replaceChildren(

@@ -38,8 +38,11 @@ export function open(given) {
 
 /** Watch the stream with a monitor, and steer it by vectors; without any, by the monitor's own probe. */
 function watch(given, steering) {
-  monitor = given ? { ...given, name: given.name || given.site } : null; // as the server names it
+  // As the server names it, and where it acts if it does not say so
+  monitor = given ? { ...given, name: given.name || given.site, prompt: given.prompt ?? Boolean(given.quarantine) } : null;
   vectors = steering ?? (monitor ? { [monitor.site]: { vector: monitor.probe } } : {});
+  for (const node of [$("lens"), ...document.querySelectorAll("[data-field=scale], [data-field=threshold]")]) node.hidden = !monitor;
+  $("no-monitor").hidden = Boolean(monitor);
 }
 
 /** Make a monitor of the Patch tab's two prompts, or of a link's: the direction between their last tokens, 1 from the one to the other. */
@@ -65,7 +68,6 @@ async function probe(link = {}) {
     looked = null;
     hideTip();
     $("token-detail").replaceChildren(...noToken);
-    for (const name of ["scale", "threshold"]) $(name).disabled = false;
     limits();
     repaint();
   } catch (error) {
@@ -138,14 +140,10 @@ function listen() {
   });
   $("stop").addEventListener("click", () => running?.abort());
   for (const radio of document.querySelectorAll("input[name=lens]")) radio.addEventListener("change", () => (keep(), repaint()));
-  for (const name of ["scale", "threshold"]) {
-    $(name).disabled = !monitor;
-    $(name).addEventListener("input", () => moved(name));
-  }
+  for (const name of ["scale", "threshold"]) $(name).addEventListener("input", () => moved(name));
   for (const [kind, react] of [["pointerover", look], ["focusin", look], ["pointerleave", hideTip], ["focusout", hideTip]]) $("tokens").addEventListener(kind, react);
   $("tokens").addEventListener("keydown", walk);
   $("probe").addEventListener("click", () => (probing = probing.then(() => probe())));
-  if (!monitor) $("threshold-note").textContent = "This model comes without a monitor. Make one of two prompts:";
   drawSliders();
 }
 
@@ -349,7 +347,7 @@ function repaint() {
 }
 
 function paint({ node, reading, text }, value, reach) {
-  node.style.setProperty("--t", `${Math.min(100, (100 * Math.abs(value)) / reach).toFixed(1)}%`);
+  node.style.setProperty("--t", `${(100 * Math.sqrt(Math.min(1, Math.abs(value) / reach))).toFixed(1)}%`);
   node.classList.toggle("above", value >= 0);
   node.classList.toggle("below", value < 0);
   node.setAttribute("aria-label", `${JSON.stringify(text)}, score ${number(reading.score)}, gate ${number(reading.gate)}`);

@@ -54,7 +54,7 @@ class MicroTokenizer:
     def __init__(self) -> None:
         self.vocabulary = Vocabulary()
         self.eos_token_id, self.bos_token_id = self.vocabulary.eos, self.vocabulary.bos
-        self._special = {self.eos_token_id, self.bos_token_id}
+        self.all_special_ids = [self.eos_token_id, self.bos_token_id]
 
     def __call__(self, text: str, return_offsets_mapping: bool = False) -> dict[str, Any]:
         """Return the ids of a prompt, and the characters ``[start, end)`` of each token."""
@@ -69,12 +69,17 @@ class MicroTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text; a prompt begins with ``<bos>``, whether it is written or not."""
-        ids = self.vocabulary.encode(text)
+        try:
+            ids = self.vocabulary.encode(text)
+        except ValueError as error:
+            reason = str(error).partition(": see ")[0]
+            known = "the micro model reads its own small language only: see /v1/page for prompts, or serve another --model"
+            raise ValueError(f"{reason}, and {known}") from error
         return ids if not add_special_tokens or ids[:1] == [self.bos_token_id] else [self.bos_token_id, *ids]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Return the text of ids."""
-        return self.vocabulary.decode([token for token in ids if not (skip_special_tokens and token in self._special)])
+        return self.vocabulary.decode([token for token in ids if not (skip_special_tokens and token in self.all_special_ids)])
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]], **_: object) -> str:
         """Return the text of a conversation."""

@@ -383,6 +383,24 @@ def test_log_probabilities_are_those_of_the_whole_vocabulary_whatever_is_drawn()
         torch.testing.assert_close(found, torch.cat([truth[i, [token.token]], best.values, truth[i, [7, 2]]]), rtol=0, atol=close)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_log_probabilities_of_a_prompt_are_those_of_every_token(exact: bool) -> None:
+    """In pieces, beside other requests, and though the prefix is known."""
+    made, close = make("Llama")
+    engine, prompt = Engine(made, chunk=4, block=4, exact=exact), prompts(1)[0] * 2
+    asked = Request(prompt, Sampling(max_new=2, prompt_logprobs=2))
+    plain, *found = engine.generate([Request(prompt, Sampling(max_new=2)), asked, asked], progress=False)
+    found += engine.generate([asked], progress=False)
+    with torch.no_grad():
+        truth = made.logits(torch.tensor([prompt]))[0].log_softmax(-1)
+    assert plain.prompt_logprobs == []
+    for result in found:
+        assert [token.token for token in result.prompt_logprobs] == list(prompt[1:])
+        got = torch.tensor([[one.logprob, *one.top.values()] for one in result.prompt_logprobs], dtype=torch.float64)
+        own = truth[range(len(prompt) - 1), prompt[1:]]
+        torch.testing.assert_close(got, torch.cat([own[:, None], truth[:-1].topk(2).values], 1), rtol=0, atol=close)
+
+
 def test_the_likeliest_of_equal_tokens_are_the_first_as_the_greedy_choice_is() -> None:
     host = open_host("torch", make_family("Llama", torch.float32))
     unembed = host.model.get_parameter("lm_head.weight")

@@ -1,6 +1,7 @@
 """Steering that activations decide, controllers and runs, in the engine: against activations that are edited by hand."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,12 +138,12 @@ def test_a_quarantine_that_is_shut_on_every_token_is_deleted_and_one_that_is_ope
     """Saturated gates on prompts too: the deployed model, the full model; on generated tokens alone: by hand."""
     host, adapters = with_quarantine()
     first = Site(0, "resid_pre")
-    shut = Monitor(first, VECTOR, threshold=-1e6, quarantine="close", prompt=True, gates=())
+    shut = Monitor(first, VECTOR, threshold=-1e6, quarantine="close", gates=())
     engine = Engine(host)
     requests = [
         Request(PROMPT, greedy(), steering=Steering(monitors=(shut,))),
         Request(PROMPT, greedy(), steering=Steering(monitors=(Monitor(first, VECTOR, 1e6, quarantine="close", gates=()),))),
-        Request(PROMPT, greedy(), steering=Steering(monitors=(Monitor(first, VECTOR, -1e6, quarantine="close", gates=()),))),
+        Request(PROMPT, greedy(), steering=Steering(monitors=(replace(shut, prompt=False),))),
         Request(PROMPT, greedy()),
     ]
     deleted, idle, generated, plain = map(table, engine.generate(requests, progress=False))
@@ -159,6 +160,25 @@ def test_a_quarantine_that_is_shut_on_every_token_is_deleted_and_one_that_is_ope
     close(generated, by_hand(host, PROMPT, 6, dict.fromkeys(engine.decoder.quarantines(), zero)))
     assert float((deleted - plain).abs().max()) > 0.05
     assert float((generated - deleted).abs().max()) > 0.01
+
+
+def test_a_reading_has_the_gate_that_multiplied_at_its_position() -> None:
+    """A saturated probe fires everywhere; on a prompt that the monitor leaves alone, its gate is the one that changes nothing."""
+    host, _ = with_quarantine()
+    first = Site(0, "resid_pre")
+    close_all = Monitor(first, VECTOR, threshold=-1e6, quarantine="close", gates=())
+    adds = Monitor(first, VECTOR, threshold=-1e6, adds=(Steer(SITE, VECTOR),), gates=())
+    on_prompt = [
+        (close_all, 1.0),
+        (replace(close_all, prompt=False), 0.0),
+        (replace(close_all, quarantine="open", prompt=False), 1.0),
+        (adds, 0.0),
+        (replace(adds, adds=()), 1.0),  # it only watches
+    ]
+    asked = [Request(PROMPT, greedy(3), steering=Steering(monitors=(m,)), readings=True) for m, _ in on_prompt]
+    for result, (monitor, gate) in zip(Engine(host, chunk=3).generate(asked, progress=False), on_prompt, strict=True):
+        gates = [reading[monitor.name].gate for _, reading in sorted(result.readings.items())]
+        assert gates == [gate] * len(PROMPT) + [1.0] * 2
 
 
 def test_steered_tokens_are_found_again_by_those_alone_that_were_steered_alike() -> None:

@@ -314,7 +314,7 @@ def by_hand(logits: torch.Tensor, how: Sampling, uniform: float) -> int:
     ranked = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])
     kept, mass = [], 0.0
     for token in ranked[: how.top_k or None]:
-        if mass >= how.top_p:
+        if mass >= how.top_p or probabilities[token] < how.min_p * probabilities[ranked[0]]:
             break
         kept.append(token)
         mass += probabilities[token]
@@ -329,10 +329,12 @@ def by_hand(logits: torch.Tensor, how: Sampling, uniform: float) -> int:
 @settings(deadline=None)
 @given(
     temperature=st.floats(0.2, 3), top_k=st.integers(0, 40), top_p=st.floats(0.05, 1), uniform=st.floats(0, 1, exclude_max=True),
-    row=st.integers(0, 4),
+    row=st.integers(0, 4), min_p=st.sampled_from([0.0, 0.0, 0.05, 0.3, 1.0]),
 )  # fmt: skip
-def test_a_drawn_token_is_that_of_the_walk_by_hand(temperature: float, top_k: int, top_p: float, uniform: float, row: int) -> None:
-    how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+def test_a_drawn_token_is_that_of_the_walk_by_hand(
+    temperature: float, top_k: int, top_p: float, uniform: float, row: int, min_p: float
+) -> None:
+    how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     others = [Sampling(), Sampling(temperature=0.7), how]
     rows = torch.stack([LOGITS[0], LOGITS[1], LOGITS[row]])
     chosen, values = choose(rows, others, [0.0, 0.3, uniform])

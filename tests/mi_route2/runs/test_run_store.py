@@ -137,9 +137,7 @@ def test_rows_that_do_not_fit_change_nothing(positions: list[int], rows: Tensor,
 def test_every_reason_is_given(store: RunStore) -> None:
     write(store, "clean", drawn(40, 2))
     write(store, "corrupt", drawn(1, 2), weights="other")
-    store.lease("corrupt", "me")
-    store.drop("corrupt")  # which beats a lease
-    assert store.stats().leases == 0
+    store.drop("corrupt")
     reasons = {
         "no run 'claen' was captured here: the nearest are clean": partial(store.rows, "claen", MID, [0]),
         "run 'corrupt' was dropped": partial(store.rows, "corrupt", MID, [0]),
@@ -164,29 +162,19 @@ def test_a_change_of_weights_ends_writers_too(store: RunStore) -> None:
     assert store.runs() == ["b"]
 
 
-def test_the_least_recently_used_unleased_run_is_evicted(caplog: pytest.LogCaptureFixture) -> None:
-    now = [0.0]
-    store = RunStore(8000, lease_seconds=10, clock=lambda: now[0])
+def test_the_least_recently_used_run_is_evicted(caplog: pytest.LogCaptureFixture) -> None:
+    store = RunStore(8000)
     for run in "abc":
         write(store, run, drawn(100, 2))  # 2,624 bytes each
     store.rows("a", MID, [0])
     write(store, "d", drawn(100, 2))
     assert store.runs() == ["a", "c", "d"]
     assert "raise the budget" in str(store.why_gone("b"))
-    store.lease("c", "me")
-    write(store, "e", drawn(100, 2))
-    assert store.runs() == ["c", "d", "e"]
-    for run in "de":
-        store.lease(run, "me")
     with caplog.at_level(logging.WARNING):
-        write(store, "f", drawn(10, 2))
-        store.writing("g", weights="w").append(MID, [0], drawn(1, 2))
-    assert store.runs() == ["c", "d", "e"]
+        for run in ("e", "f"):  # which both are written at once, and keep their bytes
+            store.writing(run, weights="w").append(MID, range(200), drawn(200, 2))
+    assert store.runs() == []
     assert "over the budget" in caplog.text
-    now[0] = 11.0
-    write(store, "h", drawn(100, 2))
-    assert store.stats().memory_bytes <= 8000
-    assert "h" in store
 
 
 def test_a_run_over_the_budget_is_an_error_and_evicts_nothing() -> None:

@@ -21,34 +21,32 @@ SITES = (Site(0, "resid_mid"), Site(0, "z"), Site(1, "kept_a", "mlp.down"))
 SHAPES = {SITES[0]: (5,), SITES[1]: (2, 3), SITES[2]: ()}
 DTYPES = {SITES[0]: torch.float32, SITES[1]: torch.bfloat16, SITES[2]: torch.float64}
 RUNS = st.sampled_from(["a", "b", "c", "d"])
-OWNERS = st.sampled_from(["me", "you"])
 WEIGHTS = st.sampled_from(["w1", "w1", "w1", "w2"])
 SELDOM = st.sampled_from([False, False, False, True])
 """Of what ends many runs at once: done as often as anything else, it would leave nothing to read."""
-LEASE, BUDGET, OVERHEAD, EXAMPLES = 100.0, 3600, 1100, 20
+BUDGET, OVERHEAD, EXAMPLES = 3600, 1100, 20
 
 Rows = dict[Site, dict[int, Tensor]]
 
 
 class Stores(RuleBasedStateMachine):
-    """The model: what was written, by run, site and position; who has a lease until when; why a run is gone."""
+    """The model: what was written, by run, site and position; why a run is gone."""
 
     budget, on_disk, seen = 0, True, Counter[str]()
 
     @initialize()
     def begin(self) -> None:
         self.folder = Path(tempfile.mkdtemp()) if self.on_disk else None
-        self.now, self.drawn = 0.0, 0
+        self.drawn = 0
         self.done: dict[str, tuple[str, Rows]] = {}
         self.writing: dict[str, tuple[Writer, str, Rows]] = {}
-        self.ends: dict[tuple[str, str], float] = {}
         self.gone: dict[str, str] = {}
         self.open()
         for run in "ab":
-            self.write(run, "w1", 5, False)
+            self.write(run, "w1", 5)
 
     def open(self) -> None:
-        self.store = RunStore(self.budget, self.folder, lease_seconds=LEASE, clock=lambda: self.now)
+        self.store = RunStore(self.budget, self.folder)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -63,12 +61,6 @@ class Stores(RuleBasedStateMachine):
             DTYPES[site]
         )
 
-    def leased(self, run: str) -> bool:
-        return any(end > self.now for (one, _), end in self.ends.items() if one == run)
-
-    def forget(self, run: str) -> None:
-        self.ends = {key: end for key, end in self.ends.items() if key[0] != run}
-
     # ---- writing
 
     @rule(run=RUNS, weights=WEIGHTS)
@@ -80,8 +72,8 @@ class Stores(RuleBasedStateMachine):
             self.writing[run] = self.store.writing(run, weights=weights), weights, {}
             self.gone.pop(run, None)
 
-    @rule(run=RUNS, weights=WEIGHTS, count=st.integers(10, 20), lease=SELDOM)
-    def write(self, run: str, weights: str, count: int, lease: bool) -> None:
+    @rule(run=RUNS, weights=WEIGHTS, count=st.integers(10, 20))
+    def write(self, run: str, weights: str, count: int) -> None:
         """A whole run at once, with rows at two sites."""
         if run in self.done or run in self.writing:
             return
@@ -91,7 +83,7 @@ class Stores(RuleBasedStateMachine):
             values = self.fresh(site, count)
             writer.append(site, range(count), values)
             rows[site] = dict(enumerate(values))
-        self.close(run, lease)
+        self.close(run)
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), site=st.sampled_from(SITES), positions=st.lists(st.integers(0, 40), max_size=20))
@@ -107,13 +99,11 @@ class Stores(RuleBasedStateMachine):
                 rows.setdefault(site, {}).update(zip(positions, values, strict=True))
 
     @precondition(lambda self: self.writing)
-    @rule(data=st.data(), lease=st.booleans())
-    def close_run(self, data: st.DataObject, lease: bool) -> None:
-        self.close(data.draw(st.sampled_from(sorted(self.writing))), lease)
+    @rule(data=st.data())
+    def close_run(self, data: st.DataObject) -> None:
+        self.close(data.draw(st.sampled_from(sorted(self.writing))))
 
-    def close(self, run: str, lease: bool) -> None:
-        if lease:
-            self.lease(run, "me")
+    def close(self, run: str) -> None:
         writer, weights, rows = self.writing.pop(run)
         writer.close()
         self.done[run] = weights, rows
@@ -123,7 +113,6 @@ class Stores(RuleBasedStateMachine):
     def abort_run(self, data: st.DataObject) -> None:
         run = data.draw(st.sampled_from(sorted(self.writing)))
         self.writing.pop(run)[0].abort()
-        self.forget(run)
 
     # ---- reading
 
@@ -155,25 +144,6 @@ class Stores(RuleBasedStateMachine):
 
     # ---- keeping and letting go
 
-    @rule(run=RUNS, owner=OWNERS)
-    def lease(self, run: str, owner: str) -> None:
-        if run not in self.done and run not in self.writing:
-            with pytest.raises(KeyError, match=self.gone.get(run, "no run")):
-                self.store.lease(run, owner)
-            return
-        self.store.lease(run, owner)
-        self.ends[run, owner] = self.now + LEASE
-
-    @rule(owner=OWNERS)
-    def release(self, owner: str) -> None:
-        self.store.release(owner)
-        self.ends = {key: end for key, end in self.ends.items() if key[1] != owner}
-
-    @rule(seconds=st.sampled_from([20.0, 50.0, 51.0, 100.0]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.store.release("nobody")  # something that looks at the budget again
-
     @rule(run=RUNS)
     def drop(self, run: str) -> None:
         if run in self.writing:
@@ -183,7 +153,6 @@ class Stores(RuleBasedStateMachine):
             self.store.drop(run)
             del self.done[run]
             self.gone[run] = "was dropped"
-            self.forget(run)
         else:
             with pytest.raises(KeyError, match=self.gone.get(run, "no run")):
                 self.store.drop(run)
@@ -197,7 +166,6 @@ class Stores(RuleBasedStateMachine):
         assert set(self.store.invalidate(weights)) == ended | stopped
         for run in ended | stopped:
             self.gone[run] = "is invalid"
-            self.forget(run)
         for run in ended:
             del self.done[run]
         for run in stopped:
@@ -214,7 +182,6 @@ class Stores(RuleBasedStateMachine):
             with pytest.raises(RuntimeError, match="its store was closed"):
                 writer.close()
         self.writing.clear()
-        self.ends.clear()
         self.gone.clear()
         self.open()
 
@@ -222,17 +189,15 @@ class Stores(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_but_by_eviction(self) -> None:
-        """And eviction loses only where there is no disk, and never what is leased."""
+        """And eviction loses only where there is no disk."""
         there = self.store.runs()
         assert len(set(there)) == len(there)
         assert set(there) <= self.done.keys()
         for run in self.done.keys() - set(there):
             assert not self.on_disk
-            assert not self.leased(run)
             del self.done[run]
             self.gone[run] = "was evicted"
             self.seen["evicted"] += 1
-            self.forget(run)
 
     @invariant()
     def what_is_there_is_what_was_written(self) -> None:
@@ -249,14 +214,12 @@ class Stores(RuleBasedStateMachine):
 
     @invariant()
     def the_budget_is_kept(self) -> None:
-        """But for what is leased or being written."""
+        """But for what is being written."""
         stats = self.store.stats()
         held = [run for run in self.store.runs() if "memory" in self.store.info(run).tiers]
         assert stats.memory_runs == len(held)
         assert stats.writing == len(self.writing)
-        assert stats.leases == sum(end > self.now for end in self.ends.values())
-        if stats.memory_bytes > stats.budget and not self.writing:
-            assert all(self.leased(run) for run in held)
+        assert stats.memory_bytes <= stats.budget or self.writing
         least = sum(self.store.info(run).nbytes for run in held)
         assert least <= stats.memory_bytes
         if not self.writing:

@@ -24,7 +24,8 @@ from studies.benchmarks.serve import serving
 pytestmark = pytest.mark.process
 
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -68,7 +69,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 def test_the_chat_template_and_each_mode(checkpoint: Path, client: openai.OpenAI, mode: Any) -> None:
     """The mode of one request is that of switched adapters bit for bit, also of the prompt's values, beside other modes."""
     served = load(str(checkpoint / "base"), adapters=checkpoint / "adapters", mode=mode)
-    text = "<|system|>Be short.<|user|>Grüße<|assistant|>"
+    text = "<|system|>Be short.<|end|><|user|>Grüße<|end|><|assistant|>"
     ids = tuple(served.tokenizer.encode(text))
     engine = Engine(served.host, exact=True, tokenizer=Readable(served.tokenizer))
     (truth,) = engine.generate([Request(ids, Sampling(max_new=8, logprobs=0, stop_tokens=(256,)))])
@@ -80,6 +81,37 @@ def test_the_chat_template_and_each_mode(checkpoint: Path, client: openai.OpenAI
         assert choice.mi_route2["prompt_token_ids"] == list(ids)
         assert ([token.logprob for token in choice.logprobs.content] == truth.logprobs) == (one == mode)
         assert one != mode or choice.message.content == truth.text
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"continue_final_message": True}, "<|user|>Hi<|end|><|assistant|>Good mor"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "<|user|>Hi<|end|><|assistant|>Good mor"),
+        ({"add_generation_prompt": False}, "<|user|>Hi<|end|><|assistant|>Good mor<|end|>"),
+    ],
+)
+def test_a_last_message_is_continued(server: Running, client: openai.OpenAI, how: dict[str, bool], text: str) -> None:
+    messages: Any = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good mor"}]
+    asked: dict[str, Any] = {"model": "base", "messages": messages, "max_tokens": 1}
+    choice: Any = client.chat.completions.create(**asked, extra_body=how).choices[0]
+    assert choice.mi_route2["prompt_token_ids"] == server.server.served.encode(text)
+    with pytest.raises(openai.UnprocessableEntityError, match="set one of them to true"):
+        client.chat.completions.create(**asked, extra_body={"continue_final_message": True, "add_generation_prompt": True})
+
+
+def test_a_character_of_several_tokens_is_shown_once_it_is_whole(server: Running, client: openai.OpenAI) -> None:
+    served, text = server.server.served, "Grüße, 世界\U0001f600!"
+    ids = served.encode(text)
+    assert len(ids) > len(text)
+    whole = served.pieces(ids, [])
+    assert ("".join(whole), len(whole)) == (text, len(ids))
+    for cut in range(len(ids)):
+        held: list[int] = []
+        assert served.pieces(ids[:cut], held) + served.pieces(ids[cut:], held) == whole
+    assert "".join(served.pieces([*ids[:3], *ids], [])).endswith(text[3:])  # bytes that are no character hold nothing back for long
+    chunk: Any = next(iter(client.completions.create(model="base", prompt=text, max_tokens=1, stream=True)))
+    assert chunk.mi_route2["prompt_tokens"] == whole
 
 
 def test_the_command_serves_a_checkpoint_with_its_adapters_deployed(checkpoint: Path, tmp_path: Path) -> None:

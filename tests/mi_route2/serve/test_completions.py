@@ -154,7 +154,42 @@ def test_chat_whole_and_streamed(client: openai.OpenAI, engine: Engine) -> None:
     assert pieces[-1].choices[0].finish_reason == whole.finish_reason == "length"
 
 
+@pytest.mark.parametrize("new", [0, 1, 3])
+def test_an_echo_has_the_prompts_log_probabilities(client: openai.OpenAI, engine: Engine, new: int) -> None:
+    """As lm-eval-harness asks for the log-likelihood of a continuation; a text and token ids, twice, so that a prefix is known."""
+    assert client.completions.create(model="micro", prompt=PROMPT, max_tokens=0, echo=True).choices[0].text == PROMPT
+    with pytest.raises(openai.UnprocessableEntityError, match="echo is for whole answers"):
+        client.completions.create(model="micro", prompt=PROMPT, echo=True, stream=True)
+    (plain,) = engine.generate([Request(ids(), Sampling(max_new=max(new, 1)))])
+    whole = [*ids(), *plain.ids[:new]]
+    with torch.no_grad():
+        truth = engine.host.logits(torch.tensor([whole])).log_softmax(-1)[0]
+    for prompt in (PROMPT, [list(ids())]):
+        found: Any = client.completions.create(
+            model="micro", prompt=prompt, max_tokens=new, echo=True, logprobs=2, temperature=0, extra_body={"ignore_eos": True}
+        )
+        choice, logprobs = found.choices[0], found.choices[0].logprobs
+        assert choice.text == PROMPT + (plain.text if new else "")
+        assert (found.usage.completion_tokens, choice.finish_reason) == (new, "length")
+        assert len(logprobs.tokens) == len(logprobs.text_offset) == len(whole)
+        assert (logprobs.tokens[0], logprobs.token_logprobs[0], logprobs.top_logprobs[0]) == ("<bos>", None, None)
+        expected = truth[range(len(whole) - 1), whole[1:]]
+        torch.testing.assert_close(torch.tensor(logprobs.token_logprobs[1:]), expected, rtol=0, atol=1e-4)
+        best = truth[:-1].topk(2).values
+        torch.testing.assert_close(torch.tensor([[*top.values()] for top in logprobs.top_logprobs[1:]]), best, rtol=0, atol=1e-4)
+        for token, at in zip(logprobs.tokens[1:], logprobs.text_offset[1:], strict=True):
+            assert choice.text[at : at + len(token)] == token
+
+
 # Errors
+
+
+def test_a_chat_that_the_micro_model_cannot_read_is_refused_in_words_of_http(server: Running) -> None:
+    answer = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hello"}]})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert "its own small language only: see /v1/page" in message
+    assert "Vocabulary" not in message
 
 
 @pytest.mark.parametrize(
@@ -167,7 +202,7 @@ def test_chat_whole_and_streamed(client: openai.OpenAI, engine: Engine) -> None:
         ({"prompt": PROMPT, "steering_vectors": {SITE: [True] * 16}}, 422, "a vector is a tensor"),
         ({"prompt": PROMPT, "patch": [{"site": SITE, "position": True, "source": "zeros"}]}, 422, "position: Input should be"),
         ({"prompt": PROMPT, "max_tokens": 600}, 400, "but the context has 512"),
-        ({"prompt": PROMPT, "max_tokens": 0}, 422, "max_tokens: Input should be greater than or equal to 1"),
+        ({"prompt": PROMPT, "max_tokens": 0}, 422, "max_tokens=0 generates nothing"),
         ({"prompt": PROMPT, "promt": 1}, 422, "promt: this field is unknown"),
         ({"prompt": PROMPT, "temperature": float("inf")}, 422, "temperature"),
         ({"prompt": PROMPT, "model": "other"}, 404, "there is no model 'other' here"),

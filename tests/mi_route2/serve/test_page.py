@@ -8,13 +8,17 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
+import torch
 from browser import chromium
 from playwright.sync_api import Browser, BrowserContext, Page, expect
-from served import TOKEN, Running, running, unhurried
+from served import OTHER, PROMPT, TOKEN, Running, running, unhurried
 
+from mi_route2.hosts import open_host
 from mi_route2.patching import Grid, sweep
-from mi_route2.serve.models import Served
-from studies.environments.micro.served import micro
+from mi_route2.serve.models import Example, Served
+from studies.environments.micro.model import MicroGPT
+from studies.environments.micro.served import MicroTokenizer, micro
+from studies.environments.micro.settings import MicroConfig
 
 pytestmark = pytest.mark.process
 
@@ -208,13 +212,8 @@ def test_each_token_has_the_color_and_the_readings_of_its_position(seen: Seen, s
     assert len(set(colors)) > 3
     page.get_by_text("gate", exact=True).first.click()
     assert page.locator("#tokens .below").count() == 0  # a gate is never negative
-    # It acts on no token of the prompt
-    assert not served.monitor.get("prompt")  # pyright: ignore[reportOptionalMemberAccess]
-    for place in ("#threshold-note", "#stream-words"):
-        expect(page.locator(place)).to_contain_text("at generated tokens only")
-    for kind, count in ((".given", 1), (".made", 0)):
-        page.locator(f"#tokens {kind}").first.hover()
-        expect(page.locator("#token-detail", has_text="not on a prompt")).to_have_count(count)
+    for place in ("#threshold-note", "#stream-words"):  # a quarantine is closed on the prompt too
+        expect(page.locator(place)).to_contain_text("in the prompt too")
 
 
 def test_the_thresholds_slider_moves_the_gates_of_the_running_stream(seen: Seen, server: Running, served: Served) -> None:
@@ -239,6 +238,60 @@ def test_the_thresholds_slider_moves_the_gates_of_the_running_stream(seen: Seen,
     assert used[0] == before
     assert used[-1] == after
     assert used == sorted(used)
+
+
+@pytest.fixture(scope="module")
+def tall() -> Iterator[Running]:
+    """Serve a random model of 30 layers without a monitor."""
+    draw = torch.Generator().manual_seed(0)
+    model = MicroGPT(MicroConfig(d=16, heads=2, mlp=32, layers=30), draw).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.15 * torch.randn(p.shape, generator=draw))
+    examples = (Example("operators", PROMPT, OTHER, " +", " *"),)
+    with running(Served("tall", open_host("torch", model), MicroTokenizer(), examples=examples, prompts=(PROMPT,))) as found:
+        yield found
+
+
+def inside(page: Page, *selectors: str) -> bool:
+    """True if all of these are within the window."""
+    size = page.viewport_size
+    boxes = [page.locator(selector).bounding_box() for selector in selectors]
+    return size is not None and all(box and box["y"] >= 0 and box["y"] + box["height"] <= size["height"] for box in boxes)
+
+
+def test_a_sweep_of_thirty_layers_stays_in_the_window(browser: Browser, tall: Running) -> None:
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    seen = Seen(context, tall)
+    page = opened(seen, sites="resid_pre,z")
+    named = page.locator("#sites button").all_text_contents()
+    assert sorted(named) == sorted(tall.http.get("/v1/page").json()["sites"])  # one name for each thing
+    assert page.locator("label[for=alpha]").text_content() == "alpha"
+    press_sweep(page)
+    page.locator("#map-card").evaluate("node => node.scrollIntoView()")
+    assert inside(page, "#map-card")
+    rows = page.locator(".name").all_text_contents()
+    assert (rows[1], rows[30], rows[31], rows[-1]) == ("L29", "L0", "L29H1", "L0H0")
+    page.locator("#zoom").press("End")
+    assert page.locator(".cell").first.bounding_box()["height"] == 40  # pyright: ignore[reportOptionalSubscript]
+    for row in (0, 89):
+        chosen = page.locator(".row:not(.axis)").nth(row).locator(".cell").nth(9)
+        chosen.click()
+        expect(page.locator(".answered")).to_be_visible()
+        assert inside(page, ".axis", "#legend", "#peak", ".cell.open", "#cell-head")
+    weak = page.locator(".cell.done").evaluate_all(
+        "nodes => nodes.map(node => [node.getAttribute('aria-label'), parseFloat(node.style.getPropertyValue('--t'))])"
+    )
+    reach = max(abs(numbers(label)[0]) for label, _ in weak)
+    for label, strength in weak:
+        assert strength == pytest.approx(100 * math.sqrt(abs(numbers(label)[0]) / reach), abs=3)
+    page.click("#tab-stream")
+    expect(page.locator("#no-monitor")).to_be_visible()
+    assert page.locator("#stream input[type=range]:visible, #lens:visible").count() == 0
+    page.click("#probe")
+    expect(page.locator("#threshold")).to_be_visible()
+    context.close()
+    assert seen.wrong == []
 
 
 @pytest.mark.parametrize("width", [420, 1280])

@@ -90,7 +90,7 @@ OTHERS = [
     )),
     *(replace(FULL, monitors=(replace(FULL.monitors[0], **change),)) for change in (
         {"threshold": 1.0}, {"sharpness": 2.0}, {"mode": "add"}, {"gates": ()}, {"gate_rows": True}, {"quarantine": "open"},
-        {"quarantined": (QUARANTINE,)}, {"adds": ()}, {"depth": 0.5}, {"prompt": True}, {"probe": Vector([1.0, 0, 0])},
+        {"quarantined": (QUARANTINE,)}, {"adds": ()}, {"depth": 0.5}, {"prompt": False}, {"probe": Vector([1.0, 0, 0])},
         {"site": Site(1, "mlp_in")},
     )),
 ]  # fmt: skip

@@ -185,7 +185,7 @@ def test_dynamic_steering_is_of_generated_tokens_alone(model):
         lambda state: (state.override(0, "own"), state.set_scale(3.0, config="own")),
         lambda state: state.set_monitor(Monitor(EARLY, probe, threshold=1e6, gate_rows=True), request=0),
         lambda state: state.set_monitor(Monitor(EARLY, probe, adds=(Steer(MID, model.vector(MID, 7)),)), request=0),
-        lambda state: state.set_monitor(Monitor(EARLY, probe, quarantine="close")),
+        lambda state: state.set_monitor(Monitor(EARLY, probe, quarantine="close", prompt=False)),
     ):
         own = Steering(base=(Steer(EARLY, model.vector(EARLY, 1)),))
         state = model.state(own, None, None)
@@ -274,7 +274,9 @@ def test_a_monitor_opens_and_closes_the_quarantine(model):
         first = Site(0, "resid_pre")
         model.shapes[first] = model.shapes[EARLY]
         every = Steering(monitors=(Monitor(first, probe, threshold, quarantine=quarantine, **everywhere),))
-        state = model.state(every, None, Steering(monitors=(Monitor(EARLY, probe, threshold, quarantine=quarantine),)))
+        state = model.state(
+            every, None, Steering(monitors=(Monitor(EARLY, probe, threshold, quarantine=quarantine, prompt=False),))
+        )
         # of request 2 behind the monitor, generated tokens
         logits = model.run(state)[0]
         assert torch.equal(logits[0], deployed[0] if out else full[0])
