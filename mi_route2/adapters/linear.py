@@ -244,7 +244,9 @@ class Branch(nn.Module):
             added = self.quarantine(x, tape, tape.quarantine if tape else refuses, self.site)
             if tape is not None and tape.l1 > 0 and torch.is_grad_enabled():
                 real = None if tape.real is None else tape.real.reshape(added.shape[:-1]).to(added.device)
-                added = L1.apply(added, tape.l1 / (added.numel() * board.sites), real)
+                # In a graph of its own, which ends at x: the gradients below, and their scores, are those of the loss alone.
+                penalized = self.quarantine(x.detach(), None, None, self.site)
+                added = L1.apply(added, penalized, tape.l1 / (added.numel() * board.sites), real)
             y = y + self.hook_quarantine(added)
         if tape is not None and torch.is_grad_enabled():
             if tape.outputs is not None:
