@@ -5,6 +5,9 @@ with adapters.deployed():      # quarantine off: the model that ships
 with adapters.reference():     # both off: the base model, bit for bit (a free KL reference)
 with adapters.recording(tape): # records what the adapters learn from the next forward and backward
 with adapters.unrouted():      # both learn from everything, by ordinary autograd
+
+The contexts switch the model for every thread. The one that was entered last counts, and they may be left in any order; a second
+thread that enters one is refused (``RuntimeError``).
 """
 
 from collections.abc import Callable, Iterator
@@ -201,14 +204,8 @@ class Adapters:
     @contextmanager
     def _switched(self, **changes: object) -> Iterator[None]:
         self.demand_live()
-        before = {name: getattr(self._board, name) for name in changes}
-        for name, value in changes.items():
-            setattr(self._board, name, value)
-        try:
+        with self._board.switched(changes):
             yield
-        finally:
-            for name, value in before.items():
-                setattr(self._board, name, value)
 
     def full(self):
         """Context: kept adapter and quarantine are on."""
@@ -261,7 +258,8 @@ class Adapters:
         try:
             for module in self.modules.values():
                 module.merge()
-            with self._switched(merged=True), torch.no_grad():
+            # what was merged stays on, whichever context is left first
+            with self._switched(merged=True, kept=self._board.kept, quarantine=self._board.quarantine), torch.no_grad():
                 yield
         finally:
             for module in self.modules.values():

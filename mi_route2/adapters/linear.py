@@ -6,9 +6,11 @@ The base weight ``W`` is frozen. ``dS`` and ``B`` are 0 at initialization, so ad
 trained.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -161,6 +163,14 @@ class SharedQuarantine(nn.Module):
 Quarantine = LoRA | SharedQuarantine
 
 
+@dataclass(frozen=True, eq=False)
+class Switch:
+    """Changes of a context of ``Adapters`` that a thread has entered."""
+
+    thread: int
+    changes: dict[str, Any]
+
+
 @dataclass
 class Switchboard:
     """Switches of all routed Linears of one model; owned by ``Adapters`` and changed only by its contexts."""
@@ -171,6 +181,29 @@ class Switchboard:
     tape: Tape | None = None
     unrouted: bool = False
     sites: int = 0
+    entered: list[Switch] = field(default_factory=list)
+
+    @contextmanager
+    def switched(self, changes: dict[str, Any]) -> Iterator[None]:
+        """Context: ``changes`` hold, unless a context that was entered later has others; in whatever order they are left."""
+        switch = Switch(get_ident(), changes)
+        if self.entered and self.entered[-1].thread != switch.thread:
+            raise RuntimeError(
+                "another thread has switched the adapters of this model, for every thread: wait until it leaves its context, or "
+                "give each thread a model of its own, copy.deepcopy(policy)"
+            )
+        self.entered.append(switch)
+        self._settle(changes)
+        try:
+            yield
+        finally:
+            self.entered = [other for other in self.entered if other is not switch]
+            self._settle(changes)
+
+    def _settle(self, names: Iterable[str]) -> None:
+        for name in names:
+            values = [switch.changes[name] for switch in self.entered if name in switch.changes]
+            setattr(self, name, values[-1] if values else getattr(Switchboard, name))
 
 
 _REFUSE = Refuse()
