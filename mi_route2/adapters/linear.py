@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mi_route2.adapters.gradients import exact, wide
-from mi_route2.adapters.svd import SVD
+from mi_route2.adapters.svd import SVD, decompose
 from mi_route2.adapters.tape import L1, Gate, ReadOutput, Refuse, Tape, apply_factor, requested, uncompiled
 from mi_route2.sites import Slot, whole
 
@@ -36,7 +36,20 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
-class SVDKept(nn.Module):
+class Adapter(nn.Module):
+    """Module whose parameters keep the type that ``attach`` gives them, ``wide`` of the base's, when the model is cast."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Adapter":
+        buffers = {id(t) for t in self.buffers(recurse=False)}
+
+        def moved(t: Tensor) -> Tensor:
+            new = fn(t)
+            return new if id(t) in buffers or new.dtype == wide(new.dtype) else t.to(new.device, wide(new.dtype))
+
+        return super()._apply(moved, recurse)
+
+
+class SVDKept(Adapter):
     """SVD adapter ``U (dS * (Vh x))``, with one trainable number per singular direction."""
 
     U: Tensor
@@ -46,9 +59,13 @@ class SVDKept(nn.Module):
     def __init__(self, weight: Float[Tensor, "d_out d_in"], svd: SVD):
         super().__init__()
         dtype = weight.dtype
+        self.span(svd, dtype)
+        self.dS = nn.Parameter(torch.zeros(svd.S.numel(), dtype=wide(dtype), device=weight.device))
+
+    def span(self, svd: SVD, dtype: torch.dtype) -> None:
+        """Set the vectors ``U`` and ``Vh``."""
         self.register_buffer("U", svd.U.to(dtype), persistent=False)
         self.register_buffer("Vh", svd.Vh.to(dtype), persistent=False)
-        self.dS = nn.Parameter(torch.zeros(svd.S.numel(), dtype=wide(dtype), device=weight.device))
 
     def bottleneck(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch r"]:
         """Return ``a = Vh x``, the coordinates that ``dS`` scales."""
@@ -88,7 +105,7 @@ class SVDKept(nn.Module):
         return f"rank={self.rank}"
 
 
-class LoRA(nn.Module):
+class LoRA(Adapter):
     """LoRA adapter ``B (A x)``: a kept adapter, or a quarantine in its own basis."""
 
     scored = "B"
@@ -130,7 +147,7 @@ class LoRA(nn.Module):
 Kept = SVDKept | LoRA
 
 
-class SharedQuarantine(nn.Module):
+class SharedQuarantine(Adapter):
     """Quarantine with its own ``dS`` (or ``B``) on the bottleneck of the kept adapter."""
 
     def __init__(self, kept: Kept):
@@ -241,6 +258,15 @@ class Branch(nn.Module):
         self._slot, self._board = (slot,), board  # a tuple hides the base module from nn.Module: it is not a submodule
         self.hook_kept_a, self.hook_kept = HookedPoint(), HookedPoint()
         self.hook_quarantine, self.hook_mask = HookedPoint(), HookedPoint()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Branch":
+        kept = self.kept
+        dtype = kept.Vh.dtype if isinstance(kept, SVDKept) else None
+        super()._apply(fn, recurse)
+        if isinstance(kept, SVDKept) and kept.Vh.dtype != dtype and not any(bool(p.any()) for p in self.parameters() if p.ndim == 1):
+            # nothing was trained yet, so take the vectors of the weight in its new type, as a load will
+            kept.span(decompose(self.weight, rank=kept.rank), kept.Vh.dtype)
+        return self
 
     @property
     def weight(self) -> Float[Tensor, "d_out d_in"]:
