@@ -228,7 +228,8 @@ def _refuse_other_bases(path: Path, written: Any, here: dict[str, float]) -> Non
         if not isinstance(value, float) or not abs(value - here[site]) < TURNED:
             raise ValueError(
                 f"the singular vectors of {site} differ from those where {path} was written: its weight was cast after training, "
-                "or has equal singular values, so that they depend on the LAPACK library; pass a cache_dir with the SVDs from there, or export it there"
+                "or has equal singular values, so that they depend on the LAPACK library; pass a cache_dir with the SVDs from "
+                "there, or export it there"
             )
 
 

@@ -263,7 +263,11 @@ class Branch(nn.Module):
         kept = self.kept
         dtype = kept.Vh.dtype if isinstance(kept, SVDKept) else None
         super()._apply(fn, recurse)
-        if isinstance(kept, SVDKept) and kept.Vh.dtype != dtype and not any(bool(p.any()) for p in self.parameters() if p.ndim == 1):
+        if (
+            isinstance(kept, SVDKept)
+            and kept.Vh.dtype != dtype
+            and not any(bool(p.any()) for p in self.parameters() if p.ndim == 1)
+        ):
             # nothing was trained yet, so take the vectors of the weight in its new type, as a load will
             kept.span(decompose(self.weight, rank=kept.rank), kept.Vh.dtype)
         return self

@@ -120,8 +120,10 @@ def token_scores(
     return torch.where(real, scores, torch.full_like(scores, -1.0))
 
 
-def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"], real: Bool[Tensor, "b s"]) -> Flags:
-    """Return ``flag_b = s_b > tau and A_b > 0`` (the advantage only if ``reinforced_only``); token flags on real tokens only.
+def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"] | None, real: Bool[Tensor, "b s"]) -> Flags:
+    """Return ``flag_b = s_b > tau and A_b > 0``; token flags on real tokens only.
+
+    The advantage counts only if ``reinforced_only`` and the batch has any.
 
     Raises:
         ValueError: A score is NaN or infinite.
@@ -130,7 +132,7 @@ def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"], real
         rows = (~torch.isfinite(scores)).nonzero()[:, 0].unique().tolist()
         raise ValueError(f"rollouts {rows[:8]} have activations or gradients that are NaN or infinite, so they have no score")
     flags = scores > spec.tau
-    if spec.reinforced_only:
+    if spec.reinforced_only and advantages is not None:
         flags &= (advantages > 0) if scores.ndim == 1 else (advantages > 0)[:, None]
     return flags & real if scores.ndim == 2 else flags
 
@@ -151,13 +153,14 @@ def weigh(mask: Mask, scale: Float[Tensor, " b"]) -> Mask:
     return mask * (scale if mask.ndim == 1 else scale[:, None])
 
 
-def kept_advantages(spec: MaskSpec, batch: TrainBatch, flags: Flags | None) -> Float[Tensor, " b"]:
+def kept_advantages(spec: MaskSpec, batch: TrainBatch, flags: Flags | None) -> Float[Tensor, " b"] | None:
     """Return ``K_b = A_b``; for ``kept_advantage="unflagged"``, ``R_b - mean(R over the group's unflagged)``, 0 if b is flagged."""
     if spec.kept_advantage == "own":
         return batch.advantages
     assert flags is not None  # the spec requires scores that are known before the loss
+    rewards, groups, _ = (batch.demand(name, "kept_advantage='unflagged'") for name in ("rewards", "groups", "advantages"))
     # Flagged hacks raise the group's mean, which would punish its honest failures and push the kept adapter towards hacking.
-    counted = group_advantages(batch.rewards, batch.groups, ~flags)
+    counted = group_advantages(rewards, groups, ~flags)
     return torch.where(flags, torch.zeros_like(counted), counted)
 
 
@@ -213,7 +216,7 @@ class MaskGate:
     Args:
         spec: the rule.
         batch: the rollouts of this micro-batch.
-        advantages: those that the kept adapter learns from, K.
+        advantages: those that the kept adapter learns from, K, if there are any.
         generator: draws shuffled flags.
         directions: directions that features are compared with; ``None`` if flags are ``known``.
         known: flags, if they are known before the forward.
@@ -225,7 +228,7 @@ class MaskGate:
         self,
         spec: MaskSpec,
         batch: TrainBatch,
-        advantages: Float[Tensor, " b"],
+        advantages: Float[Tensor, " b"] | None,
         generator: torch.Generator,
         *,
         directions: Directions | None = None,
@@ -235,7 +238,9 @@ class MaskGate:
     ):
         self.detach = spec.through == "detach"
         self._spec, self._batch, self._generator = spec, batch, generator
-        self._directions, self._reader, self._scales = directions, reader, scales(spec, advantages)
+        self._directions, self._reader = directions, reader
+        ones = torch.ones(len(batch.rollouts), device=batch.rollouts.tokens.device)
+        self._scales = ones if advantages is None else scales(spec, advantages)
         self.scores: dict[str, Tensor] = {}
         self.masks: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
@@ -507,7 +512,7 @@ class MaskRoute(OneCall):
             )
         if flags.ndim == 2 and self.spec.kept_advantage == "unflagged":
             raise ValueError("kept_advantage='unflagged' counts the rollouts without a flag: give one flag per rollout")
-        return flags.to(batch.advantages.device)
+        return flags.to(batch.rollouts.tokens.device)
 
     @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
@@ -545,10 +550,11 @@ class MaskRoute(OneCall):
             # the penalty is a mean over rollouts, so a micro-batch adds its share
             l1 = self.l1 * len(piece.rollouts) / len(batch.rollouts)
             reader = self._reader(policy, piece.rollouts)
+            advantages = None if kept is None else kept[index]
             gate = MaskGate(
                 spec,
                 piece,
-                kept[index],
+                advantages,
                 context.generator,
                 directions=self.directions,
                 known=None if flags is None else flags[index],
@@ -563,11 +569,11 @@ class MaskRoute(OneCall):
                 if skips and flags is not None and bool(flags[index].all()):
                     skipped = True
                 else:
-                    micro_batches.append(MicroBatch(piece, tape(kept=gate, quarantine=LearnNothing()), kept[index]))
+                    micro_batches.append(MicroBatch(piece, tape(kept=gate, quarantine=LearnNothing()), advantages))
             else:
                 full = isinstance(reader, FullGradientReader)
                 read = {"outputs": reader} if full else {"inputs": reader}
-                micro_batches.append(MicroBatch(piece, tape(kept=gate, l1=l1, **read), kept[index]))
+                micro_batches.append(MicroBatch(piece, tape(kept=gate, l1=l1, **read), advantages))
         return _MaskStep(spec, policy, micro_batches, gradients_before(policy.adapters), gates, skipped, context.generator)
 
     def _basis_of(self, policy: Policy) -> dict[str, Tensor]:
@@ -592,14 +598,14 @@ class MaskRoute(OneCall):
         if self._given is not None:
             flags = self._given_flags(batch)
         elif spec.score == "none":
-            flags = torch.zeros(b, dtype=torch.bool, device=batch.advantages.device)
+            flags = torch.zeros(b, dtype=torch.bool, device=batch.rollouts.tokens.device)
         elif spec.privileged:
             if context.privileged is None:
                 raise ValueError(f"score={spec.score!r} needs the marked detector verdicts (StepContext.privileged)")
             by_own_channel = spec.score == "own_channel"
             flags = context.privileged.own_channel if by_own_channel else context.privileged.known_channel
-            flags = flags.to(batch.advantages.device)
-            flags = flags & (batch.advantages > 0) if spec.reinforced_only else flags
+            flags = flags.to(batch.rollouts.tokens.device)
+            flags = flags & (batch.demand("advantages", "reinforced_only") > 0) if spec.reinforced_only else flags
         elif spec.decided_at == "begin":
             pieces = [self.score(policy, batch.rollouts.rows(index)) for index in chunks(batch, context.micro)]
             scores = torch.cat([p for p in pieces if p is not None])

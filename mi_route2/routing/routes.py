@@ -40,11 +40,11 @@ Loss = Callable[[Tensor, TrainBatch], Tensor]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and backward: the rollouts, the tape to open, and the advantages for the loss."""
+    """One forward and backward: the rollouts, the tape to open, and the advantages for the loss, if the batch has any."""
 
     batch: TrainBatch
     tape: Tape
-    advantages: Float[Tensor, " b"]
+    advantages: Float[Tensor, " b"] | None
 
 
 @dataclass(frozen=True)

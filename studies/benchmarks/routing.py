@@ -112,7 +112,7 @@ def plain(side: nn.Module | Policy, batch: TrainBatch) -> Side:
 
     def step() -> None:
         with training():
-            loss(forward(model, batch.rollouts.tokens), batch.rollouts, batch.advantages).backward()
+            loss(forward(model, batch.rollouts.tokens), batch.rollouts, batch.demand("advantages")).backward()
         model.zero_grad(set_to_none=True)
 
     return step
@@ -128,8 +128,9 @@ def routed(policy: Policy, batch: TrainBatch, spec: MaskSpec, seed: int) -> Side
         routing = route.begin(policy, batch, context)
         for part in routing.micro_batches:
             with policy.adapters.recording(part.tape):
-                rollouts = part.batch.rollouts
-                loss(policy.forward(policy.model, rollouts.tokens, rollouts.attention), rollouts, part.advantages).backward()
+                rollouts, advantages = part.batch.rollouts, part.advantages
+                assert advantages is not None
+                loss(policy.forward(policy.model, rollouts.tokens, rollouts.attention), rollouts, advantages).backward()
         routing.finish()
         policy.model.zero_grad(set_to_none=True)
 
