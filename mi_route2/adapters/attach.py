@@ -67,7 +67,7 @@ class Adapters:
         self.sites = {branch.site: branch for module in modules.values() for branch, _ in module.branches}
         self._thawed = thawed  # what was trainable before attach() froze the model
         self._detached = False
-        self._gathered: tuple[Versions, str] | None = None  # the hash of a sharded base, and the shards of which it is
+        self._hashed: tuple[Versions, str, bool] | None = None  # weights of the base, their hash, and whether they were sharded
         self._coordinates: tuple[Versions, dict[str, Tensor]] | None = None  # and the weights of which they are
         self.cache_dir: Path | None = None
         """Cache folder for SVDs of the base weights."""
@@ -108,15 +108,23 @@ class Adapters:
         """Hash of all parameters and persistent buffers of the base model, whether adapted or not.
 
         It identifies the base model of a saved adapter or direction. It is computed on each access, and is the same on every host.
-        If the base is sharded (FSDP2), all processes must read it together, because they gather the weights, one at a time. It is
-        then kept until a weight changes.
+        If the base is sharded (FSDP2), it is ``known_hash``.
         """
         if not reshard(self.model):
-            return weights_hash(self.model, self._linears, adapters=False)
+            self._hashed = None
+        return self.known_hash
+
+    @property
+    def known_hash(self) -> str:
+        """``base_hash``, computed again only if torch counts that a weight was written, cast or replaced since.
+
+        If the base is sharded, all processes must read it together, because they gather the weights, one at a time.
+        """
+        sharded = reshard(self.model)
         now = Versions(t for _, t, _ in named(self.model, self._linears, adapters=False))
-        if self._gathered is None or self._gathered[0] != now:
-            self._gathered = now, weights_hash(self.model, self._linears, adapters=False)
-        return self._gathered[1]
+        if self._hashed is None or self._hashed[0] != now:
+            self._hashed = now, weights_hash(self.model, self._linears, adapters=False), sharded
+        return self._hashed[1]
 
     def file_hash(self) -> str:
         """Return ``base_hash``, for a file that a single process writes.
@@ -126,12 +134,12 @@ class Adapters:
         """
         if not sharded_modules(self.model):
             return self.base_hash
-        if self._gathered is None or not self._gathered[0].unwritten:
+        if self._hashed is None or not self._hashed[2] or not self._hashed[0].unwritten:
             raise RuntimeError(
                 "the base weights are sharded, and their hash needs every process: read adapters.base_hash in all of them, then "
                 "save in one"
             )
-        return self._gathered[1]
+        return self._hashed[1]
 
     def demand_replicated(self) -> None:
         """Raise ``ValueError`` if FSDP2 shards a parameter of the adapters; all processes must call this."""

@@ -147,13 +147,16 @@ class MatrixGrad:
     def norms(self) -> Float[Tensor, " b"]:
         s, d_in, d_out = self.h.shape[1], self.h.shape[2], self.dy.shape[2]
         if s * (d_in + d_out) < d_in * d_out:
-            # The terms cancel, so half precision would be off by tens of percent, and float16 would overflow.
-            h, dy = self.h.to(wide(self.h.dtype)), self.dy.to(wide(self.dy.dtype))
+            # The terms cancel, so half precision would be off by tens of percent, and float16 would overflow. On a GPU they are of
+            # float64, so that the host needs not wait to see which of them nearly cancel.
+            exactly = self.h.is_cuda and self.h.dtype != torch.float64
+            dtype = torch.float64 if exactly else wide(self.h.dtype)
+            h, dy = self.h.to(dtype), self.dy.to(dtype)
             gram = torch.bmm(dy, dy.mT) * torch.bmm(h, h.mT)
             # The sum is a squared norm; rounding may make it slightly negative if it should be 0.
-            norms = gram.sum(dim=(1, 2)).clamp_min(0).sqrt()
+            norms = gram.sum(dim=(1, 2)).clamp_min(0).sqrt().to(wide(self.h.dtype))
             # Rounding of the square is rounding of half its digits in the norm, so what nearly cancels is computed the long way.
-            near = (norms <= _CANCELS * _magnitude(self.h, self.dy)).nonzero()[:, 0].tolist()
+            near = [] if exactly else (norms <= _CANCELS * _magnitude(self.h, self.dy)).nonzero()[:, 0].tolist()
             for i in near:
                 norms[i] = (dy[i].mT @ h[i]).norm()
             return norms

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mi_route2.integrations.trl_trainer import STATE, RoutedTrainer, Window  # first, because it says if TRL is missing
+from mi_route2.integrations.trl_trainer import STATE, OpenStep, RoutedTrainer  # first, because it says if TRL is missing
 
 # isort: split
 from accelerate.utils import gather_object
@@ -257,7 +257,7 @@ class RoutedGRPOTrainer(RoutedTrainer, GRPOTrainer):
         self._tapes.enter_context(self.adapters.recording(last.tape))
         return super()._compute_loss(model, {**inputs, "advantages": last.advantages})
 
-    def _tell(self, window: "Window", scores: Tensor | None, flags: Tensor | None) -> None:
+    def _tell(self, window: "OpenStep", scores: Tensor | None, flags: Tensor | None) -> None:
         """Call the recorder on the main process with the rollouts of all processes."""
         assert window.rollout is not None
         batch, sampled = window.batch, [self._sampled[i] for i in window.rollout.tolist()]

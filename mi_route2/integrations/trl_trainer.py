@@ -184,7 +184,7 @@ class RoutedTrainer(Trainer):
             unfuse(self.model, temperature)
         self.quarantine_lr = self.args.learning_rate if quarantine_lr is None else quarantine_lr
         self._tapes = ExitStack()
-        self.window: Window | None = None
+        self.window: OpenStep | None = None
         self._alike = False  # whether the processes were compared
         self.add_callback(Watch(self))
 
@@ -195,7 +195,7 @@ class RoutedTrainer(Trainer):
         """Return the tokens of the prompts of ``rows``."""
         raise NotImplementedError
 
-    def _tell(self, window: "Window", scores: Tensor | None, flags: Tensor | None) -> None:
+    def _tell(self, window: "OpenStep", scores: Tensor | None, flags: Tensor | None) -> None:
         """Call the recorder."""
         raise NotImplementedError
 
@@ -296,7 +296,7 @@ class RoutedTrainer(Trainer):
         # one or two of the same rollouts: where all are flagged the kept adapter has none of its own
         micro_batches = [[*of] for _, of in groupby(routed.micro_batches, key=lambda micro_batch: id(micro_batch.batch))]
         assert len(micro_batches) == count
-        self.window = Window(routed, batch, rollout, micro_batches, overlap)
+        self.window = OpenStep(routed, batch, rollout, micro_batches, overlap)
 
     def _demand_alike(self) -> None:
         """Raise ``ValueError`` if processes have different adapters or routes; all processes must call this."""
@@ -334,7 +334,7 @@ class RoutedTrainer(Trainer):
             raise
         return loss
 
-    def _finish(self, window: "Window") -> None:
+    def _finish(self, window: "OpenStep") -> None:
         several = self.accelerator.num_processes > 1
         decision = window.routed.finish(self._mean_over_processes if several else None)
         numbers = {f"route/{name}": value for name, value in decision.extra.items()}
@@ -471,7 +471,7 @@ class RoutedTrainer(Trainer):
 
 
 @dataclass
-class Window:
+class OpenStep:
     """One optimizer step: the route's step, its rollouts, their places among the sampled ones, and its remaining micro-batches."""
 
     routed: RouteStep

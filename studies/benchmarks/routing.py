@@ -19,7 +19,7 @@ from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.models import smollm2
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Directions, MaskRoute, MaskSpec, StepContext, TrainBatch, group_advantages
-from mi_route2.routing.directions import Provenance, feature_shapes, unit
+from mi_route2.routing.directions import Provenance, feature_shapes, units
 from studies.benchmarks.paired import Benchmark, BenchmarkOptions, Side, random_qwen3
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -142,7 +142,7 @@ def random_directions(adapters: Adapters, spec: MaskSpec, seed: int) -> Directio
     score: Any = spec.score
     generator = torch.Generator().manual_seed(seed)
     shapes = feature_shapes(adapters, score, adapters.coordinates() if score == "act" else {})
-    vectors = {site: unit(torch.randn(shape, generator=generator)) for site, shape in shapes.items()}
+    vectors = units({site: torch.randn(shape, generator=generator) for site, shape in shapes.items()})
     return Directions(vectors, Provenance("haar", score, "none", adapters.base_hash, 0, seed))
 
 
