@@ -427,6 +427,10 @@ def _merged(adapters: Adapters) -> dict[str, Tensor]:
         weight = state[f"{path}.weight"]
         state[f"{path}.weight"] = (weight + (delta.mT if place.transposed else delta)).to(weight.dtype)
         refuse_infinite({f"{path}.weight in {weight.dtype}": state[f"{path}.weight"]})  # the sum may be beyond float16
+    first: dict[tuple[int, torch.Size], str] = {}
+    for name, t in state.items():  # transformers writes a weight of two modules under one name, unless the class ties them
+        if first.setdefault((t.data_ptr(), t.shape), name) != name:
+            state[name] = t.clone()
     return state
 
 
