@@ -12,6 +12,7 @@ thread that enters one is refused (``RuntimeError``).
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -390,6 +391,13 @@ def _refuse_model(model: nn.Module) -> None:
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
     refuse_offloaded(model)
+    for name, t in chain(model.named_parameters(), model.named_buffers()):
+        plain = type(t) in (Tensor, nn.Buffer) or issubclass(type(t), nn.Parameter) or hasattr(t, "full_tensor")  # as of FSDP2
+        if not plain:
+            raise ValueError(
+                f"{name} is a {type(t).__name__}, which is stored otherwise than {t.dtype} (torchao and quanto do so), "
+                f"and could not be hashed, saved or merged: {UNQUANTIZED}"
+            )
     if len(devices := sorted({str(p.device) for p in model.parameters()})) > 1:
         raise ValueError(
             f"the weights of this model are on {' and '.join(devices)}, and what its modules learn is compared: load it on one "
@@ -424,9 +432,9 @@ def attach(
 
     Raises:
         KeyError: A pattern matches nothing.
-        ValueError: The count is not ``expect``, the model already has adapters (also of PEFT), the rank does
-            not fit, a Linear is quantized, has two names or a weight that is computed, torch's own layers pass it by, or weights
-            are offloaded.
+        ValueError: The count is not ``expect``, the model already has adapters (also of PEFT), the rank does not fit, a Linear or
+            another weight is quantized, a Linear has two names or a weight that is computed, torch's own layers pass it by, or
+            weights are offloaded.
 
     Examples:
         >>> adapters = attach(model, "blocks.*.attn.*", spec=AdapterSpec("lora", rank=4), expect=8)

@@ -311,6 +311,46 @@ class Encoder(nn.Module):
         return self.unembed(self.layer(self.embed(tokens)))
 
 
+class Packed(Tensor):
+    """Integers and a scale that act as float32, as torchao's and quanto's weights."""
+
+    packed: Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, scale: float) -> "Packed":
+        return Tensor._make_wrapper_subclass(cls, packed.shape, dtype=torch.float32)  # pyright: ignore
+
+    def __init__(self, packed: Tensor, scale: float):
+        self.packed, self.scale = packed, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].packed, args[0].scale)
+        return func(*(a.packed * a.scale if isinstance(a, Packed) else a for a in args), **(kwargs or {}))
+
+
+class Marked(Tensor):
+    """Another class of tensors, whose memory is its numbers."""
+
+
+@pytest.mark.parametrize("pattern", ["*.attn.q", "*.mlp.up"])
+@pytest.mark.parametrize("kind", ["packed", "marked"])
+def test_a_weight_that_is_stored_otherwise_is_refused_wherever_it_stands(kind: str, pattern: str) -> None:
+    model = make_model(torch.float32)
+    linear: Any = model.blocks[0].attn.q
+    weight = linear.weight.detach()
+    stored = Packed((weight * 64).round().to(torch.int8), 1 / 64) if kind == "packed" else weight.as_subclass(Marked)
+    linear.weight = nn.Parameter(stored, requires_grad=False)
+    assert model(TOKENS).isfinite().all()
+    with pytest.raises(
+        ValueError, match=rf"^blocks\.0\.attn\.q\.weight is a {kind.title()}, which is stored otherwise .* load the"
+    ):
+        attach(model, pattern, spec=SPECS["lora"])
+    assert not [m for m in model.modules() if isinstance(m, RoutedLinear)]
+
+
 def test_linears_that_torch_passes_by_are_refused() -> None:
     """In eval mode the adapters of an encoder layer would be out of the forward in silence."""
     model = Encoder().eval()

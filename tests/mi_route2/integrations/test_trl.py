@@ -43,8 +43,8 @@ from tiny_trl import (
     weights,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from trl import SFTConfig
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 from trl_ranks import HOWS, RANKED, SHARED, SVD, run
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
@@ -774,3 +774,23 @@ def test_flags_that_do_not_fit_the_tokens_are_refused(tmp_path: Path) -> None:
     rows = demonstrations(BY_TOKEN)[0].map(lambda row: {"hack": row["hack"][1:]})
     with pytest.raises(ValueError, match=r"a row has \d flags in 'hack' and \d tokens: give one per row"):
         fine_tuner(tmp_path, rows, own={"flags": "hack"}).train()
+
+
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+def test_stock_trainers_write_no_checkpoint_of_adapters_and_name_the_exports(kind: Any, tmp_path: Path) -> None:
+    (adapters := attach((model := make_family("Llama")), "blocks.*", spec=LORA))
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS])
+    settings = {**general(tmp_path, size=1, steps=1), **SAVED}
+    if kind is SFTTrainer:
+        trainer = SFTTrainer(model, SFTConfig(**settings), train_dataset=rows, processing_class=tokenizer())
+    else:
+        del settings["shuffle_dataset"]
+        trainer = Trainer(model, TrainingArguments(**settings), train_dataset=rows)
+    with pytest.raises(RuntimeError, match=r"a gradient reached the adapters .* call route\.backward"):
+        trainer.train()
+    with (
+        adapters.unrouted(),
+        pytest.raises(RuntimeError, match=r"^this model has adapters.* use export_merged\(adapters"),
+    ):
+        trainer.train()
+    assert not [*tmp_path.rglob("*.safetensors")]
