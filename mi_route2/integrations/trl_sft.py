@@ -1,6 +1,6 @@
 """Supervised fine-tuning of TRL with routed gradients: ``RoutedSFTTrainer`` takes the place of ``SFTTrainer``.
 
-    trainer = RoutedSFTTrainer(model, args, train_dataset=rows, adapters=AdapterSpec(), flags="hack")
+    trainer = RoutedSFTTrainer(model, args, train_dataset=rows, adapters=spec, flags="hack")
     trainer.train()
     trainer.save_model(folder)       # the deployed adapter as a PEFT folder, without the quarantine
 
