@@ -434,7 +434,7 @@ class TopKFitter:
         # A singular value of 0 has no axis: the SVD returns an arbitrary vector for it.
         real = on_host([(S[: self.k] > S.numel() * torch.finfo(S.dtype).eps * S[0]).sum() for S, _ in factors.values()])
         for (site, delta), (S, Vh), count in zip(deltas.items(), factors.values(), real):
-            axis, strengths[site] = Vh[:count], S[:count]
+            axis, strengths[site] = Vh[:count].contiguous(), S[:count]  # as a file gives them back: rounding depends on the layout
             along = delta.flatten(1) @ axis.mT
             votes = along.sign().sum(dim=0)
             votes = torch.where(votes == 0, along.sum(dim=0), votes)  # the mean decides a tie, not the SVD's arbitrary sign
